@@ -1,0 +1,1 @@
+"""Hugging Face checkpoint (or GGUF file) to a portable ONNX bundle, without torch."""

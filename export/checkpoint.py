@@ -1,0 +1,199 @@
+"""A checkpoint on disk: config, tensors as byte streams, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from edgellm.contract import BrokenArtifactError, EdgeLLMError
+
+CHUNK_BYTES = 1 << 22
+ITEM_BITS = {
+    "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "I8": 8, "U8": 8, "I32": 32, "I64": 64,
+    "BOOL": 8, "F64": 64, "F8_E5M2": 8, "I16": 16, "U16": 16, "U32": 32, "U64": 64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Type (safetensors spelling, e.g. "BF16") and shape of a stored tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor's data."""
+        return math.prod(self.shape) * ITEM_BITS[self.dtype] // 8
+
+
+class TensorSource(Protocol):
+    """Named tensors whose data can be streamed without holding a whole tensor."""
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name."""
+        ...
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """Row-major little-endian data in pieces; a piece is valid until the next is taken."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Everything `edgellm-export` reads of a model."""
+
+    label: str  # where it came from, for messages and provenance
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tensors: TensorSource
+    tokenizer_files: dict[str, bytes] = field(repr=False)
+    quant_config: dict[str, Any] = field(default_factory=dict)
+
+
+class Safetensors:
+    """The tensors of one or several safetensors files (format version 1: JSON header + data)."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        """Read and check all headers; raises `BrokenArtifactError` for a damaged file."""
+        self._infos: dict[str, TensorInfo] = {}
+        self._places: dict[str, tuple[Path, int]] = {}
+        for path in paths:
+            self._read_header(path)
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name."""
+        return self._infos
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """Row-major little-endian data in pieces of at most `CHUNK_BYTES`."""
+        path, offset = self._places[name]
+        left = self._infos[name].num_bytes
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(left, 1))))
+        with path.open("rb", buffering=0) as stream:
+            stream.seek(offset)
+            while left:
+                read = stream.readinto(buffer[: min(left, len(buffer))])
+                if not read:
+                    raise BrokenArtifactError(f"{path} ends inside tensor {name}")
+                yield buffer[:read]
+                left -= read
+
+    def _read_header(self, path: Path) -> None:
+        remedy = "download or copy the file again"
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                if length > size - 8:
+                    raise BrokenArtifactError(
+                        f"{path} is truncated: its header alone needs {length + 8} bytes, "
+                        f"the file has {size}",
+                        hint=remedy,
+                    )
+                header = json.loads(stream.read(length))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            for name, entry in entries.items():
+                info = TensorInfo(entry["dtype"], tuple(entry["shape"]))
+                begin, end = entry["data_offsets"]
+                if info.num_bytes != end - begin:
+                    raise BrokenArtifactError(f"{path}: wrong size of tensor {name}", hint=remedy)
+                self._infos[name] = info
+                self._places[name] = (path, 8 + length + begin)
+            expected = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
+        except FileNotFoundError:
+            raise BrokenArtifactError(f"{path} is missing", hint=remedy) from None
+        except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BrokenArtifactError(
+                f"{path} is not a safetensors file ({type(error).__name__}: {error})", hint=remedy
+            ) from None
+        if size < expected:
+            raise BrokenArtifactError(
+                f"{path} is truncated: {size} of {expected} bytes", hint=remedy
+            )
+
+
+def open_checkpoint(model_dir: str) -> Checkpoint:
+    """Open a local folder, a GGUF file, or the id of a model that the hub cache already holds.
+
+    Raises:
+        EdgeLLMError: nothing there, not a checkpoint, or a damaged one.
+    """
+    path = Path(model_dir).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        from edgellm.export.gguf import open_gguf  # imports the optional package gguf
+
+        return open_gguf(path)
+    if path.is_dir():
+        return _open_folder(path)
+    if path.exists():
+        raise EdgeLLMError(
+            f"{path} is neither a folder nor a .gguf file",
+            hint="give the folder that holds config.json and *.safetensors",
+        )
+    return _open_folder(_cached_snapshot(model_dir))
+
+
+def _cached_snapshot(model_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model_id, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        raise EdgeLLMError(
+            f"no such folder, and not in the local hub cache: {model_id}",
+            hint=f"check the path, or fetch it first: hf download {model_id}",
+        ) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; {} when there is no such file."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise BrokenArtifactError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BrokenArtifactError(f"{path} does not hold a JSON object")
+    return value
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    from edgellm.export.tokenizer_files import read_tokenizer
+
+    config = read_json(folder / "config.json")
+    if not config:
+        raise EdgeLLMError(
+            f"{folder} is not a checkpoint: it has no config.json",
+            hint="give the folder that holds config.json and *.safetensors",
+        )
+    return Checkpoint(
+        label=str(folder),
+        config=config,
+        generation_config=read_json(folder / "generation_config.json"),
+        tensors=Safetensors(_weight_files(folder)),
+        tokenizer_files=read_tokenizer(folder),
+        quant_config=read_json(folder / "hf_quant_config.json").get("quantization", {}),
+    )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise BrokenArtifactError(f"{index} has no weight_map")
+        return [folder / name for name in sorted(set(shards.values()))]
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    raise EdgeLLMError(
+        f"{folder} has no model.safetensors (nor a sharded one with an index)",
+        hint="convert .bin checkpoints with transformers: model.save_pretrained(folder)",
+    )

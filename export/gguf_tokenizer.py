@@ -1,0 +1,142 @@
+"""The tokenizer inside a GGUF file as tokenizer.json, tokenizer_config.json and chat template.
+
+Sources: the GGUF specification's `tokenizer.ggml.*` keys and the pre-tokenizer patterns that the
+original models publish. Byte-level BPE ("gpt2") and SentencePiece BPE ("llama") are covered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.export.config import nearest
+from edgellm.export.tokenizer_files import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATTERNS = {
+    "llama-bpe": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
+    "qwen2": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",
+}
+_PATTERNS["deepseek-r1-qwen"] = _PATTERNS["qwen2"]
+_NFC = ("qwen2", "deepseek-r1-qwen")
+
+Get = Callable[..., Any]
+
+
+def convert_tokenizer(get: Get) -> dict[str, bytes]:
+    """The files of a bundle's tokenizer.
+
+    Args:
+        get: look-up of a metadata key, with an optional default.
+
+    Raises:
+        UnsupportedModelError: a tokenizer model or pre-tokenizer that is not known.
+    """
+    model = get("tokenizer.ggml.model")
+    makers = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if model not in makers:
+        raise UnsupportedModelError(f"GGUF tokenizer {model!r} is not supported")
+    tokens: list[str] = get("tokenizer.ggml.tokens")
+    types: list[int] = get("tokenizer.ggml.token_type", [1] * len(tokens))
+    tokenizer = makers[model](get, tokens, types)
+    for kind, special in ((_USER_DEFINED, False), (_CONTROL, True)):
+        added = [
+            AddedToken(token, normalized=False, special=special)
+            for token, token_type in zip(tokens, types, strict=True)
+            if token_type == kind
+        ]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+    config = _special_tokens(get, tokens)
+    if get("tokenizer.ggml.add_bos_token", model == "llama") and "bos_token" in config:
+        bos = config["bos_token"]
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, get("tokenizer.ggml.bos_token_id"))]
+        )
+    files = {
+        TOKENIZER: tokenizer.to_str().encode("utf-8"),
+        TOKENIZER_CONFIG: json.dumps(config, indent=2).encode("utf-8"),
+    }
+    if template := get("tokenizer.chat_template"):
+        files[CHAT_TEMPLATE] = template.encode("utf-8")
+    return files
+
+
+def _special_tokens(get: Get, tokens: list[str]) -> dict[str, str]:
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    return {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
+
+
+def _byte_level(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
+    del types
+    kind = get("tokenizer.ggml.pre", "default")
+    merges = [tuple(merge.split(" ")) for merge in get("tokenizer.ggml.merges")]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe"))
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if kind in ("default", "gpt-2"):
+        tokenizer.pre_tokenizer = plain
+    elif kind == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, plain])
+    elif kind in _PATTERNS:
+        split = pre_tokenizers.Split(Regex(_PATTERNS[kind]), "isolated")
+        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, whole])
+    else:
+        raise UnsupportedModelError(
+            f"GGUF pre-tokenizer {kind!r} is not supported",
+            hint=nearest(kind, ["default", "gpt-2", "smollm", *_PATTERNS]),
+        )
+    if kind in _NFC:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
+    """SentencePiece BPE: merges follow from the scores, unknown characters fall back to bytes."""
+    scores: list[float] = get("tokenizer.ggml.scores")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = []
+    for token, token_type in zip(tokens, types, strict=True):
+        if token_type in (_CONTROL, _BYTE):
+            continue
+        pairs = [
+            (token[:cut], token[cut:])
+            for cut in range(1, len(token))
+            if token[:cut] in vocabulary and token[cut:] in vocabulary
+        ]
+        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        merges += [(scores[vocabulary[token]], pair) for pair in pairs]
+    merges.sort(key=lambda merge: merge[0], reverse=True)
+    unknown = tokens[get("tokenizer.ggml.unknown_token_id", 0)]
+    tokenizer = Tokenizer(
+        BPE(
+            vocabulary,
+            [pair for _, pair in merges],
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    steps: list[Any] = [normalizers.Replace(" ", "▁")]
+    strip: list[Any] = []
+    if get("tokenizer.ggml.add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend("▁"))
+        strip = [decoders.Strip(" ", 1, 0)]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer

@@ -1,0 +1,1 @@
+"""Building blocks of decoders as ONNX nodes."""

@@ -1,0 +1,110 @@
+"""Attention over a linear KV cache, and what all layers of one pass share.
+
+Shapes: S query rows, C cache capacity, D head_dim. The cache is written by TensorScatter-24 at
+`write_index`; one additive mask holds both the committed rows and the tree among the new ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.contract import past_name, present_name
+from edgellm.export.op import Op
+from edgellm.export.rope import Rope
+
+_MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
+
+
+@dataclass(slots=True)
+class PassState:
+    """Inputs that every layer of one pass sees, and the caches that they write."""
+
+    op: Op
+    head_dim: int
+    num_kv_heads: int
+    position_ids: ir.Value  # int64 [1, S]
+    write_index: ir.Value  # int64 [1]
+    past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, D]
+    mask: ir.Value = field(init=False)  # [S, C], additive
+    cos: ir.Value = field(init=False)  # [C, D / 2]
+    sin: ir.Value = field(init=False)
+    present: dict[str, ir.Value] = field(default_factory=dict)
+
+    def prepare(self, rope: Rope, tree_mask: ir.Value, sliding_window: int | None) -> None:
+        """Append the nodes that are shared by all layers: rope tables and the mask."""
+        op = self.op
+        with op.scope("shared"):
+            capacity = op.Shape(self.past[past_name(0, "key")], start=2, end=3)
+            slots = op.Range(op.constant(np.int64(0)), op.Squeeze(capacity), op.constant(np.int64(1)))
+            self.cos, self.sin = _rope_tables(op, rope, slots)
+            self.mask = self._mask(slots, tree_mask, sliding_window)
+
+    def attend(self, layer: int, q: ir.Value, k: ir.Value, v: ir.Value, num_heads: int) -> ir.Value:
+        """Rotate, write the cache, attend. q [1, S, num_heads*D], k and v [1, S, num_kv_heads*D]."""
+        op = self.op
+        q = self._rotate(q, num_heads)
+        k = self._rotate(k, self.num_kv_heads)
+        keys = self._store(layer, "key", k)
+        values = self._store(layer, "value", v)
+        # The 3-D form, because with the 4-D one TensorRT writes K and V once per query head.
+        return op.Attention(
+            q, keys, values, self.mask, q_num_heads=num_heads, kv_num_heads=self.num_kv_heads
+        )  # fmt: skip
+
+    def _mask(self, slots: ir.Value, tree_mask: ir.Value, sliding_window: int | None) -> ir.Value:
+        """Additive [S, C]: committed slots are open, new ones follow the tree, the rest is shut."""
+        op = self.op
+        zero, one = op.constant(np.int64(0)), op.constant(np.int64(1))
+        rows = op.Squeeze(op.Shape(self.position_ids, start=1, end=2))
+        new_row = op.Sub(slots, self.write_index)  # [C]; negative for committed slots
+        committed = op.Unsqueeze(op.Less(new_row, zero), op.constant([0]))
+        if sliding_window is not None:
+            oldest = op.Sub(self.position_ids, op.constant(np.int64(sliding_window)))
+            committed = op.And(committed, op.Greater(slots, op.Transpose(oldest, perm=[1, 0])))
+        column = op.Clip(new_row, zero, op.Sub(rows, one))
+        in_tree = op.Gather(tree_mask, column, axis=1)  # [S, C]
+        is_new = op.And(op.GreaterOrEqual(new_row, zero), op.Less(new_row, rows))
+        visible = op.Or(committed, op.And(is_new, in_tree))
+        shut = op.constant(_MASKED[op.dtype], op.dtype)
+        return op.Where(visible, op.constant(0, op.dtype), shut)
+
+    def _rotate(self, x: ir.Value, num_heads: int) -> ir.Value:
+        return self.op.RotaryEmbedding(
+            x, self.cos, self.sin, self.position_ids, num_heads=num_heads
+        )
+
+    def _store(self, layer: int, part: str, x: ir.Value) -> ir.Value:
+        """Write x [1, S, num_kv_heads*D] into the cache; returns the cache as [1, C, num_kv_heads*D]."""
+        op = self.op
+        split = op.constant([0, 0, self.num_kv_heads, self.head_dim])
+        rows = op.Transpose(op.Reshape(x, split), perm=[0, 2, 1, 3])  # [1, num_kv_heads, S, D]
+        name = present_name(layer, part)
+        cache = op.TensorScatter(
+            self.past[past_name(layer, part)], rows, self.write_index, axis=-2, name=name
+        )
+        self.present[name] = cache
+        return op.Reshape(op.Transpose(cache, perm=[0, 2, 1, 3]), op.constant([0, 0, -1]))
+
+
+def split_heads(op: Op, x: ir.Value, head_dim: int) -> ir.Value:
+    """[1, S, heads*D] -> [1, S, heads, D]."""
+    return op.Reshape(x, op.constant([0, 0, -1, head_dim]))
+
+
+def merge_heads(op: Op, x: ir.Value) -> ir.Value:
+    """[1, S, heads, D] -> [1, S, heads*D]."""
+    return op.Reshape(x, op.constant([0, 0, -1]))
+
+
+def _rope_tables(op: Op, rope: Rope, slots: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """cos and sin [C, D/2]; constants as soon as the capacity is bound."""
+    positions = op.Unsqueeze(op.Cast(slots, to=int(ir.DataType.FLOAT)), op.constant([1]))
+    angles = op.Mul(positions, op.constant(rope.inv_freq[None, :]))
+    tables = []
+    for table in (op.Cos(angles), op.Sin(angles)):
+        scaled = op.Mul(table, op.constant(np.float32(rope.scale))) if rope.scale != 1 else table
+        tables.append(scaled if op.dtype == ir.DataType.FLOAT else op.Cast(scaled, to=int(op.dtype)))
+    return tables[0], tables[1]

@@ -1,0 +1,31 @@
+"""Architectures, one file each, found by the `model_type` of config.json.
+
+A file exports `Model` (how the architecture computes; attributes carry the checkpoint's own
+parameter names), `Config` (`read` turns a config into facts) and `TINY` (a small config, with
+which the tests compare the architecture with transformers).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+from edgellm.contract import UnsupportedModelError
+
+
+def supported() -> list[str]:
+    """The model types that have a file."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def find(model_type: str) -> ModuleType:
+    """The architecture's module; raises `UnsupportedModelError` naming the nearest one."""
+    from edgellm.export.config import nearest
+
+    known = supported()
+    if model_type not in known:
+        raise UnsupportedModelError(
+            f"architecture {model_type!r} is not supported", hint=nearest(model_type, known)
+        )
+    return importlib.import_module(f"{__name__}.{model_type}")

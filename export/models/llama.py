@@ -1,0 +1,121 @@
+"""Llama 2, 3, 3.1, 3.2, SmolLM2 and DeepSeek-R1-Distill-Llama.
+
+Parameter names are those of transformers' LlamaForCausalLM; S is the number of rows of a pass.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from edgellm.export.config import ConfigReader, DecoderConfig
+from edgellm.export.layers.attention import PassState
+from edgellm.export.layers.embedding import Embedding
+from edgellm.export.layers.linear import Linear
+from edgellm.export.layers.mlp import GatedMLP
+from edgellm.export.layers.norm import RMSNorm
+from edgellm.export.op import Op
+from edgellm.export.weights import Weights
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+class Config(DecoderConfig):
+    """Llama's config."""
+
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
+        """Read config.json."""
+        bias = reader.read("attention_bias", bool, False)
+        mlp_bias = reader.read("mlp_bias", bool, False)
+        return cls.read(reader, qkv_bias=bias, o_proj_bias=bias, mlp_bias=mlp_bias)
+
+
+class Attention:
+    """Grouped-query self-attention."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+        self.config = config
+        hidden, head_dim = config.hidden_size, config.head_dim
+        q_size = config.num_attention_heads * head_dim
+        kv_size = config.num_key_value_heads * head_dim
+        self.q_proj = Linear(weights / "q_proj", hidden, q_size, bias=config.qkv_bias)
+        self.k_proj = Linear(weights / "k_proj", hidden, kv_size, bias=config.qkv_bias)
+        self.v_proj = Linear(weights / "v_proj", hidden, kv_size, bias=config.qkv_bias)
+        self.o_proj = Linear(weights / "o_proj", q_size, hidden, bias=config.o_proj_bias)
+
+    def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
+        """x [1, S, H] -> [1, S, H]."""
+        q, k, v = self.q_proj(op, x), self.k_proj(op, x), self.v_proj(op, x)
+        q, k = self.normalize(op, q, k)
+        return self.o_proj(op, state.attend(layer, q, k, v, self.config.num_attention_heads))
+
+    def normalize(self, op: Op, q: ir.Value, k: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Hook for architectures that normalize queries and keys."""
+        del op
+        return q, k
+
+
+class DecoderLayer:
+    """Pre-norm transformer block."""
+
+    attention: type[Attention] = Attention
+
+    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+        hidden, epsilon = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(weights / "input_layernorm", hidden, epsilon)
+        self.self_attn = self.attention(config, weights / "self_attn")
+        self.post_attention_layernorm = RMSNorm(
+            weights / "post_attention_layernorm", hidden, epsilon
+        )
+        self.mlp = GatedMLP(
+            weights / "mlp", hidden, config.intermediate_size, bias=config.mlp_bias
+        )
+
+    def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
+        """x [1, S, H] -> [1, S, H]."""
+        x = op.Add(x, self.self_attn.forward(op, self.input_layernorm(op, x), state, layer))
+        return op.Add(x, self.mlp(op, self.post_attention_layernorm(op, x)))
+
+
+class Model:
+    """Embedding, decoder layers, final norm and lm_head."""
+
+    layer: type[DecoderLayer] = DecoderLayer
+
+    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+        model = weights / "model"
+        self.embed_tokens = Embedding(
+            model / "embed_tokens", config.vocab_size, config.hidden_size
+        )
+        self.layers = [
+            self.layer(config, model / f"layers.{index}")
+            for index in range(config.num_hidden_layers)
+        ]
+        self.norm = RMSNorm(model / "norm", config.hidden_size, config.rms_norm_eps)
+        # A quantized head is written beside the float table even where the config says "tied".
+        tied = config.tie_word_embeddings and (weights / "lm_head").info("weight") is None
+        head = model / "embed_tokens" if tied else weights / "lm_head"
+        self.lm_head = Linear(head, config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, op: Op, input_ids: ir.Value, state: PassState) -> ir.Value:
+        """input_ids int64 [1, S] -> residual stream [1, S, H] before the final norm."""
+        x = self.embed_tokens(op, input_ids)
+        for index, layer in enumerate(self.layers):
+            with op.scope(f"layers.{index}"):
+                x = layer.forward(op, x, state, index)
+        return x
+
+    def head(self, op: Op, x: ir.Value) -> ir.Value:
+        """Residual stream [1, R, H] -> logits [1, R, V]."""
+        return self.lm_head(op, self.norm(op, x))

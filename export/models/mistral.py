@@ -1,0 +1,20 @@
+"""Mistral 7B (all versions, with and without the sliding window) and Mistral Nemo."""
+
+from __future__ import annotations
+
+from edgellm.export.config import ConfigReader, DecoderConfig
+from edgellm.export.models import llama
+from edgellm.export.models.llama import Model
+
+__all__ = ["TINY", "Config", "Model"]
+
+TINY = {**llama.TINY, "model_type": "mistral", "head_dim": 16, "sliding_window": 12}
+
+
+class Config(DecoderConfig):
+    """Mistral's config."""
+
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
+        """Read config.json."""
+        return cls.read(reader, sliding_window=reader.optional("sliding_window", int))

@@ -1,0 +1,196 @@
+"""Weights on their way from a checkpoint to the external data file of a graph.
+
+Nothing here holds a whole tensor: a weight is a recipe that yields its bytes in pieces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.contract import BrokenArtifactError, FileRecord, UnsupportedModelError
+from edgellm.export.checkpoint import TensorInfo, TensorSource
+
+_ONNX_TYPE = {
+    "F32": ir.DataType.FLOAT,
+    "F16": ir.DataType.FLOAT16,
+    "BF16": ir.DataType.BFLOAT16,
+    "I8": ir.DataType.INT8,
+    "U8": ir.DataType.UINT8,
+    "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
+}
+_ALIGNMENT_BYTES = 64
+
+Pieces = Iterator[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of the external data file: name, ONNX type, shape, and a recipe for its bytes."""
+
+    name: str
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+    stream: Callable[[], Pieces]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file (INT4 values are packed in pairs)."""
+        return math.ceil(math.prod(self.shape) * self.dtype.bitwidth / 8)
+
+
+class Weights:
+    """The tensors below one dotted name of a checkpoint; remembers which were taken."""
+
+    def __init__(
+        self, source: TensorSource, prefix: str = "", taken: set[str] | None = None
+    ) -> None:
+        self._source = source
+        self._prefix = prefix
+        self._taken: set[str] = set() if taken is None else taken
+
+    def __truediv__(self, name: str) -> Weights:
+        """The tensors below `name`."""
+        return Weights(self._source, f"{self._prefix}{name}.", self._taken)
+
+    def info(self, name: str) -> TensorInfo | None:
+        """Type and shape of a tensor, None when the checkpoint lacks it."""
+        return self._source.infos().get(self._prefix + name)
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: ir.DataType) -> StoredTensor:
+        """A float tensor for a graph of activation type `dtype`.
+
+        Bytes are stored as they are and cast inside the graph, except float32 for a float16
+        graph, which would double the bundle.
+
+        Raises:
+            BrokenArtifactError: absent, or not of this shape.
+            UnsupportedModelError: stored in a type that is not a float.
+        """
+        info = self._checked(name, shape)
+        if info.dtype not in ("F32", "F16", "BF16"):
+            raise UnsupportedModelError(f"{self._prefix}{name} has type {info.dtype}")
+        full = self._prefix + name
+        if info.dtype == "F32" and dtype == ir.DataType.FLOAT16:
+            return StoredTensor(full, dtype, shape, lambda: _to_half(self._source.stream(full)))
+        stored = _ONNX_TYPE[info.dtype]
+        return StoredTensor(full, stored, shape, lambda: self._source.stream(full))
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: str) -> Callable[[], np.ndarray]:
+        """A loader of a whole tensor (for quantized weights, which must be re-packed)."""
+        info = self._checked(name, shape)
+        if info.dtype != dtype:
+            raise UnsupportedModelError(f"{self._prefix}{name} has type {info.dtype}, not {dtype}")
+        full, numpy_type = self._prefix + name, _ONNX_TYPE[dtype].numpy()
+        return lambda: np.frombuffer(b"".join(self._source.stream(full)), numpy_type).reshape(shape)
+
+    def unused(self) -> list[str]:
+        """Names of all tensors of the checkpoint that nobody took."""
+        return sorted(set(self._source.infos()) - self._taken)
+
+    @property
+    def prefix(self) -> str:
+        """Dotted name that all tensors here begin with, with its final dot."""
+        return self._prefix
+
+    def _checked(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        info = self.info(name)
+        if info is None:
+            raise BrokenArtifactError(
+                f"the checkpoint has no tensor {self._prefix}{name}",
+                hint="the weights and config.json do not belong together, or a file is missing",
+            )
+        if info.shape != shape:
+            raise BrokenArtifactError(
+                f"tensor {self._prefix}{name} has shape {list(info.shape)}, "
+                f"config.json implies {list(shape)}"
+            )
+        self._taken.add(self._prefix + name)
+        return info
+
+
+def _to_half(pieces: Pieces) -> Pieces:
+    for piece in pieces:
+        yield memoryview(np.frombuffer(piece, np.float32).astype(np.float16)).cast("B")
+
+
+def write_weights(
+    path: Path, parameters: Iterable[tuple[ir.Value, StoredTensor]], advance: Callable[[int], None]
+) -> FileRecord:
+    """Stream all parameters into one external data file and point their values at it.
+
+    The hash is computed in a second thread while the next piece is read and written.
+
+    Args:
+        path: the file to make, beside the graph.
+        parameters: graph values with their recipes.
+        advance: told the number of bytes after each piece.
+
+    Returns:
+        Size and sha256 of the file.
+    """
+    with path.open("wb") as stream, _HashThread() as hasher:
+        position = 0
+        for value, stored in parameters:
+            padding = -position % _ALIGNMENT_BYTES
+            position += _write(stream, hasher, memoryview(bytes(padding)))
+            begin = position
+            for piece in stored.stream():
+                position += _write(stream, hasher, piece)
+                advance(len(piece))
+            if position - begin != stored.num_bytes:
+                raise BrokenArtifactError(f"tensor {stored.name} is shorter than its shape")
+            value.const_value = ir.ExternalTensor(
+                path.name, begin, stored.num_bytes, stored.dtype,
+                shape=ir.Shape(stored.shape), name=stored.name, base_dir=path.parent,
+            )  # fmt: skip
+    return FileRecord(position, hasher.hexdigest())
+
+
+def _write(stream: BinaryIO, hasher: _HashThread, piece: memoryview) -> int:
+    hasher.update(piece)
+    stream.write(piece)
+    hasher.wait()  # the piece's buffer is used again for the next one
+    return len(piece)
+
+
+class _HashThread:
+    """sha256 in a thread of its own (hashlib and file writes both release the GIL)."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._pieces: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._done = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _HashThread:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pieces.put(None)
+        self._thread.join()
+
+    def update(self, piece: memoryview) -> None:
+        self._pieces.put(piece)
+
+    def wait(self) -> None:
+        """Return when the last piece was hashed."""
+        self._done.acquire()
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+    def _run(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            self._digest.update(piece)
+            self._done.release()

@@ -1,0 +1,1 @@
+"""Quantized checkpoints: the on-disk formats that `export` reads."""
