@@ -1,0 +1,1 @@
+"""Engine to tokens: backends, sampling, the decoding loop, `llm_inference`."""

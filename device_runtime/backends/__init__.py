@@ -1,0 +1,1 @@
+"""Backends, one module each: everything that one inference library needs."""

@@ -1,0 +1,317 @@
+"""The portable decoder graph in the operators that ONNX Runtime's CPU kernels are fast at.
+
+Portable graphs write the cache with TensorScatter and attend over the whole capacity. Here that
+becomes GroupQueryAttention on shared past/present buffers (cost follows the live length), linear
+layers that read one input become one GEMM, and residual additions fold into the norms. Only
+operators up to opset 21 remain, so that older ONNX Runtimes on boards load the engine too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import unused_removal
+
+from edgellm import contract
+from edgellm.device_runtime.backends.onnxruntime.graph import GraphEditor
+from edgellm.device_runtime.backends.onnxruntime.linears import LinearKernel
+from edgellm.device_runtime.backends.onnxruntime.weights import (
+    LinearWeight,
+    WeightFile,
+    constant_array,
+)
+
+LOWERED_OPSET = 21
+_CONTRIB = "com.microsoft"
+_HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def lower_decoder(
+    model: ir.Model, capacity: int, kernel: LinearKernel, head_kernel: LinearKernel,
+    weights: WeightFile,
+) -> None:  # fmt: skip
+    """Rewrite `model` in place for a KV capacity and one way to compute linear layers.
+
+    Args:
+        model: a decoder as `edgellm-export` writes it.
+        capacity: rows of the KV cache.
+        kernel: for the layers.
+        head_kernel: for lm_head, which only ever sees the few rows that get logits.
+        weights: receives every weight; graphs of one engine share it.
+    """
+    graph = GraphEditor(model.graph, weights)
+    _bind_capacity(model.graph, capacity)
+    _lower_linears(graph, kernel, head_kernel)
+    _lower_floats(graph)
+    _lower_attention(graph)
+    _lower_norms(graph)
+    _lower_activations(graph)
+    unused_removal.RemoveUnusedNodesPass()(model)
+    model.graph.opset_imports[""] = LOWERED_OPSET
+    model.graph.opset_imports[_CONTRIB] = 1
+    model.ir_version = 10
+
+
+def _bind_capacity(graph: ir.Graph, capacity: int) -> None:
+    for value in (*graph.inputs, *graph.outputs):
+        if value.name and value.name.startswith(("past_key_values.", "present.")):
+            shape = list(value.shape or ())
+            value.shape = ir.Shape([*shape[:2], capacity, shape[3]])
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+
+
+def _nodes(graph: GraphEditor, *op_types: str) -> list[ir.Node]:
+    return [node for node in graph.graph if node.op_type in op_types]
+
+
+# -------------------------------------------------------------------------- linear layers
+def _lower_linears(graph: GraphEditor, kernel: LinearKernel, head_kernel: LinearKernel) -> None:
+    groups: dict[tuple[ir.Value, tuple[str, int]], list[ir.Node]] = {}
+    for node in _nodes(graph, "MatMul"):
+        x, operand = node.inputs
+        weight = LinearWeight.of(operand) if operand is not None else None
+        if weight is not None and x is not None:
+            groups.setdefault((x, weight.key), []).append(node)
+    for (x, _), nodes in groups.items():
+        is_head = str(nodes[0].name).startswith("head.")
+        _emit_group(graph, head_kernel if is_head else kernel, x, nodes)
+
+
+def _emit_group(graph: GraphEditor, kernel: LinearKernel, x: ir.Value, nodes: list[ir.Node]) -> None:
+    """Replace MatMuls (and their biases) that read the same `x` by one."""
+    weight = LinearWeight(tuple(node.inputs[1] for node in nodes))  # type: ignore[arg-type]
+    biases = [_bias_of(node) for node in nodes]
+    if len(nodes) > 1 and any(bias is None for bias in biases) != all(b is None for b in biases):
+        for node in nodes:
+            _emit_group(graph, kernel, x, [node])
+        return
+    graph.cursor = nodes[0]
+    name = "+".join(str(node.name).removesuffix(".MatMul") for node in nodes)
+    y = kernel.emit(graph, x, weight, name)
+    olds = [node.outputs[0] for node in nodes]
+    if biases[0] is not None:
+        arrays = [bias[1].astype(np.float32) for bias in biases if bias is not None]
+        y = graph.node("Add", [y, graph.weight(f"{name}.bias", lambda: np.concatenate(arrays))])
+        olds = [bias[0].outputs[0] for bias in biases if bias is not None]
+    news = [y]
+    if len(nodes) > 1:
+        sizes = graph.constant(f"{name}.sizes", np.array(weight.widths, np.int64))
+        news = list(graph.nodes("Split", [y, sizes], len(nodes), axis=-1))
+    for old, new in zip(olds, news, strict=True):
+        graph.replace(old, new)
+
+
+def _bias_of(node: ir.Node) -> tuple[ir.Node, np.ndarray] | None:
+    """The Add that follows a MatMul with a constant, and the constant."""
+    uses = tuple(node.outputs[0].uses())
+    if len(uses) != 1 or uses[0].node.op_type != "Add":
+        return None
+    other = uses[0].node.inputs[1 - uses[0].idx]
+    array = constant_array(other) if other is not None else None
+    return None if array is None else (uses[0].node, array)
+
+
+# ----------------------------------------------------------------------------- float types
+def _lower_floats(graph: GraphEditor) -> None:
+    """Compute in float32: the CPU has no fast float16 or bfloat16 kernels."""
+    for node in tuple(graph.graph):
+        graph.cursor = node
+        if node.op_type == "Gather" and _is_table(node.inputs[0]):
+            _lower_embedding(graph, node)
+        elif node.op_type not in ("Cast", "Transpose", "DequantizeLinear"):
+            for index, value in enumerate(node.inputs):
+                if value is not None and _is_half_constant(value):
+                    array = constant_array(value)
+                    assert array is not None  # noqa: S101
+                    name = f"{_parameter_name(value)}.fp32"
+                    floats = array.astype(np.float32)
+                    node.replace_input_with(
+                        index, graph.weight(name, lambda floats=floats: floats)
+                    )
+    for node in _nodes(graph, "Cast"):
+        if node.attributes["to"].as_int() == int(ir.DataType.FLOAT16):
+            node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
+
+
+def _is_table(value: ir.Value | None) -> bool:
+    return value is not None and value.const_value is not None and len(value.const_value.shape) == 2
+
+
+def _lower_embedding(graph: GraphEditor, node: ir.Node) -> None:
+    """Keep the table in its stored type (rows are few) and cast what was looked up."""
+    table = node.inputs[0]
+    assert table is not None and table.const_value is not None  # noqa: S101, PT018
+    tensor = table.const_value
+    node.replace_input_with(0, graph.weight(f"{table.name}.table", tensor.numpy))
+    if tensor.dtype == ir.DataType.FLOAT16:
+        uses = tuple(node.outputs[0].uses())
+        graph.cursor = graph.graph[list(graph.graph).index(node) + 1]
+        cast = graph.node("Cast", [node.outputs[0]], to=int(ir.DataType.FLOAT))
+        for user, index in uses:
+            user.replace_input_with(index, cast)
+
+
+def _is_half_constant(value: ir.Value) -> bool:
+    """A constant that is float16, or that is a weight outside the graph file."""
+    array_source = value
+    node = value.producer()
+    while node is not None and node.op_type == "Cast" and node.inputs[0] is not None:
+        array_source = node.inputs[0]
+        node = array_source.producer()
+    tensor = array_source.const_value
+    if tensor is None or not tensor.dtype.is_floating_point():
+        return False
+    return tensor.dtype in _HALF_TYPES or isinstance(tensor, ir.ExternalTensor)
+
+
+def _parameter_name(value: ir.Value) -> str:
+    node = value.producer()
+    if node is not None and node.inputs[0] is not None:
+        return _parameter_name(node.inputs[0])
+    return str(value.name)
+
+
+# ------------------------------------------------------------------------------- attention
+def _lower_attention(graph: GraphEditor) -> None:
+    nodes = _nodes(graph, "Attention")
+    graph.cursor = _first_compute_node(graph)
+    lengths = _sequence_lengths(graph)
+    bias = _attention_bias(graph, nodes[0], lengths[2])
+    for layer, node in enumerate(nodes):
+        graph.cursor = node
+        _emit_gqa(graph, node, layer, lengths, bias)
+
+
+def _first_compute_node(graph: GraphEditor) -> ir.Node:
+    """The first node that is not part of the shared rope tables and mask."""
+    return next(node for node in graph.graph if not str(node.name).startswith("shared."))
+
+
+def _sequence_lengths(graph: GraphEditor) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """seqlens_k int32 [1], total_sequence_length int32 [] and the same as int64 []."""
+    inputs = {value.name: value for value in graph.graph.inputs}
+    rows = graph.node("Shape", [inputs[contract.INPUT_IDS]], start=1, end=2)
+    total = graph.node("Add", [inputs[contract.WRITE_INDEX], rows])
+    last = graph.node("Sub", [total, graph.constant("one_row", np.array([1], np.int64))])
+    scalar = graph.node("Squeeze", [total])
+    int32 = int(ir.DataType.INT32)
+    seqlens_k = graph.node("Cast", [last], to=int32)
+    return seqlens_k, graph.node("Cast", [scalar], to=int32), scalar
+
+
+def _attention_bias(graph: GraphEditor, attention: ir.Node, total: ir.Value) -> ir.Value:
+    """The shared additive mask as [1, 1, S, T] over the T live slots instead of all C."""
+    mask = attention.inputs[3]
+    slots = next(node for node in graph.graph if node.op_type == "Range")
+    zero, step = slots.inputs[0], slots.inputs[2]
+    graph_cursor, graph.cursor = graph.cursor, slots
+    _move_before(graph, total, slots)
+    live = graph.node("Range", [zero, total, step])
+    graph.cursor = graph_cursor
+    for user, index in tuple(slots.outputs[0].uses()):
+        if user.op_type != "Cast":  # the rope tables keep all slots
+            user.replace_input_with(index, live)
+    assert mask is not None  # noqa: S101
+    axes = graph.constant("batch_and_head", np.array([0, 1], np.int64))
+    return graph.node("Unsqueeze", [mask, axes])
+
+
+def _move_before(graph: GraphEditor, value: ir.Value, anchor: ir.Node) -> None:
+    """Move the nodes that compute `value` from graph inputs to a place before `anchor`."""
+    chain: list[ir.Node] = []
+    pending = [value]
+    while pending:
+        node = pending.pop().producer()
+        if node is not None and node not in chain:
+            chain.append(node)
+            pending += [source for source in node.inputs if source is not None]
+    for node in reversed(chain):
+        graph.graph.remove(node)
+        graph.graph.insert_before(anchor, node)
+
+
+def _emit_gqa(
+    graph: GraphEditor,
+    attention: ir.Node,
+    layer: int,
+    lengths: tuple[ir.Value, ir.Value, ir.Value],
+    bias: ir.Value,
+) -> None:
+    rotary, key_cache, value_cache = (
+        _find(attention.inputs[0], "RotaryEmbedding"),
+        _find(attention.inputs[1], "TensorScatter"),
+        _find(attention.inputs[2], "TensorScatter"),
+    )
+    q, cos, sin, positions = rotary.inputs
+    k = _find(key_cache.inputs[1], "RotaryEmbedding").inputs[0]
+    v = _find(value_cache.inputs[1], "Reshape").inputs[0]
+    packed = _packed(q, k, v)
+    heads = {
+        "num_heads": attention.attributes["q_num_heads"].as_int(),
+        "kv_num_heads": attention.attributes["kv_num_heads"].as_int(),
+    }
+    past = [cache.inputs[0] for cache in (key_cache, value_cache)]
+    outputs = graph.nodes(
+        "GroupQueryAttention",
+        [
+            *((packed, None, None) if packed is not None else (q, k, v)),
+            *past, *lengths[:2], cos, sin, positions, bias,
+        ],
+        3,
+        domain=_CONTRIB,
+        do_rotary=1,
+        **heads,
+    )  # fmt: skip
+    olds = attention.outputs[0], key_cache.outputs[0], value_cache.outputs[0]
+    for old, new in zip(olds, outputs, strict=True):
+        graph.replace(old, new)
+    del layer
+
+
+def _find(value: ir.Value | None, op_type: str) -> ir.Node:
+    """The nearest producer of that type along first inputs (and a scatter's second)."""
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type == op_type:
+            return node
+        value = node.inputs[0]
+    raise ValueError(f"the graph is not one of edgellm's: no {op_type} where one belongs")
+
+
+def _packed(*qkv: ir.Value | None) -> ir.Value | None:
+    """The merged projection that q, k and v were split from, if nothing lies between."""
+    nodes = {value.producer() if value is not None else None for value in qkv}
+    node = nodes.pop()
+    if nodes or node is None or node.op_type != "Split" or tuple(node.outputs) != qkv:
+        return None
+    return node.inputs[0]
+
+
+# --------------------------------------------------------------------- norms, activations
+def _lower_norms(graph: GraphEditor) -> None:
+    for node in _nodes(graph, "RMSNormalization"):
+        graph.cursor = node
+        x, weight = node.inputs
+        epsilon = node.attributes["epsilon"].as_float()
+        residual = x.producer() if x is not None else None
+        if residual is not None and residual.op_type == "Add":
+            outputs = graph.nodes(
+                "SkipSimplifiedLayerNormalization",
+                [*residual.inputs, weight],
+                4,
+                domain=_CONTRIB,
+                epsilon=epsilon,
+            )
+            graph.replace(node.outputs[0], outputs[0])
+            graph.replace(residual.outputs[0], outputs[3])
+        else:
+            norm = graph.node(
+                "SimplifiedLayerNormalization", [x, weight], axis=-1, epsilon=epsilon, stash_type=1
+            )
+            graph.replace(node.outputs[0], norm)
+
+
+def _lower_activations(graph: GraphEditor) -> None:
+    for node in _nodes(graph, "Swish"):
+        graph.cursor = node
+        swish = graph.node("QuickGelu", list(node.inputs), domain=_CONTRIB, alpha=1.0)
+        graph.replace(node.outputs[0], swish)
