@@ -246,20 +246,22 @@ def hash_file(path: Path) -> FileRecord:
 
 
 # ------------------------------------------------------------------------- artifact folders
-def publish(temporary: Path, output: Path, manifest: BundleManifest | EngineManifest) -> None:
+def publish(temporary: Path, output: Path, manifest: Manifest) -> Manifest:
     """Write the manifest and move a finished temporary folder to `output`.
 
     Files of an earlier artifact there are replaced, foreign files stay. Files that the
     manifest already lists (hashed while they were written) are not hashed again.
+
+    Returns:
+        The manifest with all files listed.
 
     Raises:
         EdgeLLMError: a foreign file has the name of one of ours.
     """
     names = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
     files = {name: manifest.files.get(name) or hash_file(temporary / name) for name in names}
-    text = json.dumps(
-        dataclasses.asdict(dataclasses.replace(manifest, files=files)), indent=2, sort_keys=True
-    )
+    complete = dataclasses.replace(manifest, files=files)
+    text = json.dumps(dataclasses.asdict(complete), indent=2, sort_keys=True)
     (temporary / MANIFEST_NAME).write_text(text + "\n", "utf-8")
     _refuse_foreign(output, [*names, MANIFEST_NAME])
     old = _listed_files(output)
@@ -269,8 +271,9 @@ def publish(temporary: Path, output: Path, manifest: BundleManifest | EngineMani
             target = output / name
             target.parent.mkdir(parents=True, exist_ok=True)
             (temporary / name).replace(target)
-        for name in old - set(names):
+        for name in old - {*names, MANIFEST_NAME}:
             (output / name).unlink(missing_ok=True)
+    return complete
 
 
 @contextlib.contextmanager

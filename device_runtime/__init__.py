@@ -1,1 +1,24 @@
 """Engine to tokens: backends, sampling, the decoding loop, `llm_inference`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edgellm.device_runtime.llm import LLM, Answer, Step
+    from edgellm.device_runtime.sampling import SamplingParams
+
+__all__ = ["LLM", "Answer", "SamplingParams", "Step"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the public names on first use, so that `llm_inference --help` stays quick."""
+    if name in ("LLM", "Answer", "Step"):
+        from edgellm.device_runtime import llm
+
+        return getattr(llm, name)
+    if name == "SamplingParams":
+        from edgellm.device_runtime.sampling import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -96,8 +96,7 @@ def export_llm(
             },
             files={WEIGHTS_FILE: record},
         )
-        publish(folder, output, manifest)
-    return manifest
+        return publish(folder, output, manifest)
 
 
 def read_architecture(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Any, DecoderConfig]:

@@ -44,6 +44,14 @@ class TensorSource(Protocol):
         ...
 
 
+def read_whole(source: TensorSource, name: str) -> bytearray:
+    """All data of one tensor (pieces share a buffer, so they must be copied one by one)."""
+    data = bytearray()
+    for piece in source.stream(name):
+        data += piece
+    return data
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Everything `edgellm-export` reads of a model."""

@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.contract import BrokenArtifactError, FileRecord, UnsupportedModelError
-from edgellm.export.checkpoint import TensorInfo, TensorSource
+from edgellm.export.checkpoint import TensorInfo, TensorSource, read_whole
 
 _ONNX_TYPE = {
     "F32": ir.DataType.FLOAT,
@@ -91,7 +91,7 @@ class Weights:
         if info.dtype != dtype:
             raise UnsupportedModelError(f"{self._prefix}{name} has type {info.dtype}, not {dtype}")
         full, numpy_type = self._prefix + name, _ONNX_TYPE[dtype].numpy()
-        return lambda: np.frombuffer(b"".join(self._source.stream(full)), numpy_type).reshape(shape)
+        return lambda: np.frombuffer(read_whole(self._source, full), numpy_type).reshape(shape)
 
     def unused(self) -> list[str]:
         """Names of all tensors of the checkpoint that nobody took."""

@@ -1,1 +1,101 @@
-"""Backends, one module each: everything that one inference library needs."""
+"""Backends, one module each: everything that one inference library needs.
+
+A module of this package is a backend when it has the functions of `Backend`; `llm_build` and
+`llm_inference` find it by its file name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+from edgellm.contract import BundleManifest, EdgeLLMError, EngineManifest, PassGraph
+from edgellm.device_runtime.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an engine is built for."""
+
+    max_input_len: int
+    kv_capacity: int
+    threads: int  # 0 takes all cores
+    prefill: str  # "auto", "same" or "int8"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Predicted before anything is built; bytes."""
+
+    engine_bytes: int
+    kv_bytes: int
+    peak_build_bytes: int
+    decode_bytes: int  # read from memory for one token, without the KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a backend made in the engine folder."""
+
+    graphs: tuple[PassGraph, ...]
+    kv_dtype: str
+    pass_cost_ms: dict[str, float]
+
+
+Report = Callable[[str], None]  # told what is being done
+
+
+class Backend(Protocol):
+    """The functions that a backend module has."""
+
+    def available(self) -> str:
+        """The library's version; raises `EdgeLLMError` with the remedy when it cannot run."""
+        ...
+
+    def machine(self) -> str:
+        """What compiled graphs depend on; an engine of another machine is refused."""
+        ...
+
+    def estimate(self, bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
+        """Predict sizes without building."""
+        ...
+
+    def compile(
+        self, bundle: Path, manifest: BundleManifest, plan: Plan, folder: Path, report: Report
+    ) -> Compiled:
+        """Build the engine's graphs into `folder` and measure what a pass costs."""
+        ...
+
+    def open_session(self, engine: Path, manifest: EngineManifest) -> Session:
+        """Load an engine that was built on this machine."""
+        ...
+
+
+def names() -> list[str]:
+    """All backends, available or not."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def find(name: str) -> Backend:
+    """The backend `name`, or for "auto" the first that is available.
+
+    Raises:
+        EdgeLLMError: unknown, or (none) available on this machine.
+    """
+    if name == "auto":
+        reasons = []
+        for candidate in names():
+            try:
+                find(candidate).available()
+            except EdgeLLMError as error:
+                reasons.append(f"{candidate}: {error}")
+            else:
+                return find(candidate)
+        raise EdgeLLMError(f"no backend can run here ({'; '.join(reasons)})")
+    if name not in names():
+        raise EdgeLLMError(f"unknown backend {name!r}", hint=f"backends: {', '.join(names())}")
+    return cast(Backend, importlib.import_module(f"{__name__}.{name}"))

@@ -22,6 +22,15 @@ class LinearKernel(Protocol):
         ...
 
 
+class StoredKernel:
+    """INT4 weights as INT4, weights that were left dense as float32."""
+
+    def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
+        """What the weight's own type asks for."""
+        kernel = BlockInt4Kernel() if weight.is_int4 else DenseKernel()
+        return kernel.emit(graph, x, weight, name)
+
+
 class DenseKernel:
     """float32 GEMM."""
 

@@ -27,22 +27,20 @@ _HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def lower_decoder(
-    model: ir.Model, capacity: int, kernel: LinearKernel, head_kernel: LinearKernel,
-    weights: WeightFile,
-) -> None:  # fmt: skip
+    model: ir.Model, capacity: int, kernel: LinearKernel, weights: WeightFile
+) -> None:
     """Rewrite `model` in place for a KV capacity and one way to compute linear layers.
 
     Args:
         model: a decoder as `edgellm-export` writes it.
         capacity: rows of the KV cache.
-        kernel: for the layers.
-        head_kernel: for lm_head, which only ever sees the few rows that get logits.
-        weights: receives every weight; graphs of one engine share it.
+        kernel: computes the linear layers.
+        weights: receives every weight.
     """
     graph = GraphEditor(model.graph, weights)
     _bind_capacity(model.graph, capacity)
-    _lower_linears(graph, kernel, head_kernel)
     _lower_floats(graph)
+    _lower_linears(graph, kernel)
     _lower_attention(graph)
     _lower_norms(graph)
     _lower_activations(graph)
@@ -65,7 +63,7 @@ def _nodes(graph: GraphEditor, *op_types: str) -> list[ir.Node]:
 
 
 # -------------------------------------------------------------------------- linear layers
-def _lower_linears(graph: GraphEditor, kernel: LinearKernel, head_kernel: LinearKernel) -> None:
+def _lower_linears(graph: GraphEditor, kernel: LinearKernel) -> None:
     groups: dict[tuple[ir.Value, tuple[str, int]], list[ir.Node]] = {}
     for node in _nodes(graph, "MatMul"):
         x, operand = node.inputs
@@ -73,8 +71,7 @@ def _lower_linears(graph: GraphEditor, kernel: LinearKernel, head_kernel: Linear
         if weight is not None and x is not None:
             groups.setdefault((x, weight.key), []).append(node)
     for (x, _), nodes in groups.items():
-        is_head = str(nodes[0].name).startswith("head.")
-        _emit_group(graph, head_kernel if is_head else kernel, x, nodes)
+        _emit_group(graph, kernel, x, nodes)
 
 
 def _emit_group(graph: GraphEditor, kernel: LinearKernel, x: ir.Value, nodes: list[ir.Node]) -> None:
@@ -177,9 +174,9 @@ def _lower_attention(graph: GraphEditor) -> None:
     graph.cursor = _first_compute_node(graph)
     lengths = _sequence_lengths(graph)
     bias = _attention_bias(graph, nodes[0], lengths[2])
-    for layer, node in enumerate(nodes):
+    for node in nodes:
         graph.cursor = node
-        _emit_gqa(graph, node, layer, lengths, bias)
+        _emit_gqa(graph, node, lengths, bias)
 
 
 def _first_compute_node(graph: GraphEditor) -> ir.Node:
@@ -233,7 +230,6 @@ def _move_before(graph: GraphEditor, value: ir.Value, anchor: ir.Node) -> None:
 def _emit_gqa(
     graph: GraphEditor,
     attention: ir.Node,
-    layer: int,
     lengths: tuple[ir.Value, ir.Value, ir.Value],
     bias: ir.Value,
 ) -> None:
@@ -265,7 +261,6 @@ def _emit_gqa(
     olds = attention.outputs[0], key_cache.outputs[0], value_cache.outputs[0]
     for old, new in zip(olds, outputs, strict=True):
         graph.replace(old, new)
-    del layer
 
 
 def _find(value: ir.Value | None, op_type: str) -> ir.Node:

@@ -1,0 +1,1 @@
+"""Bundle to engine: plan, predict, compile."""

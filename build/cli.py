@@ -1,0 +1,107 @@
+"""`llm_build`: ONNX bundle to engine, on the device that will run it."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from edgellm.contract import EdgeLLMError, run_command
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={
+        "token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)
+    },
+)
+
+
+@app.command()
+def llm_build(
+    onnx_dir: Annotated[Path, typer.Option("--onnxDir", help="Bundle made by edgellm-export.")],
+    engine_dir: Annotated[Path, typer.Option("--engineDir", help="Folder for the engine.")],
+    max_input_len: Annotated[
+        int, typer.Option("--maxInputLen", min=1, help="Longest prompt, tokens.")
+    ] = 1024,
+    kv_capacity: Annotated[
+        int, typer.Option("--maxKVCacheCapacity", min=2, help="Prompt plus answer, tokens.")
+    ] = 4096,
+    max_batch_size: Annotated[
+        int, typer.Option("--maxBatchSize", min=1, help="Requests at a time; engines run one.")
+    ] = 1,
+    backend: Annotated[str, typer.Option("--backend", help="auto or onnxruntime.")] = "auto",
+    threads: Annotated[
+        int, typer.Option("--threads", min=0, help="CPU threads, 0 takes all cores.")
+    ] = 0,
+    prefill: Annotated[
+        str,
+        typer.Option(
+            "--prefill",
+            help="Prompt precision of INT4 engines: int8 is faster but keeps a second copy of "
+            "the weights, same keeps one, auto takes int8 where the CPU has int8 dot products.",
+        ),
+    ] = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dryRun", "--dry-run", help="Predict sizes and speed, build nothing.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Build an engine for this machine from an ONNX bundle."""
+    del debug  # read by run_command
+    from edgellm.build.engine import build_engine, check_bundle, predict
+    from edgellm.device_runtime.backends import Plan
+
+    if prefill not in ("auto", "same", "int8"):
+        raise EdgeLLMError(f"--prefill {prefill}: give auto, same or int8")
+    if max_batch_size > 1:
+        typer.echo("note: engines run one request at a time; --maxBatchSize is taken as 1", err=True)
+    plan = Plan(max_input_len, kv_capacity, threads, prefill)
+    if dry_run:
+        manifest = check_bundle(onnx_dir, plan)
+        for line in predict(onnx_dir, manifest, plan, backend).lines():
+            typer.echo(line)
+        return
+    start = time.perf_counter()
+    with _status() as report:
+        built = build_engine(onnx_dir, engine_dir, plan, backend, report)
+    size = sum(record.num_bytes for record in built.files.values())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    costs = ", ".join(f"{rows}: {ms:.1f}" for rows, ms in built.pass_cost_ms.items())
+    graphs = ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in built.graphs)
+    typer.echo(
+        f"{engine_dir}: {built.backend} {built.backend_version}, {graphs}; {size / 1e6:.1f} MB "
+        f"in {time.perf_counter() - start:.1f} s, peak memory {peak / 1e6:.0f} MB"
+    )
+    typer.echo(f"a pass takes (rows: ms) {costs}")
+
+
+def _status() -> AbstractContextManager[Callable[[str], None]]:
+    """A spinner that names the current step; silent when stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        return nullcontext(lambda _step: None)
+    from rich.console import Console
+
+    class Status:
+        def __enter__(self) -> Callable[[str], None]:
+            self._status = Console(stderr=True).status("starting")
+            self._status.start()
+            return self._status.update
+
+        def __exit__(self, *_: Any) -> None:
+            self._status.stop()
+
+    return Status()
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)

@@ -1,0 +1,221 @@
+"""Bundle to ONNX Runtime engine: lower, optimize, prepack, measure."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from edgellm.contract import BundleManifest, DecoderSpec, EdgeLLMError, PassGraph
+from edgellm.device_runtime.backends import Compiled, Estimate, Plan, Report
+from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
+from edgellm.device_runtime.backends.onnxruntime.linears import (
+    LinearKernel,
+    RowInt8Kernel,
+    StoredKernel,
+)
+from edgellm.device_runtime.backends.onnxruntime.lowering import lower_decoder
+from edgellm.device_runtime.backends.onnxruntime.session import (
+    LoadedGraph,
+    OnnxRuntimeSession,
+    load_graph,
+)
+from edgellm.device_runtime.backends.onnxruntime.weights import LinearWeight, WeightFile
+
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_MEASURED_CONTEXT_ROWS = 512
+_RUNTIME_BYTES = 200 << 20  # interpreter, libraries, activations of a pass
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Variant:
+    """One graph of the engine."""
+
+    name: str
+    precision: str
+    kernel: LinearKernel
+    prepacks: bool  # ONNX Runtime 1.31 saves MatMulNBits' packed weights without their scales
+
+
+def compile(  # noqa: A001 - the name that every backend gives it
+    bundle: Path, manifest: BundleManifest, plan: Plan, folder: Path, report: Report
+) -> Compiled:
+    """See `edgellm.device_runtime.backends.Backend.compile`."""
+    spec = _float32_spec(manifest.decoder)
+    variants = _variants(ir.load(bundle / "model.onnx"), plan)
+    loaded = []
+    for variant in variants:
+        report(f"lowering the {variant.name} graph")
+        lowered = _lower(bundle, folder, variant, plan.kv_capacity)
+        report(f"optimizing and prepacking the {variant.name} graph")
+        loaded.append(_optimize(lowered, folder / f"{variant.name}.onnx", variant, spec, plan))
+    report("measuring the cost of a pass")
+    costs = [_measure(session, spec, plan) for session in loaded]
+    limits = _row_limits(costs, plan.max_input_len)
+    graphs = tuple(
+        PassGraph(f"{variant.name}.onnx", limit, variant.precision)
+        for variant, limit in zip(variants, limits, strict=True)
+    )
+    best = {str(rows): round(min(cost[rows] for cost in costs), 4) for rows in costs[0]}
+    return Compiled(graphs, spec.kv.dtype, best)
+
+
+def estimate(bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
+    """See `edgellm.device_runtime.backends.Backend.estimate`."""
+    model = ir.load(bundle / "model.onnx")
+    linears = _linear_sizes(model)
+    table = max(  # the embedding is stored as it is, in every graph
+        (
+            node.inputs[0].const_value.nbytes
+            for node in model.graph
+            if node.op_type == "Gather"
+            and node.inputs[0] is not None
+            and node.inputs[0].const_value is not None
+        ),
+        default=0,
+    )
+    decode, int8 = sum(linears["decode"].values()), sum(linears["int8"].values())
+    # A prepacked file holds the weights twice: as they were, and as the kernels read them.
+    sizes = [
+        table + (2 if variant.prepacks else 1) * (int8 if variant.precision == "int8" else decode)
+        for variant in _variants(model, plan)
+    ]
+    spec = _float32_spec(manifest.decoder)
+    return Estimate(
+        engine_bytes=sum(sizes),
+        kv_bytes=spec.kv.bytes_per_token * plan.kv_capacity,
+        peak_build_bytes=max(sizes) + decode + max(linears["dense"].values()) + _RUNTIME_BYTES,
+        decode_bytes=decode,
+    )
+
+
+def _linear_sizes(model: ir.Model) -> dict[str, dict[str, int]]:
+    """Bytes of each linear weight by node name: as decoded, as int8, and as a float32 copy."""
+    sizes: dict[str, dict[str, int]] = {"decode": {}, "int8": {}, "dense": {}}
+    for node in model.graph:
+        operand = node.inputs[1] if node.op_type == "MatMul" else None
+        weight = LinearWeight.of(operand) if operand is not None else None
+        if weight is None:
+            continue
+        count, name = weight.in_features * sum(weight.widths), str(node.name)
+        per_block = weight.block_size // 2 + 4 if weight.is_int4 else 0
+        sizes["decode"][name] = (
+            count // weight.block_size * per_block if weight.is_int4 else 4 * count
+        )
+        sizes["int8"][name] = count
+        sizes["dense"][name] = 4 * count
+    return sizes
+
+
+def _variants(model: ir.Model, plan: Plan) -> list[_Variant]:
+    """The graphs that a bundle's precision asks for on this processor."""
+    weights = [
+        LinearWeight.of(node.inputs[1])
+        for node in model.graph
+        if node.op_type == "MatMul" and node.inputs[1] is not None
+    ]
+    is_int4 = any(weight is not None and weight.is_int4 for weight in weights)
+    if not is_int4:
+        if plan.prefill == "int8":
+            raise EdgeLLMError(
+                "--prefill int8 is for INT4 bundles; this one is not quantized",
+                hint="leave --prefill away",
+            )
+        return [_Variant("decode", "fp32", StoredKernel(), prepacks=True)]
+    decode = _Variant("decode", "int4", StoredKernel(), prepacks=False)
+    if plan.prefill == "same" or (plan.prefill == "auto" and not has_fast_int8()):
+        return [decode]
+    return [decode, _Variant("prefill", "int8", RowInt8Kernel(), prepacks=True)]
+
+
+def _float32_spec(spec: DecoderSpec) -> DecoderSpec:
+    return dataclasses.replace(spec, kv=dataclasses.replace(spec.kv, dtype="float32"))
+
+
+def _lower(bundle: Path, folder: Path, variant: _Variant, capacity: int) -> Path:
+    """Write the lowered graph and its weights; the graph's path."""
+    model = ir.load(bundle / "model.onnx")
+    weights = WeightFile(folder / f"{variant.name}.lowered.data")
+    lower_decoder(model, capacity, variant.kernel, weights)
+    weights.close()
+    path = folder / f"{variant.name}.lowered.onnx"
+    ir.save(model, path)
+    return path
+
+
+def _optimize(
+    lowered: Path, output: Path, variant: _Variant, spec: DecoderSpec, plan: Plan
+) -> ort.InferenceSession:
+    """Let ONNX Runtime fold, fuse and prepack once, keep what it made, and load that.
+
+    Prepacked weights are mapped from the file when the engine is loaded, not copied.
+
+    Raises:
+        EdgeLLMError: the saved graph does not compute what the lowered one does.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = plan.threads
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(output)
+    for key, value in (
+        ("optimized_model_external_initializers_file_name", f"{output.stem}.data"),
+        ("optimized_model_external_initializers_min_size_in_bytes", "1024"),
+        ("save_external_prepacked_constant_initializers", "1" if variant.prepacks else "0"),
+    ):
+        options.add_session_config_entry(f"session.{key}", value)
+    saving = ort.InferenceSession(str(lowered), options, providers=["CPUExecutionProvider"])
+    expected = _probe(saving, spec, plan)
+    del saving
+    lowered.unlink()
+    lowered.with_suffix(".data").unlink()
+    saved = load_graph(output, threads=plan.threads, optimize=False)
+    if not np.allclose(_probe(saved, spec, plan), expected, rtol=1e-3, atol=1e-3):
+        raise EdgeLLMError(
+            f"ONNX Runtime {ort.__version__} saved a {variant.name} graph that computes "
+            "something else than the one it was made from",
+            hint="install another onnxruntime and report this",
+        )
+    return saved
+
+
+def _probe(session: ort.InferenceSession, spec: DecoderSpec, plan: Plan) -> np.ndarray:
+    """Logits of a few rows and one more; NaN when anything is NaN."""
+    runner = OnnxRuntimeSession([LoadedGraph(session, plan.kv_capacity)], spec, plan.kv_capacity)
+    rows = min(5, plan.kv_capacity - 1)
+    first = runner.run(np.arange(rows) % spec.vocab_size, 0, np.arange(rows)).logits.copy()
+    second = runner.run(np.array([1]), rows, np.array([0])).logits
+    return np.concatenate([first, second])
+
+
+def _measure(session: ort.InferenceSession, spec: DecoderSpec, plan: Plan) -> dict[int, float]:
+    """Median milliseconds of a pass by its rows, over a half-full context."""
+    context = min(_MEASURED_CONTEXT_ROWS, plan.kv_capacity // 2)
+    runner = OnnxRuntimeSession([LoadedGraph(session, plan.kv_capacity)], spec, plan.kv_capacity)
+    costs = {}
+    for rows in MEASURED_ROWS:
+        if rows > plan.kv_capacity - context:
+            break
+        token_ids = np.arange(rows) % spec.vocab_size
+        head_rows = np.arange(rows)
+        samples = []
+        for _ in range(9):
+            start = time.perf_counter()
+            runner.run(token_ids, context, head_rows)
+            samples.append((time.perf_counter() - start) * 1e3)
+        costs[rows] = statistics.median(samples[2:])
+    return costs
+
+
+def _row_limits(costs: list[dict[int, float]], max_input_len: int) -> list[int]:
+    """Rows up to which each graph is used: the first as long as it is the faster one."""
+    largest = max(max_input_len, max(MEASURED_ROWS))
+    if len(costs) == 1:
+        return [largest]
+    decode, prefill = costs
+    faster = [rows for rows in decode if decode[rows] <= prefill[rows]]
+    return [max(faster, default=1), largest]

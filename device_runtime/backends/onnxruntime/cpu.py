@@ -1,0 +1,35 @@
+"""Facts about this processor."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+_X86 = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
+_ARM = ("asimd", "asimddp", "i8mm", "sve", "bf16")
+
+
+@cache
+def instruction_sets() -> str:
+    """Architecture and the vector extensions that ONNX Runtime chooses kernels by."""
+    found = _flags()
+    known = [flag for flag in (*_X86, *_ARM) if flag in found]
+    return " ".join([platform.machine(), *known])
+
+
+def has_fast_int8() -> bool:
+    """Whether integer dot products neither overflow (AVX2's can) nor are slower than floats."""
+    return bool(_flags() & {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp"})
+
+
+@cache
+def _flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    keys = ("flags", "Features")
+    return frozenset(
+        next((line.split(":", 1)[1].split() for line in lines if line.startswith(keys)), [])
+    )

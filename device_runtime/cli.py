@@ -1,0 +1,171 @@
+"""`llm_inference`: answer the requests of a JSON file."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edgellm.contract import EdgeLLMError, run_command
+
+if TYPE_CHECKING:
+    from edgellm.device_runtime.llm import LLM
+    from edgellm.device_runtime.requests import Options
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={
+        "token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)
+    },
+)
+
+
+@app.command()
+def llm_inference(
+    engine_dir: Annotated[Path, typer.Option("--engineDir", help="Folder made by llm_build.")],
+    input_file: Annotated[Path, typer.Option("--inputFile", help="JSON file of requests.")],
+    output_file: Annotated[Path, typer.Option("--outputFile", help="JSON file for the answers.")],
+    warmup: Annotated[
+        int, typer.Option("--warmup", min=0, help="Repeat the first request N times before.")
+    ] = 0,
+    dump_profile: Annotated[bool, typer.Option("--dumpProfile", help="Print the profile.")] = False,
+    profile_file: Annotated[
+        Path | None, typer.Option("--profileOutputFile", help="Write the profile as JSON.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batchSize", min=1, help="Overrides the file; run one by one.")
+    ] = None,
+    max_generate_length: Annotated[
+        int | None, typer.Option("--maxGenerateLength", min=1, help="Overrides the file.")
+    ] = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
+    dump_output: Annotated[bool, typer.Option("--dumpOutput", help="Print the answers.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Answer the requests of a JSON file; a bad request gets an error object of its own."""
+    del debug  # read by run_command
+    import msgspec
+
+    from edgellm.device_runtime.llm import LLM
+    from edgellm.device_runtime.requests import read_file
+
+    options, requests = read_file(input_file)
+    for path in (output_file, profile_file):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise EdgeLLMError(f"no such folder: {path.absolute().parent}")
+    if max_generate_length is not None:
+        options = msgspec.structs.replace(options, max_generate_length=max_generate_length)
+        requests = [_without_length(request) for request in requests]
+    if (batch_size or options.batch_size) > 1:
+        typer.echo("note: requests run one by one, whatever the batch size", err=True)
+    llm = LLM(engine_dir)
+    responses, profile = _run_all(
+        llm, options, requests, warmup, stream=stream, output_file=output_file,
+        input_file=input_file,
+    )  # fmt: skip
+    report = profile.as_json()
+    if profile_file is not None:
+        _write_json(profile_file, report)
+    if dump_profile:
+        typer.echo(json.dumps(report, indent=4))
+    if dump_output:
+        for response in responses:
+            typer.echo(f"[{response['request_idx']}] {response['output_text']}")
+    failed = _summarize(responses, report, output_file)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _without_length(request: Any) -> Any:
+    if not isinstance(request, dict):
+        return request
+    return {name: value for name, value in request.items() if name != "max_generate_length"}
+
+
+def _run_all(
+    llm: LLM, options: Options, requests: list[Any], warmup: int, *, stream: bool,
+    input_file: Path, output_file: Path,
+) -> tuple[list[dict[str, Any]], Any]:  # fmt: skip
+    """Answer everything and write the output file, also when interrupted."""
+    from edgellm.device_runtime.profile import Profile
+    from edgellm.device_runtime.runner import run_request
+
+    def show(_index: int, text: str) -> None:
+        if stream:
+            print(text, end="", flush=True)
+
+    for _ in range(warmup):
+        run_request(llm, options, requests[0], 0, Profile(), lambda *_: None)
+    profile = Profile()
+    responses: list[dict[str, Any]] = []
+    try:
+        with _progress(len(requests), hidden=stream) as advance:
+            for index, raw in enumerate(requests):
+                response = run_request(llm, options, raw, index, profile, show)
+                responses.append(response)
+                if stream:
+                    print()
+                for line in response.get("warnings", ()):
+                    typer.echo(f"warning: request {index}: {line}", err=True)
+                if "error" in response:
+                    _complain(index, response["error"])
+                advance()
+    finally:
+        if responses:
+            _write_json(output_file, {"input_file": str(input_file), "responses": responses})
+    return responses, profile
+
+
+def _complain(index: int, error: dict[str, str]) -> None:
+    hint = f" ({error['hint']})" if "hint" in error else ""
+    typer.echo(f"request {index} failed: {error['message']}{hint}", err=True)
+
+
+def _progress(total: int, *, hidden: bool) -> Any:
+    """A bar over the requests; silent when stderr is not a terminal or the text streams."""
+    import contextlib
+
+    if hidden or not sys.stderr.isatty():
+        return contextlib.nullcontext(lambda: None)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    @contextlib.contextmanager
+    def shown() -> Any:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("requests", total=total)
+            yield lambda: bar.advance(task)
+
+    return shown()
+
+
+def _write_json(path: Path, content: Any) -> None:
+    """Replace the file in one step."""
+    temporary = path.with_name(f".{path.name}.{time.time_ns()}")
+    try:
+        text = json.dumps(content, indent=4, ensure_ascii=False)
+        temporary.write_text(text + "\n", "utf-8", errors="replace")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _summarize(responses: list[dict[str, Any]], report: dict[str, Any], output: Path) -> int:
+    failed = sum("error" in response for response in responses)
+    counts = f"{len(responses)} responses" + (f", {failed} failed" if failed else "")
+    typer.echo(
+        f"{output}: {counts}; prefill {report['prefill']['tokens_per_second']:.0f} tokens/s, "
+        f"generation {report['generation']['tokens_per_second']:.1f} tokens/s"
+    )
+    return failed
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)

@@ -1,0 +1,178 @@
+"""The Python interface: `LLM(engine_dir).generate(...)` yields steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgellm.contract import EngineManifest, RequestError, load_manifest, verify_files
+from edgellm.device_runtime import backends
+from edgellm.device_runtime.generate import generate
+from edgellm.device_runtime.profile import GENERATION, PREFILL, Profile
+from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.device_runtime.session import Session
+from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one pass added to the answer."""
+
+    token_ids: tuple[int, ...]
+    text: str  # whole characters only; may be empty
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer that grows while it is iterated over; complete when the iteration ends."""
+
+    prompt_token_count: int
+    max_tokens: int
+    warnings: list[str]
+    profile: Profile
+    steps: Iterator[Step] = field(repr=False)
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = "length"  # "stop": end token or stop string
+
+    def __iter__(self) -> Iterator[Step]:
+        """Yield the steps as they are computed."""
+        for step in self.steps:
+            self.text += step.text
+            yield step
+
+    def timings(self) -> dict[str, float]:
+        """Milliseconds and rates of this answer."""
+        prefill, decode = self.profile.total_ms(PREFILL), self.profile.total_ms(GENERATION)
+        passes = max(len(self.token_ids) - 1, 0)
+        return {
+            "prefill_ms": prefill,
+            "generation_ms": decode,
+            "prefill_tokens_per_second": self.prompt_token_count / prefill * 1e3 if prefill else 0.0,
+            "generation_tokens_per_second": passes / decode * 1e3 if decode else 0.0,
+        }
+
+
+class LLM:
+    """A loaded engine with its tokenizer."""
+
+    def __init__(self, engine_dir: Path | str, *, verify: bool = False) -> None:
+        """Load an engine.
+
+        Args:
+            engine_dir: a folder made by llm_build on this machine.
+            verify: check the hash of every file first.
+
+        Raises:
+            BrokenArtifactError: damaged, or built for another machine or library version.
+        """
+        folder = Path(engine_dir)
+        self.manifest = load_manifest(folder, EngineManifest)
+        if verify:
+            verify_files(folder, self.manifest.files)
+        self.tokenizer = ChatTokenizer(folder)
+        backend = backends.find(self.manifest.backend)
+        self.session: Session = backend.open_session(folder, self.manifest)
+
+    def generate(
+        self,
+        prompt: str | list[dict[str, Any]],
+        *,
+        sampling: SamplingParams | None = None,
+        max_generate_length: int = 256,
+        stop: Sequence[str] = (),
+        **template_flags: Any,
+    ) -> Answer:
+        """Start an answer; nothing is computed before it is iterated over.
+
+        Args:
+            prompt: raw text, or chat messages for the model's template.
+            sampling: None takes the defaults.
+            max_generate_length: at most this many tokens.
+            stop: strings that end the answer and do not appear in it.
+            template_flags: variables of the chat template; add_generation_prompt defaults to True.
+
+        Raises:
+            RequestError: the template refuses the messages, or the prompt does not fit.
+        """
+        if isinstance(prompt, str):
+            text, is_raw = prompt, True
+        else:
+            flags = {"add_generation_prompt": True, **template_flags}
+            text, is_raw = self.tokenizer.render(prompt, **flags), False
+        return self.generate_text(
+            text,
+            add_special_tokens=is_raw,
+            sampling=sampling or SamplingParams(),
+            max_generate_length=max_generate_length,
+            stop=stop,
+        )
+
+    def generate_text(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        sampling: SamplingParams,
+        max_generate_length: int,
+        stop: Sequence[str],
+    ) -> Answer:
+        """As `generate`, for a text that is already formatted."""
+        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        max_tokens, warnings = self._fit(len(token_ids), max_generate_length)
+        answer = Answer(len(token_ids), max_tokens, warnings, Profile(), iter(()))
+        answer.steps = self._steps(token_ids, answer, Sampler(sampling), StopMatcher(stop))
+        return answer
+
+    def _fit(self, prompt_tokens: int, wanted_tokens: int) -> tuple[int, list[str]]:
+        """Tokens that may be generated, and what must be said about it."""
+        longest, capacity = self.manifest.max_input_len, self.manifest.max_kv_cache_capacity
+        if prompt_tokens == 0:
+            raise RequestError("the prompt is empty")
+        if prompt_tokens > longest:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens, the engine takes {longest}",
+                hint=f"shorten it, or build with --maxInputLen {prompt_tokens}",
+            )
+        room = capacity - prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"the prompt of {prompt_tokens} tokens fills the KV cache of {capacity}",
+                hint="build with a larger --maxKVCacheCapacity",
+            )
+        if wanted_tokens <= room:
+            return wanted_tokens, []
+        return room, [
+            f"max_generate_length {wanted_tokens} cut to {room}: prompt and answer share "
+            f"a KV cache of {capacity} tokens"
+        ]
+
+    def _steps(
+        self, prompt: list[int], answer: Answer, sampler: Sampler, stops: StopMatcher
+    ) -> Iterator[Step]:
+        stream = self.tokenizer.stream()
+        end_ids = set(self.manifest.eos_token_ids)
+        answer.profile.prompt_tokens.append(len(prompt))
+        for token_id in generate(self.session, prompt, sampler, answer.max_tokens, answer.profile):
+            answer.token_ids.append(token_id)
+            if token_id in end_ids:
+                answer.finish_reason = "stop"
+                break
+            text, stopped = stops.push(stream.push(token_id))
+            yield Step((token_id,), text)
+            if stopped:
+                answer.finish_reason = "stop"
+                break
+        else:
+            stopped = False
+        answer.profile.generated_tokens.append(len(answer.token_ids))
+        rest = "" if answer.finish_reason == "stop" and stopped else _rest(stops, stream.finish())
+        if rest:
+            yield Step((), rest)
+
+
+def _rest(stops: StopMatcher, tail: str) -> str:
+    shown, stopped = stops.push(tail)
+    return shown if stopped else shown + stops.finish()

@@ -1,0 +1,133 @@
+"""The request file: the peer's JSON, field for field, read strictly; faults name their place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+
+from edgellm.contract import RequestError
+
+Role = Literal["system", "user", "assistant", "tool"]
+_NOT_SUPPORTED = {
+    "lora_name": "LoRA adapters",
+    "available_lora_weights": "LoRA adapters",
+    "num_logprobs": "log-probabilities",
+    "logit_bias": "logit biases",
+    "guided_decoding": "guided decoding",
+}
+
+
+class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
+    """One piece of a message: text, or an image for engines with a visual encoder."""
+
+    type: Literal["text", "image", "audio", "video"]
+    text: str | None = None
+    image: str | None = None
+    audio: str | None = None
+    video: str | None = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """One turn of a conversation."""
+
+    role: Role
+    content: str | list[ContentItem]
+
+    def text(self, place: str) -> str:
+        """The message as text; raises `RequestError` for anything else."""
+        if isinstance(self.content, str):
+            return self.content
+        for index, item in enumerate(self.content):
+            if item.type != "text":
+                raise RequestError(f"{place}.content[{index}]: this engine takes text only")
+            if item.text is None:
+                raise RequestError(f"{place}.content[{index}]: a text item needs `text`")
+        return "".join(item.text or "" for item in self.content)
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    """Fields that stand at the top of the file; a request may set most of them for itself."""
+
+    batch_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 50
+    max_generate_length: Annotated[int, msgspec.Meta(ge=1)] = 256
+    apply_chat_template: bool = True
+    add_generation_prompt: bool = True
+    enable_thinking: bool = False
+    seed: Annotated[int, msgspec.Meta(ge=0)] = 42
+    stop: str | list[str] = []
+
+
+class Request(msgspec.Struct, forbid_unknown_fields=True):
+    """One request; null takes the file's value."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    save_system_prompt_kv_cache: bool = False
+    disable_spec_decode: bool = False
+    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_generate_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    apply_chat_template: bool | None = None
+    add_generation_prompt: bool | None = None
+    enable_thinking: bool | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    stop: str | list[str] | None = None
+
+    def merged(self, options: Options) -> Options:
+        """The file's options with this request's own."""
+        own = {
+            name: value
+            for name in Options.__struct_fields__
+            if (value := getattr(self, name, None)) is not None
+        }
+        return msgspec.structs.replace(options, **own)
+
+
+def read_file(path: Path) -> tuple[Options, list[Any]]:
+    """The options of a request file and its raw requests, which are checked one by one.
+
+    Raises:
+        RequestError: no such file, not JSON (line and column), wrong top-level fields.
+    """
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(
+            f"{path} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8: byte {error.start}") from None
+    if not isinstance(document, dict):
+        raise RequestError(f"{path}: the top level must be an object with `requests`")
+    requests = document.pop("requests", None)
+    if not isinstance(requests, list) or not requests:
+        raise RequestError(f"{path}: $.requests must be a list with at least one request")
+    return _convert(document, Options, "$"), requests
+
+
+def parse_request(raw: Any, index: int) -> Request:
+    """Check one request; raises `RequestError` with the path of the faulty field."""
+    return _convert(raw, Request, f"$.requests[{index}]")
+
+
+def _convert(raw: Any, kind: Any, place: str) -> Any:
+    if isinstance(raw, dict):
+        raw = dict(raw)
+        for name, what in _NOT_SUPPORTED.items():
+            if raw.pop(name, None):
+                raise RequestError(f"{place}.{name}: {what} are not supported")
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        where = place + path.removesuffix("`")
+        roles = f"roles: {', '.join(get_args(Role))}" if where.endswith(".role") else ""
+        raise RequestError(f"{where}: {message[0].lower()}{message[1:]}", hint=roles) from None

@@ -1,0 +1,74 @@
+"""From logits to the distribution that a request asks for, and a draw from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.device_runtime.session import F32, I64
+
+GREEDY_BELOW_TEMPERATURE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen; the defaults are those of the request file."""
+
+    temperature: float = 1.0
+    top_p: float = 0.8
+    top_k: int = 50  # 0 keeps all
+    seed: int = 42
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1
+
+
+def processed_distribution(
+    logits: F32, params: SamplingParams
+) -> tuple[I64, NDArray[np.float64]]:
+    """The distribution after temperature, top-k and top-p, in this order (as transformers does).
+
+    Args:
+        logits: float32 [V].
+        params: not greedy.
+
+    Returns:
+        Token ids in descending probability and their probabilities, which sum to 1.
+    """
+    if 0 < params.top_k < len(logits):
+        kth = np.partition(logits, -params.top_k)[-params.top_k]
+        candidates = np.flatnonzero(logits >= kth)
+    else:
+        candidates = np.arange(len(logits))
+    order = np.argsort(-logits[candidates], kind="stable")
+    token_ids = candidates[order]
+    scaled = logits[token_ids].astype(np.float64) / params.temperature
+    probabilities = np.exp(scaled - scaled[0])
+    probabilities /= probabilities.sum()
+    if params.top_p < 1:
+        before = np.cumsum(probabilities) - probabilities
+        kept = max(int(np.count_nonzero(before < params.top_p)), 1)
+        token_ids, probabilities = token_ids[:kept], probabilities[:kept]
+        probabilities = probabilities / probabilities.sum()
+    return token_ids, probabilities
+
+
+class Sampler:
+    """Chooses the next token of one request; the same seed gives the same answer."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self._random = np.random.Generator(np.random.Philox(params.seed))
+
+    def choose(self, logits: F32, argmax: int) -> int:
+        """The next token from logits float32 [V] and their argmax."""
+        if self.params.is_greedy:
+            return argmax
+        token_ids, probabilities = processed_distribution(logits, self.params)
+        edges = np.cumsum(probabilities)
+        drawn = np.searchsorted(edges, self._random.random() * edges[-1], side="right")
+        return int(token_ids[min(drawn, len(token_ids) - 1)])

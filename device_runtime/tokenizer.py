@@ -1,0 +1,167 @@
+"""Text to token ids and back: tokenizers, the model's own chat template, UTF-8-safe streaming."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from edgellm.contract import BrokenArtifactError, RequestError
+
+
+class ChatTokenizer:
+    """The tokenizer files of an engine."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
+
+        Raises:
+            BrokenArtifactError: tokenizer.json is missing or damaged.
+        """
+        path = folder / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+            raise BrokenArtifactError(
+                f"{path} cannot be read: {error}", hint="build the engine again"
+            ) from None
+        config_path = folder / "tokenizer_config.json"
+        config = json.loads(config_path.read_text("utf-8")) if config_path.exists() else {}
+        self._special = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name.endswith("_token") and isinstance(value, (str, dict))
+        }
+        template = folder / "chat_template.jinja"
+        self._template_text = template.read_text("utf-8") if template.exists() else None
+        self._environment: ImmutableSandboxedEnvironment | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids; a rendered chat template already holds its special tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def render(self, messages: list[dict[str, Any]], **flags: Any) -> str:
+        """The chat template applied to messages.
+
+        Args:
+            messages: objects with `role` and `content`.
+            flags: variables of the template, e.g. add_generation_prompt, enable_thinking.
+
+        Raises:
+            RequestError: the model has no template, or the template refuses the messages.
+        """
+        if self._template_text is None:
+            raise RequestError(
+                "the model has no chat template", hint='set "apply_chat_template": false'
+            )
+        if self._environment is None:
+            self._environment = _environment()
+        try:
+            template = self._environment.from_string(self._template_text)
+            return template.render(messages=messages, **self._special, **flags)
+        except (TemplateError, TypeError) as error:
+            raise RequestError(f"the chat template refuses the messages: {error}") from None
+
+    def stream(self) -> TextStream:
+        """A decoder for one answer."""
+        return TextStream(self._tokenizer)
+
+
+class TextStream:
+    """Tokens in, whole characters out."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._token_ids: list[int] = []
+        self._text = ""
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        self._token_ids.append(token_id)
+        piece = self._stream.step(self._tokenizer, token_id) or ""
+        self._text += piece
+        return piece
+
+    def finish(self) -> str:
+        """What is left of an incomplete character, as U+FFFD."""
+        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+        return whole[len(self._text) :] if whole.startswith(self._text) else ""
+
+
+class StopMatcher:
+    """Holds text back while it may be the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Add text; returns what may be shown, and whether a stop string was completed."""
+        self._held += text
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            return shown, True
+        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown, False
+
+    def finish(self) -> str:
+        """The text still held when the answer ends otherwise."""
+        held, self._held = self._held, ""
+        return held
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest end of the held text that begins `stop`."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next(
+            (size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0
+        )
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks assistant text for training; at inference it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the body unchanged."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as transformers sets it up, sandboxed: templates come with downloaded models."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """Plain JSON; jinja2's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
