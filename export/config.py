@@ -15,12 +15,12 @@ _REQUIRED: Any = object()
 
 # Keys that describe training, storage or defaults of other tools, never the forward computation.
 _HARMLESS = frozenset(
-    """_name_or_path _attn_implementation_autoset architectures attention_dropout attn_implementation
+    """architectures attention_dropout attn_implementation
     auto_map bad_words_ids bos_token_id chunk_size_feed_forward dtype eos_token_id finetuning_task
-    id2label initializer_range is_decoder is_encoder_decoder is_llama_config label2id
+    id2label initializer_range is_decoder is_encoder_decoder is_llama_config is_local label2id
     max_new_tokens model_type output_attentions output_hidden_states pad_token_id pretraining_tp
-    problem_type quantization_config return_dict task_specific_params tokenizer_class torch_dtype
-    torchscript transformers_version transformers.js_config unsloth_fixed unsloth_version
+    problem_type quantization_config return_dict sep_token_id task_specific_params tokenizer_class torch_dtype
+    torchscript transformers_version transformers.js_config unk_token_id unsloth_fixed unsloth_version
     use_cache""".split()
 )
 
@@ -69,7 +69,11 @@ class ConfigReader:
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Stop at keys that nobody asked for and that are switched on."""
         left = set(self._config) - self._used - _HARMLESS - set(ignored)
-        unknown = sorted(key for key in left if self._config[key] not in (None, False, [], {}))
+        unknown = sorted(
+            key
+            for key in left
+            if not key.startswith("_") and self._config[key] not in (None, False, [], {})
+        )
         if unknown:
             raise UnsupportedModelError(
                 f"config.json has keys that edgellm does not understand: {', '.join(unknown)}",

@@ -61,13 +61,17 @@ class PassState:
         rows = op.Squeeze(op.Shape(self.position_ids, start=1, end=2))
         new_row = op.Sub(slots, self.write_index)  # [C]; negative for committed slots
         committed = op.Unsqueeze(op.Less(new_row, zero), op.constant([0]))
-        if sliding_window is not None:
-            oldest = op.Sub(self.position_ids, op.constant(np.int64(sliding_window)))
-            committed = op.And(committed, op.Greater(slots, op.Transpose(oldest, perm=[1, 0])))
         column = op.Clip(new_row, zero, op.Sub(rows, one))
         in_tree = op.Gather(tree_mask, column, axis=1)  # [S, C]
         is_new = op.And(op.GreaterOrEqual(new_row, zero), op.Less(new_row, rows))
         visible = op.Or(committed, op.And(is_new, in_tree))
+        if sliding_window is not None:
+            # Committed rows stand at their own position, tree nodes at that of their depth.
+            own = op.Gather(op.Squeeze(self.position_ids, op.constant([0])), column)
+            positions = op.Where(op.Less(new_row, zero), slots, own)  # [C]
+            oldest = op.Sub(self.position_ids, op.constant(np.int64(sliding_window)))
+            within = op.Greater(positions, op.Transpose(oldest, perm=[1, 0]))  # [S, C]
+            visible = op.And(visible, within)
         shut = op.constant(_MASKED[op.dtype], op.dtype)
         return op.Where(visible, op.constant(0, op.dtype), shut)
 

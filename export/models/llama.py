@@ -19,7 +19,7 @@ from edgellm.export.weights import Weights
 TINY = {
     "model_type": "llama",
     "vocab_size": 96,
-    "hidden_size": 48,
+    "hidden_size": 96,
     "intermediate_size": 80,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,

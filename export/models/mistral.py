@@ -8,7 +8,7 @@ from edgellm.export.models.llama import Model
 
 __all__ = ["TINY", "Config", "Model"]
 
-TINY = {**llama.TINY, "model_type": "mistral", "head_dim": 16, "sliding_window": 12}
+TINY = {**llama.TINY, "model_type": "mistral", "head_dim": 32, "sliding_window": 12}
 
 
 class Config(DecoderConfig):

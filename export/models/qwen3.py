@@ -12,7 +12,7 @@ from edgellm.export.models.qwen2 import expect_full_attention
 from edgellm.export.op import Op
 from edgellm.export.weights import Weights
 
-TINY = {**llama.TINY, "model_type": "qwen3", "head_dim": 16}
+TINY = {**llama.TINY, "model_type": "qwen3", "head_dim": 32}
 
 
 class Config(DecoderConfig):

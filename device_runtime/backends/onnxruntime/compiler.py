@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from edgellm.contract import BundleManifest, DecoderSpec, EdgeLLMError, PassGraph
+from edgellm.contract import BundleManifest, DecoderSpec, EdgeLLMError, PassGraph, UnsupportedModelError
 from edgellm.device_runtime.backends import Compiled, Estimate, Plan, Report
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
 from edgellm.device_runtime.backends.onnxruntime.linears import (
@@ -29,7 +29,7 @@ from edgellm.device_runtime.backends.onnxruntime.weights import LinearWeight, We
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _MEASURED_CONTEXT_ROWS = 512
-_RUNTIME_BYTES = 200 << 20  # interpreter, libraries, activations of a pass
+_RUNTIME_BYTES = 150 << 20  # interpreter, libraries, activations of a pass
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +47,10 @@ def compile(  # noqa: A001 - the name that every backend gives it
 ) -> Compiled:
     """See `edgellm.device_runtime.backends.Backend.compile`."""
     spec = _float32_spec(manifest.decoder)
+    if spec.kv.head_dim % 16:
+        raise UnsupportedModelError(
+            f"head_dim {spec.kv.head_dim}: ONNX Runtime's GroupQueryAttention wants a multiple of 16"
+        )
     variants = _variants(ir.load(bundle / "model.onnx"), plan)
     loaded = []
     for variant in variants:
@@ -86,10 +90,12 @@ def estimate(bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
         for variant in _variants(model, plan)
     ]
     spec = _float32_spec(manifest.decoder)
+    largest_layer = max(linears["dense"].values())
+    loaded_before = 2 * sizes[0] if len(sizes) > 1 else 0
     return Estimate(
         engine_bytes=sum(sizes),
         kv_bytes=spec.kv.bytes_per_token * plan.kv_capacity,
-        peak_build_bytes=max(sizes) + decode + max(linears["dense"].values()) + _RUNTIME_BYTES,
+        peak_build_bytes=_RUNTIME_BYTES + loaded_before + max(sizes[-1], 3 * largest_layer),
         decode_bytes=decode,
     )
 

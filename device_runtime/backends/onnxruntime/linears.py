@@ -124,6 +124,9 @@ class RowInt8Kernel:
 
 
 def _column_int8(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Round float32 [in, out] to int8 with one scale per column."""
-    scale = np.maximum(np.abs(dense).max(axis=0), np.float32(1e-20)) / np.float32(127)
-    return np.rint(dense / scale).astype(np.int8), scale.astype(np.float32)
+    """Round float32 [in, out] to int8 with one scale per column; `dense` is used up."""
+    amax = np.maximum(dense.max(axis=0), -dense.min(axis=0))
+    scale = (np.maximum(amax, np.float32(1e-20)) / np.float32(127)).astype(np.float32)
+    dense /= scale
+    np.rint(dense, out=dense)
+    return dense.astype(np.int8), scale

@@ -107,8 +107,9 @@ class LinearWeight:
             assert array is not None  # noqa: S101
             return array
         codes, scales = self._codes(node)
-        block = node.attributes["block_size"].as_int()
-        return codes.astype(np.float32) * np.repeat(scales, block, axis=0)
+        dense = codes.astype(np.float32).reshape(len(scales), -1, codes.shape[1])
+        dense *= scales[:, None, :]
+        return dense.reshape(codes.shape)
 
     def _nbits_part(self, part: ir.Value) -> tuple[NDArray[np.uint8], F32]:
         node = _producer(part)
@@ -150,6 +151,7 @@ class WeightFile:
             self._stream.write(bytes(-self._stream.tell() % _ALIGNMENT_BYTES))
             offset = self._stream.tell()
             self._stream.write(memoryview(array.view(np.uint8)).cast("B"))
+            self._stream.flush()  # later steps of the lowering read it back
             self._stored[name] = ir.ExternalTensor(
                 self.path.name, offset, array.nbytes, ir.DataType.from_numpy(array.dtype),
                 shape=ir.Shape(array.shape), name=name, base_dir=self.path.parent,

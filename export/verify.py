@@ -1,0 +1,111 @@
+"""`edgellm-export --verify`: the exported graph on ONNX Runtime against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.contract import BundleManifest, EdgeLLMError
+from edgellm.export.checkpoint import Checkpoint
+
+PROMPT = (
+    "A speculative decoder drafts a few tokens with a small network and lets the large one check "
+    "all of them in a single pass. Why does the answer not change?"
+)
+_DECODED_TOKENS = 8
+
+
+def verify_bundle(checkpoint: Checkpoint, bundle: Path, manifest: BundleManifest) -> str:
+    """Compare logits over a prompt: one prefill, then single tokens.
+
+    Returns:
+        One line with the largest absolute logit difference and the top-1 agreement.
+
+    Raises:
+        EdgeLLMError: torch, transformers or onnxruntime is missing, or the checkpoint is
+            quantized, which transformers cannot load.
+    """
+    if manifest.quantization != "none":
+        raise EdgeLLMError("--verify needs a float checkpoint: transformers cannot load this one")
+    token_ids = _prompt_ids(bundle, manifest)
+    expected = _transformers_logits(Path(checkpoint.label), manifest, token_ids)
+    found = run_portable(bundle, manifest, token_ids, len(token_ids) - _DECODED_TOKENS)
+    difference = float(np.abs(found - expected).max())
+    agreement = float((found.argmax(-1) == expected.argmax(-1)).mean())
+    return (
+        f"verified on {len(token_ids)} tokens against transformers (float32): "
+        f"max abs logit difference {difference:.2e}, top-1 agreement {agreement:.1%}"
+    )
+
+
+def _prompt_ids(bundle: Path, manifest: BundleManifest) -> NDArray[np.int64]:
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(bundle / "tokenizer.json")).encode(PROMPT).ids
+    return np.asarray(ids, np.int64)[: manifest.decoder.max_positions]
+
+
+def _transformers_logits(
+    source: Path, manifest: BundleManifest, token_ids: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Logits [S, V] of the float32 reference, cut to the exported number of layers."""
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise EdgeLLMError(
+            f"--verify needs {error.name}", hint="pip install 'edgellm[host]'"
+        ) from None
+    where, extra = source, {}
+    if source.suffix == ".gguf":
+        where, extra = source.parent, {"gguf_file": source.name}
+    config = AutoConfig.from_pretrained(where, local_files_only=True, **extra)
+    config.num_hidden_layers = manifest.decoder.kv.num_layers
+    model = AutoModelForCausalLM.from_pretrained(
+        where, config=config, dtype=torch.float32, local_files_only=True, **extra
+    )
+    with torch.no_grad():
+        return model(torch.from_numpy(token_ids)[None]).logits[0].numpy()
+
+
+def run_portable(
+    bundle: Path, manifest: BundleManifest, token_ids: NDArray[np.int64], prefill_tokens: int
+) -> NDArray[np.float32]:
+    """Logits [S, V] of the portable graph: one prefill, then one token at a time."""
+    try:
+        import onnxruntime as ort
+    except ImportError:
+        raise EdgeLLMError(
+            "--verify needs onnxruntime", hint="pip install 'edgellm[host]'"
+        ) from None
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(
+        str(bundle / "model.onnx"), options, providers=["CPUExecutionProvider"]
+    )
+    kv = manifest.decoder.kv
+    shape = (1, kv.num_kv_heads, len(token_ids), kv.head_dim)
+    cache = {
+        contract.past_name(layer, part): np.zeros(shape, kv.dtype)
+        for layer in range(kv.num_layers)
+        for part in ("key", "value")
+    }
+    logits, begin = [], 0
+    for end in (prefill_tokens, *range(prefill_tokens + 1, len(token_ids) + 1)):
+        rows = end - begin
+        feed = {
+            contract.INPUT_IDS: token_ids[None, begin:end],
+            contract.POSITION_IDS: np.arange(begin, end)[None],
+            contract.WRITE_INDEX: np.array([begin]),
+            contract.TREE_MASK: np.tri(rows, dtype=np.bool_),
+            contract.LOGITS_INDEX: np.arange(rows),
+            **cache,
+        }
+        first, _, *present = session.run(None, feed)
+        cache = dict(zip(cache, present, strict=True))
+        logits.append(first[0])
+        begin = end
+    return np.concatenate(logits)

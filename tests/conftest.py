@@ -1,0 +1,120 @@
+"""Fixtures: tiny random checkpoints with a tokenizer, engines made of them, the real SmolLM2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+from edgellm.export import models
+from edgellm.tools import smollm2
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'tool' %}"
+    "{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ message['role'] }} : {{ message['content'] }} . {% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+WORDS = ["<unk>", "<s>", "</s>", ":", ".", "system", "user", "assistant", "tool"]
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A word-level tokenizer: w9, w10, ... besides `WORDS`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = WORDS + [f"w{index}" for index in range(len(WORDS), vocab_size)]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def make_checkpoint(folder: Path, *, dtype: str = "float32", seed: int = 0, **config: object) -> Path:
+    """A randomly initialized transformers model of the given config, saved to `folder`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    hf_config = AutoConfig.for_model(**config, initializer_range=0.2, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(hf_config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    write_tokenizer(folder, hf_config.vocab_size)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), **models.find("llama").TINY)
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from edgellm.export.bundle import ExportOptions, export_llm
+    from edgellm.export.checkpoint import open_checkpoint
+
+    bundle = tmp_path_factory.mktemp("bundles") / "tiny"
+    export_llm(open_checkpoint(str(tiny_checkpoint)), bundle, ExportOptions("fp32"))
+    return bundle
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from edgellm.build.engine import build_engine
+    from edgellm.device_runtime.backends import Plan
+
+    engine = tmp_path_factory.mktemp("engines") / "tiny"
+    build_engine(tiny_bundle, engine, Plan(48, 64, 1, "auto"), "onnxruntime", lambda _: None)
+    return engine
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The real model; `make test` fetches it."""
+    path = smollm2.cached()
+    if path is None:
+        pytest.skip("SmolLM2 is not there: python -m edgellm.tools.smollm2 fetches it")
+    return path
+
+
+Command = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture
+def command() -> Command:
+    """Run one of the installed commands and return what it printed."""
+
+    def run(name: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
+        script = Path(sys.executable).parent / name
+        return subprocess.run(
+            [script, *map(str, arguments)], capture_output=True, text=True, check=False, **options
+        )
+
+    return run
+
+
+def assert_one_line_error(result: subprocess.CompletedProcess, *fragments: str) -> None:
+    """Exit code not 0, `error:` and perhaps `hint:` on stderr, no traceback, the fragments."""
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1, result.stderr
+    for fragment in fragments:
+        assert fragment in result.stderr

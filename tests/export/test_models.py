@@ -1,0 +1,181 @@
+"""Every architecture at tiny random size against transformers: portable graph and CPU engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_checkpoint
+from edgellm.build.engine import build_engine
+from edgellm.contract import EngineManifest, load_manifest
+from edgellm.device_runtime import backends
+from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.backends.onnxruntime.session import (
+    LoadedGraph,
+    OnnxRuntimeSession,
+    load_graph,
+)
+from edgellm.device_runtime.session import Session
+from edgellm.export import models
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.checkpoint import open_checkpoint
+from edgellm.export.verify import run_portable
+
+TOLERANCE = 2e-4
+CAPACITY = 64
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def _tiny(model_type: str, **changes: object) -> dict[str, object]:
+    return {**models.find(model_type).TINY, **changes}
+
+
+def _rope(**parameters: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
+
+
+VARIANTS = {
+    **{name: _tiny(name) for name in models.supported()},
+    "llama_untied_biases": _tiny(
+        "llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True
+    ),
+    "llama_head_dim": _tiny("llama", head_dim=48),
+    "llama_multi_head": _tiny("llama", num_key_value_heads=6),
+    "llama3_rope": _tiny("llama", **_rope(**_LLAMA3, original_max_position_embeddings=16)),
+    "linear_rope": _tiny("llama", **_rope(rope_type="linear", factor=4.0)),
+    "yarn_rope": _tiny(
+        "qwen2", **_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+    ),
+    "mistral_without_window": _tiny("mistral", sliding_window=None),
+    "qwen3_biases": _tiny("qwen3", attention_bias=True, tie_word_embeddings=False),
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+def exported(request, tmp_path_factory) -> tuple[Path, Path]:
+    """A checkpoint and its float32 bundle."""
+    folder = tmp_path_factory.mktemp(request.param)
+    checkpoint = make_checkpoint(folder / "checkpoint", **VARIANTS[request.param])
+    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions("fp32"))
+    return checkpoint, folder / "bundle"
+
+
+@pytest.fixture(scope="module", params=["portable", "engine"])
+def session(request, exported) -> Session:
+    bundle = exported[1]
+    if request.param == "portable":
+        from edgellm.contract import BundleManifest
+
+        spec = load_manifest(bundle, BundleManifest).decoder
+        graph = LoadedGraph(load_graph(bundle / "model.onnx", threads=1), CAPACITY)
+        return OnnxRuntimeSession([graph], spec, CAPACITY)
+    engine = bundle.parent / "engine"
+    build_engine(bundle, engine, Plan(48, CAPACITY, 1, "auto"), "onnxruntime", lambda _: None)
+    manifest = load_manifest(engine, EngineManifest)
+    return backends.find("onnxruntime").open_session(engine, manifest)
+
+
+@pytest.fixture(scope="module")
+def reference(exported):
+    """Logits of transformers for a list of token ids, and such a list."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(exported[0], attn_implementation="eager")
+    token_ids = np.random.default_rng(1).integers(9, 96, 40)
+
+    def logits(ids: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.from_numpy(np.asarray(ids))[None]).logits[0].numpy()
+
+    return logits, token_ids
+
+
+def _run(session: Session, ids: np.ndarray, chunks: list[int]) -> np.ndarray:
+    logits, begin = [], 0
+    for size in chunks:
+        result = session.run(ids[begin : begin + size], begin, np.arange(size))
+        logits.append(result.logits.copy())
+        begin += size
+    return np.concatenate(logits)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [[40], [20, *[1] * 20], [7, 1, 13, 1, 1, 17]],
+    ids=["prefill", "decode", "chunked_prefill"],
+)
+def test_logits_equal_transformers(session, reference, chunks):
+    logits, ids = reference
+    found, expected = _run(session, ids, chunks), logits(ids)
+    assert np.abs(expected).max() > 1  # the comparison means something
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    assert (found.argmax(-1) == expected.argmax(-1)).all()
+
+
+def test_tree_nodes_see_their_ancestors_only(session, reference):
+    logits, ids = reference
+    prompt, tree_ids = ids[:20], np.array([30, 31, 32, 33, 34])
+    parents = [-1, 0, 0, 1, 2]  # two branches below the root
+    mask = np.eye(5, dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    depth = mask.sum(1) - 1
+    session.run(prompt, 0, np.array([19]))
+    found = session.run(
+        tree_ids, 20, np.arange(5), position_ids=20 + depth, tree_mask=mask
+    ).logits.copy()
+    for node in range(5):
+        path = np.concatenate([prompt, tree_ids[np.flatnonzero(mask[node])]])
+        np.testing.assert_allclose(found[node], logits(path)[-1], atol=TOLERANCE)
+
+
+def test_portable_graph_runs_without_the_runtime(exported, reference):
+    from edgellm.contract import BundleManifest
+
+    logits, ids = reference
+    manifest = load_manifest(exported[1], BundleManifest)
+    found = run_portable(exported[1], manifest, ids, 30)
+    np.testing.assert_allclose(found, logits(ids), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("graph", ["fp32", "fp16"])
+def test_stored_and_computed_types(tmp_path, stored, graph):
+    """All six pairs agree with transformers on the stored weights, within the types' precision."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", dtype=stored, **_tiny("qwen2"))
+    manifest = export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions(graph))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    ids = np.random.default_rng(2).integers(9, 96, 24)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)[None]).logits[0].numpy()
+    found = run_portable(tmp_path / "bundle", manifest, ids, 16)
+    engine = tmp_path / "engine"
+    build_engine(tmp_path / "bundle", engine, Plan(32, 48, 1, "auto"), "onnxruntime", lambda _: None)
+    session = backends.find("onnxruntime").open_session(engine, load_manifest(engine, EngineManifest))
+    # The CPU engine computes in float32 even of a float16 bundle; only its weights are rounded.
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE if graph == "fp32" else 5e-2)
+    rounded = graph == "fp16" and stored != "float16"
+    tolerance = 2e-2 if rounded else TOLERANCE
+    np.testing.assert_allclose(_run(session, ids, [16, *[1] * 8]), expected, atol=tolerance)
+
+
+def test_cut_models_keep_their_first_layers(tiny_checkpoint, tmp_path):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = ExportOptions("fp32", num_layers=2)
+    manifest = export_llm(open_checkpoint(str(tiny_checkpoint)), tmp_path / "bundle", options)
+    config = AutoConfig.from_pretrained(tiny_checkpoint)
+    config.num_hidden_layers = 2
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, config=config)
+    ids = np.arange(9, 30)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)[None]).logits[0].numpy()
+    found = run_portable(tmp_path / "bundle", manifest, ids, 10)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
