@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from edgellm.contract import UnsupportedModelError
+from edgellm.export import models
+from edgellm.export.config import ConfigReader
+from edgellm.export.rope import Rope
+
+
+def _read(**changes):
+    architecture = models.find("llama")
+    reader = ConfigReader({**architecture.TINY, **changes})
+    config = architecture.Config.from_hf(reader)
+    reader.finish()
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logit_scale": 0.5}, "does not understand: logit_scale"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"num_attention_heads": "6"}, "num_attention_heads should be int"),
+        ({"vocab_size": None}, "has no vocab_size"),
+        ({"num_key_value_heads": 4}, "6 attention heads cannot share 4"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope type linear needs 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "odd": 1}}, "not understood: odd"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+    ],
+)
+def test_configs_that_are_not_understood_stop_the_export(changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        _read(**changes)
+
+
+def test_switched_off_and_private_keys_do_no_harm():
+    config = _read(use_parallel_residual=False, logit_scale=None, _note="x")
+    assert config.vocab_size == models.find("llama").TINY["vocab_size"]
+
+
+def test_unknown_architectures_name_the_nearest():
+    with pytest.raises(UnsupportedModelError, match="'qwen2_moe'") as caught:
+        models.find("qwen2_moe")
+    assert caught.value.hint.startswith("nearest supported: qwen2;")
+
+
+def test_a_new_architecture_is_one_file(tmp_path, monkeypatch):
+    (tmp_path / "newarch.py").write_text(
+        "from edgellm.export.models.llama import Config, Model\n"
+        "from edgellm.export.models import llama\n"
+        "TINY = {**llama.TINY, 'model_type': 'newarch'}\n"
+    )
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    assert "newarch" in models.supported()
+    assert models.find("newarch").TINY["model_type"] == "newarch"
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 8192},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096,
+         "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2},
+        {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+         "truncate": False, "attention_factor": 1.3},
+    ],
+    ids=lambda p: "-".join(map(str, p.values())),
+)  # fmt: skip
+def test_frequencies_equal_transformers(parameters):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = {"rope_theta": 5e5, **parameters}
+    sizes = {"hidden_size": 256, "num_attention_heads": 2, "max_position_embeddings": 131072}
+    reference = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(rope)))
+    found = Rope.read(ConfigReader({"rope_parameters": rope}), 128, 131072)
+    np.testing.assert_allclose(found.inv_freq, reference.inv_freq.numpy(), rtol=2e-6)
+    assert found.scale == pytest.approx(reference.attention_scaling)
+
+
+def test_both_spellings_of_rope_agree():
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}
+    first, second = (Rope.read(ConfigReader(config), 64, 128) for config in (old, new))
+    np.testing.assert_array_equal(first.inv_freq, second.inv_freq)

@@ -1,0 +1,64 @@
+"""The house style that no linter measures, and what a wheel must hold."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("quantize", "export", "build", "device_runtime", "multimodal", "tools", "benchmarks")
+FILES = [ROOT / "contract.py", *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))]
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_sizes_and_names(path):
+    source = path.read_text("utf-8")
+    assert len(source.splitlines()) <= MAX_FILE_LINES
+    assert path.stem not in ("utils", "helpers", "common", "misc")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, node.name
+
+
+def test_the_wheel_holds_every_package(tmp_path):
+    """`build/` in a .gitignore would silently drop edgellm.build."""
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", tmp_path, ROOT], check=True, capture_output=True)
+    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    shipped = [path for path in FILES if path.relative_to(ROOT).parts[0] != "benchmarks"]
+    missing = {f"edgellm/{p.relative_to(ROOT).as_posix()}" for p in shipped} - set(names)
+    assert not missing
+    assert all(name.startswith(("edgellm/", "edgellm-")) for name in names)
+
+
+@pytest.mark.parametrize(
+    "module", ["edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.device_runtime.llm"]
+)
+def test_the_device_side_imports_no_training_framework(module):
+    code = (
+        f"import sys, {module}; "
+        "print([m for m in ('torch', 'transformers', 'modelopt') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "module", ["edgellm.export.cli", "edgellm.build.cli", "edgellm.device_runtime.cli"]
+)
+def test_help_loads_nothing_heavy(module):
+    """What keeps `--help` below a third of a second."""
+    heavy = ("onnx", "onnx_ir", "onnxruntime", "numpy", "rich", "tokenizers", "jinja2")
+    code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
