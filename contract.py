@@ -200,7 +200,7 @@ def load_manifest(folder: Path, kind: type[Manifest]) -> Manifest:
 def _parse(kind: Any, raw: Any) -> Any:
     """`raw` (from JSON) as the annotated type `kind`: dataclass, tuple, dict, union or scalar."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return kind(**{name: _parse(hints[name], value) for name, value in raw.items()})
     if origin is tuple:
@@ -261,7 +261,7 @@ def publish(temporary: Path, output: Path, manifest: Manifest) -> Manifest:
     names = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
     files = {name: manifest.files.get(name) or hash_file(temporary / name) for name in names}
     complete = dataclasses.replace(manifest, files=files)
-    text = json.dumps(dataclasses.asdict(complete), indent=2, sort_keys=True)
+    text = json.dumps(dataclasses.asdict(complete), indent=2)
     (temporary / MANIFEST_NAME).write_text(text + "\n", "utf-8")
     _refuse_foreign(output, [*names, MANIFEST_NAME])
     old = _listed_files(output)

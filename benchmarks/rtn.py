@@ -12,9 +12,11 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from edgellm.export.checkpoint import open_checkpoint, read_whole
-from edgellm.quantize.formats import pack_int4
 from safetensors.numpy import save_file
+
+from edgellm.export.checkpoint import read_whole
+from edgellm.export.source import open_checkpoint
+from edgellm.quantize.formats import pack_int4
 
 _NUMPY = {"F32": np.float32, "F16": np.float16}
 

@@ -63,7 +63,9 @@ def llm_build(
     if prefill not in ("auto", "same", "int8"):
         raise EdgeLLMError(f"--prefill {prefill}: give auto, same or int8")
     if max_batch_size > 1:
-        typer.echo("note: engines run one request at a time; --maxBatchSize is taken as 1", err=True)
+        typer.echo(
+            "note: engines run one request at a time; --maxBatchSize is taken as 1", err=True
+        )
     plan = Plan(max_input_len, kv_capacity, threads, prefill)
     if dry_run:
         manifest = check_bundle(onnx_dir, plan)

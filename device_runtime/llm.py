@@ -50,7 +50,9 @@ class Answer:
         return {
             "prefill_ms": prefill,
             "generation_ms": decode,
-            "prefill_tokens_per_second": self.prompt_token_count / prefill * 1e3 if prefill else 0.0,
+            "prefill_tokens_per_second": self.prompt_token_count / prefill * 1e3
+            if prefill
+            else 0.0,
             "generation_tokens_per_second": passes / decode * 1e3 if decode else 0.0,
         }
 
@@ -155,6 +157,7 @@ class LLM:
         stream = self.tokenizer.stream()
         end_ids = set(self.manifest.eos_token_ids)
         answer.profile.prompt_tokens.append(len(prompt))
+        stopped = False
         for token_id in generate(self.session, prompt, sampler, answer.max_tokens, answer.profile):
             answer.token_ids.append(token_id)
             if token_id in end_ids:
@@ -165,11 +168,8 @@ class LLM:
             if stopped:
                 answer.finish_reason = "stop"
                 break
-        else:
-            stopped = False
         answer.profile.generated_tokens.append(len(answer.token_ids))
-        rest = "" if answer.finish_reason == "stop" and stopped else _rest(stops, stream.finish())
-        if rest:
+        if not stopped and (rest := _rest(stops, stream.finish())):
             yield Step((), rest)
 
 

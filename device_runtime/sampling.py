@@ -27,9 +27,7 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1
 
 
-def processed_distribution(
-    logits: F32, params: SamplingParams
-) -> tuple[I64, NDArray[np.float64]]:
+def processed_distribution(logits: F32, params: SamplingParams) -> tuple[I64, NDArray[np.float64]]:
     """The distribution after temperature, top-k and top-p, in this order (as transformers does).
 
     Args:

@@ -25,8 +25,9 @@ from edgellm.contract import (
 )
 from edgellm.export import models
 from edgellm.export.checkpoint import Checkpoint
-from edgellm.export.config import ConfigReader, DecoderConfig
+from edgellm.export.config import ConfigReader
 from edgellm.export.decoder import build_decoder
+from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.op import OPSET, Op
 from edgellm.export.weights import Weights, write_weights
 

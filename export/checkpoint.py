@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.contract import BrokenArtifactError
 
 CHUNK_BYTES = 1 << 22
 ITEM_BITS = {
@@ -124,84 +124,3 @@ class Safetensors:
             raise BrokenArtifactError(
                 f"{path} is truncated: {size} of {expected} bytes", hint=remedy
             )
-
-
-def open_checkpoint(model_dir: str) -> Checkpoint:
-    """Open a local folder, a GGUF file, or the id of a model that the hub cache already holds.
-
-    Raises:
-        EdgeLLMError: nothing there, not a checkpoint, or a damaged one.
-    """
-    path = Path(model_dir).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        from edgellm.export.gguf import open_gguf  # imports the optional package gguf
-
-        return open_gguf(path)
-    if path.is_dir():
-        return _open_folder(path)
-    if path.exists():
-        raise EdgeLLMError(
-            f"{path} is neither a folder nor a .gguf file",
-            hint="give the folder that holds config.json and *.safetensors",
-        )
-    return _open_folder(_cached_snapshot(model_dir))
-
-
-def _cached_snapshot(model_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model_id, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        raise EdgeLLMError(
-            f"no such folder, and not in the local hub cache: {model_id}",
-            hint=f"check the path, or fetch it first: hf download {model_id}",
-        ) from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; {} when there is no such file."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise BrokenArtifactError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise BrokenArtifactError(f"{path} does not hold a JSON object")
-    return value
-
-
-def _open_folder(folder: Path) -> Checkpoint:
-    from edgellm.export.tokenizer_files import read_tokenizer
-
-    config = read_json(folder / "config.json")
-    if not config:
-        raise EdgeLLMError(
-            f"{folder} is not a checkpoint: it has no config.json",
-            hint="give the folder that holds config.json and *.safetensors",
-        )
-    return Checkpoint(
-        label=str(folder),
-        config=config,
-        generation_config=read_json(folder / "generation_config.json"),
-        tensors=Safetensors(_weight_files(folder)),
-        tokenizer_files=read_tokenizer(folder),
-        quant_config=read_json(folder / "hf_quant_config.json").get("quantization", {}),
-    )
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict):
-            raise BrokenArtifactError(f"{index} has no weight_map")
-        return [folder / name for name in sorted(set(shards.values()))]
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    raise EdgeLLMError(
-        f"{folder} has no model.safetensors (nor a sharded one with an index)",
-        hint="convert .bin checkpoints with transformers: model.save_pretrained(folder)",
-    )

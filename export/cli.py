@@ -45,8 +45,8 @@ def llm(
     """Export a language model."""
     del debug  # read by run_command
     from edgellm.export.bundle import ExportOptions, export_llm
-    from edgellm.export.checkpoint import open_checkpoint
     from edgellm.export.progress import byte_progress
+    from edgellm.export.source import open_checkpoint
 
     if dtype not in ("fp16", "fp32"):
         raise EdgeLLMError(f"--dtype {dtype}: give fp16 or fp32")

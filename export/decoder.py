@@ -11,7 +11,7 @@ from types import ModuleType
 import onnx_ir as ir
 
 from edgellm import contract
-from edgellm.export.config import DecoderConfig
+from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.attention import PassState
 from edgellm.export.op import IR_VERSION, OPSET, Op
 from edgellm.export.weights import Weights

@@ -19,6 +19,7 @@ from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoint import CHUNK_BYTES, Checkpoint, TensorInfo
 from edgellm.export.config import nearest
 from edgellm.export.gguf_tokenizer import convert_tokenizer
+from edgellm.export.weights import as_bytes
 
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _TENSOR_NAMES = {
@@ -92,7 +93,7 @@ class GGUFTensors:
                 piece = dequantize(piece, tensor.tensor_type)
             if heads:
                 piece = _half_split(piece, head_rows)
-            yield memoryview(np.ascontiguousarray(piece)).cast("B")
+            yield as_bytes(piece)
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -188,5 +189,3 @@ def _half_split(rows: np.ndarray, head_rows: int) -> np.ndarray:
     """Undo llama.cpp's order (pairs of one frequency side by side) within each head."""
     paired = rows.reshape(-1, head_rows // 2, 2, math.prod(rows.shape[1:]))
     return paired.swapaxes(1, 2).reshape(rows.shape)
-
-

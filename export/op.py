@@ -39,7 +39,9 @@ class Op:
         if not op_type[0].isupper():
             raise AttributeError(op_type)
 
-        def record(*inputs: ir.Value | None, name: str | None = None, **attributes: Any) -> ir.Value:
+        def record(
+            *inputs: ir.Value | None, name: str | None = None, **attributes: Any
+        ) -> ir.Value:
             node = ir.Node(
                 "", op_type, inputs, ir.convenience.convert_attributes(attributes), num_outputs=1
             )
@@ -71,7 +73,7 @@ class Op:
     def _initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         value = ir.Value(
             name=name,
-            shape=ir.Shape(tensor.shape.dims),
+            shape=ir.Shape(array_shape(tensor)),
             type=ir.TensorType(tensor.dtype),
             const_value=tensor,
         )
@@ -82,3 +84,8 @@ class Op:
         name = ".".join([*self._scope, kind])
         count = self._names[name] = self._names.get(name, -1) + 1
         return f"{name}_{count}" if count else name
+
+
+def array_shape(tensor: ir.TensorProtocol) -> list[int]:
+    """The static shape of a constant."""
+    return [int(dim) for dim in tensor.shape]  # type: ignore[arg-type]

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from edgellm.export.config import ConfigReader
+from edgellm.export.config import ConfigReader
 
 F32 = NDArray[np.float32]
 
@@ -81,13 +79,14 @@ def _default(plain: F32, theta: float, parameters: dict[str, Any]) -> Rope:
 
 def _linear(plain: F32, theta: float, parameters: dict[str, Any]) -> Rope:
     del theta
-    return Rope(plain / np.float32(parameters.pop("factor")))
+    return Rope((plain / parameters.pop("factor")).astype(np.float32))
 
 
 def _factors(plain: F32, theta: float, parameters: dict[str, Any]) -> Rope:
     """Explicit divisors per frequency, as GGUF files carry them (`rope_freqs.weight`)."""
     del theta
-    return Rope(plain / np.asarray(parameters.pop("factors"), np.float32))
+    factors = np.asarray(parameters.pop("factors"), np.float32)
+    return Rope((plain / factors).astype(np.float32))
 
 
 def _llama3(plain: F32, theta: float, parameters: dict[str, Any]) -> Rope:

@@ -54,11 +54,14 @@ def _transformers_logits(
     """Logits [S, V] of the float32 reference, cut to the exported number of layers."""
     try:
         import torch
+        import transformers
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise EdgeLLMError(
             f"--verify needs {error.name}", hint="pip install 'edgellm[host]'"
         ) from None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     where, extra = source, {}
     if source.suffix == ".gguf":
         where, extra = source.parent, {"gguf_file": source.name}
@@ -93,7 +96,8 @@ def run_portable(
         for layer in range(kv.num_layers)
         for part in ("key", "value")
     }
-    logits, begin = [], 0
+    logits: list[np.ndarray] = []
+    begin = 0
     for end in (prefill_tokens, *range(prefill_tokens + 1, len(token_ids) + 1)):
         rows = end - begin
         feed = {
@@ -104,7 +108,7 @@ def run_portable(
             contract.LOGITS_INDEX: np.arange(rows),
             **cache,
         }
-        first, _, *present = session.run(None, feed)
+        first, _, *present = map(np.asarray, session.run(None, feed))
         cache = dict(zip(cache, present, strict=True))
         logits.append(first[0])
         begin = end

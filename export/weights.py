@@ -118,9 +118,14 @@ class Weights:
         return info
 
 
+def as_bytes(array: np.ndarray) -> memoryview:
+    """The array's data, row-major, as bytes."""
+    return np.ascontiguousarray(array).data.cast("B")
+
+
 def _to_half(pieces: Pieces) -> Pieces:
     for piece in pieces:
-        yield memoryview(np.frombuffer(piece, np.float32).astype(np.float16)).cast("B")
+        yield as_bytes(np.frombuffer(piece, np.float32).astype(np.float16))
 
 
 def write_weights(

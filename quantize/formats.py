@@ -29,6 +29,6 @@ def pack_int4(weight: F32, block_size: int) -> tuple[U8, F32]:
     scale = np.abs(blocks).max(axis=-1) / np.float32(7)
     safe = np.where(scale > 0, scale, np.float32(1))
     codes = np.clip(np.rint(blocks / safe[..., None]), -8, 7).astype(np.int8).reshape(out, width)
-    nibbles = codes.view(np.uint8) & 15
-    return nibbles[0::2] | (nibbles[1::2] << 4), safe.astype(np.float32)
-
+    nibbles = (codes.view(np.uint8) & 15).astype(np.uint8, copy=False)
+    packed = nibbles[0::2] + nibbles[1::2] * np.uint8(16)
+    return packed, safe.astype(np.float32)

@@ -40,7 +40,9 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def make_checkpoint(folder: Path, *, dtype: str = "float32", seed: int = 0, **config: object) -> Path:
+def make_checkpoint(
+    folder: Path, *, dtype: str = "float32", seed: int = 0, **config: object
+) -> Path:
     """A randomly initialized transformers model of the given config, saved to `folder`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -68,7 +70,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from edgellm.export.bundle import ExportOptions, export_llm
-    from edgellm.export.checkpoint import open_checkpoint
+    from edgellm.export.source import open_checkpoint
 
     bundle = tmp_path_factory.mktemp("bundles") / "tiny"
     export_llm(open_checkpoint(str(tiny_checkpoint)), bundle, ExportOptions("fp32"))

@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+
 from edgellm import contract
 from edgellm.contract import (
     BrokenArtifactError,
@@ -71,9 +72,14 @@ def test_a_foreign_file_is_never_overwritten(tmp_path, name):
 def test_a_failure_leaves_the_old_artifact(tmp_path):
     output = tmp_path / "out"
     before = _publish(output)
-    with pytest.raises(OSError, match="full"), temporary_folder(output) as folder:
-        (folder / "model.onnx").write_text("half")
-        raise OSError(errno.ENOSPC, "disk full")
+
+    def fail():
+        with temporary_folder(output) as folder:
+            (folder / "model.onnx").write_text("half")
+            raise OSError(errno.ENOSPC, "disk full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
     assert load_manifest(output, BundleManifest) == before
     verify_files(output, before.files)
     assert not _leftovers(tmp_path)

@@ -87,15 +87,20 @@ def find(name: str) -> Backend:
         EdgeLLMError: unknown, or (none) available on this machine.
     """
     if name == "auto":
-        reasons = []
-        for candidate in names():
-            try:
-                find(candidate).available()
-            except EdgeLLMError as error:
-                reasons.append(f"{candidate}: {error}")
-            else:
-                return find(candidate)
-        raise EdgeLLMError(f"no backend can run here ({'; '.join(reasons)})")
+        reasons = {candidate: _reason_against(find(candidate)) for candidate in names()}
+        usable = [candidate for candidate, reason in reasons.items() if not reason]
+        if not usable:
+            details = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
+            raise EdgeLLMError(f"no backend can run here ({details})")
+        name = usable[0]
     if name not in names():
         raise EdgeLLMError(f"unknown backend {name!r}", hint=f"backends: {', '.join(names())}")
     return cast(Backend, importlib.import_module(f"{__name__}.{name}"))
+
+
+def _reason_against(backend: Backend) -> str:
+    try:
+        backend.available()
+    except EdgeLLMError as error:
+        return str(error)
+    return ""

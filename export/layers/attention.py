@@ -38,12 +38,14 @@ class PassState:
         op = self.op
         with op.scope("shared"):
             capacity = op.Shape(self.past[past_name(0, "key")], start=2, end=3)
-            slots = op.Range(op.constant(np.int64(0)), op.Squeeze(capacity), op.constant(np.int64(1)))
+            slots = op.Range(
+                op.constant(np.int64(0)), op.Squeeze(capacity), op.constant(np.int64(1))
+            )
             self.cos, self.sin = _rope_tables(op, rope, slots)
             self.mask = self._mask(slots, tree_mask, sliding_window)
 
     def attend(self, layer: int, q: ir.Value, k: ir.Value, v: ir.Value, num_heads: int) -> ir.Value:
-        """Rotate, write the cache, attend. q [1, S, num_heads*D], k and v [1, S, num_kv_heads*D]."""
+        """Rotate, write the cache, attend; q [1, S, num_heads*D], k and v [1, S, kv_heads*D]."""
         op = self.op
         q = self._rotate(q, num_heads)
         k = self._rotate(k, self.num_kv_heads)
@@ -81,7 +83,7 @@ class PassState:
         )
 
     def _store(self, layer: int, part: str, x: ir.Value) -> ir.Value:
-        """Write x [1, S, num_kv_heads*D] into the cache; returns the cache as [1, C, num_kv_heads*D]."""
+        """Write x [1, S, kv_heads*D] into the cache; returns the cache as [1, C, kv_heads*D]."""
         op = self.op
         split = op.constant([0, 0, self.num_kv_heads, self.head_dim])
         rows = op.Transpose(op.Reshape(x, split), perm=[0, 2, 1, 3])  # [1, num_kv_heads, S, D]
@@ -104,11 +106,13 @@ def merge_heads(op: Op, x: ir.Value) -> ir.Value:
 
 
 def _rope_tables(op: Op, rope: Rope, slots: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """cos and sin [C, D/2]; constants as soon as the capacity is bound."""
+    """Cos and sin [C, D/2]; constants as soon as the capacity is bound."""
     positions = op.Unsqueeze(op.Cast(slots, to=int(ir.DataType.FLOAT)), op.constant([1]))
     angles = op.Mul(positions, op.constant(rope.inv_freq[None, :]))
     tables = []
     for table in (op.Cos(angles), op.Sin(angles)):
         scaled = op.Mul(table, op.constant(np.float32(rope.scale))) if rope.scale != 1 else table
-        tables.append(scaled if op.dtype == ir.DataType.FLOAT else op.Cast(scaled, to=int(op.dtype)))
+        tables.append(
+            scaled if op.dtype == ir.DataType.FLOAT else op.Cast(scaled, to=int(op.dtype))
+        )
     return tables[0], tables[1]

@@ -9,13 +9,15 @@ import onnx_ir as ir
 
 from edgellm.contract import UnsupportedModelError
 from edgellm.export.op import Op
-from edgellm.export.weights import StoredTensor, Weights
+from edgellm.export.weights import StoredTensor, Weights, as_bytes
 
 
 class Linear:
     """`y = x W^T + b` with W [out, in] dense or INT4 in blocks along `in`."""
 
-    def __init__(self, weights: Weights, in_features: int, out_features: int, *, bias: bool) -> None:
+    def __init__(
+        self, weights: Weights, in_features: int, out_features: int, *, bias: bool
+    ) -> None:
         self.weights = weights
         self.shape = (out_features, in_features)
         self.bias = bias
@@ -55,7 +57,9 @@ class Linear:
         out, width = self.shape
         scale_info = self.weights.info("weight_scale")
         if scale_info is None or len(scale_info.shape) != 2 or width % scale_info.shape[1]:
-            raise UnsupportedModelError(f"{self.weights.prefix}weight_scale does not fit the weight")
+            raise UnsupportedModelError(
+                f"{self.weights.prefix}weight_scale does not fit the weight"
+            )
         blocks = scale_info.shape[1]
         codes = self.weights.array("weight", (out // 2, width), "U8")
         scale = self.weights.array("weight_scale", (out, blocks), scale_info.dtype)
@@ -76,4 +80,4 @@ class Linear:
 
 
 def _once(make: Callable[[], np.ndarray]) -> Iterator[memoryview]:
-    yield memoryview(np.ascontiguousarray(make())).cast("B")
+    yield as_bytes(make())

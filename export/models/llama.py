@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.export.config import ConfigReader, DecoderConfig
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
@@ -55,7 +56,7 @@ class Attention:
         self.o_proj = Linear(weights / "o_proj", q_size, hidden, bias=config.o_proj_bias)
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
-        """x [1, S, H] -> [1, S, H]."""
+        """X [1, S, H] -> [1, S, H]."""
         q, k, v = self.q_proj(op, x), self.k_proj(op, x), self.v_proj(op, x)
         q, k = self.normalize(op, q, k)
         return self.o_proj(op, state.attend(layer, q, k, v, self.config.num_attention_heads))
@@ -78,12 +79,10 @@ class DecoderLayer:
         self.post_attention_layernorm = RMSNorm(
             weights / "post_attention_layernorm", hidden, epsilon
         )
-        self.mlp = GatedMLP(
-            weights / "mlp", hidden, config.intermediate_size, bias=config.mlp_bias
-        )
+        self.mlp = GatedMLP(weights / "mlp", hidden, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
-        """x [1, S, H] -> [1, S, H]."""
+        """X [1, S, H] -> [1, S, H]."""
         x = op.Add(x, self.self_attn.forward(op, self.input_layernorm(op, x), state, layer))
         return op.Add(x, self.mlp(op, self.post_attention_layernorm(op, x)))
 
@@ -95,9 +94,7 @@ class Model:
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         model = weights / "model"
-        self.embed_tokens = Embedding(
-            model / "embed_tokens", config.vocab_size, config.hidden_size
-        )
+        self.embed_tokens = Embedding(model / "embed_tokens", config.vocab_size, config.hidden_size)
         self.layers = [
             self.layer(config, model / f"layers.{index}")
             for index in range(config.num_hidden_layers)

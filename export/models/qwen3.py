@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.export.config import ConfigReader, DecoderConfig
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.attention import merge_heads, split_heads
 from edgellm.export.layers.norm import RMSNorm
 from edgellm.export.models import llama
@@ -35,7 +36,7 @@ class Attention(llama.Attention):
         self.k_norm = RMSNorm(weights / "k_norm", config.head_dim, config.rms_norm_eps)
 
     def normalize(self, op: Op, q: ir.Value, k: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """q and k [1, S, heads*D], normalized over D."""
+        """Q and k [1, S, heads*D], normalized over D."""
         q = self.q_norm(op, split_heads(op, q, self.config.head_dim))
         k = self.k_norm(op, split_heads(op, k, self.config.head_dim))
         return merge_heads(op, q), merge_heads(op, k)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from edgellm.contract import UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.config import ConfigReader

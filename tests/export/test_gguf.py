@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import WORDS, make_checkpoint
+
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.checkpoint import open_checkpoint
 from edgellm.export.gguf_tokenizer import convert_tokenizer
+from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import run_portable
 
 _NAMES = {
@@ -113,7 +114,7 @@ def test_logits_equal_transformers(tmp_path, arch, quantization):
     np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
-def test_rope_factors_divide_the_frequencies(tmp_path):
+def test_rope_factors_divide_the_frequencies():
     from edgellm.export.config import ConfigReader
     from edgellm.export.rope import Rope
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import make_checkpoint
+
 from edgellm.build.engine import build_engine
 from edgellm.contract import EngineManifest, load_manifest
 from edgellm.device_runtime import backends
@@ -19,7 +20,7 @@ from edgellm.device_runtime.backends.onnxruntime.session import (
 from edgellm.device_runtime.session import Session
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.checkpoint import open_checkpoint
+from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import run_portable
 
 TOLERANCE = 2e-4
@@ -149,15 +150,21 @@ def test_stored_and_computed_types(tmp_path, stored, graph):
     from transformers import AutoModelForCausalLM
 
     checkpoint = make_checkpoint(tmp_path / "checkpoint", dtype=stored, **_tiny("qwen2"))
-    manifest = export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions(graph))
+    manifest = export_llm(
+        open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions(graph)
+    )
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     ids = np.random.default_rng(2).integers(9, 96, 24)
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)[None]).logits[0].numpy()
     found = run_portable(tmp_path / "bundle", manifest, ids, 16)
     engine = tmp_path / "engine"
-    build_engine(tmp_path / "bundle", engine, Plan(32, 48, 1, "auto"), "onnxruntime", lambda _: None)
-    session = backends.find("onnxruntime").open_session(engine, load_manifest(engine, EngineManifest))
+    build_engine(
+        tmp_path / "bundle", engine, Plan(32, 48, 1, "auto"), "onnxruntime", lambda _: None
+    )
+    session = backends.find("onnxruntime").open_session(
+        engine, load_manifest(engine, EngineManifest)
+    )
     # The CPU engine computes in float32 even of a float16 bundle; only its weights are rounded.
     np.testing.assert_allclose(found, expected, atol=TOLERANCE if graph == "fp32" else 5e-2)
     rounded = graph == "fp16" and stored != "float16"

@@ -11,7 +11,13 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from edgellm.contract import BundleManifest, DecoderSpec, EdgeLLMError, PassGraph, UnsupportedModelError
+from edgellm.contract import (
+    BundleManifest,
+    DecoderSpec,
+    EdgeLLMError,
+    PassGraph,
+    UnsupportedModelError,
+)
 from edgellm.device_runtime.backends import Compiled, Estimate, Plan, Report
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
 from edgellm.device_runtime.backends.onnxruntime.linears import (
@@ -42,14 +48,14 @@ class _Variant:
     prepacks: bool  # ONNX Runtime 1.31 saves MatMulNBits' packed weights without their scales
 
 
-def compile(  # noqa: A001 - the name that every backend gives it
+def compile(
     bundle: Path, manifest: BundleManifest, plan: Plan, folder: Path, report: Report
 ) -> Compiled:
     """See `edgellm.device_runtime.backends.Backend.compile`."""
     spec = _float32_spec(manifest.decoder)
     if spec.kv.head_dim % 16:
         raise UnsupportedModelError(
-            f"head_dim {spec.kv.head_dim}: ONNX Runtime's GroupQueryAttention wants a multiple of 16"
+            f"head_dim {spec.kv.head_dim}: GroupQueryAttention wants a multiple of 16"
         )
     variants = _variants(ir.load(bundle / "model.onnx"), plan)
     loaded = []

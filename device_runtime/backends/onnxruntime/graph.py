@@ -75,7 +75,7 @@ class GraphEditor:
     def _initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         value = ir.Value(
             name=name,
-            shape=ir.Shape(tensor.shape.dims),
+            shape=ir.Shape([int(dim) for dim in tensor.shape]),  # type: ignore[arg-type]
             type=ir.TensorType(tensor.dtype),
             const_value=tensor,
         )

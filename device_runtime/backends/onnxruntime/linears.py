@@ -102,7 +102,7 @@ class RowInt8Kernel:
         return graph.node("Mul", [product, row_scale])
 
     def _quantize(self, graph: GraphEditor, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """x [1, S, in] -> codes uint8 [1, S, in] around 128, and scales float32 [1, S, 1]."""
+        """X [1, S, in] -> codes uint8 [1, S, in] around 128, and scales float32 [1, S, 1]."""
         if x not in self._rows:
             last = graph.constant("last_axis", np.array([-1], np.int64))
             amax = graph.node("ReduceMax", [graph.node("Abs", [x]), last], keepdims=1)

@@ -74,7 +74,9 @@ def _lower_linears(graph: GraphEditor, kernel: LinearKernel) -> None:
         _emit_group(graph, kernel, x, nodes)
 
 
-def _emit_group(graph: GraphEditor, kernel: LinearKernel, x: ir.Value, nodes: list[ir.Node]) -> None:
+def _emit_group(
+    graph: GraphEditor, kernel: LinearKernel, x: ir.Value, nodes: list[ir.Node]
+) -> None:
     """Replace MatMuls (and their biases) that read the same `x` by one."""
     weight = LinearWeight(tuple(node.inputs[1] for node in nodes))  # type: ignore[arg-type]
     biases = [_bias_of(node) for node in nodes]
@@ -119,12 +121,10 @@ def _lower_floats(graph: GraphEditor) -> None:
             for index, value in enumerate(node.inputs):
                 if value is not None and _is_half_constant(value):
                     array = constant_array(value)
-                    assert array is not None  # noqa: S101
+                    assert array is not None
                     name = f"{_parameter_name(value)}.fp32"
                     floats = array.astype(np.float32)
-                    node.replace_input_with(
-                        index, graph.weight(name, lambda floats=floats: floats)
-                    )
+                    node.replace_input_with(index, graph.weight(name, lambda floats=floats: floats))
     for node in _nodes(graph, "Cast"):
         if node.attributes["to"].as_int() == int(ir.DataType.FLOAT16):
             node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
@@ -137,7 +137,7 @@ def _is_table(value: ir.Value | None) -> bool:
 def _lower_embedding(graph: GraphEditor, node: ir.Node) -> None:
     """Keep the table in its stored type (rows are few) and cast what was looked up."""
     table = node.inputs[0]
-    assert table is not None and table.const_value is not None  # noqa: S101, PT018
+    assert table is not None and table.const_value is not None  # noqa: PT018
     tensor = table.const_value
     node.replace_input_with(0, graph.weight(f"{table.name}.table", tensor.numpy))
     if tensor.dtype == ir.DataType.FLOAT16:
@@ -208,7 +208,7 @@ def _attention_bias(graph: GraphEditor, attention: ir.Node, total: ir.Value) -> 
     for user, index in tuple(slots.outputs[0].uses()):
         if user.op_type != "Cast":  # the rope tables keep all slots
             user.replace_input_with(index, live)
-    assert mask is not None  # noqa: S101
+    assert mask is not None
     axes = graph.constant("batch_and_head", np.array([0, 1], np.int64))
     return graph.node("Unsqueeze", [mask, axes])
 

@@ -19,7 +19,7 @@ _ALIGNMENT_BYTES = 64
 
 
 def constant_array(value: ir.Value) -> np.ndarray | None:
-    """The data behind an initializer, looking through Cast and Transpose; None if it is computed."""
+    """The data behind an initializer, through Cast and Transpose; None if it is computed."""
     if value.const_value is not None:
         return value.const_value.numpy()
     node = value.producer()
@@ -89,22 +89,23 @@ class LinearWeight:
             float32 [out, in / block].
         """
         packed, scales = zip(*(self._nbits_part(part) for part in self.parts), strict=True)
-        return np.concatenate(packed), np.concatenate(scales)
+        return np.concatenate(packed, dtype=np.uint8), np.concatenate(scales)
 
     def _shape(self, part: ir.Value) -> tuple[int, int]:
         node = _producer(part)
         source = node.inputs[0]
         while source is not None and source.const_value is None:
             source = _producer(source).inputs[0]
-        assert source is not None  # noqa: S101 - a chain found by `of` ends at a parameter
-        rows, columns = (int(dim) for dim in source.const_value.shape)  # type: ignore[union-attr]
+        assert source is not None
+        assert source.const_value is not None
+        rows, columns = _dims(source.const_value)
         return (columns, rows) if node.op_type == "Transpose" else (rows, columns)
 
     def _dense_part(self, part: ir.Value) -> np.ndarray:
         node = _producer(part)
         if node.op_type == "Transpose":
             array = constant_array(part)
-            assert array is not None  # noqa: S101
+            assert array is not None
             return array
         codes, scales = self._codes(node)
         dense = codes.astype(np.float32).reshape(len(scales), -1, codes.shape[1])
@@ -115,29 +116,37 @@ class LinearWeight:
         node = _producer(part)
         codes, scales = self._codes(node)  # [in, out], [in / block, out]
         unsigned = np.ascontiguousarray((codes + 8).astype(np.uint8).T)  # [out, in]
-        packed = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
+        packed = unsigned[:, 0::2] + unsigned[:, 1::2] * np.uint8(16)
         return packed.reshape(len(packed), scales.shape[0], -1), np.ascontiguousarray(scales.T)
 
     @staticmethod
     def _codes(node: ir.Node) -> tuple[NDArray[np.int8], F32]:
         """Codes int8 [in, out] and scales float32 [in / block, out] of a DequantizeLinear."""
-        stored, scale = node.inputs[0], constant_array(node.inputs[1])  # type: ignore[arg-type]
-        tensor = stored.const_value  # type: ignore[union-attr]
+        stored, scale = node.inputs[:2]
+        assert stored is not None
+        assert stored.const_value is not None
+        assert scale is not None
+        scales, tensor = constant_array(scale), stored.const_value
+        assert scales is not None
         pairs = np.frombuffer(tensor.tobytes(), np.uint8)
         codes = np.empty((len(pairs), 2), np.uint8)
         codes[:, 0], codes[:, 1] = pairs & 15, pairs >> 4
         signed = (codes ^ 8).view(np.int8) - np.int8(8)
-        return signed.reshape([int(dim) for dim in tensor.shape]), scale.astype(np.float32)  # type: ignore[union-attr]
+        return signed.reshape(_dims(tensor)), scales.astype(np.float32)
+
+
+def _dims(tensor: ir.TensorProtocol) -> list[int]:
+    return [int(dim) for dim in tensor.shape]  # type: ignore[arg-type]
 
 
 def _producer(value: ir.Value) -> ir.Node:
     node = value.producer()
-    assert node is not None  # noqa: S101 - only called on values that nodes compute
+    assert node is not None
     return node
 
 
 class WeightFile:
-    """One external data file that several graphs of an engine share; equal names are stored once."""
+    """One external data file; what is added twice under a name is stored once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -150,7 +159,7 @@ class WeightFile:
             array = np.ascontiguousarray(make())
             self._stream.write(bytes(-self._stream.tell() % _ALIGNMENT_BYTES))
             offset = self._stream.tell()
-            self._stream.write(memoryview(array.view(np.uint8)).cast("B"))
+            self._stream.write(array.view(np.uint8).data.cast("B"))
             self._stream.flush()  # later steps of the lowering read it back
             self._stored[name] = ir.ExternalTensor(
                 self.path.name, offset, array.nbytes, ir.DataType.from_numpy(array.dtype),

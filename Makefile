@@ -1,0 +1,38 @@
+# `make demo` runs the pipeline on a real model; `make test` checks everything.
+# Both set up their own virtual environments; a machine needs python3 >= 3.10, pip and make.
+
+PYTHON ?= python3
+DEMO_VENV := .venv-demo
+TEST_VENV := .venv
+
+.PHONY: demo test lint clean
+
+demo: $(DEMO_VENV)/installed
+	$(DEMO_VENV)/bin/python -m edgellm.tools.demo
+
+test: lint
+	$(TEST_VENV)/bin/python -m edgellm.tools.smollm2
+	$(TEST_VENV)/bin/python -m pytest
+
+lint: $(TEST_VENV)/installed
+	$(TEST_VENV)/bin/ruff check .
+	$(TEST_VENV)/bin/ruff format --check .
+	$(TEST_VENV)/bin/pyright
+	$(TEST_VENV)/bin/lint-imports
+
+$(DEMO_VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(DEMO_VENV)
+	$(DEMO_VENV)/bin/pip install --quiet --upgrade pip
+	$(DEMO_VENV)/bin/pip install --quiet --editable '.[export,device]'
+	touch $@
+
+# torch is pinned and comes first: an open range would pull gigabytes of CUDA packages.
+$(TEST_VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(TEST_VENV)
+	$(TEST_VENV)/bin/pip install --quiet --upgrade pip
+	$(TEST_VENV)/bin/pip install --quiet torch==2.13.0
+	$(TEST_VENV)/bin/pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(DEMO_VENV) $(TEST_VENV)

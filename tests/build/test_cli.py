@@ -1,0 +1,165 @@
+"""`llm_build` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import assert_one_line_error
+
+from edgellm.contract import EngineManifest, load_manifest, verify_files
+
+SMALL = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
+
+
+def _build(command, bundle, engine, *more, **options):
+    arguments = more or SMALL
+    return command("llm_build", "--onnxDir", bundle, "--engineDir", engine, *arguments, **options)
+
+
+@pytest.fixture
+def bundle(tiny_bundle, tmp_path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+
+
+def test_build(command, tiny_bundle, tmp_path):
+    result = _build(command, tiny_bundle, tmp_path / "engine")
+    assert result.returncode == 0, result.stderr
+    manifest = load_manifest(tmp_path / "engine", EngineManifest)
+    verify_files(tmp_path / "engine", manifest.files)
+    assert (manifest.max_input_len, manifest.max_kv_cache_capacity) == (48, 64)
+    assert manifest.backend == "onnxruntime"
+    assert list(manifest.pass_cost_ms) == ["1", "2", "4", "8", "16", "32"]  # half of 64 is context
+    assert all(cost > 0 for cost in manifest.pass_cost_ms.values())
+    assert "a pass takes" in result.stdout
+
+
+def test_kebab_case_and_batch_size(command, tiny_bundle, tmp_path):
+    arguments = ("--onnx-dir", tiny_bundle, "--engine-dir", tmp_path / "engine")
+    lengths = ("--max-input-len", 16, "--maxKVCacheCapacity", 32, "--maxBatchSize", 4)
+    result = command("llm_build", *arguments, *lengths)
+    assert result.returncode == 0, result.stderr
+    assert "one request at a time" in result.stderr
+
+
+def test_dry_run_builds_nothing(command, tiny_bundle, tmp_path):
+    result = _build(command, tiny_bundle, tmp_path / "engine", *SMALL, "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "engine").exists()
+    for word in ("engine", "KV cache", "peak build memory", "tokens/s"):
+        assert word in result.stdout
+
+
+def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path):
+    predicted = _build(command, tiny_bundle, tmp_path / "engine", *SMALL, "--dry-run").stdout
+    megabytes = float(predicted.splitlines()[0].split()[1])
+    _build(command, tiny_bundle, tmp_path / "engine")
+    files = load_manifest(tmp_path / "engine", EngineManifest).files
+    actual = sum(record.num_bytes for name, record in files.items() if name.endswith(".data")) / 1e6
+    assert megabytes == pytest.approx(actual, rel=0.1, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (("--maxInputLen", 65, "--maxKVCacheCapacity", 64), "exceeds --maxKVCacheCapacity 64"),
+        (("--maxInputLen", 8, "--maxKVCacheCapacity", 129), "exceeds the model's 128 positions"),
+        ((*SMALL, "--backend", "tensorflow"), "unknown backend 'tensorflow'"),
+        ((*SMALL, "--prefill", "fp4"), "give auto, same or int8"),
+        ((*SMALL, "--prefill", "int8"), "is for INT4 bundles"),
+    ],
+)
+def test_plans_that_do_not_suit(command, tiny_bundle, tmp_path, lengths, message):
+    result = _build(command, tiny_bundle, tmp_path / "engine", *lengths)
+    assert_one_line_error(result, message)
+    assert not (tmp_path / "engine").exists()
+
+
+def test_zero_lengths_are_usage_errors(command, tiny_bundle, tmp_path):
+    result = _build(command, tiny_bundle, tmp_path / "engine", "--maxInputLen", 0)
+    assert result.returncode == 2
+    assert "maxInputLen" in result.stderr
+
+
+def test_damaged_bundles(command, bundle, tmp_path):
+    engine = tmp_path / "engine"
+    weights = bundle / "model.weights"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-10])
+    assert_one_line_error(_build(command, bundle, engine), "model.weights has")
+    weights.write_bytes(data[:1000] + b"\x00\x01" + data[1002:])
+    assert_one_line_error(_build(command, bundle, engine), "sha256 differs")
+    weights.unlink()
+    assert_one_line_error(_build(command, bundle, engine), "model.weights is missing")
+    assert not engine.exists()
+
+
+def test_newer_contracts_and_other_artifacts(command, bundle, tiny_engine, tmp_path):
+    engine = tmp_path / "engine"
+    path = bundle / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "contract_version": 2}))
+    assert_one_line_error(
+        _build(command, bundle, engine), "has contract version 2", "update edgellm here"
+    )
+    assert_one_line_error(_build(command, tiny_engine, engine), "is a llm_engine")
+    assert_one_line_error(_build(command, tmp_path / "none", engine), "no such folder")
+
+
+def test_too_little_memory_is_said_before_the_work(tiny_bundle, tmp_path, monkeypatch):
+    from edgellm.build import engine
+    from edgellm.contract import LimitError
+    from edgellm.device_runtime.backends import Plan
+
+    monkeypatch.setattr(engine, "available_memory_bytes", lambda: 1_000_000)
+    with pytest.raises(LimitError, match=r"0\.0 GB are available"):
+        engine.build_engine(
+            tiny_bundle, tmp_path / "e", Plan(16, 32, 1, "auto"), "auto", lambda _: None
+        )
+    monkeypatch.undo()
+    monkeypatch.setattr(engine, "free_disk_bytes", lambda _: 1000)
+    with pytest.raises(LimitError, match="of disk"):
+        engine.build_engine(
+            tiny_bundle, tmp_path / "e", Plan(16, 32, 1, "auto"), "auto", lambda _: None
+        )
+
+
+def test_ctrl_c_keeps_the_old_engine(command, tiny_bundle, tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    assert _build(command, tiny_bundle, work / "engine").returncode == 0
+    before = load_manifest(work / "engine", EngineManifest)
+    script = Path(sys.executable).parent / "llm_build"
+    arguments = ["--onnxDir", tiny_bundle, "--engineDir", work / "engine", *map(str, SMALL)]
+    process = subprocess.Popen([script, *arguments], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(work.glob(".engine.partial-*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert printed.splitlines() == ["error: interrupted; nothing half-written was left"]
+    assert [path.name for path in work.iterdir()] == ["engine"]
+    assert load_manifest(work / "engine", EngineManifest) == before
+
+
+def _limit_file_size() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def test_a_failing_disk_leaves_nothing_half_written(command, tiny_bundle, tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    result = _build(command, tiny_bundle, work / "engine", preexec_fn=_limit_file_size)
+    assert_one_line_error(result, "File too large")
+    assert not list(work.iterdir())

@@ -1,0 +1,168 @@
+"""`llm_inference` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import assert_one_line_error
+
+USER = {"role": "user", "content": "w20 w21"}
+
+
+@pytest.fixture
+def infer(command, tiny_engine, tmp_path):
+    """Write a request file, run the command, read the answers."""
+
+    def run(content, *more, engine=tiny_engine):
+        source, output = tmp_path / "in.json", tmp_path / "out.json"
+        source.write_text(content if isinstance(content, str) else json.dumps(content))
+        output.unlink(missing_ok=True)
+        result = command(
+            "llm_inference", "--engineDir", engine, "--inputFile", source,
+            "--outputFile", output, *more,
+        )  # fmt: skip
+        answers = json.loads(output.read_text())["responses"] if output.exists() else None
+        return result, answers
+
+    return run
+
+
+def test_answers_have_the_peers_fields(infer, tmp_path):
+    requests = [{"messages": [{"role": "system", "content": "w30"}, USER]}, {"messages": [USER]}]
+    result, answers = infer({"temperature": 0, "max_generate_length": 5, "requests": requests})
+    assert result.returncode == 0, result.stderr
+    first = answers[0]
+    assert first["formatted_system_prompt"] == "system : w30 . "
+    assert first["formatted_complete_request"] == "system : w30 . user : w20 w21 . assistant : "
+    assert first["messages"][1] == {
+        "role": "user", "content": [{"type": "text", "text": "w20 w21"}],
+    }  # fmt: skip
+    assert first["prompt_token_count"] == 11
+    assert first["finish_reason"] in ("stop", "length")
+    assert 1 <= first["generated_token_count"] <= 5
+    assert first["timings"]["prefill_ms"] > 0
+    assert [answer["request_idx"] for answer in answers] == [0, 1]
+    assert json.loads((tmp_path / "out.json").read_text())["input_file"].endswith("in.json")
+
+
+def test_bad_requests_do_not_stop_the_others(infer):
+    requests = [
+        {"messages": [USER]},
+        {"messages": [{"role": "usr", "content": "x"}]},
+        {"messages": []},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "user", "content": "w20 " * 60}]},
+        "no object",
+        {"messages": [USER], "seed": 3},
+    ]
+    result, answers = infer({"max_generate_length": 3, "requests": requests})
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert ["error" in answer for answer in answers] == [False, *[True] * 5, False]
+    messages = [answer["error"]["message"] for answer in answers[1:6]]
+    for message, expected in zip(
+        messages,
+        ["messages[0].role", "messages", "no tools here", "has 65 tokens", "$.requests[5]"],
+        strict=True,
+    ):
+        assert expected in message
+    assert "7 responses, 5 failed" in result.stdout
+    assert result.stderr.count("failed:") == 5
+
+
+def test_clamped_lengths_are_said(infer):
+    requests = [{"messages": [{"role": "user", "content": "w20 " * 40}]}]
+    result, answers = infer({"temperature": 0, "requests": requests})
+    assert result.returncode == 0
+    assert "cut to 19" in result.stderr
+    assert "cut to 19" in answers[0]["warnings"][0]
+    assert answers[0]["generated_token_count"] <= 19
+
+
+def test_raw_mode_multi_turn_and_overrides(infer):
+    turns = [USER, {"role": "assistant", "content": "w9"}, {"role": "user", "content": "w22"}]
+    content = {"apply_chat_template": False, "requests": [{"messages": turns}], "batch_size": 4}
+    result, answers = infer(content, "--maxGenerateLength", 2, "--warmup", 1)
+    assert result.returncode == 0, result.stderr
+    assert answers[0]["formatted_complete_request"] == "w20 w21w9w22"
+    assert answers[0]["generated_token_count"] <= 2
+    assert "requests run one by one" in result.stderr
+
+
+def test_the_same_seed_gives_the_same_answer(infer):
+    request = {"messages": [USER], "seed": 5, "temperature": 3.0, "top_p": 1.0, "top_k": 0}
+    content = {"max_generate_length": 12, "requests": [request, request, {**request, "seed": 6}]}
+    _, answers = infer(content)
+    assert answers[0]["output_text"] == answers[1]["output_text"] != answers[2]["output_text"]
+
+
+def test_stream_and_profile(infer, tmp_path):
+    profile = tmp_path / "profile.json"
+    content = {"temperature": 0, "max_generate_length": 4, "requests": [{"messages": [USER]}]}
+    result, answers = infer(content, "--stream", "--dumpProfile", "--profileOutputFile", profile)
+    assert result.returncode == 0, result.stderr
+    assert answers[0]["output_text"] in result.stdout
+    report = json.loads(profile.read_text())
+    assert report["prefill"]["computed_tokens"] == answers[0]["prompt_token_count"]
+    assert report["generation"]["generated_tokens"] == answers[0]["generated_token_count"]
+    stages = {stage["stage_id"]: stage for stage in report["stages"]}
+    assert stages["llm_prefill"]["total_runs"] == 1
+    assert stages["llm_generation"]["gpu_time_stats"]["count"] == 3
+    assert report["peak_cpu_memory_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"requests": [', "line 1, column"),
+        ('{"requests": {}}', "$.requests must be a list"),
+        ('{"requests": [1], "top_k": "x"}', "$.top_k: expected `int`"),
+    ],
+)
+def test_faulty_files_write_nothing(infer, content, message):
+    result, answers = infer(content)
+    assert_one_line_error(result, message)
+    assert answers is None
+
+
+def test_missing_folders(infer, command, tmp_path, tiny_engine, tiny_bundle):
+    good = {"requests": [{"messages": [USER]}]}
+    assert_one_line_error(infer(good, engine=tmp_path / "none")[0], "no such folder")
+    assert_one_line_error(infer(good, engine=tiny_bundle)[0], "is a llm_bundle")
+    result = command(
+        "llm_inference", "--engineDir", tiny_engine, "--inputFile", tmp_path / "in.json",
+        "--outputFile", tmp_path / "no" / "out.json",
+    )  # fmt: skip
+    assert_one_line_error(result, "no such folder")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"machine": "x86_64 mmx"}, "was built for processor x86_64 mmx"),
+        ({"backend_version": "1.0.0"}, "was built for ONNX Runtime 1.0.0"),
+        ({"contract_version": 0}, "has contract version 0"),
+    ],
+)
+def test_engines_of_elsewhere(infer, tiny_engine, tmp_path, change, message):
+    engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
+    path = engine / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    result, _ = infer({"requests": [{"messages": [USER]}]}, engine=engine)
+    assert_one_line_error(result, message, "llm_build")
+
+
+def test_damaged_engines(infer, tiny_engine, tmp_path):
+    engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
+    good = {"requests": [{"messages": [USER]}]}
+    (engine / "decode.onnx").write_bytes(b"\x00\x01broken")
+    assert_one_line_error(infer(good, engine=engine)[0], "cannot load", "build the engine again")
+    shutil.copy(tiny_engine / "decode.onnx", engine)
+    with (engine / "decode.data").open("rb+") as stream:
+        stream.truncate(1000)
+    assert_one_line_error(infer(good, engine=engine)[0], "build the engine again")
+    (engine / "decode.data").unlink()
+    assert_one_line_error(infer(good, engine=engine)[0], "build the engine again")

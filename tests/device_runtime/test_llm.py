@@ -1,0 +1,145 @@
+"""Answers of a tiny engine, and of a scripted session whose every pass is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edgellm.contract import EdgeLLMError, LimitError, RequestError
+from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime.session import PassResult
+
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_engine) -> LLM:
+    return LLM(tiny_engine, verify=True)
+
+
+class ScriptedSession:
+    """Answers with given tokens and fails on a pass that the cache could not serve."""
+
+    def __init__(self, script, capacity=64, vocab_size=96):
+        self.script, self.capacity, self.vocab_size = list(script), capacity, vocab_size
+        self.length = 0
+
+    def run(self, token_ids, write_index, logits_index):
+        assert write_index == self.length
+        self.length += len(token_ids)
+        assert self.length <= self.capacity
+        logits = np.zeros((len(logits_index), self.vocab_size), np.float32)
+        logits[:, self.script.pop(0)] = 9
+        return PassResult(logits.argmax(-1), logits)
+
+
+@pytest.fixture
+def scripted(llm, monkeypatch):
+    """Make the model's next answer a list of words."""
+
+    def script(*words):
+        ids = [llm.tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
+        monkeypatch.setattr(llm, "session", ScriptedSession(ids))
+
+    return script
+
+
+def _reference_ids(checkpoint, prompt_ids, count):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    output = model.generate(
+        torch.tensor([prompt_ids]), max_new_tokens=count, do_sample=False, eos_token_id=2
+    )
+    return output[0, len(prompt_ids) :].tolist()
+
+
+def test_greedy_ids_equal_transformers(llm, tiny_checkpoint):
+    prompt = "w20 w30 w40 w50"
+    answer = llm.generate(prompt, sampling=GREEDY, max_generate_length=40)
+    list(answer)
+    prompt_ids = llm.tokenizer.encode(prompt, add_special_tokens=True)
+    assert answer.token_ids == _reference_ids(tiny_checkpoint, prompt_ids, 40)
+
+
+def test_a_request_leaves_nothing_behind(llm):
+    def ask(prompt):
+        answer = llm.generate(prompt, sampling=GREEDY, max_generate_length=12)
+        list(answer)
+        return answer.token_ids
+
+    alone = ask("w33 w34")
+    ask("w20 w30 w40 w50 w60 w70")
+    assert ask("w33 w34") == alone
+
+
+def test_steps_carry_the_text(scripted, llm):
+    scripted("w9", "w10", "</s>")
+    answer = llm.generate("w20", sampling=GREEDY)
+    steps = list(answer)
+    assert [step.text for step in steps] == ["w9", " w10"]
+    assert (answer.text, answer.finish_reason) == ("w9 w10", "stop")
+    assert len(answer.token_ids) == 3
+    assert answer.timings()["generation_tokens_per_second"] > 0
+
+
+def test_length_ends_the_answer(scripted, llm):
+    scripted("w9", "w10", "w11")
+    answer = llm.generate("w20", sampling=GREEDY, max_generate_length=2)
+    list(answer)
+    assert (answer.text, answer.finish_reason) == ("w9 w10", "length")
+
+
+def test_stop_strings_end_the_answer(scripted, llm):
+    scripted("w9", "w10", "w11", "w12")
+    answer = llm.generate("w20", sampling=GREEDY, stop=["w10 w11"])
+    list(answer)
+    assert (answer.text, answer.finish_reason) == ("w9 ", "stop")
+    assert len(answer.token_ids) == 3
+
+
+def test_text_held_for_a_stop_string_comes_out_at_the_end(scripted, llm):
+    scripted("w9", "w10", "</s>")
+    answer = llm.generate("w20", sampling=GREEDY, stop=["w10 w11"])
+    list(answer)
+    assert answer.text == "w9 w10"
+
+
+def test_chat_messages_go_through_the_template(scripted, llm):
+    scripted("</s>")
+    messages = [{"role": "user", "content": "w20 w21"}]
+    answer = llm.generate(messages, sampling=GREEDY)
+    list(answer)
+    assert answer.prompt_token_count == len(["user", ":", "w20", "w21", ".", "assistant", ":"])
+
+
+def test_limits(llm):
+    with pytest.raises(RequestError, match="has 49 tokens, the engine takes 48"):
+        llm.generate("w20 " * 49)
+    with pytest.raises(RequestError, match="prompt is empty"):
+        llm.generate("")
+    answer = llm.generate("w20 " * 40, sampling=GREEDY, max_generate_length=100)
+    assert "cut to 24" in answer.warnings[0]
+    list(answer)
+    assert len(answer.token_ids) <= 24
+
+
+def test_rows_beyond_the_capacity_are_refused(llm):
+    with pytest.raises(LimitError, match=r"60 \+ 5 rows exceed the KV capacity of 64"):
+        llm.session.run(np.arange(5), 60, np.array([4]))
+
+
+def test_first_rows_must_count_from_zero(llm):
+    """GroupQueryAttention would ignore such positions without a word."""
+    with pytest.raises(ValueError, match="positions 0, 1, 2"):
+        llm.session.run(np.arange(3), 0, np.array([2]), position_ids=np.array([0, 1, 1]))
+
+
+def test_numbers_that_are_none_end_the_answer(llm, monkeypatch):
+    session = ScriptedSession([9])
+    nan = PassResult(np.array([0]), np.full((1, 96), np.nan, np.float32))
+    monkeypatch.setattr(session, "run", lambda *_, **__: nan)
+    monkeypatch.setattr(llm, "session", session)
+    with pytest.raises(EdgeLLMError, match="computed nan"):
+        list(llm.generate("w20"))

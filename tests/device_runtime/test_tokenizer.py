@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pytest
+from conftest import write_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgellm.contract import BrokenArtifactError, RequestError
+from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher
+
+
+@pytest.fixture
+def tokenizer(tmp_path) -> ChatTokenizer:
+    """The word-level tokenizer with its template."""
+    return _with_template(
+        tmp_path,
+        "{%- for m in messages -%}{{ m.role }}={{ m.content }};{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ eos_token }}{%- endif -%}",
+    )
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory) -> ChatTokenizer:
+    """One token per byte, so that characters come in pieces."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("bytes")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return ChatTokenizer(folder)
+
+
+def _with_template(folder, template) -> ChatTokenizer:
+    write_tokenizer(folder, 40)
+    (folder / "chat_template.jinja").write_text(template)
+    return ChatTokenizer(folder)
+
+
+def test_template_sees_messages_special_tokens_and_flags(tokenizer):
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render(messages, add_generation_prompt=True) == "user=hi;</s>"
+    assert tokenizer.render(messages) == "user=hi;"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.append(1) }}", "refuses"),
+        ("{{ ''.__class__.__mro__ }}", "refuses"),
+        ("{% for %}", "refuses"),
+        ("{{ messages[0].content + 1 }}", "refuses"),
+    ],
+)
+def test_templates_that_fail_or_reach_out(tmp_path, template, message):
+    tokenizer = _with_template(tmp_path, template)
+    with pytest.raises(RequestError, match=message):
+        tokenizer.render([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "hi"),
+        ("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}", "1"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+    ],
+)
+def test_templates_have_what_transformers_gives_them(tmp_path, template, expected):
+    tokenizer = _with_template(tmp_path, template)
+    assert tokenizer.render([{"role": "user", "content": "hi"}]) == expected
+
+
+def test_messages_are_data_not_templates(tokenizer):
+    rendered = tokenizer.render([{"role": "user", "content": "{{ eos_token }}{% x %}"}])
+    assert rendered == "user={{ eos_token }}{% x %};"
+
+
+def test_models_without_a_template_say_so(byte_level):
+    with pytest.raises(RequestError, match="no chat template"):
+        byte_level.render([])
+
+
+def test_damaged_tokenizers(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BrokenArtifactError, match=r"tokenizer\.json cannot be read"):
+        ChatTokenizer(tmp_path)
+
+
+@given(st.text(min_size=1, max_size=30))
+def test_streamed_pieces_are_whole_characters(byte_level, text):
+    stream = byte_level.stream()
+    pieces = [stream.push(t) for t in byte_level.encode(text, add_special_tokens=False)]
+    assert "�" not in "".join(pieces) or "�" in text
+    assert "".join(pieces) + stream.finish() == text
+
+
+def test_an_unfinished_character_ends_as_a_replacement(byte_level):
+    ids = byte_level.encode("aé", add_special_tokens=False)
+    stream = byte_level.stream()
+    assert [stream.push(t) for t in ids[:-1]] == ["a", ""]
+    assert stream.finish() == "�"
+
+
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.integers(1, 5),
+)
+def test_stop_strings_never_show(text, stops, size):
+    matcher, shown, stopped = StopMatcher(stops), "", False
+    for begin in range(0, len(text), size):
+        piece, stopped = matcher.push(text[begin : begin + size])
+        shown += piece
+        if stopped:
+            break
+    if not stopped:
+        shown += matcher.finish()
+    assert text.startswith(shown)
+    assert not any(stop in shown for stop in stops)
+    assert stopped == any(stop in text for stop in stops)
+    if not stopped:
+        assert shown == text

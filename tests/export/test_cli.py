@@ -1,0 +1,247 @@
+"""`edgellm-export` as a user meets it, bad input first."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import assert_one_line_error, write_tokenizer
+
+from edgellm.contract import BundleManifest, load_manifest, verify_files
+from edgellm.export import models
+
+
+def _export(command, model, output, *more, **options):
+    return command(
+        "edgellm-export", "llm", "--model_dir", model, "--output_dir", output, *more, **options
+    )
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint, tmp_path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
+
+
+def _edit_config(checkpoint, **changes):
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_export_and_verify(command, tiny_checkpoint, tmp_path):
+    result = _export(command, tiny_checkpoint, tmp_path / "out", "--dtype", "fp32", "--verify")
+    assert result.returncode == 0, result.stderr
+    assert "llama" in result.stdout
+    assert "top-1 agreement 100.0%" in result.stdout
+    manifest = load_manifest(tmp_path / "out", BundleManifest)
+    verify_files(tmp_path / "out", manifest.files)
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json",
+            "generation_config.json"} <= set(manifest.files)  # fmt: skip
+    assert manifest.eos_token_ids == (2,)
+
+
+def test_kebab_case_flags(command, tiny_checkpoint, tmp_path):
+    arguments = ("--model-dir", tiny_checkpoint, "--output-dir", tmp_path / "out")
+    result = command("edgellm-export", "llm", *arguments, "--num-layers", "1")
+    assert result.returncode == 0, result.stderr
+
+
+def test_sharded_checkpoints(command, checkpoint, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    shards = {"a.safetensors": {}, "b.safetensors": {}}
+    for index, (name, tensor) in enumerate(tensors.items()):
+        shards["ab"[index % 2] + ".safetensors"][name] = tensor
+    weight_map = {name: shard for shard, part in shards.items() for name in part}
+    for shard, part in shards.items():
+        save_file(part, checkpoint / shard)
+    index = {"weight_map": weight_map}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    result = _export(command, checkpoint, tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    (checkpoint / "b.safetensors").unlink()
+    assert_one_line_error(
+        _export(command, checkpoint, tmp_path / "out"), "b.safetensors is missing"
+    )
+
+
+def test_a_model_of_the_hub_cache(command, checkpoint, tmp_path, monkeypatch):
+    snapshot = tmp_path / "hub" / "models--someone--tiny" / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    shutil.move(checkpoint, snapshot)
+    refs = snapshot.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    result = _export(command, "someone/tiny", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert_one_line_error(
+        _export(command, "someone/other", tmp_path / "out2"), "someone/other", "hf download"
+    )
+
+
+def test_missing_folder(command, tmp_path):
+    assert_one_line_error(
+        _export(command, tmp_path / "none", tmp_path / "out"), "no such folder", "check the path"
+    )
+
+
+def test_not_a_checkpoint(command, tmp_path):
+    assert_one_line_error(_export(command, tmp_path, tmp_path / "out"), "has no config.json")
+    (tmp_path / "file.txt").write_text("x")
+    assert_one_line_error(
+        _export(command, tmp_path / "file.txt", tmp_path / "out"), "neither a folder nor"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-1000], "is truncated"),
+        (lambda data: data[:5], "is not a safetensors file"),
+        (lambda data: b"\xff" * 8 + data[8:], "is truncated: its header alone"),
+        (lambda data: data[:8] + b"x" + data[9:], "is not a safetensors file"),
+    ],
+)
+def test_damaged_weights(command, checkpoint, tmp_path, damage, message):
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_superfluous_and_misshapen_tensors(command, checkpoint, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "model.layers.0.extra.weight": tensors["model.norm.weight"]}, path)
+    assert_one_line_error(
+        _export(command, checkpoint, tmp_path / "out"), "model.layers.0.extra.weight"
+    )
+    save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, path)
+    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "no tensor model.norm")
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"][:-1].copy()}, path)
+    assert_one_line_error(
+        _export(command, checkpoint, tmp_path / "out"), "has shape [95], config.json implies [96]"
+    )
+
+
+def test_config_faults(command, checkpoint, tmp_path):
+    _edit_config(checkpoint, model_type="lama")
+    assert_one_line_error(
+        _export(command, checkpoint, tmp_path / "out"), "'lama'", "nearest supported: llama"
+    )
+    _edit_config(checkpoint, model_type="llama", residual_multiplier=0.22)
+    assert_one_line_error(
+        _export(command, checkpoint, tmp_path / "out"),
+        "does not understand: residual_multiplier",
+        "--ignore_config_keys residual_multiplier",
+    )
+    result = _export(
+        command, checkpoint, tmp_path / "out", "--ignore_config_keys", "residual_multiplier"
+    )
+    assert result.returncode == 0, result.stderr
+    (checkpoint / "config.json").write_text("{broken")
+    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "is not valid JSON")
+
+
+def test_flag_faults(command, tiny_checkpoint, tmp_path):
+    out = tmp_path / "out"
+    assert_one_line_error(_export(command, tiny_checkpoint, out, "--dtype", "fp8"), "fp16 or fp32")
+    assert_one_line_error(_export(command, tiny_checkpoint, out, "--num_layers", "9"), "has 3")
+    result = _export(command, tiny_checkpoint, out, "--num_lay", "1")
+    assert result.returncode == 2
+    assert "No such option" in result.stderr
+    assert "--num_layers" in result.stderr
+
+
+def test_foreign_files_stay(command, tiny_checkpoint, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("years of work")
+    assert _export(command, tiny_checkpoint, out).returncode == 0
+    assert _export(command, tiny_checkpoint, out).returncode == 0
+    assert (out / "thesis.txt").read_text() == "years of work"
+    (out / "manifest.json").write_text('{"mine": true}')
+    assert_one_line_error(_export(command, tiny_checkpoint, out), "was not written by edgellm")
+    (tmp_path / "file").write_text("x")
+    assert_one_line_error(_export(command, tiny_checkpoint, tmp_path / "file"), "is a file")
+
+
+def _sparse_checkpoint(folder: Path) -> Path:
+    """A gigabyte of zeros that takes no disk: exporting it takes long enough to be interrupted."""
+    folder.mkdir()
+    hidden, inner, layers = 2048, 8192, 8
+    config = {**models.find("llama").TINY, "hidden_size": hidden, "intermediate_size": inner,
+              "num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 16,
+              "rope_theta": 1e4}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder, 96)
+    shapes = {"model.embed_tokens.weight": [96, hidden], "model.norm.weight": [hidden]}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}.{name}.weight"] = [hidden]
+        for name in "qkvo":
+            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = [hidden, hidden]
+        for name, shape in (("gate", [inner, hidden]), ("up", [inner, hidden]),
+                            ("down", [hidden, inner])):  # fmt: skip
+            shapes[f"{prefix}.mlp.{name}_proj.weight"] = shape
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.truncate(8 + len(text) + offset)
+    return folder
+
+
+def test_ctrl_c_leaves_nothing_half_written(command, tiny_checkpoint, tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    assert _export(command, tiny_checkpoint, work / "out").returncode == 0
+    before = load_manifest(work / "out", BundleManifest)
+    large = _sparse_checkpoint(tmp_path / "large")
+    script = Path(sys.executable).parent / "edgellm-export"
+    arguments = ["llm", "--model_dir", large, "--output_dir", work / "out"]
+    process = subprocess.Popen([script, *arguments], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(work.glob(".out.partial-*/model.weights")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert printed.splitlines() == ["error: interrupted; nothing half-written was left"]
+    assert [path.name for path in work.iterdir()] == ["out"]
+    assert load_manifest(work / "out", BundleManifest) == before
+    verify_files(work / "out", before.files)
+
+
+def _limit_file_size() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def test_a_failing_disk_leaves_nothing_half_written(command, tiny_checkpoint, tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    result = _export(command, tiny_checkpoint, work / "out", preexec_fn=_limit_file_size)
+    assert_one_line_error(result, "File too large")
+    assert not list(work.iterdir())

@@ -1,0 +1,168 @@
+"""SmolLM2-135M-Instruct through the whole pipeline, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgellm.contract import BundleManifest, EngineManifest, load_manifest
+from edgellm.device_runtime import LLM, SamplingParams, backends
+from edgellm.export.verify import run_portable
+
+pytestmark = pytest.mark.real
+PREFILL, DECODED = 512, 64
+TEXT = (Path(__file__).parent.parent / "LICENSE").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def bundle(smollm2_gguf, tmp_path_factory) -> Path:
+    from edgellm.export.bundle import ExportOptions, export_llm
+    from edgellm.export.source import open_checkpoint
+
+    folder = tmp_path_factory.mktemp("smollm2") / "bundle"
+    export_llm(open_checkpoint(str(smollm2_gguf)), folder, ExportOptions("fp32"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(bundle) -> Path:
+    from edgellm.build.engine import build_engine
+    from edgellm.device_runtime.backends import Plan
+
+    folder = bundle.parent / "engine"
+    build_engine(bundle, folder, Plan(1024, 2048, 0, "auto"), "onnxruntime", lambda _: None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def transformers_model(smollm2_gguf):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(bundle, transformers_model):
+    """512 tokens of text, 64 tokens that transformers decodes greedily, logits of them all."""
+    import torch
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(bundle / "tokenizer.json")).encode(TEXT).ids[:PREFILL]
+    with torch.no_grad():
+        all_ids = transformers_model.generate(
+            torch.tensor([ids]), max_new_tokens=DECODED, min_new_tokens=DECODED, do_sample=False
+        )
+        logits = transformers_model(all_ids).logits[0].numpy()
+    return all_ids[0].numpy(), logits
+
+
+def test_portable_graph(bundle, reference):
+    ids, expected = reference
+    found = run_portable(bundle, load_manifest(bundle, BundleManifest), ids, PREFILL)
+    assert np.abs(found - expected).max() <= 2e-4
+    assert (found.argmax(-1) == expected.argmax(-1)).all()
+
+
+def test_engine(engine, reference):
+    ids, expected = reference
+    session = backends.find("onnxruntime").open_session(
+        engine, load_manifest(engine, EngineManifest)
+    )
+    found = session.run(ids[:PREFILL], 0, np.arange(PREFILL)).logits.copy()
+    assert np.abs(found - expected[:PREFILL]).max() <= 2e-4
+    for position in range(PREFILL, PREFILL + DECODED):
+        result = session.run(ids[position : position + 1], position, np.array([0]))
+        assert np.abs(result.logits[0] - expected[position]).max() <= 2e-4
+        assert result.token_ids[0] == expected[position].argmax()
+
+
+def test_tokenizer_equals_transformers(bundle, smollm2_gguf):
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    ours = Tokenizer.from_file(str(bundle / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+    for text in (TEXT, "naïve café, 東京 12345 🤖\n\n\tx  y", "<|im_start|>user\nhi<|im_end|>"):
+        assert ours.encode(text).ids == theirs(text)["input_ids"]
+
+
+def test_chat_answers_through_the_commands(command, engine, tmp_path):
+    requests = [
+        {"messages": [{"role": "user", "content": "What is the capital of France?"}]},
+        {"messages": [{"role": "user", "content": "Write one sentence about the sea."}]},
+    ]
+    source, output = tmp_path / "in.json", tmp_path / "out.json"
+    content = {"temperature": 0, "max_generate_length": 40, "requests": requests}
+    source.write_text(json.dumps(content))
+    result = command(
+        "llm_inference", "--engineDir", engine, "--inputFile", source, "--outputFile", output
+    )
+    assert result.returncode == 0, result.stderr
+    answers = json.loads(output.read_text())["responses"]
+    assert "Paris" in answers[0]["output_text"]
+    assert answers[0]["finish_reason"] == "stop"
+    assert answers[0]["formatted_complete_request"].startswith("<|im_start|>system\nYou are")
+
+
+def test_python_interface(engine, transformers_model):
+    import torch
+
+    llm = LLM(engine)
+    answer = llm.generate(
+        [{"role": "user", "content": "Name three colours."}],
+        sampling=SamplingParams(temperature=0),
+        max_generate_length=48,
+    )
+    text = "".join(step.text for step in answer)
+    assert text == answer.text != ""
+    prompt = llm.tokenizer.render(
+        [{"role": "user", "content": "Name three colours."}], add_generation_prompt=True
+    )
+    ids = llm.tokenizer.encode(prompt, add_special_tokens=False)
+    with torch.no_grad():
+        expected = transformers_model.generate(
+            torch.tensor([ids]), max_new_tokens=48, do_sample=False
+        )
+    assert answer.token_ids == expected[0, len(ids) :].tolist()
+
+
+def test_int4_engine_keeps_its_precision_switch_honest(smollm2_gguf, tmp_path, reference):
+    """Prompts as int8 move the logits of an INT4 engine less than INT4 itself does."""
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+    from rtn import round_checkpoint
+
+    from edgellm.build.engine import build_engine
+    from edgellm.device_runtime.backends import Plan
+    from edgellm.export.bundle import ExportOptions, export_llm
+    from edgellm.export.source import open_checkpoint
+
+    round_checkpoint(str(smollm2_gguf), tmp_path / "int4", 32)
+    export_llm(open_checkpoint(str(tmp_path / "int4")), tmp_path / "bundle", ExportOptions("fp32"))
+    ids, expected = reference
+    logits = {}
+    for prefill in ("same", "int8"):
+        engine = tmp_path / prefill
+        build_engine(
+            tmp_path / "bundle", engine, Plan(600, 700, 0, prefill), "onnxruntime", lambda _: None
+        )
+        session = backends.find("onnxruntime").open_session(
+            engine, load_manifest(engine, EngineManifest)
+        )
+        logits[prefill] = session.run(ids[:PREFILL], 0, np.arange(PREFILL)).logits.copy()
+
+    def divergence(p: np.ndarray, q: np.ndarray) -> float:
+        log_p, log_q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in (p, q))
+        return float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean())
+
+    of_int4 = divergence(expected[:PREFILL], logits["same"])
+    of_int8 = divergence(logits["same"], logits["int8"])
+    assert 0.05 < of_int4 < 1
+    assert of_int8 < of_int4 / 4
