@@ -144,7 +144,7 @@ def test_int4_engine_keeps_its_precision_switch_honest(smollm2_gguf, tmp_path, r
     import sys
 
     sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-    from rtn import round_checkpoint
+    from weights import round_checkpoint
 
     from edgellm.build.engine import build_engine
     from edgellm.device_runtime.backends import Plan

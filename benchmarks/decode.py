@@ -1,0 +1,116 @@
+"""Decode and prefill of SmolLM2: edgellm against llama.cpp and onnxruntime-genai, taking turns.
+
+    pip install -e '.[dev]' -r benchmarks/requirements.txt
+    python benchmarks/decode.py
+
+All engines have the same weights (SmolLM2-135M-Instruct), the same number of threads, a 512-token
+context and batch 1. Every engine runs in its own process; they take turns for several rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import weights
+from edgellm.tools import smollm2
+from engines import CAPACITY, CONTEXT, Process
+
+
+def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str, str, Path]]:
+    """Make all models that are not there yet: name -> (python, kind, path)."""
+    source = smollm2.fetch()
+    work.mkdir(parents=True, exist_ok=True)
+    models: dict[str, tuple[str, str, Path]] = {}
+    for name, block in (("int4 b32", 32), ("int4 b128", 128), ("fp32", 0)):
+        checkpoint = work / name.replace(" ", "_")
+        if not checkpoint.exists():
+            make = weights.round_checkpoint if block else weights.float_checkpoint
+            make(str(source), checkpoint, *([block] if block else []))
+        for prefill in ("same", "auto") if block else ("auto",):
+            engine = work / f"{checkpoint.name}-{prefill}-{threads}"
+            if not engine.exists():
+                _build(checkpoint, engine, threads, prefill)
+            label = f"edgellm {name}" + (", one graph" if prefill == "same" else "")
+            models[label] = (sys.executable, "edgellm", engine)
+    for kind in ("Q4_0", "Q8_0"):
+        path = work / f"{kind}.gguf"
+        if not path.exists():
+            code = (
+                "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import weights; "
+                "weights.gguf_copy(*map(pathlib.Path, sys.argv[2:4]), sys.argv[4])"
+            )
+            arguments = [Path(__file__).parent, source, path, kind]
+            subprocess.run(
+                [llama_python, "-c", code, *map(str, arguments)],
+                check=True,
+                stderr=subprocess.DEVNULL,
+            )
+        models[f"llama.cpp {kind}"] = (llama_python, "llama.cpp", path)
+    genai = work / "genai"
+    if not genai.exists():
+        weights.genai_model(work / "fp32", genai)
+    models["onnxruntime-genai int4 b32"] = (sys.executable, "genai", genai)
+    return models
+
+
+def _build(checkpoint: Path, engine: Path, threads: int, prefill: str) -> None:
+    from edgellm.build.engine import build_engine
+    from edgellm.device_runtime.backends import Plan
+    from edgellm.export.bundle import ExportOptions, export_llm
+    from edgellm.export.source import open_checkpoint
+
+    bundle = checkpoint.with_name(f"{checkpoint.name}-bundle")
+    if not bundle.exists():
+        export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
+    plan = Plan(1024, CAPACITY, threads, prefill)
+    build_engine(bundle, engine, plan, "onnxruntime", lambda _: None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--llama_python", default=sys.executable, help="a python that has llama-cpp-python"
+    )
+    arguments = parser.parse_args()
+    models = prepare(arguments.work, arguments.llama_python, arguments.threads)
+    processes = {
+        name: Process(python, kind, path, arguments.threads)
+        for name, (python, kind, path) in models.items()
+    }
+    prefill: dict[str, list[float]] = {name: [] for name in models}
+    decode: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(arguments.rounds):
+        for name, process in processes.items():
+            prefill[name] += process.measure("prefill", CONTEXT)
+            decode[name].append(statistics.median(process.measure("decode", 48)))
+    for process in processes.values():
+        process.close()
+    print(f"{arguments.threads} threads, {CONTEXT}-token prompt, median of {arguments.rounds} rounds")
+    print(f"{'engine':32} {'decode tok/s':>13} {'ms':>7} {'prefill tok/s':>14}")
+    for name in models:
+        step, prompt = statistics.median(decode[name]), statistics.median(prefill[name])
+        print(f"{name:32} {1e3 / step:13.1f} {step:7.2f} {CONTEXT / prompt * 1e3:14.0f}")
+    _ratios(decode, prefill)
+
+
+def _ratios(decode: dict[str, list[float]], prefill: dict[str, list[float]]) -> None:
+    """Medians of the ratios round by round."""
+    for peer in ("onnxruntime-genai int4 b32", "llama.cpp Q4_0"):
+        for ours in ("edgellm int4 b32", "edgellm int4 b32, one graph"):
+            speed = [
+                statistics.median(p / o for p, o in zip(table[peer], table[ours], strict=True))
+                for table in (decode, prefill)
+            ]
+            print(f"{ours} / {peer}: decode {speed[0]:.2f} x, prefill {speed[1]:.2f} x")
+
+
+if __name__ == "__main__":
+    main()

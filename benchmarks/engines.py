@@ -1,0 +1,175 @@
+"""Engines under test behind one small interface, each in a process of its own.
+
+`python benchmarks/engines.py KIND PATH THREADS` reads commands from stdin ("prefill 512",
+"decode 64") and answers with one JSON list of milliseconds each. The caller lets the processes
+take turns, so that a slow minute of a shared machine falls on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+CONTEXT = 512  # rows in the cache while tokens are decoded
+CAPACITY = 2048
+
+
+class Engine(Protocol):
+    def prefill(self, token_ids: list[int]) -> None: ...
+
+    def decode(self, token_id: int) -> None: ...
+
+
+class EdgeLLM:
+    """edgellm's session, with the work of the decoding loop: argmax and its read-back included."""
+
+    def __init__(self, path: str, threads: int) -> None:
+        from edgellm.contract import EngineManifest, load_manifest
+        from edgellm.device_runtime import backends
+
+        manifest = load_manifest(Path(path), EngineManifest)
+        assert manifest.options["threads"] == threads
+        self.session = backends.find(manifest.backend).open_session(Path(path), manifest)
+        self.length = 0
+
+    def prefill(self, token_ids: list[int]) -> None:
+        result = self.session.run(np.array(token_ids), 0, np.array([len(token_ids) - 1]))
+        self.length, _ = len(token_ids), int(result.token_ids[0])
+
+    def decode(self, token_id: int) -> None:
+        result = self.session.run(np.array([token_id]), self.length, np.array([0]))
+        self.length, _ = self.length + 1, int(result.token_ids[0])
+
+
+class LlamaCpp:
+    """llama.cpp's C interface: one decode call and the argmax of its logits."""
+
+    def __init__(self, path: str, threads: int) -> None:
+        import llama_cpp
+
+        self.api = llama_cpp
+        self.model = llama_cpp.Llama(
+            path, n_ctx=CAPACITY, n_batch=CONTEXT, n_ubatch=CONTEXT, n_threads=threads,
+            n_threads_batch=threads, verbose=False,
+        )  # fmt: skip
+        self.context = self.model._ctx.ctx
+        self.vocab = self.model.n_vocab()
+        self.length = 0
+
+    def _run(self, token_ids: list[int]) -> None:
+        batch = self.api.llama_batch_init(len(token_ids), 0, 1)
+        batch.n_tokens = len(token_ids)
+        for index, token_id in enumerate(token_ids):
+            batch.token[index], batch.pos[index] = token_id, self.length + index
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
+            batch.logits[index] = index == len(token_ids) - 1
+        if self.api.llama_decode(self.context, batch):
+            raise RuntimeError("llama_decode failed")
+        logits = self.api.llama_get_logits_ith(self.context, -1)
+        int(np.ctypeslib.as_array(logits, shape=(self.vocab,)).argmax())
+        self.api.llama_batch_free(batch)
+        self.length += len(token_ids)
+
+    def prefill(self, token_ids: list[int]) -> None:
+        self.model._ctx.kv_cache_clear()
+        self.length = 0
+        self._run(token_ids)
+
+    def decode(self, token_id: int) -> None:
+        self._run([token_id])
+
+
+class GenAI:
+    """onnxruntime-genai's generator, greedy."""
+
+    def __init__(self, path: str, threads: int) -> None:
+        import onnxruntime_genai as og
+
+        config = og.Config(path)
+        config.overlay(
+            json.dumps(
+                {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}
+            )
+        )
+        self.og, self.model = og, og.Model(config)
+        self.generator = None
+
+    def prefill(self, token_ids: list[int]) -> None:
+        params = self.og.GeneratorParams(self.model)
+        params.set_search_options(max_length=CAPACITY, do_sample=False)
+        self.generator = self.og.Generator(self.model, params)
+        self.generator.append_tokens(np.array(token_ids, np.int32))
+        self.generator.get_logits()
+
+    def decode(self, token_id: int) -> None:
+        del token_id  # greedy: the generator feeds its own token
+        self.generator.generate_next_token()
+
+
+KINDS: dict[str, Callable[[str, int], Engine]] = {
+    "edgellm": EdgeLLM,
+    "llama.cpp": LlamaCpp,
+    "genai": GenAI,
+}
+
+
+class Process:
+    """An engine in its own process."""
+
+    def __init__(self, python: str, kind: str, path: Path, threads: int) -> None:
+        command = [python, __file__, kind, str(path), str(threads)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True,
+        )  # fmt: skip
+        self._read()
+
+    def measure(self, what: str, count: int) -> list[float]:
+        """Milliseconds of the passes that a command asks for."""
+        self._process.stdin.write(f"{what} {count}\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _read(self) -> list[float]:
+        while line := self._process.stdout.readline():
+            if line.startswith("["):
+                return json.loads(line)
+        raise RuntimeError(f"{self._process.args} ended")
+
+
+def _timed(function: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    function()
+    return (time.perf_counter() - start) * 1e3
+
+
+def main() -> None:
+    kind, path, threads = sys.argv[1:]
+    engine = KINDS[kind](path, int(threads))
+    prompt = list(range(1000, 1000 + CONTEXT))
+    engine.prefill(prompt)
+    print("[]", flush=True)
+    for line in sys.stdin:
+        what, count = line.split()
+        if what == "prefill":
+            samples = [_timed(lambda: engine.prefill(prompt[: int(count)]))]  # noqa: B023
+        else:
+            engine.prefill(prompt)
+            engine.decode(2000)
+            samples = [_timed(lambda t=t: engine.decode(2000 + t)) for t in range(int(count))]
+        print(json.dumps(samples), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The same SmolLM2 weights in the forms that the engines under test want.
+
+Round-to-nearest INT4 in ModelOpt's W4A16 layout for edgellm, GGUF Q4_0 and Q8_0 for llama.cpp, an
+INT4 model for onnxruntime-genai. Round-to-nearest is no quality method; these measure time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from edgellm.export.checkpoint import Checkpoint, read_whole
+from edgellm.export.source import open_checkpoint
+from edgellm.quantize.formats import pack_int4
+from safetensors.numpy import save_file
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def float_checkpoint(source: str, output: Path) -> None:
+    """A Hugging Face folder of float32 weights (from a GGUF file, say)."""
+    checkpoint = open_checkpoint(source)
+    _write(checkpoint, _arrays(checkpoint), output, quantization=None)
+
+
+def round_checkpoint(source: str, output: Path, block_size: int) -> None:
+    """A quantized copy: INT4 linear layers and lm_head, float16 embedding.
+
+    A layer whose width is no multiple of the block (576 % 128) takes the largest power of two
+    that divides it.
+    """
+    checkpoint = open_checkpoint(source)
+    tensors: dict[str, np.ndarray] = {}
+    for name, array in _arrays(checkpoint).items():
+        if name == _EMBEDDING:
+            tensors[name] = array.astype(np.float16)
+            if checkpoint.config.get("tie_word_embeddings"):
+                _round_into(tensors, _HEAD, array, block_size)
+        elif array.ndim == 2:
+            _round_into(tensors, name, array, block_size)
+        else:
+            tensors[name] = array
+    quantization = {"quant_algo": "W4A16_AWQ", "group_size": block_size, "has_zero_point": False}
+    _write(checkpoint, tensors, output, quantization)
+
+
+def gguf_copy(source: Path, output: Path, kind: str) -> None:
+    """llama.cpp's own re-quantization to Q4_0 or Q8_0, all tensors alike."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    params.allow_requantize = params.pure = True
+    if llama_cpp.llama_model_quantize(bytes(source), bytes(output), ctypes.byref(params)):
+        raise RuntimeError(f"llama.cpp could not write {output}")
+
+
+def genai_model(hf_folder: Path, output: Path) -> None:
+    """onnxruntime-genai's builder: INT4, block 32, accuracy level 4, as its documentation has it."""
+    builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
+    paths = ["-i", str(hf_folder), "-o", str(output), "-c", str(output.parent / "genai-cache")]
+    options = ["--extra_options", "int4_block_size=32", "int4_accuracy_level=4"]
+    subprocess.run([*builder, *paths, *options], check=True, stdout=subprocess.DEVNULL)
+
+
+def _arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """All tensors as float32."""
+    arrays = {}
+    for name, info in checkpoint.tensors.infos().items():
+        raw = read_whole(checkpoint.tensors, name)
+        if info.dtype == "BF16":
+            array = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            array = np.frombuffer(raw, {"F32": np.float32, "F16": np.float16}[info.dtype])
+        arrays[name] = array.astype(np.float32).reshape(info.shape)
+    return arrays
+
+
+def _round_into(
+    tensors: dict[str, np.ndarray], name: str, array: np.ndarray, block_size: int
+) -> None:
+    while array.shape[1] % block_size:
+        block_size //= 2
+    tensors[name], tensors[f"{name}_scale"] = pack_int4(array, block_size)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    tensors: dict[str, np.ndarray],
+    output: Path,
+    quantization: dict[str, object] | None,
+) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    config = {**checkpoint.config, "architectures": ["LlamaForCausalLM"]}
+    contents = {"config.json": config, "generation_config.json": checkpoint.generation_config}
+    if quantization is not None:
+        contents["hf_quant_config.json"] = {"quantization": quantization}
+    for name, content in contents.items():
+        (output / name).write_text(json.dumps(content))
+    for name, data in checkpoint.tokenizer_files.items():
+        (output / name).write_bytes(data)
