@@ -146,6 +146,7 @@ class EngineManifest:
     max_kv_cache_capacity: int
     graphs: tuple[PassGraph, ...]  # ascending `max_rows`
     pass_cost_ms: dict[str, float]  # query rows of one pass -> median milliseconds
+    prefill_rows: int  # rows per pass at which a long prompt is fastest
     quantization: str
     eos_token_ids: tuple[int, ...]
     options: dict[str, Any]

@@ -17,8 +17,9 @@ import sys
 from pathlib import Path
 
 import weights
-from edgellm.tools import smollm2
 from engines import CAPACITY, CONTEXT, Process
+
+from edgellm.tools import smollm2
 
 
 def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str, str, Path]]:
@@ -93,7 +94,9 @@ def main() -> None:
             decode[name].append(statistics.median(process.measure("decode", 48)))
     for process in processes.values():
         process.close()
-    print(f"{arguments.threads} threads, {CONTEXT}-token prompt, median of {arguments.rounds} rounds")
+    print(
+        f"{arguments.threads} threads, {CONTEXT}-token prompt, median of {arguments.rounds} rounds"
+    )
     print(f"{'engine':32} {'decode tok/s':>13} {'ms':>7} {'prefill tok/s':>14}")
     for name in models:
         step, prompt = statistics.median(decode[name]), statistics.median(prefill[name])

@@ -37,10 +37,16 @@ class EdgeLLM:
         manifest = load_manifest(Path(path), EngineManifest)
         assert manifest.options["threads"] == threads
         self.session = backends.find(manifest.backend).open_session(Path(path), manifest)
+        self.prefill_rows = manifest.prefill_rows
         self.length = 0
 
     def prefill(self, token_ids: list[int]) -> None:
-        result = self.session.run(np.array(token_ids), 0, np.array([len(token_ids) - 1]))
+        rows, step = np.array(token_ids), self.prefill_rows
+        for begin in range(0, len(rows), step):
+            piece = rows[begin : begin + step]
+            is_last = begin + step >= len(rows)
+            head = np.array([len(piece) - 1]) if is_last else np.zeros(0, np.int64)
+            result = self.session.run(piece, begin, head)
         self.length, _ = len(token_ids), int(result.token_ids[0])
 
     def decode(self, token_id: int) -> None:

@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
+
 from edgellm.export.checkpoint import Checkpoint, read_whole
 from edgellm.export.source import open_checkpoint
 from edgellm.quantize.formats import pack_int4
-from safetensors.numpy import save_file
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

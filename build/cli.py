@@ -83,7 +83,7 @@ def llm_build(
         f"{engine_dir}: {built.backend} {built.backend_version}, {graphs}; {size / 1e6:.1f} MB "
         f"in {time.perf_counter() - start:.1f} s, peak memory {peak / 1e6:.0f} MB"
     )
-    typer.echo(f"a pass takes (rows: ms) {costs}")
+    typer.echo(f"a pass takes (rows: ms) {costs}; prompts in passes of {built.prefill_rows} rows")
 
 
 def _status() -> AbstractContextManager[Callable[[str], None]]:

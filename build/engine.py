@@ -118,6 +118,7 @@ def build_engine(
             max_kv_cache_capacity=plan.kv_capacity,
             graphs=compiled.graphs,
             pass_cost_ms=compiled.pass_cost_ms,
+            prefill_rows=compiled.prefill_rows,
             quantization=manifest.quantization,
             eos_token_ids=manifest.eos_token_ids,
             options={"threads": plan.threads, "prefill": plan.prefill},

@@ -158,7 +158,15 @@ class LLM:
         end_ids = set(self.manifest.eos_token_ids)
         answer.profile.prompt_tokens.append(len(prompt))
         stopped = False
-        for token_id in generate(self.session, prompt, sampler, answer.max_tokens, answer.profile):
+        tokens = generate(
+            self.session,
+            prompt,
+            sampler,
+            answer.max_tokens,
+            answer.profile,
+            prefill_rows=self.manifest.prefill_rows,
+        )
+        for token_id in tokens:
             answer.token_ids.append(token_id)
             if token_id in end_ids:
                 answer.finish_reason = "stop"

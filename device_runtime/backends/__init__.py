@@ -44,6 +44,7 @@ class Compiled:
     graphs: tuple[PassGraph, ...]
     kv_dtype: str
     pass_cost_ms: dict[str, float]
+    prefill_rows: int
 
 
 Report = Callable[[str], None]  # told what is being done

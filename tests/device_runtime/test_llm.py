@@ -7,6 +7,9 @@ import pytest
 
 from edgellm.contract import EdgeLLMError, LimitError, RequestError
 from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime.generate import generate
+from edgellm.device_runtime.profile import Profile
+from edgellm.device_runtime.sampling import Sampler
 from edgellm.device_runtime.session import PassResult
 
 GREEDY = SamplingParams(temperature=0)
@@ -61,6 +64,15 @@ def test_greedy_ids_equal_transformers(llm, tiny_checkpoint):
     list(answer)
     prompt_ids = llm.tokenizer.encode(prompt, add_special_tokens=True)
     assert answer.token_ids == _reference_ids(tiny_checkpoint, prompt_ids, 40)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 100])
+def test_prompts_in_pieces_give_the_same_answer(llm, rows):
+    def ids(prefill_rows):
+        prompt, sampler = list(range(20, 31)), Sampler(GREEDY)
+        return list(generate(llm.session, prompt, sampler, 8, Profile(), prefill_rows=prefill_rows))
+
+    assert ids(rows) == ids(11)
 
 
 def test_a_request_leaves_nothing_behind(llm):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,7 @@ from edgellm.device_runtime.backends.onnxruntime.session import (
 from edgellm.device_runtime.backends.onnxruntime.weights import LinearWeight, WeightFile
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_PREFILL_ROWS = (64, 128, 256)
 _MEASURED_CONTEXT_ROWS = 512
 _RUNTIME_BYTES = 150 << 20  # interpreter, libraries, activations of a pass
 
@@ -46,6 +49,7 @@ class _Variant:
     precision: str
     kernel: LinearKernel
     prepacks: bool  # ONNX Runtime 1.31 saves MatMulNBits' packed weights without their scales
+    max_rows: int
 
 
 def compile(
@@ -58,21 +62,22 @@ def compile(
             f"head_dim {spec.kv.head_dim}: GroupQueryAttention wants a multiple of 16"
         )
     variants = _variants(ir.load(bundle / "model.onnx"), plan)
-    loaded = []
+    loaded: list[LoadedGraph] = []
     for variant in variants:
         report(f"lowering the {variant.name} graph")
         lowered = _lower(bundle, folder, variant, plan.kv_capacity)
         report(f"optimizing and prepacking the {variant.name} graph")
-        loaded.append(_optimize(lowered, folder / f"{variant.name}.onnx", variant, spec, plan))
+        saved = _optimize(lowered, folder / f"{variant.name}.onnx", variant, spec, plan)
+        loaded.append(LoadedGraph(saved, variant.max_rows))
     report("measuring the cost of a pass")
-    costs = [_measure(session, spec, plan) for session in loaded]
-    limits = _row_limits(costs, plan.max_input_len)
+    runner = OnnxRuntimeSession(loaded, spec, plan.kv_capacity)
     graphs = tuple(
-        PassGraph(f"{variant.name}.onnx", limit, variant.precision)
-        for variant, limit in zip(variants, limits, strict=True)
+        PassGraph(f"{variant.name}.onnx", variant.max_rows, variant.precision)
+        for variant in variants
     )
-    best = {str(rows): round(min(cost[rows] for cost in costs), 4) for rows in costs[0]}
-    return Compiled(graphs, spec.kv.dtype, best)
+    return Compiled(
+        graphs, spec.kv.dtype, _pass_costs(runner, spec), _best_prefill_rows(runner, spec, plan)
+    )
 
 
 def estimate(bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
@@ -126,6 +131,7 @@ def _linear_sizes(model: ir.Model) -> dict[str, dict[str, int]]:
 
 def _variants(model: ir.Model, plan: Plan) -> list[_Variant]:
     """The graphs that a bundle's precision asks for on this processor."""
+    largest = max(plan.max_input_len, max(MEASURED_ROWS))
     weights = [
         LinearWeight.of(node.inputs[1])
         for node in model.graph
@@ -138,11 +144,13 @@ def _variants(model: ir.Model, plan: Plan) -> list[_Variant]:
                 "--prefill int8 is for INT4 bundles; this one is not quantized",
                 hint="leave --prefill away",
             )
-        return [_Variant("decode", "fp32", StoredKernel(), prepacks=True)]
-    decode = _Variant("decode", "int4", StoredKernel(), prepacks=False)
+        return [_Variant("decode", "fp32", StoredKernel(), prepacks=True, max_rows=largest)]
     if plan.prefill == "same" or (plan.prefill == "auto" and not has_fast_int8()):
-        return [decode]
-    return [decode, _Variant("prefill", "int8", RowInt8Kernel(), prepacks=True)]
+        return [_Variant("decode", "int4", StoredKernel(), prepacks=False, max_rows=largest)]
+    return [
+        _Variant("decode", "int4", StoredKernel(), prepacks=False, max_rows=1),
+        _Variant("prefill", "int8", RowInt8Kernel(), prepacks=True, max_rows=largest),
+    ]
 
 
 def _float32_spec(spec: DecoderSpec) -> DecoderSpec:
@@ -153,7 +161,7 @@ def _lower(bundle: Path, folder: Path, variant: _Variant, capacity: int) -> Path
     """Write the lowered graph and its weights; the graph's path."""
     model = ir.load(bundle / "model.onnx")
     weights = WeightFile(folder / f"{variant.name}.lowered.data")
-    lower_decoder(model, capacity, variant.kernel, weights)
+    lower_decoder(model, capacity, variant.kernel, weights, single_row=variant.max_rows == 1)
     weights.close()
     path = folder / f"{variant.name}.lowered.onnx"
     ir.save(model, path)
@@ -181,12 +189,12 @@ def _optimize(
     ):
         options.add_session_config_entry(f"session.{key}", value)
     saving = ort.InferenceSession(str(lowered), options, providers=["CPUExecutionProvider"])
-    expected = _probe(saving, spec, plan)
+    expected = _probe(saving, spec, plan, variant.max_rows)
     del saving
     lowered.unlink()
     lowered.with_suffix(".data").unlink()
     saved = load_graph(output, threads=plan.threads, optimize=False)
-    if not np.allclose(_probe(saved, spec, plan), expected, rtol=1e-3, atol=1e-3):
+    if not np.allclose(_probe(saved, spec, plan, variant.max_rows), expected, rtol=1e-3, atol=1e-3):
         raise EdgeLLMError(
             f"ONNX Runtime {ort.__version__} saved a {variant.name} graph that computes "
             "something else than the one it was made from",
@@ -195,39 +203,52 @@ def _optimize(
     return saved
 
 
-def _probe(session: ort.InferenceSession, spec: DecoderSpec, plan: Plan) -> np.ndarray:
+def _probe(
+    session: ort.InferenceSession, spec: DecoderSpec, plan: Plan, max_rows: int
+) -> np.ndarray:
     """Logits of a few rows and one more; NaN when anything is NaN."""
-    runner = OnnxRuntimeSession([LoadedGraph(session, plan.kv_capacity)], spec, plan.kv_capacity)
-    rows = min(5, plan.kv_capacity - 1)
+    runner = OnnxRuntimeSession([LoadedGraph(session, max_rows)], spec, plan.kv_capacity)
+    rows = min(5, plan.kv_capacity - 1, max_rows)
     first = runner.run(np.arange(rows) % spec.vocab_size, 0, np.arange(rows)).logits.copy()
     second = runner.run(np.array([1]), rows, np.array([0])).logits
     return np.concatenate([first, second])
 
 
-def _measure(session: ort.InferenceSession, spec: DecoderSpec, plan: Plan) -> dict[int, float]:
-    """Median milliseconds of a pass by its rows, over a half-full context."""
-    context = min(_MEASURED_CONTEXT_ROWS, plan.kv_capacity // 2)
-    runner = OnnxRuntimeSession([LoadedGraph(session, plan.kv_capacity)], spec, plan.kv_capacity)
+def _median_ms(run: Callable[[], object], repeats: int) -> float:
+    run()
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return round(statistics.median(samples), 4)
+
+
+def _pass_costs(runner: OnnxRuntimeSession, spec: DecoderSpec) -> dict[str, float]:
+    """Median milliseconds of a pass by its rows, over a half-full context at most."""
+    context = min(_MEASURED_CONTEXT_ROWS, runner.capacity // 2)
     costs = {}
     for rows in MEASURED_ROWS:
-        if rows > plan.kv_capacity - context:
-            break
-        token_ids = np.arange(rows) % spec.vocab_size
-        head_rows = np.arange(rows)
-        samples = []
-        for _ in range(9):
-            start = time.perf_counter()
-            runner.run(token_ids, context, head_rows)
-            samples.append((time.perf_counter() - start) * 1e3)
-        costs[rows] = statistics.median(samples[2:])
+        if rows <= runner.capacity - context:
+            token_ids, head_rows = np.arange(rows) % spec.vocab_size, np.arange(rows)
+            run = partial(runner.run, token_ids, context, head_rows)
+            costs[str(rows)] = _median_ms(run, 7)
     return costs
 
 
-def _row_limits(costs: list[dict[int, float]], max_input_len: int) -> list[int]:
-    """Rows up to which each graph is used: the first as long as it is the faster one."""
-    largest = max(max_input_len, max(MEASURED_ROWS))
-    if len(costs) == 1:
-        return [largest]
-    decode, prefill = costs
-    faster = [rows for rows in decode if decode[rows] <= prefill[rows]]
-    return [max(faster, default=1), largest]
+def _best_prefill_rows(runner: OnnxRuntimeSession, spec: DecoderSpec, plan: Plan) -> int:
+    """Rows per pass at which a long prompt is fastest.
+
+    Large passes make better use of the GEMM kernels; small ones save attention, which computes
+    the whole square of a pass, also what the causal mask then hides.
+    """
+    prompt = np.arange(min(_MEASURED_CONTEXT_ROWS, plan.max_input_len)) % spec.vocab_size
+    smaller = [rows for rows in _PREFILL_ROWS if rows < len(prompt)]
+
+    def prefill(rows: int) -> None:
+        for begin in range(0, len(prompt), rows):
+            runner.run(prompt[begin : begin + rows], begin, np.array([0]))
+
+    costs = {rows: _median_ms(partial(prefill, rows), 3) for rows in (*smaller, len(prompt))}
+    best = min(costs, key=costs.__getitem__)
+    return plan.max_input_len if best == len(prompt) else best

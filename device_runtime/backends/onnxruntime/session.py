@@ -93,7 +93,7 @@ class OnnxRuntimeSession:
         else:
             bound.set_mask(tree_mask)
         bound.run()
-        return PassResult(bound.token_ids[0], bound.logits[0])
+        return PassResult(bound.logits[0].argmax(axis=-1), bound.logits[0])
 
     def _bound(self, rows: int, head_rows: int) -> _BoundPass:
         index = next(
@@ -130,7 +130,6 @@ class _BoundPass:
         self.tree_mask = np.tri(rows, dtype=np.bool_)
         self.logits_index = np.zeros(head_rows, np.int64)
         self.logits: F32 = np.empty((1, head_rows, vocab_size), np.float32)
-        self.token_ids: I64 = np.empty((1, head_rows), np.int64)
         self._is_causal = True
         taken = {value.name for value in session.get_inputs()}
         for name, array in (
@@ -143,7 +142,6 @@ class _BoundPass:
             if name in taken:
                 self._binding.bind_ortvalue_input(name, self._value(array))
         self._binding.bind_ortvalue_output(contract.LOGITS, self._value(self.logits))
-        self._binding.bind_ortvalue_output(contract.TOKEN_IDS, self._value(self.token_ids))
         for (layer, part), value in cache.items():
             self._binding.bind_ortvalue_input(contract.past_name(layer, part), value)
             self._binding.bind_ortvalue_output(contract.present_name(layer, part), value)
@@ -164,5 +162,5 @@ class _BoundPass:
             self._is_causal = True
 
     def run(self) -> None:
-        """Compute; results are in `token_ids` and `logits`."""
+        """Compute `logits`."""
         self._session.run_with_iobinding(self._binding)
