@@ -44,9 +44,7 @@ class EdgeLLM:
         rows, step = np.array(token_ids), self.prefill_rows
         for begin in range(0, len(rows), step):
             piece = rows[begin : begin + step]
-            is_last = begin + step >= len(rows)
-            head = np.array([len(piece) - 1]) if is_last else np.zeros(0, np.int64)
-            result = self.session.run(piece, begin, head)
+            result = self.session.run(piece, begin, np.array([len(piece) - 1]))
         self.length, _ = len(token_ids), int(result.token_ids[0])
 
     def decode(self, token_id: int) -> None:
@@ -132,9 +130,8 @@ class Process:
     def __init__(self, python: str, kind: str, path: Path, threads: int) -> None:
         command = [python, __file__, kind, str(path), str(threads)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True,
-        )  # fmt: skip
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self._read()
 
     def measure(self, what: str, count: int) -> list[float]:

@@ -61,11 +61,12 @@ def gguf_copy(source: Path, output: Path, kind: str) -> None:
 
 
 def genai_model(hf_folder: Path, output: Path) -> None:
-    """onnxruntime-genai's builder: INT4, block 32, accuracy level 4, as its documentation has it."""
+    """onnxruntime-genai's builder: INT4, block 32, accuracy level 4, its documented form."""
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
     paths = ["-i", str(hf_folder), "-o", str(output), "-c", str(output.parent / "genai-cache")]
     options = ["--extra_options", "int4_block_size=32", "int4_accuracy_level=4"]
-    subprocess.run([*builder, *paths, *options], check=True, stdout=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run([*builder, *paths, *options], check=True, **quiet)
 
 
 def _arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from edgellm.device_runtime.profile import GENERATION, PREFILL, Profile
 from edgellm.device_runtime.sampling import Sampler
 from edgellm.device_runtime.session import PassResult, Session
 
-_NO_ROWS = np.zeros(0, np.int64)
+_UNUSED_ROW = np.zeros(1, np.int64)  # not every kernel takes an empty head
 
 
 def generate(
@@ -41,7 +41,7 @@ def generate(
     for count in range(max_tokens):
         with profile.stage(GENERATION if count else PREFILL):
             while len(rows) > prefill_rows:
-                session.run(rows[:prefill_rows], length, _NO_ROWS)
+                session.run(rows[:prefill_rows], length, _UNUSED_ROW)
                 rows, length = rows[prefill_rows:], length + prefill_rows
             result = session.run(rows, length, np.array([len(rows) - 1]))
             token_id = _checked(result, sampler, length)

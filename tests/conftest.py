@@ -78,6 +78,31 @@ def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
+def tiny_int4_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model rounded to INT4 blocks of 16, as a quantized checkpoint holds it."""
+    from weights import round_checkpoint
+
+    from edgellm.export.bundle import ExportOptions, export_llm
+    from edgellm.export.source import open_checkpoint
+
+    folder = tmp_path_factory.mktemp("int4")
+    round_checkpoint(str(tiny_checkpoint), folder / "checkpoint", 16)
+    checkpoint = open_checkpoint(str(folder / "checkpoint"))
+    export_llm(checkpoint, folder / "bundle", ExportOptions("fp32"))
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="session")
+def tiny_int4_engine(tiny_int4_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from edgellm.build.engine import build_engine
+    from edgellm.device_runtime.backends import Plan
+
+    engine = tmp_path_factory.mktemp("engines") / "int4"
+    build_engine(tiny_int4_bundle, engine, Plan(48, 64, 1, "int8"), "onnxruntime", lambda _: None)
+    return engine
+
+
+@pytest.fixture(scope="session")
 def tiny_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from edgellm.build.engine import build_engine
     from edgellm.device_runtime.backends import Plan

@@ -141,9 +141,6 @@ def test_python_interface(engine, transformers_model):
 
 def test_int4_engine_keeps_its_precision_switch_honest(smollm2_gguf, tmp_path, reference):
     """Prompts as int8 move the logits of an INT4 engine less than INT4 itself does."""
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
     from weights import round_checkpoint
 
     from edgellm.build.engine import build_engine

@@ -1,0 +1,120 @@
+"""INT4 checkpoints: the portable graph, and what the CPU engine makes of it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgellm.build.engine import build_engine
+from edgellm.contract import (
+    BundleManifest,
+    EngineManifest,
+    UnsupportedModelError,
+    load_manifest,
+)
+from edgellm.device_runtime import backends
+from edgellm.device_runtime.backends import Plan
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.checkpoint import Safetensors
+from edgellm.export.source import open_checkpoint
+from edgellm.export.verify import run_portable
+from edgellm.quantize.formats import pack_int4
+
+
+def _dequantize(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """ModelOpt's definition, element by element of its documentation."""
+    out, width = packed.shape[0] * 2, packed.shape[1]
+    codes = np.empty((out, width), np.int32)
+    codes[0::2], codes[1::2] = packed & 15, packed >> 4
+    codes[codes > 7] -= 16
+    return codes * np.repeat(scale, width // scale.shape[1], axis=1)
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.sampled_from([16, 32]), st.integers(0, 99))
+def test_packing_rounds_to_the_nearest_code(half_rows, blocks, block_size, seed):
+    weight = np.random.default_rng(seed).normal(size=(2 * half_rows, blocks * block_size))
+    weight = weight.astype(np.float32)
+    weight[0, :block_size] = 0  # an empty block
+    packed, scale = pack_int4(weight, block_size)
+    error = np.abs(_dequantize(packed, scale) - weight)
+    assert packed.shape == (half_rows, blocks * block_size)
+    assert np.all(error <= np.repeat(scale, block_size, axis=1) / 2 + 1e-6)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_int4_bundle):
+    """Logits of transformers with the rounded weights put back as floats."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tiny_int4_bundle.parent / "checkpoint"
+    tensors = Safetensors([folder / "model.safetensors"])
+    state = {}
+    for name, info in tensors.infos().items():
+        kind = {"F32": np.float32, "F16": np.float16, "U8": np.uint8}[info.dtype]
+        data = b"".join(bytes(piece) for piece in tensors.stream(name))
+        state[name] = np.frombuffer(data, kind).reshape(info.shape)
+    weights = {
+        name: _dequantize(array, state[f"{name}_scale"]) if array.dtype == np.uint8 else array
+        for name, array in state.items()
+        if not name.endswith("_scale")
+    }
+    config = AutoConfig.from_pretrained(folder)
+    config.tie_word_embeddings = False
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict({n: torch.tensor(np.float32(a)) for n, a in weights.items()})
+    ids = np.random.default_rng(4).integers(9, 96, 30)
+    with torch.no_grad():
+        return ids, model(torch.from_numpy(ids)[None]).logits[0].numpy()
+
+
+def test_portable_graph_is_exact(tiny_int4_bundle, reference, monkeypatch):
+    """Without optimizations ONNX Runtime does what the graph says: dequantize, then multiply."""
+    import onnxruntime as ort
+
+    ids, expected = reference
+    manifest = load_manifest(tiny_int4_bundle, BundleManifest)
+    literal = ort.SessionOptions()
+    literal.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    monkeypatch.setattr(ort, "SessionOptions", lambda: literal)
+    found = run_portable(tiny_int4_bundle, manifest, ids, 20)
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("prefill", ["same", "int8"])
+def test_engine(tiny_int4_bundle, reference, tmp_path, prefill):
+    """Both kernels round activations to int8: close to the exact logits, not equal."""
+    ids, expected = reference
+    plan = Plan(48, 64, 1, prefill)
+    build_engine(tiny_int4_bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
+    manifest = load_manifest(tmp_path / "engine", EngineManifest)
+    session = backends.find("onnxruntime").open_session(tmp_path / "engine", manifest)
+    logits = [session.run(ids[:20], 0, np.arange(20)).logits.copy()]
+    for position in range(20, 30):
+        result = session.run(ids[position : position + 1], position, np.array([0]))
+        logits.append(result.logits.copy())
+        assert result.token_ids[0] == result.logits[0].argmax()
+    found = np.concatenate(logits)
+    error = np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
+    assert 1e-4 < error < 0.15  # below: something was silently computed in float
+
+
+def test_a_quantization_that_is_not_known_is_refused(tiny_int4_bundle, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    source = tiny_int4_bundle.parent / "checkpoint"
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight_scale_2"] = np.ones((), np.float32)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for path in source.iterdir():
+        if path.suffix != ".safetensors":
+            (folder / path.name).write_bytes(path.read_bytes())
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight is stored as U8"):
+        export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions())
+    assert json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
