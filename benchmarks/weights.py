@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -22,10 +23,13 @@ from edgellm.quantize.formats import pack_int4
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def float_checkpoint(source: str, output: Path) -> None:
-    """A Hugging Face folder of float32 weights (from a GGUF file, say)."""
+def float_checkpoint(source: str, output: Path, dtype: str = "F32") -> None:
+    """A Hugging Face folder of F32 or BF16 weights (from a GGUF file, say)."""
     checkpoint = open_checkpoint(source)
-    _write(checkpoint, _arrays(checkpoint), output, quantization=None)
+    arrays = _arrays(checkpoint)
+    if dtype == "BF16":
+        arrays = {name: array.astype(ml_dtypes.bfloat16) for name, array in arrays.items()}
+    _write(checkpoint, arrays, output, quantization=None)
 
 
 def round_checkpoint(source: str, output: Path, block_size: int) -> None:

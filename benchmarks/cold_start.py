@@ -1,0 +1,124 @@
+"""From process start to the first token, to `--help`, and the Python time of one step.
+
+    pip install -e '.[dev]'
+    python benchmarks/cold_start.py
+
+The first token is timed as a whole `llm_inference` run that answers a 32-token prompt with one
+token, process end included, with the INT4 engine of SmolLM2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import weights
+
+from edgellm.contract import EngineManifest, load_manifest
+from edgellm.device_runtime import backends
+from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.tools import smollm2
+
+COMMANDS = ("edgellm-export", "llm_build", "llm_inference")
+
+
+def engine_folder(work: Path) -> Path:
+    """An INT4 engine; made when it is not there."""
+    from edgellm.build.engine import build_engine
+    from edgellm.device_runtime.backends import Plan
+    from edgellm.export.bundle import ExportOptions, export_llm
+    from edgellm.export.source import open_checkpoint
+
+    engine = work / "cold-start-engine"
+    if not engine.exists():
+        with tempfile.TemporaryDirectory(dir=work) as folder:
+            checkpoint, bundle = Path(folder) / "int4", Path(folder) / "bundle"
+            weights.round_checkpoint(str(smollm2.fetch()), checkpoint, 32)
+            export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
+            build_engine(bundle, engine, Plan(1024, 2048, 0, "auto"), "auto", lambda _: None)
+    return engine
+
+
+def wall_s(*command: object, rounds: int) -> float:
+    """Median seconds of a whole process, the first run left out."""
+    samples = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples[1:])
+
+
+def first_token_s(engine: Path, rounds: int) -> float:
+    """Median seconds of an `llm_inference` run that generates one token."""
+    text = ChatTokenizer(engine)
+    prompt = text.decode(
+        text.encode("one two three four five six " * 9, add_special_tokens=False)[:32]
+    )
+    request = {"messages": [{"role": "user", "content": prompt}]}
+    content = {"temperature": 0, "apply_chat_template": False, "max_generate_length": 1,
+               "requests": [request]}  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder) / "in.json", Path(folder) / "out.json"
+        source.write_text(json.dumps(content))
+        seconds = wall_s(
+            _script("llm_inference"), "--engineDir", engine, "--inputFile", source,
+            "--outputFile", output, rounds=rounds,
+        )  # fmt: skip
+        answer = json.loads(output.read_text())["responses"][0]
+    assert (answer["prompt_token_count"], answer["generated_token_count"]) == (32, 1)
+    return seconds
+
+
+def python_time_per_step_ms(engine: Path) -> float:
+    """Median milliseconds of a decode step outside ONNX Runtime's run call."""
+    manifest = load_manifest(engine, EngineManifest)
+    session = backends.find(manifest.backend).open_session(engine, manifest)
+    session.run(np.arange(512), 0, np.array([511]))
+    bound = session._bound(1, 1)
+    inside: list[float] = []
+    compute = bound.run
+
+    def timed() -> None:
+        start = time.perf_counter()
+        compute()
+        inside.append(time.perf_counter() - start)
+
+    bound.run = timed
+    whole = []
+    for position in range(512, 712):
+        start = time.perf_counter()
+        int(session.run(np.array([5]), position, np.array([0])).token_ids[0])
+        whole.append(time.perf_counter() - start)
+    return statistics.median(w - i for w, i in zip(whole, inside, strict=True)) * 1e3
+
+
+def _script(name: str) -> Path:
+    return Path(sys.executable).parent / name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    engine = engine_folder(arguments.work)
+    print(f"{os.cpu_count()} cores")
+    print(f"first token, 32-token prompt: {first_token_s(engine, arguments.rounds):.2f} s")
+    for name in COMMANDS:
+        seconds = wall_s(_script(name), "--help", rounds=arguments.rounds)
+        print(f"{name} --help: {seconds:.2f} s")
+    print(f"Python time per decode step: {python_time_per_step_ms(engine):.3f} ms")
+
+
+if __name__ == "__main__":
+    main()
