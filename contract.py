@@ -217,8 +217,8 @@ def _parse(kind: Any, raw: Any) -> Any:
     return raw
 
 
-def verify_files(folder: Path, files: dict[str, FileRecord]) -> None:
-    """Check size and hash of every listed file; raises `BrokenArtifactError` at the first fault."""
+def verify_sizes(folder: Path, files: dict[str, FileRecord]) -> None:
+    """Check presence and size of every listed file; raises `BrokenArtifactError` at a fault."""
     for name, record in files.items():
         path = folder / name
         if not path.is_file():
@@ -229,9 +229,15 @@ def verify_files(folder: Path, files: dict[str, FileRecord]) -> None:
                 f"{path} has {size} bytes instead of {record.num_bytes}",
                 hint="the copy was cut short or the file was changed; copy or make it again",
             )
-        if hash_file(path).sha256 != record.sha256:
+
+
+def verify_files(folder: Path, files: dict[str, FileRecord]) -> None:
+    """Check size and hash of every listed file; raises `BrokenArtifactError` at the first fault."""
+    verify_sizes(folder, files)
+    for name, record in files.items():
+        if hash_file(folder / name).sha256 != record.sha256:
             raise BrokenArtifactError(
-                f"{path} was changed: its sha256 differs from {MANIFEST_NAME}",
+                f"{folder / name} was changed: its sha256 differs from {MANIFEST_NAME}",
                 hint="copy or make the folder again",
             )
 

@@ -46,6 +46,9 @@ def llm_inference(
         int | None, typer.Option("--maxGenerateLength", min=1, help="Overrides the file.")
     ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the hashes of the engine's files first.")
+    ] = False,
     dump_output: Annotated[bool, typer.Option("--dumpOutput", help="Print the answers.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
@@ -65,7 +68,7 @@ def llm_inference(
         requests = [_without_length(request) for request in requests]
     if (batch_size or options.batch_size) > 1:
         typer.echo("note: requests run one by one, whatever the batch size", err=True)
-    llm = LLM(engine_dir)
+    llm = LLM(engine_dir, verify=verify)
     responses, profile = _run_all(
         llm, options, requests, warmup, stream=stream, output_file=output_file,
         input_file=input_file,

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgellm.contract import EngineManifest, RequestError, load_manifest, verify_files
+from edgellm.contract import (
+    EngineManifest,
+    RequestError,
+    load_manifest,
+    verify_files,
+    verify_sizes,
+)
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.profile import GENERATION, PREFILL, Profile
@@ -65,15 +71,14 @@ class LLM:
 
         Args:
             engine_dir: a folder made by llm_build on this machine.
-            verify: check the hash of every file first.
+            verify: check the hash of every file first, not only its size.
 
         Raises:
             BrokenArtifactError: damaged, or built for another machine or library version.
         """
         folder = Path(engine_dir)
         self.manifest = load_manifest(folder, EngineManifest)
-        if verify:
-            verify_files(folder, self.manifest.files)
+        (verify_files if verify else verify_sizes)(folder, self.manifest.files)
         self.tokenizer = ChatTokenizer(folder)
         backend = backends.find(self.manifest.backend)
         self.session: Session = backend.open_session(folder, self.manifest)

@@ -158,11 +158,15 @@ def test_engines_of_elsewhere(infer, tiny_engine, tmp_path, change, message):
 def test_damaged_engines(infer, tiny_engine, tmp_path):
     engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
     good = {"requests": [{"messages": [USER]}]}
-    (engine / "decode.onnx").write_bytes(b"\x00\x01broken")
+    graph = engine / "decode.onnx"
+    graph.write_bytes(b"\x00" * graph.stat().st_size)
     assert_one_line_error(infer(good, engine=engine)[0], "cannot load", "build the engine again")
     shutil.copy(tiny_engine / "decode.onnx", engine)
-    with (engine / "decode.data").open("rb+") as stream:
-        stream.truncate(1000)
-    assert_one_line_error(infer(good, engine=engine)[0], "build the engine again")
-    (engine / "decode.data").unlink()
-    assert_one_line_error(infer(good, engine=engine)[0], "build the engine again")
+    data = engine / "decode.data"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:5000] + b"\x01\x02\x03" + whole[5003:])
+    assert_one_line_error(infer(good, "--verify", engine=engine)[0], "sha256 differs")
+    data.write_bytes(whole[:1000])
+    assert_one_line_error(infer(good, engine=engine)[0], "has 1000 bytes instead of")
+    data.unlink()
+    assert_one_line_error(infer(good, engine=engine)[0], "decode.data is missing")

@@ -6,8 +6,10 @@ import json
 
 import numpy as np
 import pytest
+from conftest import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from weights import round_checkpoint
 
 from edgellm.build.engine import build_engine
 from edgellm.contract import (
@@ -18,6 +20,7 @@ from edgellm.contract import (
 )
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Plan
+from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.checkpoint import Safetensors
 from edgellm.export.source import open_checkpoint
@@ -101,6 +104,26 @@ def test_engine(tiny_int4_bundle, reference, tmp_path, prefill):
     found = np.concatenate(logits)
     error = np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
     assert 1e-4 < error < 0.15  # below: something was silently computed in float
+
+
+def test_sliding_windows_hold_in_both_graphs(tmp_path):
+    """The one-row graph of an INT4 engine needs no mask, except for a window."""
+    checkpoint = make_checkpoint(tmp_path / "float", **models.find("mistral").TINY)
+    round_checkpoint(str(checkpoint), tmp_path / "int4", 16)
+    bundle = tmp_path / "bundle"
+    export_llm(open_checkpoint(str(tmp_path / "int4")), bundle, ExportOptions("fp32"))
+    logits = {}
+    for prefill in ("same", "int8"):
+        plan = Plan(48, 64, 1, prefill)
+        build_engine(bundle, tmp_path / prefill, plan, "onnxruntime", lambda _: None)
+        manifest = load_manifest(tmp_path / prefill, EngineManifest)
+        session = backends.find("onnxruntime").open_session(tmp_path / prefill, manifest)
+        ids = np.random.default_rng(6).integers(9, 96, 40)
+        session.run(ids[:1], 0, np.array([0]))  # rows one by one: the decode graph alone
+        for position in range(1, 40):
+            result = session.run(ids[position : position + 1], position, np.array([0]))
+        logits[prefill] = result.logits[0].copy()
+    np.testing.assert_allclose(logits["int8"], logits["same"], atol=1e-4)
 
 
 def test_a_quantization_that_is_not_known_is_refused(tiny_int4_bundle, tmp_path):

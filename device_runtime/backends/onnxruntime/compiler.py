@@ -50,6 +50,7 @@ class _Variant:
     kernel: LinearKernel
     prepacks: bool  # ONNX Runtime 1.31 saves MatMulNBits' packed weights without their scales
     max_rows: int
+    needs_mask: bool = True
 
 
 def compile(
@@ -61,7 +62,7 @@ def compile(
         raise UnsupportedModelError(
             f"head_dim {spec.kv.head_dim}: GroupQueryAttention wants a multiple of 16"
         )
-    variants = _variants(ir.load(bundle / "model.onnx"), plan)
+    variants = _variants(ir.load(bundle / "model.onnx"), spec, plan)
     loaded: list[LoadedGraph] = []
     for variant in variants:
         report(f"lowering the {variant.name} graph")
@@ -82,7 +83,7 @@ def compile(
 
 def estimate(bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
     """See `edgellm.device_runtime.backends.Backend.estimate`."""
-    model = ir.load(bundle / "model.onnx")
+    model, spec = ir.load(bundle / "model.onnx"), _float32_spec(manifest.decoder)
     linears = _linear_sizes(model)
     table = max(  # the embedding is stored as it is, in every graph
         (
@@ -98,9 +99,8 @@ def estimate(bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
     # A prepacked file holds the weights twice: as they were, and as the kernels read them.
     sizes = [
         table + (2 if variant.prepacks else 1) * (int8 if variant.precision == "int8" else decode)
-        for variant in _variants(model, plan)
+        for variant in _variants(model, spec, plan)
     ]
-    spec = _float32_spec(manifest.decoder)
     largest_layer = max(linears["dense"].values())
     loaded_before = 2 * sizes[0] if len(sizes) > 1 else 0
     return Estimate(
@@ -129,7 +129,7 @@ def _linear_sizes(model: ir.Model) -> dict[str, dict[str, int]]:
     return sizes
 
 
-def _variants(model: ir.Model, plan: Plan) -> list[_Variant]:
+def _variants(model: ir.Model, spec: DecoderSpec, plan: Plan) -> list[_Variant]:
     """The graphs that a bundle's precision asks for on this processor."""
     largest = max(plan.max_input_len, max(MEASURED_ROWS))
     weights = [
@@ -137,6 +137,7 @@ def _variants(model: ir.Model, plan: Plan) -> list[_Variant]:
         for node in model.graph
         if node.op_type == "MatMul" and node.inputs[1] is not None
     ]
+    is_windowed = spec.sliding_window is not None
     is_int4 = any(weight is not None and weight.is_int4 for weight in weights)
     if not is_int4:
         if plan.prefill == "int8":
@@ -148,7 +149,9 @@ def _variants(model: ir.Model, plan: Plan) -> list[_Variant]:
     if plan.prefill == "same" or (plan.prefill == "auto" and not has_fast_int8()):
         return [_Variant("decode", "int4", StoredKernel(), prepacks=False, max_rows=largest)]
     return [
-        _Variant("decode", "int4", StoredKernel(), prepacks=False, max_rows=1),
+        _Variant(
+            "decode", "int4", StoredKernel(), prepacks=False, max_rows=1, needs_mask=is_windowed
+        ),
         _Variant("prefill", "int8", RowInt8Kernel(), prepacks=True, max_rows=largest),
     ]
 
@@ -161,7 +164,7 @@ def _lower(bundle: Path, folder: Path, variant: _Variant, capacity: int) -> Path
     """Write the lowered graph and its weights; the graph's path."""
     model = ir.load(bundle / "model.onnx")
     weights = WeightFile(folder / f"{variant.name}.lowered.data")
-    lower_decoder(model, capacity, variant.kernel, weights, single_row=variant.max_rows == 1)
+    lower_decoder(model, capacity, variant.kernel, weights, needs_mask=variant.needs_mask)
     weights.close()
     path = folder / f"{variant.name}.lowered.onnx"
     ir.save(model, path)

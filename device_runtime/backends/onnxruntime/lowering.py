@@ -32,7 +32,7 @@ def lower_decoder(
     kernel: LinearKernel,
     weights: WeightFile,
     *,
-    single_row: bool = False,
+    needs_mask: bool = True,
 ) -> None:
     """Rewrite `model` in place for a KV capacity and one way to compute linear layers.
 
@@ -41,13 +41,13 @@ def lower_decoder(
         capacity: rows of the KV cache.
         kernel: computes the linear layers.
         weights: receives every weight.
-        single_row: the graph only ever computes one row, which sees all before it: no mask.
+        needs_mask: False for a graph that only ever computes one row, which sees all before it.
     """
     graph = GraphEditor(model.graph, weights)
     _bind_capacity(model.graph, capacity)
     _lower_floats(graph)
     _lower_linears(graph, kernel)
-    _lower_attention(graph, single_row=single_row)
+    _lower_attention(graph, needs_mask=needs_mask)
     _drop_argmax(model.graph)
     _lower_norms(graph)
     _lower_activations(graph)
@@ -97,7 +97,7 @@ def _emit_group(
     """Replace MatMuls (and their biases) that read the same `x` by one."""
     weight = LinearWeight(tuple(node.inputs[1] for node in nodes))  # type: ignore[arg-type]
     biases = [_bias_of(node) for node in nodes]
-    if len(nodes) > 1 and any(bias is None for bias in biases) != all(b is None for b in biases):
+    if len({bias is None for bias in biases}) > 1:
         for node in nodes:
             _emit_group(graph, kernel, x, [node])
         return
@@ -186,11 +186,11 @@ def _parameter_name(value: ir.Value) -> str:
 
 
 # ------------------------------------------------------------------------------- attention
-def _lower_attention(graph: GraphEditor, *, single_row: bool) -> None:
+def _lower_attention(graph: GraphEditor, *, needs_mask: bool) -> None:
     nodes = _nodes(graph, "Attention")
     graph.cursor = _first_compute_node(graph)
     lengths = _sequence_lengths(graph)
-    bias = None if single_row else _attention_bias(graph, nodes[0], lengths[2])
+    bias = _attention_bias(graph, nodes[0], lengths[2]) if needs_mask else None
     for node in nodes:
         graph.cursor = node
         _emit_gqa(graph, node, lengths, bias)
