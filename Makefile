@@ -17,7 +17,7 @@ test: lint
 lint: $(TEST_VENV)/installed
 	$(TEST_VENV)/bin/ruff check .
 	$(TEST_VENV)/bin/ruff format --check .
-	$(TEST_VENV)/bin/pyright
+	$(TEST_VENV)/bin/pyright --pythonpath $(TEST_VENV)/bin/python
 	$(TEST_VENV)/bin/lint-imports
 
 $(DEMO_VENV)/installed: pyproject.toml
