@@ -14,8 +14,13 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+from hypothesis import settings
+
 from edgellm.export import models
 from edgellm.tools import smollm2
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'tool' %}"
