@@ -289,16 +289,24 @@ def temporary_folder(output: Path) -> Iterator[Path]:
     if output.exists() and not output.is_dir():
         raise EdgeLLMError(f"{output} is a file", hint="give another output folder")
     parent = output.absolute().parent
+    path: Path | None = None
+    try:
+        with _defer_interrupt():
+            path = _make_folder(parent, f".{output.name}.partial-")
+        yield path
+    finally:
+        if path is not None:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_folder(parent: Path, prefix: str) -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        path = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=parent))
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError as error:
         raise EdgeLLMError(f"cannot write into {parent}: {error.strerror}") from None
     path.chmod(0o755)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    return path
 
 
 def check_output(output: Path) -> None:

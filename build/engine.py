@@ -111,7 +111,7 @@ def build_engine(
         spec = KVCacheSpec(kv.num_layers, kv.num_kv_heads, kv.head_dim, compiled.kv_dtype)
         built = EngineManifest(
             decoder=dataclasses.replace(manifest.decoder, kv=spec),
-            backend=backend.__name__.rsplit(".", 1)[-1],  # type: ignore[attr-defined]
+            backend=backend.__name__.rsplit(".", 1)[-1],
             backend_version=backend_version,
             machine=backend.machine(),
             max_input_len=plan.max_input_len,

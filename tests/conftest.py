@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -150,3 +153,30 @@ def assert_one_line_error(result: subprocess.CompletedProcess, *fragments: str) 
     assert len(lines) == 1, result.stderr
     for fragment in fragments:
         assert fragment in result.stderr
+
+
+def interrupt(command: list[object], folder: Path, appears: str) -> tuple[int, list[str]]:
+    """Run a command, press Ctrl-C as soon as `appears` matches in `folder`.
+
+    Returns:
+        The exit code and the lines of stderr.
+    """
+    script = Path(sys.executable).parent / str(command[0])
+    arguments = [str(argument) for argument in command[1:]]
+    process = subprocess.Popen([script, *arguments], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(folder.glob(appears)):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=60)
+    return process.returncode, printed.splitlines()
+
+
+INTERRUPTED = (130, ["error: interrupted; nothing half-written was left"])
+
+
+def limit_file_size() -> None:
+    """Let files of this process grow to 100 kB at most, as a full disk would."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

@@ -53,6 +53,8 @@ Report = Callable[[str], None]  # told what is being done
 class Backend(Protocol):
     """The functions that a backend module has."""
 
+    __name__: str
+
     def available(self) -> str:
         """The library's version; raises `EdgeLLMError` with the remedy when it cannot run."""
         ...

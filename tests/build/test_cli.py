@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import assert_one_line_error
+from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_size
 
 from edgellm.contract import EngineManifest, load_manifest, verify_files
 
@@ -135,31 +131,15 @@ def test_ctrl_c_keeps_the_old_engine(command, tiny_bundle, tmp_path):
     work.mkdir()
     assert _build(command, tiny_bundle, work / "engine").returncode == 0
     before = load_manifest(work / "engine", EngineManifest)
-    script = Path(sys.executable).parent / "llm_build"
-    arguments = ["--onnxDir", tiny_bundle, "--engineDir", work / "engine", *map(str, SMALL)]
-    process = subprocess.Popen([script, *arguments], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not list(work.glob(".engine.partial-*")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    _, printed = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert printed.splitlines() == ["error: interrupted; nothing half-written was left"]
+    build = ["llm_build", "--onnxDir", tiny_bundle, "--engineDir", work / "engine", *SMALL]
+    assert interrupt(build, work, ".engine.partial-*") == INTERRUPTED
     assert [path.name for path in work.iterdir()] == ["engine"]
     assert load_manifest(work / "engine", EngineManifest) == before
-
-
-def _limit_file_size() -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
 def test_a_failing_disk_leaves_nothing_half_written(command, tiny_bundle, tmp_path):
     work = tmp_path / "work"
     work.mkdir()
-    result = _build(command, tiny_bundle, work / "engine", preexec_fn=_limit_file_size)
+    result = _build(command, tiny_bundle, work / "engine", preexec_fn=limit_file_size)
     assert_one_line_error(result, "File too large")
     assert not list(work.iterdir())

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import struct
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import assert_one_line_error, write_tokenizer
+from conftest import (
+    INTERRUPTED,
+    assert_one_line_error,
+    interrupt,
+    limit_file_size,
+    write_tokenizer,
+)
 
 from edgellm.contract import BundleManifest, load_manifest, verify_files
 from edgellm.export import models
@@ -216,32 +218,16 @@ def test_ctrl_c_leaves_nothing_half_written(command, tiny_checkpoint, tmp_path):
     assert _export(command, tiny_checkpoint, work / "out").returncode == 0
     before = load_manifest(work / "out", BundleManifest)
     large = _sparse_checkpoint(tmp_path / "large")
-    script = Path(sys.executable).parent / "edgellm-export"
-    arguments = ["llm", "--model_dir", large, "--output_dir", work / "out"]
-    process = subprocess.Popen([script, *arguments], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not list(work.glob(".out.partial-*/model.weights")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    _, printed = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert printed.splitlines() == ["error: interrupted; nothing half-written was left"]
+    export = ["edgellm-export", "llm", "--model_dir", large, "--output_dir", work / "out"]
+    assert interrupt(export, work, ".out.partial-*/model.weights") == INTERRUPTED
     assert [path.name for path in work.iterdir()] == ["out"]
     assert load_manifest(work / "out", BundleManifest) == before
     verify_files(work / "out", before.files)
 
 
-def _limit_file_size() -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-
 def test_a_failing_disk_leaves_nothing_half_written(command, tiny_checkpoint, tmp_path):
     work = tmp_path / "work"
     work.mkdir()
-    result = _export(command, tiny_checkpoint, work / "out", preexec_fn=_limit_file_size)
+    result = _export(command, tiny_checkpoint, work / "out", preexec_fn=limit_file_size)
     assert_one_line_error(result, "File too large")
     assert not list(work.iterdir())

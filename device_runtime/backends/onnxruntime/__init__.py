@@ -1,11 +1,13 @@
-"""ONNX Runtime on the CPU: the embedded default."""
+"""ONNX Runtime on the CPU: the embedded default. What imports onnx_ir is loaded when it is used."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from edgellm.contract import BrokenArtifactError, EdgeLLMError, EngineManifest
+from edgellm.contract import BrokenArtifactError, BundleManifest, EdgeLLMError, EngineManifest
+from edgellm.device_runtime.backends import Compiled, Estimate, Plan, Report
 from edgellm.device_runtime.backends.onnxruntime.cpu import instruction_sets
+from edgellm.device_runtime.session import Session
 
 MINIMUM_VERSION = (1, 22)
 
@@ -35,7 +37,7 @@ def machine() -> str:
     return instruction_sets()
 
 
-def open_session(engine: Path, manifest: EngineManifest):  # noqa: ANN201 - see Backend
+def open_session(engine: Path, manifest: EngineManifest) -> Session:
     """Load the engine's graphs.
 
     Raises:
@@ -64,9 +66,17 @@ def open_session(engine: Path, manifest: EngineManifest):  # noqa: ANN201 - see 
     return session.OnnxRuntimeSession(graphs, manifest.decoder, manifest.max_kv_cache_capacity)
 
 
-def __getattr__(name: str):  # noqa: ANN202 - `compile` and `estimate`, which import onnx_ir
-    if name in ("compile", "estimate"):
-        from edgellm.device_runtime.backends.onnxruntime import compiler
+def estimate(bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
+    """See `Backend.estimate`."""
+    from edgellm.device_runtime.backends.onnxruntime import compiler
 
-        return getattr(compiler, name)
-    raise AttributeError(name)
+    return compiler.estimate(bundle, manifest, plan)
+
+
+def compile(
+    bundle: Path, manifest: BundleManifest, plan: Plan, folder: Path, report: Report
+) -> Compiled:
+    """See `Backend.compile`."""
+    from edgellm.device_runtime.backends.onnxruntime import compiler
+
+    return compiler.compile_engine(bundle, manifest, plan, folder, report)

@@ -53,7 +53,7 @@ class _Variant:
     needs_mask: bool = True
 
 
-def compile(
+def compile_engine(
     bundle: Path, manifest: BundleManifest, plan: Plan, folder: Path, report: Report
 ) -> Compiled:
     """See `edgellm.device_runtime.backends.Backend.compile`."""
