@@ -270,8 +270,8 @@ def publish(temporary: Path, output: Path, manifest: Manifest) -> Manifest:
     complete = dataclasses.replace(manifest, files=files)
     text = json.dumps(dataclasses.asdict(complete), indent=2)
     (temporary / MANIFEST_NAME).write_text(text + "\n", "utf-8")
-    _refuse_foreign(output, [*names, MANIFEST_NAME])
-    old = _listed_files(output)
+    check_output(output, manifest.kind, names)
+    old = _listed_files(output, manifest.kind)
     with _defer_interrupt():
         output.mkdir(parents=True, exist_ok=True)
         for name in [*names, MANIFEST_NAME]:
@@ -286,8 +286,6 @@ def publish(temporary: Path, output: Path, manifest: Manifest) -> Manifest:
 @contextlib.contextmanager
 def temporary_folder(output: Path) -> Iterator[Path]:
     """A folder beside `output` (same file system) that is gone when the block ends."""
-    if output.exists() and not output.is_dir():
-        raise EdgeLLMError(f"{output} is a file", hint="give another output folder")
     parent = output.absolute().parent
     path: Path | None = None
     try:
@@ -309,30 +307,31 @@ def _make_folder(parent: Path, prefix: str) -> Path:
     return path
 
 
-def check_output(output: Path) -> None:
-    """Refuse early an output folder that is a file or whose manifest is somebody else's."""
+def check_output(output: Path, kind: str, names: list[str]) -> None:
+    """Refuse an output folder where the files `names` would replace somebody else's.
+
+    Raises:
+        EdgeLLMError: `output` is a file, holds another kind of artifact, or has a file of one of
+            these names that edgellm did not write.
+    """
     if output.exists() and not output.is_dir():
         raise EdgeLLMError(f"{output} is a file", hint="give another output folder")
-    _refuse_foreign(output, [MANIFEST_NAME])
-
-
-def _listed_files(folder: Path) -> set[str]:
-    try:
-        raw = json.loads((folder / MANIFEST_NAME).read_text("utf-8"))
-        kind, files = raw["kind"], set(raw["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
-    return {*files, MANIFEST_NAME} if kind in ("llm_bundle", "llm_engine") else set()
-
-
-def _refuse_foreign(output: Path, names: list[str]) -> None:
-    ours = _listed_files(output)
-    for name in names:
+    ours = _listed_files(output, kind)
+    for name in (MANIFEST_NAME, *names):
         if name not in ours and (output / name).exists():
             raise EdgeLLMError(
-                f"{output / name} exists and was not written by edgellm",
+                f"{output / name} exists and is not of an earlier {kind}",
                 hint="give another output folder, or move that file away",
             )
+
+
+def _listed_files(folder: Path, kind: str) -> set[str]:
+    """The files of an artifact of this kind that `folder` holds."""
+    try:
+        raw = json.loads((folder / MANIFEST_NAME).read_text("utf-8"))
+        return {*raw["files"], MANIFEST_NAME} if raw["kind"] == kind else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 @contextlib.contextmanager
@@ -378,6 +377,13 @@ def run_command(command: Callable[[], object]) -> None:
         _fail(f"{os.strerror(error.errno)}{where}", hint, 2)
     except MemoryError:
         _fail("out of memory", "close other programs or use a smaller model", 2)
+    except Exception as error:
+        if debug:
+            raise
+        detail = str(error).splitlines()[0] if str(error) else ""
+        _fail(
+            f"unexpected {type(error).__name__}: {detail}", "run it with --debug and report it", 3
+        )
 
 
 def _fail(message: str, hint: str, code: int) -> None:

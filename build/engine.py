@@ -98,7 +98,7 @@ def build_engine(
     """
     backend = backends.find(backend_name)
     backend_version = backend.available()
-    check_output(engine)
+    check_output(engine, "llm_engine", [*TOKENIZER_FILES])
     report("checking the bundle")
     manifest = check_bundle(bundle, plan)
     _check_fit(backend.estimate(bundle, manifest, plan), engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,8 +62,8 @@ def llm_inference(
 
     options, requests = read_file(input_file)
     for path in (output_file, profile_file):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise EdgeLLMError(f"no such folder: {path.absolute().parent}")
+        if path is not None:
+            _check_output(path, input_file)
     if max_generate_length is not None:
         options = msgspec.structs.replace(options, max_generate_length=max_generate_length)
         requests = [_without_length(request) for request in requests]
@@ -83,6 +84,21 @@ def llm_inference(
             typer.echo(f"[{response['request_idx']}] {response['output_text']}")
     failed = _summarize(responses, report, output_file)
     raise typer.Exit(1 if failed else 0)
+
+
+def _check_output(path: Path, input_file: Path) -> None:
+    """Find out before the work whether the file can be written."""
+    if path.is_dir():
+        raise EdgeLLMError(f"{path} is a folder", hint="give the name of a file")
+    if not path.absolute().parent.is_dir():
+        raise EdgeLLMError(f"no such folder: {path.absolute().parent}")
+    if path.exists() and path.samefile(input_file):
+        raise EdgeLLMError(f"{path} is the input file", hint="give another output file")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise EdgeLLMError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _without_length(request: Any) -> Any:

@@ -115,6 +115,12 @@ def read_file(path: Path) -> tuple[Options, list[Any]]:
 
 def parse_request(raw: Any, index: int) -> Request:
     """Check one request; raises `RequestError` with the path of the faulty field."""
+    try:
+        json.dumps(raw, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"$.requests[{index}]: half of a surrogate pair (\\ud800 to \\udfff) is no text"
+        ) from None
     return _convert(raw, Request, f"$.requests[{index}]")
 
 

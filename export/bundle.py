@@ -32,6 +32,7 @@ from edgellm.export.op import OPSET, Op
 from edgellm.export.weights import Weights, write_weights
 
 GRAPH_FILE, WEIGHTS_FILE = "model.onnx", "model.weights"
+_JSON_FILES = "config.json", "generation_config.json"
 _DTYPES = {"fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
 
 
@@ -57,7 +58,9 @@ def export_llm(
         BrokenArtifactError: missing, superfluous or damaged tensors.
         EdgeLLMError: `output` cannot be written.
     """
-    check_output(output)
+    check_output(
+        output, "llm_bundle", [GRAPH_FILE, WEIGHTS_FILE, *_JSON_FILES, *checkpoint.tokenizer_files]
+    )
     architecture, config = read_architecture(checkpoint, options)
     weights = Weights(checkpoint.tensors)
     dtype = _DTYPES[options.dtype]
@@ -77,10 +80,8 @@ def export_llm(
         ir.save(model, folder / GRAPH_FILE)
         for name, content in checkpoint.tokenizer_files.items():
             (folder / name).write_bytes(content)
-        for name, content in (
-            ("config.json", checkpoint.config),
-            ("generation_config.json", checkpoint.generation_config),
-        ):
+        contents = checkpoint.config, checkpoint.generation_config
+        for name, content in zip(_JSON_FILES, contents, strict=True):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
         manifest = BundleManifest(
             decoder=_decoder_spec(checkpoint, config, op),

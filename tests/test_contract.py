@@ -63,7 +63,7 @@ def test_a_foreign_file_is_never_overwritten(tmp_path, name):
     output = tmp_path / "out"
     output.mkdir()
     (output / name).write_text("{}")
-    with pytest.raises(EdgeLLMError, match="was not written by edgellm"):
+    with pytest.raises(EdgeLLMError, match="exists and is not of an earlier llm_bundle"):
         _publish(output)
     assert (output / name).read_text() == "{}"
     assert not _leftovers(tmp_path)
@@ -153,6 +153,19 @@ def test_a_full_disk_becomes_one_line(capsys):
         "error: No space left on device (/x/model.weights)",
         "hint: free some space or give another folder",
     ]
+
+
+def test_surprises_become_one_line(capsys, monkeypatch):
+    def command():
+        raise RuntimeError("deep inside\nand more")
+
+    with pytest.raises(SystemExit) as stop:
+        contract.run_command(command)
+    assert stop.value.code == 3
+    assert "error: unexpected RuntimeError: deep inside\n" in capsys.readouterr().err
+    monkeypatch.setattr(contract.sys, "argv", ["llm_build", "--debug"])
+    with pytest.raises(RuntimeError):
+        contract.run_command(command)
 
 
 def test_manifests_are_facts():

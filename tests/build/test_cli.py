@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_size
 
-from edgellm.contract import EngineManifest, load_manifest, verify_files
+from edgellm.contract import BundleManifest, EngineManifest, load_manifest, verify_files
 
 SMALL = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
 
@@ -106,6 +106,12 @@ def test_newer_contracts_and_other_artifacts(command, bundle, tiny_engine, tmp_p
     )
     assert_one_line_error(_build(command, tiny_engine, engine), "is a llm_engine")
     assert_one_line_error(_build(command, tmp_path / "none", engine), "no such folder")
+
+
+def test_a_bundle_is_no_engine_folder(command, bundle):
+    result = _build(command, bundle, bundle)
+    assert_one_line_error(result, "is not of an earlier llm_engine")
+    verify_files(bundle, load_manifest(bundle, BundleManifest).files)
 
 
 def test_too_little_memory_is_said_before_the_work(tiny_bundle, tmp_path, monkeypatch):

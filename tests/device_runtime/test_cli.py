@@ -56,21 +56,29 @@ def test_bad_requests_do_not_stop_the_others(infer):
         {"messages": [{"role": "tool", "content": "x"}]},
         {"messages": [{"role": "user", "content": "w20 " * 60}]},
         "no object",
+        {"messages": [{"role": "user", "content": "\ud800"}]},
         {"messages": [USER], "seed": 3},
     ]
     result, answers = infer({"max_generate_length": 3, "requests": requests})
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
-    assert ["error" in answer for answer in answers] == [False, *[True] * 5, False]
-    messages = [answer["error"]["message"] for answer in answers[1:6]]
+    assert ["error" in answer for answer in answers] == [False, *[True] * 6, False]
+    messages = [answer["error"]["message"] for answer in answers[1:7]]
     for message, expected in zip(
         messages,
-        ["messages[0].role", "messages", "no tools here", "has 65 tokens", "$.requests[5]"],
+        [
+            "messages[0].role",
+            "messages",
+            "no tools here",
+            "has 65 tokens",
+            "$.requests[5]",
+            "surrogate",
+        ],
         strict=True,
     ):
         assert expected in message
-    assert "7 responses, 5 failed" in result.stdout
-    assert result.stderr.count("failed:") == 5
+    assert "8 responses, 6 failed" in result.stdout
+    assert result.stderr.count("failed:") == 6
 
 
 def test_clamped_lengths_are_said(infer):
@@ -137,6 +145,23 @@ def test_missing_folders(infer, command, tmp_path, tiny_engine, tiny_bundle):
         "--outputFile", tmp_path / "no" / "out.json",
     )  # fmt: skip
     assert_one_line_error(result, "no such folder")
+
+
+def test_output_files_are_checked_before_the_work(command, tiny_engine, tmp_path):
+    source = tmp_path / "in.json"
+    text = json.dumps({"requests": [{"messages": [USER]}]})
+    source.write_text(text)
+    for output, message in (
+        (source, "is the input file"),
+        (tmp_path, "is a folder"),
+        ("/proc/out.json", "cannot write /proc/out.json"),
+    ):
+        result = command(
+            "llm_inference", "--engineDir", tiny_engine, "--inputFile", source,
+            "--outputFile", output,
+        )  # fmt: skip
+        assert_one_line_error(result, message)
+    assert source.read_text() == text
 
 
 @pytest.mark.parametrize(

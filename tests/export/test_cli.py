@@ -176,9 +176,15 @@ def test_foreign_files_stay(command, tiny_checkpoint, tmp_path):
     assert _export(command, tiny_checkpoint, out).returncode == 0
     assert (out / "thesis.txt").read_text() == "years of work"
     (out / "manifest.json").write_text('{"mine": true}')
-    assert_one_line_error(_export(command, tiny_checkpoint, out), "was not written by edgellm")
+    assert_one_line_error(_export(command, tiny_checkpoint, out), "is not of an earlier llm_bundle")
     (tmp_path / "file").write_text("x")
     assert_one_line_error(_export(command, tiny_checkpoint, tmp_path / "file"), "is a file")
+
+
+def test_the_checkpoint_itself_is_no_output_folder(command, checkpoint):
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    assert_one_line_error(_export(command, checkpoint, checkpoint), "is not of an earlier")
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
 
 
 def _sparse_checkpoint(folder: Path) -> Path:
