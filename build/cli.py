@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.contract import EdgeLLMError, run_command
+from edgellm.command import run_command
+from edgellm.contract import EdgeLLMError
 
 app = typer.Typer(
     add_completion=False,

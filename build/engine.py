@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from edgellm.artifact import check_output, hash_file, publish, temporary_folder, verify_files
 from edgellm.build.machine import (
     available_memory_bytes,
     free_disk_bytes,
@@ -19,12 +20,7 @@ from edgellm.contract import (
     EngineManifest,
     KVCacheSpec,
     LimitError,
-    check_output,
-    hash_file,
     load_manifest,
-    publish,
-    temporary_folder,
-    verify_files,
 )
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Estimate, Plan, Report

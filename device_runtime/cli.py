@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.contract import EdgeLLMError, run_command
+from edgellm.command import run_command
+from edgellm.contract import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.llm import LLM

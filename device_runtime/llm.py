@@ -7,13 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgellm.contract import (
-    EngineManifest,
-    RequestError,
-    load_manifest,
-    verify_files,
-    verify_sizes,
-)
+from edgellm.artifact import verify_files, verify_sizes
+from edgellm.contract import EngineManifest, RequestError, load_manifest
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.profile import GENERATION, PREFILL, Profile

@@ -59,7 +59,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     apply_chat_template: bool = True
     add_generation_prompt: bool = True
     enable_thinking: bool = False
-    seed: Annotated[int, msgspec.Meta(ge=0)] = 42
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 42
     stop: str | list[str] = []
 
 
@@ -76,7 +76,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     apply_chat_template: bool | None = None
     add_generation_prompt: bool | None = None
     enable_thinking: bool | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     stop: str | list[str] | None = None
 
     def merged(self, options: Options) -> Options:

@@ -13,15 +13,13 @@ from typing import Any
 
 import onnx_ir as ir
 
+from edgellm.artifact import check_output, publish, temporary_folder
 from edgellm.contract import (
     BrokenArtifactError,
     BundleManifest,
     DecoderSpec,
     KVCacheSpec,
     UnsupportedModelError,
-    check_output,
-    publish,
-    temporary_folder,
 )
 from edgellm.export import models
 from edgellm.export.checkpoint import Checkpoint

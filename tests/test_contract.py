@@ -8,7 +8,9 @@ import signal
 
 import pytest
 
-from edgellm import contract
+from edgellm import artifact
+from edgellm import command as command_module
+from edgellm.artifact import publish, temporary_folder, verify_files
 from edgellm.contract import (
     BrokenArtifactError,
     BundleManifest,
@@ -17,9 +19,6 @@ from edgellm.contract import (
     EngineManifest,
     KVCacheSpec,
     load_manifest,
-    publish,
-    temporary_folder,
-    verify_files,
 )
 
 SPEC = DecoderSpec("llama", 96, 96, 128, 1000, KVCacheSpec(3, 2, 16, "float16"))
@@ -87,13 +86,13 @@ def test_a_failure_leaves_the_old_artifact(tmp_path):
 
 def test_an_interrupt_waits_for_the_renames(tmp_path, monkeypatch):
     output = tmp_path / "out"
-    replace = contract.Path.replace
+    replace = artifact.Path.replace
 
     def interrupted(self, target):
         os.kill(os.getpid(), signal.SIGINT)
         return replace(self, target)
 
-    monkeypatch.setattr(contract.Path, "replace", interrupted)
+    monkeypatch.setattr(artifact.Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         _publish(output)
     monkeypatch.undo()
@@ -146,7 +145,7 @@ def test_a_full_disk_becomes_one_line(capsys):
         raise OSError(errno.ENOSPC, "No space left on device", "/x/model.weights")
 
     with pytest.raises(SystemExit) as stop:
-        contract.run_command(command)
+        command_module.run_command(command)
     assert stop.value.code == 2
     printed = capsys.readouterr().err.splitlines()
     assert printed == [
@@ -160,12 +159,12 @@ def test_surprises_become_one_line(capsys, monkeypatch):
         raise RuntimeError("deep inside\nand more")
 
     with pytest.raises(SystemExit) as stop:
-        contract.run_command(command)
+        command_module.run_command(command)
     assert stop.value.code == 3
     assert "error: unexpected RuntimeError: deep inside\n" in capsys.readouterr().err
-    monkeypatch.setattr(contract.sys, "argv", ["llm_build", "--debug"])
+    monkeypatch.setattr(command_module.sys, "argv", ["llm_build", "--debug"])
     with pytest.raises(RuntimeError):
-        contract.run_command(command)
+        command_module.run_command(command)
 
 
 def test_manifests_are_facts():

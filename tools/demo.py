@@ -12,14 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+from edgellm.artifact import hash_file
+from edgellm.command import run_command
 from edgellm.contract import (
     MANIFEST_NAME,
     BundleManifest,
     EdgeLLMError,
     EngineManifest,
-    hash_file,
     load_manifest,
-    run_command,
 )
 from edgellm.tools import smollm2
 

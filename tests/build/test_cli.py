@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_size
 
-from edgellm.contract import BundleManifest, EngineManifest, load_manifest, verify_files
+from edgellm.artifact import verify_files
+from edgellm.contract import BundleManifest, EngineManifest, load_manifest
 
 SMALL = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
 

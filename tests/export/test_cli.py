@@ -16,7 +16,8 @@ from conftest import (
     write_tokenizer,
 )
 
-from edgellm.contract import BundleManifest, load_manifest, verify_files
+from edgellm.artifact import verify_files
+from edgellm.contract import BundleManifest, load_manifest
 from edgellm.export import models
 
 

@@ -1,0 +1,157 @@
+"""Folders with a manifest: written whole or not at all, checked by size and hash.
+
+Standard library and `edgellm.contract` only: host and device both use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from edgellm.contract import (
+    MANIFEST_NAME,
+    BrokenArtifactError,
+    EdgeLLMError,
+    FileRecord,
+    Manifest,
+)
+
+
+def verify_sizes(folder: Path, files: dict[str, FileRecord]) -> None:
+    """Check presence and size of every listed file; raises `BrokenArtifactError` at a fault."""
+    for name, record in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise BrokenArtifactError(f"{path} is missing", hint="copy or make the folder again")
+        size = path.stat().st_size
+        if size != record.num_bytes:
+            raise BrokenArtifactError(
+                f"{path} has {size} bytes instead of {record.num_bytes}",
+                hint="the copy was cut short or the file was changed; copy or make it again",
+            )
+
+
+def verify_files(folder: Path, files: dict[str, FileRecord]) -> None:
+    """Check size and hash of every listed file; raises `BrokenArtifactError` at the first fault."""
+    verify_sizes(folder, files)
+    for name, record in files.items():
+        if hash_file(folder / name).sha256 != record.sha256:
+            raise BrokenArtifactError(
+                f"{folder / name} was changed: its sha256 differs from {MANIFEST_NAME}",
+                hint="copy or make the folder again",
+            )
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Size and sha256 of a file, read in pieces."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as stream:
+        while piece := stream.read(1 << 22):
+            digest.update(piece)
+            size += len(piece)
+    return FileRecord(size, digest.hexdigest())
+
+
+def publish(temporary: Path, output: Path, manifest: Manifest) -> Manifest:
+    """Write the manifest and move a finished temporary folder to `output`.
+
+    Files of an earlier artifact there are replaced, foreign files stay. Files that the
+    manifest already lists (hashed while they were written) are not hashed again.
+
+    Returns:
+        The manifest with all files listed.
+
+    Raises:
+        EdgeLLMError: a foreign file has the name of one of ours.
+    """
+    names = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
+    files = {name: manifest.files.get(name) or hash_file(temporary / name) for name in names}
+    complete = dataclasses.replace(manifest, files=files)
+    text = json.dumps(dataclasses.asdict(complete), indent=2)
+    (temporary / MANIFEST_NAME).write_text(text + "\n", "utf-8")
+    check_output(output, manifest.kind, names)
+    old = _listed_files(output, manifest.kind)
+    with _defer_interrupt():
+        output.mkdir(parents=True, exist_ok=True)
+        for name in [*names, MANIFEST_NAME]:
+            target = output / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (temporary / name).replace(target)
+        for name in old - {*names, MANIFEST_NAME}:
+            (output / name).unlink(missing_ok=True)
+    return complete
+
+
+@contextlib.contextmanager
+def temporary_folder(output: Path) -> Iterator[Path]:
+    """A folder beside `output` (same file system) that is gone when the block ends."""
+    parent = output.absolute().parent
+    path: Path | None = None
+    try:
+        with _defer_interrupt():
+            path = _make_folder(parent, f".{output.name}.partial-")
+        yield path
+    finally:
+        if path is not None:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_folder(parent: Path, prefix: str) -> Path:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    except OSError as error:
+        raise EdgeLLMError(f"cannot write into {parent}: {error.strerror}") from None
+    path.chmod(0o755)
+    return path
+
+
+def check_output(output: Path, kind: str, names: list[str]) -> None:
+    """Refuse an output folder where the files `names` would replace somebody else's.
+
+    Raises:
+        EdgeLLMError: `output` is a file, holds another kind of artifact, or has a file of one of
+            these names that edgellm did not write.
+    """
+    if output.exists() and not output.is_dir():
+        raise EdgeLLMError(f"{output} is a file", hint="give another output folder")
+    ours = _listed_files(output, kind)
+    for name in (MANIFEST_NAME, *names):
+        if name not in ours and (output / name).exists():
+            raise EdgeLLMError(
+                f"{output / name} exists and is not of an earlier {kind}",
+                hint="give another output folder, or move that file away",
+            )
+
+
+def _listed_files(folder: Path, kind: str) -> set[str]:
+    """The files of an artifact of this kind that `folder` holds."""
+    try:
+        raw = json.loads((folder / MANIFEST_NAME).read_text("utf-8"))
+        return {*raw["files"], MANIFEST_NAME} if raw["kind"] == kind else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+@contextlib.contextmanager
+def _defer_interrupt() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block, so that renames are not cut in the middle."""
+    pending: list[int] = []
+    try:
+        previous = signal.signal(signal.SIGINT, lambda number, _frame: pending.append(number))
+    except ValueError:  # not the main thread: no handler to hold back
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if pending:
+        raise KeyboardInterrupt
