@@ -12,6 +12,7 @@ import json
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,16 +143,20 @@ def _listed_files(folder: Path, kind: str) -> set[str]:
 
 @contextlib.contextmanager
 def _defer_interrupt() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block, so that renames are not cut in the middle."""
-    pending: list[int] = []
-    try:
-        previous = signal.signal(signal.SIGINT, lambda number, _frame: pending.append(number))
-    except ValueError:  # not the main thread: no handler to hold back
-        yield
+    """Let Ctrl-C and its kin wait for the end of the block, so that it is not cut in the middle."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals go to the main thread
         return
+    pending: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {
+        number: signal.signal(number, lambda number, _frame: pending.append(number))
+        for number in numbers
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     if pending:
         raise KeyboardInterrupt

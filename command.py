@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -16,33 +17,45 @@ def run_command(command: Callable[[], object]) -> None:
 
     `--debug` anywhere on the command line shows the traceback instead.
     """
-    debug = "--debug" in sys.argv
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    interrupts: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         command()
-    except SystemExit as stop:
-        if stop.code == 130:  # how Typer reports Ctrl-C
+    except BaseException as error:  # the last resort of a command, not of a library
+        # Extension modules turn an interrupt during their import into an ImportError.
+        if interrupts or isinstance(error, KeyboardInterrupt):
             _fail("interrupted; nothing half-written was left", "", 130)
-        raise
-    except EdgeLLMError as error:
-        if debug:
+        if isinstance(error, SystemExit) or "--debug" in sys.argv:
             raise
-        _fail(str(error), error.hint, 2)
-    except OSError as error:
-        if debug or error.errno is None:
-            raise
+        _fail(*_explain(error))
+
+
+def _explain(error: BaseException) -> tuple[str, str, int]:
+    """Message, hint and exit code."""
+    if isinstance(error, EdgeLLMError):
+        return str(error), error.hint, 2
+    if isinstance(error, OSError) and error.errno is not None:
         hint = "free some space or give another folder" if error.errno == errno.ENOSPC else ""
         where = f" ({error.filename})" if error.filename else ""
-        _fail(f"{os.strerror(error.errno)}{where}", hint, 2)
-    except MemoryError:
-        _fail("out of memory", "close other programs or use a smaller model", 2)
-    except Exception as error:
-        if debug:
-            raise
-        detail = str(error).splitlines()[0] if str(error) else ""
-        _fail(
-            f"unexpected {type(error).__name__}: {detail}", "run it with --debug and report it", 3
+        return f"{os.strerror(error.errno)}{where}", hint, 2
+    if isinstance(error, MemoryError):
+        return "out of memory", "close other programs or use a smaller model", 2
+    if isinstance(error, ModuleNotFoundError):
+        extras = (
+            "in edgellm's folder: pip install '.[export]' on the host, '.[device]' on the device"
         )
+        return f"{error.name} is not installed", extras, 2
+    detail = str(error).splitlines()[0] if str(error) else ""
+    return f"unexpected {type(error).__name__}: {detail}", "run it with --debug and report it", 3
 
 
 def _fail(message: str, hint: str, code: int) -> None:

@@ -160,7 +160,8 @@ def load_manifest(folder: Path, kind: type[Manifest]) -> Manifest:
     path = folder / MANIFEST_NAME
     maker = "edgellm-export llm" if kind is BundleManifest else "llm_build"
     if not folder.is_dir():
-        raise BrokenArtifactError(f"no such folder: {folder}", hint=f"make it with {maker}")
+        fault = f"{folder} is not a folder" if folder.exists() else f"no such folder: {folder}"
+        raise BrokenArtifactError(fault, hint=f"make it with {maker}")
     try:
         raw = json.loads(path.read_text("utf-8"))
         found = raw["kind"]
@@ -169,7 +170,7 @@ def load_manifest(folder: Path, kind: type[Manifest]) -> Manifest:
         raise BrokenArtifactError(
             f"{folder} holds no {MANIFEST_NAME}", hint=f"make the folder with {maker}"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BrokenArtifactError(
             f"{path} is damaged: {error}", hint=f"make the folder again with {maker}"
         ) from None

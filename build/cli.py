@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import sys
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from edgellm.command import run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.contract import EdgeLLMError, EngineManifest
 
 app = typer.Typer(
     add_completion=False,
@@ -34,14 +35,20 @@ def llm_build(
         int, typer.Option("--maxInputLen", min=1, help="Longest prompt, tokens.")
     ] = 1024,
     kv_capacity: Annotated[
-        int, typer.Option("--maxKVCacheCapacity", min=2, help="Prompt plus answer, tokens.")
+        int,
+        typer.Option(
+            "--maxKVCacheCapacity",
+            "--maxKvCacheCapacity",
+            min=2,
+            help="Prompt plus answer, tokens.",
+        ),
     ] = 4096,
     max_batch_size: Annotated[
         int, typer.Option("--maxBatchSize", min=1, help="Requests at a time; engines run one.")
     ] = 1,
     backend: Annotated[str, typer.Option("--backend", help="auto or onnxruntime.")] = "auto",
     threads: Annotated[
-        int, typer.Option("--threads", min=0, help="CPU threads, 0 takes all cores.")
+        int, typer.Option("--threads", min=0, max=os.cpu_count(), help="CPU threads, 0 takes all.")
     ] = 0,
     prefill: Annotated[
         str,
@@ -76,13 +83,17 @@ def llm_build(
     start = time.perf_counter()
     with _status() as report:
         built = build_engine(onnx_dir, engine_dir, plan, backend, report)
+    _show(built, engine_dir, time.perf_counter() - start)
+
+
+def _show(built: EngineManifest, engine_dir: Path, seconds: float) -> None:
     size = sum(record.num_bytes for record in built.files.values())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     costs = ", ".join(f"{rows}: {ms:.1f}" for rows, ms in built.pass_cost_ms.items())
     graphs = ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in built.graphs)
     typer.echo(
         f"{engine_dir}: {built.backend} {built.backend_version}, {graphs}; {size / 1e6:.1f} MB "
-        f"in {time.perf_counter() - start:.1f} s, peak memory {peak / 1e6:.0f} MB"
+        f"in {seconds:.1f} s, peak memory {peak / 1e6:.0f} MB"
     )
     typer.echo(f"a pass takes (rows: ms) {costs}; prompts in passes of {built.prefill_rows} rows")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
@@ -62,9 +63,13 @@ def llm_inference(
     from edgellm.device_runtime.requests import read_file
 
     options, requests = read_file(input_file)
-    for path in (output_file, profile_file):
-        if path is not None:
-            _check_output(path, input_file)
+    outputs = [path for path in (output_file, profile_file) if path is not None]
+    for path in outputs:
+        _check_output(path, input_file)
+        if path.resolve().parent == engine_dir.resolve():
+            raise EdgeLLMError(f"{path} lies in the engine's folder", hint="write elsewhere")
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise EdgeLLMError("the answers and the profile cannot be one file")
     if max_generate_length is not None:
         options = msgspec.structs.replace(options, max_generate_length=max_generate_length)
         requests = [_without_length(request) for request in requests]
@@ -91,6 +96,8 @@ def _check_output(path: Path, input_file: Path) -> None:
     """Find out before the work whether the file can be written."""
     if path.is_dir():
         raise EdgeLLMError(f"{path} is a folder", hint="give the name of a file")
+    if path.exists() and not path.is_file():
+        raise EdgeLLMError(f"{path} is not a regular file", hint="give the name of a file")
     if not path.absolute().parent.is_dir():
         raise EdgeLLMError(f"no such folder: {path.absolute().parent}")
     if path.exists() and path.samefile(input_file):
@@ -118,7 +125,7 @@ def _run_all(
 
     def show(_index: int, text: str) -> None:
         if stream:
-            print(text, end="", flush=True)
+            _print(text)
 
     for _ in range(warmup):
         run_request(llm, options, requests[0], 0, Profile(), lambda *_: None)
@@ -130,7 +137,7 @@ def _run_all(
                 response = run_request(llm, options, raw, index, profile, show)
                 responses.append(response)
                 if stream:
-                    print()
+                    _print("\n")
                 for line in response.get("warnings", ()):
                     typer.echo(f"warning: request {index}: {line}", err=True)
                 if "error" in response:
@@ -140,6 +147,14 @@ def _run_all(
         if responses:
             _write_json(output_file, {"input_file": str(input_file), "responses": responses})
     return responses, profile
+
+
+def _print(text: str) -> None:
+    """Print a piece of an answer; a reader that has gone away does not stop the work."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(index: int, error: dict[str, str]) -> None:
@@ -166,7 +181,8 @@ def _progress(total: int, *, hidden: bool) -> Any:
 
 
 def _write_json(path: Path, content: Any) -> None:
-    """Replace the file in one step."""
+    """Replace the file (that a link points to) in one step."""
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.{time.time_ns()}")
     try:
         text = json.dumps(content, indent=4, ensure_ascii=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.artifact import verify_files, verify_sizes
-from edgellm.contract import EngineManifest, RequestError, load_manifest
+from edgellm.contract import EdgeLLMError, EngineManifest, RequestError, load_manifest
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.profile import GENERATION, PREFILL, Profile
@@ -77,6 +77,7 @@ class LLM:
         self.tokenizer = ChatTokenizer(folder)
         backend = backends.find(self.manifest.backend)
         self.session: Session = backend.open_session(folder, self.manifest)
+        self._current: Answer | None = None  # whose rows the KV cache holds
 
     def generate(
         self,
@@ -133,10 +134,12 @@ class LLM:
         longest, capacity = self.manifest.max_input_len, self.manifest.max_kv_cache_capacity
         if prompt_tokens == 0:
             raise RequestError("the prompt is empty")
+        if wanted_tokens < 1:
+            raise RequestError(f"max_generate_length {wanted_tokens} is less than 1")
         if prompt_tokens > longest:
             raise RequestError(
                 f"the prompt has {prompt_tokens} tokens, the engine takes {longest}",
-                hint=f"shorten it, or build with --maxInputLen {prompt_tokens}",
+                hint="shorten it" + self._rebuild_hint(prompt_tokens),
             )
         room = capacity - prompt_tokens
         if room < 1:
@@ -151,6 +154,10 @@ class LLM:
             f"a KV cache of {capacity} tokens"
         ]
 
+    def _rebuild_hint(self, prompt_tokens: int) -> str:
+        fits = prompt_tokens < self.manifest.decoder.max_positions
+        return f", or build with --maxInputLen {prompt_tokens}" if fits else ""
+
     def _steps(
         self, prompt: list[int], answer: Answer, sampler: Sampler, stops: StopMatcher
     ) -> Iterator[Step]:
@@ -158,6 +165,7 @@ class LLM:
         end_ids = set(self.manifest.eos_token_ids)
         answer.profile.prompt_tokens.append(len(prompt))
         stopped = False
+        self._current = answer
         tokens = generate(
             self.session,
             prompt,
@@ -173,6 +181,11 @@ class LLM:
                 break
             text, stopped = stops.push(stream.push(token_id))
             yield Step((token_id,), text)
+            if self._current is not answer:
+                raise EdgeLLMError(
+                    "another answer was started, which took over the KV cache",
+                    hint="finish one answer before the next, or load a second LLM",
+                )
             if stopped:
                 answer.finish_reason = "stop"
                 break

@@ -105,23 +105,32 @@ def read_file(path: Path) -> tuple[Options, list[Any]]:
         ) from None
     except UnicodeDecodeError as error:
         raise RequestError(f"{path} is not UTF-8: byte {error.start}") from None
+    except RecursionError:
+        raise RequestError(f"{path} is nested too deeply") from None
+    except ValueError as error:  # integers of thousands of digits
+        raise RequestError(f"{path}: {error}") from None
     if not isinstance(document, dict):
         raise RequestError(f"{path}: the top level must be an object with `requests`")
     requests = document.pop("requests", None)
     if not isinstance(requests, list) or not requests:
         raise RequestError(f"{path}: $.requests must be a list with at least one request")
+    _require_text(document, "$")
     return _convert(document, Options, "$"), requests
 
 
 def parse_request(raw: Any, index: int) -> Request:
     """Check one request; raises `RequestError` with the path of the faulty field."""
+    _require_text(raw, f"$.requests[{index}]")
+    return _convert(raw, Request, f"$.requests[{index}]")
+
+
+def _require_text(raw: Any, place: str) -> None:
     try:
         json.dumps(raw, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise RequestError(
-            f"$.requests[{index}]: half of a surrogate pair (\\ud800 to \\udfff) is no text"
+            f"{place}: half of a surrogate pair (\\ud800 to \\udfff) is no text"
         ) from None
-    return _convert(raw, Request, f"$.requests[{index}]")
 
 
 def _convert(raw: Any, kind: Any, place: str) -> Any:

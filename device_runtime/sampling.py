@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.contract import RequestError
 from edgellm.device_runtime.session import F32, I64
 
 GREEDY_BELOW_TEMPERATURE = 1e-3
@@ -20,6 +22,17 @@ class SamplingParams:
     top_p: float = 0.8
     top_k: int = 50  # 0 keeps all
     seed: int = 42
+
+    def __post_init__(self) -> None:
+        """Refuse values that no distribution follows from; raises `RequestError`."""
+        for name, allowed in (
+            ("temperature", 0 <= self.temperature < math.inf),
+            ("top_p", 0 < self.top_p <= 1),
+            ("top_k", self.top_k >= 0),
+            ("seed", 0 <= self.seed < 2**63),
+        ):
+            if not allowed:
+                raise RequestError(f"{name} {getattr(self, name)} is out of range")
 
     @property
     def is_greedy(self) -> bool:

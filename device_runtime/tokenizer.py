@@ -47,6 +47,10 @@ class ChatTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids; a rendered chat template already holds its special tokens."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise RequestError("half of a surrogate pair (\\ud800 to \\udfff) is no text") from None
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

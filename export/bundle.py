@@ -64,6 +64,7 @@ def export_llm(
     dtype = _DTYPES[options.dtype]
     model, op = build_decoder(architecture, config, weights, dtype)
     _refuse_leftovers(weights, config)
+    eos_token_ids = _eos_token_ids(checkpoint, config.vocab_size)
     total = sum(stored.num_bytes for _, stored in op.parameters.values())
     written = 0
 
@@ -86,7 +87,7 @@ def export_llm(
             dtype=dtype.numpy().name,
             quantization=str(checkpoint.quant_config.get("quant_algo") or "none"),
             opset=OPSET,
-            eos_token_ids=_eos_token_ids(checkpoint),
+            eos_token_ids=eos_token_ids,
             options=dataclasses.asdict(options),
             provenance={
                 "checkpoint": checkpoint.label,
@@ -107,7 +108,6 @@ def read_architecture(checkpoint: Checkpoint, options: ExportOptions) -> tuple[A
     architecture = models.find(model_type)
     reader = ConfigReader(checkpoint.config)
     config = architecture.Config.from_hf(reader)
-    reader.read("num_hidden_layers", int)
     reader.finish(options.ignore_config_keys)
     if options.num_layers is not None:
         if not 1 <= options.num_layers <= config.num_hidden_layers:
@@ -159,10 +159,13 @@ def _decoder_spec(checkpoint: Checkpoint, config: DecoderConfig, op: Op) -> Deco
     )
 
 
-def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+def _eos_token_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
     """All ids that end an answer: those of the generation config and of the model's config."""
-    found: set[int] = set()
+    found: set[Any] = set()
     for source in (checkpoint.generation_config, checkpoint.config):
         value = source.get("eos_token_id")
         found.update(value if isinstance(value, list) else [value] if value is not None else [])
+    for token_id in found:
+        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise UnsupportedModelError(f"eos_token_id {token_id!r} is no token of the model")
     return tuple(sorted(found))

@@ -51,6 +51,10 @@ def llm(
 
     if dtype not in ("fp16", "fp32"):
         raise EdgeLLMError(f"--dtype {dtype}: give fp16 or fp32")
+    if verify:
+        from edgellm.export.verify import require_host
+
+        require_host()
     start = time.perf_counter()
     keys = tuple(key for key in ignore_config_keys.split(",") if key)
     options = ExportOptions(dtype, num_layers, keys)

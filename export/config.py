@@ -82,6 +82,13 @@ class ConfigReader:
             )
         return value
 
+    def positive(self, key: str, default: int | None = _REQUIRED) -> int:
+        """The value of `key`, an integer of at least 1."""
+        value = self.read(key, int, default)
+        if value < 1:
+            raise UnsupportedModelError(f"config.json: {key} = {value} is not positive")
+        return value
+
     def optional(self, key: str, kind: type[T]) -> T | None:
         """The value of `key`, None when absent or null."""
         return self.read(key, kind, None)

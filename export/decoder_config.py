@@ -33,18 +33,18 @@ class DecoderConfig:
     @classmethod
     def read(cls, reader: ConfigReader, **traits: Any) -> DecoderConfig:
         """Read the keys that the whole family shares; `traits` are the architecture's own."""
-        heads = reader.read("num_attention_heads", int)
-        hidden = reader.read("hidden_size", int)
-        head_dim = reader.read("head_dim", int, hidden // heads)
-        max_positions = reader.read("max_position_embeddings", int)
+        heads = reader.positive("num_attention_heads")
+        hidden = reader.positive("hidden_size")
+        head_dim = reader.positive("head_dim", hidden // heads)
+        max_positions = reader.positive("max_position_embeddings")
         reader.expect("hidden_act", "silu", "swish")
         config = cls(
-            vocab_size=reader.read("vocab_size", int),
+            vocab_size=reader.positive("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=reader.read("intermediate_size", int),
-            num_hidden_layers=reader.read("num_hidden_layers", int),
+            intermediate_size=reader.positive("intermediate_size"),
+            num_hidden_layers=reader.positive("num_hidden_layers"),
             num_attention_heads=heads,
-            num_key_value_heads=reader.read("num_key_value_heads", int, heads),
+            num_key_value_heads=reader.positive("num_key_value_heads", heads),
             head_dim=head_dim,
             rms_norm_eps=reader.read("rms_norm_eps", float),
             max_position_embeddings=max_positions,
@@ -52,6 +52,8 @@ class DecoderConfig:
             tie_word_embeddings=reader.read("tie_word_embeddings", bool, False),
             **traits,
         )
+        if not 0 < config.rms_norm_eps < 1:
+            raise UnsupportedModelError(f"config.json: rms_norm_eps = {config.rms_norm_eps}")
         if heads % config.num_key_value_heads:
             raise UnsupportedModelError(
                 f"config.json: {heads} attention heads cannot share "

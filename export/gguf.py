@@ -110,7 +110,13 @@ def open_gguf(path: Path) -> Checkpoint:
             f"{path} is not a whole GGUF file ({error})", hint="download or copy it again"
         ) from None
     metadata = GGUFMetadata(reader)
-    config = _config(metadata, reader)
+    try:
+        config = _config(metadata, reader)
+        tokenizer_files = convert_tokenizer(metadata.get)
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenArtifactError(
+            f"{path} holds damaged metadata ({error})", hint="download or copy it again"
+        ) from None
     heads = config["num_attention_heads"], config["num_key_value_heads"]
     interleaved = config["model_type"] == "llama"
     return Checkpoint(
@@ -120,7 +126,7 @@ def open_gguf(path: Path) -> Checkpoint:
         tensors=GGUFTensors(
             reader, {"attn_q": heads[0], "attn_k": heads[1]} if interleaved else {}
         ),
-        tokenizer_files=convert_tokenizer(metadata.get),
+        tokenizer_files=tokenizer_files,
     )
 
 

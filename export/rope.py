@@ -36,7 +36,11 @@ class Rope:
         parameters: dict[str, Any] = dict(
             reader.optional("rope_parameters", dict) or reader.optional("rope_scaling", dict) or {}
         )
-        reader.optional("rope_scaling", dict)
+        if None not in (
+            reader.optional("rope_parameters", dict),
+            reader.optional("rope_scaling", dict),
+        ):
+            raise UnsupportedModelError("config.json has both rope_parameters and rope_scaling")
         theta = float(parameters.pop("rope_theta", None) or reader.read("rope_theta", float, 1e4))
         reader.read("rope_theta", float, theta)
         reader.expect("rope_interleaved", False)
@@ -45,6 +49,8 @@ class Rope:
         parameters.pop("type", None)
         if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
             raise UnsupportedModelError("config.json: partial rotary embeddings are not supported")
+        if theta <= 0 or parameters.get("factor", 1.0) <= 0:
+            raise UnsupportedModelError("config.json: rope_theta and factor must be positive")
         plain = _plain(theta, head_dim)
         rule = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
         rule["factors"] = _factors

@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenArtifactError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise BrokenArtifactError(f"{path} does not hold a JSON object")

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 
 TOKENIZER = "tokenizer.json"
@@ -32,11 +34,11 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
     files = {TOKENIZER: (folder / TOKENIZER).read_bytes()}
     config: dict[str, Any] = {}
     try:
-        json.loads(files[TOKENIZER])
+        Tokenizer.from_buffer(files[TOKENIZER])
         if (folder / TOKENIZER_CONFIG).exists():
             files[TOKENIZER_CONFIG] = (folder / TOKENIZER_CONFIG).read_bytes()
             config = json.loads(files[TOKENIZER_CONFIG])
-    except ValueError as error:
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
         raise BrokenArtifactError(f"the tokenizer of {folder} is damaged: {error}") from None
     template = _chat_template(folder, config)
     if template is not None:
@@ -63,7 +65,7 @@ def _convert_slow(folder: Path) -> dict[str, bytes]:
     except ImportError:
         raise EdgeLLMError(
             f"{folder} has only a SentencePiece tokenizer; converting it needs transformers",
-            hint="pip install 'edgellm[host]'",
+            hint="in edgellm's folder: pip install '.[host]'",
         ) from None
     with tempfile.TemporaryDirectory() as converted:
         AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(converted)

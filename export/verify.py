@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,16 @@ def verify_bundle(checkpoint: Checkpoint, bundle: Path, manifest: BundleManifest
     )
 
 
+def require_host() -> None:
+    """Raise `EdgeLLMError` when what `--verify` needs is not installed."""
+    for name in ("torch", "transformers", "onnxruntime"):
+        if importlib.util.find_spec(name) is None:
+            raise EdgeLLMError(
+                f"--verify needs {name}",
+                hint="in edgellm's folder: pip install torch==2.13.0, then '.[host]'",
+            )
+
+
 def _prompt_ids(bundle: Path, manifest: BundleManifest) -> NDArray[np.int64]:
     from tokenizers import Tokenizer
 
@@ -52,14 +63,10 @@ def _transformers_logits(
     source: Path, manifest: BundleManifest, token_ids: NDArray[np.int64]
 ) -> NDArray[np.float32]:
     """Logits [S, V] of the float32 reference, cut to the exported number of layers."""
-    try:
-        import torch
-        import transformers
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise EdgeLLMError(
-            f"--verify needs {error.name}", hint="pip install 'edgellm[host]'"
-        ) from None
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     where, extra = source, {}
@@ -78,12 +85,8 @@ def run_portable(
     bundle: Path, manifest: BundleManifest, token_ids: NDArray[np.int64], prefill_tokens: int
 ) -> NDArray[np.float32]:
     """Logits [S, V] of the portable graph: one prefill, then one token at a time."""
-    try:
-        import onnxruntime as ort
-    except ImportError:
-        raise EdgeLLMError(
-            "--verify needs onnxruntime", hint="pip install 'edgellm[host]'"
-        ) from None
+    import onnxruntime as ort
+
     options = ort.SessionOptions()
     options.log_severity_level = 3
     session = ort.InferenceSession(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,6 +139,27 @@ def test_faulty_files_write_nothing(infer, content, message):
     assert answers is None
 
 
+def test_links_are_followed_and_readers_may_go(infer, tmp_path, tiny_engine, command):
+    good = {"max_generate_length": 3, "requests": [{"messages": [USER]}]}
+    infer(good)
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    arguments = ("--engineDir", tiny_engine, "--inputFile", tmp_path / "in.json")
+    result = command("llm_inference", *arguments, "--outputFile", link)
+    assert result.returncode == 0, result.stderr
+    assert link.is_symlink()
+    assert "responses" in json.loads(target.read_text())
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    script = Path(sys.executable).parent / "llm_inference"
+    words = [script, *map(str, arguments), "--outputFile", str(target), "--stream"]
+    target.write_text("old")
+    process = subprocess.run(words, stdout=write_end, stderr=subprocess.PIPE, check=False)
+    assert b"Traceback" not in process.stderr
+    assert "responses" in json.loads(target.read_text())
+
+
 def test_missing_folders(infer, command, tmp_path, tiny_engine, tiny_bundle):
     good = {"requests": [{"messages": [USER]}]}
     assert_one_line_error(infer(good, engine=tmp_path / "none")[0], "no such folder")
@@ -151,9 +175,12 @@ def test_output_files_are_checked_before_the_work(command, tiny_engine, tmp_path
     source = tmp_path / "in.json"
     text = json.dumps({"requests": [{"messages": [USER]}]})
     source.write_text(text)
+    os.mkfifo(tmp_path / "fifo")
     for output, message in (
         (source, "is the input file"),
         (tmp_path, "is a folder"),
+        (tmp_path / "fifo", "is not a regular file"),
+        (tiny_engine / "out.json", "lies in the engine's folder"),
         ("/proc/out.json", "cannot write /proc/out.json"),
     ):
         result = command(

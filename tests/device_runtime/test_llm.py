@@ -126,7 +126,34 @@ def test_chat_messages_go_through_the_template(scripted, llm):
     assert answer.prompt_token_count == len(["user", ":", "w20", "w21", ".", "assistant", ":"])
 
 
+def test_answers_do_not_mix(llm):
+    first = llm.generate("w20 w30", sampling=GREEDY, max_generate_length=8)
+    steps = iter(first)
+    next(steps)
+    list(llm.generate("w40 w50 w60", sampling=GREEDY, max_generate_length=2))
+    with pytest.raises(EdgeLLMError, match="another answer was started"):
+        next(steps)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1}, {"temperature": float("nan")}, {"temperature": float("inf")},
+     {"top_p": 0}, {"top_p": 5}, {"top_k": -3}, {"seed": -1}, {"seed": 2**70}],
+    ids=str,
+)  # fmt: skip
+def test_sampling_parameters_have_ranges(wrong):
+    with pytest.raises(RequestError, match=f"{next(iter(wrong))} .* is out of range"):
+        SamplingParams(**wrong)
+
+
+def test_half_surrogates_are_no_text(llm):
+    with pytest.raises(RequestError, match="surrogate"):
+        llm.generate("\ud800")
+
+
 def test_limits(llm):
+    with pytest.raises(RequestError, match="max_generate_length 0"):
+        llm.generate("w20", max_generate_length=0)
     with pytest.raises(RequestError, match="has 49 tokens, the engine takes 48"):
         llm.generate("w20 " * 49)
     with pytest.raises(RequestError, match="prompt is empty"):

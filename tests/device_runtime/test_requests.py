@@ -48,6 +48,22 @@ def test_faulty_files(tmp_path, text, message):
         read_file(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ('{"requests": [1], "top_k": ' + "9" * 10_000 + "}", "integer string"),
+        ('{"requests": [1], "\\ud800": 1}', "surrogate"),
+    ],
+    ids=["deep", "long", "surrogate"],
+)
+def test_files_that_parsers_choke_on(tmp_path, text, message):
+    path = tmp_path / "in.json"
+    path.write_text(text)
+    with pytest.raises(RequestError, match=message):
+        read_file(path)
+
+
 def test_missing_and_undecodable_files(tmp_path):
     with pytest.raises(RequestError, match="cannot read"):
         read_file(tmp_path / "none.json")

@@ -159,6 +159,15 @@ def test_config_faults(command, checkpoint, tmp_path):
     assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "is not valid JSON")
 
 
+def test_tokenizer_faults(command, checkpoint, tmp_path):
+    _edit_config(checkpoint, eos_token_id=4711)
+    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "4711 is no token")
+    (checkpoint / "tokenizer.json").write_text("{}")
+    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "tokenizer", "damaged")
+    (checkpoint / "tokenizer.json").unlink()
+    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "has no tokenizer.json")
+
+
 def test_flag_faults(command, tiny_checkpoint, tmp_path):
     out = tmp_path / "out"
     assert_one_line_error(_export(command, tiny_checkpoint, out, "--dtype", "fp8"), "fp16 or fp32")

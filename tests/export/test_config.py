@@ -28,6 +28,13 @@ def _read(**changes):
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type linear needs 'factor'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "odd": 1}}, "not understood: odd"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0 is not positive"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0"),
+        ({"rope_theta": -5.0}, "must be positive"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {}},
+            "both rope_parameters and rope_scaling",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
     ],
 )

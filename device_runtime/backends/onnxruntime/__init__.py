@@ -22,7 +22,7 @@ def available() -> str:
         import onnxruntime
     except ImportError:
         raise EdgeLLMError(
-            "onnxruntime is not installed", hint="pip install 'edgellm[device]'"
+            "onnxruntime is not installed", hint="in edgellm's folder: pip install '.[device]'"
         ) from None
     version = onnxruntime.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_VERSION:
