@@ -17,6 +17,7 @@ PROMPT = (
     "all of them in a single pass. Why does the answer not change?"
 )
 _DECODED_TOKENS = 8
+_FIRST_WITH_OPSET_24 = (1, 24)
 
 
 def verify_bundle(checkpoint: Checkpoint, bundle: Path, manifest: BundleManifest) -> str:
@@ -50,6 +51,13 @@ def require_host() -> None:
                 f"--verify needs {name}",
                 hint="in edgellm's folder: pip install torch==2.13.0, then '.[host]'",
             )
+    import onnxruntime
+
+    if tuple(int(part) for part in onnxruntime.__version__.split(".")[:2]) < _FIRST_WITH_OPSET_24:
+        raise EdgeLLMError(
+            f"--verify runs opset 24, which onnxruntime {onnxruntime.__version__} does not know",
+            hint="install onnxruntime 1.24 or newer (Python 3.11 or newer)",
+        )
 
 
 def _prompt_ids(bundle: Path, manifest: BundleManifest) -> NDArray[np.int64]:
