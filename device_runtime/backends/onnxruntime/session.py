@@ -61,7 +61,7 @@ class OnnxRuntimeSession:
         self._cache = {
             name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in self._arrays.items()
         }
-        self._passes: dict[tuple[int, int, int], _BoundPass] = {}
+        self._passes: dict[tuple[int, int], _BoundPass] = {}  # by rows and head rows
 
     def run(
         self,
@@ -78,14 +78,15 @@ class OnnxRuntimeSession:
             raise LimitError(
                 f"{write_index} + {rows} rows exceed the KV capacity of {self.capacity}"
             )
+        bound = self._passes.get((rows, len(logits_index))) or self._bind(rows, len(logits_index))
         if position_ids is None:
-            position_ids = np.arange(write_index, write_index + rows)
-        elif write_index == 0 and not np.array_equal(position_ids, np.arange(rows)):
+            np.add(bound.offsets, write_index, out=bound.position_ids[0])
+        elif write_index == 0 and not np.array_equal(position_ids, bound.offsets):
             # GroupQueryAttention ignores explicit positions while the cache is empty.
             raise ValueError("the first rows of a cache must have the positions 0, 1, 2, ...")
-        bound = self._bound(rows, len(logits_index))
+        else:
+            bound.position_ids[0] = position_ids
         bound.input_ids[0] = token_ids
-        bound.position_ids[0] = position_ids
         bound.write_index[0] = write_index
         bound.logits_index[:] = logits_index
         if tree_mask is None:
@@ -95,19 +96,13 @@ class OnnxRuntimeSession:
         bound.run()
         return PassResult(bound.logits[0].argmax(axis=-1), bound.logits[0])
 
-    def _bound(self, rows: int, head_rows: int) -> _BoundPass:
-        index = next(
-            (i for i, graph in enumerate(self._graphs) if rows <= graph.max_rows),
-            len(self._graphs) - 1,
-        )
-        key = (index, rows, head_rows)
-        if key not in self._passes:
-            session = self._graphs[index].session
-            bound = _BoundPass(session, self._cache, rows, head_rows, self._vocab_size)
-            if rows > _KEPT_ROWS:
-                return bound
-            self._passes[key] = bound
-        return self._passes[key]
+    def _bind(self, rows: int, head_rows: int) -> _BoundPass:
+        """Bind the first graph that takes so many rows; bindings of large passes are not kept."""
+        graph = next((g for g in self._graphs if rows <= g.max_rows), self._graphs[-1])
+        bound = _BoundPass(graph.session, self._cache, rows, head_rows, self._vocab_size)
+        if rows <= _KEPT_ROWS:
+            self._passes[rows, head_rows] = bound
+        return bound
 
 
 class _BoundPass:
@@ -126,6 +121,7 @@ class _BoundPass:
         self._values: list[ort.OrtValue] = []
         self.input_ids = np.zeros((1, rows), np.int64)
         self.position_ids = np.zeros((1, rows), np.int64)
+        self.offsets = np.arange(rows)
         self.write_index = np.zeros(1, np.int64)
         self.tree_mask = np.tri(rows, dtype=np.bool_)
         self.logits_index = np.zeros(head_rows, np.int64)
