@@ -176,7 +176,9 @@ def load_manifest(folder: Path, kind: type[Manifest]) -> Manifest:
         ) from None
     expected = kind.__dataclass_fields__["kind"].default
     if found != expected:
-        raise BrokenArtifactError(f"{folder} is a {found}, not a {expected}")
+        raise BrokenArtifactError(
+            f"{folder} is a {found}, not a {expected}", hint=f"give the folder that {maker} made"
+        )
     if version != CONTRACT_VERSION:
         raise BrokenArtifactError(
             f"{folder} has contract version {version}, this edgellm reads {CONTRACT_VERSION}",
