@@ -1,7 +1,8 @@
 """What host and device agree on: manifests, graph inputs and outputs, errors.
 
 Standard library only, so that every other module may import it. Symbols used in shapes:
-S query rows of one pass, R rows that get logits, C KV capacity, V vocabulary, H hidden size.
+S query rows of one pass, R rows that get logits, C KV capacity, V vocabulary, H hidden size,
+T hidden taps, D hidden size of a draft, K candidates of one row.
 """
 
 from __future__ import annotations
@@ -50,6 +51,14 @@ TREE_MASK = "tree_mask"  # bool [S, S]; row i may see new row j
 LOGITS_INDEX = "logits_index"  # int64 [R]; the rows that get logits
 LOGITS = "logits"  # float32 [1, R, V]
 TOKEN_IDS = "token_ids"  # int64 [1, R]; argmax of the logits
+HIDDEN_TAPS = "hidden_taps"  # activations [1, S, T*H]; features that the base gives to a draft
+
+# A draft has the decoder's inputs and these; its rows of logits stay inside the graph.
+DRAFT_HIDDEN = "draft_hidden"  # activations [1, S, D]; fused features, or recycled rows
+TOP_K = "top_k"  # int64 [1]; K, candidates wanted for each row
+CANDIDATE_IDS = "candidate_ids"  # int64 [1, R, K]; of the base's vocabulary, best first
+CANDIDATE_LOG_PROBS = "candidate_log_probs"  # float32 [1, R, K]; log-softmax, draft vocabulary
+RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of a row's children
 
 
 def past_name(layer: int, part: str) -> str:
@@ -93,6 +102,23 @@ class DecoderSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """The facts about a draft network, and about the base that it was trained for.
+
+    A tap is a residual stream of the base: i < num_layers enters layer i (Hugging Face's
+    `hidden_states[i]`), i = num_layers is the output of the final norm.
+    """
+
+    method: str  # "eagle3" or "eagle"
+    decoder: DecoderSpec  # the draft's own sizes and KV cache; `vocab_size` is the base's
+    draft_vocab_size: int
+    base_hidden_size: int
+    base_num_layers: int
+    hidden_taps: tuple[int, ...]
+    fuses: bool  # features pass through the `fuse` graph; if not, they are `draft_hidden`
+
+
+@dataclass(frozen=True, slots=True)
 class FileRecord:
     """Size and hash of one file of an artifact."""
 
@@ -111,8 +137,24 @@ class BundleManifest:
     eos_token_ids: tuple[int, ...]
     options: dict[str, Any]
     provenance: dict[str, Any]
+    hidden_taps: tuple[int, ...] = ()  # see DraftSpec; empty: no draft can be attached
     files: dict[str, FileRecord] = field(default_factory=dict)
     kind: str = "llm_bundle"
+    contract_version: int = CONTRACT_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBundleManifest:
+    """What `edgellm-export draft` wrote: the draft's graph, the fuse graph and their weights."""
+
+    draft: DraftSpec
+    dtype: str  # activations: "float16" or "float32"
+    quantization: str
+    opset: int
+    options: dict[str, Any]
+    provenance: dict[str, Any]
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    kind: str = "draft_bundle"
     contract_version: int = CONTRACT_VERSION
 
 
@@ -147,7 +189,12 @@ class EngineManifest:
     contract_version: int = CONTRACT_VERSION
 
 
-Manifest = TypeVar("Manifest", BundleManifest, EngineManifest)
+Manifest = TypeVar("Manifest", BundleManifest, DraftBundleManifest, EngineManifest)
+_MAKERS = {
+    "llm_bundle": "edgellm-export llm",
+    "draft_bundle": "edgellm-export draft",
+    "llm_engine": "llm_build",
+}
 
 
 def load_manifest(folder: Path, kind: type[Manifest]) -> Manifest:
@@ -158,7 +205,8 @@ def load_manifest(folder: Path, kind: type[Manifest]) -> Manifest:
             contract, or fields that do not parse.
     """
     path = folder / MANIFEST_NAME
-    maker = "edgellm-export llm" if kind is BundleManifest else "llm_build"
+    expected = kind.__dataclass_fields__["kind"].default
+    maker = _MAKERS[expected]
     if not folder.is_dir():
         fault = f"{folder} is not a folder" if folder.exists() else f"no such folder: {folder}"
         raise BrokenArtifactError(fault, hint=f"make it with {maker}")
@@ -174,7 +222,6 @@ def load_manifest(folder: Path, kind: type[Manifest]) -> Manifest:
         raise BrokenArtifactError(
             f"{path} is damaged: {error}", hint=f"make the folder again with {maker}"
         ) from None
-    expected = kind.__dataclass_fields__["kind"].default
     if found != expected:
         raise BrokenArtifactError(
             f"{folder} is a {found}, not a {expected}", hint=f"give the folder that {maker} made"
