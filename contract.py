@@ -47,7 +47,8 @@ class RequestError(EdgeLLMError):
 INPUT_IDS = "input_ids"  # int64 [1, S]
 POSITION_IDS = "position_ids"  # int64 [1, S]; depth positions for tree nodes
 WRITE_INDEX = "write_index"  # int64 [1]; rows already in the KV cache
-TREE_MASK = "tree_mask"  # bool [S, S]; row i may see new row j
+TREE_MASK = "tree_mask"  # bool [S, S]; row i may see new row j; a draft's is [S, M], M >= S,
+# and rules the last M slots: the tree grows by passes whose rows see some of the rows before
 LOGITS_INDEX = "logits_index"  # int64 [R]; the rows that get logits
 LOGITS = "logits"  # float32 [1, R, V]
 TOKEN_IDS = "token_ids"  # int64 [1, R]; argmax of the logits
@@ -184,16 +185,45 @@ class EngineManifest:
     eos_token_ids: tuple[int, ...]
     options: dict[str, Any]
     provenance: dict[str, Any]
+    hidden_taps: tuple[int, ...] = ()  # see DraftSpec
+    max_verify_tree_size: int = 0  # rows of a token tree, root included; 0: not an EAGLE base
     files: dict[str, FileRecord] = field(default_factory=dict)
     kind: str = "llm_engine"
     contract_version: int = CONTRACT_VERSION
 
 
-Manifest = TypeVar("Manifest", BundleManifest, DraftBundleManifest, EngineManifest)
+@dataclass(frozen=True, slots=True)
+class DraftEngineManifest:
+    """What `llm_build --eagleDraft` wrote into the folder `DRAFT_FOLDER` of a base's engine."""
+
+    draft: DraftSpec  # `decoder.kv.dtype` is the engine's own
+    backend: str
+    backend_version: str
+    machine: str
+    max_kv_cache_capacity: int
+    max_draft_tree_size: int  # rows that may be drafted in one round
+    graphs: tuple[PassGraph, ...]
+    fuse_graph: str  # path, "" when the features need no fusing
+    step_cost_ms: dict[str, float]  # rows of one growth pass -> median milliseconds
+    extend_cost_ms: dict[str, float]  # rows fused and committed -> median milliseconds
+    quantization: str
+    options: dict[str, Any]
+    provenance: dict[str, Any]
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    kind: str = "draft_engine"
+    contract_version: int = CONTRACT_VERSION
+
+
+DRAFT_FOLDER = "draft"
+
+Manifest = TypeVar(
+    "Manifest", BundleManifest, DraftBundleManifest, EngineManifest, DraftEngineManifest
+)
 _MAKERS = {
     "llm_bundle": "edgellm-export llm",
     "draft_bundle": "edgellm-export draft",
     "llm_engine": "llm_build",
+    "draft_engine": "llm_build --eagleDraft",
 }
 
 

@@ -57,20 +57,25 @@ class PassState:
         )  # fmt: skip
 
     def _mask(self, slots: ir.Value, tree_mask: ir.Value, sliding_window: int | None) -> ir.Value:
-        """Additive [S, C]: committed slots are open, new ones follow the tree, the rest is shut."""
+        """Additive [S, C]: committed slots are open, new ones follow the tree, the rest is shut.
+
+        A tree mask wider than the pass, [S, M], also rules the M - S slots before the new rows.
+        """
         op = self.op
         zero, one = op.constant(np.int64(0)), op.constant(np.int64(1))
         rows = op.Squeeze(op.Shape(self.position_ids, start=1, end=2))
-        new_row = op.Sub(slots, self.write_index)  # [C]; negative for committed slots
-        committed = op.Unsqueeze(op.Less(new_row, zero), op.constant([0]))
-        column = op.Clip(new_row, zero, op.Sub(rows, one))
-        in_tree = op.Gather(tree_mask, column, axis=1)  # [S, C]
-        is_new = op.And(op.GreaterOrEqual(new_row, zero), op.Less(new_row, rows))
+        columns = op.Squeeze(op.Shape(tree_mask, start=1, end=2))
+        first = op.Sub(op.Add(self.write_index, rows), columns)
+        column = op.Sub(slots, first)  # [C]; negative for committed slots
+        committed = op.Unsqueeze(op.Less(column, zero), op.constant([0]))
+        clipped = op.Clip(column, zero, op.Sub(columns, one))
+        in_tree = op.Gather(tree_mask, clipped, axis=1)  # [S, C]
+        is_new = op.And(op.GreaterOrEqual(column, zero), op.Less(column, columns))
         visible = op.Or(committed, op.And(is_new, in_tree))
         if sliding_window is not None:
             # Committed rows stand at their own position, tree nodes at that of their depth.
-            own = op.Gather(op.Squeeze(self.position_ids, op.constant([0])), column)
-            positions = op.Where(op.Less(new_row, zero), slots, own)  # [C]
+            own = op.Gather(op.Squeeze(self.position_ids, op.constant([0])), clipped)
+            positions = op.Where(op.Less(column, zero), slots, own)  # [C]
             oldest = op.Sub(self.position_ids, op.constant(np.int64(sliding_window)))
             within = op.Greater(positions, op.Transpose(oldest, perm=[1, 0]))  # [S, C]
             visible = op.And(visible, within)
