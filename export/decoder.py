@@ -55,9 +55,7 @@ def build_decoder(
         outputs.append(_taps(op, model, hidden, state, hidden_taps))
     outputs += [typed(value, dtype, cache_shape(config)) for value in state.present.values()]
     own = [inputs.input_ids, inputs.position_ids, inputs.write_index, inputs.tree_mask]
-    return finish(
-        op, "decoder", [*own, inputs.logits_index, *inputs.past.values()], outputs
-    ), op
+    return finish(op, "decoder", [*own, inputs.logits_index, *inputs.past.values()], outputs), op
 
 
 def _taps(
