@@ -13,7 +13,8 @@ from edgellm.export.checkpoint import CHUNK_BYTES, TensorInfo
 
 _TYPES = {
     "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
-    "torch.float64": "F64", "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.bool": "BOOL",
+    "torch.float64": "F64", "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2",
+    "torch.bool": "BOOL",
     "torch.int8": "I8", "torch.uint8": "U8", "torch.int16": "I16", "torch.int32": "I32",
     "torch.int64": "I64",
 }  # fmt: skip
