@@ -93,12 +93,18 @@ def read_draft(
         hidden_taps=taps,
         taps_meaning=meaning,
         first_layer=first,
-        qk_norm=f"{first}.self_attn.q_norm.weight" in infos,
+        qk_norm=outer.read("qk_norm", bool, f"{first}.self_attn.q_norm.weight" in infos),
         fc_bias=outer.read("bias", bool, method == "eagle" or "fc.bias" in infos),
         norm_before_residual=outer.read("norm_before_residual", bool, exporter == "speculators"),
-        norm_before_fc=outer.read("norm_before_fc", bool, "input_norm.weight" in infos),
+        norm_before_fc=outer.read(
+            "norm_before_fc",
+            bool,
+            eagle.read("norm_before_fc", bool, "input_norm.weight" in infos),
+        ),
         fc_norm=outer.read("fc_norm", bool, "fc_norm.0.weight" in infos),
-        norm_output=outer.read("norm_output", bool, False),
+        norm_output=outer.read(
+            "norm_output", bool, eagle.read("return_hidden_post_norm", bool, False)
+        ),
     )
     for reader in (outer, inner, eagle):
         reader.finish((*ignored, *_NOTES))
@@ -165,11 +171,12 @@ def _decoder(reader: ConfigReader, infos: Infos, first: str) -> DecoderConfig:
 
 
 def _expect_plain_eagle(eagle: ConfigReader) -> None:
-    """The switches of Model-Optimizer, at the values that make an EAGLE-3 draft."""
+    """The switches of Model-Optimizer and TensorRT-LLM, at the values of an EAGLE-3 draft."""
     for key in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm",
                 "next_layer_regular"):  # fmt: skip
         eagle.expect(key, True)
-    eagle.expect("use_mtp_layernorm", False)
+    for key in ("use_mtp_layernorm", "eh_proj_before_attn"):
+        eagle.expect(key, False)
     eagle.expect("parallel_draft_step", 1)
     eagle.optional("parallel_draft_heads_num_layers", int)  # of the further parallel steps
 

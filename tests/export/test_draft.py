@@ -77,7 +77,7 @@ LAYOUTS = {
         first="layers.0", t2d=False,
     ),
     "speculators_qwen3": Layout(
-        {**_SPECULATORS, _AUX: [1, 3, 4], "norm_before_residual": True, "norm_before_fc": True,
+        {**_SPECULATORS, _AUX: [1, 3, 4], "norm_before_fc": True,
          "embed_requires_grad": True},
         inner_config={"model_type": "qwen3", "rope_theta": 5e5}, rope_theta=5e5, taps=(1, 3, 4),
         first="layers.0", qk_norm=True, norm_before_residual=True, norm_before_fc=True,
@@ -91,7 +91,13 @@ LAYOUTS = {
         {"draft_vocab_size": 40, "bias": True}, fc_bias=True, qkv_bias=True
     ),
     "five_taps": Layout(
-        {**_SPECFORGE, "eagle_config": {_AUX: [0, 1, 3, 5, 6]}}, taps=(1, 2, 4, 6, 7)
+        {**_SPECFORGE, "norm_before_residual": True, "eagle_config": {_AUX: [0, 1, 3, 5, 6]}},
+        taps=(1, 2, 4, 6, 7), norm_before_residual=True,
+    ),
+    "modelopt_norms": Layout(
+        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40,
+         "eagle_config": {**_MODELOPT, "norm_before_fc": True, "return_hidden_post_norm": True}},
+        norm_before_fc=True, norm_output=True,
     ),
     "eagle1": Layout(
         {"architectures": ["LlamaForCausalLM"]}, first="layers.0", eagle1=True, taps=(8,),
