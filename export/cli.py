@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from edgellm.command import run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.contract import BundleManifest, DraftBundleManifest, EdgeLLMError
 
 app = typer.Typer(
     add_completion=True,
@@ -79,12 +79,10 @@ def llm(
     checkpoint = open_checkpoint(model_dir)
     with byte_progress("exporting") as progress:
         manifest = export_llm(checkpoint, output_dir, options, progress)
-    size = sum(record.num_bytes for record in manifest.files.values())
+    parameters = manifest.decoder.num_parameters / 1e6
     typer.echo(
-        f"{output_dir}: {manifest.decoder.model_type}, "
-        f"{manifest.decoder.num_parameters / 1e6:.1f} M parameters, {dtype}, "
-        f"quantization {manifest.quantization}, {size / 1e6:.1f} MB "
-        f"in {time.perf_counter() - start:.1f} s"
+        f"{output_dir}: {manifest.decoder.model_type}, {parameters:.1f} M parameters, "
+        f"{dtype}, {_cost(manifest, start)}"
     )
     if manifest.hidden_taps:
         typer.echo(f"hidden taps for a draft: {', '.join(map(str, manifest.hidden_taps))}")
@@ -122,16 +120,20 @@ def draft(
     options = DraftOptions(dtype, _split(ignore_config_keys))
     with byte_progress("exporting") as progress:
         manifest = export_draft(checkpoint, base, output_dir, options, progress)
-    size = sum(record.num_bytes for record in manifest.files.values())
     spec = manifest.draft
     typer.echo(
         f"{output_dir}: {spec.method} draft ({manifest.provenance['exporter']}), "
         f"{spec.decoder.num_parameters / 1e6:.1f} M parameters, {spec.draft_vocab_size} of "
-        f"{spec.decoder.vocab_size} tokens, {dtype}, quantization {manifest.quantization}, "
-        f"{size / 1e6:.1f} MB in {time.perf_counter() - start:.1f} s"
+        f"{spec.decoder.vocab_size} tokens, {dtype}, {_cost(manifest, start)}"
     )
     taps = ", ".join(map(str, spec.hidden_taps))
     typer.echo(f"hidden taps {taps} ({manifest.provenance['hidden_taps']})")
+
+
+def _cost(manifest: BundleManifest | DraftBundleManifest, start: float) -> str:
+    size = sum(record.num_bytes for record in manifest.files.values())
+    seconds = time.perf_counter() - start
+    return f"quantization {manifest.quantization}, {size / 1e6:.1f} MB in {seconds:.1f} s"
 
 
 def _expect_dtype(dtype: str) -> None:
@@ -145,7 +147,7 @@ def _split(text: str) -> tuple[str, ...]:
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in _split(text))
+        return tuple(int(part) for part in text.split(",")) if text else ()
     except ValueError:
         raise EdgeLLMError(f"{flag} {text}: give whole numbers, such as 2,15,27") from None
 

@@ -112,11 +112,16 @@ def test_flag_faults(command, tiny_checkpoint, tmp_path):
     out = tmp_path / "out"
     result = _export(command, tiny_checkpoint, out, "--is_eagle_base")
     assert_one_line_error(result, "too small for the default taps", "--hidden_taps")
-    for text, message in (("2,x", "give whole numbers"), ("2,1", "do not ascend"),
-                          ("-1,2", "outside of 0 to 3"), ("0,4", "outside of 0 to 3")):  # fmt: skip
-        assert_one_line_error(
-            _export(command, tiny_checkpoint, out, "--hidden_taps", text), message
-        )
+    faults = {
+        "2,x": "give whole numbers",
+        ",": "give whole numbers",
+        "2,1": "do not ascend",
+        "-1,2": "outside of 0 to 3",
+        "0,4": "outside of 0 to 3",
+    }
+    for text, message in faults.items():
+        result = _export(command, tiny_checkpoint, out, "--hidden_taps", text)
+        assert_one_line_error(result, message)
     result = _export(command, tiny_checkpoint, out, "--draft_model_dir", tiny_checkpoint)
     assert_one_line_error(result, "is not an EAGLE draft")
     assert not out.exists()
