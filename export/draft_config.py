@@ -129,7 +129,8 @@ def _exporter(config: Mapping[str, Any], infos: Infos) -> str:
     if any(key in config for key in _SPECULATORS):
         return "speculators"
     eagle = config.get("eagle_config")
-    architectures = config.get("architectures") or []
+    named = config.get("architectures")
+    architectures = named if isinstance(named, list) else []
     if isinstance(eagle, dict) and _MODELOPT & eagle.keys():
         return "ModelOpt"
     if "Eagle3LlamaForCausalLM" in architectures:
@@ -243,10 +244,10 @@ def _check_against(base: DecoderConfig, config: DraftConfig, fc: TensorInfo) -> 
     if config.norm_before_fc and config.fc_norm:
         raise UnsupportedModelError("config.json: norm_before_fc and fc_norm exclude each other")
     parts = len(config.hidden_taps) if config.fuses else 2
-    if fc.shape[-1] != parts * size:
+    if fc.shape[-1:] != (parts * size,):
         what = f"{parts} taps" if config.fuses else "embedding and feature"
         raise UnsupportedModelError(
-            f"fc.weight of the draft takes {fc.shape[-1]} values, but {what} of {size} make "
+            f"fc.weight of the draft takes {sum(fc.shape[-1:])} values, but {what} of {size} make "
             f"{parts * size}",
             hint=f"{TAP_IDS} in config.json does not belong to these weights"
             if config.fuses

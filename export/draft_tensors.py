@@ -109,7 +109,8 @@ def _check_marks(weights: Weights, ids: NDArray[np.int64], vocab_size: int) -> N
     info = weights.info("t2d")
     if info is None:
         return
-    marks = weights.array("t2d", (vocab_size,), info.dtype)().astype(np.bool_)
+    dtype = info.dtype if info.dtype in ("U8", "I8", "I32", "I64") else "BOOL"
+    marks = weights.array("t2d", (vocab_size,), dtype)().astype(np.bool_)
     expected = np.zeros(vocab_size, np.bool_)
     expected[ids] = True
     if wrong := np.flatnonzero(marks != expected).tolist():
