@@ -52,21 +52,25 @@ def build_decoder(
         typed(picks, ir.DataType.INT64, [1, HEAD_ROWS]),
     ]
     if hidden_taps:
-        outputs.append(_taps(op, model, hidden, state, hidden_taps))
+        outputs.append(_taps(op, model, hidden, state, hidden_taps, config.hidden_size))
     outputs += [typed(value, dtype, cache_shape(config)) for value in state.present.values()]
     own = [inputs.input_ids, inputs.position_ids, inputs.write_index, inputs.tree_mask]
     return finish(op, "decoder", [*own, inputs.logits_index, *inputs.past.values()], outputs), op
 
 
 def _taps(
-    op: Op, model: Any, hidden: ir.Value, state: PassState, taps: tuple[int, ...]
+    op: Op,
+    model: Any,
+    hidden: ir.Value,
+    state: PassState,
+    taps: tuple[int, ...],
+    hidden_size: int,
 ) -> ir.Value:
-    """The tapped streams side by side, [1, S, T*H]."""
-    size = model.norm.size
+    """The tapped streams side by side, [1, S, T*H]; `hidden` leaves the last layer."""
     with op.scope("taps"):
         streams = [
             state.residuals[tap] if tap < len(state.residuals) else model.norm(op, hidden)
             for tap in taps
         ]
         joined = op.Concat(*streams, axis=-1, name=contract.HIDDEN_TAPS)
-    return typed(joined, op.dtype, [1, ROWS, len(taps) * size])
+    return typed(joined, op.dtype, [1, ROWS, len(taps) * hidden_size])

@@ -30,6 +30,33 @@ Infos = Mapping[str, TensorInfo]
 
 
 @dataclass(frozen=True, slots=True)
+class Norms:
+    """Where an EAGLE-3 draft normalizes besides the places that all of them share."""
+
+    before_residual: bool  # the first residual is the normalized hidden row
+    before_fc: bool  # one norm over all taps (`input_norm`)
+    fc_norm: bool  # one norm for each tap
+    output: bool  # recycled rows leave the final norm
+
+    @classmethod
+    def read(cls, outer: ConfigReader, eagle: ConfigReader, exporter: str, infos: Infos) -> Norms:
+        """Read the switches; a tensor speaks where the config is silent."""
+        before_fc = eagle.read("norm_before_fc", bool, "input_norm.weight" in infos)
+        output = eagle.read("return_hidden_post_norm", bool, False)
+        norms = cls(
+            outer.read("norm_before_residual", bool, exporter == "speculators"),
+            outer.read("norm_before_fc", bool, before_fc),
+            outer.read("fc_norm", bool, "fc_norm.0.weight" in infos),
+            outer.read("norm_output", bool, output),
+        )
+        if norms.before_fc and norms.fc_norm:
+            raise UnsupportedModelError(
+                "config.json: norm_before_fc and fc_norm exclude each other"
+            )
+        return norms
+
+
+@dataclass(frozen=True, slots=True)
 class DraftConfig:
     """What a draft computes and which base it was trained for."""
 
@@ -44,10 +71,7 @@ class DraftConfig:
     first_layer: str  # dotted name of the first layer: "midlayer" or "layers.0"
     qk_norm: bool
     fc_bias: bool
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
+    norms: Norms
 
     @property
     def fuses(self) -> bool:
@@ -95,17 +119,12 @@ def read_draft(
         first_layer=first,
         qk_norm=outer.read("qk_norm", bool, f"{first}.self_attn.q_norm.weight" in infos),
         fc_bias=outer.read("bias", bool, method == "eagle" or "fc.bias" in infos),
-        norm_before_residual=outer.read("norm_before_residual", bool, exporter == "speculators"),
-        norm_before_fc=outer.read(
-            "norm_before_fc",
-            bool,
-            eagle.read("norm_before_fc", bool, "input_norm.weight" in infos),
-        ),
-        fc_norm=outer.read("fc_norm", bool, "fc_norm.0.weight" in infos),
-        norm_output=outer.read(
-            "norm_output", bool, eagle.read("return_hidden_post_norm", bool, False)
-        ),
+        norms=Norms.read(outer, eagle, exporter, infos),
     )
+    if method == "eagle" and config.norms != Norms(False, False, False, False):
+        raise UnsupportedModelError(
+            "the tensors are those of an EAGLE-1 draft, but config.json asks for norms of EAGLE-3"
+        )
     for reader in (outer, inner, eagle):
         reader.finish((*ignored, *_NOTES))
     _check_against(base, config, infos["fc.weight"])
@@ -241,8 +260,6 @@ def _check_against(base: DecoderConfig, config: DraftConfig, fc: TensorInfo) -> 
             f"config.json: draft_vocab_size {config.draft_vocab_size} is larger than vocab_size "
             f"{base.vocab_size}"
         )
-    if config.norm_before_fc and config.fc_norm:
-        raise UnsupportedModelError("config.json: norm_before_fc and fc_norm exclude each other")
     parts = len(config.hidden_taps) if config.fuses else 2
     if fc.shape[-1:] != (parts * size,):
         what = f"{parts} taps" if config.fuses else "embedding and feature"

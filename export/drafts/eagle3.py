@@ -28,11 +28,13 @@ class Fuse:
         epsilon = config.decoder.rms_norm_eps
         self.size = size
         self.input_norm = (
-            RMSNorm(weights / "input_norm", taps * size, epsilon) if config.norm_before_fc else None
+            RMSNorm(weights / "input_norm", taps * size, epsilon)
+            if config.norms.before_fc
+            else None
         )
         self.fc_norm = [
             RMSNorm(weights / f"fc_norm.{index}", size, epsilon)
-            for index in range(taps if config.fc_norm else 0)
+            for index in range(taps if config.norms.fc_norm else 0)
         ]
         self.fc = Linear(
             weights / "fc", taps * size, config.decoder.hidden_size, bias=config.fc_bias
@@ -58,7 +60,7 @@ class FirstLayer:
     def __init__(self, config: DraftConfig, weights: Weights) -> None:
         decoder = config.decoder
         size, epsilon = decoder.hidden_size, decoder.rms_norm_eps
-        self.norm_before_residual = config.norm_before_residual
+        self.norm_before_residual = config.norms.before_residual
         self.input_layernorm = RMSNorm(weights / "input_layernorm", size, epsilon)
         self.hidden_norm = RMSNorm(weights / "hidden_norm", size, epsilon)
         attention = qwen3.Attention if config.qk_norm else llama.Attention
@@ -82,7 +84,7 @@ class Model:
         decoder = config.decoder
         size = decoder.hidden_size
         layer = qwen3.DecoderLayer if config.qk_norm else llama.DecoderLayer
-        self.norm_output = config.norm_output
+        self.norm_output = config.norms.output
         self.embed_tokens = Embedding(weights / "embed_tokens", decoder.vocab_size, size)
         self.first = FirstLayer(config, weights / config.first_layer)
         self.layers = [

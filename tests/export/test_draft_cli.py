@@ -229,7 +229,9 @@ def test_eagle1_faults(export, tmp_path):
     folder = make_draft(tmp_path / "eagle1", EAGLE1)
     _edit_config(folder, bias=None)
     assert_one_line_error(export(folder), "no tensor fc.bias")
-    _edit_config(folder, bias=False)
+    _edit_config(folder, bias=False, norm_output=True)
+    assert_one_line_error(export(folder), "EAGLE-1 draft", "norms of EAGLE-3")
+    _edit_config(folder, norm_output=False)
     _edit_tensors(folder, fc__weight=torch.ones(96, 96))
     assert_one_line_error(export(folder), "embedding and feature of 96 make 192")
 
