@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import platform
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
 from edgellm.artifact import check_output, publish, temporary_folder
-from edgellm.contract import (
-    BrokenArtifactError,
-    BundleManifest,
-    DecoderSpec,
-    KVCacheSpec,
-    UnsupportedModelError,
-)
+from edgellm.contract import BundleManifest, UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.config import ConfigReader
 from edgellm.export.decoder import build_decoder
 from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.op import OPSET, Op
-from edgellm.export.weights import Weights, write_weights
+from edgellm.export.draft_config import read_draft
+from edgellm.export.graph_files import (
+    DTYPES,
+    Progress,
+    decoder_spec,
+    file_names,
+    refuse_leftovers,
+    versions,
+    write_graphs,
+)
+from edgellm.export.op import OPSET
+from edgellm.export.source import open_checkpoint
+from edgellm.export.taps import check_taps, default_taps
+from edgellm.export.weights import Weights
 
-GRAPH_FILE, WEIGHTS_FILE = "model.onnx", "model.weights"
+_GRAPH = "model"
 _JSON_FILES = "config.json", "generation_config.json"
-_DTYPES = {"fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class ExportOptions:
     dtype: str = "fp16"
     num_layers: int | None = None
     ignore_config_keys: tuple[str, ...] = ()
-
-
-Progress = Callable[[int, int], None]  # bytes written, bytes in all
+    is_eagle_base: bool = False  # give hidden taps to a draft, as the next two imply
+    hidden_taps: tuple[int, ...] = ()
+    draft_model_dir: str | None = None  # the draft whose config names the taps
 
 
 def export_llm(
@@ -56,48 +56,52 @@ def export_llm(
         BrokenArtifactError: missing, superfluous or damaged tensors.
         EdgeLLMError: `output` cannot be written.
     """
-    check_output(
-        output, "llm_bundle", [GRAPH_FILE, WEIGHTS_FILE, *_JSON_FILES, *checkpoint.tokenizer_files]
-    )
+    names = [*file_names((_GRAPH,)), *_JSON_FILES, *checkpoint.tokenizer_files]
+    check_output(output, "llm_bundle", names)
     architecture, config = read_architecture(checkpoint, options)
+    taps, tap_source = _choose_taps(config, options)
     weights = Weights(checkpoint.tensors)
-    dtype = _DTYPES[options.dtype]
-    model, op = build_decoder(architecture, config, weights, dtype)
-    _refuse_leftovers(weights, config)
+    dtype = DTYPES[options.dtype]
+    model, op = build_decoder(architecture, config, weights, dtype, taps)
+    refuse_leftovers(_unused(weights, config), "checkpoint")
     eos_token_ids = _eos_token_ids(checkpoint, config.vocab_size)
-    total = sum(stored.num_bytes for _, stored in op.parameters.values())
-    written = 0
-
-    def advance(count: int) -> None:
-        nonlocal written
-        written += count
-        if progress is not None:
-            progress(written, total)
-
     with temporary_folder(output) as folder:
-        record = write_weights(folder / WEIGHTS_FILE, op.parameters.values(), advance)
-        ir.save(model, folder / GRAPH_FILE)
+        records = write_graphs(folder, {_GRAPH: (model, op)}, progress)
         for name, content in checkpoint.tokenizer_files.items():
             (folder / name).write_bytes(content)
         contents = checkpoint.config, checkpoint.generation_config
         for name, content in zip(_JSON_FILES, contents, strict=True):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
         manifest = BundleManifest(
-            decoder=_decoder_spec(checkpoint, config, op),
+            decoder=decoder_spec(config, checkpoint.config["model_type"], [op], checkpoint.tensors),
             dtype=dtype.numpy().name,
             quantization=str(checkpoint.quant_config.get("quant_algo") or "none"),
             opset=OPSET,
             eos_token_ids=eos_token_ids,
-            options=dataclasses.asdict(options),
-            provenance={
-                "checkpoint": checkpoint.label,
-                "edgellm": version("edgellm"),
-                "onnx_ir": version("onnx-ir"),
-                "python": platform.python_version(),
-            },
-            files={WEIGHTS_FILE: record},
+            options=dataclasses.asdict(dataclasses.replace(options, hidden_taps=taps)),
+            provenance={"checkpoint": checkpoint.label, **tap_source, **versions()},
+            hidden_taps=taps,
+            files=records,
         )
         return publish(folder, output, manifest)
+
+
+def _choose_taps(
+    config: DecoderConfig, options: ExportOptions
+) -> tuple[tuple[int, ...], dict[str, str]]:
+    """The taps that the options ask for, and for the provenance who chose them."""
+    num_layers = config.num_hidden_layers
+    if options.hidden_taps:
+        return check_taps(options.hidden_taps, num_layers, "--hidden_taps"), {
+            "hidden_taps": "--hidden_taps"
+        }
+    if options.draft_model_dir is not None:
+        draft = open_checkpoint(options.draft_model_dir, tokenizer=False)
+        facts = read_draft(draft, config, options.ignore_config_keys)
+        return facts.hidden_taps, {"hidden_taps": f"{draft.label}: {facts.taps_meaning}"}
+    if options.is_eagle_base:
+        return default_taps(num_layers), {"hidden_taps": "default"}
+    return (), {}
 
 
 def read_architecture(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Any, DecoderConfig]:
@@ -118,45 +122,15 @@ def read_architecture(checkpoint: Checkpoint, options: ExportOptions) -> tuple[A
     return architecture, config
 
 
-def _refuse_leftovers(weights: Weights, config: DecoderConfig) -> None:
-    """A tensor that the graph does not use means that the model is not the one we computed."""
+def _unused(weights: Weights, config: DecoderConfig) -> list[str]:
+    """Tensors that nobody took, but for layers that were cut and a tied head's second copy."""
     layers = tuple(f"model.layers.{index}." for index in range(config.num_hidden_layers))
-    left = [
+    return [
         name
         for name in weights.unused()
-        if not name.endswith("rotary_emb.inv_freq")
-        and not (name.startswith("model.layers.") and not name.startswith(layers))
+        if not (name.startswith("model.layers.") and not name.startswith(layers))
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
     ]
-    if left:
-        shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
-        raise BrokenArtifactError(
-            f"the checkpoint has tensors that the architecture does not use: {shown}",
-            hint="model_type in config.json does not describe these weights",
-        )
-
-
-def _decoder_spec(checkpoint: Checkpoint, config: DecoderConfig, op: Op) -> DecoderSpec:
-    infos = checkpoint.tensors.infos()
-    parameters = sum(
-        stored.num_bytes * 8 // stored.dtype.bitwidth
-        for _, stored in op.parameters.values()
-        if stored.name in infos and not stored.name.endswith("_scale")
-    )
-    return DecoderSpec(
-        model_type=checkpoint.config["model_type"],
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        max_positions=config.max_position_embeddings,
-        num_parameters=parameters,
-        kv=KVCacheSpec(
-            config.num_hidden_layers,
-            config.num_key_value_heads,
-            config.head_dim,
-            op.dtype.numpy().name,
-        ),
-        sliding_window=config.sliding_window,
-    )
 
 
 def _eos_token_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:

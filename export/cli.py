@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from edgellm.command import run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.contract import BundleManifest, DraftBundleManifest, EdgeLLMError
 
 app = typer.Typer(
     add_completion=True,
@@ -18,6 +18,12 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
 )
+
+DType = Annotated[str, typer.Option("--dtype", help="Activations: fp16 or fp32.")]
+IgnoredKeys = Annotated[
+    str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 @app.callback()
@@ -31,17 +37,24 @@ def llm(
         str, typer.Option("--model_dir", help="HF folder, .gguf file, or a cached hub id.")
     ],
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the bundle.")],
-    dtype: Annotated[str, typer.Option("--dtype", help="Activations: fp16 or fp32.")] = "fp16",
+    dtype: DType = "fp16",
     num_layers: Annotated[
         int | None, typer.Option("--num_layers", help="Keep the first N layers (debugging).")
     ] = None,
-    ignore_config_keys: Annotated[
-        str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
+    ignore_config_keys: IgnoredKeys = "",
+    is_eagle_base: Annotated[
+        bool, typer.Option("--is_eagle_base", help="Give hidden taps to an EAGLE draft.")
+    ] = False,
+    hidden_taps: Annotated[
+        str, typer.Option("--hidden_taps", help="Which: i enters layer i; default 2,n/2,n-3.")
     ] = "",
+    draft_model_dir: Annotated[
+        str | None, typer.Option("--draft_model_dir", help="Take the taps that this draft wants.")
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with transformers (needs edgellm[host]).")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Export a language model."""
     del debug  # read by run_command
@@ -49,31 +62,94 @@ def llm(
     from edgellm.export.progress import byte_progress, spinner
     from edgellm.export.source import open_checkpoint
 
-    if dtype not in ("fp16", "fp32"):
-        raise EdgeLLMError(f"--dtype {dtype}: give fp16 or fp32")
+    _expect_dtype(dtype)
     if verify:
         from edgellm.export.verify import require_host
 
         require_host()
     start = time.perf_counter()
-    keys = tuple(key for key in ignore_config_keys.split(",") if key)
-    options = ExportOptions(dtype, num_layers, keys)
+    options = ExportOptions(
+        dtype,
+        num_layers,
+        _split(ignore_config_keys),
+        is_eagle_base,
+        _numbers("--hidden_taps", hidden_taps),
+        draft_model_dir,
+    )
     checkpoint = open_checkpoint(model_dir)
     with byte_progress("exporting") as progress:
         manifest = export_llm(checkpoint, output_dir, options, progress)
-    size = sum(record.num_bytes for record in manifest.files.values())
+    parameters = manifest.decoder.num_parameters / 1e6
     typer.echo(
-        f"{output_dir}: {manifest.decoder.model_type}, "
-        f"{manifest.decoder.num_parameters / 1e6:.1f} M parameters, {dtype}, "
-        f"quantization {manifest.quantization}, {size / 1e6:.1f} MB "
-        f"in {time.perf_counter() - start:.1f} s"
+        f"{output_dir}: {manifest.decoder.model_type}, {parameters:.1f} M parameters, "
+        f"{dtype}, {_cost(manifest, start)}"
     )
+    if manifest.hidden_taps:
+        typer.echo(f"hidden taps for a draft: {', '.join(map(str, manifest.hidden_taps))}")
     if verify:
         from edgellm.export.verify import verify_bundle
 
         with spinner("comparing with transformers"):
             verdict = verify_bundle(checkpoint, output_dir, manifest)
         typer.echo(verdict)
+
+
+@app.command()
+def draft(
+    draft_model_dir: Annotated[
+        str, typer.Option("--draft_model_dir", help="EAGLE draft: HF folder or a cached hub id.")
+    ],
+    base_model_dir: Annotated[
+        str, typer.Option("--base_model_dir", help="The model it drafts for: as --model_dir.")
+    ],
+    output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the bundle.")],
+    dtype: DType = "fp16",
+    ignore_config_keys: IgnoredKeys = "",
+    debug: Debug = False,
+) -> None:
+    """Export an EAGLE draft for a base that was exported with --is_eagle_base."""
+    del debug  # read by run_command
+    from edgellm.export.draft import DraftOptions, export_draft
+    from edgellm.export.progress import byte_progress
+    from edgellm.export.source import open_checkpoint
+
+    _expect_dtype(dtype)
+    start = time.perf_counter()
+    checkpoint = open_checkpoint(draft_model_dir, tokenizer=False)
+    base = open_checkpoint(base_model_dir, tokenizer=False)
+    options = DraftOptions(dtype, _split(ignore_config_keys))
+    with byte_progress("exporting") as progress:
+        manifest = export_draft(checkpoint, base, output_dir, options, progress)
+    spec = manifest.draft
+    typer.echo(
+        f"{output_dir}: {spec.method} draft ({manifest.provenance['exporter']}), "
+        f"{spec.decoder.num_parameters / 1e6:.1f} M parameters, {spec.draft_vocab_size} of "
+        f"{spec.decoder.vocab_size} tokens, {dtype}, {_cost(manifest, start)}"
+    )
+    taps = ", ".join(map(str, spec.hidden_taps))
+    typer.echo(f"hidden taps {taps} ({manifest.provenance['hidden_taps']})")
+
+
+def _cost(manifest: BundleManifest | DraftBundleManifest, start: float) -> str:
+    size = sum(record.num_bytes for record in manifest.files.values())
+    seconds = time.perf_counter() - start
+    return f"quantization {manifest.quantization}, {size / 1e6:.1f} MB in {seconds:.1f} s"
+
+
+def _expect_dtype(dtype: str) -> None:
+    if dtype not in ("fp16", "fp32"):
+        raise EdgeLLMError(f"--dtype {dtype}: give fp16 or fp32")
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise EdgeLLMError(f"{flag} {text}: give whole numbers, such as 2,15,27") from None
 
 
 def main() -> None:

@@ -7,20 +7,24 @@ that a long prefill computes one row of logits.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import onnx_ir as ir
 
 from edgellm import contract
 from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.graph import HEAD_ROWS, ROWS, PassInputs, cache_shape, finish, typed
 from edgellm.export.layers.attention import PassState
-from edgellm.export.op import IR_VERSION, OPSET, Op
+from edgellm.export.op import Op
 from edgellm.export.weights import Weights
-
-ROWS, CAPACITY, HEAD_ROWS = "rows", "kv_capacity", "head_rows"
 
 
 def build_decoder(
-    architecture: ModuleType, config: DecoderConfig, weights: Weights, dtype: ir.DataType
+    architecture: ModuleType,
+    config: DecoderConfig,
+    weights: Weights,
+    dtype: ir.DataType,
+    hidden_taps: tuple[int, ...] = (),
 ) -> tuple[ir.Model, Op]:
     """Record the whole graph without touching weight data.
 
@@ -29,54 +33,44 @@ def build_decoder(
         config: its facts, `num_hidden_layers` already cut if wanted.
         weights: the checkpoint's tensors.
         dtype: activation type, FLOAT or FLOAT16.
+        hidden_taps: residual streams that leave the graph for a draft, see `contract.DraftSpec`.
 
     Returns:
         The model, and the recorder that knows which weights the graph needs.
     """
     op = Op(dtype)
-    integer, boolean = ir.DataType.INT64, ir.DataType.BOOL
-    input_ids = _input(contract.INPUT_IDS, integer, [1, ROWS])
-    position_ids = _input(contract.POSITION_IDS, integer, [1, ROWS])
-    write_index = _input(contract.WRITE_INDEX, integer, [1])
-    tree_mask = _input(contract.TREE_MASK, boolean, [ROWS, ROWS])
-    logits_index = _input(contract.LOGITS_INDEX, integer, [HEAD_ROWS])
-    cache_shape = [1, config.num_key_value_heads, CAPACITY, config.head_dim]
-    past = {
-        name: _input(name, dtype, cache_shape)
-        for layer in range(config.num_hidden_layers)
-        for name in (contract.past_name(layer, "key"), contract.past_name(layer, "value"))
-    }
-    state = PassState(
-        op, config.head_dim, config.num_key_value_heads, position_ids, write_index, past
-    )
-    state.prepare(config.rope, tree_mask, config.sliding_window)
+    inputs = PassInputs.declare(config, dtype)
+    state = inputs.begin(op, config)
     model = architecture.Model(config, weights)
-    hidden = model.forward(op, input_ids, state)
+    hidden = model.forward(op, inputs.input_ids, state)
     with op.scope("head"):
-        rows = op.Gather(hidden, logits_index, axis=1)
+        rows = op.Gather(hidden, inputs.logits_index, axis=1)
         logits = op.Cast(model.head(op, rows), to=int(ir.DataType.FLOAT), name=contract.LOGITS)
         picks = op.ArgMax(logits, axis=-1, keepdims=0, name=contract.TOKEN_IDS)
     outputs = [
-        _typed(logits, ir.DataType.FLOAT, [1, HEAD_ROWS, config.vocab_size]),
-        _typed(picks, integer, [1, HEAD_ROWS]),
-        *(_typed(value, dtype, cache_shape) for value in state.present.values()),
+        typed(logits, ir.DataType.FLOAT, [1, HEAD_ROWS, config.vocab_size]),
+        typed(picks, ir.DataType.INT64, [1, HEAD_ROWS]),
     ]
-    graph = ir.Graph(
-        [input_ids, position_ids, write_index, tree_mask, logits_index, *past.values()],
-        outputs,
-        nodes=op.nodes,
-        initializers=[*op.constants, *(value for value, _ in op.parameters.values())],
-        opset_imports={"": OPSET},
-        name="decoder",
-    )
-    return ir.Model(graph, ir_version=IR_VERSION, producer_name="edgellm"), op
+    if hidden_taps:
+        outputs.append(_taps(op, model, hidden, state, hidden_taps, config.hidden_size))
+    outputs += [typed(value, dtype, cache_shape(config)) for value in state.present.values()]
+    own = [inputs.input_ids, inputs.position_ids, inputs.write_index, inputs.tree_mask]
+    return finish(op, "decoder", [*own, inputs.logits_index, *inputs.past.values()], outputs), op
 
 
-def _input(name: str, dtype: ir.DataType, shape: list[int | str]) -> ir.Value:
-    return _typed(ir.Value(name=name), dtype, shape)
-
-
-def _typed(value: ir.Value, dtype: ir.DataType, shape: list[int | str]) -> ir.Value:
-    value.type = ir.TensorType(dtype)
-    value.shape = ir.Shape(shape)
-    return value
+def _taps(
+    op: Op,
+    model: Any,
+    hidden: ir.Value,
+    state: PassState,
+    taps: tuple[int, ...],
+    hidden_size: int,
+) -> ir.Value:
+    """The tapped streams side by side, [1, S, T*H]; `hidden` leaves the last layer."""
+    with op.scope("taps"):
+        streams = [
+            state.residuals[tap] if tap < len(state.residuals) else model.norm(op, hidden)
+            for tap in taps
+        ]
+        joined = op.Concat(*streams, axis=-1, name=contract.HIDDEN_TAPS)
+    return typed(joined, op.dtype, [1, ROWS, len(taps) * hidden_size])

@@ -42,15 +42,27 @@ class Op:
         def record(
             *inputs: ir.Value | None, name: str | None = None, **attributes: Any
         ) -> ir.Value:
-            node = ir.Node(
-                "", op_type, inputs, ir.convenience.convert_attributes(attributes), num_outputs=1
-            )
-            node.name = self._unique(op_type)
-            node.outputs[0].name = name or node.name
-            self.nodes.append(node)
-            return node.outputs[0]
+            return self.outputs(1, op_type, *inputs, name=name, **attributes)[0]
 
         return record
+
+    def outputs(
+        self,
+        count: int,
+        op_type: str,
+        *inputs: ir.Value | None,
+        name: str | None = None,
+        **attributes: Any,
+    ) -> tuple[ir.Value, ...]:
+        """Append a node of several outputs; `name` is that of the first."""
+        node = ir.Node(
+            "", op_type, inputs, ir.convenience.convert_attributes(attributes), num_outputs=count
+        )
+        node.name = self._unique(op_type)
+        for index, value in enumerate(node.outputs):
+            value.name = f"{node.name}.{index}" if index else name or node.name
+        self.nodes.append(node)
+        return tuple(node.outputs)
 
     def constant(self, array: Any, dtype: ir.DataType | None = None) -> ir.Value:
         """A small initializer inside the graph file."""

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
-from edgellm.export.checkpoint import Checkpoint, Safetensors
+from edgellm.export.checkpoint import Checkpoint, Safetensors, TensorSource
 from edgellm.export.tokenizer_files import read_tokenizer
 
 
-def open_checkpoint(model_dir: str) -> Checkpoint:
+def open_checkpoint(model_dir: str, *, tokenizer: bool = True) -> Checkpoint:
     """Open a local folder, a GGUF file, or the id of a model that the hub cache already holds.
+
+    Args:
+        model_dir: folder, file or id.
+        tokenizer: false for a checkpoint that needs none, as drafts.
 
     Raises:
         EdgeLLMError: nothing there, not a checkpoint, or a damaged one.
@@ -23,13 +27,13 @@ def open_checkpoint(model_dir: str) -> Checkpoint:
 
         return open_gguf(path)
     if path.is_dir():
-        return _open_folder(path)
+        return _open_folder(path, tokenizer=tokenizer)
     if path.exists():
         raise EdgeLLMError(
             f"{path} is neither a folder nor a .gguf file",
             hint="give the folder that holds config.json and *.safetensors",
         )
-    return _open_folder(_cached_snapshot(model_dir))
+    return _open_folder(_cached_snapshot(model_dir), tokenizer=tokenizer)
 
 
 def _cached_snapshot(model_id: str) -> Path:
@@ -58,7 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _open_folder(folder: Path) -> Checkpoint:
+def _open_folder(folder: Path, *, tokenizer: bool) -> Checkpoint:
     config = read_json(folder / "config.json")
     if not config:
         raise EdgeLLMError(
@@ -69,22 +73,32 @@ def _open_folder(folder: Path) -> Checkpoint:
         label=str(folder),
         config=config,
         generation_config=read_json(folder / "generation_config.json"),
-        tensors=Safetensors(_weight_files(folder)),
-        tokenizer_files=read_tokenizer(folder),
+        tensors=_open_tensors(folder),
+        tokenizer_files=read_tokenizer(folder) if tokenizer else {},
         quant_config=read_json(folder / "hf_quant_config.json").get("quantization", {}),
     )
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+def _open_tensors(folder: Path) -> TensorSource:
+    """The folder's weights; safetensors win over torch's own format."""
+    if paths := _weight_files(folder, "model.safetensors"):
+        return Safetensors(paths)
+    if paths := _weight_files(folder, "pytorch_model.bin"):
+        from edgellm.export.torch_files import TorchFiles  # imports torch
+
+        return TorchFiles(paths)
+    raise EdgeLLMError(
+        f"{folder} has no model.safetensors and no pytorch_model.bin (nor a sharded one)",
+        hint="give the folder that holds config.json and the weights",
+    )
+
+
+def _weight_files(folder: Path, name: str) -> list[Path]:
+    """The files that hold `name`, several when an index says so, none when it is not there."""
+    index = folder / f"{name}.index.json"
     if index.exists():
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict):
             raise BrokenArtifactError(f"{index} has no weight_map")
-        return [folder / name for name in sorted(set(shards.values()))]
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    raise EdgeLLMError(
-        f"{folder} has no model.safetensors (nor a sharded one with an index)",
-        hint="convert .bin checkpoints with transformers: model.save_pretrained(folder)",
-    )
+        return [folder / shard for shard in sorted(set(shards.values()))]
+    return [folder / name] if (folder / name).exists() else []

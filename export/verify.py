@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,20 @@ _DECODED_TOKENS = 8
 _FIRST_WITH_OPSET_24 = (1, 24)
 
 
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a base computed for every token of a prompt."""
+
+    logits: NDArray[np.float32]  # [S, V]
+    taps: NDArray[np.floating] | None  # [S, T*H]
+
+
 def verify_bundle(checkpoint: Checkpoint, bundle: Path, manifest: BundleManifest) -> str:
-    """Compare logits over a prompt: one prefill, then single tokens.
+    """Compare logits and hidden taps over a prompt: one prefill, then single tokens.
 
     Returns:
-        One line with the largest absolute logit difference and the top-1 agreement.
+        One line with the largest absolute logit difference and the top-1 agreement, for a base
+        with hidden taps also their largest absolute difference.
 
     Raises:
         EdgeLLMError: torch, transformers or onnxruntime is missing, or the checkpoint is
@@ -33,14 +43,19 @@ def verify_bundle(checkpoint: Checkpoint, bundle: Path, manifest: BundleManifest
     if manifest.quantization != "none":
         raise EdgeLLMError("--verify needs a float checkpoint: transformers cannot load this one")
     token_ids = _prompt_ids(bundle, manifest)
-    expected = _transformers_logits(Path(checkpoint.label), manifest, token_ids)
-    found = run_portable(bundle, manifest, token_ids, len(token_ids) - _DECODED_TOKENS)
-    difference = float(np.abs(found - expected).max())
-    agreement = float((found.argmax(-1) == expected.argmax(-1)).mean())
-    return (
+    expected = _transformers_outputs(Path(checkpoint.label), manifest, token_ids)
+    found = run_outputs(bundle, manifest, token_ids, len(token_ids) - _DECODED_TOKENS)
+    difference = float(np.abs(found.logits - expected.logits).max())
+    agreement = float((found.logits.argmax(-1) == expected.logits.argmax(-1)).mean())
+    verdict = (
         f"verified on {len(token_ids)} tokens against transformers (float32): "
         f"max abs logit difference {difference:.2e}, top-1 agreement {agreement:.1%}"
     )
+    if found.taps is None or expected.taps is None:
+        return verdict
+    difference = float(np.abs(found.taps - expected.taps).max())
+    largest = float(np.abs(expected.taps).max())  # residual streams have a few huge values
+    return f"{verdict}, max abs hidden tap difference {difference:.2e} of values to {largest:.2e}"
 
 
 def require_host() -> None:
@@ -67,10 +82,10 @@ def _prompt_ids(bundle: Path, manifest: BundleManifest) -> NDArray[np.int64]:
     return np.asarray(ids, np.int64)[: manifest.decoder.max_positions]
 
 
-def _transformers_logits(
+def _transformers_outputs(
     source: Path, manifest: BundleManifest, token_ids: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    """Logits [S, V] of the float32 reference, cut to the exported number of layers."""
+) -> Outputs:
+    """Those of the float32 reference, cut to the exported number of layers."""
     import torch
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -86,13 +101,22 @@ def _transformers_logits(
         where, config=config, dtype=torch.float32, local_files_only=True, **extra
     )
     with torch.no_grad():
-        return model(torch.from_numpy(token_ids)[None]).logits[0].numpy()
+        result = model(torch.from_numpy(token_ids)[None], output_hidden_states=True)
+    taps = [result.hidden_states[tap][0] for tap in manifest.hidden_taps]
+    return Outputs(result.logits[0].numpy(), torch.cat(taps, -1).numpy() if taps else None)
 
 
 def run_portable(
     bundle: Path, manifest: BundleManifest, token_ids: NDArray[np.int64], prefill_tokens: int
 ) -> NDArray[np.float32]:
     """Logits [S, V] of the portable graph: one prefill, then one token at a time."""
+    return run_outputs(bundle, manifest, token_ids, prefill_tokens).logits
+
+
+def run_outputs(
+    bundle: Path, manifest: BundleManifest, token_ids: NDArray[np.int64], prefill_tokens: int
+) -> Outputs:
+    """Logits and hidden taps of the portable graph: one prefill, then one token at a time."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -107,7 +131,13 @@ def run_portable(
         for layer in range(kv.num_layers)
         for part in ("key", "value")
     }
-    logits: list[np.ndarray] = []
+    names = [contract.LOGITS, *([contract.HIDDEN_TAPS] if manifest.hidden_taps else [])]
+    presents = [
+        contract.present_name(layer, part)
+        for layer in range(kv.num_layers)
+        for part in ("key", "value")
+    ]
+    results: list[list[np.ndarray]] = []
     begin = 0
     for end in (prefill_tokens, *range(prefill_tokens + 1, len(token_ids) + 1)):
         rows = end - begin
@@ -119,8 +149,9 @@ def run_portable(
             contract.LOGITS_INDEX: np.arange(rows),
             **cache,
         }
-        first, _, *present = map(np.asarray, session.run(None, feed))
-        cache = dict(zip(cache, present, strict=True))
-        logits.append(first[0])
+        outputs = [np.asarray(array) for array in session.run([*names, *presents], feed)]
+        cache = dict(zip(cache, outputs[len(names) :], strict=True))
+        results.append([array[0] for array in outputs[: len(names)]])
         begin = end
-    return np.concatenate(logits)
+    logits, *taps = (np.concatenate(arrays) for arrays in zip(*results, strict=True))
+    return Outputs(logits, taps[0] if taps else None)

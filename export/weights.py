@@ -9,7 +9,7 @@ import hashlib
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -27,10 +27,13 @@ _ONNX_TYPE = {
     "I8": ir.DataType.INT8,
     "U8": ir.DataType.UINT8,
     "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
+    "I32": ir.DataType.INT32,
+    "I64": ir.DataType.INT64,
+    "BOOL": ir.DataType.BOOL,
 }
 _ALIGNMENT_BYTES = 64
 
-Pieces = Iterator[memoryview]
+Pieces = Iterable[memoryview]
 
 
 @dataclass(frozen=True, slots=True)

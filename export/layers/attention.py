@@ -32,6 +32,7 @@ class PassState:
     cos: ir.Value = field(init=False)  # [C, D / 2]
     sin: ir.Value = field(init=False)
     present: dict[str, ir.Value] = field(default_factory=dict)
+    residuals: list[ir.Value] = field(default_factory=list)  # [1, S, H], entering each layer
 
     def prepare(self, rope: Rope, tree_mask: ir.Value, sliding_window: int | None) -> None:
         """Append the nodes that are shared by all layers: rope tables and the mask."""

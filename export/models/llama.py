@@ -45,18 +45,22 @@ class Config(DecoderConfig):
 class Attention:
     """Grouped-query self-attention."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, input_size: int | None = None
+    ) -> None:
+        """`input_size`: width of the rows when it is not the hidden size."""
         self.config = config
         hidden, head_dim = config.hidden_size, config.head_dim
+        width = input_size or hidden
         q_size = config.num_attention_heads * head_dim
         kv_size = config.num_key_value_heads * head_dim
-        self.q_proj = Linear(weights / "q_proj", hidden, q_size, bias=config.qkv_bias)
-        self.k_proj = Linear(weights / "k_proj", hidden, kv_size, bias=config.qkv_bias)
-        self.v_proj = Linear(weights / "v_proj", hidden, kv_size, bias=config.qkv_bias)
+        self.q_proj = Linear(weights / "q_proj", width, q_size, bias=config.qkv_bias)
+        self.k_proj = Linear(weights / "k_proj", width, kv_size, bias=config.qkv_bias)
+        self.v_proj = Linear(weights / "v_proj", width, kv_size, bias=config.qkv_bias)
         self.o_proj = Linear(weights / "o_proj", q_size, hidden, bias=config.o_proj_bias)
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
-        """X [1, S, H] -> [1, S, H]."""
+        """X [1, S, input size] -> [1, S, H]."""
         q, k, v = self.q_proj(op, x), self.k_proj(op, x), self.v_proj(op, x)
         q, k = self.normalize(op, q, k)
         return self.o_proj(op, state.attend(layer, q, k, v, self.config.num_attention_heads))
@@ -109,6 +113,7 @@ class Model:
         """input_ids int64 [1, S] -> residual stream [1, S, H] before the final norm."""
         x = self.embed_tokens(op, input_ids)
         for index, layer in enumerate(self.layers):
+            state.residuals.append(x)
             with op.scope(f"layers.{index}"):
                 x = layer.forward(op, x, state, index)
         return x

@@ -30,8 +30,10 @@ class Config(DecoderConfig):
 class Attention(llama.Attention):
     """Self-attention with an RMS norm per head on queries and keys."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
-        super().__init__(config, weights)
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, input_size: int | None = None
+    ) -> None:
+        super().__init__(config, weights, input_size)
         self.q_norm = RMSNorm(weights / "q_norm", config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(weights / "k_norm", config.head_dim, config.rms_norm_eps)
 

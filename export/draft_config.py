@@ -1,0 +1,272 @@
+"""The facts of a draft from the config of whichever trainer wrote it.
+
+Public layouts: SafeAILab/EAGLE, SpecForge, AngelSlim, NVIDIA Model-Optimizer, speculators. Where a
+file's tensors and its config can both tell something, a contradiction stops the export later: the
+tensor is then missing, or left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.export.checkpoint import Checkpoint, TensorInfo
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.taps import check_taps, default_taps
+
+TAP_IDS = "eagle_aux_hidden_state_layer_ids"
+_SPECULATORS = ("speculators_model_type", "speculators_config", "transformer_layer_config")
+_MODELOPT = frozenset(
+    ["use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm",
+     "next_layer_regular", "parallel_draft_step", "parallel_draft_heads_num_layers"]
+)  # fmt: skip
+_NOTES = ("embed_requires_grad", "enable_sp_ulysses", "has_no_defaults_at_init", "modal_type",
+          "speculators_config", "speculators_version", "target_model_type")  # fmt: skip
+
+Infos = Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Where an EAGLE-3 draft normalizes besides the places that all of them share."""
+
+    before_residual: bool  # the first residual is the normalized hidden row
+    before_fc: bool  # one norm over all taps (`input_norm`)
+    fc_norm: bool  # one norm for each tap
+    output: bool  # recycled rows leave the final norm
+
+    @classmethod
+    def read(cls, outer: ConfigReader, eagle: ConfigReader, exporter: str, infos: Infos) -> Norms:
+        """Read the switches; a tensor speaks where the config is silent."""
+        before_fc = eagle.read("norm_before_fc", bool, "input_norm.weight" in infos)
+        output = eagle.read("return_hidden_post_norm", bool, False)
+        norms = cls(
+            outer.read("norm_before_residual", bool, exporter == "speculators"),
+            outer.read("norm_before_fc", bool, before_fc),
+            outer.read("fc_norm", bool, "fc_norm.0.weight" in infos),
+            outer.read("norm_output", bool, output),
+        )
+        if norms.before_fc and norms.fc_norm:
+            raise UnsupportedModelError(
+                "config.json: norm_before_fc and fc_norm exclude each other"
+            )
+        return norms
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """What a draft computes and which base it was trained for."""
+
+    method: str  # "eagle3" or "eagle"
+    exporter: str
+    decoder: DecoderConfig  # `vocab_size` is the base's
+    draft_vocab_size: int
+    base_hidden_size: int
+    base_num_layers: int
+    hidden_taps: tuple[int, ...]
+    taps_meaning: str
+    first_layer: str  # dotted name of the first layer: "midlayer" or "layers.0"
+    qk_norm: bool
+    fc_bias: bool
+    norms: Norms
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the base's features pass through a graph of their own."""
+        return self.method == "eagle3"
+
+
+def read_draft(
+    checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] = ()
+) -> DraftConfig:
+    """Read a draft's config, with its tensors' names as witnesses, and check it against the base.
+
+    Args:
+        checkpoint: the draft.
+        base: the model that it drafts for, cut to the layers that are exported.
+        ignored: config keys that the user knows not to matter.
+
+    Raises:
+        EdgeLLMError: the folder holds something else than a draft.
+        UnsupportedModelError: a layout that is not understood, or a draft for another base.
+    """
+    infos = checkpoint.tensors.infos()
+    _refuse_other_models(checkpoint, infos)
+    exporter = _exporter(checkpoint.config, infos)
+    outer = ConfigReader(checkpoint.config)
+    nested = outer.optional("transformer_layer_config", dict)
+    inner = outer if nested is None else ConfigReader(nested)
+    eagle = ConfigReader(outer.optional("eagle_config", dict) or {})
+    outer.expect("speculators_model_type", "eagle3")
+    method = _method(checkpoint.config, infos, exporter)
+    first = "midlayer" if any(name.startswith("midlayer.") for name in infos) else "layers.0"
+    decoder = _decoder(inner, infos, first)
+    base_hidden_size = outer.positive("target_hidden_size", decoder.hidden_size)
+    _expect_plain_eagle(eagle)
+    taps, meaning = _taps(method, exporter, outer, eagle, base.num_hidden_layers)
+    config = DraftConfig(
+        method=method,
+        exporter=exporter,
+        decoder=decoder,
+        draft_vocab_size=outer.positive("draft_vocab_size", decoder.vocab_size),
+        base_hidden_size=base_hidden_size,
+        base_num_layers=base.num_hidden_layers,
+        hidden_taps=taps,
+        taps_meaning=meaning,
+        first_layer=first,
+        qk_norm=outer.read("qk_norm", bool, f"{first}.self_attn.q_norm.weight" in infos),
+        fc_bias=outer.read("bias", bool, method == "eagle" or "fc.bias" in infos),
+        norms=Norms.read(outer, eagle, exporter, infos),
+    )
+    if method == "eagle" and config.norms != Norms(False, False, False, False):
+        raise UnsupportedModelError(
+            "the tensors are those of an EAGLE-1 draft, but config.json asks for norms of EAGLE-3"
+        )
+    for reader in (outer, inner, eagle):
+        reader.finish((*ignored, *_NOTES))
+    _check_against(base, config, infos["fc.weight"])
+    return config
+
+
+def _refuse_other_models(checkpoint: Checkpoint, infos: Infos) -> None:
+    if "fc.weight" in infos:
+        return
+    whole = any(name.startswith("model.layers.") for name in infos)
+    raise EdgeLLMError(
+        f"{checkpoint.label} is not an EAGLE draft: it has no tensor fc.weight",
+        hint="it looks like a whole language model; give the draft's folder"
+        if whole
+        else "give the folder of an EAGLE-1, EAGLE-2 or EAGLE-3 draft",
+    )
+
+
+def _exporter(config: Mapping[str, Any], infos: Infos) -> str:
+    """Whose conventions the checkpoint follows."""
+    if any(key in config for key in _SPECULATORS):
+        return "speculators"
+    eagle = config.get("eagle_config")
+    named = config.get("architectures")
+    architectures = named if isinstance(named, list) else []
+    if isinstance(eagle, dict) and _MODELOPT & eagle.keys():
+        return "ModelOpt"
+    if "Eagle3LlamaForCausalLM" in architectures:
+        return "AngelSlim"
+    if eagle or any(str(name).endswith("Eagle3") for name in architectures):
+        midlayer = any(name.startswith("midlayer.") for name in infos)
+        return "SpecForge" if midlayer else "ModelOpt"
+    return "SafeAILab"
+
+
+def _method(config: Mapping[str, Any], infos: Infos, exporter: str) -> str:
+    """Only EAGLE-3 normalizes the hidden half, names a draft vocabulary or has other trainers."""
+    third = (
+        exporter != "SafeAILab"
+        or config.get("draft_vocab_size") is not None
+        or any(name.startswith("midlayer.") or ".hidden_norm." in name for name in infos)
+    )
+    return "eagle3" if third else "eagle"
+
+
+def _decoder(reader: ConfigReader, infos: Infos, first: str) -> DecoderConfig:
+    reader.expect("model_type", "llama", "mistral", "qwen2", "qwen3")
+    if reader.optional("use_sliding_window", bool) is not False:
+        reader.expect("use_sliding_window", False)
+        reader.expect("sliding_window", None)
+    for key in ("sliding_window", "max_window_layers"):
+        reader.optional(key, int)
+    for kind in reader.read("layer_types", list, []):
+        if kind != "full_attention":
+            reader.expect("layer_types", ["full_attention", "..."])
+    biased = reader.read("attention_bias", bool, False) or reader.read("qkv_bias", bool, False)
+    mlp_bias = reader.read("mlp_bias", bool, False)
+    return DecoderConfig.read(
+        reader,
+        qkv_bias=biased or f"{first}.self_attn.q_proj.bias" in infos,
+        o_proj_bias=f"{first}.self_attn.o_proj.bias" in infos,
+        mlp_bias=mlp_bias or f"{first}.mlp.gate_proj.bias" in infos,
+    )
+
+
+def _expect_plain_eagle(eagle: ConfigReader) -> None:
+    """The switches of Model-Optimizer and TensorRT-LLM, at the values of an EAGLE-3 draft."""
+    for key in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm",
+                "next_layer_regular"):  # fmt: skip
+        eagle.expect(key, True)
+    for key in ("use_mtp_layernorm", "eh_proj_before_attn"):
+        eagle.expect(key, False)
+    eagle.expect("parallel_draft_step", 1)
+    eagle.optional("parallel_draft_heads_num_layers", int)  # of the further parallel steps
+
+
+def _taps(
+    method: str, exporter: str, outer: ConfigReader, eagle: ConfigReader, num_layers: int
+) -> tuple[tuple[int, ...], str]:
+    """The residual streams of the base that feed the draft, and how they were found."""
+    above, below = outer.optional(TAP_IDS, list), eagle.optional(TAP_IDS, list)
+    if method == "eagle":
+        return (num_layers,), "EAGLE-1: output of the final norm"
+    if above and below:
+        raise UnsupportedModelError(
+            f"config.json names {TAP_IDS} twice, at the top and in eagle_config, which count "
+            "differently",
+            hint="keep the one that the draft was trained with",
+        )
+    ids = above or below or []
+    if not all(isinstance(tap, int) and not isinstance(tap, bool) for tap in ids):
+        raise UnsupportedModelError(f"config.json: {TAP_IDS} = {ids!r} is no list of integers")
+    if below:
+        taps = tuple(tap + 1 for tap in below)
+        meaning = f"{TAP_IDS} {below} in eagle_config: outputs of these layers, so one more"
+    elif above:
+        outputs = [1, num_layers // 2 - 1, num_layers - 4]
+        if exporter != "speculators" and above == outputs:
+            raise UnsupportedModelError(
+                f"config.json: {TAP_IDS} {above} may count inputs or outputs of layers",
+                hint="move the key into eagle_config if it names layers whose outputs are taken "
+                "(as [1, n/2-1, n-4] suggests); speculators counts inputs: [2, n/2, n-3]",
+            )
+        taps = tuple(above)
+        meaning = f"{TAP_IDS} {above} at the top: inputs of these layers, as they are"
+    else:
+        return default_taps(num_layers), "none configured: inputs of layers 2, n/2 and n-3"
+    if num_layers in taps:
+        raise UnsupportedModelError(
+            f"the draft wants the last layer's output before the final norm ({TAP_IDS} {ids}), "
+            "which edgellm does not give"
+        )
+    return check_taps(taps, num_layers, "the draft's config.json"), meaning
+
+
+def _check_against(base: DecoderConfig, config: DraftConfig, fc: TensorInfo) -> None:
+    """Refuse a draft that was trained for another base."""
+    hint = "give the base that the draft was trained for"
+    size = config.base_hidden_size if config.fuses else config.decoder.hidden_size
+    if size != base.hidden_size:
+        raise UnsupportedModelError(
+            f"the draft is for a base of hidden size {size}, this base has {base.hidden_size}",
+            hint=hint,
+        )
+    if config.decoder.vocab_size != base.vocab_size:
+        raise UnsupportedModelError(
+            f"the draft is for a vocabulary of {config.decoder.vocab_size} tokens, this base has "
+            f"{base.vocab_size}",
+            hint=hint,
+        )
+    if config.draft_vocab_size > base.vocab_size:
+        raise UnsupportedModelError(
+            f"config.json: draft_vocab_size {config.draft_vocab_size} is larger than vocab_size "
+            f"{base.vocab_size}"
+        )
+    parts = len(config.hidden_taps) if config.fuses else 2
+    if fc.shape[-1:] != (parts * size,):
+        what = f"{parts} taps" if config.fuses else "embedding and feature"
+        raise UnsupportedModelError(
+            f"fc.weight of the draft takes {sum(fc.shape[-1:])} values, but {what} of {size} make "
+            f"{parts * size}",
+            hint=f"{TAP_IDS} in config.json does not belong to these weights"
+            if config.fuses
+            else "",
+        )

@@ -1,0 +1,102 @@
+"""Graphs and their weights as files of a bundle, and what every bundle's manifest says."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import onnx_ir as ir
+
+from edgellm.contract import BrokenArtifactError, DecoderSpec, FileRecord, KVCacheSpec
+from edgellm.export.checkpoint import TensorSource
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.op import Op
+from edgellm.export.weights import write_weights
+
+DTYPES = {"fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
+
+Progress = Callable[[int, int], None]  # bytes written, bytes in all
+Graphs = Mapping[str, tuple[ir.Model, Op]]  # by file name without its ending
+
+
+def file_names(graphs: Graphs | tuple[str, ...]) -> list[str]:
+    """The files that graphs of these names become."""
+    return [f"{name}.{ending}" for name in graphs for ending in ("onnx", "weights")]
+
+
+def write_graphs(folder: Path, graphs: Graphs, progress: Progress | None) -> dict[str, FileRecord]:
+    """Write `name.onnx` and `name.weights` of every graph into `folder`.
+
+    Returns:
+        The records of the weight files, hashed while they were written.
+    """
+    total = sum(
+        stored.num_bytes for _, op in graphs.values() for _, stored in op.parameters.values()
+    )
+    written = 0
+
+    def advance(count: int) -> None:
+        nonlocal written
+        written += count
+        if progress is not None:
+            progress(written, total)
+
+    records = {}
+    for name, (model, op) in graphs.items():
+        file = f"{name}.weights"
+        records[file] = write_weights(folder / file, op.parameters.values(), advance)
+        ir.save(model, folder / f"{name}.onnx")
+    return records
+
+
+def versions() -> dict[str, str]:
+    """What wrote the bundle."""
+    return {
+        "edgellm": version("edgellm"),
+        "onnx_ir": version("onnx-ir"),
+        "python": platform.python_version(),
+    }
+
+
+def decoder_spec(
+    config: DecoderConfig, model_type: str, ops: list[Op], tensors: TensorSource
+) -> DecoderSpec:
+    """The facts of a decoder; parameters are those of all its graphs that a checkpoint holds."""
+    infos = tensors.infos()
+    stored = {name: stored for op in ops for name, (_, stored) in op.parameters.items()}
+    parameters = sum(
+        tensor.num_bytes * 8 // tensor.dtype.bitwidth
+        for name, tensor in stored.items()
+        if name in infos and not name.endswith("_scale")
+    )
+    return DecoderSpec(
+        model_type=model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        max_positions=config.max_position_embeddings,
+        num_parameters=parameters,
+        kv=KVCacheSpec(
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            config.head_dim,
+            ops[0].dtype.numpy().name,
+        ),
+        sliding_window=config.sliding_window,
+    )
+
+
+def refuse_leftovers(left: list[str], owner: str) -> None:
+    """A tensor that no graph uses means that the model is not the one we computed.
+
+    Raises:
+        BrokenArtifactError: `left` is not empty.
+    """
+    left = [name for name in left if not name.endswith("rotary_emb.inv_freq")]
+    if left:
+        shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+        raise BrokenArtifactError(
+            f"the {owner} has tensors that the architecture does not use: {shown}",
+            hint="config.json does not describe these weights",
+        )

@@ -1,0 +1,300 @@
+"""Every public layout of a draft: the graphs on ONNX Runtime against a reference in torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_checkpoint
+from eagle_reference import (
+    BASE_HIDDEN,
+    BASE_LAYERS,
+    VOCAB,
+    Layout,
+    Reference,
+    make_draft,
+    tree_mask,
+)
+
+from edgellm import contract
+from edgellm.artifact import verify_files
+from edgellm.contract import DraftBundleManifest, load_manifest
+from edgellm.export import models
+from edgellm.export.draft import DraftOptions, export_draft
+from edgellm.export.source import open_checkpoint
+
+TOLERANCE = 2e-4
+CAPACITY, K = 24, 6
+BASE = {**models.find("llama").TINY, "num_hidden_layers": BASE_LAYERS}
+_MODELOPT = {
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True,
+    "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None,
+}  # fmt: skip
+_SPECFORGE = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40}
+_AUX = "eagle_aux_hidden_state_layer_ids"
+_SPECULATORS = {
+    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+    "speculators_version": "0.3.0", "speculators_config": {"algorithm": "eagle3"},
+    "draft_vocab_size": 40, "model_type": "speculator_model",
+}  # fmt: skip
+
+LAYOUTS = {
+    "safeailab_bin": Layout(
+        {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 40}, file="pytorch_model.bin"
+    ),
+    "safeailab_narrow": Layout(
+        {"draft_vocab_size": 40, "target_hidden_size": 96}, hidden=48, head_dim=8,
+        own_embedding=True,
+    ),
+    "safeailab_full_vocabulary": Layout(
+        {"draft_vocab_size": VOCAB}, draft_vocab=VOCAB, d2t=False, t2d=False
+    ),
+    "angelslim": Layout(
+        {"architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": 40, "rope_theta": 1e6,
+         "tie_word_embeddings": True, "use_sliding_window": False, "max_window_layers": 28},
+        rope_theta=1e6,
+    ),
+    "specforge_sharded": Layout(
+        {**_SPECFORGE, "eagle_config": {_AUX: [0, 3, 5], "use_aux_hidden_state": True}},
+        taps=(1, 4, 6), head_dim=24, file="sharded",
+    ),
+    "specforge_eagle31": Layout(
+        {**_SPECFORGE, "fc_norm": True, "norm_output": True}, fc_norm=True, norm_output=True
+    ),
+    "modelopt_base_head": Layout(
+        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": None,
+         "eagle_config": {_AUX: [1, 3, 4], **_MODELOPT}},
+        first="layers.0", own_head=False, draft_vocab=VOCAB, d2t=False, t2d=False, layers=2,
+        tied_base=False,
+    ),
+    "modelopt_without_t2d": Layout(
+        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40,
+         "eagle_config": _MODELOPT},
+        first="layers.0", t2d=False,
+    ),
+    "speculators_qwen3": Layout(
+        {**_SPECULATORS, _AUX: [1, 3, 4], "norm_before_fc": True,
+         "embed_requires_grad": True},
+        inner_config={"model_type": "qwen3", "rope_theta": 5e5}, rope_theta=5e5, taps=(1, 3, 4),
+        first="layers.0", qk_norm=True, norm_before_residual=True, norm_before_fc=True,
+        own_embedding=True,
+    ),
+    "speculators_llama": Layout(
+        {**_SPECULATORS, "norm_before_residual": False, "fc_norm": True}, inner_config={},
+        first="layers.0", fc_norm=True, layers=2,
+    ),
+    "biases": Layout(
+        {"draft_vocab_size": 40, "bias": True}, fc_bias=True, qkv_bias=True
+    ),
+    "five_taps": Layout(
+        {**_SPECFORGE, "norm_before_residual": True, "eagle_config": {_AUX: [0, 1, 3, 5, 6]}},
+        taps=(1, 2, 4, 6, 7), norm_before_residual=True,
+    ),
+    "modelopt_norms": Layout(
+        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40,
+         "eagle_config": {**_MODELOPT, "norm_before_fc": True, "return_hidden_post_norm": True}},
+        norm_before_fc=True, norm_output=True,
+    ),
+    "eagle1": Layout(
+        {"architectures": ["LlamaForCausalLM"]}, first="layers.0", eagle1=True, taps=(8,),
+        own_embedding=True, own_head=False, draft_vocab=VOCAB, d2t=False, t2d=False, fc_bias=True,
+        file="pytorch_model.bin", tied_base=False,
+    ),
+    "eagle1_without_bias": Layout(
+        {"bias": False}, first="layers.0", eagle1=True, taps=(8,), own_head=False,
+        draft_vocab=VOCAB, d2t=False, t2d=False, layers=2, qkv_bias=True,
+    ),
+}  # fmt: skip
+EXPORTERS = {
+    "safeailab": "SafeAILab", "angelslim": "AngelSlim", "specforge": "SpecForge",
+    "modelopt": "ModelOpt", "speculators": "speculators", "eagle1": "SafeAILab",
+    "biases": "SafeAILab", "five": "SpecForge",
+}  # fmt: skip
+
+
+@dataclass
+class DraftRun:
+    """The exported graphs with a cache."""
+
+    folder: Path
+    manifest: DraftBundleManifest
+    cache: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kv = self.manifest.draft.decoder.kv
+        shape = (1, kv.num_kv_heads, CAPACITY, kv.head_dim)
+        for layer in range(kv.num_layers):
+            for part in ("key", "value"):
+                self.cache[contract.past_name(layer, part)] = np.zeros(shape, kv.dtype)
+        self.model = self._open("model")
+
+    def _open(self, name: str):
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        # INT4 weights with float activations, not with int8 ones.
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+        path = str(self.folder / f"{name}.onnx")
+        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
+        taps = taps.numpy().astype(self.manifest.dtype)[None]
+        (hidden,) = self._open("fuse").run([contract.DRAFT_HIDDEN], {contract.HIDDEN_TAPS: taps})
+        return torch.from_numpy(hidden[0].astype(np.float32))
+
+    def forward(self, ids, hidden, positions, mask, write_index, rows) -> list[np.ndarray]:
+        """Candidates, log-probabilities and recycled rows of `rows`."""
+        feed = {
+            contract.INPUT_IDS: ids.numpy()[None],
+            contract.DRAFT_HIDDEN: hidden.numpy().astype(self.manifest.dtype)[None],
+            contract.POSITION_IDS: positions.numpy()[None],
+            contract.WRITE_INDEX: np.array([write_index]),
+            contract.TREE_MASK: np.asarray(mask),
+            contract.LOGITS_INDEX: np.asarray(rows),
+            contract.TOP_K: np.array([K]),
+            **self.cache,
+        }
+        names = [value.name for value in self.model.get_outputs()]
+        assert names[:3] == [
+            contract.CANDIDATE_IDS, contract.CANDIDATE_LOG_PROBS, contract.RECYCLED_HIDDEN
+        ]  # fmt: skip
+        (*outputs,) = self.model.run(names, feed)
+        self.cache = dict(zip(self.cache, outputs[3:], strict=True))
+        return [output[0] for output in outputs[:3]]
+
+
+@pytest.fixture(scope="session")
+def draft_bases(tmp_path_factory) -> dict[bool, Path]:
+    """Bases of eight layers, by whether their head is tied to the embedding."""
+    folder = tmp_path_factory.mktemp("draft_bases")
+    return {
+        tied: make_checkpoint(folder / str(tied), **{**BASE, "tie_word_embeddings": tied})
+        for tied in (True, False)
+    }
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def layout_name(request) -> str:
+    return request.param
+
+
+def _export(tmp_path, bases, layout, dtype="fp32") -> tuple[DraftRun, Reference]:
+    draft = make_draft(tmp_path / "draft", layout)
+    base = bases[layout.tied_base]
+    checkpoints = (open_checkpoint(str(folder), tokenizer=False) for folder in (draft, base))
+    export_draft(*checkpoints, tmp_path / "bundle", DraftOptions(dtype))
+    manifest = load_manifest(tmp_path / "bundle", DraftBundleManifest)
+    return DraftRun(tmp_path / "bundle", manifest), Reference(draft, base, layout)
+
+
+def _compare(run, reference, ids, hidden, positions, mask, rows=None, tolerance=TOLERANCE):
+    """One pass through both; returns the reference's recycled rows."""
+    write_index = len(reference.cache[0][0])
+    rows = list(range(len(ids))) if rows is None else rows
+    found = run.forward(ids, hidden, positions, mask, write_index, rows)
+    log_probs, recycled = reference.forward(ids, hidden, positions, torch.as_tensor(mask))
+    best = log_probs[rows].topk(K)
+    np.testing.assert_allclose(found[1], best.values, atol=tolerance)
+    np.testing.assert_allclose(found[2], recycled[rows], atol=tolerance, rtol=tolerance)
+    assert found[1].dtype == np.float32
+    if tolerance == TOLERANCE:
+        np.testing.assert_array_equal(found[0], reference.targets[best.indices])
+    return recycled
+
+
+def _drive(run, reference, tolerance=TOLERANCE) -> None:
+    """A prefill, an extension, and two levels of a tree over recycled rows."""
+    layout = reference.layout
+    random = torch.Generator().manual_seed(3)
+    width = BASE_HIDDEN * (1 if layout.eagle1 else len(layout.taps))
+    features = torch.randn(10, width, generator=random) * 2
+    ids = torch.randint(VOCAB, (15,), generator=random)
+    hidden = features if layout.eagle1 else reference.fuse(features)
+    if not layout.eagle1:
+        np.testing.assert_allclose(run.fuse(features), hidden, atol=tolerance, rtol=tolerance)
+    positions = torch.arange(10)
+    _compare(run, reference, ids[:7], hidden[:7], positions[:7], np.tri(7, dtype=bool),
+             tolerance=tolerance)  # fmt: skip
+    recycled = _compare(run, reference, ids[7:10], hidden[7:], positions[7:],
+                        np.tri(3, dtype=bool), tolerance=tolerance)  # fmt: skip
+    level = _compare(run, reference, ids[10:12], recycled[[2, 2]], torch.tensor([10, 10]),
+                     np.eye(2, dtype=bool), tolerance=tolerance)  # fmt: skip
+    # The next level runs with its ancestors, over the slots that these had.
+    reference.drop_to(10)
+    parents = [-1, -1, 0, 0, 1]
+    hidden = torch.cat([recycled[[2, 2]], level[[0, 0, 1]]])
+    depth = torch.tensor([10, 10, 11, 11, 11])
+    _compare(run, reference, ids[10:15], hidden, depth, tree_mask(parents), [2, 3, 4], tolerance)
+
+
+def test_graphs_equal_the_reference(layout_name, draft_bases, tmp_path):
+    layout = LAYOUTS[layout_name]
+    run, reference = _export(tmp_path, draft_bases, layout)
+    spec = run.manifest.draft
+    assert spec.method == ("eagle" if layout.eagle1 else "eagle3")
+    assert spec.fuses is not layout.eagle1
+    assert spec.hidden_taps == layout.taps
+    assert (spec.draft_vocab_size, spec.decoder.vocab_size) == (layout.draft_vocab, VOCAB)
+    assert (spec.base_hidden_size, spec.base_num_layers) == (BASE_HIDDEN, BASE_LAYERS)
+    assert (spec.decoder.hidden_size, spec.decoder.kv.num_layers) == (layout.hidden, layout.layers)
+    assert run.manifest.provenance["exporter"] == EXPORTERS[layout_name.split("_")[0]]
+    verify_files(run.folder, run.manifest.files)
+    assert ("fuse.onnx" in run.manifest.files) is spec.fuses
+    _drive(run, reference)
+
+
+def test_half_precision(draft_bases, tmp_path):
+    run, reference = _export(tmp_path, draft_bases, LAYOUTS["specforge_eagle31"], "fp16")
+    assert run.manifest.dtype == "float16"
+    _drive(run, reference, tolerance=5e-2)
+
+
+def test_linear_rope_and_quantized_layers(draft_bases, tmp_path):
+    from eagle_reference import make_tensors
+    from safetensors.torch import save_file
+
+    from edgellm.quantize.formats import pack_int4
+
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    layout = Layout({"draft_vocab_size": 40, "rope_scaling": scaling})
+    draft = make_draft(tmp_path / "draft", layout)
+    tensors, rounded = make_tensors(layout), make_tensors(layout)
+    for name in ("midlayer.self_attn.q_proj", "midlayer.mlp.up_proj", "lm_head", "fc"):
+        packed, scale = pack_int4(tensors[f"{name}.weight"].numpy(), 16)
+        codes = np.stack([packed & 15, packed >> 4], 1).reshape(-1, packed.shape[1]).astype(int)
+        codes[codes > 7] -= 16
+        tensors[f"{name}.weight"] = torch.from_numpy(packed)
+        tensors[f"{name}.weight_scale"] = torch.from_numpy(scale)
+        rounded[f"{name}.weight"] = torch.from_numpy(
+            (codes * np.repeat(scale, 16, axis=1)).astype(np.float32)
+        )
+    save_file(tensors, draft / "model.safetensors")
+    (draft / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "W4A16_AWQ"}}')
+    base = draft_bases[True]
+    checkpoints = (open_checkpoint(str(folder), tokenizer=False) for folder in (draft, base))
+    manifest = export_draft(*checkpoints, tmp_path / "bundle", DraftOptions("fp32"))
+    assert manifest.quantization == "W4A16_AWQ"
+    reference = Reference(draft, base, layout, linear=4.0)
+    reference.tensors = rounded
+    reference.head = rounded["lm_head.weight"]
+    _drive(DraftRun(tmp_path / "bundle", manifest), reference)
+
+
+def test_the_embedding_keeps_its_name_and_a_quantized_base_lends_its_head(draft_bases, tmp_path):
+    import onnx_ir as ir
+    from weights import round_checkpoint
+
+    round_checkpoint(str(draft_bases[False]), tmp_path / "base", 16)
+    draft = make_draft(tmp_path / "draft", LAYOUTS["modelopt_base_head"])
+    folders = (str(draft), str(tmp_path / "base"))
+    checkpoints = (open_checkpoint(folder, tokenizer=False) for folder in folders)
+    manifest = export_draft(*checkpoints, tmp_path / "bundle", DraftOptions("fp32"))
+    initializers = ir.load(tmp_path / "bundle" / "model.onnx").graph.initializers
+    assert initializers["embed_tokens.weight"].shape == ir.Shape((VOCAB, BASE_HIDDEN))
+    assert initializers["lm_head.weight"].dtype == ir.DataType.INT4
+    assert manifest.provenance["base"] == folders[1]
