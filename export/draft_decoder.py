@@ -53,7 +53,7 @@ def build_draft(
     op = Op(dtype)
     decoder = config.decoder
     size = decoder.hidden_size
-    inputs = PassInputs.declare(decoder, dtype)
+    inputs = PassInputs.declare(decoder, dtype, mask_columns="mask_columns")
     hidden = declare(contract.DRAFT_HIDDEN, dtype, [1, ROWS, size])
     top_k = declare(contract.TOP_K, ir.DataType.INT64, [1])
     state = inputs.begin(op, decoder)
