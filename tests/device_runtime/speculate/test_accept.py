@@ -29,7 +29,7 @@ PARAMS = [
 ]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def base_logits(seed: int, context: tuple[int, ...]) -> np.ndarray:
     random = np.random.default_rng([seed, 1, *context])
     return random.normal(size=VOCAB).astype(np.float32) * 2

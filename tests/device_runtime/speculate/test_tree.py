@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,7 +77,7 @@ def test_ranked_keeps_parents_before_children(pool):
     place = {node: at for at, node in enumerate(ranked.tolist())} | {0: -1}
     for node in ranked.tolist():
         assert place[int(pool.parents[node])] < place[node]
-    for one, other in zip(ranked[:-1], ranked[1:], strict=True):
+    for one, other in itertools.pairwise(ranked):
         assert pool.scores[one] > pool.scores[other] or one < other
 
 
