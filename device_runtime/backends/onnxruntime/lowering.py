@@ -103,19 +103,19 @@ def _lower_linears(graph: GraphEditor, kernel: LinearKernel) -> None:
         weight = LinearWeight.of(operand) if operand is not None else None
         if weight is not None and x is not None:
             groups.setdefault((x, weight.key), []).append(node)
-    for (x, _), nodes in groups.items():
-        _emit_group(graph, kernel, x, nodes)
+    for nodes in groups.values():
+        _emit_group(graph, kernel, nodes)
 
 
-def _emit_group(
-    graph: GraphEditor, kernel: LinearKernel, x: ir.Value, nodes: list[ir.Node]
-) -> None:
-    """Replace MatMuls (and their biases) that read the same `x` by one."""
+def _emit_group(graph: GraphEditor, kernel: LinearKernel, nodes: list[ir.Node]) -> None:
+    """Replace MatMuls (and their biases) that read the same input by one."""
+    x = nodes[0].inputs[0]  # now: it was replaced if another linear layer gave it
+    assert x is not None
     weight = LinearWeight(tuple(node.inputs[1] for node in nodes))  # type: ignore[arg-type]
     biases = [_bias_of(node) for node in nodes]
     if len({bias is None for bias in biases}) > 1:
         for node in nodes:
-            _emit_group(graph, kernel, x, [node])
+            _emit_group(graph, kernel, [node])
         return
     graph.cursor = nodes[0]
     name = "+".join(str(node.name).removesuffix(".MatMul") for node in nodes)
