@@ -10,6 +10,8 @@ from eagle_reference import Reference, tree_mask
 from edgellm.contract import DraftEngineManifest, EngineManifest, load_manifest
 from edgellm.device_runtime import LLM, SamplingParams, backends
 from edgellm.device_runtime.profile import Profile
+from edgellm.device_runtime.prove import prove
+from edgellm.device_runtime.requests import Options
 from edgellm.device_runtime.sampling import Sampler
 from edgellm.device_runtime.speculate.loop import speculate
 from edgellm.device_runtime.speculate.policy import TreeLimits
@@ -53,6 +55,18 @@ def verified(session):
     )
 
 
+def close(pair, found, expected) -> None:
+    """INT4 kernels round activations to int8, so that the number of rows moves the results."""
+    if is_int4(pair):
+        assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
+    else:
+        np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
+def is_int4(pair) -> bool:
+    return pair.base_checkpoint.name == "rounded"
+
+
 def cache_rows(session, length: int) -> np.ndarray:
     return session._cache._rows[..., :length, :].copy()
 
@@ -70,9 +84,9 @@ def test_every_node_equals_its_sequence(pair):
         plain.run(PREFIX, 0, np.zeros(1, np.int64))
         for at, token in enumerate(path):
             step = plain.run(np.array([token]), len(PREFIX) + at, np.zeros(1, np.int64))
-        np.testing.assert_allclose(result.logits[node], step.logits[0], atol=TOLERANCE)
-        np.testing.assert_allclose(result.taps[node], step.taps[0], atol=TOLERANCE)
-        assert result.token_ids[node] == step.token_ids[0]
+        close(pair, result.logits[node], step.logits[0])
+        close(pair, result.taps[node], step.taps[0])
+        assert is_int4(pair) or result.token_ids[node] == step.token_ids[0]
 
 
 @pytest.mark.parametrize("end", [0, 2, 9, 10, 11])
@@ -84,11 +98,11 @@ def test_a_compacted_cache_equals_a_fresh_one(pair, end):
     ids = np.concatenate([PREFIX, TREE.token_ids[path]])
     fresh.run(ids, 0, np.zeros(1, np.int64))
     rows = (cache_rows(one, len(ids)) for one in (session, fresh))
-    np.testing.assert_allclose(*rows, atol=TOLERANCE)
+    close(pair, *rows)
     for at in range(3):
         steps = [one.run(np.array([60 + at]), len(ids) + at, np.zeros(1, np.int64)).logits
                  for one in (session, fresh)]  # fmt: skip
-        np.testing.assert_allclose(*steps, atol=TOLERANCE)
+        close(pair, *steps)
 
 
 def test_taps_equal_the_portable_graph_and_transformers(pair):
@@ -101,19 +115,19 @@ def test_taps_equal_the_portable_graph_and_transformers(pair):
     assert manifest.hidden_taps == pair.layout.taps
     expected = run_outputs(pair.bundle, manifest, PREFIX, len(PREFIX))
     found = open_base(pair.engine).run(PREFIX, 0, np.arange(len(PREFIX)))
-    np.testing.assert_allclose(found.taps, expected.taps, atol=TOLERANCE)
-    np.testing.assert_allclose(found.logits, expected.logits, atol=TOLERANCE)
-    if manifest.quantization == "none":
+    close(pair, found.taps, expected.taps)
+    close(pair, found.logits, expected.logits)
+    if not is_int4(pair):
         model = AutoModelForCausalLM.from_pretrained(pair.base_checkpoint)
         with torch.no_grad():
             states = model(torch.from_numpy(PREFIX)[None], output_hidden_states=True).hidden_states
         taps = torch.cat([states[tap][0] for tap in manifest.hidden_taps], -1)
-        np.testing.assert_allclose(found.taps, taps, atol=TOLERANCE)
+        close(pair, found.taps, taps.numpy())
 
 
 def test_the_draft_equals_torch(pair):
     """An extension in two passes, then two levels, the second of which sees its ancestors."""
-    if "rounded" in str(pair.base_checkpoint):
+    if is_int4(pair):
         pytest.skip("the reference reads float bases")
     reference = Reference(pair.draft_checkpoint, pair.base_checkpoint, pair.layout)
     session, ids = open_draft(pair.engine), torch.from_numpy(PREFIX)
@@ -127,9 +141,8 @@ def test_the_draft_equals_torch(pair):
         result = session.run(
             PREFIX[place], found[place], place.start, np.array([rows - 1]), top_k=6
         )
-        log_probs, recycled = reference.forward(
-            ids[place], hidden[place], torch.arange(place.start, place.stop), torch.ones(rows, rows).tril().bool()
-        )  # fmt: skip
+        positions, causal = torch.arange(place.start, place.stop), torch.ones(rows, rows).tril()
+        log_probs, recycled = reference.forward(ids[place], hidden[place], positions, causal.bool())
         _equal(result, reference, log_probs[-1:], recycled[-1:])
     parents, new = [-1, -1, 0, 0, 1], torch.tensor([50, 51, 52, 53, 54])
     mask, depths = tree_mask(parents), np.array([0, 0, 1, 1, 1])
@@ -179,7 +192,7 @@ def answer_of(llm, prompt, sampling, **options):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", [*NAMES, "int8_draft"])
+@pytest.mark.parametrize("name", ["eagle3", "int8_draft", "eagle1", "qwen3"])
 def test_ids_are_those_of_plain_decoding(eagle_pairs, name, way):
     llm = LLM(eagle_pairs(name).engine, verify=True, eagle=WAYS[way])
     rounds = []
@@ -200,7 +213,7 @@ class Knowing:
     """A drafter that hides the right continuation in a bushy tree."""
 
     def __init__(self, answer: list[int]) -> None:
-        self.answer, self.at = answer, 0
+        self.answer, self.at = answer, -1  # the prompt is remembered first
         self.random = np.random.default_rng(2)
 
     def begin(self) -> None: ...
@@ -209,7 +222,7 @@ class Knowing:
     def observe(self, *_) -> None: ...
 
     def remember(self, token_ids) -> None:
-        self.at += len(token_ids) if self.at or len(token_ids) == 1 else 0
+        self.at = self.at + len(token_ids) if self.at >= 0 else 0
 
     def confidences(self, tree) -> list[float]:
         return [1.0] * len(tree)
@@ -217,7 +230,7 @@ class Knowing:
     def propose(self, root: int, room: int, levels: int) -> Tree:
         assert root == self.answer[self.at - 1]
         right = self.answer[self.at : self.at + min(levels, self.random.integers(0, 7))]
-        ids, parents, ends, above = [root], [-1], [0], 0
+        ids, parents, above = [root], [-1], 0
         for token in right:
             wrong = [t for t in self.random.integers(9, 96, 4).tolist() if t != token]
             siblings = self.random.permutation([*set(wrong), token]).tolist()
@@ -227,13 +240,13 @@ class Knowing:
                     above = len(ids)
                 ids.append(sibling)
                 parents.append(parent)
-            ends.append(above)
-        self.expected = len(right)
         size = min(len(ids), room + 1)
         return Tree(np.array(ids[:size]), np.array(parents[:size]), np.ones(size))
 
 
 def test_long_accepted_paths_leave_a_sound_cache(pair):
+    if is_int4(pair):
+        pytest.skip("its ids depend on the number of rows")
     llm = LLM(pair.engine)
     for prompt in PROMPTS[:3]:
         plain = answer_of(llm, prompt, SAMPLINGS[1]).token_ids
@@ -247,3 +260,16 @@ def test_long_accepted_paths_leave_a_sound_cache(pair):
         )  # fmt: skip
         assert [t for found in rounds for t in found.token_ids] == plain
         assert len(plain) < 8 or max(len(found.path) for found in rounds) > 3
+
+
+@pytest.mark.parametrize("way", ["fixed", "ngram"])
+def test_where_an_int4_engine_diverges_the_margin_is_small(eagle_pairs, way):
+    llm = LLM(eagle_pairs("int4").engine, eagle=WAYS[way])
+    requests = [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:3]]
+    found = list(prove(llm, Options(max_generate_length=50), requests))
+    assert len(found) == 3
+    for comparison in found:
+        if comparison.divergence is not None:
+            assert comparison.margin is not None
+            assert comparison.spread is not None
+            assert abs(comparison.margin) < 0.1 * comparison.spread

@@ -210,7 +210,7 @@ def test_repetitive_text_is_looked_up():
     for ngram in (False, True):
         setup = Setup(TreeLimits(2, 6, 16), ngram=ngram, draft="adversary")
         setup.base.logits_of = loop
-        setup.session.draft = lambda context: ([23, 22], [1e-4, 1e-5])
+        setup.session.draft = lambda _: ([23, 22], [1e-4, 1e-5])
         rounds = setup.rounds(max_tokens=50)
         assert [t for found in rounds for t in found.token_ids] == [
             at % 6 for at in range(50)
