@@ -22,19 +22,21 @@ class PassInputs:
     input_ids: ir.Value  # int64 [1, S]
     position_ids: ir.Value  # int64 [1, S]
     write_index: ir.Value  # int64 [1]
-    tree_mask: ir.Value  # bool [S, S]
+    tree_mask: ir.Value  # bool [S, S], of a draft [S, M]
     logits_index: ir.Value  # int64 [R]
     past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, head_dim]
 
     @classmethod
-    def declare(cls, config: DecoderConfig, dtype: ir.DataType) -> PassInputs:
+    def declare(
+        cls, config: DecoderConfig, dtype: ir.DataType, mask_columns: str = ROWS
+    ) -> PassInputs:
         """The inputs of a decoder with the sizes of `config`."""
         integer, boolean = ir.DataType.INT64, ir.DataType.BOOL
         return cls(
             declare(contract.INPUT_IDS, integer, [1, ROWS]),
             declare(contract.POSITION_IDS, integer, [1, ROWS]),
             declare(contract.WRITE_INDEX, integer, [1]),
-            declare(contract.TREE_MASK, boolean, [ROWS, ROWS]),
+            declare(contract.TREE_MASK, boolean, [ROWS, mask_columns]),
             declare(contract.LOGITS_INDEX, integer, [HEAD_ROWS]),
             {
                 name: declare(name, dtype, cache_shape(config))

@@ -208,7 +208,7 @@ def _compare(run, reference, ids, hidden, positions, mask, rows=None, tolerance=
 
 
 def _drive(run, reference, tolerance=TOLERANCE) -> None:
-    """A prefill, an extension, and two levels of a tree over recycled rows."""
+    """A prefill, an extension, and two levels of a tree over recycled rows, in both ways."""
     layout = reference.layout
     random = torch.Generator().manual_seed(3)
     width = BASE_HIDDEN * (1 if layout.eagle1 else len(layout.taps))
@@ -224,12 +224,15 @@ def _drive(run, reference, tolerance=TOLERANCE) -> None:
                         np.tri(3, dtype=bool), tolerance=tolerance)  # fmt: skip
     level = _compare(run, reference, ids[10:12], recycled[[2, 2]], torch.tensor([10, 10]),
                      np.eye(2, dtype=bool), tolerance=tolerance)  # fmt: skip
-    # The next level runs with its ancestors, over the slots that these had.
-    reference.drop_to(10)
     parents = [-1, -1, 0, 0, 1]
-    hidden = torch.cat([recycled[[2, 2]], level[[0, 0, 1]]])
-    depth = torch.tensor([10, 10, 11, 11, 11])
-    _compare(run, reference, ids[10:15], hidden, depth, tree_mask(parents), [2, 3, 4], tolerance)
+    mask, depth = tree_mask(parents), torch.tensor([10, 10, 11, 11, 11])
+    below = level[[0, 0, 1]]
+    # The next level alone, under a mask that also rules the level before.
+    _compare(run, reference, ids[12:15], below, depth[2:], mask[2:], [0, 2], tolerance)
+    # The same level together with its ancestors, over the slots that all of them had.
+    reference.drop_to(10)
+    hidden = torch.cat([recycled[[2, 2]], below])
+    _compare(run, reference, ids[10:15], hidden, depth, mask, [2, 3, 4], tolerance)
 
 
 def test_graphs_equal_the_reference(layout_name, draft_bases, tmp_path):
