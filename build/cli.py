@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from edgellm.command import run_command
-from edgellm.contract import EdgeLLMError, EngineManifest
+from edgellm.contract import DRAFT_FOLDER, DraftEngineManifest, EdgeLLMError, EngineManifest
 
 app = typer.Typer(
     add_completion=False,
@@ -58,6 +58,31 @@ def llm_build(
             "the weights, same keeps one, auto takes int8 where the CPU has int8 dot products.",
         ),
     ] = "auto",
+    precision: Annotated[
+        str,
+        typer.Option(
+            "--precision",
+            help="Of float weights: int8 rounds them (one scale per output channel and activation "
+            "row), same keeps them, auto keeps a base's and rounds a draft's where the CPU has "
+            "int8 dot products.",
+        ),
+    ] = "auto",
+    eagle_base: Annotated[
+        bool, typer.Option("--eagleBase", "--specBase", help="The base of an EAGLE draft.")
+    ] = False,
+    eagle_draft: Annotated[
+        bool,
+        typer.Option(
+            "--eagleDraft", "--specDraft", help="An EAGLE draft; goes into its base's engineDir."
+        ),
+    ] = False,
+    max_verify_tree_size: Annotated[
+        int,
+        typer.Option("--maxVerifyTreeSize", min=1, help="Nodes of a tree, root included (base)."),
+    ] = 60,
+    max_draft_tree_size: Annotated[
+        int, typer.Option("--maxDraftTreeSize", min=1, help="Rows drafted in a round (draft).")
+    ] = 60,
     dry_run: Annotated[
         bool, typer.Option("--dryRun", "--dry-run", help="Predict sizes and speed, build nothing.")
     ] = False,
@@ -65,37 +90,66 @@ def llm_build(
 ) -> None:
     """Build an engine for this machine from an ONNX bundle."""
     del debug  # read by run_command
-    from edgellm.build.engine import build_engine, check_bundle, predict
+    from edgellm.build.draft import build_draft
+    from edgellm.build.engine import build_engine, check_bundle, check_draft_bundle, predict
     from edgellm.device_runtime.backends import Plan
 
-    if prefill not in ("auto", "same", "int8"):
-        raise EdgeLLMError(f"--prefill {prefill}: give auto, same or int8")
+    for flag, value, allowed in (
+        ("--prefill", prefill, ("auto", "same", "int8")),
+        ("--precision", precision, ("auto", "same", "int8")),
+    ):
+        if value not in allowed:
+            raise EdgeLLMError(f"{flag} {value}: give {', '.join(allowed[:-1])} or {allowed[-1]}")
+    if eagle_base and eagle_draft:
+        raise EdgeLLMError(
+            "--eagleBase and --eagleDraft are two builds",
+            hint="run llm_build once for each, into the same --engineDir",
+        )
     if max_batch_size > 1:
         typer.echo(
             "note: engines run one request at a time; --maxBatchSize is taken as 1", err=True
         )
-    plan = Plan(max_input_len, kv_capacity, threads, prefill)
+    plan = Plan(
+        max_input_len,
+        kv_capacity,
+        threads,
+        prefill,
+        precision,
+        max_verify_tree_size=max_verify_tree_size if eagle_base else 0,
+        max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,
+    )
     if dry_run:
-        manifest = check_bundle(onnx_dir, plan)
+        manifest = (check_draft_bundle if eagle_draft else check_bundle)(onnx_dir, plan)
         for line in predict(onnx_dir, manifest, plan, backend).lines():
             typer.echo(line)
         return
     start = time.perf_counter()
     with _status() as report:
-        built = build_engine(onnx_dir, engine_dir, plan, backend, report)
+        build = build_draft if eagle_draft else build_engine
+        built = build(onnx_dir, engine_dir, plan, backend, report)
     _show(built, engine_dir, time.perf_counter() - start)
 
 
-def _show(built: EngineManifest, engine_dir: Path, seconds: float) -> None:
+def _show(built: EngineManifest | DraftEngineManifest, engine_dir: Path, seconds: float) -> None:
     size = sum(record.num_bytes for record in built.files.values())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    costs = ", ".join(f"{rows}: {ms:.1f}" for rows, ms in built.pass_cost_ms.items())
     graphs = ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in built.graphs)
+    where = engine_dir if isinstance(built, EngineManifest) else engine_dir / DRAFT_FOLDER
     typer.echo(
-        f"{engine_dir}: {built.backend} {built.backend_version}, {graphs}; {size / 1e6:.1f} MB "
+        f"{where}: {built.backend} {built.backend_version}, {graphs}; {size / 1e6:.1f} MB "
         f"in {seconds:.1f} s, peak memory {peak / 1e6:.0f} MB"
     )
-    typer.echo(f"a pass takes (rows: ms) {costs}; prompts in passes of {built.prefill_rows} rows")
+    if isinstance(built, EngineManifest):
+        typer.echo(
+            f"a pass takes (rows: ms) {_listed(built.pass_cost_ms)}; "
+            f"prompts in passes of {built.prefill_rows} rows"
+        )
+    else:
+        typer.echo(f"a draft step takes (rows: ms) {_listed(built.step_cost_ms)}")
+
+
+def _listed(costs: dict[str, float]) -> str:
+    return ", ".join(f"{rows}: {ms:.1f}" for rows, ms in costs.items())
 
 
 def _status() -> AbstractContextManager[Callable[[str], None]]:

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from edgellm.artifact import check_output, hash_file, publish, temporary_folder, verify_files
 from edgellm.build.machine import (
@@ -15,12 +16,17 @@ from edgellm.build.machine import (
     read_bandwidth_bytes_per_s,
 )
 from edgellm.contract import (
+    DRAFT_FOLDER,
     MANIFEST_NAME,
+    BrokenArtifactError,
     BundleManifest,
+    DecoderSpec,
+    DraftBundleManifest,
+    DraftEngineManifest,
     EngineManifest,
-    KVCacheSpec,
     LimitError,
     load_manifest,
+    require_pair,
 )
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Estimate, Plan, Report
@@ -55,14 +61,37 @@ class Prediction:
 
 
 def check_bundle(bundle: Path, plan: Plan) -> BundleManifest:
-    """Read a bundle and make sure that it is whole and that the plan suits it.
+    """Read a base's bundle and make sure that it is whole and that the plan suits it.
 
     Raises:
-        BrokenArtifactError: damaged, or of another contract.
+        BrokenArtifactError: damaged, of another contract, or without hidden taps for a draft.
         LimitError: lengths that contradict each other or the model.
     """
     manifest = load_manifest(bundle, BundleManifest)
-    longest = manifest.decoder.max_positions
+    _check_lengths(manifest.decoder.max_positions, plan)
+    if plan.max_verify_tree_size and not manifest.hidden_taps:
+        raise BrokenArtifactError(
+            f"{bundle} gives no features to a draft",
+            hint="export it again with edgellm-export llm --is_eagle_base",
+        )
+    verify_files(bundle, manifest.files)
+    return manifest
+
+
+def check_draft_bundle(bundle: Path, plan: Plan) -> DraftBundleManifest:
+    """As `check_bundle`, for a draft's bundle."""
+    manifest = load_manifest(bundle, DraftBundleManifest)
+    if plan.max_draft_tree_size >= plan.kv_capacity:
+        raise LimitError(
+            f"--maxDraftTreeSize {plan.max_draft_tree_size} does not fit into "
+            f"--maxKVCacheCapacity {plan.kv_capacity}",
+            hint="a round's drafted rows stand behind the committed ones",
+        )
+    verify_files(bundle, manifest.files)
+    return manifest
+
+
+def _check_lengths(longest: int, plan: Plan) -> None:
     if plan.max_input_len > plan.kv_capacity:
         raise LimitError(
             f"--maxInputLen {plan.max_input_len} exceeds --maxKVCacheCapacity {plan.kv_capacity}",
@@ -73,11 +102,17 @@ def check_bundle(bundle: Path, plan: Plan) -> BundleManifest:
             f"--maxKVCacheCapacity {plan.kv_capacity} exceeds the model's {longest} positions",
             hint=f"give --maxKVCacheCapacity {longest} or less",
         )
-    verify_files(bundle, manifest.files)
-    return manifest
+    if plan.max_verify_tree_size >= plan.kv_capacity:
+        raise LimitError(
+            f"--maxVerifyTreeSize {plan.max_verify_tree_size} does not fit into "
+            f"--maxKVCacheCapacity {plan.kv_capacity}",
+            hint="the cache must hold the committed tokens and a tree",
+        )
 
 
-def predict(bundle: Path, manifest: BundleManifest, plan: Plan, backend: str) -> Prediction:
+def predict(
+    bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan: Plan, backend: str
+) -> Prediction:
     """Sizes and speed before anything is built."""
     estimate = backends.find(backend).estimate(bundle, manifest, plan)
     return Prediction(estimate, available_memory_bytes(), read_bandwidth_bytes_per_s())
@@ -97,16 +132,15 @@ def build_engine(
     check_output(engine, "llm_engine", [*TOKENIZER_FILES])
     report("checking the bundle")
     manifest = check_bundle(bundle, plan)
-    _check_fit(backend.estimate(bundle, manifest, plan), engine)
+    _check_draft_there(engine, manifest)
+    check_fit(backend.estimate(bundle, manifest, plan), engine)
     with temporary_folder(engine) as folder:
         compiled = backend.compile(bundle, manifest, plan, folder, report)
         for name in TOKENIZER_FILES:
             if (bundle / name).exists():
                 shutil.copyfile(bundle / name, folder / name)
-        kv = manifest.decoder.kv
-        spec = KVCacheSpec(kv.num_layers, kv.num_kv_heads, kv.head_dim, compiled.kv_dtype)
         built = EngineManifest(
-            decoder=dataclasses.replace(manifest.decoder, kv=spec),
+            decoder=with_kv_dtype(manifest.decoder, compiled.kv_dtype),
             backend=backend.__name__.rsplit(".", 1)[-1],
             backend_version=backend_version,
             machine=backend.machine(),
@@ -117,19 +151,41 @@ def build_engine(
             prefill_rows=compiled.prefill_rows,
             quantization=manifest.quantization,
             eos_token_ids=manifest.eos_token_ids,
-            options={"threads": plan.threads, "prefill": plan.prefill},
-            provenance={
-                "bundle": str(bundle),
-                "bundle_manifest_sha256": hash_file(bundle / MANIFEST_NAME).sha256,
-                "edgellm": version("edgellm"),
-                **{f"bundle_{key}": value for key, value in manifest.provenance.items()},
+            options={
+                "threads": plan.threads, "prefill": plan.prefill, "precision": plan.precision,
             },
-        )
+            provenance=provenance(bundle, manifest.provenance),
+            hidden_taps=manifest.hidden_taps,
+            max_verify_tree_size=plan.max_verify_tree_size,
+        )  # fmt: skip
         report("hashing the engine")
         return publish(folder, engine, built)
 
 
-def _check_fit(estimate: Estimate, engine: Path) -> None:
+def _check_draft_there(engine: Path, manifest: BundleManifest) -> None:
+    """A draft that was built into the folder before must be this base's."""
+    folder = engine / DRAFT_FOLDER
+    if manifest.hidden_taps and (folder / MANIFEST_NAME).exists():
+        require_pair(load_manifest(folder, DraftEngineManifest).draft, manifest, str(folder))
+
+
+def with_kv_dtype(decoder: DecoderSpec, dtype: str) -> DecoderSpec:
+    """The spec as an engine has it."""
+    return dataclasses.replace(decoder, kv=dataclasses.replace(decoder.kv, dtype=dtype))
+
+
+def provenance(bundle: Path, of_bundle: dict[str, Any]) -> dict[str, Any]:
+    """Where an engine comes from."""
+    return {
+        "bundle": str(bundle),
+        "bundle_manifest_sha256": hash_file(bundle / MANIFEST_NAME).sha256,
+        "edgellm": version("edgellm"),
+        **{f"bundle_{key}": value for key, value in of_bundle.items()},
+    }
+
+
+def check_fit(estimate: Estimate, engine: Path) -> None:
+    """Refuse a build that memory or disk cannot hold; raises `LimitError`."""
     memory, disk = available_memory_bytes(), free_disk_bytes(engine)
     if estimate.peak_build_bytes > memory:
         raise LimitError(

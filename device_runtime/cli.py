@@ -17,8 +17,11 @@ from edgellm.command import run_command
 from edgellm.contract import EdgeLLMError
 
 if TYPE_CHECKING:
-    from edgellm.device_runtime.llm import LLM
+    from edgellm.device_runtime.llm import LLM, Step
+    from edgellm.device_runtime.profile import Profile
     from edgellm.device_runtime.requests import Options
+    from edgellm.device_runtime.speculate.setup import EagleOptions
+    from edgellm.device_runtime.tree_log import TreeLog
 
 app = typer.Typer(
     add_completion=False,
@@ -48,6 +51,50 @@ def llm_inference(
     max_generate_length: Annotated[
         int | None, typer.Option("--maxGenerateLength", min=1, help="Overrides the file.")
     ] = None,
+    eagle: Annotated[
+        bool, typer.Option("--eagle", "--specDecode", help="Decode with the engine's draft.")
+    ] = False,
+    top_k: Annotated[
+        int,
+        typer.Option("--eagleDraftTopK", "--specDraftTopK", min=1, help="Children of a node."),
+    ] = 10,
+    steps: Annotated[
+        int, typer.Option("--eagleDraftStep", "--specDraftStep", min=1, help="Levels of a tree.")
+    ] = 6,
+    verify_size: Annotated[
+        int,
+        typer.Option(
+            "--eagleVerifyTreeSize", "--specVerifyTreeSize", min=1, help="Nodes of a tree."
+        ),
+    ] = 60,
+    tree: Annotated[
+        str,
+        typer.Option(
+            "--eagleTree",
+            help="cost: sized by measured costs, the flags above are bounds; fixed: always so.",
+        ),
+    ] = "cost",
+    ngram: Annotated[
+        bool, typer.Option("--ngram", help="Also draft what followed the same words before.")
+    ] = False,
+    typical_acceptance: Annotated[
+        float | None,
+        typer.Option(
+            "--typicalAcceptance",
+            min=0,
+            max=1,
+            help="Posterior threshold (0.09, say); faster, but NOT the base's distribution.",
+        ),
+    ] = None,
+    tree_file: Annotated[
+        Path | None, typer.Option("--treeOutputFile", help="Write the trees as JSON.")
+    ] = None,
+    prove_count: Annotated[
+        int,
+        typer.Option(
+            "--prove", min=0, help="Only compare N requests with and without speculation."
+        ),
+    ] = 0,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check the hashes of the engine's files first.")
@@ -61,35 +108,74 @@ def llm_inference(
 
     from edgellm.device_runtime.llm import LLM
     from edgellm.device_runtime.requests import read_file
+    from edgellm.device_runtime.tree_log import TreeLog
 
+    speculation = _speculation(
+        top_k, steps, verify_size, tree, ngram=ngram, typical=typical_acceptance
+    )
+    if not eagle and (prove_count or tree_file):
+        flag = "--prove" if prove_count else "--treeOutputFile"
+        raise EdgeLLMError(f"{flag} is about speculation", hint="give --eagle as well")
     options, requests = read_file(input_file)
-    outputs = [path for path in (output_file, profile_file) if path is not None]
-    for path in outputs:
-        _check_output(path, input_file)
-        if path.resolve().parent == engine_dir.resolve():
-            raise EdgeLLMError(f"{path} lies in the engine's folder", hint="write elsewhere")
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        raise EdgeLLMError("the answers and the profile cannot be one file")
+    _check_outputs([output_file, profile_file, tree_file], input_file, engine_dir)
     if max_generate_length is not None:
         options = msgspec.structs.replace(options, max_generate_length=max_generate_length)
         requests = [_without_length(request) for request in requests]
     if (batch_size or options.batch_size) > 1:
         typer.echo("note: requests run one by one, whatever the batch size", err=True)
-    llm = LLM(engine_dir, verify=verify)
+    llm = LLM(engine_dir, verify=verify, eagle=speculation if eagle else None)
+    if prove_count:
+        raise typer.Exit(_prove(llm, options, requests[:prove_count]))
+    trees = TreeLog(llm.tokenizer)
     responses, profile = _run_all(
         llm, options, requests, warmup, stream=stream, output_file=output_file,
-        input_file=input_file,
+        input_file=input_file, trees=trees,
     )  # fmt: skip
     report = profile.as_json()
     if profile_file is not None:
         _write_json(profile_file, report)
+    if tree_file is not None:
+        _write_json(tree_file, trees.as_json(str(input_file)))
     if dump_profile:
         typer.echo(json.dumps(report, indent=4))
     if dump_output:
         for response in responses:
             typer.echo(f"[{response['request_idx']}] {response['output_text']}")
-    failed = _summarize(responses, report, output_file)
+    failed = _summarize(responses, profile, output_file)
     raise typer.Exit(1 if failed else 0)
+
+
+def _speculation(
+    top_k: int, steps: int, verify_size: int, tree: str, *, ngram: bool, typical: float | None
+) -> EagleOptions:
+    from edgellm.device_runtime.speculate.policy import TreeLimits
+    from edgellm.device_runtime.speculate.setup import EagleOptions
+
+    if tree not in ("cost", "fixed"):
+        raise EdgeLLMError(f"--eagleTree {tree}: give cost or fixed")
+    return EagleOptions(TreeLimits(top_k, steps, verify_size), tree, ngram, typical)
+
+
+def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
+    """Print the comparison of every request; the exit status."""
+    from edgellm.device_runtime.prove import prove
+
+    diverged = 0
+    for comparison in prove(llm, options, requests):
+        typer.echo(comparison.line())
+        diverged += comparison.divergence is not None
+    typer.echo(f"{len(requests) - diverged} of {len(requests)} answers identical, token by token")
+    return 1 if diverged else 0
+
+
+def _check_outputs(paths: list[Path | None], input_file: Path, engine_dir: Path) -> None:
+    outputs = [path for path in paths if path is not None]
+    for path in outputs:
+        _check_output(path, input_file)
+        if path.resolve().parent == engine_dir.resolve():
+            raise EdgeLLMError(f"{path} lies in the engine's folder", hint="write elsewhere")
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise EdgeLLMError("the answers, the profile and the trees are files of their own")
 
 
 def _check_output(path: Path, input_file: Path) -> None:
@@ -117,15 +203,16 @@ def _without_length(request: Any) -> Any:
 
 def _run_all(
     llm: LLM, options: Options, requests: list[Any], warmup: int, *, stream: bool,
-    input_file: Path, output_file: Path,
+    input_file: Path, output_file: Path, trees: TreeLog,
 ) -> tuple[list[dict[str, Any]], Any]:  # fmt: skip
     """Answer everything and write the output file, also when interrupted."""
     from edgellm.device_runtime.profile import Profile
     from edgellm.device_runtime.runner import run_request
 
-    def show(_index: int, text: str) -> None:
+    def show(index: int, step: Step) -> None:
+        trees.add(index, step)
         if stream:
-            _print(text)
+            _print(step.text)
 
     for _ in range(warmup):
         run_request(llm, options, requests[0], 0, Profile(), lambda *_: None)
@@ -192,13 +279,22 @@ def _write_json(path: Path, content: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _summarize(responses: list[dict[str, Any]], report: dict[str, Any], output: Path) -> int:
+def _summarize(responses: list[dict[str, Any]], profile: Profile, output: Path) -> int:
     failed = sum("error" in response for response in responses)
     counts = f"{len(responses)} responses" + (f", {failed} failed" if failed else "")
-    typer.echo(
+    report = profile.as_json()
+    decode_s = profile.decode_ms() / 1e3
+    rate = profile.decoded_tokens() / decode_s if decode_s else 0.0
+    line = (
         f"{output}: {counts}; prefill {report['prefill']['tokens_per_second']:.0f} tokens/s, "
-        f"generation {report['generation']['tokens_per_second']:.1f} tokens/s"
+        f"generation {rate:.1f} tokens/s"
     )
+    if eagle := report.get("eagle_generation"):
+        line += (
+            f", acceptance length {eagle['acceptance_length']:.2f} with "
+            f"{eagle['average_tree_size']:.1f} verified nodes"
+        )
+    typer.echo(line)
     return failed
 
 

@@ -1,4 +1,4 @@
-"""The decoding loop: prefill once, then one pass per token."""
+"""Plain decoding: the prompt once, then one pass per token."""
 
 from __future__ import annotations
 
@@ -12,6 +12,23 @@ from edgellm.device_runtime.sampling import Sampler
 from edgellm.device_runtime.session import PassResult, Session
 
 _UNUSED_ROW = np.zeros(1, np.int64)  # not every kernel takes an empty head
+
+
+def read_prompt(
+    session: Session, prompt: Sequence[int], prefill_rows: int
+) -> Iterator[tuple[slice, PassResult]]:
+    """Write the prompt into the cache from row 0, in pieces.
+
+    Yields:
+        The piece's place in the prompt and its pass, whose logits [1, V] are those of the last
+        token for the last piece, and of no use for the others.
+    """
+    token_ids = np.asarray(prompt, np.int64)
+    for begin in range(0, len(token_ids), prefill_rows):
+        piece = token_ids[begin : begin + prefill_rows]
+        end = begin + len(piece)
+        row = _UNUSED_ROW if end < len(token_ids) else np.array([len(piece) - 1])
+        yield slice(begin, end), session.run(piece, begin, row)
 
 
 def generate(
@@ -36,26 +53,27 @@ def generate(
     Raises:
         EdgeLLMError: the engine computed something that is not a number.
     """
-    rows = np.asarray(prompt, np.int64)
-    length = 0
-    for count in range(max_tokens):
-        with profile.stage(GENERATION if count else PREFILL):
-            while len(rows) > prefill_rows:
-                session.run(rows[:prefill_rows], length, _UNUSED_ROW)
-                rows, length = rows[prefill_rows:], length + prefill_rows
-            result = session.run(rows, length, np.array([len(rows) - 1]))
-            token_id = _checked(result, sampler, length)
-        length += len(rows)
+    with profile.stage(PREFILL):
+        *_, (_, result) = read_prompt(session, prompt, prefill_rows)
+        token_id = draw(result, 0, sampler)
+    yield token_id
+    for length in range(len(prompt), len(prompt) + max_tokens - 1):
+        with profile.stage(GENERATION):
+            token_id = draw(session.run(np.array([token_id]), length, _UNUSED_ROW), 0, sampler)
         yield token_id
-        rows = np.array([token_id])
 
 
-def _checked(result: PassResult, sampler: Sampler, length: int) -> int:
-    argmax = int(result.token_ids[0])
-    highest = result.logits[0, argmax]
+def draw(result: PassResult, row: int, sampler: Sampler) -> int:
+    """The token that the sampler chooses after a row of a pass.
+
+    Raises:
+        EdgeLLMError: the engine computed something that is not a number.
+    """
+    argmax = int(result.token_ids[row])
+    highest = result.logits[row, argmax]
     if not np.isfinite(highest):
         raise EdgeLLMError(
-            f"the engine computed {highest} after {length} tokens",
+            f"the engine computed {highest}",
             hint="build the engine again; if it stays, the model overflows this precision",
         )
-    return sampler.choose(result.logits[0], argmax)
+    return sampler.choose(result.logits[row], argmax)

@@ -11,10 +11,12 @@ from edgellm.artifact import verify_files, verify_sizes
 from edgellm.contract import EdgeLLMError, EngineManifest, RequestError, load_manifest
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.generate import generate
-from edgellm.device_runtime.profile import GENERATION, PREFILL, Profile
+from edgellm.device_runtime.profile import PREFILL, Profile, RoundCounts
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.session import Session
-from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher
+from edgellm.device_runtime.speculate.loop import Round, speculate
+from edgellm.device_runtime.speculate.setup import Drafters, EagleOptions
+from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher, TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class Step:
 
     token_ids: tuple[int, ...]
     text: str  # whole characters only; may be empty
+    round: Round | None = None  # the tree that gave them, when they were drafted
 
 
 @dataclass(slots=True)
@@ -46,30 +49,42 @@ class Answer:
 
     def timings(self) -> dict[str, float]:
         """Milliseconds and rates of this answer."""
-        prefill, decode = self.profile.total_ms(PREFILL), self.profile.total_ms(GENERATION)
-        passes = max(len(self.token_ids) - 1, 0)
-        return {
+        prefill, decode = self.profile.total_ms(PREFILL), self.profile.decode_ms()
+        decoded, rounds = max(len(self.token_ids) - 1, 0), self.profile.rounds
+        timings = {
             "prefill_ms": prefill,
             "generation_ms": decode,
             "prefill_tokens_per_second": self.prompt_token_count / prefill * 1e3
             if prefill
             else 0.0,
-            "generation_tokens_per_second": passes / decode * 1e3 if decode else 0.0,
+            "generation_tokens_per_second": decoded / decode * 1e3 if decode else 0.0,
         }
+        if rounds:
+            timings["spec_verify_count"] = len(rounds)
+            timings["spec_acceptance_length"] = sum(c.emitted for c in rounds) / len(rounds)
+        return timings
 
 
 class LLM:
     """A loaded engine with its tokenizer."""
 
-    def __init__(self, engine_dir: Path | str, *, verify: bool = False) -> None:
+    def __init__(
+        self,
+        engine_dir: Path | str,
+        *,
+        verify: bool = False,
+        eagle: EagleOptions | None = None,
+    ) -> None:
         """Load an engine.
 
         Args:
             engine_dir: a folder made by llm_build on this machine.
             verify: check the hash of every file first, not only its size.
+            eagle: decode speculatively with the engine's draft; None decodes plainly.
 
         Raises:
             BrokenArtifactError: damaged, or built for another machine or library version.
+            LimitError: `eagle` exceeds what the engine was built for.
         """
         folder = Path(engine_dir)
         self.manifest = load_manifest(folder, EngineManifest)
@@ -77,6 +92,10 @@ class LLM:
         self.tokenizer = ChatTokenizer(folder)
         backend = backends.find(self.manifest.backend)
         self.session: Session = backend.open_session(folder, self.manifest)
+        self._drafters = (
+            Drafters(folder, self.manifest, eagle, verify=verify) if eagle is not None else None
+        )
+        self._end_ids = frozenset(self.manifest.eos_token_ids)
         self._current: Answer | None = None  # whose rows the KV cache holds
 
     def generate(
@@ -86,6 +105,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         max_generate_length: int = 256,
         stop: Sequence[str] = (),
+        speculative: bool = True,
         **template_flags: Any,
     ) -> Answer:
         """Start an answer; nothing is computed before it is iterated over.
@@ -95,6 +115,7 @@ class LLM:
             sampling: None takes the defaults.
             max_generate_length: at most this many tokens.
             stop: strings that end the answer and do not appear in it.
+            speculative: False decodes plainly although a draft is loaded.
             template_flags: variables of the chat template; add_generation_prompt defaults to True.
 
         Raises:
@@ -111,6 +132,7 @@ class LLM:
             sampling=sampling or SamplingParams(),
             max_generate_length=max_generate_length,
             stop=stop,
+            speculative=speculative,
         )
 
     def generate_text(
@@ -121,13 +143,45 @@ class LLM:
         sampling: SamplingParams,
         max_generate_length: int,
         stop: Sequence[str],
+        speculative: bool = True,
     ) -> Answer:
         """As `generate`, for a text that is already formatted."""
         token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         max_tokens, warnings = self._fit(len(token_ids), max_generate_length)
         answer = Answer(len(token_ids), max_tokens, warnings, Profile(), iter(()))
-        answer.steps = self._steps(token_ids, answer, Sampler(sampling), StopMatcher(stop))
+        speculates = speculative and self._drafters is not None
+        rounds = (self._speculated if speculates else self._plain)(token_ids, sampling, answer)
+        answer.steps = self._steps(rounds, answer, StopMatcher(stop), speculates=speculates)
         return answer
+
+    def _plain(
+        self, prompt: list[int], sampling: SamplingParams, answer: Answer
+    ) -> Iterator[Round]:
+        tokens = generate(
+            self.session,
+            prompt,
+            Sampler(sampling),
+            answer.max_tokens,
+            answer.profile,
+            prefill_rows=self.manifest.prefill_rows,
+        )
+        for token_id in tokens:
+            yield Round((token_id,))
+
+    def _speculated(
+        self, prompt: list[int], sampling: SamplingParams, answer: Answer
+    ) -> Iterator[Round]:
+        assert self._drafters is not None
+        return speculate(
+            self.session,
+            self._drafters.for_requests(greedy=sampling.is_greedy),
+            prompt,
+            Sampler(sampling),
+            answer.max_tokens,
+            answer.profile,
+            prefill_rows=self.manifest.prefill_rows,
+            accept=self._drafters.options.accept,
+        )
 
     def _fit(self, prompt_tokens: int, wanted_tokens: int) -> tuple[int, list[str]]:
         """Tokens that may be generated, and what must be said about it."""
@@ -159,39 +213,54 @@ class LLM:
         return f", or build with --maxInputLen {prompt_tokens}" if fits else ""
 
     def _steps(
-        self, prompt: list[int], answer: Answer, sampler: Sampler, stops: StopMatcher
+        self, rounds: Iterator[Round], answer: Answer, stops: StopMatcher, *, speculates: bool
     ) -> Iterator[Step]:
         stream = self.tokenizer.stream()
-        end_ids = set(self.manifest.eos_token_ids)
-        answer.profile.prompt_tokens.append(len(prompt))
-        stopped = False
+        answer.profile.prompt_tokens.append(answer.prompt_token_count)
         self._current = answer
-        tokens = generate(
-            self.session,
-            prompt,
-            sampler,
-            answer.max_tokens,
-            answer.profile,
-            prefill_rows=self.manifest.prefill_rows,
-        )
-        for token_id in tokens:
-            answer.token_ids.append(token_id)
-            if token_id in end_ids:
-                answer.finish_reason = "stop"
-                break
-            text, stopped = stops.push(stream.push(token_id))
-            yield Step((token_id,), text)
+        stopped = False
+        for found in rounds:
+            taken, text, ended, stopped = self._take(found.token_ids, stream, stops)
+            answer.token_ids += taken
+            if found.tree is not None:
+                answer.profile.rounds.append(_counts(found, len(taken)))
+            if taken and not (ended and len(taken) == 1):
+                yield Step(tuple(taken), text, found if speculates else None)
             if self._current is not answer:
                 raise EdgeLLMError(
                     "another answer was started, which took over the KV cache",
                     hint="finish one answer before the next, or load a second LLM",
                 )
-            if stopped:
+            if ended or stopped:
                 answer.finish_reason = "stop"
                 break
-        answer.profile.generated_tokens.append(len(answer.token_ids))
+        profile = answer.profile
+        tokens = profile.speculated_tokens if speculates else profile.generated_tokens
+        tokens.append(len(answer.token_ids))
         if not stopped and (rest := _rest(stops, stream.finish())):
             yield Step((), rest)
+
+    def _take(
+        self, token_ids: Sequence[int], stream: TextStream, stops: StopMatcher
+    ) -> tuple[list[int], str, bool, bool]:
+        """The tokens up to an end, their text, and whether an end token or a stop string came."""
+        taken: list[int] = []
+        shown = ""
+        for token_id in token_ids:
+            taken.append(token_id)
+            if token_id in self._end_ids:
+                return taken, shown, True, False
+            text, stopped = stops.push(stream.push(token_id))
+            shown += text
+            if stopped:
+                return taken, shown, False, True
+        return taken, shown, False, False
+
+
+def _counts(found: Round, emitted: int) -> RoundCounts:
+    assert found.tree is not None
+    depths, _ = found.tree.layout()
+    return RoundCounts(emitted, len(found.tree), int(depths.max()), len(found.path) - 1)
 
 
 def _rest(stops: StopMatcher, tail: str) -> str:

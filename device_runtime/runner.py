@@ -3,19 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.llm import LLM, Answer
+from edgellm.device_runtime.llm import LLM, Answer, Step
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.requests import Options, Request, parse_request
 from edgellm.device_runtime.sampling import SamplingParams
 
-OnText = Callable[[int, str], None]  # request index, new text
+OnStep = Callable[[int, Step], None]  # request index, what one pass added
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A request whose answer has not been iterated over yet."""
+
+    request: Request
+    answer: Answer
+    prompt_ids: list[int]
+    system: str  # the formatted system prompt
+    text: str  # the whole formatted request
+
+
+def start_request(
+    llm: LLM,
+    options: Options,
+    raw: Any,
+    index: int,
+    *,
+    greedy: bool = False,
+    speculative: bool = True,
+) -> Started:
+    """Check and format one request of a file.
+
+    Args:
+        llm: the engine.
+        options: the file's.
+        raw: the request as parsed JSON.
+        index: its place in the file.
+        greedy: decode greedily, whatever the request asks for.
+        speculative: False decodes plainly, whatever the request allows.
+
+    Raises:
+        RequestError: it is malformed or does not fit.
+    """
+    request = parse_request(raw, index)
+    own = request.merged(options)
+    messages = [
+        {"role": message.role, "content": message.text(f"$.requests[{index}].messages[{at}]")}
+        for at, message in enumerate(request.messages)
+    ]
+    system, text = _format(llm, own, messages)
+    special = not own.apply_chat_template
+    temperature = 0.0 if greedy else own.temperature
+    answer = llm.generate_text(
+        text,
+        add_special_tokens=special,
+        sampling=SamplingParams(temperature, own.top_p, own.top_k, own.seed),
+        max_generate_length=own.max_generate_length,
+        stop=[own.stop] if isinstance(own.stop, str) else own.stop,
+        speculative=speculative and not request.disable_spec_decode,
+    )
+    prompt_ids = llm.tokenizer.encode(text, add_special_tokens=special)
+    return Started(request, answer, prompt_ids, system, text)
 
 
 def run_request(
-    llm: LLM, options: Options, raw: Any, index: int, profile: Profile, on_text: OnText
+    llm: LLM, options: Options, raw: Any, index: int, profile: Profile, on_step: OnStep
 ) -> dict[str, Any]:
     """Answer one request of a file.
 
@@ -25,34 +80,21 @@ def run_request(
         raw: the request as parsed JSON.
         index: its place in the file.
         profile: receives the times.
-        on_text: told the text as it comes.
+        on_step: told every step as it comes.
 
     Returns:
         A response object; a request that cannot be answered has `error` in it.
     """
     head: dict[str, Any] = {"request_idx": index, "batch_idx": 0}
     try:
-        request = parse_request(raw, index)
-        own = request.merged(options)
-        messages = [
-            {"role": message.role, "content": message.text(f"$.requests[{index}].messages[{at}]")}
-            for at, message in enumerate(request.messages)
-        ]
-        system, text = _format(llm, own, messages)
-        answer = llm.generate_text(
-            text,
-            add_special_tokens=not own.apply_chat_template,
-            sampling=SamplingParams(own.temperature, own.top_p, own.top_k, own.seed),
-            max_generate_length=own.max_generate_length,
-            stop=[own.stop] if isinstance(own.stop, str) else own.stop,
-        )
-        for step in answer:
-            on_text(index, step.text)
+        started = start_request(llm, options, raw, index)
+        for step in started.answer:
+            on_step(index, step)
     except RequestError as error:
         detail = {"message": str(error)} | ({"hint": error.hint} if error.hint else {})
         return {"output_text": "", **head, "finish_reason": "error", "error": detail}
-    _add(profile, answer)
-    return {"output_text": answer.text, **head, **_response(request, answer, system, text)}
+    profile.add(started.answer.profile)
+    return {"output_text": started.answer.text, **head, **_response(started)}
 
 
 def _format(llm: LLM, options: Options, messages: list[dict[str, str]]) -> tuple[str, str]:
@@ -73,7 +115,8 @@ def _format(llm: LLM, options: Options, messages: list[dict[str, str]]) -> tuple
     return system, text
 
 
-def _response(request: Request, answer: Answer, system: str, text: str) -> dict[str, Any]:
+def _response(started: Started) -> dict[str, Any]:
+    request, answer = started.request, started.answer
     response: dict[str, Any] = {
         "finish_reason": answer.finish_reason,
         "prompt_token_count": answer.prompt_token_count,
@@ -86,16 +129,9 @@ def _response(request: Request, answer: Answer, system: str, text: str) -> dict[
             }
             for message in request.messages
         ],
-        "formatted_system_prompt": system,
-        "formatted_complete_request": text,
+        "formatted_system_prompt": started.system,
+        "formatted_complete_request": started.text,
     }
     if answer.warnings:
         response["warnings"] = answer.warnings
     return response
-
-
-def _add(profile: Profile, answer: Answer) -> None:
-    profile.prompt_tokens += answer.profile.prompt_tokens
-    profile.generated_tokens += answer.profile.generated_tokens
-    for name, samples in answer.profile.stages_ms.items():
-        profile.stages_ms.setdefault(name, []).extend(samples)

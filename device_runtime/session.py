@@ -19,6 +19,7 @@ class PassResult:
 
     token_ids: I64  # [R], argmax
     logits: F32  # [R, V]
+    taps: F32  # [S, T*H], features for a draft; [S, 0] when the engine gives none
 
 
 class Session(Protocol):
@@ -43,6 +44,62 @@ class Session(Protocol):
             logits_index: int64 [R], the new rows that get logits.
             position_ids: int64 [S]; None counts on from `write_index`.
             tree_mask: bool [S, S], row i may see new row j; None is causal.
+
+        Raises:
+            LimitError: the rows do not fit into the cache.
+        """
+        ...
+
+    def keep(self, length: int, rows: I64) -> None:
+        """Compact the cache: the rows `length + rows` become `length`, `length + 1`, ...
+
+        Args:
+            length: rows before, which stay.
+            rows: int64, ascending; the accepted rows of the last pass.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftResult:
+    """Outputs of one draft pass; arrays are valid until the session runs again."""
+
+    token_ids: I64  # [R, K], of the base's vocabulary, best first
+    log_probs: F32  # [R, K]
+    hidden: F32  # [R, D], the `hidden` of these rows' children
+
+
+class DraftSession(Protocol):
+    """A loaded draft with a KV cache of its own."""
+
+    capacity: int
+
+    def fuse(self, taps: F32) -> F32:
+        """Features of the base [S, T*H] as the draft's hidden rows [S, D]."""
+        ...
+
+    def run(
+        self,
+        token_ids: I64,
+        hidden: F32,
+        write_index: int,
+        output_rows: I64,
+        *,
+        top_k: int,
+        position_ids: I64 | None = None,
+        tree_mask: Bool | None = None,
+    ) -> DraftResult:
+        """Compute S new rows, each from a token and the hidden row before it.
+
+        Args:
+            token_ids: int64 [S].
+            hidden: float32 [S, D], fused features or recycled rows.
+            write_index: where the rows go; the rows before are seen unless the mask rules them.
+            output_rows: int64 [R], the rows that get candidates.
+            top_k: candidates a row.
+            position_ids: int64 [S]; None counts on from `write_index`.
+            tree_mask: bool [S, M], M >= S, rules the last M rows, the new ones included; None is
+                causal.
 
         Raises:
             LimitError: the rows do not fit into the cache.

@@ -13,8 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
-from edgellm.contract import BundleManifest, EdgeLLMError, EngineManifest, PassGraph
-from edgellm.device_runtime.session import Session
+from edgellm.contract import (
+    BundleManifest,
+    DraftBundleManifest,
+    DraftEngineManifest,
+    EdgeLLMError,
+    EngineManifest,
+    PassGraph,
+)
+from edgellm.device_runtime.session import DraftSession, Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +31,10 @@ class Plan:
     max_input_len: int
     kv_capacity: int
     threads: int  # 0 takes all cores
-    prefill: str  # "auto", "same" or "int8"
+    prefill: str  # "auto", "same" or "int8": how INT4 engines read prompts and trees
+    precision: str = "auto"  # "same" as exported, "int8", "auto": same, but int8 for drafts
+    max_verify_tree_size: int = 0  # rows of a token tree; 0 builds no EAGLE base
+    max_draft_tree_size: int = 0  # rows drafted in a round; of draft engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,17 @@ class Compiled:
     prefill_rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledDraft:
+    """What a backend made of a draft bundle; times as in `DraftEngineManifest`."""
+
+    graphs: tuple[PassGraph, ...]
+    fuse_graph: str
+    kv_dtype: str
+    step_cost_ms: dict[str, float]
+    extend_cost_ms: dict[str, float]
+
+
 Report = Callable[[str], None]  # told what is being done
 
 
@@ -63,7 +84,9 @@ class Backend(Protocol):
         """What compiled graphs depend on; an engine of another machine is refused."""
         ...
 
-    def estimate(self, bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
+    def estimate(
+        self, bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan: Plan
+    ) -> Estimate:
         """Predict sizes without building."""
         ...
 
@@ -73,8 +96,18 @@ class Backend(Protocol):
         """Build the engine's graphs into `folder` and measure what a pass costs."""
         ...
 
+    def compile_draft(
+        self, bundle: Path, manifest: DraftBundleManifest, plan: Plan, folder: Path, report: Report
+    ) -> CompiledDraft:
+        """Build a draft's graphs into `folder` and measure what its passes cost."""
+        ...
+
     def open_session(self, engine: Path, manifest: EngineManifest) -> Session:
         """Load an engine that was built on this machine."""
+        ...
+
+    def open_draft_session(self, engine: Path, manifest: DraftEngineManifest) -> DraftSession:
+        """Load a draft engine that was built on this machine."""
         ...
 
 

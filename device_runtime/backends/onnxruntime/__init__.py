@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgellm.contract import BrokenArtifactError, BundleManifest, EdgeLLMError, EngineManifest
-from edgellm.device_runtime.backends import Compiled, Estimate, Plan, Report
+from edgellm.contract import (
+    BrokenArtifactError,
+    BundleManifest,
+    DraftBundleManifest,
+    DraftEngineManifest,
+    EdgeLLMError,
+    EngineManifest,
+)
+from edgellm.device_runtime.backends import Compiled, CompiledDraft, Estimate, Plan, Report
 from edgellm.device_runtime.backends.onnxruntime.cpu import instruction_sets
-from edgellm.device_runtime.session import Session
+from edgellm.device_runtime.session import DraftSession, Session
 
 MINIMUM_VERSION = (1, 22)
 
@@ -46,6 +53,37 @@ def open_session(engine: Path, manifest: EngineManifest) -> Session:
     """
     from edgellm.device_runtime.backends.onnxruntime import session
 
+    _check_origin(engine, manifest)
+    threads = int(manifest.options["threads"])
+    graphs = [
+        session.LoadedGraph(
+            session.load_graph(engine / graph.path, threads=threads, optimize=False),
+            graph.max_rows,
+        )
+        for graph in manifest.graphs
+    ]
+    return session.OnnxRuntimeSession(
+        graphs, manifest.decoder, manifest.max_kv_cache_capacity, len(manifest.hidden_taps)
+    )
+
+
+def open_draft_session(engine: Path, manifest: DraftEngineManifest) -> DraftSession:
+    """Load a draft engine; raises as `open_session` does."""
+    from edgellm.device_runtime.backends.onnxruntime import session
+
+    _check_origin(engine, manifest)
+    threads = int(manifest.options["threads"])
+    model, fuse = (
+        session.load_graph(engine / path, threads=threads, optimize=False) if path else None
+        for path in (manifest.graphs[0].path, manifest.fuse_graph)
+    )
+    assert model is not None
+    return session.OnnxRuntimeDraftSession(
+        model, fuse, manifest.draft.decoder, manifest.max_kv_cache_capacity
+    )
+
+
+def _check_origin(engine: Path, manifest: EngineManifest | DraftEngineManifest) -> None:
     for what, built, here in (
         ("ONNX Runtime", manifest.backend_version, available()),
         ("processor", manifest.machine, machine()),
@@ -55,19 +93,14 @@ def open_session(engine: Path, manifest: EngineManifest) -> Session:
                 f"{engine} was built for {what} {built}, this machine has {here}",
                 hint="run llm_build on this machine",
             )
-    threads = int(manifest.options["threads"])
-    graphs = [
-        session.LoadedGraph(
-            session.load_graph(engine / graph.path, threads=threads, optimize=False),
-            graph.max_rows,
-        )
-        for graph in manifest.graphs
-    ]
-    return session.OnnxRuntimeSession(graphs, manifest.decoder, manifest.max_kv_cache_capacity)
 
 
-def estimate(bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
+def estimate(bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan: Plan) -> Estimate:
     """See `Backend.estimate`."""
+    if isinstance(manifest, DraftBundleManifest):
+        from edgellm.device_runtime.backends.onnxruntime import draft_compiler
+
+        return draft_compiler.estimate(bundle, manifest, plan)
     from edgellm.device_runtime.backends.onnxruntime import compiler
 
     return compiler.estimate(bundle, manifest, plan)
@@ -80,3 +113,12 @@ def compile(
     from edgellm.device_runtime.backends.onnxruntime import compiler
 
     return compiler.compile_engine(bundle, manifest, plan, folder, report)
+
+
+def compile_draft(
+    bundle: Path, manifest: DraftBundleManifest, plan: Plan, folder: Path, report: Report
+) -> CompiledDraft:
+    """See `Backend.compile_draft`."""
+    from edgellm.device_runtime.backends.onnxruntime import draft_compiler
+
+    return draft_compiler.compile_draft(bundle, manifest, plan, folder, report)

@@ -38,7 +38,7 @@ from edgellm.device_runtime.backends.onnxruntime.weights import LinearWeight, We
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _PREFILL_ROWS = (64, 128, 256)
 _MEASURED_CONTEXT_ROWS = 512
-_RUNTIME_BYTES = 150 << 20  # interpreter, libraries, activations of a pass
+RUNTIME_BYTES = 150 << 20  # interpreter, libraries, activations of a pass
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,21 +57,23 @@ def compile_engine(
     bundle: Path, manifest: BundleManifest, plan: Plan, folder: Path, report: Report
 ) -> Compiled:
     """See `edgellm.device_runtime.backends.Backend.compile`."""
-    spec = _float32_spec(manifest.decoder)
-    if spec.kv.head_dim % 16:
-        raise UnsupportedModelError(
-            f"head_dim {spec.kv.head_dim}: GroupQueryAttention wants a multiple of 16"
-        )
+    spec = float32_spec(manifest.decoder)
+    check_heads(spec)
     variants = _variants(ir.load(bundle / "model.onnx"), spec, plan)
     loaded: list[LoadedGraph] = []
     for variant in variants:
         report(f"lowering the {variant.name} graph")
         lowered = _lower(bundle, folder, variant, plan.kv_capacity)
         report(f"optimizing and prepacking the {variant.name} graph")
-        saved = _optimize(lowered, folder / f"{variant.name}.onnx", variant, spec, plan)
+        saved = optimize(
+            lowered, folder / f"{variant.name}.onnx", plan.threads, prepacks=variant.prepacks,
+            probe=partial(
+                _probe, spec=spec, capacity=plan.kv_capacity, max_rows=variant.max_rows
+            ),
+        )  # fmt: skip
         loaded.append(LoadedGraph(saved, variant.max_rows))
     report("measuring the cost of a pass")
-    runner = OnnxRuntimeSession(loaded, spec, plan.kv_capacity)
+    runner = OnnxRuntimeSession(loaded, spec, plan.kv_capacity, len(manifest.hidden_taps))
     graphs = tuple(
         PassGraph(f"{variant.name}.onnx", variant.max_rows, variant.precision)
         for variant in variants
@@ -83,18 +85,8 @@ def compile_engine(
 
 def estimate(bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
     """See `edgellm.device_runtime.backends.Backend.estimate`."""
-    model, spec = ir.load(bundle / "model.onnx"), _float32_spec(manifest.decoder)
-    linears = _linear_sizes(model)
-    table = max(  # the embedding is stored as it is, in every graph
-        (
-            node.inputs[0].const_value.nbytes
-            for node in model.graph
-            if node.op_type == "Gather"
-            and node.inputs[0] is not None
-            and node.inputs[0].const_value is not None
-        ),
-        default=0,
-    )
+    model, spec = ir.load(bundle / "model.onnx"), float32_spec(manifest.decoder)
+    linears, table = linear_sizes(model), table_bytes(model)
     decode, int8 = sum(linears["decode"].values()), sum(linears["int8"].values())
     # A prepacked file holds the weights twice: as they were, and as the kernels read them.
     sizes = [
@@ -106,12 +98,19 @@ def estimate(bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
     return Estimate(
         engine_bytes=sum(sizes),
         kv_bytes=spec.kv.bytes_per_token * plan.kv_capacity,
-        peak_build_bytes=_RUNTIME_BYTES + loaded_before + max(sizes[-1], 3 * largest_layer),
+        peak_build_bytes=RUNTIME_BYTES + loaded_before + max(sizes[-1], 3 * largest_layer),
         decode_bytes=decode,
     )
 
 
-def _linear_sizes(model: ir.Model) -> dict[str, dict[str, int]]:
+def table_bytes(model: ir.Model) -> int:
+    """The embedding, which is stored as it is, in every graph."""
+    tables = [node.inputs[0] for node in model.graph if node.op_type == "Gather"]
+    stored = [value.const_value for value in tables if value is not None]
+    return max((tensor.nbytes for tensor in stored if tensor is not None), default=0)
+
+
+def linear_sizes(model: ir.Model) -> dict[str, dict[str, int]]:
     """Bytes of each linear weight by node name: as decoded, as int8, and as a float32 copy."""
     sizes: dict[str, dict[str, int]] = {"decode": {}, "int8": {}, "dense": {}}
     for node in model.graph:
@@ -131,7 +130,7 @@ def _linear_sizes(model: ir.Model) -> dict[str, dict[str, int]]:
 
 def _variants(model: ir.Model, spec: DecoderSpec, plan: Plan) -> list[_Variant]:
     """The graphs that a bundle's precision asks for on this processor."""
-    largest = max(plan.max_input_len, max(MEASURED_ROWS))
+    largest = max(plan.max_input_len, plan.max_verify_tree_size, max(MEASURED_ROWS))
     weights = [
         LinearWeight.of(node.inputs[1])
         for node in model.graph
@@ -145,7 +144,14 @@ def _variants(model: ir.Model, spec: DecoderSpec, plan: Plan) -> list[_Variant]:
                 "--prefill int8 is for INT4 bundles; this one is not quantized",
                 hint="leave --prefill away",
             )
+        if plan.precision == "int8":
+            return [_Variant("decode", "int8", RowInt8Kernel(), prepacks=True, max_rows=largest)]
         return [_Variant("decode", "fp32", StoredKernel(), prepacks=True, max_rows=largest)]
+    if plan.precision == "int8":
+        raise EdgeLLMError(
+            "--precision int8 is for bundles with float weights; this one is INT4",
+            hint="leave --precision away; --prefill int8 reads prompts and trees in int8",
+        )
     if plan.prefill == "same" or (plan.prefill == "auto" and not has_fast_int8()):
         return [_Variant("decode", "int4", StoredKernel(), prepacks=False, max_rows=largest)]
     return [
@@ -156,7 +162,16 @@ def _variants(model: ir.Model, spec: DecoderSpec, plan: Plan) -> list[_Variant]:
     ]
 
 
-def _float32_spec(spec: DecoderSpec) -> DecoderSpec:
+def check_heads(spec: DecoderSpec) -> None:
+    """Refuse what the attention kernel cannot do; raises `UnsupportedModelError`."""
+    if spec.kv.head_dim % 16:
+        raise UnsupportedModelError(
+            f"head_dim {spec.kv.head_dim}: GroupQueryAttention wants a multiple of 16"
+        )
+
+
+def float32_spec(spec: DecoderSpec) -> DecoderSpec:
+    """The spec of the engine: the CPU computes in float32."""
     return dataclasses.replace(spec, kv=dataclasses.replace(spec.kv, dtype="float32"))
 
 
@@ -171,35 +186,47 @@ def _lower(bundle: Path, folder: Path, variant: _Variant, capacity: int) -> Path
     return path
 
 
-def _optimize(
-    lowered: Path, output: Path, variant: _Variant, spec: DecoderSpec, plan: Plan
+def optimize(
+    lowered: Path,
+    output: Path,
+    threads: int,
+    *,
+    prepacks: bool,
+    probe: Callable[[ort.InferenceSession], np.ndarray],
 ) -> ort.InferenceSession:
     """Let ONNX Runtime fold, fuse and prepack once, keep what it made, and load that.
 
     Prepacked weights are mapped from the file when the engine is loaded, not copied.
 
+    Args:
+        lowered: a graph with its weights in `.data`; both are used up.
+        output: the saved graph.
+        threads: 0 takes all cores.
+        prepacks: keep the weights as the kernels read them, too.
+        probe: numbers that show what a graph computes.
+
     Raises:
         EdgeLLMError: the saved graph does not compute what the lowered one does.
     """
     options = ort.SessionOptions()
-    options.intra_op_num_threads = plan.threads
+    options.intra_op_num_threads = threads
     options.log_severity_level = 3
     options.optimized_model_filepath = str(output)
     for key, value in (
         ("optimized_model_external_initializers_file_name", f"{output.stem}.data"),
         ("optimized_model_external_initializers_min_size_in_bytes", "1024"),
-        ("save_external_prepacked_constant_initializers", "1" if variant.prepacks else "0"),
+        ("save_external_prepacked_constant_initializers", "1" if prepacks else "0"),
     ):
         options.add_session_config_entry(f"session.{key}", value)
     saving = ort.InferenceSession(str(lowered), options, providers=["CPUExecutionProvider"])
-    expected = _probe(saving, spec, plan, variant.max_rows)
+    expected = probe(saving)
     del saving
     lowered.unlink()
     lowered.with_suffix(".data").unlink()
-    saved = load_graph(output, threads=plan.threads, optimize=False)
-    if not np.allclose(_probe(saved, spec, plan, variant.max_rows), expected, rtol=1e-3, atol=1e-3):
+    saved = load_graph(output, threads=threads, optimize=False)
+    if not np.allclose(probe(saved), expected, rtol=1e-3, atol=1e-3):
         raise EdgeLLMError(
-            f"ONNX Runtime {ort.__version__} saved a {variant.name} graph that computes "
+            f"ONNX Runtime {ort.__version__} saved a {output.stem} graph that computes "
             "something else than the one it was made from",
             hint="install another onnxruntime and report this",
         )
@@ -207,17 +234,18 @@ def _optimize(
 
 
 def _probe(
-    session: ort.InferenceSession, spec: DecoderSpec, plan: Plan, max_rows: int
+    session: ort.InferenceSession, spec: DecoderSpec, capacity: int, max_rows: int
 ) -> np.ndarray:
     """Logits of a few rows and one more; NaN when anything is NaN."""
-    runner = OnnxRuntimeSession([LoadedGraph(session, max_rows)], spec, plan.kv_capacity)
-    rows = min(5, plan.kv_capacity - 1, max_rows)
+    runner = OnnxRuntimeSession([LoadedGraph(session, max_rows)], spec, capacity)
+    rows = min(5, capacity - 1, max_rows)
     first = runner.run(np.arange(rows) % spec.vocab_size, 0, np.arange(rows)).logits.copy()
     second = runner.run(np.array([1]), rows, np.array([0])).logits
     return np.concatenate([first, second])
 
 
-def _median_ms(run: Callable[[], object], repeats: int) -> float:
+def median_ms(run: Callable[[], object], repeats: int) -> float:
+    """Median time of a call, after one that is not counted."""
     run()
     samples = []
     for _ in range(repeats):
@@ -235,7 +263,7 @@ def _pass_costs(runner: OnnxRuntimeSession, spec: DecoderSpec) -> dict[str, floa
         if rows <= runner.capacity - context:
             token_ids, head_rows = np.arange(rows) % spec.vocab_size, np.arange(rows)
             run = partial(runner.run, token_ids, context, head_rows)
-            costs[str(rows)] = _median_ms(run, 7)
+            costs[str(rows)] = median_ms(run, 7)
     return costs
 
 
@@ -252,6 +280,6 @@ def _best_prefill_rows(runner: OnnxRuntimeSession, spec: DecoderSpec, plan: Plan
         for begin in range(0, len(prompt), rows):
             runner.run(prompt[begin : begin + rows], begin, np.array([0]))
 
-    costs = {rows: _median_ms(partial(prefill, rows), 3) for rows in (*smaller, len(prompt))}
+    costs = {rows: median_ms(partial(prefill, rows), 3) for rows in (*smaller, len(prompt))}
     best = min(costs, key=costs.__getitem__)
     return plan.max_input_len if best == len(prompt) else best

@@ -51,6 +51,21 @@ def lower_decoder(
     _drop_argmax(model.graph)
     _lower_norms(graph)
     _lower_activations(graph)
+    _finish(model)
+
+
+def lower_fuse(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> None:
+    """Rewrite a draft's fuse graph in place: no cache, no attention."""
+    graph = GraphEditor(model.graph, weights)
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.type = ir.TensorType(ir.DataType.FLOAT)
+    _lower_floats(graph)
+    _lower_linears(graph, kernel)
+    _lower_norms(graph)
+    _finish(model)
+
+
+def _finish(model: ir.Model) -> None:
     unused_removal.RemoveUnusedNodesPass()(model)
     _drop_unused_inputs(model.graph)
     model.graph.opset_imports[""] = LOWERED_OPSET
@@ -63,6 +78,7 @@ def _bind_capacity(graph: ir.Graph, capacity: int) -> None:
         if value.name and value.name.startswith(("past_key_values.", "present.")):
             shape = list(value.shape or ())
             value.shape = ir.Shape([*shape[:2], capacity, shape[3]])
+        if value.dtype in _HALF_TYPES:
             value.type = ir.TensorType(ir.DataType.FLOAT)
 
 
@@ -134,6 +150,10 @@ def _lower_floats(graph: GraphEditor) -> None:
         graph.cursor = node
         if node.op_type == "Gather" and _is_table(node.inputs[0]):
             _lower_embedding(graph, node)
+        elif node.op_type == "Gather" and _is_external(node.inputs[0]):
+            ids = node.inputs[0]
+            assert ids is not None and ids.const_value is not None  # noqa: PT018
+            node.replace_input_with(0, graph.weight(f"{ids.name}.ids", ids.const_value.numpy))
         elif node.op_type not in ("Cast", "Transpose", "DequantizeLinear"):
             for index, value in enumerate(node.inputs):
                 if value is not None and _is_half_constant(value):
@@ -149,6 +169,10 @@ def _lower_floats(graph: GraphEditor) -> None:
 
 def _is_table(value: ir.Value | None) -> bool:
     return value is not None and value.const_value is not None and len(value.const_value.shape) == 2
+
+
+def _is_external(value: ir.Value | None) -> bool:
+    return value is not None and isinstance(value.const_value, ir.ExternalTensor)
 
 
 def _lower_embedding(graph: GraphEditor, node: ir.Node) -> None:

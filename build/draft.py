@@ -1,0 +1,63 @@
+"""Building a draft engine into the folder of its base's engine; all or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from edgellm.artifact import check_output, publish, temporary_folder
+from edgellm.build.engine import check_draft_bundle, check_fit, provenance, with_kv_dtype
+from edgellm.contract import (
+    DRAFT_FOLDER,
+    MANIFEST_NAME,
+    DraftEngineManifest,
+    EngineManifest,
+    load_manifest,
+    require_pair,
+)
+from edgellm.device_runtime import backends
+from edgellm.device_runtime.backends import Plan, Report
+
+
+def build_draft(
+    bundle: Path, engine: Path, plan: Plan, backend_name: str, report: Report
+) -> DraftEngineManifest:
+    """Build `engine`/draft; a base engine that is already there must be the draft's.
+
+    Raises:
+        BrokenArtifactError: the draft is for another base.
+        LimitError: memory, disk or the cache would not suffice.
+        EdgeLLMError: anything that the backend finds.
+    """
+    backend = backends.find(backend_name)
+    backend_version = backend.available()
+    folder = engine / DRAFT_FOLDER
+    check_output(folder, "draft_engine", [])
+    report("checking the bundle")
+    manifest = check_draft_bundle(bundle, plan)
+    if (engine / MANIFEST_NAME).exists():  # the base may be built after its draft
+        require_pair(manifest.draft, load_manifest(engine, EngineManifest), str(bundle))
+    check_fit(backend.estimate(bundle, manifest, plan), engine)
+    engine.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(folder) as temporary:
+        compiled = backend.compile_draft(bundle, manifest, plan, temporary, report)
+        draft = manifest.draft
+        built = DraftEngineManifest(
+            draft=dataclasses.replace(
+                draft, decoder=with_kv_dtype(draft.decoder, compiled.kv_dtype)
+            ),
+            backend=backend.__name__.rsplit(".", 1)[-1],
+            backend_version=backend_version,
+            machine=backend.machine(),
+            max_kv_cache_capacity=plan.kv_capacity,
+            max_draft_tree_size=plan.max_draft_tree_size,
+            graphs=compiled.graphs,
+            fuse_graph=compiled.fuse_graph,
+            step_cost_ms=compiled.step_cost_ms,
+            extend_cost_ms=compiled.extend_cost_ms,
+            quantization=manifest.quantization,
+            options={"threads": plan.threads, "precision": plan.precision},
+            provenance=provenance(bundle, manifest.provenance),
+        )
+        report("hashing the engine")
+        return publish(temporary, folder, built)

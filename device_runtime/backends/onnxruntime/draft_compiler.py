@@ -1,0 +1,150 @@
+"""Draft bundle to ONNX Runtime graphs: the decoder, and the graph that fuses features."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from edgellm import contract
+from edgellm.contract import DecoderSpec, DraftBundleManifest, DraftSpec, PassGraph
+from edgellm.device_runtime.backends import CompiledDraft, Estimate, Plan, Report
+from edgellm.device_runtime.backends.onnxruntime.compiler import (
+    RUNTIME_BYTES,
+    check_heads,
+    float32_spec,
+    linear_sizes,
+    median_ms,
+    optimize,
+    table_bytes,
+)
+from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
+from edgellm.device_runtime.backends.onnxruntime.linears import (
+    LinearKernel,
+    RowInt8Kernel,
+    StoredKernel,
+)
+from edgellm.device_runtime.backends.onnxruntime.lowering import lower_decoder, lower_fuse
+from edgellm.device_runtime.backends.onnxruntime.session import OnnxRuntimeDraftSession
+from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
+
+_MODEL, _FUSE = "draft", "fuse"
+_MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_MEASURED_CONTEXT_ROWS = 512
+_CANDIDATES = 10
+
+
+def compile_draft(
+    bundle: Path, manifest: DraftBundleManifest, plan: Plan, folder: Path, report: Report
+) -> CompiledDraft:
+    """See `edgellm.device_runtime.backends.Backend.compile_draft`.
+
+    A draft's precision changes how many tokens are accepted, never which: int8 is the default
+    where the processor has int8 dot products.
+    """
+    spec = float32_spec(manifest.draft.decoder)
+    check_heads(spec)
+    is_int8 = _is_int8(plan)
+    kernel: LinearKernel = RowInt8Kernel() if is_int8 else StoredKernel()
+    report("lowering the draft")
+    model = _compile(bundle, folder, kernel, plan, spec)
+    fuse = None
+    if manifest.draft.fuses:
+        fuse_kernel: LinearKernel = RowInt8Kernel() if is_int8 else StoredKernel()
+        fuse = _compile_fuse(bundle, folder, fuse_kernel, plan, manifest.draft)
+    report("measuring the cost of a draft step")
+    runner = OnnxRuntimeDraftSession(model, fuse, spec, plan.kv_capacity)
+    precision = "int8" if is_int8 else "fp32"
+    return CompiledDraft(
+        graphs=(PassGraph(f"{_MODEL}.onnx", plan.max_input_len, precision),),
+        fuse_graph=f"{_FUSE}.onnx" if fuse is not None else "",
+        kv_dtype=spec.kv.dtype,
+        step_cost_ms=_costs(runner, manifest.draft, fused=False),
+        extend_cost_ms=_costs(runner, manifest.draft, fused=True),
+    )
+
+
+def estimate(bundle: Path, manifest: DraftBundleManifest, plan: Plan) -> Estimate:
+    """See `edgellm.device_runtime.backends.Backend.estimate`."""
+    model = ir.load(bundle / "model.onnx")
+    linears = linear_sizes(model)
+    read = sum(linears["int8" if _is_int8(plan) else "dense"].values())
+    engine = table_bytes(model) + 2 * read
+    return Estimate(
+        engine_bytes=engine,
+        kv_bytes=float32_spec(manifest.draft.decoder).kv.bytes_per_token * plan.kv_capacity,
+        peak_build_bytes=RUNTIME_BYTES + engine + 3 * max(linears["dense"].values()),
+        decode_bytes=read,
+    )
+
+
+def _is_int8(plan: Plan) -> bool:
+    return plan.precision == "int8" or (plan.precision == "auto" and has_fast_int8())
+
+
+def _compile(
+    bundle: Path, folder: Path, kernel: LinearKernel, plan: Plan, spec: DecoderSpec
+) -> ort.InferenceSession:
+    model = ir.load(bundle / "model.onnx")
+    weights = WeightFile(folder / f"{_MODEL}.lowered.data")
+    lower_decoder(model, plan.kv_capacity, kernel, weights)
+    weights.close()
+    lowered = folder / f"{_MODEL}.lowered.onnx"
+    ir.save(model, lowered)
+
+    def probe(session: ort.InferenceSession) -> np.ndarray:
+        runner = OnnxRuntimeDraftSession(session, None, spec, plan.kv_capacity)
+        rows = min(5, plan.kv_capacity)
+        hidden = np.random.default_rng(0).standard_normal((rows, spec.hidden_size), np.float32)
+        result = runner.run(np.arange(rows), hidden, 0, np.arange(rows), top_k=1)
+        return np.concatenate([result.log_probs, result.hidden], axis=1)
+
+    return optimize(lowered, folder / f"{_MODEL}.onnx", plan.threads, prepacks=True, probe=probe)
+
+
+def _compile_fuse(
+    bundle: Path, folder: Path, kernel: LinearKernel, plan: Plan, spec: DraftSpec
+) -> ort.InferenceSession:
+    model = ir.load(bundle / "fuse.onnx")
+    weights = WeightFile(folder / f"{_FUSE}.lowered.data")
+    lower_fuse(model, kernel, weights)
+    weights.close()
+    lowered = folder / f"{_FUSE}.lowered.onnx"
+    ir.save(model, lowered)
+
+    def probe(session: ort.InferenceSession) -> np.ndarray:
+        (hidden,) = session.run(None, {contract.HIDDEN_TAPS: _features(spec, 5)[None]})
+        return np.asarray(hidden)
+
+    return optimize(lowered, folder / f"{_FUSE}.onnx", plan.threads, prepacks=True, probe=probe)
+
+
+def _features(spec: DraftSpec, rows: int) -> np.ndarray:
+    width = len(spec.hidden_taps) * spec.base_hidden_size
+    return np.random.default_rng(1).standard_normal((rows, width), np.float32)
+
+
+def _costs(runner: OnnxRuntimeDraftSession, spec: DraftSpec, *, fused: bool) -> dict[str, float]:
+    """Median milliseconds by rows: growth passes, whose rows all get candidates, or extensions."""
+    context = min(_MEASURED_CONTEXT_ROWS, runner.capacity // 2)
+    costs = {}
+    for rows in _MEASURED_ROWS:
+        if rows > runner.capacity - context:
+            break
+        taps = _features(spec, rows)
+        hidden = np.zeros((rows, spec.decoder.hidden_size), np.float32)
+        outputs = np.array([rows - 1]) if fused else np.arange(rows)
+        top_k = min(_CANDIDATES, spec.draft_vocab_size)
+        step = partial(
+            runner.run, np.arange(rows) % spec.decoder.vocab_size, write_index=context,
+            output_rows=outputs, top_k=top_k,
+        )  # fmt: skip
+
+        def extend(step: partial = step, taps: np.ndarray = taps) -> None:
+            step(hidden=runner.fuse(taps))
+
+        costs[str(rows)] = median_ms(extend if fused else partial(step, hidden=hidden), 7)
+    return costs

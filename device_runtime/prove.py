@@ -1,0 +1,84 @@
+"""`llm_inference --prove`: the same prompts with and without speculation, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from edgellm.device_runtime.generate import read_prompt
+from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.requests import Options
+from edgellm.device_runtime.runner import start_request
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prompt; `divergence` is the first token that differs."""
+
+    index: int
+    tokens: int
+    divergence: int | None = None
+    plain_token: int | None = None
+    speculated_token: int | None = None
+    margin: float | None = None  # of the plain token's logit over the speculated one's
+    spread: float | None = None  # standard deviation of the logits there
+
+    def line(self) -> str:
+        """For people."""
+        if self.divergence is None:
+            return f"request {self.index}: {self.tokens} tokens, identical"
+        return (
+            f"request {self.index}: diverges at token {self.divergence} of {self.tokens}: plain "
+            f"{self.plain_token}, speculated {self.speculated_token}; logit margin "
+            f"{self.margin:.4g} (standard deviation of the logits {self.spread:.4g})"
+        )
+
+
+def prove(llm: LLM, options: Options, requests: list[Any]) -> Iterator[Comparison]:
+    """Decode every request twice, greedily, and compare the token ids.
+
+    Raises:
+        RequestError: a request that cannot be answered.
+    """
+    for index, raw in enumerate(requests):
+        plain, speculated = (
+            _token_ids(llm, options, raw, index, speculative=speculative)
+            for speculative in (False, True)
+        )
+        pairs = enumerate(zip(plain, speculated, strict=False))
+        place = next((at for at, (one, other) in pairs if one != other), None)
+        if place is None:
+            yield Comparison(index, len(plain))
+        else:
+            yield _explained(llm, options, raw, index, place, plain, speculated)
+
+
+def _token_ids(llm: LLM, options: Options, raw: Any, index: int, *, speculative: bool) -> list[int]:
+    answer = start_request(llm, options, raw, index, greedy=True, speculative=speculative).answer
+    for _ in answer:
+        pass
+    return answer.token_ids
+
+
+def _explained(
+    llm: LLM,
+    options: Options,
+    raw: Any,
+    index: int,
+    place: int,
+    plain: list[int],
+    speculated: list[int],
+) -> Comparison:
+    """Recompute the logits of the place where the answers part."""
+    started = start_request(llm, options, raw, index, greedy=True, speculative=False)
+    prompt = [*started.prompt_ids, *plain[:place]]
+    *_, (_, result) = read_prompt(llm.session, prompt, llm.manifest.prefill_rows)
+    logits = result.logits[0].astype(np.float64)
+    one, other = plain[place], speculated[place]
+    return Comparison(
+        index, len(plain), place, one, other, float(logits[one] - logits[other]),
+        float(logits.std()),
+    )  # fmt: skip

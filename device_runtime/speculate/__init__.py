@@ -1,0 +1,1 @@
+"""Speculative decoding: trees of drafted tokens, verified in one pass, accepted exactly."""

@@ -1,0 +1,87 @@
+"""Which drafted tokens become part of the answer.
+
+Exact acceptance draws at every node what plain decoding would draw there, and goes on as long as
+the drawn token is a child: the answer's distribution is the base's whatever the tree holds (for
+candidates that are a function of the context, the residual scheme of arXiv 2302.01318 and
+2305.09781 amounts to the same). One random number is spent for each emitted token, so that even
+the sampled answer of a seed is that of plain decoding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgellm.device_runtime.generate import draw
+from edgellm.device_runtime.sampling import Sampler, processed_distribution
+from edgellm.device_runtime.session import PassResult
+from edgellm.device_runtime.speculate.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The outcome of a verification."""
+
+    path: list[int]  # nodes from the root down
+    bonus: int  # the token after the path's last node
+
+
+def accept_exactly(tree: Tree, result: PassResult, sampler: Sampler) -> Accepted:
+    """Walk down while the token drawn at a node is one of its children.
+
+    Args:
+        tree: N nodes.
+        result: the base's pass over them, R = N.
+        sampler: of the request.
+
+    Raises:
+        EdgeLLMError: the base computed something that is not a number.
+    """
+    children, path = tree.children(), [0]
+    while True:
+        token_id = draw(result, path[-1], sampler)
+        child = children.get((path[-1], token_id))
+        if child is None:
+            return Accepted(path, token_id)
+        path.append(child)
+
+
+def accept_typically(
+    tree: Tree, result: PassResult, sampler: Sampler, threshold: float
+) -> Accepted:
+    """Take the longest path of tokens that are typical enough (Medusa, arXiv 2401.10774, 2.3.1).
+
+    A child is taken if its probability exceeds min(threshold, sqrt(threshold) * exp(-entropy)).
+    This is NOT the base's distribution. Greedy requests are accepted exactly.
+    """
+    if sampler.params.is_greedy:
+        return accept_exactly(tree, result, sampler)
+    likelihood = {0: 0.0}
+    depths, _ = tree.layout()
+    cached: dict[int, tuple[dict[int, float], float]] = {}
+    for node in range(1, len(tree)):
+        parent = int(tree.parents[node])
+        if parent not in likelihood:
+            continue
+        if parent not in cached:
+            cached[parent] = _typical(result, parent, sampler, threshold)
+        probabilities, least = cached[parent]
+        probability = probabilities.get(int(tree.token_ids[node]), 0.0)
+        if probability > least:
+            likelihood[node] = likelihood[parent] + math.log(probability)
+    end = max(likelihood, key=lambda node: (depths[node], likelihood[node]))
+    path = [end]
+    while path[-1]:
+        path.append(int(tree.parents[path[-1]]))
+    return Accepted(path[::-1], draw(result, end, sampler))
+
+
+def _typical(
+    result: PassResult, node: int, sampler: Sampler, threshold: float
+) -> tuple[dict[int, float], float]:
+    token_ids, probabilities = processed_distribution(result.logits[node], sampler.params)
+    entropy = float(-(probabilities * np.log(probabilities)).sum())
+    least = min(threshold, math.sqrt(threshold) * math.exp(-entropy))
+    return dict(zip(token_ids.tolist(), probabilities.tolist(), strict=True)), least

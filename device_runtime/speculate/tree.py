@@ -1,0 +1,104 @@
+"""Token trees: the pool that a draft fills, and the tree that the base verifies.
+
+Nodes stand in topological order, the root (the newest committed token) first, so that every
+parent has a smaller index than its children.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.device_runtime.session import F32, I64, Bool
+
+F64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """What one pass verifies; N nodes."""
+
+    token_ids: I64  # [N]
+    parents: I64  # [N]; -1 for the root
+    probabilities: F64  # [N]; that the node and all above it are accepted, as far as we know
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def of_root(cls, token_id: int) -> Tree:
+        """A tree without drafted tokens: plain decoding."""
+        return cls(np.array([token_id]), np.array([-1]), np.ones(1))
+
+    def layout(self) -> tuple[I64, Bool]:
+        """Depth of each node [N], and what it may see [N, N]: itself and its ancestors."""
+        size = len(self)
+        depths = np.zeros(size, np.int64)
+        mask = np.eye(size, dtype=np.bool_)
+        rows, above = np.arange(1, size), self.parents[1:]
+        while len(rows):
+            mask[rows, above] = True
+            depths[rows] += 1
+            above = self.parents[above]
+            alive = above >= 0
+            rows, above = rows[alive], above[alive]
+        return depths, mask
+
+    def children(self) -> dict[tuple[int, int], int]:
+        """Node by (parent, token)."""
+        keys = zip(self.parents.tolist(), self.token_ids.tolist(), strict=True)
+        return {key: node for node, key in enumerate(keys)}
+
+
+class Pool:
+    """All candidates of a round; node 0 is the root. Grows in place, nothing is moved.
+
+    `scores` are cumulative log-probabilities: a child's is at most its parent's.
+    """
+
+    def __init__(self, root: int, size: int) -> None:
+        """`size`: nodes at most, root included."""
+        self.token_ids = np.empty(size, np.int64)
+        self.parents = np.empty(size, np.int64)
+        self.scores = np.empty(size)
+        self.confidences = np.empty(size)  # the draft's own probability, given the parent
+        self.token_ids[0], self.parents[0], self.scores[0], self.confidences[0] = root, -1, 0.0, 1.0
+        self.count = 1
+
+    def add(self, parents: I64, token_ids: I64, scores: F64, confidences: F64) -> I64:
+        """Append children [R, K] of `parents` [R]; the new nodes' indices [R * K]."""
+        width = token_ids.shape[1]
+        nodes = np.arange(self.count, self.count + token_ids.size)
+        self.count += len(nodes)
+        place = slice(nodes[0], self.count)
+        self.token_ids[place] = token_ids.ravel()
+        self.parents[place] = parents.repeat(width)
+        self.scores[place] = (scores + self.scores[parents, None]).ravel()
+        self.confidences[place] = confidences.ravel()
+        return nodes
+
+    def find(self, parent: int, token_id: int) -> int | None:
+        """The child of `parent` with that token."""
+        known = self.parents[1 : self.count] == parent
+        found = np.flatnonzero(known & (self.token_ids[1 : self.count] == token_id))
+        return int(found[0]) + 1 if len(found) else None
+
+    def ranked(self) -> I64:
+        """All nodes but the root by descending score; of equals the earlier, hence the parent."""
+        return np.argsort(-self.scores[1 : self.count], kind="stable") + 1
+
+    def tree(self, nodes: I64) -> tuple[Tree, I64]:
+        """The root with `nodes` (which hold each one's parent), and their pool indices [N]."""
+        chosen = np.concatenate([[0], np.sort(nodes)])
+        place = np.full(self.count, -1)
+        place[chosen] = np.arange(len(chosen))
+        parents = self.parents[chosen]
+        above = np.where(parents < 0, -1, place[parents])
+        return Tree(self.token_ids[chosen], above, np.exp(self.scores[chosen])), chosen
+
+
+def top(scores: F32 | F64, count: int) -> I64:
+    """Indices of the `count` largest scores, best first, of equals the earlier first."""
+    return np.argsort(-scores, kind="stable")[:count]

@@ -1,0 +1,1 @@
+"""edgellm-train-draft: an EAGLE3 draft for a given base model."""

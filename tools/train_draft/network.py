@@ -1,0 +1,188 @@
+"""The EAGLE3 draft as a torch module, with the training-time test of its paper.
+
+Layout and names are the public ones (github.com/SafeAILab/EAGLE): `fc`, `midlayer.*`, `norm`,
+`lm_head`. Shapes: B rows, S tokens, H hidden size, D head size, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """The sizes of a draft; they equal its base's unless the user says otherwise."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    draft_vocab_size: int
+    num_taps: int
+    rms_norm_eps: float
+    rope_theta: float
+
+
+class _Norm(nn.RMSNorm):
+    """RMSNorm whose weight follows the activations' type, which the fused kernel asks for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class _Attention(nn.Module):
+    """Projections of the draft's attention; the input is embedding and hidden side by side."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        wide, hidden = 2 * shape.hidden_size, shape.hidden_size
+        queries = shape.num_attention_heads * shape.head_dim
+        keys = shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(wide, queries, bias=False)
+        self.k_proj = nn.Linear(wide, keys, bias=False)
+        self.v_proj = nn.Linear(wide, keys, bias=False)
+        self.o_proj = nn.Linear(queries, hidden, bias=False)
+
+
+class _MLP(nn.Module):
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = _Attention(shape), _MLP(shape)
+        norms = [_Norm(shape.hidden_size, shape.rms_norm_eps) for _ in range(3)]
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = norms
+
+
+class Draft(nn.Module):
+    """The trained parameters; the embedding is the base's and stays frozen outside."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(shape.num_taps * shape.hidden_size, shape.hidden_size, bias=False)
+        self.midlayer = _Layer(shape)
+        self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+
+    def unroll(self, taps: Tensor, embeddings: Tensor, steps: int) -> Iterator[Tensor]:
+        """The recycled hidden states of `steps` draft steps in a row, each [B, S, H].
+
+        Args:
+            taps: base features at tokens 0..S-1, [B, S, num_taps * H].
+            embeddings: of the tokens that follow, 1..S+steps-1, [B, S + steps - 1, H].
+            steps: step j, row i reads the draft's own hidden of step j-1 in place of the feature
+                it could not yet have, and the embedding of token i + 1 + j. It attends to the
+                true rows 0..i and to its own earlier steps.
+        """
+        hidden, length = self.fc(taps), taps.shape[1]
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for step in range(steps):
+            hidden = self._step(embeddings[:, step : step + length], hidden, step, keys, values)
+            yield hidden
+
+    def _step(
+        self, embedding: Tensor, hidden: Tensor, step: int, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        layer, attention, shape = self.midlayer, self.midlayer.self_attn, self.shape
+        wide = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(hidden)], -1)
+        split = (*wide.shape[:2], -1, shape.head_dim)
+        query, key, value = (
+            projection(wide).view(split).transpose(1, 2)
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        positions = torch.arange(step, step + wide.shape[1], device=wide.device)
+        groups = shape.num_attention_heads // shape.num_key_value_heads
+        keys.append(_rotate(key, positions, shape.rope_theta).repeat_interleave(groups, 1))
+        values.append(value.repeat_interleave(groups, 1))
+        mixed = _attend(_rotate(query, positions, shape.rope_theta), keys, values)
+        hidden = hidden + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+
+def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary embedding in halves (Llama), x [B, heads, S, D]."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = positions[:, None].float() * frequencies
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    left, right = x[..., :half], x[..., half:]
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Causal attention to the first keys, and to one key of the own row for every later step."""
+    length, scale = query.shape[2], query.shape[3] ** -0.5
+    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    scores = [(query @ keys[0].transpose(2, 3) * scale).masked_fill(future, float("-inf"))]
+    scores += [(query * key).sum(-1, keepdim=True) * scale for key in keys[1:]]
+    weights = torch.cat(scores, -1).float().softmax(-1).to(query.dtype)
+    mixed = weights[..., :length] @ values[0]
+    for own, value in enumerate(values[1:]):
+        mixed = mixed + weights[..., length + own, None] * value
+    return mixed
+
+
+class HeadLoss(torch.autograd.Function):
+    """Soft cross entropy behind the draft's head, for all unrolls at once.
+
+    Forward computes the gradients as well, a piece of the rows at a time, so that the logits of
+    all rows never exist together.
+    """
+
+    PIECE = 256
+
+    @staticmethod
+    def forward(  # noqa: ANN205 - typed by torch
+        ctx,  # noqa: ANN001
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        importance: Tensor,
+    ):
+        """Weighted mean loss.
+
+        Args:
+            ctx: autograd's.
+            hidden: normed hidden states [unrolls, rows, H].
+            weight: the head [V, H], of hidden's dtype.
+            targets: the base's probabilities over the draft vocabulary [rows, V].
+            importance: of each unroll, float32 [unrolls], of sum 1.
+        """
+        unrolls, rows, _ = hidden.shape
+        loss = torch.zeros((), device=hidden.device)
+        logit_grad = hidden.new_empty(unrolls, rows, weight.shape[0])
+        for start in range(0, rows, HeadLoss.PIECE):
+            piece = slice(start, start + HeadLoss.PIECE)
+            target = targets[piece].float()
+            for unroll in range(unrolls):
+                log_q = (hidden[unroll, piece] @ weight.T).float().log_softmax(-1)
+                share = importance[unroll] / rows
+                loss -= torch.dot(target.flatten(), log_q.flatten()) * share
+                logit_grad[unroll, piece] = log_q.exp_().sub_(target).mul_(share)
+        flat = logit_grad.flatten(0, 1)
+        ctx.save_for_backward((flat @ weight).view_as(hidden), flat.T @ hidden.flatten(0, 1))
+        return loss
+
+    @staticmethod
+    def backward(ctx, loss_grad: Tensor):  # noqa: ANN001, ANN205 - typed by torch
+        """Scale the gradients that forward left."""
+        hidden_grad, weight_grad = ctx.saved_tensors
+        scale = loss_grad.to(hidden_grad.dtype)
+        return hidden_grad * scale, weight_grad * scale, None, None

@@ -1,0 +1,189 @@
+"""The training loop: features in, draft out; stops and goes on where it was."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from edgellm.tools.train_draft.corpus import Sample
+from edgellm.tools.train_draft.features import Batch, FeatureCache, TappedBase, batches
+from edgellm.tools.train_draft.network import Draft, HeadLoss
+
+_STATE = "training.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the user chose; the defaults suit a base of some hundred million parameters."""
+
+    epochs: int
+    unrolls: int  # draft steps of the training-time test
+    unroll_weight: float  # loss weight of step j is unroll_weight ** j
+    learning_rate: float
+    warmup_steps: int
+    batch_tokens: int
+    max_tokens: int
+    max_gradient_norm: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """What the draft takes from its base and does not train."""
+
+    base: TappedBase
+    embedding: Tensor  # [V, H]
+    head: Tensor  # the base's head over the draft vocabulary [Vd, H]
+    in_vocabulary: Tensor  # bool [V]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One report of the loop."""
+
+    step: int
+    steps: int
+    loss: float
+    tokens_per_second: float
+    acceptance_length: float | None  # estimated on held-out text, of a chain; None between
+
+
+class Trainer:
+    """A draft in training; `folder` keeps its state and the features."""
+
+    def __init__(
+        self, draft: Draft, frozen: Frozen, recipe: Recipe, folder: Path, device: torch.device
+    ) -> None:
+        self.draft, self.frozen, self.recipe = draft.to(device), frozen, recipe
+        self.folder, self.device = folder, device
+        self.optimizer = torch.optim.AdamW(
+            draft.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.step = 0
+
+    def resume(self) -> bool:
+        """Continue from the folder's state if there is one."""
+        path = self.folder / _STATE
+        if not path.exists():
+            return False
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.draft.load_state_dict(state["draft"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        return True
+
+    def save(self) -> None:
+        """Write the state; a crash leaves the old one."""
+        state = {
+            "draft": self.draft.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+        }
+        partial = self.folder / f"{_STATE}.partial"
+        torch.save(state, partial)
+        partial.replace(self.folder / _STATE)
+
+    def run(
+        self,
+        samples: Sequence[Sample],
+        held_out: Sequence[Sample],
+        *,
+        cache: FeatureCache | None,
+        save_every: int,
+        report: Callable[[Progress], None],
+    ) -> None:
+        """Train to the recipe's end, saving the state every `save_every` steps and at the end."""
+        epochs = [self._epoch(samples, epoch) for epoch in range(self.recipe.epochs)]
+        steps = sum(len(epoch) for epoch in epochs)
+        done, tokens, start = 0, 0, time.perf_counter()
+        for epoch in epochs:
+            for batch in epoch:
+                done += 1
+                if done <= self.step:
+                    continue
+                loss = self._train(batch, self._features(batch, cache), steps)
+                self.step, tokens = done, tokens + sum(batch.lengths)
+                last = done == steps
+                held = None
+                if done % save_every == 0 or last:
+                    self.save()
+                    held = self.acceptance_length(held_out)
+                rate = tokens / (time.perf_counter() - start)
+                report(Progress(done, steps, loss, rate, held))
+
+    def _epoch(self, samples: Sequence[Sample], epoch: int) -> list[Batch]:
+        order = np.random.default_rng([self.recipe.seed, epoch])
+        return list(batches(samples, self.recipe.max_tokens, self.recipe.batch_tokens, order))
+
+    def _features(self, batch: Batch, cache: FeatureCache | None) -> Tensor:
+        if cache is not None and cache.has(batch):
+            return cache.load(batch).to(self.device)
+        features = self.frozen.base(batch.ids.to(self.device), batch.lengths)
+        if cache is not None:
+            cache.store(batch, features)
+        return features.clone()  # inference tensors cannot enter autograd
+
+    def _train(self, batch: Batch, features: Tensor, steps: int) -> float:
+        recipe = self.recipe
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * _schedule(self.step, recipe.warmup_steps, steps)
+        self.optimizer.zero_grad(set_to_none=True)
+        hidden, targets = self._predictions(batch, features)
+        importance = recipe.unroll_weight ** torch.arange(recipe.unrolls, device=self.device)
+        head = self.draft.lm_head.weight.to(hidden.dtype)
+        loss = HeadLoss.apply(hidden, head, targets, importance / importance.sum())
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.draft.parameters(), recipe.max_gradient_norm)
+        self.optimizer.step()
+        return loss.item()
+
+    def _predictions(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed hidden states [unrolls, rows, H], and what the base says there [rows, Vd].
+
+        The state of token p gives the base's distribution of token p + 1. Unroll j predicts it
+        from row p - 1 - j: the last true feature it reads is that much older.
+        """
+        ids, learned = batch.ids.to(self.device), batch.learned.to(self.device)
+        unrolls = self.recipe.unrolls
+        known = learned[:, 1:] & self.frozen.in_vocabulary[ids[:, 1:]]
+        known[:, :unrolls] = False
+        rows, positions = known.nonzero(as_tuple=True)
+        with torch.no_grad():
+            state = features[rows, positions, -1]
+            targets = (state @ self.frozen.head.T).softmax(-1)
+        embeddings = nn.functional.embedding(ids[:, 1:], self.frozen.embedding)
+        embeddings = nn.functional.pad(embeddings, (0, 0, 0, unrolls - 1))
+        with torch.autocast(self.device.type, torch.bfloat16):
+            taps = features[:, :-1, :-1].flatten(2)
+            chosen = [
+                hidden[rows, positions - 1 - unroll]
+                for unroll, hidden in enumerate(self.draft.unroll(taps, embeddings, unrolls))
+            ]
+            return self.draft.norm(torch.stack(chosen)), targets
+
+    @torch.no_grad()
+    def acceptance_length(self, held_out: Sequence[Sample]) -> float:
+        """Expected tokens a round of a greedy chain of `unrolls` steps (bonus token included)."""
+        hits, count = torch.zeros(self.recipe.unrolls, device=self.device), 0
+        for batch in batches(held_out, self.recipe.max_tokens, self.recipe.batch_tokens, None):
+            hidden, targets = self._predictions(batch, self._features(batch, None))
+            for unroll in range(self.recipe.unrolls):
+                logits = hidden[unroll] @ self.draft.lm_head.weight.to(hidden.dtype).T
+                hits[unroll] += (logits.argmax(-1) == targets.argmax(-1)).sum()
+            count += int(batch.learned[:, self.recipe.unrolls + 1 :].sum())
+        return 1 + float((hits / max(count, 1)).cumprod(0).sum())
+
+
+def _schedule(step: int, warmup: int, steps: int) -> float:
+    """Linear warm-up, then a cosine to a twentieth."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(steps - warmup, 1)
+    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
