@@ -19,7 +19,7 @@ from edgellm.export.graph import HEAD_ROWS, ROWS, PassInputs, cache_shape, decla
 from edgellm.export.op import Op
 from edgellm.export.weights import StoredTensor, Weights, as_bytes
 
-CANDIDATES, MASK_COLUMNS = "candidates", "mask_columns"
+CANDIDATES = "candidates"
 TARGET_IDS = "target_ids"  # a constant of ours, not a checkpoint's: d2t holds differences
 
 
@@ -53,7 +53,7 @@ def build_draft(
     op = Op(dtype)
     decoder = config.decoder
     size = decoder.hidden_size
-    inputs = PassInputs.declare(decoder, dtype, MASK_COLUMNS)
+    inputs = PassInputs.declare(decoder, dtype, mask_columns="mask_columns")
     hidden = declare(contract.DRAFT_HIDDEN, dtype, [1, ROWS, size])
     top_k = declare(contract.TOP_K, ir.DataType.INT64, [1])
     state = inputs.begin(op, decoder)

@@ -22,13 +22,13 @@ class PassInputs:
     input_ids: ir.Value  # int64 [1, S]
     position_ids: ir.Value  # int64 [1, S]
     write_index: ir.Value  # int64 [1]
-    tree_mask: ir.Value  # bool [S, S], of a draft [S, M]
+    tree_mask: ir.Value  # bool [S, S]; of a draft [S, M]
     logits_index: ir.Value  # int64 [R]
     past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, head_dim]
 
     @classmethod
     def declare(
-        cls, config: DecoderConfig, dtype: ir.DataType, mask_columns: str = ROWS
+        cls, config: DecoderConfig, dtype: ir.DataType, *, mask_columns: str = ROWS
     ) -> PassInputs:
         """The inputs of a decoder with the sizes of `config`."""
         integer, boolean = ir.DataType.INT64, ir.DataType.BOOL

@@ -68,13 +68,9 @@ def speculate(
     drafter.begin()
     drafter.remember(list(prompt))
     with profile.stage(PREFILL):
-        for rows, result in read_prompt(session, prompt, prefill_rows):
-            if rows.stop < len(prompt):
-                following = np.asarray(prompt[rows.start + 1 : rows.stop + 1], np.int64)
-                drafter.observe(following, result.taps)
+        rows, result = _read(session, drafter, prompt, prefill_rows)
         root = accept(Tree.of_root(0), result, sampler).bonus
-        last = np.asarray([*prompt[rows.start + 1 :], root], np.int64)
-        drafter.observe(last, result.taps)
+        drafter.observe(np.asarray([*prompt[rows.start + 1 :], root], np.int64), result.taps)
     drafter.remember([root])
     yield Round((root,))
     if max_tokens > 2:
@@ -101,6 +97,18 @@ def speculate(
         length += len(path)
         left -= len(token_ids)
         root = outcome.bonus
+
+
+def _read(
+    session: Session, drafter: EagleDrafter, prompt: Sequence[int], prefill_rows: int
+) -> tuple[slice, PassResult]:
+    """Read the prompt; the last piece, whose last token's follower is not known yet."""
+    for rows, result in read_prompt(session, prompt, prefill_rows):
+        if rows.stop == len(prompt):
+            return rows, result
+        following = np.asarray(prompt[rows.start + 1 : rows.stop + 1], np.int64)
+        drafter.observe(following, result.taps)
+    raise ValueError("an empty prompt")
 
 
 def _verify(session: Session, tree: Tree, length: int) -> PassResult:

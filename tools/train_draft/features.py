@@ -40,7 +40,7 @@ class TappedBase:
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Token ids int64 [B, S], right-padded -> taps and final normed state, [B, S, taps + 1, H]."""
+        """Token ids int64 [B, S], right-padded -> taps and final state, [B, S, taps + 1, H]."""
         mask = torch.arange(ids.shape[1])[None] < torch.tensor(lengths)[:, None]
         output = self._decoder(
             input_ids=ids, attention_mask=mask.long().to(ids.device), use_cache=False

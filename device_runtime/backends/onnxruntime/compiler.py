@@ -68,7 +68,8 @@ def compile_engine(
         saved = optimize(
             lowered, folder / f"{variant.name}.onnx", plan.threads, prepacks=variant.prepacks,
             probe=partial(
-                _probe, spec=spec, capacity=plan.kv_capacity, max_rows=variant.max_rows
+                _probe, spec=spec, capacity=plan.kv_capacity, max_rows=variant.max_rows,
+                num_taps=len(manifest.hidden_taps),
             ),
         )  # fmt: skip
         loaded.append(LoadedGraph(saved, variant.max_rows))
@@ -234,10 +235,10 @@ def optimize(
 
 
 def _probe(
-    session: ort.InferenceSession, spec: DecoderSpec, capacity: int, max_rows: int
+    session: ort.InferenceSession, spec: DecoderSpec, capacity: int, max_rows: int, num_taps: int
 ) -> np.ndarray:
     """Logits of a few rows and one more; NaN when anything is NaN."""
-    runner = OnnxRuntimeSession([LoadedGraph(session, max_rows)], spec, capacity)
+    runner = OnnxRuntimeSession([LoadedGraph(session, max_rows)], spec, capacity, num_taps)
     rows = min(5, capacity - 1, max_rows)
     first = runner.run(np.arange(rows) % spec.vocab_size, 0, np.arange(rows)).logits.copy()
     second = runner.run(np.array([1]), rows, np.array([0])).logits
