@@ -22,6 +22,13 @@ from eagle_reference import (
 from edgellm import contract
 from edgellm.artifact import verify_files
 from edgellm.contract import DraftBundleManifest, load_manifest
+from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.backends.onnxruntime.compiler import float32_spec
+from edgellm.device_runtime.backends.onnxruntime.draft_compiler import compile_draft
+from edgellm.device_runtime.backends.onnxruntime.session import (
+    OnnxRuntimeDraftSession,
+    load_graph,
+)
 from edgellm.export import models
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
@@ -249,6 +256,44 @@ def test_graphs_equal_the_reference(layout_name, draft_bases, tmp_path):
     verify_files(run.folder, run.manifest.files)
     assert ("fuse.onnx" in run.manifest.files) is spec.fuses
     _drive(run, reference)
+
+
+class EngineRun(DraftRun):
+    """The graphs as the CPU backend lowers them, in float32."""
+
+    def __post_init__(self) -> None:
+        plan = Plan(16, CAPACITY, 1, "same", precision="same", max_draft_tree_size=8)
+        engine = self.folder.parent / "engine"
+        engine.mkdir()
+        compile_draft(self.folder, self.manifest, plan, engine, lambda _: None)
+        spec = float32_spec(self.manifest.draft.decoder)
+        model, fuse = (
+            load_graph(engine / f"{name}.onnx", threads=1)
+            if (engine / f"{name}.onnx").exists()
+            else None
+            for name in ("draft", "fuse")
+        )
+        assert model is not None
+        self.session = OnnxRuntimeDraftSession(model, fuse, spec, CAPACITY)
+
+    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self.session.fuse(taps.numpy()))
+
+    def forward(self, ids, hidden, positions, mask, write_index, rows) -> list[np.ndarray]:
+        result = self.session.run(
+            ids.numpy(), hidden.numpy(), write_index, np.asarray(rows), top_k=K,
+            position_ids=positions.numpy(), tree_mask=np.asarray(mask),
+        )  # fmt: skip
+        return [result.token_ids, result.log_probs, result.hidden]
+
+
+@pytest.mark.parametrize(
+    "name", ["biases", "eagle1", "eagle1_without_bias", "modelopt_base_head", "speculators_qwen3"]
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", TOLERANCE), ("fp16", 0.2)])
+def test_lowered_graphs_equal_the_reference(name, dtype, tolerance, draft_bases, tmp_path):
+    run, reference = _export(tmp_path, draft_bases, LAYOUTS[name], dtype)
+    _drive(EngineRun(run.folder, run.manifest), reference, tolerance)
 
 
 def test_half_precision(draft_bases, tmp_path):
