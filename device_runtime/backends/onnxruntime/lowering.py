@@ -103,7 +103,9 @@ def _lower_linears(graph: GraphEditor, kernel: LinearKernel) -> None:
         weight = LinearWeight.of(operand) if operand is not None else None
         if weight is not None and x is not None:
             groups.setdefault((x, weight.key), []).append(node)
-    for (x, _), nodes in groups.items():
+    for nodes in groups.values():
+        x = nodes[0].inputs[0]  # not the group's key: a linear that fed it may be replaced by now
+        assert x is not None
         _emit_group(graph, kernel, x, nodes)
 
 
@@ -123,7 +125,7 @@ def _emit_group(
     olds = [node.outputs[0] for node in nodes]
     if biases[0] is not None:
         arrays = [bias[1].astype(np.float32) for bias in biases if bias is not None]
-        y = graph.node("Add", [y, graph.weight(f"{name}.bias", lambda: np.concatenate(arrays))])
+        y = graph.node("Add", [y, graph.weight(f"{name}.biases", lambda: np.concatenate(arrays))])
         olds = [bias[0].outputs[0] for bias in biases if bias is not None]
     news = [y]
     if len(nodes) > 1:
