@@ -104,20 +104,18 @@ def _lower_linears(graph: GraphEditor, kernel: LinearKernel) -> None:
         if weight is not None and x is not None:
             groups.setdefault((x, weight.key), []).append(node)
     for nodes in groups.values():
-        x = nodes[0].inputs[0]  # not the group's key: a linear that fed it may be replaced by now
-        assert x is not None
-        _emit_group(graph, kernel, x, nodes)
+        _emit_group(graph, kernel, nodes)
 
 
-def _emit_group(
-    graph: GraphEditor, kernel: LinearKernel, x: ir.Value, nodes: list[ir.Node]
-) -> None:
-    """Replace MatMuls (and their biases) that read the same `x` by one."""
+def _emit_group(graph: GraphEditor, kernel: LinearKernel, nodes: list[ir.Node]) -> None:
+    """Replace MatMuls (and their biases) that read the same input by one."""
+    x = nodes[0].inputs[0]  # now: it was replaced if another linear layer gave it
+    assert x is not None
     weight = LinearWeight(tuple(node.inputs[1] for node in nodes))  # type: ignore[arg-type]
     biases = [_bias_of(node) for node in nodes]
     if len({bias is None for bias in biases}) > 1:
         for node in nodes:
-            _emit_group(graph, kernel, x, [node])
+            _emit_group(graph, kernel, [node])
         return
     graph.cursor = nodes[0]
     name = "+".join(str(node.name).removesuffix(".MatMul") for node in nodes)
