@@ -123,7 +123,7 @@ def _emit_group(graph: GraphEditor, kernel: LinearKernel, nodes: list[ir.Node]) 
     olds = [node.outputs[0] for node in nodes]
     if biases[0] is not None:
         arrays = [bias[1].astype(np.float32) for bias in biases if bias is not None]
-        y = graph.node("Add", [y, graph.weight(f"{name}.bias", lambda: np.concatenate(arrays))])
+        y = graph.node("Add", [y, graph.weight(f"{name}.biases", lambda: np.concatenate(arrays))])
         olds = [bias[0].outputs[0] for bias in biases if bias is not None]
     news = [y]
     if len(nodes) > 1:
