@@ -23,13 +23,16 @@ class Comparison:
     divergence: int | None = None
     plain_token: int | None = None
     speculated_token: int | None = None
-    margin: float | None = None  # of the plain token's logit over the speculated one's
+    # Of the plain token's logit over the speculated one's; None if one answer goes on longer.
+    margin: float | None = None
     spread: float | None = None  # standard deviation of the logits there
 
     def line(self) -> str:
         """For people."""
         if self.divergence is None:
             return f"request {self.index}: {self.tokens} tokens, identical"
+        if self.margin is None:
+            return f"request {self.index}: identical until one ends, after {self.divergence} tokens"
         return (
             f"request {self.index}: diverges at token {self.divergence} of {self.tokens}: plain "
             f"{self.plain_token}, speculated {self.speculated_token}; logit margin "
@@ -50,8 +53,10 @@ def prove(llm: LLM, options: Options, requests: list[Any]) -> Iterator[Compariso
         )
         pairs = enumerate(zip(plain, speculated, strict=False))
         place = next((at for at, (one, other) in pairs if one != other), None)
-        if place is None:
+        if plain == speculated:
             yield Comparison(index, len(plain))
+        elif place is None:
+            yield Comparison(index, len(plain), min(len(plain), len(speculated)))
         else:
             yield _explained(llm, options, raw, index, place, plain, speculated)
 

@@ -183,6 +183,19 @@ def test_prove_shows_divergences(eagle_pair):
     assert declined.divergence is None
 
 
+@pytest.mark.parametrize("more", [(), (7,)])
+def test_prove_compares_lengths(eagle_pair, monkeypatch, more):
+    from edgellm.device_runtime import prove
+    from edgellm.device_runtime.llm import LLM
+    from edgellm.device_runtime.requests import Options
+
+    answers = iter([[4, 5, *more], [4, 5, 6, *more][: 3 - len(more)]])
+    monkeypatch.setattr(prove, "_token_ids", lambda *_, **__: next(answers))
+    (found,) = prove.prove(LLM(eagle_pair.engine), Options(), [{"messages": [USER]}])
+    assert found.divergence == 2
+    assert found.line() == "request 0: identical until one ends, after 2 tokens"
+
+
 @pytest.mark.parametrize(
     ("flags", "messages"),
     [
