@@ -7,6 +7,7 @@ rows stand behind the committed rows, and the next round overwrites them.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -90,11 +91,16 @@ class EagleDrafter:
 
     def _batched(self) -> list[tuple[I64, F32]]:
         """What waits, rows of several rounds of plain decoding in one pass."""
-        small = [pair for pair in self._waiting if len(pair[0]) <= self._limits.steps + 1]
-        if len(small) == len(self._waiting) > 1:
-            joined = [np.concatenate(parts) for parts in zip(*self._waiting, strict=True)]
-            self._waiting = [(joined[0], joined[1])]
-        batches, self._waiting = self._waiting, []
+        batches: list[tuple[I64, F32]] = []
+        for is_prompt, pairs in itertools.groupby(
+            self._waiting, lambda pair: len(pair[0]) > self._limits.steps + 1
+        ):
+            if is_prompt:
+                batches += pairs
+            else:
+                token_ids, taps = zip(*pairs, strict=True)
+                batches.append((np.concatenate(token_ids), np.concatenate(taps)))
+        self._waiting = []
         return batches
 
     def propose(self, root: int, room: int, levels: int) -> Tree:

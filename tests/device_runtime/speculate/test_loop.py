@@ -194,6 +194,14 @@ def test_pauses_end_and_the_draft_catches_up():
     assert max(setup.session.extensions) >= 32
 
 
+def test_a_pause_across_a_prompt_is_caught_up_with_in_two_passes():
+    setup = Setup(policy="free")
+    setup.drafter._policy._pause = 10
+    prompt = list(range(20))
+    assert setup.ids(prompt) == plain(prompt)
+    assert setup.session.extensions[:2] == [20, 10]
+
+
 def _plain_of(count: int) -> list[int]:
     base = StrictBase(400)
     return list(generate(base, [5], Sampler(GREEDY), count, Profile(), prefill_rows=64))
