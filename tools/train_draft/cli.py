@@ -44,9 +44,10 @@ def train_draft(
         int, typer.Option("--unrolls", min=1, max=16, help="Draft steps trained in a row.")
     ] = 5,
     unroll_weight: Annotated[
-        float, typer.Option("--unroll_weight", help="Loss weight of step j is this to the j.")
+        float,
+        typer.Option("--unroll_weight", min=0, help="Weight of step j is this to the j."),
     ] = 0.9,
-    learning_rate: Annotated[float, typer.Option("--learning_rate")] = 1e-3,
+    learning_rate: Annotated[float, typer.Option("--learning_rate", min=0)] = 1e-3,
     warmup_steps: Annotated[int, typer.Option("--warmup_steps", min=1)] = 100,
     batch_tokens: Annotated[int, typer.Option("--batch_tokens", min=64)] = 4096,
     max_tokens: Annotated[
@@ -89,7 +90,7 @@ def train_draft(
         base_model_dir=base_model_dir,
         output_dir=output_dir,
         data=tuple(data),
-        work_dir=work_dir or output_dir.with_name(output_dir.name + ".training"),
+        work_dir=work_dir or output_dir.parent / (output_dir.resolve().name + ".training"),
         init_from=init_from,
         draft_vocab_size=draft_vocab_size,
         hidden_taps=_taps(hidden_taps),
@@ -110,7 +111,7 @@ def _taps(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part)
     except ValueError:
-        raise EdgeLLMError(f"--hidden_taps {text}: give layer numbers like 2,15,27") from None
+        raise EdgeLLMError(f"--hidden_taps {text}: give whole numbers, such as 2,15,27") from None
 
 
 def _require_host() -> None:
