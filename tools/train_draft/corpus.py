@@ -144,11 +144,17 @@ def _drop_cut_line(store: Path) -> None:
 
 
 def stored_answers(store: Path) -> list[Sample]:
-    """The answers written so far."""
+    """The answers written so far; damaged lines are left out, so that they are made again."""
     if not store.exists():
         return []
-    records = [json.loads(line) for line in store.read_text("utf-8").splitlines()]
-    return [Sample(tuple(record["prompt"]), tuple(record["answer"])) for record in records]
+    samples = []
+    for line in store.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+            samples.append(Sample(tuple(record["prompt"]), tuple(record["answer"])))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return samples
 
 
 def draft_vocabulary(samples: Sequence[Sample], vocab_size: int, size: int) -> np.ndarray:
