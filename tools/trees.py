@@ -18,6 +18,7 @@ from edgellm.contract import EdgeLLMError
 
 PAGE = Path(__file__).with_name("trees.html")
 _PLACE = "@DATA@"
+_OF_A_TREE = ("tokens", "parents", "expected", "confidence", "path", "bonus")
 _HOW = "give the file that llm_inference --eagle --treeOutputFile wrote"
 
 app = typer.Typer(
@@ -105,11 +106,14 @@ def _fault(found: Any) -> str | None:
         return "it has no list of emitted tokens"
     if "tokens" not in found:
         return None
-    tokens, parents, path = (found.get(name) for name in ("tokens", "parents", "path"))
-    if not _is_texts(tokens) or not tokens or not isinstance(found.get("bonus"), str):
+    absent = [name for name in _OF_A_TREE if name not in found]
+    if absent:
+        return f"it has no {absent[0]}"
+    tokens, parents, path = found["tokens"], found["parents"], found["path"]
+    if not _is_texts(tokens) or not tokens or not isinstance(found["bonus"], str):
         return "its tokens are no texts"
     size = len(tokens)
-    chances = (found.get("expected"), found.get("confidence"))
+    chances = (found["expected"], found["confidence"])
     if not all(_is_list(values, size) and all(map(_is_number, values)) for values in chances):
         return f"expected and confidence are not {size} numbers each"
     topological = _is_list(parents, size) and parents[0] == -1 and all(map(_is_index, parents[1:]))
@@ -160,7 +164,7 @@ def summarize(rounds: Sequence[dict[str, Any]]) -> Summary:
 
 def render(content: dict[str, Any]) -> str:
     """The page; `content` as `read_trees` gives it."""
-    names = ("emitted", "tokens", "parents", "expected", "confidence", "path", "bonus")
+    names = ("emitted", *_OF_A_TREE)
     requests = [
         {
             "index": request.get("request_idx", place),

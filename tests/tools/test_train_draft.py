@@ -23,6 +23,7 @@ from edgellm.contract import EdgeLLMError
 from edgellm.export import models
 from edgellm.tools.train_draft import run as run_module
 from edgellm.tools.train_draft.corpus import Generation
+from edgellm.tools.train_draft.features import FeatureCache
 from edgellm.tools.train_draft.layout import read_draft
 from edgellm.tools.train_draft.network import Draft, DraftShape
 from edgellm.tools.train_draft.run import Job, run
@@ -162,18 +163,22 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(
     def cut(trainer, *arguments):
         loss = train(trainer, *arguments)
         calls.append(trainer.step)
-        if len(calls) in (2, 7, 8):
+        if len(calls) in (2, 7, 8, 20):
             raise KeyboardInterrupt
         return loss
 
     monkeypatch.setattr(Trainer, "_train", cut)
-    for _ in range(3):
+    for _ in range(4):
         with pytest.raises(KeyboardInterrupt):
             run(job)
         assert not job.output_dir.exists()
     answers = job.work_dir / "answers.jsonl"
     answers.write_bytes(answers.read_bytes()[:-9])  # the last line was cut
+    assert calls[19] > 12
+    stored = []
+    monkeypatch.setattr(FeatureCache, "store", lambda *arguments: stored.append(arguments))
     run(job)
+    assert not stored  # all features were kept: the first epoch was over before the last save
     assert calls[:9] == [0, 1, 0, 1, 2, 3, 4, 3, 3]  # saved at step 3 only
     assert answers.read_text() == (whole.work_dir / "answers.jsonl").read_text()
     assert (job.output_dir / "model.safetensors").read_bytes() == (

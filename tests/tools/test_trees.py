@@ -202,6 +202,7 @@ def test_bad_input(run_trees, tmp_path, content, fragment):
         ({"parents": [-1, 0, 0]}, "do not make a tree"),
         ({"parents": [-1, 0, 3, 0]}, "do not make a tree"),
         ({"parents": [-1, 0, -1, 1]}, "do not make a tree"),
+        ({"path": None}, "start at the root"),
         ({"path": []}, "start at the root"),
         ({"path": [0, 3]}, "leaves the tree"),
         ({"path": [0, 9]}, "leaves the tree"),

@@ -147,14 +147,16 @@ def stored_answers(store: Path) -> list[Sample]:
     """The answers written so far; damaged lines are left out, so that they are made again."""
     if not store.exists():
         return []
-    samples = []
-    for line in store.read_bytes().splitlines():
-        try:
-            record = json.loads(line)
-            samples.append(Sample(tuple(record["prompt"]), tuple(record["answer"])))
-        except (ValueError, KeyError, TypeError):
-            continue
-    return samples
+    lines = store.read_bytes().splitlines()
+    return [sample for line in lines if (sample := _stored(line)) is not None]
+
+
+def _stored(line: bytes) -> Sample | None:
+    try:
+        record = json.loads(line)
+        return Sample(tuple(record["prompt"]), tuple(record["answer"]))
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def draft_vocabulary(samples: Sequence[Sample], vocab_size: int, size: int) -> np.ndarray:
