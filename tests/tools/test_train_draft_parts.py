@@ -32,6 +32,15 @@ STOPS = frozenset([2, 17, 33, 50, 71])
 GREEDY = Generation(10, 0.0, 1.0, 4, 0)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny matrices; more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def base(request, tmp_path_factory) -> Path:
     config = {**models.find(request.param).TINY, "num_hidden_layers": 6}
