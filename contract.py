@@ -179,7 +179,7 @@ class EngineManifest:
     max_input_len: int
     max_kv_cache_capacity: int
     graphs: tuple[PassGraph, ...]  # ascending `max_rows`
-    pass_cost_ms: dict[str, float]  # query rows of one pass -> median milliseconds
+    pass_cost_ms: dict[str, float]  # query rows of one pass -> milliseconds
     prefill_rows: int  # rows per pass at which a long prompt is fastest
     quantization: str
     eos_token_ids: tuple[int, ...]
@@ -204,8 +204,8 @@ class DraftEngineManifest:
     max_draft_tree_size: int  # rows that may be drafted in one round
     graphs: tuple[PassGraph, ...]
     fuse_graph: str  # path, "" when the features need no fusing
-    step_cost_ms: dict[str, float]  # rows of one growth pass -> median milliseconds
-    extend_cost_ms: dict[str, float]  # rows fused and committed -> median milliseconds
+    step_cost_ms: dict[str, float]  # rows of one growth pass -> milliseconds
+    extend_cost_ms: dict[str, float]  # rows fused and committed -> milliseconds
     quantization: str
     options: dict[str, Any]
     provenance: dict[str, Any]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import sys
@@ -10,10 +9,27 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from edgellm.build.flags import (
+    Backend,
+    Debug,
+    DryRun,
+    EagleBase,
+    EagleDraft,
+    EngineDir,
+    KvCapacity,
+    MaxBatchSize,
+    MaxDraftTreeSize,
+    MaxInputLen,
+    MaxVerifyTreeSize,
+    OnnxDir,
+    Precision,
+    Prefill,
+    Threads,
+)
 from edgellm.command import run_command
 from edgellm.contract import DRAFT_FOLDER, DraftEngineManifest, EdgeLLMError, EngineManifest
 
@@ -29,64 +45,21 @@ app = typer.Typer(
 
 @app.command()
 def llm_build(
-    onnx_dir: Annotated[Path, typer.Option("--onnxDir", help="Bundle made by edgellm-export.")],
-    engine_dir: Annotated[Path, typer.Option("--engineDir", help="Folder for the engine.")],
-    max_input_len: Annotated[
-        int, typer.Option("--maxInputLen", min=1, help="Longest prompt, tokens.")
-    ] = 1024,
-    kv_capacity: Annotated[
-        int,
-        typer.Option(
-            "--maxKVCacheCapacity",
-            "--maxKvCacheCapacity",
-            min=2,
-            help="Prompt plus answer, tokens.",
-        ),
-    ] = 4096,
-    max_batch_size: Annotated[
-        int, typer.Option("--maxBatchSize", min=1, help="Requests at a time; engines run one.")
-    ] = 1,
-    backend: Annotated[str, typer.Option("--backend", help="auto or onnxruntime.")] = "auto",
-    threads: Annotated[
-        int, typer.Option("--threads", min=0, max=os.cpu_count(), help="CPU threads, 0 takes all.")
-    ] = 0,
-    prefill: Annotated[
-        str,
-        typer.Option(
-            "--prefill",
-            help="Prompt precision of INT4 engines: int8 is faster but keeps a second copy of "
-            "the weights, same keeps one, auto takes int8 where the CPU has int8 dot products.",
-        ),
-    ] = "auto",
-    precision: Annotated[
-        str,
-        typer.Option(
-            "--precision",
-            help="Of float weights: int8 rounds them (one scale per output channel and activation "
-            "row), same keeps them, auto keeps a base's and rounds a draft's where the CPU has "
-            "int8 dot products.",
-        ),
-    ] = "auto",
-    eagle_base: Annotated[
-        bool, typer.Option("--eagleBase", "--specBase", help="The base of an EAGLE draft.")
-    ] = False,
-    eagle_draft: Annotated[
-        bool,
-        typer.Option(
-            "--eagleDraft", "--specDraft", help="An EAGLE draft; goes into its base's engineDir."
-        ),
-    ] = False,
-    max_verify_tree_size: Annotated[
-        int,
-        typer.Option("--maxVerifyTreeSize", min=1, help="Nodes of a tree, root included (base)."),
-    ] = 60,
-    max_draft_tree_size: Annotated[
-        int, typer.Option("--maxDraftTreeSize", min=1, help="Rows drafted in a round (draft).")
-    ] = 60,
-    dry_run: Annotated[
-        bool, typer.Option("--dryRun", "--dry-run", help="Predict sizes and speed, build nothing.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    onnx_dir: OnnxDir,
+    engine_dir: EngineDir,
+    max_input_len: MaxInputLen = 1024,
+    kv_capacity: KvCapacity = 4096,
+    max_batch_size: MaxBatchSize = 1,
+    backend: Backend = "auto",
+    threads: Threads = 0,
+    prefill: Prefill = "auto",
+    precision: Precision = "auto",
+    eagle_base: EagleBase = False,
+    eagle_draft: EagleDraft = False,
+    max_verify_tree_size: MaxVerifyTreeSize = 60,
+    max_draft_tree_size: MaxDraftTreeSize = 60,
+    dry_run: DryRun = False,
+    debug: Debug = False,
 ) -> None:
     """Build an engine for this machine from an ONNX bundle."""
     del debug  # read by run_command

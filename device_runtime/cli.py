@@ -9,12 +9,35 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from edgellm.command import run_command
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.flags import (
+    BatchSize,
+    Debug,
+    DraftStep,
+    DraftTopK,
+    DumpOutput,
+    DumpProfile,
+    Eagle,
+    EngineDir,
+    InputFile,
+    MaxGenerateLength,
+    Ngram,
+    OutputFile,
+    ProfileFile,
+    Prove,
+    Stream,
+    TreeFile,
+    TreeKind,
+    TypicalAcceptance,
+    Verify,
+    VerifyTreeSize,
+    Warmup,
+)
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.llm import LLM, Step
@@ -35,77 +58,30 @@ app = typer.Typer(
 
 @app.command()
 def llm_inference(
-    engine_dir: Annotated[Path, typer.Option("--engineDir", help="Folder made by llm_build.")],
-    input_file: Annotated[Path, typer.Option("--inputFile", help="JSON file of requests.")],
-    output_file: Annotated[Path, typer.Option("--outputFile", help="JSON file for the answers.")],
-    warmup: Annotated[
-        int, typer.Option("--warmup", min=0, help="Repeat the first request N times before.")
-    ] = 0,
-    dump_profile: Annotated[bool, typer.Option("--dumpProfile", help="Print the profile.")] = False,
-    profile_file: Annotated[
-        Path | None, typer.Option("--profileOutputFile", help="Write the profile as JSON.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option("--batchSize", min=1, help="Overrides the file; run one by one.")
-    ] = None,
-    max_generate_length: Annotated[
-        int | None, typer.Option("--maxGenerateLength", min=1, help="Overrides the file.")
-    ] = None,
-    eagle: Annotated[
-        bool, typer.Option("--eagle", "--specDecode", help="Decode with the engine's draft.")
-    ] = False,
-    top_k: Annotated[
-        int,
-        typer.Option("--eagleDraftTopK", "--specDraftTopK", min=1, help="Children of a node."),
-    ] = 10,
-    steps: Annotated[
-        int, typer.Option("--eagleDraftStep", "--specDraftStep", min=1, help="Levels of a tree.")
-    ] = 6,
-    verify_size: Annotated[
-        int,
-        typer.Option(
-            "--eagleVerifyTreeSize", "--specVerifyTreeSize", min=1, help="Nodes of a tree."
-        ),
-    ] = 60,
-    tree: Annotated[
-        str,
-        typer.Option(
-            "--eagleTree",
-            help="cost: sized by measured costs, the flags above are bounds; fixed: always so.",
-        ),
-    ] = "cost",
-    ngram: Annotated[
-        bool, typer.Option("--ngram", help="Also draft what followed the same words before.")
-    ] = False,
-    typical_acceptance: Annotated[
-        float | None,
-        typer.Option(
-            "--typicalAcceptance",
-            min=0,
-            max=1,
-            help="Posterior threshold (0.09, say); faster, but NOT the base's distribution.",
-        ),
-    ] = None,
-    tree_file: Annotated[
-        Path | None, typer.Option("--treeOutputFile", help="Write the trees as JSON.")
-    ] = None,
-    prove_count: Annotated[
-        int,
-        typer.Option(
-            "--prove", min=0, help="Only compare N requests with and without speculation."
-        ),
-    ] = 0,
-    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Check the hashes of the engine's files first.")
-    ] = False,
-    dump_output: Annotated[bool, typer.Option("--dumpOutput", help="Print the answers.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    engine_dir: EngineDir,
+    input_file: InputFile,
+    output_file: OutputFile,
+    warmup: Warmup = 0,
+    dump_profile: DumpProfile = False,
+    profile_file: ProfileFile = None,
+    batch_size: BatchSize = None,
+    max_generate_length: MaxGenerateLength = None,
+    eagle: Eagle = False,
+    top_k: DraftTopK = 10,
+    steps: DraftStep = 6,
+    verify_size: VerifyTreeSize = 60,
+    tree: TreeKind = "cost",
+    ngram: Ngram = False,
+    typical_acceptance: TypicalAcceptance = None,
+    tree_file: TreeFile = None,
+    prove_count: Prove = 0,
+    stream: Stream = False,
+    verify: Verify = False,
+    dump_output: DumpOutput = False,
+    debug: Debug = False,
 ) -> None:
     """Answer the requests of a JSON file; a bad request gets an error object of its own."""
     del debug  # read by run_command
-    import msgspec
-
     from edgellm.device_runtime.llm import LLM
     from edgellm.device_runtime.requests import read_file
     from edgellm.device_runtime.tree_log import TreeLog
@@ -119,8 +95,7 @@ def llm_inference(
     options, requests = read_file(input_file)
     _check_outputs([output_file, profile_file, tree_file], input_file, engine_dir)
     if max_generate_length is not None:
-        options = msgspec.structs.replace(options, max_generate_length=max_generate_length)
-        requests = [_without_length(request) for request in requests]
+        options, requests = _with_length(options, requests, max_generate_length)
     if (batch_size or options.batch_size) > 1:
         typer.echo("note: requests run one by one, whatever the batch size", err=True)
     llm = LLM(engine_dir, verify=verify, eagle=speculation if eagle else None)
@@ -131,18 +106,22 @@ def llm_inference(
         llm, options, requests, warmup, stream=stream, output_file=output_file,
         input_file=input_file, trees=trees,
     )  # fmt: skip
-    report = profile.as_json()
-    if profile_file is not None:
-        _write_json(profile_file, report)
     if tree_file is not None:
         _write_json(tree_file, trees.as_json(str(input_file)))
-    if dump_profile:
-        typer.echo(json.dumps(report, indent=4))
+    _write_profile(profile, profile_file, shown=dump_profile)
     if dump_output:
         for response in responses:
             typer.echo(f"[{response['request_idx']}] {response['output_text']}")
     failed = _summarize(responses, profile, output_file)
     raise typer.Exit(1 if failed else 0)
+
+
+def _write_profile(profile: Profile, path: Path | None, *, shown: bool) -> None:
+    report = profile.as_json()
+    if path is not None:
+        _write_json(path, report)
+    if shown:
+        typer.echo(json.dumps(report, indent=4))
 
 
 def _speculation(
@@ -195,10 +174,18 @@ def _check_output(path: Path, input_file: Path) -> None:
         raise EdgeLLMError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _without_length(request: Any) -> Any:
-    if not isinstance(request, dict):
-        return request
-    return {name: value for name, value in request.items() if name != "max_generate_length"}
+def _with_length(options: Options, requests: list[Any], length: int) -> tuple[Options, list[Any]]:
+    """The file with one length for all requests."""
+    import msgspec
+
+    name = "max_generate_length"
+    own = [
+        {key: value for key, value in request.items() if key != name}
+        if isinstance(request, dict)
+        else request
+        for request in requests
+    ]
+    return msgspec.structs.replace(options, max_generate_length=length), own
 
 
 def _run_all(

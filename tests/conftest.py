@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +22,9 @@ from hypothesis import settings
 
 from edgellm.export import models
 from edgellm.tools import smollm2
+
+if TYPE_CHECKING:
+    from eagle_engines import EaglePair
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -118,6 +122,34 @@ def tiny_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     engine = tmp_path_factory.mktemp("engines") / "tiny"
     build_engine(tiny_bundle, engine, Plan(48, 64, 1, "auto"), "onnxruntime", lambda _: None)
     return engine
+
+
+@pytest.fixture(scope="session")
+def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], EaglePair]:
+    """Tiny bases with drafts by name, each built when it is first asked for."""
+    import eagle_engines
+
+    made: dict[str, EaglePair] = {}
+    build = eagle_engines.build_pair
+    makers: dict[str, Callable[[Path], EaglePair]] = {
+        "eagle3": build,
+        "int8_draft": lambda folder: eagle_engines.with_int8_draft(get("eagle3"), folder / "e"),
+        "int4": lambda folder: build(folder, int4=True),
+        "eagle1": lambda folder: build(folder, eagle_engines.EAGLE1),
+        "qwen3": lambda folder: build(folder, model_type="qwen3"),
+    }
+
+    def get(name: str) -> EaglePair:
+        if name not in made:
+            made[name] = makers[name](tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def eagle_pair(eagle_pairs: Callable[[str], EaglePair]) -> EaglePair:
+    return eagle_pairs("eagle3")
 
 
 @pytest.fixture(scope="session")

@@ -183,7 +183,7 @@ class Reference:
     def forward(
         self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities [S, draft vocabulary] and recycled rows; `mask` is for new rows."""
+        """Log-probabilities [S, draft vocabulary] and recycled rows; `mask`: the last rows."""
         layout, weights = self.layout, self.tensors
         embedded = self.embedding[ids]
         x = hidden
@@ -231,7 +231,8 @@ class Reference:
         old_keys, old_values = self.cache[layer]
         keys, values = torch.cat([old_keys, parts[1]]), torch.cat([old_values, parts[2]])
         self.cache[layer] = keys, values
-        seen = torch.cat([torch.ones(rows, len(old_keys), dtype=torch.bool), mask], 1)
+        before = len(keys) - mask.shape[1]
+        seen = torch.cat([torch.ones(rows, before, dtype=torch.bool), mask], 1)
         keys, values = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (keys, values))
         scores = torch.einsum("shd,thd->hst", parts[0], keys) * head_dim**-0.5
         chances = scores.masked_fill(~seen, -torch.inf).softmax(-1)

@@ -82,6 +82,7 @@ def _typical(
     result: PassResult, node: int, sampler: Sampler, threshold: float
 ) -> tuple[dict[int, float], float]:
     token_ids, probabilities = processed_distribution(result.logits[node], sampler.params)
-    entropy = float(-(probabilities * np.log(probabilities)).sum())
+    positive = probabilities[probabilities > 0]  # small ones underflow
+    entropy = float(-(positive * np.log(positive)).sum())
     least = min(threshold, math.sqrt(threshold) * math.exp(-entropy))
     return dict(zip(token_ids.tolist(), probabilities.tolist(), strict=True)), least

@@ -82,7 +82,8 @@ class EagleDrafter:
                 top_k=self._limits.top_k,
             )  # fmt: skip
             self._length += rows
-            self._spent_ms += _cost(self._costs.extend, rows)
+            if rows <= self._limits.steps + 1:  # not a prompt or a pause, which no tree can change
+                self._spent_ms += _cost(self._costs.extend, rows)
             self._root_ids = result.token_ids.copy()
             self._root_log_probs = result.log_probs.astype(np.float64)
             self._root_hidden = result.hidden.copy()

@@ -68,47 +68,61 @@ def speculate(
     drafter.begin()
     drafter.remember(list(prompt))
     with profile.stage(PREFILL):
-        rows, result = _read(session, drafter, prompt, prefill_rows)
-        root = accept(Tree.of_root(0), result, sampler).bonus
-        drafter.observe(np.asarray([*prompt[rows.start + 1 :], root], np.int64), result.taps)
-    drafter.remember([root])
+        root = _read(session, drafter, prompt, sampler, prefill_rows, accept)
     yield Round((root,))
-    if max_tokens > 2:
-        with profile.stage(DRAFT_PREFILL):
-            drafter.catch_up()
     length, left = len(prompt), max_tokens - 1
+    stage = DRAFT_PREFILL
     while left > 0:
         if left > 1:
-            with profile.stage(DRAFT_EXTEND):
+            with profile.stage(stage):
                 drafter.catch_up()
+            stage = DRAFT_EXTEND
         with profile.stage(GROW):
             tree = drafter.propose(root, session.capacity - length - 1, left - 1)
         with profile.stage(VERIFY):
             result = _verify(session, tree, length)
         with profile.stage(SETTLE):
             outcome = accept(tree, result, sampler)
-            path = np.asarray(outcome.path)
-            session.keep(length, path)
-            token_ids = (*tree.token_ids[path[1:]].tolist(), outcome.bonus)
-            drafter.observe(np.asarray(token_ids), result.taps[path])
-            drafter.remember(list(token_ids))
-            drafter.learn(tree, outcome.path, len(token_ids))
+            token_ids = _commit(session, drafter, tree, result, outcome, length)
         yield Round(token_ids, tree, tuple(outcome.path), tuple(drafter.confidences(tree)))
-        length += len(path)
-        left -= len(token_ids)
-        root = outcome.bonus
+        length, left, root = length + len(outcome.path), left - len(token_ids), outcome.bonus
 
 
 def _read(
-    session: Session, drafter: EagleDrafter, prompt: Sequence[int], prefill_rows: int
-) -> tuple[slice, PassResult]:
-    """Read the prompt; the last piece, whose last token's follower is not known yet."""
+    session: Session,
+    drafter: EagleDrafter,
+    prompt: Sequence[int],
+    sampler: Sampler,
+    prefill_rows: int,
+    accept: Accept,
+) -> int:
+    """Read the prompt; the answer's first token."""
+    following: list[int] = []
     for rows, result in read_prompt(session, prompt, prefill_rows):
+        following = list(prompt[rows.start + 1 : rows.stop + 1])
         if rows.stop == len(prompt):
-            return rows, result
-        following = np.asarray(prompt[rows.start + 1 : rows.stop + 1], np.int64)
-        drafter.observe(following, result.taps)
-    raise ValueError("an empty prompt")
+            following.append(accept(Tree.of_root(0), result, sampler).bonus)
+            drafter.remember(following[-1:])
+        drafter.observe(np.asarray(following, np.int64), result.taps)
+    return following[-1]
+
+
+def _commit(
+    session: Session,
+    drafter: EagleDrafter,
+    tree: Tree,
+    result: PassResult,
+    outcome: Accepted,
+    length: int,
+) -> tuple[int, ...]:
+    """Keep the accepted rows and tell the drafter; the new tokens."""
+    path = np.asarray(outcome.path)
+    session.keep(length, path)
+    token_ids = (*tree.token_ids[path[1:]].tolist(), outcome.bonus)
+    drafter.observe(np.asarray(token_ids), result.taps[path])
+    drafter.remember(list(token_ids))
+    drafter.learn(tree, outcome.path, len(token_ids))
+    return token_ids
 
 
 def _verify(session: Session, tree: Tree, length: int) -> PassResult:

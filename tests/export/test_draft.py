@@ -22,6 +22,13 @@ from eagle_reference import (
 from edgellm import contract
 from edgellm.artifact import verify_files
 from edgellm.contract import DraftBundleManifest, load_manifest
+from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.backends.onnxruntime.compiler import float32_spec
+from edgellm.device_runtime.backends.onnxruntime.draft_compiler import compile_draft
+from edgellm.device_runtime.backends.onnxruntime.session import (
+    OnnxRuntimeDraftSession,
+    load_graph,
+)
 from edgellm.export import models
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
@@ -208,7 +215,7 @@ def _compare(run, reference, ids, hidden, positions, mask, rows=None, tolerance=
 
 
 def _drive(run, reference, tolerance=TOLERANCE) -> None:
-    """A prefill, an extension, and two levels of a tree over recycled rows."""
+    """A prefill, an extension, and two levels of a tree over recycled rows, in both ways."""
     layout = reference.layout
     random = torch.Generator().manual_seed(3)
     width = BASE_HIDDEN * (1 if layout.eagle1 else len(layout.taps))
@@ -224,12 +231,15 @@ def _drive(run, reference, tolerance=TOLERANCE) -> None:
                         np.tri(3, dtype=bool), tolerance=tolerance)  # fmt: skip
     level = _compare(run, reference, ids[10:12], recycled[[2, 2]], torch.tensor([10, 10]),
                      np.eye(2, dtype=bool), tolerance=tolerance)  # fmt: skip
-    # The next level runs with its ancestors, over the slots that these had.
-    reference.drop_to(10)
     parents = [-1, -1, 0, 0, 1]
-    hidden = torch.cat([recycled[[2, 2]], level[[0, 0, 1]]])
-    depth = torch.tensor([10, 10, 11, 11, 11])
-    _compare(run, reference, ids[10:15], hidden, depth, tree_mask(parents), [2, 3, 4], tolerance)
+    mask, depth = tree_mask(parents), torch.tensor([10, 10, 11, 11, 11])
+    below = level[[0, 0, 1]]
+    # The next level alone, under a mask that also rules the level before.
+    _compare(run, reference, ids[12:15], below, depth[2:], mask[2:], [0, 2], tolerance)
+    # The same level together with its ancestors, over the slots that all of them had.
+    reference.drop_to(10)
+    hidden = torch.cat([recycled[[2, 2]], below])
+    _compare(run, reference, ids[10:15], hidden, depth, mask, [2, 3, 4], tolerance)
 
 
 def test_graphs_equal_the_reference(layout_name, draft_bases, tmp_path):
@@ -246,6 +256,44 @@ def test_graphs_equal_the_reference(layout_name, draft_bases, tmp_path):
     verify_files(run.folder, run.manifest.files)
     assert ("fuse.onnx" in run.manifest.files) is spec.fuses
     _drive(run, reference)
+
+
+class EngineRun(DraftRun):
+    """The graphs as the CPU backend lowers them, in float32."""
+
+    def __post_init__(self) -> None:
+        plan = Plan(16, CAPACITY, 1, "same", precision="same", max_draft_tree_size=8)
+        engine = self.folder.parent / "engine"
+        engine.mkdir()
+        compile_draft(self.folder, self.manifest, plan, engine, lambda _: None)
+        spec = float32_spec(self.manifest.draft.decoder)
+        model, fuse = (
+            load_graph(engine / f"{name}.onnx", threads=1)
+            if (engine / f"{name}.onnx").exists()
+            else None
+            for name in ("draft", "fuse")
+        )
+        assert model is not None
+        self.session = OnnxRuntimeDraftSession(model, fuse, spec, CAPACITY)
+
+    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self.session.fuse(taps.numpy()))
+
+    def forward(self, ids, hidden, positions, mask, write_index, rows) -> list[np.ndarray]:
+        result = self.session.run(
+            ids.numpy(), hidden.numpy(), write_index, np.asarray(rows), top_k=K,
+            position_ids=positions.numpy(), tree_mask=np.asarray(mask),
+        )  # fmt: skip
+        return [result.token_ids, result.log_probs, result.hidden]
+
+
+@pytest.mark.parametrize(
+    "name", ["biases", "eagle1", "eagle1_without_bias", "modelopt_base_head", "speculators_qwen3"]
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", TOLERANCE), ("fp16", 0.2)])
+def test_lowered_graphs_equal_the_reference(name, dtype, tolerance, draft_bases, tmp_path):
+    run, reference = _export(tmp_path, draft_bases, LAYOUTS[name], dtype)
+    _drive(EngineRun(run.folder, run.manifest), reference, tolerance)
 
 
 def test_half_precision(draft_bases, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -245,26 +244,26 @@ def _probe(
     return np.concatenate([first, second])
 
 
-def median_ms(run: Callable[[], object], repeats: int) -> float:
-    """Median time of a call, after one that is not counted."""
+def fastest_ms(run: Callable[[], object], repeats: int) -> float:
+    """Time of the fastest call after one that is not counted: what else runs only adds to it."""
     run()
     samples = []
     for _ in range(repeats):
         start = time.perf_counter()
         run()
         samples.append((time.perf_counter() - start) * 1e3)
-    return round(statistics.median(samples), 4)
+    return round(min(samples), 4)
 
 
 def _pass_costs(runner: OnnxRuntimeSession, spec: DecoderSpec) -> dict[str, float]:
-    """Median milliseconds of a pass by its rows, over a half-full context at most."""
+    """Milliseconds of a pass by its rows, over a half-full context at most."""
     context = min(_MEASURED_CONTEXT_ROWS, runner.capacity // 2)
     costs = {}
     for rows in MEASURED_ROWS:
         if rows <= runner.capacity - context:
             token_ids, head_rows = np.arange(rows) % spec.vocab_size, np.arange(rows)
             run = partial(runner.run, token_ids, context, head_rows)
-            costs[str(rows)] = median_ms(run, 7)
+            costs[str(rows)] = fastest_ms(run, 7)
     return costs
 
 
@@ -281,6 +280,6 @@ def _best_prefill_rows(runner: OnnxRuntimeSession, spec: DecoderSpec, plan: Plan
         for begin in range(0, len(prompt), rows):
             runner.run(prompt[begin : begin + rows], begin, np.array([0]))
 
-    costs = {rows: median_ms(partial(prefill, rows), 3) for rows in (*smaller, len(prompt))}
+    costs = {rows: fastest_ms(partial(prefill, rows), 3) for rows in (*smaller, len(prompt))}
     best = min(costs, key=costs.__getitem__)
     return plan.max_input_len if best == len(prompt) else best

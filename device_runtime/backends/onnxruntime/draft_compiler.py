@@ -15,9 +15,9 @@ from edgellm.device_runtime.backends import CompiledDraft, Estimate, Plan, Repor
 from edgellm.device_runtime.backends.onnxruntime.compiler import (
     RUNTIME_BYTES,
     check_heads,
+    fastest_ms,
     float32_spec,
     linear_sizes,
-    median_ms,
     optimize,
     table_bytes,
 )
@@ -128,7 +128,7 @@ def _features(spec: DraftSpec, rows: int) -> np.ndarray:
 
 
 def _costs(runner: OnnxRuntimeDraftSession, spec: DraftSpec, *, fused: bool) -> dict[str, float]:
-    """Median milliseconds by rows: growth passes, whose rows all get candidates, or extensions."""
+    """Milliseconds by rows: growth passes, whose rows all get candidates, or extensions."""
     context = min(_MEASURED_CONTEXT_ROWS, runner.capacity // 2)
     costs = {}
     for rows in _MEASURED_ROWS:
@@ -146,5 +146,5 @@ def _costs(runner: OnnxRuntimeDraftSession, spec: DraftSpec, *, fused: bool) -> 
         def extend(step: partial = step, taps: np.ndarray = taps) -> None:
             step(hidden=runner.fuse(taps))
 
-        costs[str(rows)] = median_ms(extend if fused else partial(step, hidden=hidden), 7)
+        costs[str(rows)] = fastest_ms(extend if fused else partial(step, hidden=hidden), 7)
     return costs

@@ -103,19 +103,19 @@ def _lower_linears(graph: GraphEditor, kernel: LinearKernel) -> None:
         weight = LinearWeight.of(operand) if operand is not None else None
         if weight is not None and x is not None:
             groups.setdefault((x, weight.key), []).append(node)
-    for (x, _), nodes in groups.items():
-        _emit_group(graph, kernel, x, nodes)
+    for nodes in groups.values():
+        _emit_group(graph, kernel, nodes)
 
 
-def _emit_group(
-    graph: GraphEditor, kernel: LinearKernel, x: ir.Value, nodes: list[ir.Node]
-) -> None:
-    """Replace MatMuls (and their biases) that read the same `x` by one."""
+def _emit_group(graph: GraphEditor, kernel: LinearKernel, nodes: list[ir.Node]) -> None:
+    """Replace MatMuls (and their biases) that read the same input by one."""
+    x = nodes[0].inputs[0]  # now: it was replaced if another linear layer gave it
+    assert x is not None
     weight = LinearWeight(tuple(node.inputs[1] for node in nodes))  # type: ignore[arg-type]
     biases = [_bias_of(node) for node in nodes]
     if len({bias is None for bias in biases}) > 1:
         for node in nodes:
-            _emit_group(graph, kernel, x, [node])
+            _emit_group(graph, kernel, [node])
         return
     graph.cursor = nodes[0]
     name = "+".join(str(node.name).removesuffix(".MatMul") for node in nodes)
@@ -123,7 +123,7 @@ def _emit_group(
     olds = [node.outputs[0] for node in nodes]
     if biases[0] is not None:
         arrays = [bias[1].astype(np.float32) for bias in biases if bias is not None]
-        y = graph.node("Add", [y, graph.weight(f"{name}.bias", lambda: np.concatenate(arrays))])
+        y = graph.node("Add", [y, graph.weight(f"{name}.biases", lambda: np.concatenate(arrays))])
         olds = [bias[0].outputs[0] for bias in biases if bias is not None]
     news = [y]
     if len(nodes) > 1:

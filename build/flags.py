@@ -1,0 +1,66 @@
+"""The flags of `llm_build`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+OnnxDir = Annotated[Path, typer.Option("--onnxDir", help="Bundle made by edgellm-export.")]
+EngineDir = Annotated[Path, typer.Option("--engineDir", help="Folder for the engine.")]
+MaxInputLen = Annotated[int, typer.Option("--maxInputLen", min=1, help="Longest prompt, tokens.")]
+KvCapacity = Annotated[
+    int,
+    typer.Option(
+        "--maxKVCacheCapacity",
+        "--maxKvCacheCapacity",
+        min=2,
+        help="Prompt plus answer, tokens.",
+    ),
+]
+MaxBatchSize = Annotated[
+    int, typer.Option("--maxBatchSize", min=1, help="Requests at a time; engines run one.")
+]
+Backend = Annotated[str, typer.Option("--backend", help="auto or onnxruntime.")]
+Threads = Annotated[
+    int, typer.Option("--threads", min=0, max=os.cpu_count(), help="CPU threads, 0 takes all.")
+]
+Prefill = Annotated[
+    str,
+    typer.Option(
+        "--prefill",
+        help="Prompt precision of INT4 engines: int8 is faster but keeps a second copy of "
+        "the weights, same keeps one, auto takes int8 where the CPU has int8 dot products.",
+    ),
+]
+Precision = Annotated[
+    str,
+    typer.Option(
+        "--precision",
+        help="Of float weights: int8 rounds them (one scale per output channel and activation "
+        "row), same keeps them, auto keeps a base's and rounds a draft's where the CPU has "
+        "int8 dot products.",
+    ),
+]
+EagleBase = Annotated[
+    bool, typer.Option("--eagleBase", "--specBase", help="The base of an EAGLE draft.")
+]
+EagleDraft = Annotated[
+    bool,
+    typer.Option(
+        "--eagleDraft", "--specDraft", help="An EAGLE draft; goes into its base's engineDir."
+    ),
+]
+MaxVerifyTreeSize = Annotated[
+    int,
+    typer.Option("--maxVerifyTreeSize", min=1, help="Nodes of a tree, root included (base)."),
+]
+MaxDraftTreeSize = Annotated[
+    int, typer.Option("--maxDraftTreeSize", min=1, help="Rows drafted in a round (draft).")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dryRun", "--dry-run", help="Predict sizes and speed, build nothing.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]

@@ -1,0 +1,69 @@
+"""The flags of `llm_inference`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EngineDir = Annotated[Path, typer.Option("--engineDir", help="Folder made by llm_build.")]
+InputFile = Annotated[Path, typer.Option("--inputFile", help="JSON file of requests.")]
+OutputFile = Annotated[Path, typer.Option("--outputFile", help="JSON file for the answers.")]
+Warmup = Annotated[
+    int, typer.Option("--warmup", min=0, help="Repeat the first request N times before.")
+]
+DumpProfile = Annotated[bool, typer.Option("--dumpProfile", help="Print the profile.")]
+ProfileFile = Annotated[
+    Path | None, typer.Option("--profileOutputFile", help="Write the profile as JSON.")
+]
+BatchSize = Annotated[
+    int | None, typer.Option("--batchSize", min=1, help="Overrides the file; run one by one.")
+]
+MaxGenerateLength = Annotated[
+    int | None, typer.Option("--maxGenerateLength", min=1, help="Overrides the file.")
+]
+Eagle = Annotated[
+    bool, typer.Option("--eagle", "--specDecode", help="Decode with the engine's draft.")
+]
+DraftTopK = Annotated[
+    int,
+    typer.Option("--eagleDraftTopK", "--specDraftTopK", min=1, help="Children of a node."),
+]
+DraftStep = Annotated[
+    int, typer.Option("--eagleDraftStep", "--specDraftStep", min=1, help="Levels of a tree.")
+]
+VerifyTreeSize = Annotated[
+    int,
+    typer.Option("--eagleVerifyTreeSize", "--specVerifyTreeSize", min=1, help="Nodes of a tree."),
+]
+TreeKind = Annotated[
+    str,
+    typer.Option(
+        "--eagleTree",
+        help="cost: sized by measured costs, the flags above are bounds; fixed: always so.",
+    ),
+]
+Ngram = Annotated[
+    bool, typer.Option("--ngram", help="Also draft what followed the same words before.")
+]
+TypicalAcceptance = Annotated[
+    float | None,
+    typer.Option(
+        "--typicalAcceptance",
+        min=0,
+        max=1,
+        help="Posterior threshold (0.09, say); faster, but NOT the base's distribution.",
+    ),
+]
+TreeFile = Annotated[Path | None, typer.Option("--treeOutputFile", help="Write the trees as JSON.")]
+Prove = Annotated[
+    int,
+    typer.Option("--prove", min=0, help="Only compare N requests with and without speculation."),
+]
+Stream = Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Check the hashes of the engine's files first.")
+]
+DumpOutput = Annotated[bool, typer.Option("--dumpOutput", help="Print the answers.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]

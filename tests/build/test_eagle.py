@@ -1,0 +1,184 @@
+"""`llm_build` of EAGLE bases and drafts as a user meets it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import assert_one_line_error
+from eagle_engines import EAGLE1, draft_plan, export_pair
+
+from edgellm.artifact import verify_files
+from edgellm.build.draft import build_draft
+from edgellm.build.engine import build_engine
+from edgellm.contract import (
+    BrokenArtifactError,
+    BundleManifest,
+    DraftEngineManifest,
+    EngineManifest,
+    load_manifest,
+)
+from edgellm.device_runtime.backends import Plan
+
+SIZES = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
+TREES = ("--maxVerifyTreeSize", 12, "--maxDraftTreeSize", 20)
+
+
+def _build(command, bundle, engine, *more):
+    return command("llm_build", "--onnxDir", bundle, "--engineDir", engine, *SIZES, *more)
+
+
+@pytest.mark.parametrize("spelling", ["eagle", "spec"])
+@pytest.mark.parametrize("order", ["base first", "draft first"])
+def test_base_and_draft_in_either_order(command, eagle_pair, tmp_path, order, spelling):
+    engine = tmp_path / "engine"
+    parts = [(eagle_pair.bundle, "Base"), (eagle_pair.draft_bundle, "Draft")]
+    for bundle, part in parts if order == "base first" else parts[::-1]:
+        result = _build(command, bundle, engine, f"--{spelling}{part}", *TREES)
+        assert result.returncode == 0, result.stderr
+    assert str(engine) in result.stdout
+    base = load_manifest(engine, EngineManifest)
+    draft = load_manifest(engine / "draft", DraftEngineManifest)
+    verify_files(engine, base.files)
+    verify_files(engine / "draft", draft.files)
+    assert (base.max_verify_tree_size, base.hidden_taps) == (12, (2, 4, 5))
+    assert (draft.max_draft_tree_size, draft.max_kv_cache_capacity) == (20, 64)
+    assert set(draft.step_cost_ms) == set(draft.extend_cost_ms) == set(base.pass_cost_ms)
+    assert draft.draft.decoder.kv.dtype == "float32"
+    assert draft.fuse_graph == "fuse.onnx"
+    result = _build(command, eagle_pair.bundle, engine, "--eagleBase", *TREES)  # once more
+    assert result.returncode == 0, result.stderr
+    verify_files(engine / "draft", load_manifest(engine / "draft", DraftEngineManifest).files)
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision"),
+    [(("--precision", "same"), "fp32"), (("--precision", "int8"), "int8")],
+)
+def test_precisions(command, eagle_pair, tmp_path, flags, precision):
+    engine = tmp_path / "engine"
+    assert _build(command, eagle_pair.draft_bundle, engine, "--eagleDraft", *flags).returncode == 0
+    draft = load_manifest(engine / "draft", DraftEngineManifest)
+    assert [graph.precision for graph in draft.graphs] == [precision]
+    assert _build(command, eagle_pair.bundle, engine, "--eagleBase", *flags).returncode == 0
+    assert load_manifest(engine, EngineManifest).graphs[0].precision == precision
+
+
+@pytest.mark.parametrize(
+    ("which", "flags", "messages"),
+    [
+        ("base", ("--eagleBase", "--eagleDraft"), ("are two builds", "once for each")),
+        ("base", ("--eagleDraft",), ("is a llm_bundle, not a draft_bundle",)),
+        ("draft", ("--eagleBase",), ("is a draft_bundle, not a llm_bundle",)),
+        ("draft", (), ("is a draft_bundle, not a llm_bundle",)),
+        ("base", ("--eagleBase", "--precision", "nonsense"), ("give auto, same or int8",)),
+        ("base", ("--eagleBase", "--maxVerifyTreeSize", 64), ("--maxVerifyTreeSize 64 does not",)),
+        ("draft", ("--eagleDraft", "--maxDraftTreeSize", 64), ("--maxDraftTreeSize 64 does not",)),
+        ("base", ("--eagleDraft", "--dry-run"), ("is a llm_bundle, not a draft_bundle",)),
+    ],
+    ids=str,
+)
+def test_bad_input(command, eagle_pair, tmp_path, which, flags, messages):
+    bundle = eagle_pair.bundle if which == "base" else eagle_pair.draft_bundle
+    result = _build(command, bundle, tmp_path / "engine", *flags)
+    assert_one_line_error(result, *messages)
+    assert not (tmp_path / "engine").exists()
+
+
+@pytest.mark.parametrize("flag", ["--maxVerifyTreeSize", "--maxDraftTreeSize"])
+def test_trees_of_no_rows_are_usage_errors(command, eagle_pair, tmp_path, flag):
+    result = _build(command, eagle_pair.bundle, tmp_path / "engine", "--eagleBase", flag, 0)
+    assert result.returncode == 2
+    assert flag.removeprefix("--") in result.stderr
+
+
+def test_a_bundle_without_taps_is_no_base(command, tiny_bundle, tmp_path):
+    result = _build(command, tiny_bundle, tmp_path / "engine", "--eagleBase")
+    assert_one_line_error(result, "gives no features to a draft", "--is_eagle_base")
+
+
+def test_dry_run_of_a_draft(command, eagle_pair, tmp_path):
+    flags = ("--eagleDraft", "--precision", "same")
+    result = _build(command, eagle_pair.draft_bundle, tmp_path / "engine", *flags, "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "engine").exists()
+    megabytes = float(result.stdout.splitlines()[0].split()[1])
+    _build(command, eagle_pair.draft_bundle, tmp_path / "engine", *flags)
+    files = load_manifest(tmp_path / "engine" / "draft", DraftEngineManifest).files
+    actual = sum(record.num_bytes for name, record in files.items() if name.endswith(".data")) / 1e6
+    assert megabytes == pytest.approx(actual, rel=0.25, abs=0.2)
+
+
+def test_damaged_draft_bundles(command, eagle_pair, tmp_path):
+    bundle = Path(shutil.copytree(eagle_pair.draft_bundle, tmp_path / "bundle"))
+    weights = next(bundle.glob("*.weights"))
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-10])
+    result = _build(command, bundle, tmp_path / "engine", "--eagleDraft")
+    assert_one_line_error(result, f"{weights.name} has")
+    weights.unlink()
+    result = _build(command, bundle, tmp_path / "engine", "--eagleDraft")
+    assert_one_line_error(result, f"{weights.name} is missing")
+    (bundle / "manifest.json").write_text("{")
+    result = _build(command, bundle, tmp_path / "engine", "--eagleDraft")
+    assert_one_line_error(result, "is damaged")
+    assert not (tmp_path / "engine").exists()
+
+
+@pytest.fixture(scope="module")
+def other_pair(tmp_path_factory):
+    """Its draft is EAGLE-1's, whose tap is another."""
+    return export_pair(tmp_path_factory.mktemp("other"), EAGLE1)
+
+
+def test_drafts_of_another_base_are_refused_in_both_orders(
+    command, eagle_pair, other_pair, tmp_path
+):
+    engine = Path(shutil.copytree(eagle_pair.engine, tmp_path / "engine"))
+    result = _build(command, other_pair.draft_bundle, engine, "--eagleDraft")
+    assert_one_line_error(result, "with hidden taps (8,), this one has (2, 4, 5)")
+    result = _build(command, other_pair.bundle, engine, "--eagleBase")
+    assert_one_line_error(result, "with hidden taps (2, 4, 5), this one has (8,)")
+    for folder, kind in ((engine, EngineManifest), (engine / "draft", DraftEngineManifest)):
+        verify_files(folder, load_manifest(folder, kind).files)
+
+
+def _changed(bundle: Path, folder: Path, section: str, change: dict[str, object]) -> Path:
+    """The bundle with other facts in its manifest."""
+    shutil.copytree(bundle, folder)
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    place = manifest
+    for name in section.split(".") if section else ():
+        place = place[name]
+    place.update(change)
+    path.write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("draft", {"base_hidden_size": 64}, "hidden size 64, this one has 96"),
+        ("draft", {"base_num_layers": 9}, "number of layers 9, this one has 8"),
+        ("draft.decoder", {"vocab_size": 99}, "vocabulary size 99, this one has 96"),
+        ("draft", {"hidden_taps": [1, 4, 5]}, r"hidden taps \(1, 4, 5\), this one has \(2, 4, 5\)"),
+    ],
+)
+def test_what_must_agree(eagle_pair, tmp_path, section, change, message):
+    draft = _changed(eagle_pair.draft_bundle, tmp_path / "draft", section, change)
+    with pytest.raises(BrokenArtifactError, match=message):
+        build_draft(draft, eagle_pair.engine, draft_plan(), "onnxruntime", lambda _: None)
+
+
+def test_a_base_for_another_draft_is_refused(eagle_pair, tmp_path):
+    engine = Path(shutil.copytree(eagle_pair.engine, tmp_path / "engine"))
+    facts = load_manifest(eagle_pair.bundle, BundleManifest).decoder
+    assert dataclasses.replace(facts, vocab_size=99).vocab_size == 99
+    base = _changed(eagle_pair.bundle, tmp_path / "base", "decoder", {"vocab_size": 99})
+    plan = Plan(48, 64, 1, "auto", max_verify_tree_size=8)
+    with pytest.raises(BrokenArtifactError, match="vocabulary size 96, this one has 99"):
+        build_engine(base, engine, plan, "onnxruntime", lambda _: None)

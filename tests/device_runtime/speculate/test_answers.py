@@ -1,0 +1,141 @@
+"""Answers of an LLM that speculates: ends inside an accepted path, pauses of the caller, text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from scripted_sessions import StrictBase, StrictDraft, oracle
+
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.setup import EagleOptions
+
+GREEDY = SamplingParams(temperature=0)
+LIMITS = TreeLimits(2, 5, 11)
+FREE = Costs.of({"1": 10, "64": 10.01}, {"1": 0.01, "64": 0.02}, {"1": 0.01, "64": 0.02})
+PROMPT = "w20 w21 w22"
+
+
+@dataclass
+class Drafters:
+    """As `setup.Drafters`, around a scripted draft."""
+
+    drafter: EagleDrafter
+    options: EagleOptions
+
+    def for_requests(self, *, greedy: bool) -> EagleDrafter:
+        assert greedy
+        return self.drafter
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_engine) -> LLM:
+    return LLM(tiny_engine)
+
+
+@pytest.fixture(params=["fixed", "cost"])
+def scripted(request, llm, monkeypatch):
+    """Make the next answers a list of words that the draft foresees."""
+
+    def script(*words, capacity=64):
+        ids = [llm.tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
+
+        def logits_of(context):
+            logits = np.linspace(0, 1, 96, dtype=np.float32)
+            logits[ids[min(len(context) - 3, len(ids) - 1)]] = 9
+            return logits
+
+        session = StrictDraft(capacity, lambda context: oracle(context, logits_of))
+        policy = (
+            FixedTree(LIMITS)
+            if request.param == "fixed"
+            else CostAwareTree(LIMITS, FREE, Calibration())
+        )
+        drafter = EagleDrafter(session, policy, LIMITS, FREE, max_tree_rows=10)
+        monkeypatch.setattr(llm, "session", StrictBase(capacity, logits_of))
+        monkeypatch.setattr(llm, "_drafters", Drafters(drafter, EagleOptions()))
+
+    return script
+
+
+WORDS = [f"w{at}" for at in range(30, 44)]
+
+
+def test_a_step_holds_a_whole_path(scripted, llm):
+    scripted(*WORDS)
+    answer = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=13)
+    steps = list(answer)
+    assert [len(step.token_ids) for step in steps] == [1, 6, 6]
+    assert answer.text == " ".join(WORDS[:13])
+    assert answer.finish_reason == "length"
+    assert answer.timings()["spec_verify_count"] == 2
+    assert answer.timings()["spec_acceptance_length"] == 6
+
+
+@pytest.mark.parametrize("place", range(9))
+def test_an_end_token_inside_a_path(scripted, llm, place):
+    scripted(*WORDS[:place], "</s>", *WORDS)
+    answer = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=40)
+    steps = list(answer)
+    assert answer.text == " ".join(WORDS[:place])
+    assert answer.finish_reason == "stop"
+    assert len(answer.token_ids) == place + 1
+    assert answer.token_ids[-1] == 2
+    assert sum(counts.emitted for counts in answer.profile.rounds) == place
+    assert "".join(step.text for step in steps) == answer.text
+    plain = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=40, speculative=False)
+    list(plain)
+    assert (plain.token_ids, plain.text) == (answer.token_ids, answer.text)
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_stop_string_inside_a_path(scripted, llm, place):
+    scripted(*WORDS)
+    stop = f"{WORDS[place]} {WORDS[place + 1]}"
+    answer = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=14, stop=[stop])
+    list(answer)
+    assert answer.text == "".join(f"{word} " for word in WORDS[:place])
+    assert answer.finish_reason == "stop"
+    assert len(answer.token_ids) == place + 2
+
+
+@pytest.mark.parametrize("length", range(1, 14))
+def test_the_length_ends_inside_a_path(scripted, llm, length):
+    scripted(*WORDS)
+    answer = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=length)
+    list(answer)
+    assert answer.text == " ".join(WORDS[:length])
+    assert (len(answer.token_ids), answer.finish_reason) == (length, "length")
+
+
+def test_the_next_answer_starts_anew(scripted, llm):
+    scripted(*WORDS)
+    for stop in (["w33"], [], ["w31"]):
+        answer = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=8, stop=stop)
+        list(answer)
+        expected = " ".join(WORDS[:8])
+        assert answer.text == (expected.split(stop[0])[0] if stop else expected)
+
+
+def test_answers_do_not_mix(scripted, llm):
+    scripted(*WORDS)
+    first = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=13)
+    steps = iter(first)
+    next(steps)
+    list(llm.generate(PROMPT, sampling=GREEDY, max_generate_length=3))
+    with pytest.raises(EdgeLLMError, match="another answer was started"):
+        next(steps)
+
+
+def test_numbers_that_are_none_end_the_answer(scripted, llm):
+    scripted(*WORDS)
+    session = llm.session
+    healthy = session.logits_of
+    session.logits_of = lambda context: healthy(context) + (np.nan if len(context) > 8 else 0)
+    with pytest.raises(EdgeLLMError, match="computed nan"):
+        list(llm.generate(PROMPT, sampling=GREEDY, max_generate_length=13))

@@ -1,0 +1,275 @@
+"""Tiny EAGLE engines: trees against sequences, drafts against torch, ids against plain ids."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from eagle_reference import Reference, tree_mask
+
+from edgellm.contract import DraftEngineManifest, EngineManifest, load_manifest
+from edgellm.device_runtime import LLM, SamplingParams, backends
+from edgellm.device_runtime.profile import Profile
+from edgellm.device_runtime.prove import prove
+from edgellm.device_runtime.requests import Options
+from edgellm.device_runtime.sampling import Sampler
+from edgellm.device_runtime.speculate.loop import speculate
+from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.setup import EagleOptions
+from edgellm.device_runtime.speculate.tree import Tree
+
+TOLERANCE = 2e-4
+NAMES = ("eagle3", "int4", "eagle1", "qwen3")
+PREFIX = np.random.default_rng(5).integers(9, 96, 23)
+TREE = Tree(
+    np.array([40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51]),
+    np.array([-1, 0, 0, 0, 1, 1, 3, 4, 6, 8, 8, 7]),
+    np.ones(12),
+)
+
+
+def open_base(engine):
+    manifest = load_manifest(engine, EngineManifest)
+    return backends.find("onnxruntime").open_session(engine, manifest)
+
+
+def open_draft(engine):
+    manifest = load_manifest(engine / "draft", DraftEngineManifest)
+    return backends.find("onnxruntime").open_draft_session(engine / "draft", manifest)
+
+
+def path_of(node: int) -> list[int]:
+    path = [node]
+    while path[-1]:
+        path.append(int(TREE.parents[path[-1]]))
+    return path[::-1]
+
+
+def verified(session):
+    """The pass over the prefix, then the one over the tree."""
+    session.run(PREFIX, 0, np.zeros(1, np.int64))
+    depths, mask = TREE.layout()
+    positions = len(PREFIX) + depths
+    return session.run(
+        TREE.token_ids, len(PREFIX), np.arange(len(TREE)), position_ids=positions, tree_mask=mask
+    )
+
+
+def close(pair, found, expected) -> None:
+    """INT4 kernels round activations to int8, so that the number of rows moves the results."""
+    if is_int4(pair):
+        assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
+    else:
+        np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
+def is_int4(pair) -> bool:
+    return pair.base_checkpoint.name == "rounded"
+
+
+def cache_rows(session, length: int) -> np.ndarray:
+    return session._cache._rows[..., :length, :].copy()
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def pair(request, eagle_pairs):
+    return eagle_pairs(request.param)
+
+
+def test_every_node_equals_its_sequence(pair):
+    session, plain = open_base(pair.engine), open_base(pair.engine)
+    result = verified(session)
+    for node in range(len(TREE)):
+        path = TREE.token_ids[path_of(node)]
+        plain.run(PREFIX, 0, np.zeros(1, np.int64))
+        for at, token in enumerate(path):
+            step = plain.run(np.array([token]), len(PREFIX) + at, np.zeros(1, np.int64))
+        close(pair, result.logits[node], step.logits[0])
+        close(pair, result.taps[node], step.taps[0])
+        assert is_int4(pair) or result.token_ids[node] == step.token_ids[0]
+
+
+@pytest.mark.parametrize("end", [0, 2, 9, 10, 11])
+def test_a_compacted_cache_equals_a_fresh_one(pair, end):
+    session, fresh = open_base(pair.engine), open_base(pair.engine)
+    path = np.array(path_of(end))
+    verified(session)
+    session.keep(len(PREFIX), path)
+    ids = np.concatenate([PREFIX, TREE.token_ids[path]])
+    fresh.run(ids, 0, np.zeros(1, np.int64))
+    rows = (cache_rows(one, len(ids)) for one in (session, fresh))
+    close(pair, *rows)
+    for at in range(3):
+        steps = [one.run(np.array([60 + at]), len(ids) + at, np.zeros(1, np.int64)).logits
+                 for one in (session, fresh)]  # fmt: skip
+        close(pair, *steps)
+
+
+def test_taps_equal_the_portable_graph_and_transformers(pair):
+    from transformers import AutoModelForCausalLM
+
+    from edgellm.contract import BundleManifest
+    from edgellm.export.verify import run_outputs
+
+    manifest = load_manifest(pair.bundle, BundleManifest)
+    assert manifest.hidden_taps == pair.layout.taps
+    expected = run_outputs(pair.bundle, manifest, PREFIX, len(PREFIX))
+    found = open_base(pair.engine).run(PREFIX, 0, np.arange(len(PREFIX)))
+    close(pair, found.taps, expected.taps)
+    close(pair, found.logits, expected.logits)
+    if not is_int4(pair):
+        model = AutoModelForCausalLM.from_pretrained(pair.base_checkpoint)
+        with torch.no_grad():
+            states = model(torch.from_numpy(PREFIX)[None], output_hidden_states=True).hidden_states
+        taps = torch.cat([states[tap][0] for tap in manifest.hidden_taps], -1)
+        close(pair, found.taps, taps.numpy())
+
+
+def test_the_draft_equals_torch(pair):
+    """An extension in two passes, then two levels, the second of which sees its ancestors."""
+    if is_int4(pair):
+        pytest.skip("the reference reads float bases")
+    reference = Reference(pair.draft_checkpoint, pair.base_checkpoint, pair.layout)
+    session, ids = open_draft(pair.engine), torch.from_numpy(PREFIX)
+    taps = open_base(pair.engine).run(PREFIX, 0, np.zeros(1, np.int64)).taps.copy()
+    hidden = torch.from_numpy(taps)
+    hidden = hidden if pair.layout.eagle1 else reference.fuse(hidden)
+    found = session.fuse(taps)
+    np.testing.assert_allclose(found, hidden, atol=TOLERANCE, rtol=TOLERANCE)
+    for place in (slice(0, 9), slice(9, 15)):
+        rows = place.stop - place.start
+        result = session.run(
+            PREFIX[place], found[place], place.start, np.array([rows - 1]), top_k=6
+        )
+        positions, causal = torch.arange(place.start, place.stop), torch.ones(rows, rows).tril()
+        log_probs, recycled = reference.forward(ids[place], hidden[place], positions, causal.bool())
+        _equal(result, reference, log_probs[-1:], recycled[-1:])
+    parents, new = [-1, -1, 0, 0, 1], torch.tensor([50, 51, 52, 53, 54])
+    mask, depths = tree_mask(parents), np.array([0, 0, 1, 1, 1])
+    above = recycled[[-1, -1]]
+    level = session.run(
+        new[:2].numpy(), above.numpy(), 15, np.arange(2), top_k=6,
+        position_ids=np.array([15, 15]), tree_mask=mask[:2, :2],
+    )  # fmt: skip
+    log_probs, recycled = reference.forward(
+        new[:2], above, torch.tensor([15, 15]), torch.eye(2).bool()
+    )
+    _equal(level, reference, log_probs, recycled)
+    below = recycled[[0, 0, 1]]
+    level = session.run(
+        new[2:].numpy(), below.numpy(), 17, np.arange(3), top_k=6,
+        position_ids=15 + depths[2:], tree_mask=mask[2:],
+    )  # fmt: skip
+    reference.drop_to(15)
+    log_probs, recycled = reference.forward(
+        new, torch.cat([above, below]), torch.from_numpy(15 + depths), torch.from_numpy(mask)
+    )
+    _equal(level, reference, log_probs[2:], recycled[2:])
+
+
+def _equal(result, reference, log_probs, recycled) -> None:
+    best = log_probs.topk(6)
+    np.testing.assert_allclose(result.log_probs, best.values, atol=TOLERANCE)
+    np.testing.assert_array_equal(result.token_ids, reference.targets[best.indices])
+    np.testing.assert_allclose(result.hidden, recycled, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+PROMPTS = ["w20", "w30 w40 w50", "w9 w10 w9 w10 w9", " ".join(f"w{i}" for i in range(10, 70))]
+WAYS = {
+    "fixed": EagleOptions(tree="fixed"),
+    "small": EagleOptions(TreeLimits(3, 2, 5), "fixed"),
+    "cost": EagleOptions(),
+    "ngram": EagleOptions(tree="fixed", ngram=True),
+    "cost_ngram": EagleOptions(ngram=True),
+}
+SAMPLINGS = [SamplingParams(temperature=0), SamplingParams(1.0, 1.0, 0, 7), SamplingParams(0.5)]
+
+
+def answer_of(llm, prompt, sampling, **options):
+    answer = llm.generate(prompt, sampling=sampling, max_generate_length=60, **options)
+    list(answer)
+    return answer
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["eagle3", "int8_draft", "eagle1", "qwen3"])
+def test_ids_are_those_of_plain_decoding(eagle_pairs, name, way):
+    llm = LLM(eagle_pairs(name).engine, verify=True, eagle=WAYS[way])
+    rounds = []
+    for sampling in SAMPLINGS:
+        for prompt in PROMPTS:
+            plain = answer_of(llm, prompt, sampling, speculative=False)
+            found = answer_of(llm, prompt, sampling)
+            assert found.token_ids == plain.token_ids
+            assert (found.text, found.finish_reason) == (plain.text, plain.finish_reason)
+            assert not plain.profile.rounds
+            rounds += found.profile.rounds
+    assert rounds
+    if "cost" not in way:
+        assert max(counts.tree_size for counts in rounds) == WAYS[way].limits.verify_size
+
+
+class Knowing:
+    """A drafter that hides the right continuation in a bushy tree."""
+
+    def __init__(self, answer: list[int]) -> None:
+        self.answer, self.at = answer, -1  # the prompt is remembered first
+        self.random = np.random.default_rng(2)
+
+    def begin(self) -> None: ...
+    def catch_up(self) -> None: ...
+    def learn(self, *_) -> None: ...
+    def observe(self, *_) -> None: ...
+
+    def remember(self, token_ids) -> None:
+        self.at = self.at + len(token_ids) if self.at >= 0 else 0
+
+    def confidences(self, tree) -> list[float]:
+        return [1.0] * len(tree)
+
+    def propose(self, root: int, room: int, levels: int) -> Tree:
+        assert root == self.answer[self.at - 1]
+        right = self.answer[self.at : self.at + min(levels, self.random.integers(0, 7))]
+        ids, parents, above = [root], [-1], 0
+        for token in right:
+            wrong = [t for t in self.random.integers(9, 96, 4).tolist() if t != token]
+            siblings = self.random.permutation([*set(wrong), token]).tolist()
+            parent = above
+            for sibling in siblings:
+                if sibling == token:
+                    above = len(ids)
+                ids.append(sibling)
+                parents.append(parent)
+        size = min(len(ids), room + 1)
+        return Tree(np.array(ids[:size]), np.array(parents[:size]), np.ones(size))
+
+
+def test_long_accepted_paths_leave_a_sound_cache(pair):
+    if is_int4(pair):
+        pytest.skip("its ids depend on the number of rows")
+    llm = LLM(pair.engine)
+    for prompt in PROMPTS[:3]:
+        plain = answer_of(llm, prompt, SAMPLINGS[1]).token_ids
+        ids = llm.tokenizer.encode(prompt, add_special_tokens=True)
+        knowing = Knowing(plain)
+        rounds = list(
+            speculate(
+                llm.session, knowing, ids, Sampler(SAMPLINGS[1]), len(plain), Profile(),
+                prefill_rows=llm.manifest.prefill_rows,
+            )
+        )  # fmt: skip
+        assert [t for found in rounds for t in found.token_ids] == plain
+        assert len(plain) < 8 or max(len(found.path) for found in rounds) > 3
+
+
+@pytest.mark.parametrize("way", ["fixed", "ngram"])
+def test_where_an_int4_engine_diverges_the_margin_is_small(eagle_pairs, way):
+    llm = LLM(eagle_pairs("int4").engine, eagle=WAYS[way])
+    requests = [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:3]]
+    found = list(prove(llm, Options(max_generate_length=50), requests))
+    assert len(found) == 3
+    for comparison in found:
+        if comparison.divergence is not None:
+            assert comparison.margin is not None
+            assert comparison.spread is not None
+            assert abs(comparison.margin) < 0.1 * comparison.spread

@@ -1,0 +1,248 @@
+"""Speculation over scripted sessions: the same ids as plain decoding, whatever is drafted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, adversary, oracle
+
+from edgellm.device_runtime.generate import generate
+from edgellm.device_runtime.profile import Profile
+from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.loop import Round, speculate
+from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(1.0, 0.9, 0, seed=11)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+SHAPES = {
+    "one_node": TreeLimits(10, 6, 1),
+    "two_nodes": TreeLimits(1, 1, 2),
+    "chain": TreeLimits(1, 7, 8),
+    "wide": TreeLimits(12, 1, 13),
+    "bushy": TreeLimits(3, 4, 20),
+    "cut": TreeLimits(8, 5, 4),
+    "default": TreeLimits(10, 6, 60),
+}
+FREE = Costs.of({"1": 10, "64": 10.01}, {"1": 0.01, "64": 0.02}, {"1": 0.01, "64": 0.02})
+COSTS = {
+    "free": FREE,
+    "fair": Costs.of({"1": 10, "8": 14, "64": 60}, {"1": 1, "64": 9}, {"1": 1, "64": 9}),
+    "dear": Costs.of({"1": 10, "2": 30, "64": 900}, {"1": 8, "64": 50}, {"1": 8, "64": 50}),
+}
+
+
+@dataclass
+class Setup:
+    """What a run is made of."""
+
+    limits: TreeLimits = SHAPES["default"]
+    policy: str = "fixed"
+    ngram: bool = False
+    capacity: int = 128
+    draft_capacity: int = 128
+    prefill_rows: int = 64
+    draft: str = "oracle"
+
+    def __post_init__(self) -> None:
+        self.base = StrictBase(self.capacity)
+        self.session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
+        costs = COSTS.get(self.policy, FREE)
+        policy = (
+            FixedTree(self.limits)
+            if self.policy == "fixed"
+            else CostAwareTree(self.limits, costs, Calibration())
+        )
+        self.drafter = EagleDrafter(
+            self.session, policy, self.limits, costs,
+            max_tree_rows=self.limits.top_k * self.limits.steps,
+            lookup_calibration=Calibration() if self.ngram else None,
+        )  # fmt: skip
+
+    def rounds(self, prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[Round]:
+        return list(
+            speculate(
+                self.base, self.drafter, prompt, Sampler(params), max_tokens, Profile(),
+                prefill_rows=self.prefill_rows,
+            )
+        )  # fmt: skip
+
+    def ids(self, *arguments, **options) -> list[int]:
+        return [t for found in self.rounds(*arguments, **options) for t in found.token_ids]
+
+
+def plain(prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[int]:
+    base = StrictBase(128)
+    tokens = generate(base, prompt, Sampler(params), max_tokens, Profile(), prefill_rows=64)
+    return list(tokens)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("ngram", [False, True], ids=["eagle", "ngram"])
+@pytest.mark.parametrize("policy", ["fixed", *COSTS])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_ids_are_those_of_plain_decoding(draft, shape, policy, ngram):
+    setup = Setup(SHAPES[shape], policy, ngram, draft=draft)
+    for params in (GREEDY, SAMPLED):
+        for prompt in (PROMPT, [7], list(range(20)) * 2):  # answers of one drafter, one by one
+            assert setup.ids(prompt, params, 30) == plain(prompt, params, 30)
+    assert max(setup.base.tree_sizes) <= SHAPES[shape].verify_size
+
+
+@pytest.mark.parametrize(("shape", "size"), [("one_node", 1), ("bushy", 20), ("default", 60)])
+def test_fixed_trees_have_the_size_of_the_limits(shape, size):
+    setup = Setup(SHAPES[shape])
+    sizes = [len(found.tree) for found in setup.rounds() if found.tree is not None]
+    assert sizes[0] == size
+
+
+def test_the_oracle_is_always_right_and_the_adversary_never():
+    rounds = Setup(TreeLimits(2, 5, 11)).rounds(max_tokens=61)
+    assert [len(found.token_ids) for found in rounds] == [1, *[6] * 10]
+    assert all(len(found.path) == 6 for found in rounds[1:])
+    rounds = Setup(draft="adversary").rounds(max_tokens=20)
+    assert [found.path for found in rounds[1:]] == [(0,)] * 19
+
+
+def test_rounds_tell_what_was_accepted():
+    for found in Setup(TreeLimits(3, 4, 20), draft="half_right").rounds()[1:]:
+        assert found.tree is not None
+        drafted = found.tree.token_ids[list(found.path[1:])].tolist()
+        assert list(found.token_ids[:-1]) == drafted
+        assert len(found.confidences) == len(found.tree)
+        assert found.confidences[0] == 1
+
+
+@pytest.mark.parametrize("policy", ["fixed", "free", "fair"])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13])
+def test_max_tokens_is_never_exceeded(max_tokens, policy):
+    setup = Setup(policy=policy)
+    assert setup.ids(max_tokens=max_tokens) == plain(max_tokens=max_tokens)
+    assert len(setup.session.extensions) == 0 or max_tokens > 2
+
+
+@pytest.mark.parametrize("policy", ["fixed", "free"])
+@pytest.mark.parametrize("capacity", [10, 11, 12, 20, 37, 66])
+def test_the_cache_is_filled_to_its_last_row(capacity, policy):
+    """Trees are clamped to what is left, down to one row."""
+    setup = Setup(policy=policy, capacity=capacity, draft="half_right")
+    most = capacity - len(PROMPT) + 1  # the last token is not written
+    assert setup.ids(max_tokens=most) == plain(max_tokens=most)
+    setup = Setup(policy=policy, capacity=capacity, draft="adversary")
+    assert setup.ids(max_tokens=most) == plain(max_tokens=most)
+    sizes = setup.base.tree_sizes
+    assert most < 4 or sizes[-3] <= 3
+    assert most < 3 or sizes[-2] <= 2  # one row beside the root was left
+    assert most < 2 or sizes[-1] == 1
+
+
+@pytest.mark.parametrize("draft_capacity", [1, 5, 9, 10, 12, 30, 31])
+@pytest.mark.parametrize("prefill_rows", [4, 64])
+def test_a_draft_cache_smaller_than_the_bases(draft_capacity, prefill_rows):
+    setup = Setup(draft_capacity=draft_capacity, prefill_rows=prefill_rows)
+    for prompt in (PROMPT, [7, 7], list(range(20))):
+        assert setup.ids(prompt) == plain(prompt)
+
+
+@pytest.mark.parametrize("draft", ["oracle", "half_right"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 9])
+def test_prompts_of_several_pieces(rows, draft):
+    setup = Setup(prefill_rows=rows, draft=draft)
+    assert setup.ids() == plain()
+    assert setup.session.extensions[0] in (rows, len(PROMPT))
+    assert setup.ids(params=SAMPLED) == plain(params=SAMPLED)
+
+
+@settings(max_examples=60)
+@given(
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
+    limits=st.builds(
+        TreeLimits, st.integers(1, VOCAB - 1), st.integers(1, 6), st.integers(1, 60)
+    ),
+    policy=st.sampled_from(["fixed", *COSTS]),
+    ngram=st.booleans(),
+    draft=st.sampled_from(sorted(DRAFTS)),
+    room=st.integers(1, 40),
+    draft_capacity=st.integers(1, 80),
+    prefill_rows=st.integers(1, 40),
+    params=st.builds(
+        SamplingParams, st.sampled_from([0.0, 0.7, 1.5]), st.sampled_from([0.7, 1.0]),
+        st.sampled_from([0, 1, 4]), st.integers(0, 99),
+    ),
+)  # fmt: skip
+def test_any_combination(
+    prompt, limits, policy, ngram, draft, room, draft_capacity, prefill_rows, params
+):
+    setup = Setup(
+        limits, policy, ngram, len(prompt) + room, draft_capacity, prefill_rows, draft
+    )  # fmt: skip
+    assert setup.ids(prompt, params, room) == plain(prompt, params, room)
+
+
+def test_pauses_end_and_the_draft_catches_up():
+    """A losing draft is left alone; what was committed meanwhile is written in one pass."""
+    setup = Setup(policy="dear", draft="adversary", capacity=400, draft_capacity=400)
+    assert setup.ids([5], max_tokens=300) == _plain_of(300)
+    assert len(setup.session.extensions) < 100
+    assert max(setup.session.extensions) >= 32
+
+
+def _plain_of(count: int) -> list[int]:
+    base = StrictBase(400)
+    return list(generate(base, [5], Sampler(GREEDY), count, Profile(), prefill_rows=64))
+
+
+def test_repetitive_text_is_looked_up():
+    """With a draft that never helps, what is accepted was looked up."""
+
+    def loop(context):
+        logits = np.zeros(VOCAB, np.float32)
+        logits[(context[-1] + 1) % 6] = 9
+        return logits
+
+    for ngram in (False, True):
+        setup = Setup(TreeLimits(2, 6, 16), ngram=ngram, draft="adversary")
+        setup.base.logits_of = loop
+        setup.session.draft = lambda _: ([23, 22], [1e-4, 1e-5])
+        rounds = setup.rounds(max_tokens=50)
+        assert [t for found in rounds for t in found.token_ids] == [
+            at % 6 for at in range(50)
+        ]  # PROMPT ends with 5
+        longest = max(len(found.path) for found in rounds)
+        assert longest == (7 if ngram else 1)
+
+
+def test_the_strict_sessions_find_what_is_wrong():
+    """A mask, a position, a feature or a compaction that is off by one does not pass."""
+    base = StrictBase(16)
+    base.run(np.array([1, 2, 3]), 0, np.array([2]))
+    rows, ids = np.arange(3), np.array([4, 5, 6])
+    good = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+    positions = np.array([3, 4, 4])
+    for mask, place in (
+        (np.tri(3, dtype=bool), positions),
+        (good, positions + 1),
+        (np.eye(3, dtype=bool), positions),
+        (np.ones((3, 3), bool), positions),
+    ):
+        with pytest.raises(AssertionError):
+            base.run(ids, 3, rows, position_ids=place, tree_mask=mask)
+    base.run(ids, 3, rows, position_ids=positions, tree_mask=good)
+    with pytest.raises(AssertionError):
+        base.run(ids[:1], 4, rows[:1])
+    with pytest.raises(AssertionError):
+        base.keep(3, np.array([0, 1, 2]))
+    base.keep(3, np.array([0, 2]))
+    assert [token for token, _ in base.rows] == [1, 2, 3, 4, 6]
+    for draft in (oracle, adversary):
+        features = base.run(np.array([1, 2, 3]), 0, np.array([2])).taps
+        session = StrictDraft(16, draft)
+        with pytest.raises(AssertionError):
+            session.run(np.array([2, 3]), session.fuse(features[1:]), 0, np.array([1]), top_k=2)

@@ -1,0 +1,236 @@
+"""Sizes of trees: limits, prices, learned rates; and the tree of EAGLE-2 by naive loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_sessions import StrictBase, StrictDraft, guesser, half_right
+
+from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.ngram import NgramLookup
+from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.tree import Pool, Tree
+
+FREE = Costs.of({"1": 10, "64": 10.001}, {"1": 0.001, "64": 0.002}, {"1": 0, "64": 0})
+DEAR = Costs.of({"1": 10, "2": 30, "64": 900}, {"1": 8, "64": 50}, {"1": 8, "64": 50})
+NONE = np.zeros(0)
+
+
+def proposed(policy, limits, draft, context=(3, 1, 4), capacity=100, **options) -> Tree:
+    """The tree that a drafter makes of a context."""
+    features = StrictBase(100).run(np.array(context[:-1]), 0, np.array([0])).taps
+    session = StrictDraft(capacity, draft)
+    rows = options.pop("max_tree_rows", limits.top_k * limits.steps)
+    drafter = EagleDrafter(session, policy, limits, FREE, max_tree_rows=rows)
+    drafter.observe(np.array(context[1:]), features)
+    drafter.catch_up()
+    tree = drafter.propose(context[-1], options.get("room", 99), options.get("levels", 99))
+    assert sum(session.growth) <= rows
+    return tree
+
+
+def paths(tree: Tree) -> set[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        found.append((*found[parent], token) if parent >= 0 else ())
+    return set(found)
+
+
+def naive_eagle2(draft, context, limits) -> set[tuple[int, ...]]:
+    """Paths of the tree: grow the best `top_k` of every level, then take the best of all."""
+    pool: list[tuple[float, tuple[int, ...]]] = []
+    frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for _ in range(limits.steps):
+        level = []
+        for score, path in frontier:
+            ids, chances = draft((*context, *path))
+            for token, chance in list(zip(ids, chances, strict=True))[: limits.top_k]:
+                log_prob = float(np.log(chance).astype(np.float32))
+                level.append((score + log_prob, (*path, token)))
+        pool += level
+        frontier = sorted(level, key=lambda node: -node[0])[: limits.top_k]
+    pool.sort(key=lambda node: -node[0])
+    return {()} | {path for _, path in pool[: limits.verify_size - 1]}
+
+
+@pytest.mark.parametrize("draft", [guesser, half_right])
+@pytest.mark.parametrize(
+    "limits",
+    [TreeLimits(), TreeLimits(1, 6, 60), TreeLimits(10, 1, 60), TreeLimits(4, 3, 9),
+     TreeLimits(3, 5, 400), TreeLimits(2, 2, 1)],
+    ids=str,
+)  # fmt: skip
+def test_fixed_trees_are_those_of_eagle2(limits, draft):
+    for last in range(8):
+        context = (3, 1, last)
+        tree = proposed(FixedTree(limits), limits, draft, context)
+        assert paths(tree) == naive_eagle2(draft, context, limits)
+
+
+@settings(max_examples=60)
+@given(
+    limits=st.builds(TreeLimits, st.integers(1, 12), st.integers(1, 7), st.integers(1, 64)),
+    room=st.integers(0, 70),
+    levels=st.integers(0, 8),
+    capacity=st.integers(2, 40),
+    rows=st.integers(1, 84),
+    is_fixed=st.booleans(),
+)
+def test_trees_keep_all_limits(limits, room, levels, capacity, rows, is_fixed):
+    policy = FixedTree(limits) if is_fixed else CostAwareTree(limits, FREE, Calibration())
+    tree = proposed(
+        policy, limits, half_right, room=room, levels=levels, capacity=capacity, max_tree_rows=rows
+    )
+    assert len(tree) <= min(limits.verify_size, room + 1)
+    depths, _ = tree.layout()
+    assert depths.max() <= min(limits.steps, levels)
+    below = np.bincount(tree.parents[1:], minlength=1)
+    assert below.max() <= limits.top_k
+    assert not room or not levels or limits.verify_size == 1 or not is_fixed or len(tree) > 1
+
+
+def pool_of(confidences, policy) -> Pool:
+    pool = Pool(0, 1 + len(confidences))
+    row = np.array([confidences])
+    pool.add(np.zeros(1, np.int64), np.arange(row.size)[None], policy.scores(np.log(row)), row)
+    return pool
+
+
+def test_nothing_is_drafted_when_verification_is_too_dear():
+    limits = TreeLimits()
+    policy = CostAwareTree(limits, DEAR, Calibration())
+    assert len(proposed(policy, limits, half_right)) == 1
+    pool = pool_of([0.9, 0.05], policy)
+    assert len(policy.frontier(pool, np.array([1, 2]), 50)) == 0
+    assert len(policy.select(pool, 50)) == 0
+
+
+def test_trees_grow_when_rows_are_free():
+    limits = TreeLimits(10, 6, 60)
+    assert len(proposed(CostAwareTree(limits, FREE, Calibration()), limits, half_right)) == 60
+
+
+def test_the_price_decides_where_the_tree_is_cut():
+    """A row more costs 2 ms of a pass of 10 ms: a node pays at a chance of 0.2 tokens."""
+    costs = Costs.of({"1": 10, "11": 30}, {"1": 1, "11": 1}, {"1": 1, "11": 1})
+    policy = CostAwareTree(TreeLimits(), costs, Calibration())
+    policy._tokens, policy._ms = 1.0, 10.0
+    pool = pool_of([0.9, 0.7, 0.34, 0.12, 0.05, 0.01], policy)
+    chances = np.exp(pool.scores[1:])
+    assert policy.select(pool, 10).tolist() == (np.flatnonzero(chances > 0.2) + 1).tolist()
+    assert policy.select(pool, 2).tolist() == [1, 2]
+    assert policy.select(pool, 0).tolist() == []
+
+
+def test_no_tree_has_more_rows_than_were_measured():
+    costs = Costs.of({"1": 10, "4": 10}, {"1": 0, "4": 0}, {"1": 0})
+    policy = CostAwareTree(TreeLimits(), costs, Calibration())
+    pool = pool_of([0.9] * 10, policy)
+    assert len(policy.select(pool, 50)) == 3
+    assert len(policy.frontier(pool, np.arange(1, 11), 50)) <= 4
+
+
+def test_losing_pauses_longer_and_longer_and_wakes_again():
+    costs = Costs.of({"1": 10, "2": 12}, {"1": 1}, {"1": 1})
+    policy = CostAwareTree(TreeLimits(), costs, Calibration())
+    pauses = []
+    for _ in range(8):
+        while policy.is_worthwhile():
+            policy.end_round(1, 15, 2)  # one token in 27 ms instead of 10
+        length = 0
+        while not policy.is_worthwhile():
+            policy.end_round(1, 0, 1)
+            length += 1
+        pauses.append(length)
+    assert pauses == [32, 64, 128, 256, 512, 512, 512, 512]
+    for _ in range(60):
+        policy.end_round(4, 2, 2)
+        assert policy.is_worthwhile()
+    while policy.is_worthwhile():
+        policy.end_round(1, 15, 2)
+    assert policy._pause == 32  # what went well is not held against it
+
+
+def test_the_rate_follows_the_rounds_and_never_falls_below_plain_decoding():
+    policy = CostAwareTree(TreeLimits(), FREE, Calibration())
+    for _ in range(400):
+        policy.end_round(5, 5, 2)
+    assert policy.rate == pytest.approx(5 / 15, rel=0.01)
+    for _ in range(6):
+        policy.end_round(1, 900, 2)
+    assert policy.rate == pytest.approx(1 / 10)
+
+
+def test_fixed_trees_never_pause():
+    policy = FixedTree(TreeLimits())
+    policy.end_round(1, 1e9, 60)
+    policy.learn(np.array([0.9]), np.array([0]))
+    assert policy.is_worthwhile()
+
+
+def test_calibration_takes_the_draft_at_its_word_at_first():
+    confidences = np.array([0.02, 0.2, 0.5, 0.62, 0.9])
+    rates = np.exp(Calibration().log_rates(confidences))
+    np.testing.assert_allclose(rates, confidences, atol=0.03)
+
+
+def test_calibration_learns_rates():
+    calibration = Calibration()
+    random = np.random.default_rng(0)
+    for _ in range(3000):
+        confidences = random.choice([0.2, 0.62, 0.9], 4)
+        truth = np.select([confidences < 0.3, confidences < 0.7], [0.5, 0.55], 0.97)
+        calibration.learn(confidences, (random.random(4) < truth).astype(np.int64))
+    rates = np.exp(calibration.log_rates(np.array([0.2, 0.62, 0.9])))
+    np.testing.assert_allclose(rates, [0.5, 0.55, 0.97], atol=0.06)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 1)), max_size=200),
+    st.lists(st.floats(0, 1), min_size=2, max_size=20),
+)
+def test_calibration_is_monotone_and_negative(observed, asked):
+    calibration = Calibration(prior_weight=1.0, memory=20)
+    for confidence, accepted in observed:
+        calibration.learn(np.array([confidence]), np.array([accepted]))
+    rates = calibration.log_rates(np.sort(asked))
+    assert (np.diff(rates) >= 0).all()
+    assert (rates < 0).all()  # a child's score is below its parent's
+    assert np.isfinite(rates).all()
+
+
+def test_calibration_of_nothing():
+    calibration = Calibration()
+    before = calibration.log_rates(np.array([0.1, 0.9]))
+    calibration.learn(NONE, NONE.astype(np.int64))
+    np.testing.assert_allclose(calibration.log_rates(np.array([0.1, 0.9])), before, rtol=1e-9)
+
+
+def test_costs_are_interpolated_and_never_fall():
+    costs = Costs.of({"1": 10, "4": 16, "8": 12}, {"2": 3, "1": 2}, {"1": 1})
+    np.testing.assert_allclose(costs.verify, [10, 10, 12, 14, 16, 16, 16, 16, 16])
+    np.testing.assert_allclose(costs.step, [2, 2, 3])
+    np.testing.assert_allclose(costs.extend, [1, 1])
+
+
+def naive_lookup(tokens: list[int], shortest: int, longest: int, most: int):
+    """What followed the last earlier place where the text ended like this."""
+    for size in range(longest, shortest - 1, -1):
+        ending = tokens[-size:] if len(tokens) >= size else None
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if ending is not None and tokens[end - size : end] == ending:
+                return tokens[end : end + most], size
+    return [], 0
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=14), st.integers(1, 8))
+def test_lookup_equals_a_search(pieces, most):
+    lookup = NgramLookup(most=most)
+    tokens: list[int] = []
+    for piece in pieces:
+        lookup.extend(piece)
+        tokens += piece
+        assert lookup.propose() == naive_lookup(tokens, 2, 4, most)

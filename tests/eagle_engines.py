@@ -1,0 +1,87 @@
+"""Tiny bases of eight layers with drafts, exported and built."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from conftest import make_checkpoint
+from eagle_reference import VOCAB, Layout, make_draft
+
+from edgellm.build.draft import build_draft
+from edgellm.build.engine import build_engine
+from edgellm.device_runtime.backends import Plan
+from edgellm.export import models
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.draft import DraftOptions, export_draft
+from edgellm.export.source import open_checkpoint
+
+EAGLE3 = Layout({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40})
+EAGLE1 = Layout(
+    {"bias": False}, first="layers.0", eagle1=True, taps=(8,), own_head=False, draft_vocab=VOCAB,
+    d2t=False, t2d=False,
+)  # fmt: skip
+INPUT, CAPACITY, TREE = 64, 128, 60
+BASE_PLAN = Plan(INPUT, CAPACITY, 1, "same", "same", max_verify_tree_size=TREE)
+
+
+@dataclass(frozen=True)
+class EaglePair:
+    """Everything of one base with its draft."""
+
+    layout: Layout
+    base_checkpoint: Path
+    draft_checkpoint: Path
+    bundle: Path
+    draft_bundle: Path
+    engine: Path
+
+
+def draft_plan(precision: str = "same", rows: int = TREE) -> Plan:
+    return Plan(INPUT, CAPACITY, 1, "auto", precision, max_draft_tree_size=rows)
+
+
+def export_pair(
+    folder: Path, layout: Layout, model_type: str = "llama", int4: bool = False, **config: object
+) -> EaglePair:
+    """Checkpoints and bundles; the engine is not built yet."""
+    sizes = {**models.find(model_type).TINY, "num_hidden_layers": 8, **config}
+    base = make_checkpoint(folder / "base", **sizes)
+    if int4:
+        from weights import round_checkpoint
+
+        round_checkpoint(str(base), folder / "rounded", 16)
+        base = folder / "rounded"
+    draft = make_draft(folder / "draft", layout)
+    options = ExportOptions("fp32", draft_model_dir=str(draft))
+    export_llm(open_checkpoint(str(base)), folder / "bundle", options)
+    checkpoints = (open_checkpoint(str(path), tokenizer=False) for path in (draft, base))
+    export_draft(*checkpoints, folder / "draft_bundle", DraftOptions("fp32"))
+    return EaglePair(
+        layout, base, draft, folder / "bundle", folder / "draft_bundle", folder / "engine"
+    )
+
+
+def build_pair(
+    folder: Path, layout: Layout = EAGLE3, precision: str = "same", **options: object
+) -> EaglePair:
+    """Checkpoints, bundles and an engine with its draft."""
+    pair = export_pair(folder, layout, **options)  # type: ignore[arg-type]
+    build_engine(pair.bundle, pair.engine, BASE_PLAN, "onnxruntime", _silent)
+    build_draft(pair.draft_bundle, pair.engine, draft_plan(precision), "onnxruntime", _silent)
+    return pair
+
+
+def with_int8_draft(pair: EaglePair, engine: Path) -> EaglePair:
+    """The same base with its draft rounded."""
+    shutil.copytree(pair.engine, engine)
+    build_draft(pair.draft_bundle, engine, draft_plan("int8"), "onnxruntime", _silent)
+    return EaglePair(
+        pair.layout, pair.base_checkpoint, pair.draft_checkpoint, pair.bundle,
+        pair.draft_bundle, engine,
+    )  # fmt: skip
+
+
+def _silent(_: str) -> None:
+    pass

@@ -1,0 +1,233 @@
+"""A base and a draft that are functions of what their rows can see, and that watch every pass.
+
+`StrictBase` and `StrictDraft` keep the rows of their caches as tokens and positions, work out
+from mask and positions what each new row sees, and fail unless that is one path from the first
+token to the row. What they answer depends on that path alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from edgellm.contract import LimitError
+from edgellm.device_runtime.session import DraftResult, PassResult
+
+Context = tuple[int, ...]
+VOCAB = 24
+FEATURES: list[Context] = []  # what the base's features mean, by number
+_NUMBERS: dict[Context, int] = {}
+_FUSED, _RECYCLED = 0.0, 1.0
+
+
+def _hash(context: Context, salt: int = 0) -> int:
+    return zlib.crc32(np.array([salt, *context], np.int64).tobytes())
+
+
+def feature_of(context: Context) -> int:
+    """A number of its own, exact in float32."""
+    if context not in _NUMBERS:
+        _NUMBERS[context] = len(FEATURES)
+        FEATURES.append(context)
+    assert len(FEATURES) < 1 << 24
+    return _NUMBERS[context]
+
+
+@functools.lru_cache(maxsize=100_000)
+def random_logits(context: Context) -> np.ndarray:
+    """The base's logits [V] after `context`."""
+    random = np.random.default_rng(_hash(context))
+    return random.normal(size=VOCAB).astype(np.float32) * 2
+
+
+class StrictBase:
+    """See `edgellm.device_runtime.session.Session`."""
+
+    def __init__(
+        self, capacity: int, logits_of: Callable[[Context], np.ndarray] = random_logits
+    ) -> None:
+        self.capacity, self.logits_of = capacity, logits_of
+        self.rows: list[tuple[int, int]] = []  # token and position
+        self.valid: int | None = 0  # None: a tree was written, `keep` must follow
+        self.tree_sizes: list[int] = []
+
+    def run(self, token_ids, write_index, logits_index, *, position_ids=None, tree_mask=None):
+        count = len(token_ids)
+        if write_index + count > self.capacity:
+            raise LimitError("rows exceed the capacity")
+        assert write_index in (0, self.valid), "the cache does not hold what the loop believes"
+        positions = np.arange(write_index, write_index + count)
+        positions = positions if position_ids is None else np.asarray(position_ids)
+        mask = np.tri(count, dtype=np.bool_) if tree_mask is None else np.asarray(tree_mask)
+        assert mask.shape == (count, count)
+        assert mask.dtype == np.bool_
+        own = [(int(t), int(p)) for t, p in zip(token_ids, positions, strict=True)]
+        self.rows = [*self.rows[:write_index], *own]
+        contexts = [self._context(write_index, row, mask) for row in range(count)]
+        self.valid = write_index + count if tree_mask is None else None
+        self.pending = write_index
+        if tree_mask is not None or count == 1:
+            self.tree_sizes.append(count)
+        taps = np.zeros((count, 3), np.float32)
+        for row, context in enumerate(contexts):
+            taps[row] = feature_of(context), len(context), context[-1]
+        logits = np.stack([self.logits_of(contexts[int(row)]) for row in logits_index])
+        return PassResult(logits.argmax(-1), logits, taps)
+
+    def _context(self, write_index: int, row: int, mask: np.ndarray) -> Context:
+        """The path that a row sees."""
+        assert [position for _, position in self.rows[:write_index]] == list(range(write_index))
+        seen = np.flatnonzero(mask[row]).tolist()
+        assert seen[-1] == row, "a row must see itself and nothing after it"
+        path = [self.rows[write_index + other] for other in seen]
+        depths = list(range(write_index, write_index + len(path)))
+        assert [position for _, position in path] == depths, "no path from the root to the node"
+        if len(seen) > 1:  # what the parent sees, and itself
+            assert np.flatnonzero(mask[seen[-2]]).tolist() == seen[:-1]
+        return tuple(token for token, _ in (*self.rows[:write_index], *path))
+
+    def keep(self, length, rows):
+        rows = np.asarray(rows).tolist()
+        assert length == self.pending
+        assert rows[0] == 0
+        assert rows == sorted(set(rows))
+        kept = [self.rows[length + row] for row in rows]
+        assert [p for _, p in kept] == list(range(length, length + len(rows)))
+        self.rows = [*self.rows[:length], *kept]
+        self.valid = length + len(rows)
+
+
+Draft = Callable[[Context], tuple[list[int], list[float]]]  # all candidates and probabilities
+
+
+def oracle(context: Context, logits_of=random_logits) -> tuple[list[int], list[float]]:
+    """The base's own order."""
+    logits = logits_of(context).astype(np.float64)
+    order = np.argsort(-logits, kind="stable")
+    chances = 0.9 * 0.05 ** np.arange(len(order))
+    return order.tolist(), chances.tolist()
+
+
+def adversary(context: Context) -> tuple[list[int], list[float]]:
+    """Sure of what the base likes least; the base's choice is never among the candidates."""
+    order = np.argsort(random_logits(context), kind="stable")[:-1]
+    return order.tolist(), (0.95 * 0.1 ** np.arange(len(order))).tolist()
+
+
+def guesser(context: Context) -> tuple[list[int], list[float]]:
+    """Random candidates, unlike the base's."""
+    random = np.random.default_rng(_hash(context, 7))
+    chances = np.sort(random.dirichlet(np.full(VOCAB, 0.4)))[::-1] + 1e-9
+    return random.permutation(VOCAB).tolist(), (chances / chances.sum()).tolist()
+
+
+def half_right(context: Context) -> tuple[list[int], list[float]]:
+    """The oracle or the guesser, by the context."""
+    return (oracle if _hash(context, 3) % 4 else guesser)(context)
+
+
+def broken(context: Context) -> tuple[list[int], list[float]]:
+    """Numbers that are none."""
+    order, chances = guesser(context)
+    return order, [float("nan")] * len(chances)
+
+
+DRAFTS: dict[str, Draft] = {
+    draft.__name__: draft for draft in (oracle, adversary, guesser, half_right, broken)
+}
+
+
+@dataclass
+class _Slot:
+    """A row of the draft's cache that stands behind the committed ones."""
+
+    path: Context  # tokens after the root
+    seen: set[int] = field(default_factory=set)  # slots of its ancestors and its own
+
+
+class StrictDraft:
+    """See `edgellm.device_runtime.session.DraftSession`.
+
+    Row i must pair the feature of token i with token i + 1 at position i; a grown row must see
+    the committed rows and its ancestors, and must be given what its parent recycled.
+    """
+
+    def __init__(self, capacity: int, draft: Draft) -> None:
+        self.capacity, self.draft = capacity, draft
+        self.text: list[int] = []  # token 0, and the token of every committed row
+        self.slots: list[_Slot] = []
+        self.recycled: dict[int, Context] = {}  # serial number -> path that it stands for
+        self.growth: list[int] = []  # rows of every growth pass of this round
+        self.extensions: list[int] = []
+
+    def fuse(self, taps):
+        hidden = np.full((len(taps), 2), _FUSED, np.float32)
+        hidden[:, 1] = taps[:, 0]
+        return hidden
+
+    def run(
+        self, token_ids, hidden, write_index, output_rows, *, top_k, position_ids=None,
+        tree_mask=None,
+    ):  # fmt: skip
+        if write_index + len(token_ids) > self.capacity:
+            raise LimitError("rows exceed the capacity")
+        if tree_mask is None:
+            paths = self._extend(token_ids, hidden, write_index, position_ids)
+            assert output_rows.tolist() == [len(token_ids) - 1]
+            paths = [()]
+        else:
+            paths = self._grow(token_ids, hidden, write_index, position_ids, tree_mask)
+            assert output_rows.tolist() == list(range(len(token_ids)))
+        return self._answer(paths, top_k)
+
+    def _extend(self, token_ids, hidden, write_index, position_ids) -> None:
+        committed = max(len(self.text) - 1, 0)
+        assert write_index in (0, committed)
+        assert position_ids is None
+        if write_index == 0:
+            self.text = list(FEATURES[int(hidden[0, 1])])
+            assert len(self.text) == 1
+        for row, token in enumerate(token_ids.tolist()):
+            kind, feature = hidden[row].tolist()
+            assert kind == _FUSED, "a committed row takes the base's feature"
+            assert list(FEATURES[int(feature)]) == self.text, "the feature of another token"
+            self.text.append(token)
+        self.slots, self.recycled, self.growth = [], {}, []
+        self.extensions.append(len(token_ids))
+
+    def _grow(self, token_ids, hidden, write_index, position_ids, tree_mask) -> list[Context]:
+        committed, used, count = len(self.text) - 1, len(self.slots), len(token_ids)
+        assert write_index == committed + used
+        assert tree_mask.shape == (count, used + count)
+        self.slots += [_Slot(()) for _ in range(count)]
+        for row, token in enumerate(token_ids.tolist()):
+            own, seen = used + row, set(np.flatnonzero(tree_mask[row]).tolist())
+            assert own in seen
+            above = seen - {own}
+            assert all(slot < used for slot in above), "siblings and later rows are not seen"
+            parent = max(above, default=None)
+            assert above == (set() if parent is None else self.slots[parent].seen)
+            path = () if parent is None else self.slots[parent].path
+            kind, serial = hidden[row].tolist()
+            assert kind == _RECYCLED, "a grown row takes what its parent recycled"
+            assert self.recycled[int(serial)] == path, "another row's recycled hidden"
+            assert position_ids[row] == committed + len(path)
+            self.slots[own] = _Slot((*path, token), seen)
+        self.growth.append(count)
+        return [slot.path for slot in self.slots[used:]]
+
+    def _answer(self, paths: list[Context], top_k: int) -> DraftResult:
+        ids = np.zeros((len(paths), top_k), np.int64)
+        log_probs = np.zeros((len(paths), top_k), np.float32)
+        hidden = np.full((len(paths), 2), _RECYCLED, np.float32)
+        for row, path in enumerate(paths):
+            candidates, chances = self.draft((*self.text, *path))
+            ids[row] = candidates[:top_k]
+            log_probs[row] = np.log(chances[:top_k])
+            hidden[row, 1] = serial = len(self.recycled)
+            self.recycled[serial] = path
+        return DraftResult(ids, log_probs, hidden)
