@@ -19,8 +19,9 @@ from edgellm.export.source import open_checkpoint
 
 EAGLE3 = Layout({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40})
 EAGLE1 = Layout(
-    {"bias": False}, first="layers.0", eagle1=True, taps=(8,), own_head=False, draft_vocab=VOCAB,
-    d2t=False, t2d=False,
+    {"architectures": ["LlamaForCausalLM"]}, first="layers.0", eagle1=True, taps=(8,),
+    own_embedding=True, own_head=False, draft_vocab=VOCAB, d2t=False, t2d=False, fc_bias=True,
+    tied_base=False,
 )  # fmt: skip
 INPUT, CAPACITY, TREE = 64, 128, 60
 BASE_PLAN = Plan(INPUT, CAPACITY, 1, "same", "same", max_verify_tree_size=TREE)
@@ -47,6 +48,7 @@ def export_pair(
 ) -> EaglePair:
     """Checkpoints and bundles; the engine is not built yet."""
     sizes = {**models.find(model_type).TINY, "num_hidden_layers": 8, **config}
+    sizes["tie_word_embeddings"] = layout.tied_base
     base = make_checkpoint(folder / "base", **sizes)
     if int4:
         from weights import round_checkpoint
