@@ -34,6 +34,7 @@ def test_the_wheel_holds_every_package(tmp_path):
     shipped = [path for path in FILES if path.relative_to(ROOT).parts[0] != "benchmarks"]
     missing = {f"edgellm/{p.relative_to(ROOT).as_posix()}" for p in shipped} - set(names)
     assert not missing
+    assert {"edgellm/tools/trees.html", "edgellm/tools/demo_requests.json"} <= set(names)
     assert all(name.startswith(("edgellm/", "edgellm-")) for name in names)
 
 
@@ -52,8 +53,10 @@ def test_the_device_side_imports_no_training_framework(module):
 
 
 @pytest.mark.parametrize(
-    "module", ["edgellm.export.cli", "edgellm.build.cli", "edgellm.device_runtime.cli"]
-)
+    "module",
+    ["edgellm.export.cli", "edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.tools.trees",
+     "edgellm.tools.train_draft.cli"],
+)  # fmt: skip
 def test_help_loads_nothing_heavy(module):
     """What keeps `--help` below a third of a second."""
     heavy = ("onnx", "onnx_ir", "onnxruntime", "numpy", "rich", "tokenizers", "jinja2")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TypeVar
 
 from edgellm.artifact import hash_file
 from edgellm.command import run_command
@@ -26,6 +27,7 @@ from edgellm.contract import (
 )
 from edgellm.tools import smollm2
 
+Engine = TypeVar("Engine", EngineManifest, DraftEngineManifest)
 REQUESTS = Path(__file__).parent / "demo_requests.json"
 DRAFT = Path(__file__).parents[1] / "examples" / "smollm2-135m-instruct-eagle3"
 
@@ -93,9 +95,7 @@ def _draft_is_current(bundle: Path) -> bool:
     return manifest.provenance["checkpoint"] == str(DRAFT) and weights.stat().st_mtime < made
 
 
-def _is_built(
-    engine: Path, bundle: Path, kind: type[EngineManifest] | type[DraftEngineManifest]
-) -> bool:
+def _is_built(engine: Path, bundle: Path, kind: type[Engine]) -> bool:
     from edgellm.device_runtime import backends
 
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from edgellm.contract import UnsupportedModelError
@@ -36,9 +37,21 @@ def load_base(
         for file, content in checkpoint.tokenizer_files.items():
             (folder / file).write_bytes(content)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    source = checkpoint.generation_config.get("eos_token_id", checkpoint.config["eos_token_id"])
-    stop_ids = frozenset(source if isinstance(source, list) else [source])
-    return _model(checkpoint).to(device).eval(), tokenizer, stop_ids
+    model = _model(checkpoint)
+    nn.Module.to(model, device)
+    return model.eval(), tokenizer, _stop_ids(checkpoint)
+
+
+def _stop_ids(checkpoint: Checkpoint) -> frozenset[int]:
+    name = "eos_token_id"
+    found = checkpoint.generation_config.get(name)
+    found = checkpoint.config.get(name) if found is None else found
+    if found is None:
+        raise UnsupportedModelError(
+            f"{checkpoint.label} names no {name}, so that no answer would end",
+            hint=f'add it to the base\'s generation_config.json: {{"{name}": ...}}',
+        )
+    return frozenset(found if isinstance(found, list) else [found])
 
 
 def _model(checkpoint: Checkpoint) -> PreTrainedModel:
@@ -57,16 +70,27 @@ def _model(checkpoint: Checkpoint) -> PreTrainedModel:
     }
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     model.tie_weights()
-    untied = [name for name in missing if not name.startswith("lm_head")]
-    if untied or unexpected:
+    tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []
+    absent = [name for name in missing if name not in tied]
+    if absent or unexpected:
         raise UnsupportedModelError(
-            f"transformers does not take these tensors: {', '.join([*untied, *unexpected][:4])}"
+            f"transformers does not take these tensors: {', '.join([*absent, *unexpected][:4])}"
         )
-    _restore_buffers(model)
+    # Rope frequencies are no parameters: `to_empty` left them unset.
+    decoder = model.get_decoder()
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config)
     return model
 
 
-def _restore_buffers(model: PreTrainedModel) -> None:
-    """Recompute what `to_empty` left unset: rope frequencies are no parameters."""
-    rotary = model.get_decoder().rotary_emb
-    rotary.__init__(config=model.config)
+def head_weight(model: PreTrainedModel) -> torch.Tensor:
+    """The weight of the base's output head [V, H]."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    return head.weight.detach()
+
+
+def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
+    """The base's embedding table [V, H]."""
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    return embedding.weight.detach()

@@ -18,61 +18,75 @@ app = typer.Typer(
 )
 
 
+BaseModel = Annotated[
+    str, typer.Option("--base_model_dir", help="HF folder, .gguf file, or a cached hub id.")
+]
+Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the draft.")]
+Data = Annotated[
+    list[Path],
+    typer.Option("--data", help='JSONL of {"messages": [...]}; the base answers prompts.'),
+]
+Work = Annotated[
+    Path | None, typer.Option("--work_dir", help="State of the run; default <output_dir>.training.")
+]
+InitFrom = Annotated[
+    Path | None, typer.Option("--init_from", help="Go on with this draft's weights.")
+]
+Taps = Annotated[
+    str, typer.Option("--hidden_taps", help="Layers whose input is read; default 2,n/2,n-3.")
+]
+Unrolls = Annotated[
+    int, typer.Option("--unrolls", min=1, max=16, help="Draft steps trained in a row.")
+]
+UnrollWeight = Annotated[
+    float, typer.Option("--unroll_weight", min=0, help="Loss weight of step j: this to the j.")
+]
+MaxTokens = Annotated[
+    int, typer.Option("--max_tokens", min=16, help="Longer conversations are cut.")
+]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max_new_tokens", min=1, help="Of an answer that the base writes.")
+]
+SampledShare = Annotated[
+    float, typer.Option("--sampled_share", min=0, max=1, help="Answers sampled, not greedy.")
+]
+Temperature = Annotated[
+    float, typer.Option("--temperature", min=0.01, help="Of the sampled answers.")
+]
+HeldOut = Annotated[
+    int, typer.Option("--held_out", min=1, help="Conversations kept for the estimate.")
+]
+CacheFeatures = Annotated[
+    bool,
+    typer.Option(
+        "--cache_features/--no_cache_features",
+        help="Keep the base's features on disk: (taps + 1) * hidden * 2 bytes a token.",
+    ),
+]
+
+
 @app.command()
 def train_draft(
-    base_model_dir: Annotated[
-        str, typer.Option("--base_model_dir", help="HF folder, .gguf file, or a cached hub id.")
-    ],
-    output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the draft.")],
-    data: Annotated[
-        list[Path],
-        typer.Option("--data", help='JSONL of {"messages": [...]}; the base answers prompts.'),
-    ],
-    work_dir: Annotated[
-        Path | None,
-        typer.Option("--work_dir", help="State of the run; default <output_dir>.training."),
-    ] = None,
-    init_from: Annotated[
-        Path | None, typer.Option("--init_from", help="Go on with this draft's weights.")
-    ] = None,
+    base_model_dir: BaseModel,
+    output_dir: Output,
+    data: Data,
+    work_dir: Work = None,
+    init_from: InitFrom = None,
     draft_vocab_size: Annotated[int, typer.Option("--draft_vocab_size", min=1)] = 8192,
-    hidden_taps: Annotated[
-        str, typer.Option("--hidden_taps", help="Layers whose input is read; default 2,n/2,n-3.")
-    ] = "",
+    hidden_taps: Taps = "",
     epochs: Annotated[int, typer.Option("--epochs", min=1)] = 6,
-    unrolls: Annotated[
-        int, typer.Option("--unrolls", min=1, max=16, help="Draft steps trained in a row.")
-    ] = 5,
-    unroll_weight: Annotated[
-        float, typer.Option("--unroll_weight", help="Loss weight of step j is this to the j.")
-    ] = 0.9,
-    learning_rate: Annotated[float, typer.Option("--learning_rate")] = 1e-3,
+    unrolls: Unrolls = 5,
+    unroll_weight: UnrollWeight = 0.9,
+    learning_rate: Annotated[float, typer.Option("--learning_rate", min=0)] = 1e-3,
     warmup_steps: Annotated[int, typer.Option("--warmup_steps", min=1)] = 100,
     batch_tokens: Annotated[int, typer.Option("--batch_tokens", min=64)] = 4096,
-    max_tokens: Annotated[
-        int, typer.Option("--max_tokens", min=16, help="Longer conversations are cut.")
-    ] = 512,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max_new_tokens", min=1, help="Of an answer that the base writes.")
-    ] = 192,
-    sampled_share: Annotated[
-        float,
-        typer.Option("--sampled_share", min=0, max=1, help="Answers sampled instead of greedy."),
-    ] = 0.25,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.01, help="Of the sampled answers.")
-    ] = 0.8,
+    max_tokens: MaxTokens = 512,
+    max_new_tokens: MaxNewTokens = 192,
+    sampled_share: SampledShare = 0.25,
+    temperature: Temperature = 0.8,
     generation_batch: Annotated[int, typer.Option("--generation_batch", min=1)] = 256,
-    held_out: Annotated[
-        int, typer.Option("--held_out", min=1, help="Conversations kept for the estimate.")
-    ] = 64,
-    cache_features: Annotated[
-        bool,
-        typer.Option(
-            "--cache_features/--no_cache_features",
-            help="Keep the base's features on disk: (taps + 1) * hidden * 2 bytes a token.",
-        ),
-    ] = True,
+    held_out: HeldOut = 64,
+    cache_features: CacheFeatures = True,
     save_every: Annotated[int, typer.Option("--save_every", min=1, help="Steps.")] = 100,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")] = "auto",
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
@@ -89,7 +103,7 @@ def train_draft(
         base_model_dir=base_model_dir,
         output_dir=output_dir,
         data=tuple(data),
-        work_dir=work_dir or output_dir.with_name(output_dir.name + ".training"),
+        work_dir=work_dir or output_dir.parent / (output_dir.resolve().name + ".training"),
         init_from=init_from,
         draft_vocab_size=draft_vocab_size,
         hidden_taps=_taps(hidden_taps),
@@ -110,7 +124,7 @@ def _taps(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part)
     except ValueError:
-        raise EdgeLLMError(f"--hidden_taps {text}: give layer numbers like 2,15,27") from None
+        raise EdgeLLMError(f"--hidden_taps {text}: give whole numbers, such as 2,15,27") from None
 
 
 def _require_host() -> None:

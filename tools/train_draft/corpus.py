@@ -6,15 +6,15 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from edgellm.contract import EdgeLLMError
 from edgellm.tools.train_draft.generate import generate
 
-_CHUNK = 1024  # prompts between two writes: what an interrupt can lose
+_CHUNK = 1024  # prompts between two reports; an interrupt loses at most the answers of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,40 +39,62 @@ class Generation:
 def read_conversations(
     paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Sample], list[list[int]]]:
-    """The samples and the prompts without an answer in JSONL files of {"messages": [...]}.
+    """The samples, and the prompts without an answer, in JSONL files of {"messages": [...]}.
+
+    Empty lines are skipped. A prompt that comes twice without an answer is one prompt.
 
     Raises:
         EdgeLLMError: a file is missing or a line is not such a conversation.
     """
-    samples, prompts = [], []
+    samples: list[Sample] = []
+    prompts: dict[tuple[int, ...], None] = {}
     for path in paths:
         if not path.is_file():
             raise EdgeLLMError(f"no such data file: {path}")
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        # JSON strings may hold the other line ends that str.splitlines knows.
+        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+            if not line.strip():
+                continue
             try:
-                messages = json.loads(line)["messages"]
-                answered = messages[-1]["role"] == "assistant"
-                prompt = _template(tokenizer, messages[:-1] if answered else messages, True)
-                whole = _template(tokenizer, messages, False) if answered else prompt
-            except (ValueError, KeyError, TypeError, IndexError) as error:
+                sample = _sample(tokenizer, line)
+            except (ValueError, KeyError, TypeError, IndexError, TemplateError) as error:
                 raise EdgeLLMError(
                     f"{path} line {number} is no conversation: {error!r}",
                     hint='each line is {"messages": [{"role": "user", "content": "..."}]}',
                 ) from None
-            if answered:
-                samples.append(Sample(tuple(prompt), tuple(whole[len(prompt) :])))
+            if sample.answer:
+                samples.append(sample)
             else:
-                prompts.append(prompt)
-    return samples, prompts
+                prompts[sample.prompt] = None
+    return samples, [list(prompt) for prompt in prompts]
 
 
-def _template(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], answer_next: bool
+def _sample(tokenizer: PreTrainedTokenizerBase, line: bytes) -> Sample:
+    """One line; the answer is empty where the base is to give it."""
+    messages = json.loads(line)["messages"]
+    if not all(isinstance(m["role"], str) and m["content"] is not None for m in messages):
+        raise TypeError("a message has no role or no content")
+    answered = messages[-1]["role"] == "assistant"
+    prompt = _ids(tokenizer, messages[:-1] if answered else messages, answer_next=True)
+    if not answered:
+        return Sample(tuple(prompt), ())
+    whole = _ids(tokenizer, messages, answer_next=False)
+    # Some templates open the next answer otherwise than they show a former one.
+    pairs = enumerate(zip(prompt, whole, strict=False))
+    begin = next((at for at, (one, other) in pairs if one != other), min(len(prompt), len(whole)))
+    if begin == len(whole):
+        raise ValueError("the chat template shows nothing of the answer")
+    return Sample(tuple(whole[:begin]), tuple(whole[begin:]))
+
+
+def _ids(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, answer_next: bool
 ) -> list[int]:
     text = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=answer_next
     )
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert isinstance(text, str)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def answer_prompts(
@@ -84,37 +106,57 @@ def answer_prompts(
 ) -> Iterator[int]:
     """Let the base answer `prompts` into the JSONL file `store`; yields how many are answered.
 
-    Prompts that `store` already answers are not answered again.
+    Prompts that `store` already answers are not answered again. What a prompt's answer is does
+    not depend on interrupts: the batches are always the same, and one that was cut is repeated.
     """
-    done = {tuple(sample.prompt) for sample in stored_answers(store)}
-    yield len(done)
-    waiting = [prompt for prompt in prompts if tuple(prompt) not in done]
-    for start in range(0, len(waiting), _CHUNK):
-        chunk = waiting[start : start + _CHUNK]
+    _drop_cut_line(store)
+    done = {sample.prompt for sample in stored_answers(store)}
+    yield sum(tuple(prompt) in done for prompt in prompts)
+    for start in range(0, len(prompts), _CHUNK):
+        chunk = prompts[start : start + _CHUNK]
+        if all(tuple(prompt) in done for prompt in chunk):
+            continue
         sampled = round(len(chunk) * how.sampled_share)
         for part, temperature in ((chunk[sampled:], 0.0), (chunk[:sampled], how.temperature)):
+            if all(tuple(prompt) in done for prompt in part):
+                continue
             rows = generate(
                 model, part, stop_ids=stop_ids, max_new_tokens=how.max_new_tokens,
                 temperature=temperature, batch=how.batch, seed=how.seed + start,
             )  # fmt: skip
-            lines = [json.dumps({"prompt": prompt, "answer": ids}) for _, prompt, ids in rows]
+            lines = [
+                json.dumps({"prompt": prompt, "answer": ids}) + "\n"
+                for _, prompt, ids in rows
+                if tuple(prompt) not in done
+            ]
             with store.open("a", encoding="utf-8") as stream:
-                stream.write("".join(line + "\n" for line in lines))
-        yield min(start + _CHUNK, len(waiting)) + len(done)
+                stream.write("".join(lines))
+        yield start + len(chunk)
+
+
+def _drop_cut_line(store: Path) -> None:
+    """Cut off what an interrupt left of a last line, so that the next one starts a line."""
+    if not store.exists():
+        return
+    with store.open("r+b") as stream:
+        content = stream.read()
+        stream.truncate(content.rfind(b"\n") + 1)
 
 
 def stored_answers(store: Path) -> list[Sample]:
-    """The answers written so far; lines that an interrupt cut are left out."""
+    """The answers written so far; damaged lines are left out, so that they are made again."""
     if not store.exists():
         return []
-    samples = []
-    for line in store.read_text("utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        samples.append(Sample(tuple(record["prompt"]), tuple(record["answer"])))
-    return samples
+    lines = store.read_bytes().splitlines()
+    return [sample for line in lines if (sample := _stored(line)) is not None]
+
+
+def _stored(line: bytes) -> Sample | None:
+    try:
+        record = json.loads(line)
+        return Sample(tuple(record["prompt"]), tuple(record["answer"]))
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def draft_vocabulary(samples: Sequence[Sample], vocab_size: int, size: int) -> np.ndarray:

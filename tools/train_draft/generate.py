@@ -87,8 +87,7 @@ def _complete(
     """Fill the answers of `rows`, left-padded to one length."""
     longest = max(len(prompt) for _, prompt, _ in rows)
     padding = [longest - len(prompt) for _, prompt, _ in rows]
-    stop = next(iter(stop_ids))
-    ids = torch.tensor([[stop] * pad + row[1] for pad, row in zip(padding, rows, strict=True)])
+    ids = torch.tensor([[0] * pad + row[1] for pad, row in zip(padding, rows, strict=True)])
     mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
     ids, mask = ids.to(model.device), mask.to(model.device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)

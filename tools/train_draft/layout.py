@@ -9,14 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from edgellm.contract import BrokenArtifactError
+from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.tools.train_draft.base import head_weight
+from edgellm.tools.train_draft.features import decoder_layers
 from edgellm.tools.train_draft.network import Draft, DraftShape
 
-FILES = ("model.safetensors", "config.json", "training.json")
+TRAINING = "training.json"  # tells that the others are this command's
+FILES = (TRAINING, "config.json", "model.safetensors")
+_EAGLE, _TAP_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
 
 
 def draft_shape(config: PretrainedConfig, draft_vocab_size: int, num_taps: int) -> DraftShape:
@@ -45,20 +50,19 @@ def start_from_base(draft: Draft, base: PreTrainedModel, vocabulary: np.ndarray)
     size = draft.shape.hidden_size
     torch.nn.init.normal_(draft.fc.weight, std=0.01)
     draft.fc.weight[:, -size:] += torch.eye(size)
-    last = base.get_decoder().layers[-1]
-    own, theirs = draft.midlayer.self_attn, last.self_attn
+    last = decoder_layers(base)[-1]
     for name in ("q_proj", "k_proj", "v_proj"):
-        weight = getattr(own, name).weight
-        torch.nn.init.normal_(weight[:, :size], std=0.01)
-        weight[:, size:] = getattr(theirs, name).weight
-    own.o_proj.weight.copy_(theirs.o_proj.weight)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        getattr(draft.midlayer.mlp, name).weight.copy_(getattr(last.mlp, name).weight)
-    draft.midlayer.hidden_norm.weight.copy_(last.input_layernorm.weight)
-    draft.midlayer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
-    draft.norm.weight.copy_(base.get_decoder().norm.weight)
-    head = base.get_output_embeddings().weight
-    draft.lm_head.weight.copy_(head[torch.from_numpy(vocabulary)])
+        weight = draft.midlayer.get_parameter(f"self_attn.{name}.weight")
+        nn.init.normal_(weight[:, :size], std=0.01)
+        weight[:, size:] = last.get_parameter(f"self_attn.{name}.weight")
+    for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+                 "post_attention_layernorm"):  # fmt: skip
+        weight = last.get_parameter(f"{name}.weight")
+        draft.midlayer.get_parameter(f"{name}.weight").copy_(weight)
+    draft.midlayer.hidden_norm.weight.copy_(last.get_parameter("input_layernorm.weight"))
+    draft.norm.weight.copy_(base.get_decoder().get_parameter("norm.weight"))
+    head = head_weight(base)
+    draft.lm_head.weight.copy_(head[torch.from_numpy(vocabulary).to(head.device)])
 
 
 def write_draft(
@@ -98,28 +102,37 @@ def write_draft(
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         # In this key an id names the layer whose output is read, hence the - 1.
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps],
-            "use_aux_hidden_state": True,
-        },
+        _EAGLE: {_TAP_IDS: [tap - 1 for tap in taps], "use_aux_hidden_state": True},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "training.json").write_text(json.dumps(training, indent=2) + "\n")
+    (folder / TRAINING).write_text(json.dumps(training, indent=2) + "\n")
 
 
-def read_draft(draft: Draft, folder: Path) -> np.ndarray:
+def read_draft(draft: Draft, folder: Path, taps: Sequence[int], vocab_size: int) -> np.ndarray:
     """Load a draft of this layout and of the same sizes; its vocabulary, int64 [Vd].
 
     Raises:
         BrokenArtifactError: it is none, or of other sizes.
+        EdgeLLMError: it reads other taps of the base.
     """
     try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        theirs = [tap + 1 for tap in config[_EAGLE][_TAP_IDS]]
         tensors = load_file(folder / "model.safetensors")
         vocabulary = (tensors.pop("d2t") + torch.arange(draft.shape.draft_vocab_size)).numpy()
         tensors.pop("t2d", None)
         draft.load_state_dict({name: value.float() for name, value in tensors.items()})
-    except (OSError, KeyError, RuntimeError) as error:
+        if vocabulary.max() >= vocab_size or vocabulary.min() < 0:
+            raise ValueError(f"d2t leaves the base's {vocab_size} tokens")  # noqa: TRY301
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        detail = (str(error) or repr(error)).splitlines()[0]
         raise BrokenArtifactError(
-            f"{folder} holds no draft of these sizes: {str(error).splitlines()[0]}"
+            f"{folder} holds no draft of these sizes: {detail}",
+            hint="give a draft that this command made for this base, and its --draft_vocab_size",
         ) from None
+    if theirs != list(taps):
+        raise EdgeLLMError(
+            f"{folder} reads the taps {theirs}, not {list(taps)}",
+            hint=f"give --hidden_taps {','.join(map(str, theirs))}",
+        )
     return vocabulary

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,37 +140,39 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     return mixed
 
 
-class HeadLoss(torch.autograd.Function):
-    """Soft cross entropy behind the draft's head, for all unrolls at once.
+def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, importance: Tensor) -> Tensor:
+    """Soft cross entropy behind the draft's head, for all unrolls at once: the weighted mean.
 
-    Forward computes the gradients as well, a piece of the rows at a time, so that the logits of
-    all rows never exist together.
+    Args:
+        hidden: normed hidden states [unrolls, rows, H].
+        weight: the head [V, H], of hidden's dtype.
+        targets: the base's probabilities over the draft vocabulary [rows, V].
+        importance: of each unroll, float32 [unrolls], of sum 1.
+    """
+    loss = _HeadLoss.apply(hidden, weight, targets, importance)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+class _HeadLoss(torch.autograd.Function):
+    """`head_loss`, whose forward computes the gradients as well, a piece of the rows at a time.
+
+    So float32 logits, log-probabilities and targets of all rows never exist together; of all rows
+    only the gradient of the logits does, in hidden's type.
     """
 
     PIECE = 256
 
     @staticmethod
-    def forward(  # noqa: ANN205 - typed by torch
-        ctx,  # noqa: ANN001
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        importance: Tensor,
-    ):
-        """Weighted mean loss.
-
-        Args:
-            ctx: autograd's.
-            hidden: normed hidden states [unrolls, rows, H].
-            weight: the head [V, H], of hidden's dtype.
-            targets: the base's probabilities over the draft vocabulary [rows, V].
-            importance: of each unroll, float32 [unrolls], of sum 1.
-        """
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, importance: Tensor
+    ) -> Tensor:
+        """See `head_loss`."""
         unrolls, rows, _ = hidden.shape
         loss = torch.zeros((), device=hidden.device)
         logit_grad = hidden.new_empty(unrolls, rows, weight.shape[0])
-        for start in range(0, rows, HeadLoss.PIECE):
-            piece = slice(start, start + HeadLoss.PIECE)
+        for start in range(0, rows, _HeadLoss.PIECE):
+            piece = slice(start, start + _HeadLoss.PIECE)
             target = targets[piece].float()
             for unroll in range(unrolls):
                 log_q = (hidden[unroll, piece] @ weight.T).float().log_softmax(-1)
@@ -181,8 +184,8 @@ class HeadLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, loss_grad: Tensor):  # noqa: ANN001, ANN205 - typed by torch
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, None, None]:
         """Scale the gradients that forward left."""
         hidden_grad, weight_grad = ctx.saved_tensors
-        scale = loss_grad.to(hidden_grad.dtype)
+        scale = grad_outputs[0].to(hidden_grad.dtype)
         return hidden_grad * scale, weight_grad * scale, None, None

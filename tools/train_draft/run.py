@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import sys
 from dataclasses import dataclass
@@ -11,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from edgellm.artifact import temporary_folder
 from edgellm.contract import EdgeLLMError, LimitError
-from edgellm.tools.train_draft.base import load_base
+from edgellm.export.taps import check_taps, default_taps
+from edgellm.tools.train_draft.base import embedding_weight, head_weight, load_base
 from edgellm.tools.train_draft.corpus import (
     Generation,
     Sample,
@@ -24,9 +26,10 @@ from edgellm.tools.train_draft.corpus import (
     read_conversations,
     stored_answers,
 )
-from edgellm.tools.train_draft.features import FeatureCache, TappedBase
+from edgellm.tools.train_draft.features import FeatureCache, TappedBase, row_lengths
 from edgellm.tools.train_draft.layout import (
     FILES,
+    TRAINING,
     draft_shape,
     read_draft,
     start_from_base,
@@ -63,26 +66,28 @@ def run(job: Job) -> None:
     """
     device = _device(job.device)
     _check_output(job.output_dir)
-    _claim(job)
+    _check_owner(job)
     model, tokenizer, stop_ids = load_base(job.base_model_dir, device)
     taps = _taps(job, model)
-    samples = _corpus(job, model, tokenizer, stop_ids)
-    if len(samples) <= job.held_out:
-        raise EdgeLLMError(
-            f"{len(samples)} conversations, {job.held_out} of them held out, leave none to learn",
-            hint="give more --data or a smaller --held_out",
-        )
-    if job.draft_vocab_size > model.config.vocab_size:
-        raise LimitError(
-            f"--draft_vocab_size {job.draft_vocab_size} exceeds the base's "
-            f"{model.config.vocab_size} tokens"
-        )
-    vocabulary = draft_vocabulary(samples, model.config.vocab_size, job.draft_vocab_size)
+    samples, prompts = read_conversations(job.data, tokenizer)
+    limit = job.recipe.max_tokens
+    samples = [sample for sample in samples if len(sample.prompt) < limit]
+    prompts = [prompt for prompt in prompts if len(prompt) < limit]
+    _check_sizes(job, model, len(samples) + len(prompts))
+    torch.manual_seed(job.recipe.seed)
     draft = Draft(draft_shape(model.config, job.draft_vocab_size, len(taps)))
-    if job.init_from is None:
+    given: np.ndarray | None = None
+    if job.init_from is not None:
+        given = read_draft(draft, job.init_from, taps, model.config.vocab_size)
+    _claim(job)
+    if prompts:
+        samples += _answered(job, model, prompts, stop_ids)
+    samples = _shuffled(job, samples)
+    if given is None:
+        vocabulary = draft_vocabulary(samples, model.config.vocab_size, job.draft_vocab_size)
         start_from_base(draft, model, vocabulary)
     else:
-        vocabulary = read_draft(draft, job.init_from)
+        vocabulary = given
     trainer = Trainer(draft, _frozen(model, taps, vocabulary), job.recipe, job.work_dir, device)
     if trainer.resume():
         _say(f"going on at step {trainer.step}")
@@ -109,28 +114,50 @@ def _device(name: str) -> torch.device:
 
 def _check_output(output: Path) -> None:
     """Refuse to overwrite files that are not a draft of this tool."""
+    if output.exists() and not output.is_dir():
+        raise EdgeLLMError(f"{output} is a file", hint="give another --output_dir")
     taken = [name for name in FILES if (output / name).exists()]
-    if taken and not (output / FILES[-1]).exists():
+    if taken and not _is_ours(output / TRAINING):
         raise EdgeLLMError(
             f"{output} already holds {taken[0]}, which this command did not make",
             hint="give another --output_dir",
         )
 
 
-def _claim(job: Job) -> None:
-    """Make the work folder, or make sure that it belongs to the same run."""
-    facts = json.dumps(_facts(job), indent=2)
+def _is_ours(path: Path) -> bool:
+    try:
+        return "acceptance_length_estimate" in json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _check_owner(job: Job) -> None:
+    """Refuse a work folder of another run."""
     path = job.work_dir / "job.json"
-    if path.exists() and path.read_text("utf-8") != facts:
+    if path.exists() and path.read_text("utf-8") != _facts_text(job):
         raise EdgeLLMError(
             f"{job.work_dir} holds a run with other settings",
             hint="repeat its settings to go on, or give another --work_dir",
         )
+
+
+def _claim(job: Job) -> None:
+    """Make the work folder; from now on it is this run's."""
     try:
         job.work_dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(facts, "utf-8")
+        _write(job.work_dir / "job.json", _facts_text(job))
     except OSError as error:
         raise EdgeLLMError(f"cannot write {job.work_dir}: {error.strerror}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, "utf-8")
+    partial.replace(path)
+
+
+def _facts_text(job: Job) -> str:
+    return json.dumps(_facts(job), indent=2)
 
 
 def _facts(job: Job) -> dict[str, Any]:
@@ -143,29 +170,54 @@ def _facts(job: Job) -> dict[str, Any]:
 
 def _taps(job: Job, model: PreTrainedModel) -> tuple[int, ...]:
     layers = model.config.num_hidden_layers
-    taps = job.hidden_taps or (2, layers // 2, layers - 3)
-    if len(set(taps)) != len(taps) or not all(0 <= tap < layers for tap in taps):
+    taps = job.hidden_taps or default_taps(layers)
+    if layers in taps or len(set(taps)) < len(taps):
         raise LimitError(
             f"hidden taps {taps} of a base with {layers} layers",
-            hint="give different layers with --hidden_taps",
+            hint=f"give different layers below {layers} with --hidden_taps",
         )
-    return taps
+    return check_taps(taps, layers, "--hidden_taps")
 
 
-def _corpus(
-    job: Job,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: frozenset[int],
+def _check_sizes(job: Job, model: PreTrainedModel, conversations: int) -> None:
+    """Find out before hours of work what cannot end well."""
+    if conversations <= job.held_out:
+        raise EdgeLLMError(
+            f"{conversations} conversations, {job.held_out} of them held out, leave none to learn",
+            hint="give more --data, a smaller --held_out, or a larger --max_tokens",
+        )
+    if job.draft_vocab_size > model.config.vocab_size:
+        raise LimitError(
+            f"--draft_vocab_size {job.draft_vocab_size} exceeds the base's "
+            f"{model.config.vocab_size} tokens"
+        )
+
+
+def _answered(
+    job: Job, model: PreTrainedModel, prompts: list[list[int]], stop_ids: frozenset[int]
 ) -> list[Sample]:
-    samples, prompts = read_conversations(job.data, tokenizer)
-    if prompts:
-        store = job.work_dir / "answers.jsonl"
-        for count in answer_prompts(model, prompts, store, stop_ids, job.generation):
-            _say(f"the base has answered {count} of {len(prompts)} prompts")
-        wanted = {tuple(prompt) for prompt in prompts}
-        samples += [sample for sample in stored_answers(store) if sample.prompt in wanted]
-    samples = [sample for sample in samples if len(sample.prompt) < job.recipe.max_tokens]
+    store = job.work_dir / "answers.jsonl"
+    for count in answer_prompts(model, prompts, store, stop_ids, job.generation):
+        _say(f"the base has answered {count} of {len(prompts)} prompts")
+    wanted = {tuple(prompt) for prompt in prompts}
+    return [sample for sample in stored_answers(store) if sample.prompt in wanted]
+
+
+def _shuffled(job: Job, samples: list[Sample]) -> list[Sample]:
+    """The corpus in the order of this run.
+
+    Raises:
+        EdgeLLMError: it is another one than when the run began.
+    """
+    content = json.dumps([(sample.prompt, sample.answer) for sample in samples])
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    path = job.work_dir / "corpus.sha256"
+    if path.exists() and path.read_text("utf-8") != digest:
+        raise EdgeLLMError(
+            f"the conversations are others than when the run in {job.work_dir} began",
+            hint="restore the --data files, or give another --work_dir",
+        )
+    _write(path, digest)
     order = np.random.default_rng(job.recipe.seed).permutation(len(samples))
     tokens = sum(len(sample.answer) for sample in samples)
     _say(f"{len(samples)} conversations with {tokens} tokens to learn")
@@ -173,12 +225,11 @@ def _corpus(
 
 
 def _frozen(model: PreTrainedModel, taps: tuple[int, ...], vocabulary: np.ndarray) -> Frozen:
-    ids = torch.from_numpy(vocabulary).to(model.device)
-    known = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
+    head = head_weight(model)
+    ids = torch.from_numpy(vocabulary).to(head.device)
+    known = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=head.device)
     known[ids] = True
-    embedding = model.get_input_embeddings().weight.detach()
-    head = model.get_output_embeddings().weight.detach()[ids]
-    return Frozen(TappedBase(model, taps), embedding, head, known)
+    return Frozen(TappedBase(model, taps), embedding_weight(model), head[ids], known)
 
 
 def _train(job: Job, trainer: Trainer, samples: list[Sample]) -> float:
@@ -186,10 +237,10 @@ def _train(job: Job, trainer: Trainer, samples: list[Sample]) -> float:
     held_out, learned = samples[: job.held_out], samples[job.held_out :]
     cache = None
     if job.cache_features:
-        lengths = [min(len(s.prompt) + len(s.answer), job.recipe.max_tokens) for s in learned]
+        lengths = row_lengths(learned, job.recipe.max_tokens)
         width = trainer.draft.shape.num_taps + 1, trainer.draft.shape.hidden_size
         cache = FeatureCache(job.work_dir / "features.bin", lengths, width)
-    estimate = 1.0
+    estimate: float | None = None
 
     def report(progress: Progress) -> None:
         nonlocal estimate
@@ -201,7 +252,7 @@ def _train(job: Job, trainer: Trainer, samples: list[Sample]) -> float:
             )
 
     trainer.run(learned, held_out, cache=cache, save_every=job.save_every, report=report)
-    return estimate
+    return trainer.acceptance_length(held_out) if estimate is None else estimate
 
 
 def _show(estimate: float) -> str:

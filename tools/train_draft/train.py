@@ -13,8 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from edgellm.tools.train_draft.corpus import Sample
-from edgellm.tools.train_draft.features import Batch, FeatureCache, TappedBase, batches
-from edgellm.tools.train_draft.network import Draft, HeadLoss
+from edgellm.tools.train_draft.features import (
+    Batch,
+    FeatureCache,
+    TappedBase,
+    make_batch,
+    plan,
+    row_lengths,
+)
+from edgellm.tools.train_draft.network import Draft, head_loss
 
 _STATE = "training.pt"
 
@@ -100,27 +107,24 @@ class Trainer:
         report: Callable[[Progress], None],
     ) -> None:
         """Train to the recipe's end, saving the state every `save_every` steps and at the end."""
-        epochs = [self._epoch(samples, epoch) for epoch in range(self.recipe.epochs)]
-        steps = sum(len(epoch) for epoch in epochs)
-        done, tokens, start = 0, 0, time.perf_counter()
-        for epoch in epochs:
-            for batch in epoch:
-                done += 1
-                if done <= self.step:
-                    continue
-                loss = self._train(batch, self._features(batch, cache), steps)
-                self.step, tokens = done, tokens + sum(batch.lengths)
-                last = done == steps
-                held = None
-                if done % save_every == 0 or last:
-                    self.save()
-                    held = self.acceptance_length(held_out)
-                rate = tokens / (time.perf_counter() - start)
-                report(Progress(done, steps, loss, rate, held))
-
-    def _epoch(self, samples: Sequence[Sample], epoch: int) -> list[Batch]:
-        order = np.random.default_rng([self.recipe.seed, epoch])
-        return list(batches(samples, self.recipe.max_tokens, self.recipe.batch_tokens, order))
+        recipe, lengths = self.recipe, row_lengths(samples, self.recipe.max_tokens)
+        groups: list[list[int]] = []
+        for epoch in range(recipe.epochs):
+            order = np.random.default_rng([recipe.seed, epoch])
+            groups += plan(lengths, recipe.batch_tokens, order)
+        tokens, start = 0, time.perf_counter()
+        for numbers in groups[self.step :]:
+            batch = make_batch(samples, numbers, recipe.max_tokens)
+            loss = self._train(batch, self._features(batch, cache), len(groups))
+            self.step, tokens = self.step + 1, tokens + sum(batch.lengths)
+            held = None
+            if self.step % save_every == 0 or self.step == len(groups):
+                if cache is not None:
+                    cache.save()  # first: what a state has read must be there when it goes on
+                self.save()
+                held = self.acceptance_length(held_out)
+            rate = tokens / (time.perf_counter() - start)
+            report(Progress(self.step, len(groups), loss, rate, held))
 
     def _features(self, batch: Batch, cache: FeatureCache | None) -> Tensor:
         if cache is not None and cache.has(batch):
@@ -138,7 +142,7 @@ class Trainer:
         hidden, targets = self._predictions(batch, features)
         importance = recipe.unroll_weight ** torch.arange(recipe.unrolls, device=self.device)
         head = self.draft.lm_head.weight.to(hidden.dtype)
-        loss = HeadLoss.apply(hidden, head, targets, importance / importance.sum())
+        loss = head_loss(hidden, head, targets, importance / importance.sum())
         loss.backward()
         nn.utils.clip_grad_norm_(self.draft.parameters(), recipe.max_gradient_norm)
         self.optimizer.step()
@@ -172,7 +176,9 @@ class Trainer:
     def acceptance_length(self, held_out: Sequence[Sample]) -> float:
         """Expected tokens a round of a greedy chain of `unrolls` steps (bonus token included)."""
         hits, count = torch.zeros(self.recipe.unrolls, device=self.device), 0
-        for batch in batches(held_out, self.recipe.max_tokens, self.recipe.batch_tokens, None):
+        lengths = row_lengths(held_out, self.recipe.max_tokens)
+        for numbers in plan(lengths, self.recipe.batch_tokens, None):
+            batch = make_batch(held_out, numbers, self.recipe.max_tokens)
             hidden, targets = self._predictions(batch, self._features(batch, None))
             for unroll in range(self.recipe.unrolls):
                 logits = hidden[unroll] @ self.draft.lm_head.weight.to(hidden.dtype).T

@@ -1,0 +1,407 @@
+"""`edgellm-train-draft` from conversations to a draft that exports, and through interrupts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_one_line_error, make_checkpoint
+from safetensors.torch import load_file
+
+from edgellm import contract
+from edgellm.contract import EdgeLLMError
+from edgellm.export import models
+from edgellm.tools.train_draft import run as run_module
+from edgellm.tools.train_draft.corpus import Generation
+from edgellm.tools.train_draft.features import FeatureCache
+from edgellm.tools.train_draft.layout import read_draft
+from edgellm.tools.train_draft.network import Draft, DraftShape
+from edgellm.tools.train_draft.run import Job, run
+from edgellm.tools.train_draft.train import Recipe, Trainer
+
+VOCAB, LAYERS, HEAD = 96, 8, 40
+BASE = {**models.find("llama").TINY, "num_hidden_layers": LAYERS, "tie_word_embeddings": False}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny matrices; more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("training") / "base"
+    return make_checkpoint(folder, **BASE)
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """Answered conversations that count up, and prompts that the base must answer."""
+    lines = []
+    for begin in range(10, 34):
+        user = {"role": "user", "content": f"w{begin} w{begin + 1}"}
+        answer = " ".join(f"w{number}" for number in range(begin + 2, begin + 18))
+        lines.append({"messages": [user, {"role": "assistant", "content": answer}]})
+    lines += [{"messages": [{"role": "user", "content": f"w{begin}"}]} for begin in range(50, 56)]
+    return _write_lines(tmp_path / "data.jsonl", lines)
+
+
+@pytest.fixture
+def job(base, data, tmp_path) -> Job:
+    recipe = Recipe(
+        epochs=2, unrolls=3, unroll_weight=0.9, learning_rate=3e-3, warmup_steps=2,
+        batch_tokens=128, max_tokens=48, max_gradient_norm=1.0, seed=0,
+    )  # fmt: skip
+    return Job(
+        base_model_dir=str(base), output_dir=tmp_path / "draft", data=(data,),
+        work_dir=tmp_path / "work", init_from=None, draft_vocab_size=HEAD, hidden_taps=(),
+        held_out=4, cache_features=True, save_every=3, device="cpu", recipe=recipe,
+        generation=Generation(12, 0.5, 0.8, 4, 0),
+    )  # fmt: skip
+
+
+def _write_lines(path: Path, lines: list[object]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return path
+
+
+def _arguments(job: Job, **changes: object) -> list[str]:
+    flags = {
+        "base_model_dir": job.base_model_dir, "output_dir": job.output_dir, "data": job.data[0],
+        "work_dir": job.work_dir, "draft_vocab_size": HEAD, "epochs": 2, "unrolls": 3,
+        "warmup_steps": 2, "batch_tokens": 128, "max_tokens": 48, "max_new_tokens": 12,
+        "held_out": 4, "save_every": 3, "generation_batch": 4, "device": "cpu", **changes,
+    }  # fmt: skip
+    return [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+
+
+def _command(job: Job, **changes: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "edgellm.tools.train_draft", *_arguments(job, **changes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def _network(folder: Path, vocabulary: int = HEAD) -> tuple[Draft, np.ndarray]:
+    """The network of a written folder, in float32."""
+    config = json.loads((folder / "config.json").read_text())
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+             "head_dim", "draft_vocab_size", "rms_norm_eps", "rope_theta")  # fmt: skip
+    taps = [tap + 1 for tap in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+    shape = DraftShape(num_taps=len(taps), **{name: config[name] for name in names})
+    draft = Draft(shape)
+    assert shape.draft_vocab_size == vocabulary
+    return draft, read_draft(draft, folder, taps, VOCAB)
+
+
+def test_the_command_trains_a_draft_that_loads(job):
+    result = _command(job)
+    assert result.returncode == 0, result.stderr
+    assert "the base has answered 6 of 6 prompts" in result.stderr
+    assert "30 conversations" in result.stderr
+    assert "acceptance length" in result.stderr.splitlines()[-1]
+    assert {path.name for path in job.output_dir.iterdir()} == {
+        "model.safetensors", "config.json", "training.json"
+    }  # fmt: skip
+    _network(job.output_dir)
+    written = _files(job.output_dir)
+    again = _command(job)  # the run is over: nothing is trained, the same draft is written
+    assert again.returncode == 0, again.stderr
+    assert _files(job.output_dir) == written
+    other = _command(job, epochs=3)
+    assert_one_line_error(other, "holds a run with other settings", "another --work_dir")
+    assert other.returncode == 2
+    job.data[0].write_text(job.data[0].read_text().replace("w20", "w21"))
+    assert_one_line_error(_command(job), "the conversations are others")
+    assert _files(job.output_dir) == written
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_loss_goes_down_on_counting(job, monkeypatch):
+    losses = []
+    train = Trainer._train
+
+    def note(trainer, *arguments):
+        losses.append(train(trainer, *arguments))
+        return losses[-1]
+
+    monkeypatch.setattr(Trainer, "_train", note)
+    run(replace(job, recipe=replace(job.recipe, epochs=12)))
+    assert np.mean(losses[-4:]) < 0.7 * np.mean(losses[:4])
+    assert losses[-1] == losses[-1]
+
+
+@pytest.mark.parametrize("cache_features", [True, False])
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(
+    job, tmp_path, monkeypatch, cache_features
+):
+    """Cut while prompts are answered, while a batch is trained, and after the last save."""
+    job = replace(job, cache_features=cache_features)
+    generation = replace(job.generation, max_new_tokens=6)
+    job = replace(job, generation=generation, recipe=replace(job.recipe, epochs=3))
+    whole = replace(job, output_dir=tmp_path / "whole", work_dir=tmp_path / "whole_work")
+    run(whole)
+
+    train, calls = Trainer._train, []
+
+    def cut(trainer, *arguments):
+        loss = train(trainer, *arguments)
+        calls.append(trainer.step)
+        if len(calls) in (2, 7, 8, 20):
+            raise KeyboardInterrupt
+        return loss
+
+    monkeypatch.setattr(Trainer, "_train", cut)
+    for _ in range(4):
+        with pytest.raises(KeyboardInterrupt):
+            run(job)
+        assert not job.output_dir.exists()
+    answers = job.work_dir / "answers.jsonl"
+    answers.write_bytes(answers.read_bytes()[:-9])  # the last line was cut
+    assert calls[19] > 12
+    stored = []
+    monkeypatch.setattr(FeatureCache, "store", lambda *arguments: stored.append(arguments))
+    run(job)
+    assert not stored  # all features were kept: the first epoch was over before the last save
+    assert calls[:9] == [0, 1, 0, 1, 2, 3, 4, 3, 3]  # saved at step 3 only
+    assert answers.read_text() == (whole.work_dir / "answers.jsonl").read_text()
+    assert (job.output_dir / "model.safetensors").read_bytes() == (
+        whole.output_dir / "model.safetensors"
+    ).read_bytes()
+    estimates = [
+        json.loads((folder / "training.json").read_text())["acceptance_length_estimate"]
+        for folder in (job.output_dir, whole.output_dir)
+    ]
+    assert estimates[0] == estimates[1]
+
+
+def test_ctrl_c_prints_one_line_and_the_same_command_goes_on(job):
+    arguments = _arguments(job, epochs=400, save_every=1)
+    command = [sys.executable, "-m", "edgellm.tools.train_draft", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 90
+    while not (job.work_dir / "training.pt").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert printed.splitlines()[-1] == "error: interrupted; nothing half-written was left"
+    assert "Traceback" not in printed
+    assert not job.output_dir.exists()
+    model = run_module.load_base(job.base_model_dir, torch.device("cpu"))[0]
+    draft = Draft(run_module.draft_shape(model.config, HEAD, 3))
+    frozen = run_module._frozen(model, (2, 4, 5), np.arange(HEAD))
+    trainer = Trainer(draft, frozen, job.recipe, job.work_dir, torch.device("cpu"))
+    assert trainer.resume()
+    assert trainer.step > 0
+
+
+def test_the_reduced_vocabulary_is_that_of_the_answers(job):
+    run(job)
+    tensors = load_file(job.output_dir / "model.safetensors")
+    targets = tensors["d2t"] + torch.arange(HEAD)
+    assert targets.tolist() == sorted(set(targets.tolist()))
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == targets.tolist()
+    assert tensors["t2d"].shape == (VOCAB,)
+    counting = set(range(18, 44))  # in ever more answers than any token of the base's own
+    assert counting <= set(targets.tolist())
+    config = json.loads((job.output_dir / "config.json").read_text())
+    assert (config["draft_vocab_size"], config["vocab_size"]) == (HEAD, VOCAB)
+    ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert [tap + 1 for tap in ids] == [2, LAYERS // 2, LAYERS - 3]
+
+
+def test_a_draft_goes_on_with_another(job, tmp_path):
+    run(job)
+    later = replace(
+        job, init_from=job.output_dir, output_dir=tmp_path / "later", work_dir=tmp_path / "later_w",
+        recipe=replace(job.recipe, epochs=1, learning_rate=0.0),
+    )  # fmt: skip
+    run(later)
+    first, second = (load_file(j.output_dir / "model.safetensors") for j in (job, later))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = replace(later, hidden_taps=(1, 4, 5), work_dir=tmp_path / "x")
+    with pytest.raises(EdgeLLMError, match=r"reads the taps \[2, 4, 5\]") as found:
+        run(other)
+    assert found.value.hint == "give --hidden_taps 2,4,5"
+    for wrong in (replace(later, draft_vocab_size=41), replace(later, init_from=tmp_path)):
+        with pytest.raises(EdgeLLMError, match="holds no draft of these sizes"):
+            run(replace(wrong, work_dir=tmp_path / "x"))
+    (tmp_path / "broken").mkdir()
+    shutil.copy(job.output_dir / "config.json", tmp_path / "broken")
+    (tmp_path / "broken/model.safetensors").write_bytes(b"no")
+    with pytest.raises(EdgeLLMError, match="holds no draft of these sizes"):
+        run(replace(later, init_from=tmp_path / "broken", work_dir=tmp_path / "x"))
+    assert not (tmp_path / "x").exists()  # what was wrong has claimed no folder
+
+
+@pytest.mark.parametrize(
+    ("line", "fragment"),
+    [
+        ("{", "line 2 is no conversation"),
+        ('{"messages": []}', "IndexError"),
+        ('{"messages": "hello"}', "TypeError"),
+        ('{"message": []}', "KeyError('messages')"),
+        ('{"messages": [{"role": "user"}]}', "KeyError('content')"),
+        ('{"messages": [{"role": "tool", "content": "x"}]}', "no tools here"),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "UnicodeDecodeError"),
+    ],
+)
+def test_a_bad_line_is_named(job, line, fragment):
+    text = line if isinstance(line, bytes) else line.encode()
+    job.data[0].write_bytes(b'{"messages": [{"role": "user", "content": "w1"}]}\n' + text + b"\n")
+    with pytest.raises(EdgeLLMError, match="line 2 is no conversation") as found:
+        run(job)
+    assert fragment in str(found.value)
+    assert not job.work_dir.exists()
+
+
+def test_strange_line_ends_inside_of_texts_and_empty_lines_are_taken(job, base):
+    from edgellm.tools.train_draft.base import load_base
+    from edgellm.tools.train_draft.corpus import read_conversations
+
+    job.data[0].write_bytes(
+        '\n{"messages": [{"role": "user", "content": "w10\u2028w11\x85"}]}\r\n \n'.encode()
+    )
+    _, tokenizer, stop_ids = load_base(str(base), torch.device("cpu"))
+    samples, prompts = read_conversations([job.data[0]], tokenizer)
+    assert (len(samples), len(prompts), stop_ids) == (0, 1, {2})
+    assert {10, 11} <= set(prompts[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"hidden_taps": (2, 2, 5)}, "hidden taps"),
+        ({"hidden_taps": (2, 4, LAYERS)}, "hidden taps"),
+        ({"hidden_taps": (5, 4, 2)}, "do not ascend"),
+        ({"hidden_taps": (-1, 4, 5)}, "outside of 0 to 8"),
+        ({"draft_vocab_size": VOCAB + 1}, "--draft_vocab_size 97 exceeds"),
+        ({"held_out": 30}, "leave none to learn"),
+        ({"device": "nonsense"}, "--device nonsense"),
+        ({"data": (Path("absent.jsonl"),)}, "no such data file: absent.jsonl"),
+        ({"base_model_dir": "/absent"}, "no such folder"),
+    ],
+)
+def test_wrong_settings_are_refused_and_claim_no_folder(job, changes, fragment):
+    with pytest.raises(EdgeLLMError, match=fragment):
+        run(replace(job, **changes))
+    assert not job.work_dir.exists()
+    assert not job.output_dir.exists()
+
+
+def test_foreign_files_are_not_overwritten(job):
+    job.output_dir.mkdir()
+    foreign = job.output_dir / "config.json"
+    for others in ({}, {"training.json": "{}"}, {"training.json": "[1]"}):
+        foreign.write_text("mine")
+        for name, text in others.items():
+            (job.output_dir / name).write_text(text)
+        with pytest.raises(EdgeLLMError, match="which this command did not make"):
+            run(job)
+        assert foreign.read_text() == "mine"
+    with pytest.raises(EdgeLLMError, match="is a file"):
+        run(replace(job, output_dir=job.data[0]))
+
+
+def test_taps_that_are_no_numbers(job):
+    result = _command(job, hidden_taps="a,b")
+    assert_one_line_error(result, "--hidden_taps a,b: give whole numbers")
+    assert result.returncode == 2
+
+
+def test_the_export_agrees_with_the_network(job, base, tmp_path):
+    """Fuse and model graph of the written folder, on ONNX Runtime, at step 0 and recycled."""
+    from edgellm.export.draft import DraftOptions, export_draft
+    from edgellm.export.source import open_checkpoint
+
+    run(replace(job, hidden_taps=(0, 3, 6)))
+    checkpoints = (open_checkpoint(str(f), tokenizer=False) for f in (job.output_dir, base))
+    manifest = export_draft(*checkpoints, tmp_path / "bundle", DraftOptions("fp32"))
+    assert manifest.draft.hidden_taps == (0, 3, 6)
+    draft, vocabulary = _network(job.output_dir)
+    embedding = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    random = torch.Generator().manual_seed(1)
+    rows, steps, hidden_size = 9, 4, BASE["hidden_size"]
+    taps = torch.randn(1, rows, 3 * hidden_size, generator=random)
+    ids = torch.randint(VOCAB, (1, rows + steps), generator=random)
+    with torch.no_grad():
+        unrolled = list(draft.unroll(taps, embedding[ids[:, 1:]], steps))
+        log_probs = [draft.lm_head(draft.norm(x[0])).log_softmax(-1) for x in unrolled]
+
+    session = _Graphs(tmp_path / "bundle", manifest)
+    hidden = session.fuse(taps)
+    found = session.forward(ids[:, 1 : rows + 1], hidden, np.arange(rows), 0)
+    for step in range(steps):
+        last = rows - 1  # the chain that starts at the newest true row
+        best = log_probs[step][last].topk(5)
+        np.testing.assert_allclose(found[1][0, -1], best.values, atol=2e-4)
+        np.testing.assert_array_equal(found[0][0, -1], vocabulary[best.indices])
+        np.testing.assert_allclose(found[2][0, -1], unrolled[step][0, last], atol=2e-4, rtol=2e-4)
+        if step + 1 < steps:
+            token = ids[:, rows + 1 + step : rows + 2 + step]
+            position = rows + step
+            found = session.forward(token, found[2][:, -1:], np.array([position]), position)
+
+
+class _Graphs:
+    """An exported draft with its cache."""
+
+    def __init__(self, folder: Path, manifest: contract.DraftBundleManifest) -> None:
+        import onnxruntime as ort
+
+        self.open = lambda name: ort.InferenceSession(
+            str(folder / f"{name}.onnx"), providers=["CPUExecutionProvider"]
+        )
+        self.model = self.open("model")
+        kv = manifest.draft.decoder.kv
+        shape = (1, kv.num_kv_heads, 32, kv.head_dim)
+        self.cache = {
+            contract.past_name(layer, part): np.zeros(shape, np.float32)
+            for layer in range(kv.num_layers)
+            for part in ("key", "value")
+        }
+
+    def fuse(self, taps: torch.Tensor) -> np.ndarray:
+        feed = {contract.HIDDEN_TAPS: taps.numpy()}
+        return self.open("fuse").run([contract.DRAFT_HIDDEN], feed)[0]
+
+    def forward(self, ids, hidden, positions, write_index) -> list[np.ndarray]:
+        size = ids.shape[1]
+        feed = {
+            contract.INPUT_IDS: ids.numpy(), contract.DRAFT_HIDDEN: hidden,
+            contract.POSITION_IDS: positions[None], contract.WRITE_INDEX: np.array([write_index]),
+            contract.TREE_MASK: np.tri(size, dtype=np.bool_),
+            contract.LOGITS_INDEX: np.array([size - 1]), contract.TOP_K: np.array([5]),
+            **self.cache,
+        }  # fmt: skip
+        names = [value.name for value in self.model.get_outputs()]
+        outputs = self.model.run(names, feed)
+        self.cache = dict(zip(self.cache, outputs[3:], strict=True))
+        return outputs[:3]
+
+
+def test_python_finds_the_package_in_children():
+    """The commands above must test this checkout."""
+    code = "import edgellm.tools.train_draft as m; print(m.__file__)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert os.path.samefile(out.stdout.strip(), Path(run_module.__file__).with_name("__init__.py"))

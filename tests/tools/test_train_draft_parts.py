@@ -1,0 +1,318 @@
+"""The parts of draft training against naive forms: answers, attention, loss, batches, features."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_checkpoint
+from transformers import AutoModelForCausalLM
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.export import models
+from edgellm.tools.train_draft import base as base_module
+from edgellm.tools.train_draft import corpus
+from edgellm.tools.train_draft.corpus import Generation, Sample, answer_prompts, stored_answers
+from edgellm.tools.train_draft.features import (
+    FeatureCache,
+    TappedBase,
+    make_batch,
+    plan,
+    row_lengths,
+)
+from edgellm.tools.train_draft.generate import generate
+from edgellm.tools.train_draft.network import Draft, DraftShape, _HeadLoss, head_loss
+
+CPU = torch.device("cpu")
+STOPS = frozenset([2, 17, 33, 50, 71])
+GREEDY = Generation(10, 0.0, 1.0, 4, 0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny matrices; more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def base(request, tmp_path_factory) -> Path:
+    config = {**models.find(request.param).TINY, "num_hidden_layers": 6}
+    return make_checkpoint(tmp_path_factory.mktemp("parts") / "base", **config)
+
+
+@pytest.fixture(scope="module")
+def model(base):
+    """In float32, so that the batch does not decide near ties."""
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [random.integers(3, 96, random.integers(1, 14)).tolist() for _ in range(23)]
+
+
+def _expected(model, prompt: list[int], stop_ids: frozenset[int], limit: int) -> list[int]:
+    ids = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=limit, pad_token_id=0,
+        eos_token_id=sorted(stop_ids), attention_mask=torch.ones(1, len(prompt)),
+    )  # fmt: skip
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_greedy_answers_are_those_of_transformers(model, prompts, batch):
+    rows = list(
+        generate(model, prompts, stop_ids=STOPS, max_new_tokens=40, temperature=0.0, batch=batch,
+                 seed=0)
+    )  # fmt: skip
+    assert sorted(index for index, *_ in rows) == list(range(len(prompts)))
+    for index, prompt, answer in rows:
+        assert prompt == prompts[index]
+        assert answer == _expected(model, prompt, STOPS, 40)
+    lengths = {len(answer) for *_, answer in rows}
+    assert len(lengths) > 5  # rows did leave the batch at different times
+    assert any(answer[-1] in STOPS for *_, answer in rows)
+
+
+def test_room_grows_past_its_first_size(model):
+    """More tokens than the cache makes room for at once, while rows leave."""
+    found = generate(model, [[5], [6, 7, 8]], stop_ids=frozenset([2]), max_new_tokens=150,
+                     temperature=0.0, batch=2, seed=0)  # fmt: skip
+    for _, prompt, answer in found:
+        assert answer == _expected(model, prompt, frozenset([2]), 150)
+
+
+def test_sampled_answers_follow_the_distribution(model):
+    def first_tokens(seed):
+        rows = generate(model, [[5, 9]] * 4000, stop_ids=STOPS, max_new_tokens=1,
+                        temperature=2.0, batch=1000, seed=seed)  # fmt: skip
+        return [answer[0] for *_, answer in rows]
+
+    drawn = first_tokens(1)
+    with torch.no_grad():
+        expected = (model(torch.tensor([[5, 9]])).logits[0, -1] / 2.0).softmax(-1).numpy()
+    counts = np.bincount(drawn, minlength=96) / len(drawn)
+    assert np.abs(counts - expected).sum() / 2 < 0.08
+    assert drawn == first_tokens(1) != first_tokens(2)
+
+
+def _answer(model, prompts, store, how=GREEDY) -> list[int]:
+    return list(answer_prompts(model, prompts, store, frozenset([2]), how))
+
+
+def test_answers_do_not_depend_on_interrupts(model, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "_CHUNK", 8)
+    how = replace(GREEDY, sampled_share=0.5)
+    whole = tmp_path / "whole.jsonl"
+    assert _answer(model, prompts, whole, how) == [0, 8, 16, 23]
+    assert _answer(model, prompts, whole, how) == [23]
+    content = whole.read_bytes()
+    for size in (1, 40, 200, len(content) // 2, len(content) - 1):
+        cut = tmp_path / f"{size}.jsonl"
+        cut.write_bytes(content[:size])
+        _answer(model, prompts, cut, how)
+        assert cut.read_bytes() == content
+    assert len(stored_answers(whole)) == len(prompts)
+
+
+def test_a_cut_line_is_not_glued_to_the_next(model, tmp_path):
+    store = tmp_path / "answers.jsonl"
+    _answer(model, [[5, 6]], store)
+    store.write_bytes(store.read_bytes() + b'{"prompt": [7, 8], "answ')
+    _answer(model, [[5, 6], [7, 8], [9]], store)
+    lines = [json.loads(line) for line in store.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == [[5, 6], [9], [7, 8]]
+    store.write_text(store.read_text().replace('{"prompt": [9]', '{"prompt": [9{"prompt": [9]'))
+    _answer(model, [[5, 6], [7, 8], [9]], store)
+    assert [sample.prompt for sample in stored_answers(store)] == [(5, 6), (7, 8), (9,)]
+
+
+def test_the_base_in_bfloat16_is_that_of_transformers(base):
+    model, _, stop_ids = base_module.load_base(str(base), CPU)
+    theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval()
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, theirs(ids).logits)
+    assert stop_ids == {2}
+
+
+def test_a_base_without_an_end_or_a_head_is_refused(base, tmp_path):
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(base, tmp_path / "base")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [2, 3]}))
+    assert base_module.load_base(str(folder), CPU)[2] == {2, 3}
+    path.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    with pytest.raises(UnsupportedModelError, match="names no eos_token_id"):
+        base_module.load_base(str(folder), CPU)
+    config["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight"):
+        base_module.load_base(str(folder), CPU)
+
+
+def test_taps_are_the_streams_that_enter_the_layers(model):
+    samples = [Sample((5, 6, 7), (8, 9)), Sample((10,), (11,))]
+    batch = make_batch(samples, [1, 0], 16)
+    tapped = TappedBase(model, (0, 3, 5))
+    found = tapped(batch.ids, batch.lengths)
+    for row, number in enumerate(batch.samples):
+        ids = torch.tensor([samples[number].prompt + samples[number].answer])
+        with torch.no_grad():
+            states = model(ids, output_hidden_states=True).hidden_states
+        for place, expected in enumerate((states[0], states[3], states[5], states[-1])):
+            torch.testing.assert_close(
+                found[row, : ids.shape[1], place], expected[0], atol=2e-5, rtol=1e-4
+            )
+
+
+SHAPE = DraftShape(
+    hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=12, draft_vocab_size=20, num_taps=2, rms_norm_eps=1e-5, rope_theta=1e4,
+)  # fmt: skip
+
+
+def _rotated(x: torch.Tensor, position: int) -> torch.Tensor:
+    """[heads, D]: pairs (i, i + D/2) as complex numbers, turned."""
+    half = x.shape[-1] // 2
+    angles = position * SHAPE.rope_theta ** (-torch.arange(half) / half)
+    turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones(half), angles)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def _naive_unroll(draft: Draft, taps: torch.Tensor, embeddings: torch.Tensor, steps: int):
+    """Each chain for itself: row i's keys are the true rows 0..i and the chain's own steps."""
+    layer, attention = draft.midlayer, draft.midlayer.self_attn
+    repeat = SHAPE.num_attention_heads // SHAPE.num_key_value_heads
+    found = torch.zeros(steps, len(taps), SHAPE.hidden_size)
+
+    def project(embedding, hidden, position):
+        wide = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(hidden)])
+        q, k, v = (p(wide).view(-1, SHAPE.head_dim) for p in (
+            attention.q_proj, attention.k_proj, attention.v_proj))  # fmt: skip
+        return _rotated(q, position), _rotated(k, position), v
+
+    fused = [draft.fc(row) for row in taps]
+    true = [project(embeddings[i], fused[i], i) for i in range(len(taps))]
+    for i in range(len(taps)):
+        hidden, seen = fused[i], [(k, v) for _, k, v in true[:i]]
+        for step in range(steps):
+            q, k, v = project(embeddings[i + step], hidden, i + step)
+            seen.append((k, v))
+            keys, values = (torch.stack(part).repeat_interleave(repeat, 1)
+                            for part in zip(*seen, strict=True))  # fmt: skip
+            scores = torch.einsum("hd,thd->ht", q, keys) * SHAPE.head_dim**-0.5
+            mixed = torch.einsum("ht,thd->hd", scores.softmax(-1), values).flatten()
+            hidden = hidden + attention.o_proj(mixed)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            found[step, i] = hidden
+    return found
+
+
+def test_the_training_time_test_equals_chains_with_explicit_keys():
+    torch.manual_seed(0)
+    draft, steps, rows = Draft(SHAPE), 4, 7
+    for name, parameter in draft.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    taps, embeddings = torch.randn(2, rows, 64) * 3, torch.randn(2, rows + steps - 1, 32)
+    with torch.no_grad():
+        found = torch.stack(list(draft.unroll(taps, embeddings, steps)))
+        for row in range(2):
+            expected = _naive_unroll(draft, taps[row], embeddings[row], steps)
+            torch.testing.assert_close(found[:, row], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_on_the_right_changes_nothing():
+    torch.manual_seed(0)
+    draft, steps = Draft(SHAPE), 3
+    taps, embeddings = torch.randn(1, 9, 64), torch.randn(1, 9 + steps - 1, 32)
+    with torch.no_grad():
+        long = list(draft.unroll(taps, embeddings, steps))
+        short = list(draft.unroll(taps[:, :6], embeddings[:, : 6 + steps - 1], steps))
+    for one, other in zip(long, short, strict=True):
+        torch.testing.assert_close(one[:, :6], other, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 2 * _HeadLoss.PIECE + 3])
+def test_the_loss_has_the_gradients_of_autograd(rows):
+    torch.manual_seed(0)
+    hidden = torch.randn(3, rows, 16, requires_grad=True)
+    weight = torch.randn(20, 16, requires_grad=True)
+    targets = torch.randn(rows, 20).softmax(-1)
+    importance = torch.tensor([0.5, 0.3, 0.2])
+    found = head_loss(hidden, weight, targets, importance)
+    grads = torch.autograd.grad(found * 2.5, [hidden, weight])
+    log_q = (hidden @ weight.T).log_softmax(-1)
+    expected = -((targets * log_q).sum(-1).mean(-1) * importance).sum()
+    wanted = torch.autograd.grad(expected * 2.5, [hidden, weight])
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+
+
+def test_no_row_to_learn_from_is_no_loss():
+    hidden = torch.zeros(2, 0, 16, requires_grad=True)
+    loss = head_loss(hidden, torch.randn(20, 16), torch.zeros(0, 20), torch.tensor([0.5, 0.5]))
+    loss.backward()
+    assert loss.item() == 0
+    assert hidden.grad is not None
+
+
+def test_batches_hold_every_conversation_once():
+    random = np.random.default_rng(1)
+    lengths = random.integers(2, 60, 200).tolist()
+    for order in (None, np.random.default_rng([0, 1])):
+        groups = plan(lengths, 256, order)
+        assert sorted(index for group in groups for index in group) == list(range(200))
+        for group in groups:
+            assert len(group) == 1 or len(group) * max(lengths[i] for i in group) <= 256
+    one, other = (plan(lengths, 256, np.random.default_rng([0, epoch])) for epoch in (1, 2))
+    assert one == plan(lengths, 256, np.random.default_rng([0, 1]))
+    assert one != other
+    assert plan([500], 256, None) == [[0]]  # a row that is too long goes alone
+
+
+def test_long_conversations_are_cut():
+    samples = [Sample((5, 6, 7), (8, 9, 10))]
+    batch = make_batch(samples, [0], 5)
+    assert row_lengths(samples, 5) == batch.lengths == [5]
+    assert batch.ids.tolist() == [[5, 6, 7, 8, 9]]
+    assert batch.learned.tolist() == [[False, False, False, True, True]]
+
+
+def test_features_outlive_an_interrupt_only_once_saved(tmp_path):
+    samples = [Sample((1,), (2, 3)), Sample((4,), (5,)), Sample((6,), (7,))]
+    path, lengths = tmp_path / "features.bin", row_lengths(samples, 9)
+    batches = [make_batch(samples, [number], 9) for number in range(3)]
+    values = [torch.randn(1, length, 2, 4).bfloat16() for length in lengths]
+    cache = FeatureCache(path, lengths, (2, 4))
+    cache.store(batches[0], values[0])
+    cache.save()
+    cache.store(batches[1], values[1])
+    again = FeatureCache(path, lengths, (2, 4))
+    assert [again.has(batch) for batch in batches] == [True, False, False]
+    assert torch.equal(again.load(batches[0]), values[0])
+    both = make_batch(samples, [0, 1], 9)
+    again.store(batches[1], values[1])
+    loaded = again.load(both)
+    assert torch.equal(loaded[1, :2], values[1][0])
+    assert not loaded[1, 2:].any()
+    other = FeatureCache(path, lengths, (3, 4))  # of another width: begun anew
+    assert not any(other.has(batch) for batch in batches)

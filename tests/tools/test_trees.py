@@ -1,0 +1,231 @@
+"""`edgellm-trees`: what the page says, that no token can break it, and bad input."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from conftest import assert_one_line_error
+
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.llm import Step
+from edgellm.device_runtime.speculate.loop import Round
+from edgellm.device_runtime.speculate.tree import Tree
+from edgellm.device_runtime.tree_log import TreeLog
+from edgellm.tools.trees import PAGE, read_trees, render, summarize
+
+NASTY = [
+    "</script><script>alert(1)</script>", "<!--", "\n", "\"'&", "\u202eright to left", "שלום",
+    "\u2028", "@DATA@", "", "\ud800", "]]>",
+]  # fmt: skip
+ROUND = {
+    "emitted": ["b", "d", "e"],
+    "tokens": ["a", "b", "c", "d"],
+    "parents": [-1, 0, 0, 1],
+    "expected": [1.0, 0.5, 0.25, 0.125],
+    "confidence": [1.0, 0.6, 0.3, 0.2],
+    "path": [0, 1, 3],
+    "bonus": "e",
+}
+MISS = {**ROUND, "emitted": ["x"], "path": [0], "bonus": "x"}
+RUN = {
+    "input_file": "in.json",
+    "requests": [
+        {"request_idx": 0, "rounds": [{"emitted": ["a"]}, ROUND, MISS]},
+        {"request_idx": 2, "rounds": [{"emitted": ["a"]}]},
+    ],
+}
+
+
+@pytest.fixture
+def run_trees(tmp_path):
+    """Write a tree file and run the command on it."""
+
+    def run(content, *more):
+        path = tmp_path / "trees.json"
+        text = content if isinstance(content, str) else json.dumps(content)
+        path.write_text(text, "utf-8")
+        command = [sys.executable, "-m", "edgellm.tools.trees", path, *more]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert path.read_text("utf-8") == text
+        return result
+
+    return run
+
+
+class _Page(HTMLParser):
+    """The elements of a page, with their attributes and texts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "input", "br", "link", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+    def data(self):
+        found = [text for text in self.texts["script"] if text.startswith("{")]
+        assert len(found) == 1
+        return json.loads(found[0])
+
+
+def test_the_page(run_trees, tmp_path):
+    result = run_trees(RUN, "--output-file", tmp_path / "page.html")
+    assert result.returncode == 0, result.stderr
+    assert "2 requests, 2 rounds, acceptance length 2.00" in result.stdout
+    page = _Page((tmp_path / "page.html").read_text("utf-8"))
+    data = page.data()
+    assert data["input_file"] == "in.json"
+    assert data["requests"][0]["rounds"] == RUN["requests"][0]["rounds"]
+    assert [request["index"] for request in data["requests"]] == [0, 2]
+    assert data["summary"] == data["requests"][0]["summary"] | {"tokens": 6}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "trees.json"]
+
+
+def test_summary():
+    found = summarize(RUN["requests"][0]["rounds"])
+    assert (found.rounds, found.tokens, found.nodes) == (2, 5, 4.0)
+    assert found.acceptance_length == 2.0  # 3 tokens, then 1
+    assert found.expected_length == 1.875
+    assert found.histogram == (1, 0, 1)
+    assert summarize(RUN["requests"][1]["rounds"]).rounds == 0
+
+
+def test_the_page_needs_no_network_and_has_every_element_that_its_script_uses():
+    import re
+
+    text = PAGE.read_text("utf-8")
+    page = _Page(text)
+    for _, attributes in page.elements:
+        assert not {"src", "href", "onclick", "onload"} & attributes.keys()
+    assert "default-src 'none'" in text
+    assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]  # a name
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|url\(", text)
+    ids = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
+    assert set(re.findall(r'byId\("([a-z-]+)"\)', text)) <= ids
+    labels = {a["aria-labelledby"] for _, a in page.elements if "aria-labelledby" in a}
+    assert labels <= ids
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_tokens_cannot_break_the_page():
+    content = copy.deepcopy(RUN)
+    size = len(NASTY)
+    content["input_file"] = "</title><script>"
+    content["requests"][0]["rounds"][1] = {
+        "emitted": [NASTY[0]], "tokens": NASTY, "parents": [-1, *range(size - 1)],
+        "expected": [1.0] * size, "confidence": [1] * size, "path": [0], "bonus": NASTY[0],
+    }  # fmt: skip
+    text = render(content)
+    text.encode("utf-8")
+    page, empty = _Page(text), _Page(PAGE.read_text("utf-8"))
+    assert page.elements == empty.elements
+    assert page.data()["requests"][0]["rounds"][1]["tokens"] == NASTY
+    assert page.data()["input_file"] == "</title><script>"
+    assert "alert(1)<" not in text
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_is_valid(tmp_path):
+    script = next(text for text in _Page(render(RUN)).texts["script"] if "use strict" in text)
+    (tmp_path / "page.js").write_text(script, "utf-8")
+    subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
+
+
+def test_what_the_runtime_logs_can_be_read(tmp_path):
+    class Tokenizer:
+        def decode(self, token_ids):
+            return f"<{token_ids[0]}>"
+
+    tree = Tree(np.array([5, 6, 7]), np.array([-1, 0, 1]), np.array([1.0, 0.5, 0.25]))
+    log = TreeLog(Tokenizer())  # type: ignore[arg-type]
+    log.add(0, Step((5,), "a", Round((5,))))
+    log.add(0, Step((6, 8), "b", Round((6, 8), tree, (0, 1), (1.0, 0.5, 0.5))))
+    log.add(0, Step((9,), "c", Round((9,), Tree.of_root(8), (0,), (1.0,))))
+    log.add(1, Step((5,), "plain"))
+    path = tmp_path / "trees.json"
+    path.write_text(json.dumps(log.as_json("in.json")))
+    rounds = read_trees(path)["requests"][0]["rounds"]
+    assert (len(rounds), summarize(rounds).acceptance_length) == (3, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"),
+    [
+        ("", "is not valid JSON"),
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("[1, 2]", "holds no trees"),
+        ({"responses": []}, "holds no trees"),
+        ({"requests": [{"messages": []}]}, "request 0 has no list of rounds"),
+        ({"requests": []}, "holds no round of speculation"),
+        ({"requests": [{"rounds": [{"emitted": ["a"]}]}]}, "holds no round of speculation"),
+        ({"requests": [{"rounds": [7]}]}, "round 0 of request 0 is no round"),
+    ],
+)
+def test_bad_input(run_trees, tmp_path, content, fragment):
+    result = run_trees(content)
+    assert_one_line_error(result, fragment, "hint: ")
+    assert result.returncode == 2
+    assert not (tmp_path / "trees.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"emitted": None}, "emitted"),
+        ({"tokens": []}, "no texts"),
+        ({"tokens": ["a", 1, "c", "d"]}, "no texts"),
+        ({"bonus": None}, "no texts"),
+        ({"expected": [1, 2]}, "not 4 numbers"),
+        ({"confidence": [1, 1, 1, float("nan")]}, "not 4 numbers"),
+        ({"parents": [-1, 0, 0]}, "do not make a tree"),
+        ({"parents": [-1, 0, 3, 0]}, "do not make a tree"),
+        ({"parents": [-1, 0, -1, 1]}, "do not make a tree"),
+        ({"path": None}, "start at the root"),
+        ({"path": []}, "start at the root"),
+        ({"path": [0, 3]}, "leaves the tree"),
+        ({"path": [0, 9]}, "leaves the tree"),
+    ],
+)
+def test_a_damaged_round_is_named(tmp_path, changes, fragment):
+    path = tmp_path / "trees.json"
+    rounds = [{"emitted": ["a"]}, {**ROUND, **changes}]
+    path.write_text(json.dumps({"requests": [{"rounds": rounds}]}))
+    with pytest.raises(EdgeLLMError, match="round 1 of request 0") as found:
+        read_trees(path)
+    assert fragment in str(found.value)
+
+
+def test_the_input_is_never_overwritten(run_trees, tmp_path):
+    os.symlink(tmp_path / "trees.json", tmp_path / "link.html")
+    for output in ("trees.json", "link.html"):
+        result = run_trees(RUN, "--output_file", tmp_path / output)
+        assert_one_line_error(result, "is the input file", "another --output_file")
+    assert_one_line_error(run_trees(RUN, "--output_file", tmp_path), "is a folder")
+    assert_one_line_error(run_trees(RUN, "--output_file", tmp_path / "x/y"), "no such folder")
+    missing = subprocess.run(
+        [sys.executable, "-m", "edgellm.tools.trees", tmp_path / "absent.json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert_one_line_error(missing, "no such file", "--treeOutputFile")

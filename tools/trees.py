@@ -1,0 +1,218 @@
+"""`edgellm-trees`: the trees of a run as one HTML page that needs no network."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from edgellm.command import run_command
+from edgellm.contract import EdgeLLMError
+
+PAGE = Path(__file__).with_name("trees.html")
+_PLACE = "@DATA@"
+_OF_A_TREE = ("tokens", "parents", "expected", "confidence", "path", "bonus")
+_HOW = "give the file that llm_inference --eagle --treeOutputFile wrote"
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the rounds of one request, or of all, amount to."""
+
+    rounds: int  # verifications; the token out of the prefill has none
+    tokens: int  # of the answer
+    acceptance_length: float  # tokens a round, bonus included
+    expected_length: float  # what the trees promised for it
+    nodes: float  # verified in a round, root included
+    histogram: tuple[int, ...]  # rounds by number of accepted drafted tokens
+
+
+@app.command()
+def trees(
+    trees_file: Annotated[
+        Path,
+        typer.Argument(metavar="TREES.json", help="Written by llm_inference --treeOutputFile."),
+    ],
+    output_file: Annotated[
+        Path | None, typer.Option("--output_file", help="The page; default TREES.html.")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Draw the trees of speculative decoding: what was drafted, accepted, rejected."""
+    del debug  # read by run_command
+    output = output_file or trees_file.with_suffix(".html")
+    content = read_trees(trees_file)
+    _check_output(output, trees_file)
+    _write(output, render(content))
+    summary = summarize(_all_rounds(content["requests"]))
+    typer.echo(
+        f"{output}: {len(content['requests'])} requests, {summary.rounds} rounds, "
+        f"acceptance length {summary.acceptance_length:.2f}"
+    )
+
+
+def read_trees(path: Path) -> dict[str, Any]:
+    """The checked content of a tree file.
+
+    Raises:
+        EdgeLLMError: it is missing, something else, damaged, or without a round.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise EdgeLLMError(f"no such file: {path}", hint=_HOW) from None
+    except IsADirectoryError:
+        raise EdgeLLMError(f"{path} is a folder", hint=_HOW) from None
+    except (ValueError, RecursionError) as error:
+        detail = str(error).splitlines()[0]
+        raise EdgeLLMError(f"{path} is not valid JSON: {detail}", hint=_HOW) from None
+    requests = content.get("requests") if isinstance(content, dict) else None
+    if not isinstance(requests, list):
+        raise EdgeLLMError(f"{path} holds no trees", hint=_HOW)
+    for place, request in enumerate(requests):
+        rounds = request.get("rounds") if isinstance(request, dict) else None
+        if not isinstance(rounds, list):
+            raise EdgeLLMError(f"{path}: request {place} has no list of rounds", hint=_HOW)
+        for number, found in enumerate(rounds):
+            if (fault := _fault(found)) is not None:
+                raise EdgeLLMError(
+                    f"{path}: round {number} of request {place} is no round: {fault}", hint=_HOW
+                )
+    if not any("tokens" in found for found in _all_rounds(requests)):
+        raise EdgeLLMError(
+            f"{path} holds no round of speculation",
+            hint="run llm_inference with --eagle and a --maxGenerateLength above 1",
+        )
+    return content
+
+
+def _fault(found: Any) -> str | None:
+    """What is wrong with one round of the file."""
+    if not isinstance(found, dict) or not _is_texts(found.get("emitted")):
+        return "it has no list of emitted tokens"
+    if "tokens" not in found:
+        return None
+    absent = [name for name in _OF_A_TREE if name not in found]
+    if absent:
+        return f"it has no {absent[0]}"
+    tokens, parents, path = found["tokens"], found["parents"], found["path"]
+    if not _is_texts(tokens) or not tokens or not isinstance(found["bonus"], str):
+        return "its tokens are no texts"
+    size = len(tokens)
+    chances = (found["expected"], found["confidence"])
+    if not all(_is_list(values, size) and all(map(_is_number, values)) for values in chances):
+        return f"expected and confidence are not {size} numbers each"
+    topological = _is_list(parents, size) and parents[0] == -1 and all(map(_is_index, parents[1:]))
+    if not topological or not all(above < at for at, above in enumerate(parents)):
+        return "its parents do not make a tree"
+    if not _is_list(path) or not path or path[0] != 0:
+        return "its path does not start at the root"
+    steps = itertools.pairwise(path)
+    if not all(_is_index(node) and node < size and parents[node] == above for above, node in steps):
+        return "its path leaves the tree"
+    return None
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_list(value: Any, size: int | None = None) -> bool:
+    return isinstance(value, list) and size in (None, len(value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e9  # so no NaN either
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _all_rounds(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [found for request in requests for found in request["rounds"]]
+
+
+def summarize(rounds: Sequence[dict[str, Any]]) -> Summary:
+    """Numbers over rounds; zero where no round has a tree."""
+    drafted = [found for found in rounds if "tokens" in found]
+    count = max(len(drafted), 1)
+    accepted = [len(found["path"]) - 1 for found in drafted]
+    return Summary(
+        rounds=len(drafted),
+        tokens=sum(len(found["emitted"]) for found in rounds),
+        acceptance_length=sum(length + 1 for length in accepted) / count,
+        expected_length=sum(sum(found["expected"][1:]) + 1 for found in drafted) / count,
+        nodes=sum(len(found["tokens"]) for found in drafted) / count,
+        histogram=tuple(accepted.count(length) for length in range(max(accepted, default=0) + 1)),
+    )
+
+
+def render(content: dict[str, Any]) -> str:
+    """The page; `content` as `read_trees` gives it."""
+    names = ("emitted", *_OF_A_TREE)
+    requests = [
+        {
+            "index": request.get("request_idx", place),
+            "summary": asdict(summarize(request["rounds"])),
+            "rounds": [
+                {name: found[name] for name in names if name in found}
+                for found in request["rounds"]
+            ],
+        }
+        for place, request in enumerate(content["requests"])
+    ]
+    data = {
+        "input_file": str(content.get("input_file", "")),
+        "summary": asdict(summarize(_all_rounds(content["requests"]))),
+        "requests": requests,
+    }
+    # Nothing in the JSON can end the script element, whatever the tokens are.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    before, after = PAGE.read_text("utf-8").split(_PLACE)
+    return before + text + after
+
+
+def _check_output(output: Path, trees_file: Path) -> None:
+    if output.is_dir():
+        raise EdgeLLMError(f"{output} is a folder", hint="give the name of a file")
+    if output.exists() and output.samefile(trees_file):
+        raise EdgeLLMError(f"{output} is the input file", hint="give another --output_file")
+    if not output.absolute().parent.is_dir():
+        raise EdgeLLMError(f"no such folder: {output.absolute().parent}")
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace the file (that a link points to) in one step."""
+    path = path.resolve()
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{time.time_ns()}")
+    try:
+        partial.write_text(text, "utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)
+
+
+if __name__ == "__main__":
+    main()
