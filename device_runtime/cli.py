@@ -139,11 +139,12 @@ def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
     """Print the comparison of every request; the exit status."""
     from edgellm.device_runtime.prove import prove
 
-    diverged = 0
+    compared = diverged = 0
     for comparison in prove(llm, options, requests):
         typer.echo(comparison.line())
+        compared += comparison.tokens > 0
         diverged += comparison.divergence is not None
-    typer.echo(f"{len(requests) - diverged} of {len(requests)} answers identical, token by token")
+    typer.echo(f"{compared - diverged} of {compared} answers identical, token by token")
     return 1 if diverged else 0
 
 

@@ -224,7 +224,7 @@ class LLM:
             answer.token_ids += taken
             if found.tree is not None:
                 answer.profile.rounds.append(_counts(found, len(taken)))
-            if taken and not (ended and len(taken) == 1):
+            if speculates or not ended or len(taken) > 1:
                 yield Step(tuple(taken), text, found if speculates else None)
             if self._current is not answer:
                 raise EdgeLLMError(

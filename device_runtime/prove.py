@@ -10,7 +10,7 @@ import numpy as np
 
 from edgellm.device_runtime.generate import read_prompt
 from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.requests import Options
+from edgellm.device_runtime.requests import Options, parse_request
 from edgellm.device_runtime.runner import start_request
 
 
@@ -19,7 +19,7 @@ class Comparison:
     """One prompt; `divergence` is the first token that differs."""
 
     index: int
-    tokens: int
+    tokens: int  # of the plain answer; 0 if the request forbids speculation
     divergence: int | None = None
     plain_token: int | None = None
     speculated_token: int | None = None
@@ -29,6 +29,8 @@ class Comparison:
 
     def line(self) -> str:
         """For people."""
+        if not self.tokens:
+            return f"request {self.index}: not compared, disable_spec_decode is set"
         if self.divergence is None:
             return f"request {self.index}: {self.tokens} tokens, identical"
         if self.margin is None:
@@ -47,6 +49,9 @@ def prove(llm: LLM, options: Options, requests: list[Any]) -> Iterator[Compariso
         RequestError: a request that cannot be answered.
     """
     for index, raw in enumerate(requests):
+        if parse_request(raw, index).disable_spec_decode:
+            yield Comparison(index, 0)
+            continue
         plain, speculated = (
             _token_ids(llm, options, raw, index, speculative=speculative)
             for speculative in (False, True)
