@@ -16,7 +16,7 @@ from edgellm.device_runtime.backends import Compiled, CompiledDraft, Estimate, P
 from edgellm.device_runtime.backends.onnxruntime.cpu import instruction_sets
 from edgellm.device_runtime.session import DraftSession, Session
 
-MINIMUM_VERSION = (1, 23)  # the first with a thread pool that sessions can share
+MINIMUM_VERSION = (1, 22)
 
 
 def available() -> str:

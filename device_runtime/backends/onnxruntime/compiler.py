@@ -31,7 +31,7 @@ from edgellm.device_runtime.backends.onnxruntime.session import (
     LoadedGraph,
     OnnxRuntimeSession,
     load_graph,
-    share_threads,
+    set_threads,
 )
 from edgellm.device_runtime.backends.onnxruntime.weights import LinearWeight, WeightFile
 
@@ -210,7 +210,7 @@ def optimize(
         EdgeLLMError: the saved graph does not compute what the lowered one does.
     """
     options = ort.SessionOptions()
-    share_threads(options, threads)
+    set_threads(options, threads)
     options.log_severity_level = 3
     options.optimized_model_filepath = str(output)
     for key, value in (

@@ -32,7 +32,7 @@ def load_graph(path: Path, *, threads: int = 0, optimize: bool = True) -> ort.In
         BrokenArtifactError: ONNX Runtime does not take the file.
     """
     options = ort.SessionOptions()
-    share_threads(options, threads)
+    set_threads(options, threads)
     options.log_severity_level = 3
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -45,23 +45,15 @@ def load_graph(path: Path, *, threads: int = 0, optimize: bool = True) -> ort.In
         ) from None
 
 
-def share_threads(options: ort.SessionOptions, threads: int) -> None:
-    """Let a session use the process's one pool of `threads` threads, 0 for all cores.
+def set_threads(options: ort.SessionOptions, threads: int) -> None:
+    """Give a session `threads` threads, 0 for all cores, that rest between its passes.
 
-    Pools of their own would spin against each other: with two, a pass of the base right after one
-    of the draft takes twice its time. The first session of a process decides the pool's size.
+    By default they spin on after a pass; those of the draft then take the cores from the base's
+    next pass, which doubles its time.
     """
-    _make_pool(threads)
-    options.use_per_session_threads = False
-
-
-def _make_pool(threads: int) -> None:
-    if not _POOL_SIZES:
-        ort.set_global_thread_pool_sizes(threads, 1)
-        _POOL_SIZES.append(threads)
-
-
-_POOL_SIZES: list[int] = []  # ONNX Runtime makes the pool once and has no way to ask for it
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.force_spinning_stop", "1")
 
 
 class _Cache:
