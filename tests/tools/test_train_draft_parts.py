@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -316,3 +319,10 @@ def test_features_outlive_an_interrupt_only_once_saved(tmp_path):
     assert not loaded[1, 2:].any()
     other = FeatureCache(path, lengths, (3, 4))  # of another width: begun anew
     assert not any(other.has(batch) for batch in batches)
+
+
+def test_python_finds_the_package_in_children():
+    """The commands of test_train_draft.py must test this checkout."""
+    code = "import edgellm.tools.train_draft as m; print(m.__file__)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert os.path.samefile(out.stdout.strip(), Path(base_module.__file__).with_name("__init__.py"))

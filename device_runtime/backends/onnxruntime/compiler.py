@@ -37,7 +37,7 @@ from edgellm.device_runtime.backends.onnxruntime.weights import LinearWeight, We
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _PREFILL_ROWS = (64, 128, 256)
-_MEASURED_CONTEXT_ROWS = 512
+MEASURED_CONTEXT_ROWS = 512
 RUNTIME_BYTES = 150 << 20  # interpreter, libraries, activations of a pass
 
 
@@ -258,7 +258,7 @@ def fastest_ms(run: Callable[[], object], repeats: int) -> float:
 
 def _pass_costs(runner: OnnxRuntimeSession, spec: DecoderSpec) -> dict[str, float]:
     """Milliseconds of a pass by its rows, over a half-full context at most."""
-    context = min(_MEASURED_CONTEXT_ROWS, runner.capacity // 2)
+    context = min(MEASURED_CONTEXT_ROWS, runner.capacity // 2)
     costs = {}
     for rows in MEASURED_ROWS:
         if rows <= runner.capacity - context:
@@ -274,7 +274,7 @@ def _best_prefill_rows(runner: OnnxRuntimeSession, spec: DecoderSpec, plan: Plan
     Large passes make better use of the GEMM kernels; small ones save attention, which computes
     the whole square of a pass, also what the causal mask then hides.
     """
-    prompt = np.arange(min(_MEASURED_CONTEXT_ROWS, plan.max_input_len)) % spec.vocab_size
+    prompt = np.arange(min(MEASURED_CONTEXT_ROWS, plan.max_input_len)) % spec.vocab_size
     smaller = [rows for rows in _PREFILL_ROWS if rows < len(prompt)]
 
     def prefill(rows: int) -> None:

@@ -13,6 +13,8 @@ from edgellm import contract
 from edgellm.contract import DecoderSpec, DraftBundleManifest, DraftSpec, PassGraph
 from edgellm.device_runtime.backends import CompiledDraft, Estimate, Plan, Report
 from edgellm.device_runtime.backends.onnxruntime.compiler import (
+    MEASURED_CONTEXT_ROWS,
+    MEASURED_ROWS,
     RUNTIME_BYTES,
     check_heads,
     fastest_ms,
@@ -32,8 +34,6 @@ from edgellm.device_runtime.backends.onnxruntime.session import OnnxRuntimeDraft
 from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
 
 _MODEL, _FUSE = "draft", "fuse"
-_MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
-_MEASURED_CONTEXT_ROWS = 512
 _CANDIDATES = 10
 
 
@@ -129,9 +129,9 @@ def _features(spec: DraftSpec, rows: int) -> np.ndarray:
 
 def _costs(runner: OnnxRuntimeDraftSession, spec: DraftSpec, *, fused: bool) -> dict[str, float]:
     """Milliseconds by rows: growth passes, whose rows all get candidates, or extensions."""
-    context = min(_MEASURED_CONTEXT_ROWS, runner.capacity // 2)
+    context = min(MEASURED_CONTEXT_ROWS, runner.capacity // 2)
     costs = {}
-    for rows in _MEASURED_ROWS:
+    for rows in MEASURED_ROWS:
         if rows > runner.capacity - context:
             break
         taps = _features(spec, rows)
