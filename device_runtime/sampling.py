@@ -48,24 +48,30 @@ def processed_distribution(logits: F32, params: SamplingParams) -> tuple[I64, ND
         params: not greedy.
 
     Returns:
-        Token ids in descending probability and their probabilities, which sum to 1.
+        Ids of the tokens that are kept, ascending, and their probabilities, which sum to 1.
     """
+    token_ids = np.arange(len(logits))
     if 0 < params.top_k < len(logits):
         kth = np.partition(logits, -params.top_k)[-params.top_k]
-        candidates = np.flatnonzero(logits >= kth)
-    else:
-        candidates = np.arange(len(logits))
-    order = np.argsort(-logits[candidates], kind="stable")
-    token_ids = candidates[order]
+        token_ids = np.flatnonzero(logits >= kth)
     scaled = logits[token_ids].astype(np.float64) / params.temperature
-    probabilities = np.exp(scaled - scaled[0])
+    probabilities = np.exp(scaled - scaled.max())
     probabilities /= probabilities.sum()
     if params.top_p < 1:
-        before = np.cumsum(probabilities) - probabilities
-        kept = max(int(np.count_nonzero(before < params.top_p)), 1)
-        token_ids, probabilities = token_ids[:kept], probabilities[:kept]
-        probabilities = probabilities / probabilities.sum()
+        kept = np.sort(_nucleus(probabilities, params.top_p))
+        token_ids, probabilities = token_ids[kept], probabilities[kept]
+        probabilities /= probabilities.sum()
     return token_ids, probabilities
+
+
+def _nucleus(probabilities: NDArray[np.float64], top_p: float) -> I64:
+    """Indices of the most likely tokens: as few as hold `top_p` of the probability."""
+    # Tokens below this hold less than 1 - top_p together, so the nucleus ends before them:
+    # a whole vocabulary need not be sorted.
+    likely = np.flatnonzero(probabilities >= (1 - top_p) / (2 * len(probabilities)))
+    order = likely[np.argsort(-probabilities[likely], kind="stable")]
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    return order[: max(int(np.count_nonzero(before < top_p)), 1)]
 
 
 class Sampler:

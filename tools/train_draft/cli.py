@@ -23,8 +23,11 @@ BaseModel = Annotated[
 ]
 Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the draft.")]
 Data = Annotated[
-    list[Path],
+    list[Path] | None,
     typer.Option("--data", help='JSONL of {"messages": [...]}; the base answers prompts.'),
+]
+SelfPrompts = Annotated[
+    int, typer.Option("--self_prompts", min=0, help="Prompts that the base writes itself.")
 ]
 Work = Annotated[
     Path | None, typer.Option("--work_dir", help="State of the run; default <output_dir>.training.")
@@ -69,7 +72,8 @@ CacheFeatures = Annotated[
 def train_draft(
     base_model_dir: BaseModel,
     output_dir: Output,
-    data: Data,
+    data: Data = None,
+    self_prompts: SelfPrompts = 0,
     work_dir: Work = None,
     init_from: InitFrom = None,
     draft_vocab_size: Annotated[int, typer.Option("--draft_vocab_size", min=1)] = 8192,
@@ -94,6 +98,11 @@ def train_draft(
 ) -> None:
     """Train an EAGLE3 draft; run the same command again after an interrupt to go on."""
     del debug  # read by run_command
+    if not data and not self_prompts:
+        raise EdgeLLMError(
+            "no conversations to learn from",
+            hint="give --data FILE.jsonl, or --self_prompts N to let the base write N prompts",
+        )
     _require_host()
     from edgellm.tools.train_draft.corpus import Generation
     from edgellm.tools.train_draft.run import Job, run
@@ -102,7 +111,8 @@ def train_draft(
     job = Job(
         base_model_dir=base_model_dir,
         output_dir=output_dir,
-        data=tuple(data),
+        data=tuple(data or ()),
+        self_prompts=self_prompts,
         work_dir=work_dir or output_dir.parent / (output_dir.resolve().name + ".training"),
         init_from=init_from,
         draft_vocab_size=draft_vocab_size,

@@ -15,6 +15,7 @@ from edgellm.contract import EdgeLLMError
 from edgellm.tools.train_draft.generate import generate
 
 _CHUNK = 1024  # prompts between two reports; an interrupt loses at most the answers of one
+_PROMPT_TOKENS = 96  # of a prompt that the base writes; longer ones mostly wander
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,62 @@ def _ids(
     )
     assert isinstance(text, str)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def write_prompts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    store: Path,
+    count: int,
+    how: Generation,
+) -> Iterator[int]:
+    """Let the base write `count` different prompts into the JSONL file `store`; yields how many.
+
+    Given its chat template up to where a user speaks, a tuned model goes on with what users ask
+    (Magpie, arXiv 2406.08464). They are sampled at temperature 1; one that does not end in
+    time is dropped. `store` grows by whole batches, each with a seed of its own.
+
+    Raises:
+        EdgeLLMError: the template has no such place, or the base repeats itself.
+    """
+    opening, end = _user_turn(tokenizer)
+    _drop_cut_line(store)
+    lines = store.read_text("utf-8").splitlines() if store.exists() else []
+    written = dict.fromkeys(json.loads(line)["messages"][0]["content"] for line in lines)
+    yield len(written)
+    for attempt in range(4 * count // _CHUNK + 4):
+        if len(written) >= count:
+            return
+        rows = generate(
+            model, [opening] * _CHUNK, stop_ids=frozenset([end]), max_new_tokens=_PROMPT_TOKENS,
+            temperature=1.0, batch=how.batch, seed=how.seed + len(written) + attempt,
+        )  # fmt: skip
+        texts = [tokenizer.decode(ids[:-1]).strip() for _, _, ids in rows if ids[-1] == end]
+        new = dict.fromkeys(text for text in texts if text and text not in written)
+        lines = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in new]
+        with store.open("a", encoding="utf-8") as stream:
+            stream.writelines(f"{line}\n" for line in lines[: count - len(written)])
+        written |= dict(list(new.items())[: count - len(written)])
+        yield len(written)
+    raise EdgeLLMError(
+        f"the base wrote only {len(written)} different prompts that end",
+        hint=f"give prompts with --data, or at most --self_prompts {len(written)}",
+    )
+
+
+def _user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """Ids that open a user's turn, and the one that ends it."""
+    mark = "edgellm's place for a question"
+    shown = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    assert isinstance(shown, str)
+    opening, found, ending = shown.partition(mark)
+    ids = tokenizer(ending, add_special_tokens=False)["input_ids"]
+    if not (found and opening and ids):
+        raise EdgeLLMError(
+            "the chat template does not show where a user's turn begins and ends",
+            hint="give prompts with --data instead of --self_prompts",
+        )
+    return list(tokenizer(opening, add_special_tokens=False)["input_ids"]), ids[0]
 
 
 def answer_prompts(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from edgellm.artifact import temporary_folder
 from edgellm.contract import EdgeLLMError, LimitError
@@ -25,6 +25,7 @@ from edgellm.tools.train_draft.corpus import (
     draft_vocabulary,
     read_conversations,
     stored_answers,
+    write_prompts,
 )
 from edgellm.tools.train_draft.features import FeatureCache, TappedBase, row_lengths
 from edgellm.tools.train_draft.layout import (
@@ -46,6 +47,7 @@ class Job:
     base_model_dir: str
     output_dir: Path
     data: tuple[Path, ...]
+    self_prompts: int  # that many more, written by the base
     work_dir: Path
     init_from: Path | None
     draft_vocab_size: int
@@ -73,13 +75,15 @@ def run(job: Job) -> None:
     limit = job.recipe.max_tokens
     samples = [sample for sample in samples if len(sample.prompt) < limit]
     prompts = [prompt for prompt in prompts if len(prompt) < limit]
-    _check_sizes(job, model, len(samples) + len(prompts))
+    _check_sizes(job, model, len(samples) + len(prompts) + job.self_prompts)
     torch.manual_seed(job.recipe.seed)
     draft = Draft(draft_shape(model.config, job.draft_vocab_size, len(taps)))
     given: np.ndarray | None = None
     if job.init_from is not None:
         given = read_draft(draft, job.init_from, taps, model.config.vocab_size)
     _claim(job)
+    if job.self_prompts:
+        prompts += _self_prompts(job, model, tokenizer)
     if prompts:
         samples += _answered(job, model, prompts, stop_ids)
     samples = _shuffled(job, samples)
@@ -191,6 +195,16 @@ def _check_sizes(job: Job, model: PreTrainedModel, conversations: int) -> None:
             f"--draft_vocab_size {job.draft_vocab_size} exceeds the base's "
             f"{model.config.vocab_size} tokens"
         )
+
+
+def _self_prompts(
+    job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    store = job.work_dir / "prompts.jsonl"
+    for count in write_prompts(model, tokenizer, store, job.self_prompts, job.generation):
+        _say(f"the base has written {count} of {job.self_prompts} prompts")
+    _, prompts = read_conversations([store], tokenizer)
+    return [prompt for prompt in prompts if len(prompt) < job.recipe.max_tokens]
 
 
 def _answered(

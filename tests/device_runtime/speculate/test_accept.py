@@ -36,7 +36,7 @@ def base_logits(seed: int, context: tuple[int, ...]) -> np.ndarray:
 
 
 def naive_distribution(logits, params) -> dict[int, float]:
-    """Temperature, top-k, top-p, renormalized, as their definitions say; likeliest first."""
+    """Temperature, top-k, top-p, renormalized, as their definitions say; by token id."""
     order = sorted(range(VOCAB), key=lambda token: -logits[token])
     if params.is_greedy:
         return {order[0]: 1.0}
@@ -49,7 +49,7 @@ def naive_distribution(logits, params) -> dict[int, float]:
             break
         nucleus[token] = weights[token] / total
     mass = math.fsum(nucleus.values())
-    return {token: chance / mass for token, chance in nucleus.items()}
+    return {token: chance / mass for token, chance in sorted(nucleus.items())}
 
 
 class Exhaustive(Sampler):
