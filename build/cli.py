@@ -26,8 +26,8 @@ from edgellm.build.flags import (
     MaxInputLen,
     MaxVerifyTreeSize,
     OnnxDir,
-    Precision,
     Prefill,
+    Quantize,
     Threads,
 )
 from edgellm.command import run_command
@@ -53,7 +53,7 @@ def llm_build(
     backend: Backend = "auto",
     threads: Threads = 0,
     prefill: Prefill = "auto",
-    precision: Precision = "auto",
+    quantize: Quantize = "auto",
     eagle_base: EagleBase = False,
     eagle_draft: EagleDraft = False,
     max_verify_tree_size: MaxVerifyTreeSize = 60,
@@ -69,7 +69,7 @@ def llm_build(
 
     for flag, value, allowed in (
         ("--prefill", prefill, ("auto", "same", "int8")),
-        ("--precision", precision, ("auto", "same", "int8")),
+        ("--quantize", quantize, ("auto", "none", "int8", "int4")),
     ):
         if value not in allowed:
             raise EdgeLLMError(f"{flag} {value}: give {', '.join(allowed[:-1])} or {allowed[-1]}")
@@ -87,7 +87,7 @@ def llm_build(
         kv_capacity,
         threads,
         prefill,
-        precision,
+        quantize,
         max_verify_tree_size=max_verify_tree_size if eagle_base else 0,
         max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,
     )

@@ -56,7 +56,7 @@ def build_draft(
             step_cost_ms=compiled.step_cost_ms,
             extend_cost_ms=compiled.extend_cost_ms,
             quantization=manifest.quantization,
-            options={"threads": plan.threads, "precision": plan.precision},
+            options={"threads": plan.threads, "quantize": plan.quantize},
             provenance=provenance(bundle, manifest.provenance),
         )
         report("hashing the engine")

@@ -152,7 +152,7 @@ def build_engine(
             quantization=manifest.quantization,
             eos_token_ids=manifest.eos_token_ids,
             options={
-                "threads": plan.threads, "prefill": plan.prefill, "precision": plan.precision,
+                "threads": plan.threads, "prefill": plan.prefill, "quantize": plan.quantize,
             },
             provenance=provenance(bundle, manifest.provenance),
             hidden_taps=manifest.hidden_taps,

@@ -31,17 +31,17 @@ Prefill = Annotated[
     str,
     typer.Option(
         "--prefill",
-        help="Prompt precision of INT4 engines: int8 is faster but keeps a second copy of "
+        help="Prompt precision of quantized engines: int8 is faster but keeps a second copy of "
         "the weights, same keeps one, auto takes int8 where the CPU has int8 dot products.",
     ),
 ]
-Precision = Annotated[
+Quantize = Annotated[
     str,
     typer.Option(
-        "--precision",
-        help="Of float weights: int8 rounds them (one scale per output channel and activation "
-        "row), same keeps them, auto keeps a base's and rounds a draft's where the CPU has "
-        "int8 dot products.",
+        "--quantize",
+        help="Rounds float weights: int8 (one scale per output channel and activation row), int4 "
+        "(blocks of 32), none, or auto, which rounds a draft to int8 where the CPU has int8 "
+        "dot products.",
     ),
 ]
 EagleBase = Annotated[

@@ -60,7 +60,7 @@ def export_llm(
     check_output(output, "llm_bundle", names)
     architecture, config = read_architecture(checkpoint, options)
     taps, tap_source = _choose_taps(config, options)
-    weights = Weights(checkpoint.tensors)
+    weights = Weights(checkpoint.tensors, checkpoint.quant_config)
     dtype = DTYPES[options.dtype]
     model, op = build_decoder(architecture, config, weights, dtype, taps)
     refuse_leftovers(_unused(weights, config), "checkpoint")

@@ -86,7 +86,12 @@ def finish(op: Op, name: str, inputs: list[ir.Value], outputs: list[ir.Value]) -
         outputs,
         nodes=op.nodes,
         initializers=[*op.constants, *(value for value, _ in op.parameters.values())],
-        opset_imports={"": OPSET},
+        opset_imports={"": OPSET, **{function.domain: 1 for function in op.functions.values()}},
         name=name,
     )
-    return ir.Model(graph, ir_version=IR_VERSION, producer_name="edgellm")
+    return ir.Model(
+        graph,
+        ir_version=IR_VERSION,
+        producer_name="edgellm",
+        functions=list(op.functions.values()),
+    )

@@ -24,6 +24,7 @@ class Op:
         self.nodes: list[ir.Node] = []
         self.constants: list[ir.Value] = []
         self.parameters: dict[str, tuple[ir.Value, StoredTensor]] = {}
+        self.functions: dict[ir.OperatorIdentifier, ir.Function] = {}
         self._scope: list[str] = []
         self._names: dict[str, int] = {}
 
@@ -52,11 +53,16 @@ class Op:
         op_type: str,
         *inputs: ir.Value | None,
         name: str | None = None,
+        domain: str = "",
         **attributes: Any,
     ) -> tuple[ir.Value, ...]:
         """Append a node of several outputs; `name` is that of the first."""
         node = ir.Node(
-            "", op_type, inputs, ir.convenience.convert_attributes(attributes), num_outputs=count
+            domain,
+            op_type,
+            inputs,
+            ir.convenience.convert_attributes(attributes),
+            num_outputs=count,
         )
         node.name = self._unique(op_type)
         for index, value in enumerate(node.outputs):
@@ -77,6 +83,10 @@ class Op:
             )
             self.parameters[stored.name] = (value, stored)
         return self.parameters[stored.name][0]
+
+    def define(self, function: ir.Function) -> None:
+        """A function that nodes of this graph call; the same one may come several times."""
+        self.functions.setdefault(function.identifier(), function)
 
     def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
         """`x` as `dtype`; no node when a parameter has that type already."""

@@ -75,8 +75,17 @@ def _open_folder(folder: Path, *, tokenizer: bool) -> Checkpoint:
         generation_config=read_json(folder / "generation_config.json"),
         tensors=_open_tensors(folder),
         tokenizer_files=read_tokenizer(folder) if tokenizer else {},
-        quant_config=read_json(folder / "hf_quant_config.json").get("quantization", {}),
+        quant_config=_quantization(folder, config),
     )
+
+
+def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """How the weights are stored; ModelOpt's own file knows more than its config.json."""
+    found = read_json(folder / "hf_quant_config.json").get("quantization")
+    found = config.get("quantization_config") if found is None else found
+    if found is not None and not isinstance(found, dict):
+        raise BrokenArtifactError(f"{folder}: the quantization config is no JSON object")
+    return found or {}
 
 
 def _open_tensors(folder: Path) -> TensorSource:

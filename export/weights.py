@@ -9,10 +9,10 @@ import hashlib
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx_ir as ir
@@ -55,15 +55,27 @@ class Weights:
     """The tensors below one dotted name of a checkpoint; remembers which were taken."""
 
     def __init__(
-        self, source: TensorSource, prefix: str = "", taken: set[str] | None = None
+        self,
+        source: TensorSource,
+        quantization: Mapping[str, Any] | None = None,
+        *,
+        prefix: str = "",
+        taken: set[str] | None = None,
     ) -> None:
+        """`quantization`: the checkpoint's own words on how its weights are stored."""
         self._source = source
         self._prefix = prefix
+        self.quantization: Mapping[str, Any] = quantization or {}
         self._taken: set[str] = set() if taken is None else taken
 
     def __truediv__(self, name: str) -> Weights:
         """The tensors below `name`."""
-        return Weights(self._source, f"{self._prefix}{name}.", self._taken)
+        return Weights(
+            self._source,
+            self.quantization,
+            prefix=f"{self._prefix}{name}.",
+            taken=self._taken,
+        )
 
     def info(self, name: str) -> TensorInfo | None:
         """Type and shape of a tensor, None when the checkpoint lacks it."""

@@ -24,7 +24,7 @@ EAGLE1 = Layout(
     tied_base=False,
 )  # fmt: skip
 INPUT, CAPACITY, TREE = 64, 128, 60
-BASE_PLAN = Plan(INPUT, CAPACITY, 1, "same", "same", max_verify_tree_size=TREE)
+BASE_PLAN = Plan(INPUT, CAPACITY, 1, "same", "none", max_verify_tree_size=TREE)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class EaglePair:
     engine: Path
 
 
-def draft_plan(precision: str = "same", rows: int = TREE) -> Plan:
+def draft_plan(precision: str = "none", rows: int = TREE) -> Plan:
     return Plan(INPUT, CAPACITY, 1, "auto", precision, max_draft_tree_size=rows)
 
 
@@ -66,7 +66,7 @@ def export_pair(
 
 
 def build_pair(
-    folder: Path, layout: Layout = EAGLE3, precision: str = "same", **options: object
+    folder: Path, layout: Layout = EAGLE3, precision: str = "none", **options: object
 ) -> EaglePair:
     """Checkpoints, bundles and an engine with its draft."""
     pair = export_pair(folder, layout, **options)  # type: ignore[arg-type]

@@ -31,8 +31,8 @@ class Plan:
     max_input_len: int
     kv_capacity: int
     threads: int  # 0 takes all cores
-    prefill: str  # "auto", "same" or "int8": how INT4 engines read prompts and trees
-    precision: str = "auto"  # "same" as exported, "int8", "auto": same, but int8 for drafts
+    prefill: str  # "auto", "same" or "int8": how quantized engines read prompts and trees
+    quantize: str = "auto"  # of float weights: "none", "int8", "int4"; "auto": int8 for drafts
     max_verify_tree_size: int = 0  # rows of a token tree; 0 builds no EAGLE base
     max_draft_tree_size: int = 0  # rows drafted in a round; of draft engines
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-import numpy as np
 import onnx_ir as ir
 
-from edgellm.contract import UnsupportedModelError
+from edgellm.export import quantized
+from edgellm.export.layers.fp4 import FP4_BLOCK, dynamic_quantize
 from edgellm.export.op import Op
-from edgellm.export.weights import StoredTensor, Weights, as_bytes
+from edgellm.export.quantized.operand import InputRounding, QuantizedLinear
+from edgellm.export.weights import Weights
 
 
 class Linear:
-    """`y = x W^T + b` with W [out, in] dense or INT4 in blocks along `in`."""
+    """`y = x W^T + b` with W [out, in] dense, or quantized in a layout of `export.quantized`."""
 
     def __init__(
         self, weights: Weights, in_features: int, out_features: int, *, bias: bool
@@ -25,59 +24,54 @@ class Linear:
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:
         """Append the layer; x [..., in] -> [..., out]."""
         with op.scope(self.weights.prefix.rstrip(".")):
-            if self.weights.info("pre_quant_scale") is not None:  # AWQ's smoothing, not folded
+            if self.weights.info("pre_quant_scale") is not None:  # smoothing that is not folded
                 stored = self.weights.take("pre_quant_scale", self.shape[1:], op.dtype)
                 x = op.Mul(x, op.cast(op.parameter(stored), op.dtype))
-            y = op.MatMul(x, self._weight(op))
+            layer = quantized.find(self.weights, self.shape, op.dtype)
+            y = self._dense(op, x) if layer is None else _quantized(op, x, layer)
             if self.bias:
                 stored = self.weights.take("bias", self.shape[:1], op.dtype)
                 y = op.Add(y, op.cast(op.parameter(stored), op.dtype))
             return y
 
-    def _weight(self, op: Op) -> ir.Value:
-        """The weight as a [in, out] operand."""
-        info = self.weights.info("weight")
-        if info is None or info.dtype in ("F32", "F16", "BF16"):
-            stored = self.weights.take("weight", self.shape, op.dtype)
-            return op.Transpose(op.cast(op.parameter(stored), op.dtype), perm=[1, 0])
-        if info.dtype == "U8" and self.weights.info("weight_scale_2") is None:
-            return self._int4_weight(op)
-        raise UnsupportedModelError(
-            f"{self.weights.prefix}weight is stored as {info.dtype}: quantized in a way that "
-            "edgellm cannot export",
-            hint="supported: dense float weights, and INT4 in ModelOpt's W4A16 layout",
-        )
-
-    def _int4_weight(self, op: Op) -> ir.Value:
-        """INT4 [in, out] in blocks along `in`.
-
-        ModelOpt's bytes (`quantize.formats.pack_int4`) hold two neighbours of `out`, as ONNX's
-        do, so that re-packing is a transposition.
-        """
-        out, width = self.shape
-        scale_info = self.weights.info("weight_scale")
-        if scale_info is None or len(scale_info.shape) != 2 or width % scale_info.shape[1]:
-            raise UnsupportedModelError(
-                f"{self.weights.prefix}weight_scale does not fit the weight"
-            )
-        blocks = scale_info.shape[1]
-        codes = self.weights.array("weight", (out // 2, width), "U8")
-        scale = self.weights.array("weight_scale", (out, blocks), scale_info.dtype)
-        name = self.weights.prefix
-        scale_type = np.float16 if op.dtype == ir.DataType.FLOAT16 else np.float32
-        packed = StoredTensor(
-            f"{name}weight", ir.DataType.INT4, (width, out), lambda: _once(lambda: codes().T)
-        )
-        scales = StoredTensor(
-            f"{name}weight_scale",
-            op.dtype,
-            (blocks, out),
-            lambda: _once(lambda: scale().astype(scale_type).T),
-        )
-        return op.DequantizeLinear(
-            op.parameter(packed), op.parameter(scales), axis=0, block_size=width // blocks
-        )
+    def _dense(self, op: Op, x: ir.Value) -> ir.Value:
+        stored = self.weights.take("weight", self.shape, op.dtype)
+        return op.MatMul(x, op.Transpose(op.cast(op.parameter(stored), op.dtype), perm=[1, 0]))
 
 
-def _once(make: Callable[[], np.ndarray]) -> Iterator[memoryview]:
-    yield as_bytes(make())
+def _quantized(op: Op, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
+    if layer.input_order is not None:
+        x = op.Gather(x, op.constant(layer.input_order, ir.DataType.INT64), axis=-1)
+    if layer.input is not None:
+        x = _rounded(op, x, layer.input)
+    codes, scales = op.parameter(layer.codes), op.parameter(layer.scales)
+    if layer.global_scale is not None:
+        return op.MatMul(x, _fp4_weight(op, codes, scales, layer.global_scale))
+    zeros = op.parameter(layer.zero_points) if layer.zero_points is not None else None
+    inputs = [codes, scales, zeros] if zeros is not None else [codes, scales]
+    place = {"axis": 0, "block_size": layer.block_size} if layer.block_size else {"axis": 1}
+    return op.MatMul(x, op.DequantizeLinear(*inputs, **place))
+
+
+def _rounded(op: Op, x: ir.Value, how: InputRounding) -> ir.Value:
+    """X as the layer sees it, back in floats."""
+    if how.dtype == ir.DataType.FLOAT4E2M1:
+        global_scale = op.constant(how.scale, ir.DataType.FLOAT)
+        codes, scales = dynamic_quantize(op, op.cast(x, op.dtype), global_scale)
+        return _fp4_values(op, codes, scales, global_scale)
+    scale = op.constant(how.scale, op.dtype)
+    zero = op.constant(0, how.dtype)
+    return op.DequantizeLinear(op.QuantizeLinear(x, scale, zero), scale, zero)
+
+
+def _fp4_weight(op: Op, codes: ir.Value, scales: ir.Value, global_scale: float) -> ir.Value:
+    """NVFP4 [out, in] as an operand [in, out]."""
+    values = _fp4_values(op, codes, scales, op.constant(global_scale, ir.DataType.FLOAT))
+    return op.Transpose(values, perm=[1, 0])
+
+
+def _fp4_values(op: Op, codes: ir.Value, scales: ir.Value, global_scale: ir.Value) -> ir.Value:
+    """Two steps: the blocks' FP8 scales, then the codes; [..., K] in the activation type."""
+    floats = op.DequantizeLinear(scales, global_scale)
+    values = op.DequantizeLinear(codes, floats, axis=-1, block_size=FP4_BLOCK)
+    return values if op.dtype == ir.DataType.FLOAT else op.Cast(values, to=int(op.dtype))

@@ -56,7 +56,7 @@ def test_base_and_draft_in_either_order(command, eagle_pair, tmp_path, order, sp
 
 @pytest.mark.parametrize(
     ("flags", "precision"),
-    [(("--precision", "same"), "fp32"), (("--precision", "int8"), "int8")],
+    [(("--quantize", "none"), "fp32"), (("--quantize", "int8"), "int8")],
 )
 def test_precisions(command, eagle_pair, tmp_path, flags, precision):
     engine = tmp_path / "engine"
@@ -74,7 +74,7 @@ def test_precisions(command, eagle_pair, tmp_path, flags, precision):
         ("base", ("--eagleDraft",), ("is a llm_bundle, not a draft_bundle",)),
         ("draft", ("--eagleBase",), ("is a draft_bundle, not a llm_bundle",)),
         ("draft", (), ("is a draft_bundle, not a llm_bundle",)),
-        ("base", ("--eagleBase", "--precision", "nonsense"), ("give auto, same or int8",)),
+        ("base", ("--eagleBase", "--quantize", "nonsense"), ("give auto, none, int8 or int4",)),
         ("base", ("--eagleBase", "--maxVerifyTreeSize", 64), ("--maxVerifyTreeSize 64 does not",)),
         ("draft", ("--eagleDraft", "--maxDraftTreeSize", 64), ("--maxDraftTreeSize 64 does not",)),
         ("base", ("--eagleDraft", "--dry-run"), ("is a llm_bundle, not a draft_bundle",)),
@@ -101,7 +101,7 @@ def test_a_bundle_without_taps_is_no_base(command, tiny_bundle, tmp_path):
 
 
 def test_dry_run_of_a_draft(command, eagle_pair, tmp_path):
-    flags = ("--eagleDraft", "--precision", "same")
+    flags = ("--eagleDraft", "--quantize", "none")
     result = _build(command, eagle_pair.draft_bundle, tmp_path / "engine", *flags, "--dry-run")
     assert result.returncode == 0, result.stderr
     assert not (tmp_path / "engine").exists()

@@ -262,7 +262,7 @@ class EngineRun(DraftRun):
     """The graphs as the CPU backend lowers them, in float32."""
 
     def __post_init__(self) -> None:
-        plan = Plan(16, CAPACITY, 1, "same", precision="same", max_draft_tree_size=8)
+        plan = Plan(16, CAPACITY, 1, "same", quantize="none", max_draft_tree_size=8)
         engine = self.folder.parent / "engine"
         engine.mkdir()
         compile_draft(self.folder, self.manifest, plan, engine, lambda _: None)

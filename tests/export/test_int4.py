@@ -138,6 +138,6 @@ def test_a_quantization_that_is_not_known_is_refused(tiny_int4_bundle, tmp_path)
         if path.suffix != ".safetensors":
             (folder / path.name).write_bytes(path.read_bytes())
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight is stored as U8"):
+    with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight is INT4 with 8-bit inputs"):
         export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions())
     assert json.loads((folder / "hf_quant_config.json").read_text())["quantization"]

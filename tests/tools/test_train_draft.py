@@ -67,7 +67,7 @@ def job(base, data, tmp_path) -> Job:
         batch_tokens=128, max_tokens=48, max_gradient_norm=1.0, seed=0,
     )  # fmt: skip
     return Job(
-        base_model_dir=str(base), output_dir=tmp_path / "draft", data=(data,),
+        base_model_dir=str(base), output_dir=tmp_path / "draft", data=(data,), self_prompts=0,
         work_dir=tmp_path / "work", init_from=None, draft_vocab_size=HEAD, hidden_taps=(),
         held_out=4, cache_features=True, save_every=3, device="cpu", recipe=recipe,
         generation=Generation(12, 0.5, 0.8, 4, 0),
@@ -252,6 +252,53 @@ def test_a_draft_goes_on_with_another(job, tmp_path):
     with pytest.raises(EdgeLLMError, match="holds no draft of these sizes"):
         run(replace(later, init_from=tmp_path / "broken", work_dir=tmp_path / "x"))
     assert not (tmp_path / "x").exists()  # what was wrong has claimed no folder
+
+
+def test_the_base_writes_its_own_prompts(job, tmp_path, monkeypatch):
+    """No data at all; an interrupt between two batches of prompts changes nothing."""
+    job = replace(job, data=(), self_prompts=400, generation=replace(job.generation, batch=512))
+    cut = replace(job, output_dir=tmp_path / "cut", work_dir=tmp_path / "cut_work")
+    run(job)
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "_say", _interrupt_at("has written"))
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                run(cut)
+    run(cut)
+    texts = [(j.work_dir / "prompts.jsonl").read_text() for j in (job, cut)]
+    assert texts[0] == texts[1]
+    prompts = [json.loads(line)["messages"][0]["content"] for line in texts[0].splitlines()]
+    assert len(set(prompts)) == len(prompts) == 400
+    assert all(prompt and "." not in prompt and "<" not in prompt for prompt in prompts)
+    assert _files(job.output_dir) == _files(cut.output_dir)
+
+
+def _interrupt_at(fragment: str):
+    """Raises at the third such line of a run that begins with none, or at its second."""
+    seen = []
+
+    def say(line: str) -> None:
+        seen.append(fragment in line)
+        if sum(seen) in (2, 4):
+            raise KeyboardInterrupt
+
+    return say
+
+
+def test_a_base_that_repeats_itself_writes_no_prompts(job, monkeypatch):
+    rows = [(0, [], [10, 4])]  # always "w10 ."
+    monkeypatch.setattr("edgellm.tools.train_draft.corpus.generate", lambda *_, **__: rows)
+    with pytest.raises(EdgeLLMError, match="wrote only 1 different prompts"):
+        run(replace(job, data=(), self_prompts=40))
+
+
+def test_without_conversations_there_is_nothing_to_learn(job):
+    flags = _arguments(job)
+    at = flags.index("--data")
+    command = [sys.executable, "-m", "edgellm.tools.train_draft", *flags[:at], *flags[at + 2 :]]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert_one_line_error(result, "no conversations to learn from", "--self_prompts N")
+    assert result.returncode == 2
 
 
 @pytest.mark.parametrize(

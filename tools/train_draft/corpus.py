@@ -16,6 +16,7 @@ from edgellm.tools.train_draft.generate import generate
 
 _CHUNK = 1024  # prompts between two reports; an interrupt loses at most the answers of one
 _PROMPT_TOKENS = 96  # of a prompt that the base writes; longer ones mostly wander
+_PATIENCE = 3  # batches of such prompts without a new one
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,34 +110,38 @@ def write_prompts(
 
     Given its chat template up to where a user speaks, a tuned model goes on with what users ask
     (Magpie, arXiv 2406.08464). They are sampled at temperature 1; one that does not end in
-    time is dropped. `store` grows by whole batches, each with a seed of its own.
+    time is dropped. `store` grows by whole batches; interrupts do not change what it will hold.
 
     Raises:
         EdgeLLMError: the template has no such place, or the base repeats itself.
     """
     opening, end = _user_turn(tokenizer)
+    special = frozenset(tokenizer.all_special_ids)
     _drop_cut_line(store)
     lines = store.read_text("utf-8").splitlines() if store.exists() else []
-    written = dict.fromkeys(json.loads(line)["messages"][0]["content"] for line in lines)
+    written = {json.loads(line)["messages"][0]["content"] for line in lines}
     yield len(written)
-    for attempt in range(4 * count // _CHUNK + 4):
-        if len(written) >= count:
-            return
+    in_vain = 0
+    while len(written) < count:
         rows = generate(
             model, [opening] * _CHUNK, stop_ids=frozenset([end]), max_new_tokens=_PROMPT_TOKENS,
-            temperature=1.0, batch=how.batch, seed=how.seed + len(written) + attempt,
+            temperature=1.0, batch=how.batch, seed=how.seed + len(written) + in_vain,
         )  # fmt: skip
-        texts = [tokenizer.decode(ids[:-1]).strip() for _, _, ids in rows if ids[-1] == end]
-        new = dict.fromkeys(text for text in texts if text and text not in written)
-        lines = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in new]
+        whole = [ids[:-1] for _, _, ids in rows if ids[-1] == end]
+        texts = [tokenizer.decode(ids).strip() for ids in whole if special.isdisjoint(ids)]
+        new = [text for text in dict.fromkeys(texts) if text and text not in written]
+        new = new[: count - len(written)]
         with store.open("a", encoding="utf-8") as stream:
-            stream.writelines(f"{line}\n" for line in lines[: count - len(written)])
-        written |= dict(list(new.items())[: count - len(written)])
+            for text in new:
+                stream.write(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n")
+        written.update(new)
         yield len(written)
-    raise EdgeLLMError(
-        f"the base wrote only {len(written)} different prompts that end",
-        hint=f"give prompts with --data, or at most --self_prompts {len(written)}",
-    )
+        in_vain = 0 if new else in_vain + 1
+        if in_vain == _PATIENCE:
+            raise EdgeLLMError(
+                f"the base wrote only {len(written)} different prompts that end",
+                hint="give prompts with --data, and fewer --self_prompts",
+            )
 
 
 def _user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:

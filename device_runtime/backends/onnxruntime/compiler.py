@@ -21,19 +21,22 @@ from edgellm.contract import (
 )
 from edgellm.device_runtime.backends import Compiled, Estimate, Plan, Report
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
+from edgellm.device_runtime.backends.onnxruntime.linear_weights import LinearWeight
 from edgellm.device_runtime.backends.onnxruntime.linears import (
     LinearKernel,
     RowInt8Kernel,
     StoredKernel,
 )
 from edgellm.device_runtime.backends.onnxruntime.lowering import lower_decoder
+from edgellm.device_runtime.backends.onnxruntime.round_weights import BLOCK_SIZE as INT4_BLOCK
+from edgellm.device_runtime.backends.onnxruntime.round_weights import round_to_int4
 from edgellm.device_runtime.backends.onnxruntime.session import (
     LoadedGraph,
     OnnxRuntimeSession,
     load_graph,
     set_threads,
 )
-from edgellm.device_runtime.backends.onnxruntime.weights import LinearWeight, WeightFile
+from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _PREFILL_ROWS = (64, 128, 256)
@@ -61,9 +64,10 @@ def compile_engine(
     check_heads(spec)
     variants = _variants(ir.load(bundle / "model.onnx"), spec, plan)
     loaded: list[LoadedGraph] = []
+    rounded = open_rounded(folder, plan)
     for variant in variants:
         report(f"lowering the {variant.name} graph")
-        lowered = _lower(bundle, folder, variant, plan.kv_capacity)
+        lowered = _lower(bundle, folder, variant, plan.kv_capacity, rounded)
         report(f"optimizing and prepacking the {variant.name} graph")
         saved = optimize(
             lowered, folder / f"{variant.name}.onnx", plan.threads, prepacks=variant.prepacks,
@@ -73,6 +77,7 @@ def compile_engine(
             ),
         )  # fmt: skip
         loaded.append(LoadedGraph(saved, variant.max_rows))
+    close_rounded(rounded)
     report("measuring the cost of a pass")
     runner = OnnxRuntimeSession(loaded, spec, plan.kv_capacity, len(manifest.hidden_taps))
     graphs = tuple(
@@ -87,7 +92,7 @@ def compile_engine(
 def estimate(bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
     """See `edgellm.device_runtime.backends.Backend.estimate`."""
     model, spec = ir.load(bundle / "model.onnx"), float32_spec(manifest.decoder)
-    linears, table = linear_sizes(model), table_bytes(model)
+    linears, table = linear_sizes(model, plan.quantize), table_bytes(model)
     decode, int8 = sum(linears["decode"].values()), sum(linears["int8"].values())
     # A prepacked file holds the weights twice: as they were, and as the kernels read them.
     sizes = [
@@ -104,6 +109,18 @@ def estimate(bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
     )
 
 
+def open_rounded(folder: Path, plan: Plan) -> WeightFile | None:
+    """Where weights that this build rounds to INT4 are kept until it is over."""
+    return WeightFile(folder / "rounded.data") if plan.quantize == "int4" else None
+
+
+def close_rounded(rounded: WeightFile | None) -> None:
+    """Throw away what `open_rounded` made."""
+    if rounded is not None:
+        rounded.close()
+        rounded.path.unlink()
+
+
 def table_bytes(model: ir.Model) -> int:
     """The embedding, which is stored as it is, in every graph."""
     tables = [node.inputs[0] for node in model.graph if node.op_type == "Gather"]
@@ -111,56 +128,76 @@ def table_bytes(model: ir.Model) -> int:
     return max((tensor.nbytes for tensor in stored if tensor is not None), default=0)
 
 
-def linear_sizes(model: ir.Model) -> dict[str, dict[str, int]]:
+def linear_sizes(model: ir.Model, quantize: str) -> dict[str, dict[str, int]]:
     """Bytes of each linear weight by node name: as decoded, as int8, and as a float32 copy."""
     sizes: dict[str, dict[str, int]] = {"decode": {}, "int8": {}, "dense": {}}
     for node in model.graph:
-        operand = node.inputs[1] if node.op_type == "MatMul" else None
-        weight = LinearWeight.of(operand) if operand is not None else None
-        if weight is None:
-            continue
-        count, name = weight.in_features * sum(weight.widths), str(node.name)
-        per_block = weight.block_size // 2 + 4 if weight.is_int4 else 0
-        sizes["decode"][name] = (
-            count // weight.block_size * per_block if weight.is_int4 else 4 * count
-        )
-        sizes["int8"][name] = count
-        sizes["dense"][name] = 4 * count
+        weight = LinearWeight.of(node.inputs[1]) if node.op_type == "MatMul" else None
+        if weight is not None:
+            name = str(node.name)
+            sizes["decode"][name] = (
+                weight.count // 2 + 4 * weight.count // INT4_BLOCK
+                if quantize == "int4"
+                else weight.decode_bytes
+            )
+            sizes["int8"][name] = weight.count
+            sizes["dense"][name] = 4 * weight.count
     return sizes
 
 
 def _variants(model: ir.Model, spec: DecoderSpec, plan: Plan) -> list[_Variant]:
     """The graphs that a bundle's precision asks for on this processor."""
     largest = max(plan.max_input_len, plan.max_verify_tree_size, max(MEASURED_ROWS))
-    weights = [
-        LinearWeight.of(node.inputs[1])
-        for node in model.graph
-        if node.op_type == "MatMul" and node.inputs[1] is not None
-    ]
-    is_windowed = spec.sliding_window is not None
-    is_int4 = any(weight is not None and weight.is_int4 for weight in weights)
-    if not is_int4:
+    kinds = weight_kinds(model)
+    check_quantize(kinds, plan.quantize)
+    if plan.quantize == "int4":
+        kinds = {"int4"}
+    if kinds == {"dense"}:
         if plan.prefill == "int8":
             raise EdgeLLMError(
-                "--prefill int8 is for INT4 bundles; this one is not quantized",
-                hint="leave --prefill away",
+                "--prefill int8 is for quantized bundles; this one holds floats",
+                hint="leave --prefill away; --quantize int8 rounds all of it",
             )
-        if plan.precision == "int8":
-            return [_Variant("decode", "int8", RowInt8Kernel(), prepacks=True, max_rows=largest)]
-        return [_Variant("decode", "fp32", StoredKernel(), prepacks=True, max_rows=largest)]
-    if plan.precision == "int8":
-        raise EdgeLLMError(
-            "--precision int8 is for bundles with float weights; this one is INT4",
-            hint="leave --precision away; --prefill int8 reads prompts and trees in int8",
-        )
+        kernel = RowInt8Kernel() if plan.quantize == "int8" else StoredKernel()
+        precision = "int8" if plan.quantize == "int8" else "fp32"
+        return [_Variant("decode", precision, kernel, prepacks=True, max_rows=largest)]
+    if _rounds_inputs_to_int8(model):
+        return [_Variant("decode", "int8", RowInt8Kernel(), prepacks=True, max_rows=largest)]
+    precision = "+".join(sorted(kinds - {"dense"}))
+    decode = _Variant("decode", precision, StoredKernel(), prepacks=False, max_rows=largest)
     if plan.prefill == "same" or (plan.prefill == "auto" and not has_fast_int8()):
-        return [_Variant("decode", "int4", StoredKernel(), prepacks=False, max_rows=largest)]
+        return [decode]
+    needs_mask = spec.sliding_window is not None
     return [
-        _Variant(
-            "decode", "int4", StoredKernel(), prepacks=False, max_rows=1, needs_mask=is_windowed
-        ),
+        dataclasses.replace(decode, max_rows=1, needs_mask=needs_mask),
         _Variant("prefill", "int8", RowInt8Kernel(), prepacks=True, max_rows=largest),
     ]
+
+
+def weight_kinds(model: ir.Model) -> set[str]:
+    """How the linear weights of a portable graph are stored, see `LinearWeight.kind`."""
+    weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
+    return {weight.kind for weight in weights if weight is not None}
+
+
+def check_quantize(kinds: set[str], quantize: str) -> None:
+    """Refuse to round what is rounded already; raises `EdgeLLMError`."""
+    if quantize in ("int4", "int8") and kinds != {"dense"}:
+        stored = ", ".join(sorted(kinds - {"dense"}))
+        raise EdgeLLMError(
+            f"--quantize {quantize} is for bundles with float weights; this one is {stored}",
+            hint="leave --quantize away; --prefill int8 reads prompts and trees in int8",
+        )
+
+
+def _rounds_inputs_to_int8(model: ir.Model) -> bool:
+    """Whether the checkpoint was made for products of int8 with int8 (SmoothQuant)."""
+    types = [
+        node.inputs[2].dtype if len(node.inputs) > 2 and node.inputs[2] is not None else None
+        for node in model.graph
+        if node.op_type == "QuantizeLinear"
+    ]
+    return ir.DataType.INT8 in types
 
 
 def check_heads(spec: DecoderSpec) -> None:
@@ -176,10 +213,14 @@ def float32_spec(spec: DecoderSpec) -> DecoderSpec:
     return dataclasses.replace(spec, kv=dataclasses.replace(spec.kv, dtype="float32"))
 
 
-def _lower(bundle: Path, folder: Path, variant: _Variant, capacity: int) -> Path:
+def _lower(
+    bundle: Path, folder: Path, variant: _Variant, capacity: int, rounded: WeightFile | None
+) -> Path:
     """Write the lowered graph and its weights; the graph's path."""
     model = ir.load(bundle / "model.onnx")
     weights = WeightFile(folder / f"{variant.name}.lowered.data")
+    if rounded is not None:
+        round_to_int4(model, rounded)
     lower_decoder(model, capacity, variant.kernel, weights, needs_mask=variant.needs_mask)
     weights.close()
     path = folder / f"{variant.name}.lowered.onnx"

@@ -17,11 +17,15 @@ from edgellm.device_runtime.backends.onnxruntime.compiler import (
     MEASURED_ROWS,
     RUNTIME_BYTES,
     check_heads,
+    check_quantize,
+    close_rounded,
     fastest_ms,
     float32_spec,
     linear_sizes,
+    open_rounded,
     optimize,
     table_bytes,
+    weight_kinds,
 )
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
 from edgellm.device_runtime.backends.onnxruntime.linears import (
@@ -30,6 +34,7 @@ from edgellm.device_runtime.backends.onnxruntime.linears import (
     StoredKernel,
 )
 from edgellm.device_runtime.backends.onnxruntime.lowering import lower_decoder, lower_fuse
+from edgellm.device_runtime.backends.onnxruntime.round_weights import round_to_int4
 from edgellm.device_runtime.backends.onnxruntime.session import OnnxRuntimeDraftSession
 from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
 
@@ -47,17 +52,19 @@ def compile_draft(
     """
     spec = float32_spec(manifest.draft.decoder)
     check_heads(spec)
-    is_int8 = _is_int8(plan)
-    kernel: LinearKernel = RowInt8Kernel() if is_int8 else StoredKernel()
+    kinds = weight_kinds(ir.load(bundle / "model.onnx"))
+    check_quantize(kinds, plan.quantize)
     report("lowering the draft")
-    model = _compile(bundle, folder, kernel, plan, spec)
+    rounded = open_rounded(folder, plan)
+    model = _compile(bundle, folder, plan, spec, rounded)
     fuse = None
     if manifest.draft.fuses:
-        fuse_kernel: LinearKernel = RowInt8Kernel() if is_int8 else StoredKernel()
-        fuse = _compile_fuse(bundle, folder, fuse_kernel, plan, manifest.draft)
+        fuse = _compile_fuse(bundle, folder, plan, manifest.draft, rounded)
+    close_rounded(rounded)
     report("measuring the cost of a draft step")
     runner = OnnxRuntimeDraftSession(model, fuse, spec, plan.kv_capacity)
-    precision = "int8" if is_int8 else "fp32"
+    stored = "int4" if plan.quantize == "int4" else "+".join(sorted(kinds - {"dense"})) or "fp32"
+    precision = "int8" if _is_int8(plan) else stored
     return CompiledDraft(
         graphs=(PassGraph(f"{_MODEL}.onnx", plan.max_input_len, precision),),
         fuse_graph=f"{_FUSE}.onnx" if fuse is not None else "",
@@ -70,8 +77,8 @@ def compile_draft(
 def estimate(bundle: Path, manifest: DraftBundleManifest, plan: Plan) -> Estimate:
     """See `edgellm.device_runtime.backends.Backend.estimate`."""
     model = ir.load(bundle / "model.onnx")
-    linears = linear_sizes(model)
-    read = sum(linears["int8" if _is_int8(plan) else "dense"].values())
+    linears = linear_sizes(model, plan.quantize)
+    read = sum(linears["int8" if _is_int8(plan) else "decode"].values())
     engine = table_bytes(model) + 2 * read
     return Estimate(
         engine_bytes=engine,
@@ -82,15 +89,27 @@ def estimate(bundle: Path, manifest: DraftBundleManifest, plan: Plan) -> Estimat
 
 
 def _is_int8(plan: Plan) -> bool:
-    return plan.precision == "int8" or (plan.precision == "auto" and has_fast_int8())
+    return plan.quantize == "int8" or (plan.quantize == "auto" and has_fast_int8())
+
+
+def _kernel(plan: Plan) -> LinearKernel:
+    return RowInt8Kernel() if _is_int8(plan) else StoredKernel()
+
+
+def _portable(path: Path, rounded: WeightFile | None) -> tuple[ir.Model, bool]:
+    """A portable graph, and whether ONNX Runtime can keep it prepacked."""
+    model = ir.load(path)
+    if rounded is not None:
+        round_to_int4(model, rounded)
+    return model, weight_kinds(model) <= {"dense"}
 
 
 def _compile(
-    bundle: Path, folder: Path, kernel: LinearKernel, plan: Plan, spec: DecoderSpec
+    bundle: Path, folder: Path, plan: Plan, spec: DecoderSpec, rounded: WeightFile | None
 ) -> ort.InferenceSession:
-    model = ir.load(bundle / "model.onnx")
+    model, is_dense = _portable(bundle / "model.onnx", rounded)
     weights = WeightFile(folder / f"{_MODEL}.lowered.data")
-    lower_decoder(model, plan.kv_capacity, kernel, weights)
+    lower_decoder(model, plan.kv_capacity, _kernel(plan), weights)
     weights.close()
     lowered = folder / f"{_MODEL}.lowered.onnx"
     ir.save(model, lowered)
@@ -102,15 +121,18 @@ def _compile(
         result = runner.run(np.arange(rows), hidden, 0, np.arange(rows), top_k=1)
         return np.concatenate([result.log_probs, result.hidden], axis=1)
 
-    return optimize(lowered, folder / f"{_MODEL}.onnx", plan.threads, prepacks=True, probe=probe)
+    return optimize(
+        lowered, folder / f"{_MODEL}.onnx", plan.threads, prepacks=is_dense or _is_int8(plan),
+        probe=probe,
+    )  # fmt: skip
 
 
 def _compile_fuse(
-    bundle: Path, folder: Path, kernel: LinearKernel, plan: Plan, spec: DraftSpec
+    bundle: Path, folder: Path, plan: Plan, spec: DraftSpec, rounded: WeightFile | None
 ) -> ort.InferenceSession:
-    model = ir.load(bundle / "fuse.onnx")
+    model, is_dense = _portable(bundle / "fuse.onnx", rounded)
     weights = WeightFile(folder / f"{_FUSE}.lowered.data")
-    lower_fuse(model, kernel, weights)
+    lower_fuse(model, _kernel(plan), weights)
     weights.close()
     lowered = folder / f"{_FUSE}.lowered.onnx"
     ir.save(model, lowered)
@@ -119,7 +141,10 @@ def _compile_fuse(
         (hidden,) = session.run(None, {contract.HIDDEN_TAPS: _features(spec, 5)[None]})
         return np.asarray(hidden)
 
-    return optimize(lowered, folder / f"{_FUSE}.onnx", plan.threads, prepacks=True, probe=probe)
+    return optimize(
+        lowered, folder / f"{_FUSE}.onnx", plan.threads, prepacks=is_dense or _is_int8(plan),
+        probe=probe,
+    )  # fmt: skip
 
 
 def _features(spec: DraftSpec, rows: int) -> np.ndarray:

@@ -66,11 +66,17 @@ class GraphEditor:
             )
         return self._constants[name]
 
-    def weight(self, name: str, make: Callable[[], np.ndarray]) -> ir.Value:
-        """An initializer in the engine's weight file."""
+    def weight(
+        self,
+        name: str,
+        make: Callable[[], np.ndarray],
+        dtype: ir.DataType | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> ir.Value:
+        """An initializer in the engine's weight file, see `WeightFile.add`."""
         if name in self.graph.initializers:
             return self.graph.initializers[name]
-        return self._initializer(name, self._weights.add(name, make))
+        return self._initializer(name, self._weights.add(name, make, dtype, shape))
 
     def _initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         value = ir.Value(

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.device_runtime.backends.onnxruntime.graph import GraphEditor
-from edgellm.device_runtime.backends.onnxruntime.weights import LinearWeight
+from edgellm.device_runtime.backends.onnxruntime.linear_weights import Blocks, LinearWeight
 
 
 class LinearKernel(Protocol):
@@ -23,11 +23,11 @@ class LinearKernel(Protocol):
 
 
 class StoredKernel:
-    """INT4 weights as INT4, weights that were left dense as float32."""
+    """Quantized weights in blocks of 4 or 8 bits, weights that were left dense as float32."""
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """What the weight's own type asks for."""
-        kernel = BlockInt4Kernel() if weight.is_int4 else DenseKernel()
+        kernel = DenseKernel() if weight.kind == "dense" else BlockKernel()
         return kernel.emit(graph, x, weight, name)
 
 
@@ -39,33 +39,47 @@ class DenseKernel:
         return graph.node("MatMul", [x, graph.weight(f"{name}.fp32", weight.dense)])
 
 
-class BlockInt4Kernel:
-    """com.microsoft.MatMulNBits on 4-bit blocks; activations are rounded to int8 per block.
+class BlockKernel:
+    """com.microsoft.MatMulNBits; activations are rounded to int8 per block.
 
-    Without accuracy_level 4 the CPU kernel dequantizes the whole weight in every call.
+    Integers and NVFP4 (whose values are halves of whole numbers) keep their codes and scales; FP8
+    becomes int8 in blocks of 32. Without accuracy_level 4 the CPU kernel dequantizes the whole
+    weight in every call.
     """
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """One MatMulNBits."""
-        packed: list[np.ndarray] = []
+        loaded: list[Blocks] = []
 
-        def load(index: int) -> np.ndarray:
-            if not packed:
-                packed.extend(weight.int4())
-            return packed[index]
+        def load() -> Blocks:
+            if not loaded:
+                loaded.append(weight.blocks())
+            return loaded[0]
 
-        blocks = graph.weight(f"{name}.int4", lambda: load(0))
-        scales = graph.weight(f"{name}.int4_scale", lambda: load(1))
+        bits, block_size = weight.packing
+        inputs = [
+            x,
+            graph.weight(f"{name}.int{bits}_blocks", lambda: load().codes),
+            graph.weight(f"{name}.int{bits}_scales", lambda: load().scales),
+        ]
+        if weight.has_zero_points:
+            points = graph.weight(f"{name}.int{bits}_zero_points", lambda: _points(load()))
+            inputs.append(points)
         return graph.node(
             "MatMulNBits",
-            [x, blocks, scales],
+            inputs,
             domain="com.microsoft",
             K=weight.in_features,
             N=sum(weight.widths),
-            bits=4,
-            block_size=weight.block_size,
+            bits=bits,
+            block_size=block_size,
             accuracy_level=4,
         )
+
+
+def _points(blocks: Blocks) -> np.ndarray:
+    assert blocks.zero_points is not None
+    return blocks.zero_points
 
 
 class RowInt8Kernel:
@@ -84,7 +98,7 @@ class RowInt8Kernel:
 
         def load(index: int) -> np.ndarray:
             if not columns:
-                columns.extend(_column_int8(weight.dense()))
+                columns.extend(weight.columns())
             return columns[index]
 
         codes, row_scale = self._quantize(graph, x)
@@ -121,12 +135,3 @@ class RowInt8Kernel:
             )
             self._rows[x] = codes, scale
         return self._rows[x]
-
-
-def _column_int8(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Round float32 [in, out] to int8 with one scale per column; `dense` is used up."""
-    amax = np.maximum(dense.max(axis=0), -dense.min(axis=0))
-    scale = (np.maximum(amax, np.float32(1e-20)) / np.float32(127)).astype(np.float32)
-    dense /= scale
-    np.rint(dense, out=dense)
-    return dense.astype(np.int8), scale

@@ -14,12 +14,10 @@ from onnx_ir.passes.common import unused_removal
 
 from edgellm import contract
 from edgellm.device_runtime.backends.onnxruntime.graph import GraphEditor
+from edgellm.device_runtime.backends.onnxruntime.linear_inputs import lower_inputs
+from edgellm.device_runtime.backends.onnxruntime.linear_weights import LinearWeight
 from edgellm.device_runtime.backends.onnxruntime.linears import LinearKernel
-from edgellm.device_runtime.backends.onnxruntime.weights import (
-    LinearWeight,
-    WeightFile,
-    constant_array,
-)
+from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile, constant_array
 
 LOWERED_OPSET = 21
 _CONTRIB = "com.microsoft"
@@ -45,6 +43,7 @@ def lower_decoder(
     """
     graph = GraphEditor(model.graph, weights)
     _bind_capacity(model.graph, capacity)
+    lower_inputs(model)
     _lower_floats(graph)
     _lower_linears(graph, kernel)
     _lower_attention(graph, needs_mask=needs_mask)
@@ -59,6 +58,7 @@ def lower_fuse(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> No
     graph = GraphEditor(model.graph, weights)
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.type = ir.TensorType(ir.DataType.FLOAT)
+    lower_inputs(model)
     _lower_floats(graph)
     _lower_linears(graph, kernel)
     _lower_norms(graph)
@@ -100,7 +100,7 @@ def _lower_linears(graph: GraphEditor, kernel: LinearKernel) -> None:
     groups: dict[tuple[ir.Value, tuple[str, int]], list[ir.Node]] = {}
     for node in _nodes(graph, "MatMul"):
         x, operand = node.inputs
-        weight = LinearWeight.of(operand) if operand is not None else None
+        weight = LinearWeight.of(operand)
         if weight is not None and x is not None:
             groups.setdefault((x, weight.key), []).append(node)
     for nodes in groups.values():
@@ -111,7 +111,8 @@ def _emit_group(graph: GraphEditor, kernel: LinearKernel, nodes: list[ir.Node]) 
     """Replace MatMuls (and their biases) that read the same input by one."""
     x = nodes[0].inputs[0]  # now: it was replaced if another linear layer gave it
     assert x is not None
-    weight = LinearWeight(tuple(node.inputs[1] for node in nodes))  # type: ignore[arg-type]
+    weight = LinearWeight.of(*(node.inputs[1] for node in nodes))
+    assert weight is not None
     biases = [_bias_of(node) for node in nodes]
     if len({bias is None for bias in biases}) > 1:
         for node in nodes:

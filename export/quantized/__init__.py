@@ -1,0 +1,70 @@
+"""Quantized linear weights of a checkpoint, one module per layout.
+
+A module of this package is a layout when it has the function of `Layout`. Tensors are trusted more
+than flags: a linear layer is what its tensors say, config files only tell what tensors cannot.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import Protocol, cast
+
+import onnx_ir as ir
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.export.quantized.operand import QuantizedLinear
+from edgellm.export.weights import Weights
+
+_FLOATS = ("F32", "F16", "BF16")
+_OWN = ("operand", "packed")  # modules of this package that are no layout
+
+
+class Layout(Protocol):
+    """The function that a layout's module has."""
+
+    def read(
+        self, weights: Weights, shape: tuple[int, int], dtype: ir.DataType
+    ) -> QuantizedLinear | None:
+        """The linear layer [out, in] at `weights`, its scales in the graph's `dtype`.
+
+        None when it is not stored in this layout.
+
+        Raises:
+            EdgeLLMError: stored in this layout, but not in a way that a graph can express.
+        """
+        ...
+
+
+def find(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear | None:
+    """How the linear layer [out, in] at `weights` is quantized; None for float weights.
+
+    Raises:
+        UnsupportedModelError: quantized in no known layout.
+    """
+    info = weights.info("weight")
+    if info is not None and info.dtype in _FLOATS:
+        return None
+    for layout in _layouts():
+        found = layout.read(weights, shape, dtype)
+        if found is not None:
+            return found
+    if info is None:
+        return None
+    raise UnsupportedModelError(
+        f"{weights.prefix}weight is stored as {info.dtype}: quantized in a way that edgellm "
+        "cannot export",
+        hint=f"layouts: {', '.join(names())}",
+    )
+
+
+def names() -> list[str]:
+    """All layouts."""
+    modules = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name for name in modules if name not in _OWN)
+
+
+@cache
+def _layouts() -> list[Layout]:
+    return [cast(Layout, importlib.import_module(f"{__name__}.{name}")) for name in names()]
