@@ -75,7 +75,7 @@ def export_llm(
         manifest = BundleManifest(
             decoder=decoder_spec(config, checkpoint.config["model_type"], [op], checkpoint.tensors),
             dtype=dtype.numpy().name,
-            quantization=str(checkpoint.quant_config.get("quant_algo") or "none"),
+            quantization=checkpoint.quantization,
             opset=OPSET,
             eos_token_ids=eos_token_ids,
             options=dataclasses.asdict(dataclasses.replace(options, hidden_taps=taps)),

@@ -63,6 +63,12 @@ class Checkpoint:
     tokenizer_files: dict[str, bytes] = field(repr=False)
     quant_config: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def quantization(self) -> str:
+        """The checkpoint's own name for how its weights are stored, "none" for floats."""
+        config = self.quant_config
+        return str(config.get("quant_algo") or config.get("quant_method") or "none")
+
 
 class Safetensors:
     """The tensors of one or several safetensors files (format version 1: JSON header + data)."""

@@ -75,7 +75,7 @@ def export_draft(
         manifest = DraftBundleManifest(
             draft=spec,
             dtype=DTYPES[options.dtype].numpy().name,
-            quantization=str(draft.quant_config.get("quant_algo") or "none"),
+            quantization=draft.quantization,
             opset=OPSET,
             options=dataclasses.asdict(options),
             provenance=_provenance(draft, base, config),
@@ -97,7 +97,7 @@ def _build(
     _, base_config = read_architecture(base, ExportOptions(ignore_config_keys=keys))
     config = read_draft(draft, base_config, keys)
     tensors = complete(draft.tensors, base.tensors, config)
-    weights = Weights(tensors)
+    weights = Weights(tensors, draft.quant_config or base.quant_config)
     target_ids = read_target_ids(weights, config, base_config)
     dtype = DTYPES[options.dtype]
     graphs = {_MODEL: build_draft(config, weights, target_ids, dtype)}

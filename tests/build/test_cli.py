@@ -70,7 +70,7 @@ def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path):
         (("--maxInputLen", 8, "--maxKVCacheCapacity", 129), "exceeds the model's 128 positions"),
         ((*SMALL, "--backend", "tensorflow"), "unknown backend 'tensorflow'"),
         ((*SMALL, "--prefill", "fp4"), "give auto, same or int8"),
-        ((*SMALL, "--prefill", "int8"), "is for INT4 bundles"),
+        ((*SMALL, "--prefill", "int8"), "is for quantized bundles"),
     ],
 )
 def test_plans_that_do_not_suit(command, tiny_bundle, tmp_path, lengths, message):

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from edgellm import contract
 from edgellm.contract import EdgeLLMError
 from edgellm.export import models
+from edgellm.tools.train_draft import corpus
 from edgellm.tools.train_draft import run as run_module
 from edgellm.tools.train_draft.corpus import Generation
 from edgellm.tools.train_draft.features import FeatureCache
@@ -256,7 +257,18 @@ def test_a_draft_goes_on_with_another(job, tmp_path):
 
 def test_the_base_writes_its_own_prompts(job, tmp_path, monkeypatch):
     """No data at all; an interrupt between two batches of prompts changes nothing."""
-    job = replace(job, data=(), self_prompts=400, generation=replace(job.generation, batch=512))
+    monkeypatch.setattr(corpus, "_CHUNK", 16)
+    generate = corpus.generate
+
+    def chatty(model, prompts, *, stop_ids, seed, **how):  # the tiny base repeats itself
+        if stop_ids != {4}:
+            return generate(model, prompts, stop_ids=stop_ids, seed=seed, **how)
+        words = np.random.default_rng(seed).integers(8, 90, (len(prompts), 3))
+        words[words == 8] = 1  # <s>: such a prompt is dropped
+        return [(at, prompts[at], [*ids, 4]) for at, ids in enumerate(words.tolist())]
+
+    monkeypatch.setattr(corpus, "generate", chatty)
+    job = replace(job, data=(), self_prompts=30)
     cut = replace(job, output_dir=tmp_path / "cut", work_dir=tmp_path / "cut_work")
     run(job)
     with monkeypatch.context() as patched:
@@ -268,7 +280,7 @@ def test_the_base_writes_its_own_prompts(job, tmp_path, monkeypatch):
     texts = [(j.work_dir / "prompts.jsonl").read_text() for j in (job, cut)]
     assert texts[0] == texts[1]
     prompts = [json.loads(line)["messages"][0]["content"] for line in texts[0].splitlines()]
-    assert len(set(prompts)) == len(prompts) == 400
+    assert len(set(prompts)) == len(prompts) == 30
     assert all(prompt and "." not in prompt and "<" not in prompt for prompt in prompts)
     assert _files(job.output_dir) == _files(cut.output_dir)
 
@@ -287,7 +299,7 @@ def _interrupt_at(fragment: str):
 
 def test_a_base_that_repeats_itself_writes_no_prompts(job, monkeypatch):
     rows = [(0, [], [10, 4])]  # always "w10 ."
-    monkeypatch.setattr("edgellm.tools.train_draft.corpus.generate", lambda *_, **__: rows)
+    monkeypatch.setattr(corpus, "generate", lambda *_, **__: rows)
     with pytest.raises(EdgeLLMError, match="wrote only 1 different prompts"):
         run(replace(job, data=(), self_prompts=40))
 

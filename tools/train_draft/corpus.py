@@ -128,7 +128,7 @@ def write_prompts(
             temperature=1.0, batch=how.batch, seed=how.seed + len(written) + in_vain,
         )  # fmt: skip
         whole = [ids[:-1] for _, _, ids in rows if ids[-1] == end]
-        texts = [tokenizer.decode(ids).strip() for ids in whole if special.isdisjoint(ids)]
+        texts = [str(tokenizer.decode(ids)).strip() for ids in whole if special.isdisjoint(ids)]
         new = [text for text in dict.fromkeys(texts) if text and text not in written]
         new = new[: count - len(written)]
         with store.open("a", encoding="utf-8") as stream:

@@ -70,9 +70,7 @@ class Trainer:
     ) -> None:
         self.draft, self.frozen, self.recipe = draft.to(device), frozen, recipe
         self.folder, self.device = folder, device
-        self.optimizer = torch.optim.AdamW(
-            draft.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-        )
+        self.optimizers = _optimizers(draft, recipe.learning_rate)
         self.step = 0
 
     def resume(self) -> bool:
@@ -82,7 +80,8 @@ class Trainer:
             return False
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.draft.load_state_dict(state["draft"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         self.step = state["step"]
         return True
 
@@ -90,7 +89,7 @@ class Trainer:
         """Write the state; a crash leaves the old one."""
         state = {
             "draft": self.draft.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
         }
         partial = self.folder / f"{_STATE}.partial"
@@ -136,16 +135,18 @@ class Trainer:
 
     def _train(self, batch: Batch, features: Tensor, steps: int) -> float:
         recipe = self.recipe
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * _schedule(self.step, recipe.warmup_steps, steps)
-        self.optimizer.zero_grad(set_to_none=True)
+        rate = recipe.learning_rate * _schedule(self.step, recipe.warmup_steps, steps)
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad(set_to_none=True)
         hidden, targets = self._predictions(batch, features)
         importance = recipe.unroll_weight ** torch.arange(recipe.unrolls, device=self.device)
         head = self.draft.lm_head.weight.to(hidden.dtype)
         loss = head_loss(hidden, head, targets, importance / importance.sum())
         loss.backward()
         nn.utils.clip_grad_norm_(self.draft.parameters(), recipe.max_gradient_norm)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return loss.item()
 
     def _predictions(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,6 +186,19 @@ class Trainer:
                 hits[unroll] += (logits.argmax(-1) == targets.argmax(-1)).sum()
             count += int(batch.learned[:, self.recipe.unrolls + 1 :].sum())
         return 1 + float((hits / max(count, 1)).cumprod(0).sum())
+
+
+def _optimizers(draft: Draft, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon (arXiv 2502.16982) for the matrices of fc and layer, AdamW for norms and the head."""
+    named = list(draft.named_parameters())
+    matrices = [value for name, value in named if value.ndim == 2 and name != "lm_head.weight"]
+    others = [value for name, value in named if value.ndim != 2 or name == "lm_head.weight"]
+    return [
+        torch.optim.Muon(
+            matrices, lr=learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
 
 
 def _schedule(step: int, warmup: int, steps: int) -> float:
