@@ -83,6 +83,7 @@ def llm_inference(
     """Answer the requests of a JSON file; a bad request gets an error object of its own."""
     del debug  # read by run_command
     from edgellm.device_runtime.llm import LLM
+    from edgellm.device_runtime.profile import Profile
     from edgellm.device_runtime.requests import read_file
     from edgellm.device_runtime.tree_log import TreeLog
 
@@ -101,27 +102,23 @@ def llm_inference(
     llm = LLM(engine_dir, verify=verify, eagle=speculation if eagle else None)
     if prove_count:
         raise typer.Exit(_prove(llm, options, requests[:prove_count]))
-    trees = TreeLog(llm.tokenizer)
-    responses, profile = _run_all(
-        llm, options, requests, warmup, stream=stream, output_file=output_file,
-        input_file=input_file, trees=trees,
-    )  # fmt: skip
-    if tree_file is not None:
-        _write_json(tree_file, trees.as_json(str(input_file)))
-    _write_profile(profile, profile_file, shown=dump_profile)
+    trees, profile, responses = TreeLog(llm.tokenizer), Profile(), []
+    try:
+        _run_all(llm, options, requests, warmup, responses, profile, trees, stream=stream)
+    finally:  # an interrupt keeps what was answered
+        if responses:
+            _write_json(output_file, {"input_file": str(input_file), "responses": responses})
+            if tree_file is not None:
+                _write_json(tree_file, trees.as_json(str(input_file)))
+            if profile_file is not None:
+                _write_json(profile_file, profile.as_json())
+    if dump_profile:
+        typer.echo(json.dumps(profile.as_json(), indent=4))
     if dump_output:
         for response in responses:
             typer.echo(f"[{response['request_idx']}] {response['output_text']}")
     failed = _summarize(responses, profile, output_file)
     raise typer.Exit(1 if failed else 0)
-
-
-def _write_profile(profile: Profile, path: Path | None, *, shown: bool) -> None:
-    report = profile.as_json()
-    if path is not None:
-        _write_json(path, report)
-    if shown:
-        typer.echo(json.dumps(report, indent=4))
 
 
 def _speculation(
@@ -190,10 +187,10 @@ def _with_length(options: Options, requests: list[Any], length: int) -> tuple[Op
 
 
 def _run_all(
-    llm: LLM, options: Options, requests: list[Any], warmup: int, *, stream: bool,
-    input_file: Path, output_file: Path, trees: TreeLog,
-) -> tuple[list[dict[str, Any]], Any]:  # fmt: skip
-    """Answer everything and write the output file, also when interrupted."""
+    llm: LLM, options: Options, requests: list[Any], warmup: int,
+    responses: list[dict[str, Any]], profile: Profile, trees: TreeLog, *, stream: bool,
+) -> None:  # fmt: skip
+    """Answer everything; `responses`, `profile` and `trees` grow as it goes."""
     from edgellm.device_runtime.profile import Profile
     from edgellm.device_runtime.runner import run_request
 
@@ -204,24 +201,17 @@ def _run_all(
 
     for _ in range(warmup):
         run_request(llm, options, requests[0], 0, Profile(), lambda *_: None)
-    profile = Profile()
-    responses: list[dict[str, Any]] = []
-    try:
-        with _progress(len(requests), hidden=stream) as advance:
-            for index, raw in enumerate(requests):
-                response = run_request(llm, options, raw, index, profile, show)
-                responses.append(response)
-                if stream:
-                    _print("\n")
-                for line in response.get("warnings", ()):
-                    typer.echo(f"warning: request {index}: {line}", err=True)
-                if "error" in response:
-                    _complain(index, response["error"])
-                advance()
-    finally:
-        if responses:
-            _write_json(output_file, {"input_file": str(input_file), "responses": responses})
-    return responses, profile
+    with _progress(len(requests), hidden=stream) as advance:
+        for index, raw in enumerate(requests):
+            response = run_request(llm, options, raw, index, profile, show)
+            responses.append(response)
+            if stream:
+                _print("\n")
+            for line in response.get("warnings", ()):
+                typer.echo(f"warning: request {index}: {line}", err=True)
+            if "error" in response:
+                _complain(index, response["error"])
+            advance()
 
 
 def _print(text: str) -> None:

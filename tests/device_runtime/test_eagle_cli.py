@@ -309,8 +309,10 @@ def test_ctrl_c_writes_what_there_is(eagle_pair, tmp_path):
     request = {"messages": [USER], "temperature": 2.0, "top_p": 1.0, "top_k": 0}
     source.write_text(json.dumps({"max_generate_length": 60, "requests": [request] * 3000}))
     script = Path(sys.executable).parent / "llm_inference"
+    profile, trees = tmp_path / "profile.json", tmp_path / "trees.json"
     words = [script, "--engineDir", eagle_pair.engine, "--inputFile", source,
-             "--outputFile", output, "--eagle", "--stream"]  # fmt: skip
+             "--outputFile", output, "--eagle", "--stream",
+             "--profileOutputFile", profile, "--treeOutputFile", trees]  # fmt: skip
     process = subprocess.Popen(
         list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -325,3 +327,5 @@ def test_ctrl_c_writes_what_there_is(eagle_pair, tmp_path):
     answers = json.loads(output.read_text())["responses"]
     assert 3 <= len(answers) < 3000
     assert all(answer["finish_reason"] in ("stop", "length") for answer in answers)
+    assert json.loads(profile.read_text())["eagle_generation"]
+    assert len(json.loads(trees.read_text())["requests"]) >= 3
