@@ -135,7 +135,7 @@ class Weights:
 
 def as_bytes(array: np.ndarray) -> memoryview:
     """The array's data, row-major, as bytes."""
-    return np.ascontiguousarray(array).data.cast("B")
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _to_half(pieces: Pieces) -> Pieces:
