@@ -77,7 +77,7 @@ def read_calibration(
     order = np.random.default_rng(seed).permutation(len(documents))
     first = _first_token(tokenizer)
     length = seq_len - len(first)
-    wanted = (num_samples + num_held_out + 2) * length
+    wanted = max(num_samples + num_held_out + 2, _HELD_OUT_SHARE * num_held_out) * length
     pieces = _pieces((documents[index] for index in order), tokenizer, length, wanted)
     total = sum(map(len, pieces)) // length
     held_rows = max(1, min(num_held_out, total // _HELD_OUT_SHARE))
