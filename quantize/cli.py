@@ -84,6 +84,7 @@ def llm(
 ) -> None:
     """Quantize a language model; run the same command again after an interrupt to go on."""
     del debug  # read by run_command
+    _check_names(quantization, lm_head_quantization, kv_cache_quantization)
     _require_host()
     from edgellm.quantize.job import Job
     from edgellm.quantize.run import run_llm
@@ -164,6 +165,17 @@ def _print(report: Report, output: Path) -> None:
         f"{report.seconds:.1f} s, peak memory {report.peak_memory_bytes / 1e6:.0f} MB; "
         "see edgellm_quant.html"
     )
+
+
+def _check_names(body: str, head: str | None, cache: str | None) -> None:
+    """Before the imports, which take seconds."""
+    from edgellm.quantize.schemes import HEAD_SCHEMES, KV_SCHEMES, SCHEMES, choose
+
+    choose("--quantization", body, SCHEMES)
+    if head is not None:
+        choose("--lm_head_quantization", head, HEAD_SCHEMES)
+    if cache is not None:
+        choose("--kv_cache_quantization", cache, KV_SCHEMES)
 
 
 def _require_host() -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.export.checkpoint import Safetensors
+from edgellm.quantize.formats import LARGEST_E2M1, LARGEST_E4M3, NVFP4_BLOCK
 from edgellm.quantize.rounding import round_nvfp4
 from edgellm.quantize.schemes import KV_SCHEMES, Scheme
 from edgellm.quantize.tensors import Tensor, read_below
@@ -30,6 +31,9 @@ with warnings.catch_warnings():
     from modelopt.torch.export import export_hf_checkpoint
     from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
     from modelopt.torch.quantization import tensor_quant
+
+_NVFP4_RANGE = LARGEST_E2M1 * LARGEST_E4M3  # what a global scale of one can express
+_TINY = 1e-30  # instead of the scale of a tensor of zeros
 
 Loop = Callable[[Any], None]
 
@@ -133,20 +137,19 @@ def _quiet(stream: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nvfp4_everywhere() -> Iterator[None]:
-    """Let NVFP4's fake quantization run without CUDA, where ModelOpt has no kernel for it."""
-    if torch.cuda.is_available():
-        yield
-        return
+    """Let NVFP4's fake quantization run on CPUs, where ModelOpt has no kernel for it."""
     module = cast(Any, tensor_quant)
     theirs = module.dynamic_block_quantize_op
-    module.dynamic_block_quantize_op = _nvfp4_op
+
+    def either(inputs: torch.Tensor, block_size: int, amax: torch.Tensor, *rest: Any) -> Any:
+        if inputs.is_cuda:
+            return theirs(inputs, block_size, amax, *rest)
+        assert block_size == NVFP4_BLOCK  # no other block is on offer
+        largest = amax.float().amax()
+        return round_nvfp4(inputs, torch.clamp(largest / _NVFP4_RANGE, min=_TINY))
+
+    module.dynamic_block_quantize_op = either
     try:
         yield
     finally:
         module.dynamic_block_quantize_op = theirs
-
-
-def _nvfp4_op(inputs: torch.Tensor, block_size: int, amax: torch.Tensor, *_: Any) -> torch.Tensor:
-    assert block_size == 16  # no other block is on offer
-    largest = amax.float().amax()
-    return round_nvfp4(inputs, torch.clamp(largest / (6 * 448), min=1e-30))

@@ -12,6 +12,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from conftest import INTERRUPTED, assert_one_line_error, interrupt
 from quantize_cases import load, make_job, make_model, write_text
 from safetensors.numpy import save_file
@@ -28,6 +29,15 @@ def place(tmp_path_factory) -> Path:
     make_model(folder / "model", "llama")
     write_text(folder / "text.jsonl")
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tiny matrices; more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -78,19 +88,21 @@ def test_the_command(command, place, tmp_path):
     assert "Inserted" not in result.stdout + result.stderr  # ModelOpt's prints
 
 
-def test_ctrl_c_and_on(command, place, tmp_path):
-    make_model(tmp_path / "deep", "llama", num_hidden_layers=24)
-    begin = ["llm", "--model_dir", tmp_path / "deep", "--calib_dataset", place / "text.jsonl"]
-    arguments = [*begin, "--num_samples", 8, "--seq_len", 32, "--quantization", "nvfp4"]
-    first = ["edgellm-quantize", *arguments, "--output_dir", tmp_path / "out"]
+def test_ctrl_c_and_on(command, place, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    model = make_model(tmp_path / "deep", "llama", num_hidden_layers=16)
+    first = [
+        "edgellm-quantize", "llm", "--model_dir", model, "--output_dir", tmp_path / "out",
+        "--calib_dataset", place / "text.jsonl", "--num_samples", 12, "--seq_len", 32,
+        "--held_out", 2, "--quantization", "nvfp4", "--device", "cpu",
+    ]  # fmt: skip
     result = interrupt(first, tmp_path, "out.quantizing/layer.00001.json")
     assert (result[0], result[1][-1:]) == INTERRUPTED
     assert not (tmp_path / "out").exists()
     done = len(list((tmp_path / "out.quantizing").glob("layer.*.json")))
-    assert 2 <= done < 24
+    assert 2 <= done < 16
     assert command(*first).returncode == 0
-    whole = command("edgellm-quantize", *arguments, "--output_dir", tmp_path / "whole")
-    assert whole.returncode == 0
+    run_llm(make_job(model, place / "text.jsonl", tmp_path / "whole", "nvfp4"), _quiet)
     assert _files(tmp_path / "out") == _files(tmp_path / "whole")
     assert [path.name for path in tmp_path.glob("*.quantizing")] == []
 
@@ -141,7 +153,6 @@ def test_a_run_with_other_settings_is_refused(job, place):
         (["--quantization", "fp9"], ["no such precision", "did you mean fp8", "int4_awq"]),
         (["--quantization", "fp8", "--lm_head_quantization", "int7"], ["choices: fp8, nvfp4"]),
         (["--quantization", "fp8", "--kv_cache_quantization", "int8"], ["choices: fp8"]),
-        (["--quantization", "fp8", "--device", "tpu"], ["--device tpu"]),
     ],
 )
 def test_flags_that_will_not_do(command, place, tmp_path, flags, words):
@@ -150,6 +161,13 @@ def test_flags_that_will_not_do(command, place, tmp_path, flags, words):
     assert_one_line_error(result, *words)
     assert result.returncode == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_is_not_there(place, tmp_path):
+    text = place / "text.jsonl"
+    job = make_job(place / "model", text, tmp_path / "out", "fp8", device="tpu")
+    with pytest.raises(EdgeLLMError, match="--device tpu"):
+        run_llm(job, _quiet)
 
 
 def test_models_that_will_not_do(damaged):
@@ -257,19 +275,21 @@ def test_another_weight_than_the_sources_stops_the_run(job, monkeypatch):
 
 
 def test_memory_does_not_grow_with_layers(place, tmp_path):
-    """Two models that differ in depth alone: 3 and 15 layers of 5 MB each in float32."""
-    peaks = []
+    """A deep model after a shallow one in the same process: 3 and 15 layers of 5 MB in float32."""
+    sizes = {"hidden_size": 384, "intermediate_size": 768}
+    lines = [
+        "import resource; from pathlib import Path; from edgellm.quantize.job import Job",
+        "from edgellm.quantize.run import run_llm",
+    ]
     for layers in (3, 15):
-        model = tmp_path / f"model{layers}"
-        sizes = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": layers}
-        make_model(model, "llama", **sizes)
-        arguments = ["--calib_dataset", place / "text.jsonl", "--num_samples", 4, "--seq_len", 32]
-        script = Path(sys.executable).parent / "edgellm-quantize"
-        flags = ["--model_dir", model, "--output_dir", tmp_path / f"out{layers}"]
-        subprocess.run(
-            [script, "llm", *flags, *map(str, arguments), "--quantization", "fp8"],
-            check=True, capture_output=True,
-        )  # fmt: skip
-        side = json.loads((tmp_path / f"out{layers}" / "edgellm_quant.json").read_text())
-        peaks.append(side["peak_memory_bytes"])
-    assert peaks[1] - peaks[0] < 25e6  # the 12 layers more have 64 MB in float32
+        model = make_model(tmp_path / f"{layers}", "llama", num_hidden_layers=layers, **sizes)
+        text, output = str(place / "text.jsonl"), str(tmp_path / f"out{layers}")
+        lines += [
+            f"run_llm(Job({str(model)!r}, Path({output!r}), 'fp8', calib_dataset={text!r}, "
+            "num_samples=4, seq_len=32, device='cpu'), lambda *_: None)",
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)",
+        ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    shallow, deep = (int(line) / 1e3 for line in printed.split())
+    assert deep - shallow < 25  # the 12 layers more have 64 MB in float32
