@@ -17,6 +17,7 @@ from edgellm.quantize.block import LAYER, layer_model, linears, run_layer
 from edgellm.quantize.formats import F32
 from edgellm.quantize.linear import DecodedLinear, decode_linear
 from edgellm.quantize.rounding import round_fp8, round_input
+from edgellm.quantize.schemes import Scheme
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor
 
@@ -25,7 +26,7 @@ _NORMS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
-# ModelOpt may fold the smoothing of the second into the rows of the first.
+# ModelOpt may fold AWQ's smoothing of the second into the rows of the first.
 _FOLDS = (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj"))
 _BROKEN_ERROR = 0.6  # relative; plain rounding to 4 bits stays below 0.2
 
@@ -51,7 +52,7 @@ class QuantizedLayer:
         index: int,
         source: Mapping[str, F32],
         exported: Mapping[str, Tensor],
-        rounds_input: bool,
+        scheme: Scheme,
         device: torch.device,
     ) -> None:
         """Decode and check all tensors.
@@ -61,7 +62,7 @@ class QuantizedLayer:
             index: of the layer.
             source: the float layer's tensors.
             exported: what became of them, both named from "self_attn.q_proj.weight" on.
-            rounds_input: whether the scheme rounds the inputs of linear layers.
+            scheme: how they were quantized.
             device: where it computes.
 
         Raises:
@@ -72,7 +73,7 @@ class QuantizedLayer:
         self.decoded = {
             name.removesuffix(".weight"): decode_linear(
                 named, LAYER.format(index) + name.removesuffix(".weight"), (shape[0], shape[1]),
-                rounds_input,
+                scheme.rounds_input,
             )
             for name, shape in matrices.items()
         }  # fmt: skip
@@ -81,7 +82,7 @@ class QuantizedLayer:
         self._model = layer_model(config, index, {**rest, **weights}, device)
         for name, module in linears(self._model).items():
             _round_inputs(module, self.decoded[name], device)
-        self._rest = rest
+        self._rest, self._folds = rest, _FOLDS if scheme.is_awq else ()
         self._kv = tuple(
             float(exported[name].floats().reshape(())) if name in exported else None
             for name in ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
@@ -95,7 +96,7 @@ class QuantizedLayer:
     def weight_errors(self, source: Mapping[str, F32]) -> dict[str, float]:
         """How far each linear layer is from the float one, smoothing undone where it was folded."""
         found = {name: self._unsmoothed(name, source) for name in self.decoded}
-        for into, out_of in _FOLDS:
+        for into, out_of in self._folds:
             pair = found.get(into), found.get(out_of)
             if pair[0] is None or pair[1] is None or len(pair[0]) != pair[1].shape[1]:
                 continue

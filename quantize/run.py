@@ -109,7 +109,7 @@ def _quantize_layer(plan: Plan, work: WorkFolder, index: int) -> None:
     exported = _exported(plan, work, index, source, before, after)
     tensors = _kept(exported, raw)
     quantized = QuantizedLayer(
-        plan.checkpoint.config, index, source, tensors, plan.recipe.scheme.rounds_input, plan.device
+        plan.checkpoint.config, index, source, tensors, plan.recipe.scheme, plan.device
     )
     errors = quantized.weight_errors(source)
     refuse_broken(index, errors)
