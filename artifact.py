@@ -79,15 +79,20 @@ def publish(temporary: Path, output: Path, manifest: Manifest) -> Manifest:
     (temporary / MANIFEST_NAME).write_text(text + "\n", "utf-8")
     check_output(output, manifest.kind, names)
     old = _listed_files(output, manifest.kind)
+    move_files(temporary, output, [*names, MANIFEST_NAME], old)
+    return complete
+
+
+def move_files(temporary: Path, output: Path, names: list[str], old: set[str]) -> None:
+    """Move finished files to `output`, not to be cut by Ctrl-C; `old` ones of ours go."""
     with _defer_interrupt():
         output.mkdir(parents=True, exist_ok=True)
-        for name in [*names, MANIFEST_NAME]:
+        for name in names:
             target = output / name
             target.parent.mkdir(parents=True, exist_ok=True)
             (temporary / name).replace(target)
-        for name in old - {*names, MANIFEST_NAME}:
+        for name in old - set(names):
             (output / name).unlink(missing_ok=True)
-    return complete
 
 
 @contextlib.contextmanager

@@ -31,6 +31,8 @@ from edgellm.export.taps import check_taps, default_taps
 from edgellm.export.weights import Weights
 
 _GRAPH = "model"
+# Of an FP8 cache; a cache in the activation type, as bundles have it, needs none.
+_CACHE_SCALES = (".k_proj.k_scale", ".v_proj.v_scale")
 _JSON_FILES = "config.json", "generation_config.json"
 
 
@@ -86,6 +88,20 @@ def export_llm(
         return publish(folder, output, manifest)
 
 
+def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:
+    """The facts of a checkpoint that `export_llm` takes; stops where it would, reads no weights.
+
+    Raises:
+        UnsupportedModelError: an architecture, config key or quantization that is not understood.
+        BrokenArtifactError: missing or superfluous tensors, or of other shapes.
+    """
+    architecture, config = read_architecture(checkpoint, options)
+    weights = Weights(checkpoint.tensors, checkpoint.quant_config)
+    build_decoder(architecture, config, weights, DTYPES[options.dtype])
+    refuse_leftovers(_unused(weights, config), "checkpoint")
+    return config
+
+
 def _choose_taps(
     config: DecoderConfig, options: ExportOptions
 ) -> tuple[tuple[int, ...], dict[str, str]]:
@@ -130,6 +146,7 @@ def _unused(weights: Weights, config: DecoderConfig) -> list[str]:
         for name in weights.unused()
         if not (name.startswith("model.layers.") and not name.startswith(layers))
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
+        and not name.endswith(_CACHE_SCALES)
     ]
 
 

@@ -1,1 +1,1 @@
-"""Quantized checkpoints: the on-disk formats that `export` reads."""
+"""Float checkpoints to quantized ones, with nvidia-modelopt; the layout of the result."""

@@ -12,6 +12,24 @@ from numpy.typing import NDArray
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
 
+NVFP4_BLOCK = 16
+LARGEST_E4M3 = 448.0
+LARGEST_E2M1 = 6.0
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def _e4m3_values() -> F32:
+    """The value of every float8_e4m3fn code: 4 bits of exponent (bias 7), 3 of mantissa."""
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    normal = (8 + mantissa) * 2.0 ** (exponent - 10)
+    values = np.where(exponent > 0, normal, mantissa * 2.0**-9)
+    values[codes & 127 == 127] = np.nan
+    return np.where(codes > 127, -values, values).astype(np.float32)
+
+
+E4M3 = _e4m3_values()
+
 
 def pack_int4(weight: F32, block_size: int) -> tuple[U8, F32]:
     """Round a weight to symmetric INT4 blocks along the input (`W4A16`, no zero points).
@@ -32,3 +50,20 @@ def pack_int4(weight: F32, block_size: int) -> tuple[U8, F32]:
     nibbles = (codes.view(np.uint8) & 15).astype(np.uint8, copy=False)
     packed = nibbles[0::2] + nibbles[1::2] * np.uint8(16)
     return packed, safe.astype(np.float32)
+
+
+def unpack_int4(packed: U8, scale: F32) -> F32:
+    """What `pack_int4` packed: uint8 [out/2, in], float32 [out, in/g] -> float32 [out, in]."""
+    out, width = 2 * len(packed), packed.shape[1]
+    codes = np.empty((out, width), np.int8)
+    codes[0::2] = (packed << np.uint8(4)).view(np.int8) >> 4  # the shift back keeps the sign
+    codes[1::2] = packed.view(np.int8) >> 4
+    return codes * np.repeat(scale, width // scale.shape[1], axis=1)
+
+
+def unpack_nvfp4(packed: U8, scale: F32, global_scale: np.float32) -> F32:
+    """NVFP4 weights: uint8 [out, in/2] (low nibble first), float32 [out, in/16] -> [out, in]."""
+    values = np.empty((len(packed), 2 * packed.shape[1]), np.float32)
+    values[:, 0::2], values[:, 1::2] = E2M1[packed & 15], E2M1[packed >> 4]
+    values *= np.repeat(scale * global_scale, NVFP4_BLOCK, axis=1)
+    return values

@@ -35,6 +35,7 @@ def test_the_wheel_holds_every_package(tmp_path):
     missing = {f"edgellm/{p.relative_to(ROOT).as_posix()}" for p in shipped} - set(names)
     assert not missing
     assert {"edgellm/tools/trees.html", "edgellm/tools/demo_requests.json"} <= set(names)
+    assert {"edgellm/quantize/calibration.jsonl", "edgellm/quantize/report.html"} <= set(names)
     assert all(name.startswith(("edgellm/", "edgellm-")) for name in names)
 
 
@@ -55,11 +56,11 @@ def test_the_device_side_imports_no_training_framework(module):
 @pytest.mark.parametrize(
     "module",
     ["edgellm.export.cli", "edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.tools.trees",
-     "edgellm.tools.train_draft.cli"],
+     "edgellm.tools.train_draft.cli", "edgellm.quantize.cli"],
 )  # fmt: skip
 def test_help_loads_nothing_heavy(module):
     """What keeps `--help` below a third of a second."""
-    heavy = ("onnx", "onnx_ir", "onnxruntime", "numpy", "rich", "tokenizers", "jinja2")
+    heavy = ("onnx", "onnx_ir", "onnxruntime", "numpy", "rich", "tokenizers", "jinja2", "torch")
     code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -1,0 +1,5 @@
+"""`python -m edgellm.quantize`."""
+
+from edgellm.quantize.cli import main
+
+main()

@@ -1,0 +1,108 @@
+"""One decoder layer as a whole Hugging Face model with a tiny vocabulary.
+
+ModelOpt quantizes and exports models, not layers. A model of one layer costs the memory of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.quantize.formats import F32
+
+_TINY_VOCABULARY = 8
+LAYER = "model.layers.{}."
+
+
+def quiet_transformers() -> None:
+    """Errors only: what it says about one-layer models would confuse."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def layer_model(
+    config: Mapping[str, Any], index: int, tensors: Mapping[str, F32], device: torch.device
+) -> PreTrainedModel:
+    """A float32 model whose only layer is the layer `index`; its final norm does nothing.
+
+    Args:
+        config: config.json of the checkpoint.
+        index: of the layer, which may have a type of its own.
+        tensors: of that layer, named from "self_attn.q_proj.weight" on.
+        device: where it computes.
+
+    Raises:
+        UnsupportedModelError: transformers expects other tensors.
+    """
+    model = _empty(config, range(index, index + 1), device)
+    model.model.norm = nn.Identity()
+    layer = model.model.layers[0]
+    assert isinstance(layer, nn.Module)
+    state = {name: torch.from_numpy(value) for name, value in tensors.items()}
+    missing, unexpected = layer.load_state_dict(state, strict=False)
+    unexpected = [name for name in unexpected if not name.endswith("rotary_emb.inv_freq")]
+    if missing or unexpected:
+        names = ", ".join(LAYER.format(index) + name for name in [*missing, *unexpected][:4])
+        raise UnsupportedModelError(f"transformers does not take these tensors: {names}")
+    return model
+
+
+def head_model(
+    config: Mapping[str, Any], norm: F32, head: F32 | None, device: torch.device
+) -> PreTrainedModel:
+    """A float32 model without layers: the final norm [H] and, if given, the head [V, H]."""
+    model = _empty(config, range(0), device)
+    model.model.norm.load_state_dict({"weight": torch.from_numpy(norm.copy())})
+    if head is not None:
+        vocabulary, hidden = head.shape
+        model.lm_head = nn.Linear(hidden, vocabulary, bias=False, device="meta")
+        weight = torch.from_numpy(head.copy()).to(device)
+        model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear layers of a one-layer model by their names in the layer."""
+    found = model.model.layers[0].named_modules()
+    return {name: module for name, module in found if isinstance(module, nn.Linear)}
+
+
+def run_layer(model: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
+    """Hidden states [B, S, H] through the model, causally; every row is a context of its own."""
+    with torch.no_grad():
+        return model.model(inputs_embeds=states, use_cache=False).last_hidden_state
+
+
+def _empty(config: Mapping[str, Any], layers: range, device: torch.device) -> PreTrainedModel:
+    """A model of these layers whose weights are zero."""
+    facts = {key: value for key, value in config.items() if key != "quantization_config"}
+    facts |= {
+        "num_hidden_layers": len(layers),
+        "vocab_size": _TINY_VOCABULARY,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if facts.get("layer_types"):
+        facts["layer_types"] = [facts["layer_types"][index] for index in layers]
+    facts.pop("architectures", None)
+    hf_config = AutoConfig.for_model(**facts)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch.float32, attn_implementation="sdpa"
+        )
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    # Rope frequencies are no parameters: `to_empty` left them unset.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=hf_config).to(device)
+    model.config.architectures = [type(model).__name__]  # ModelOpt's export reads it
+    return model.eval().requires_grad_(False)

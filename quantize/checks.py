@@ -1,0 +1,143 @@
+"""What is found out before hours of work: the model, its weights, memory and disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from edgellm.contract import BrokenArtifactError, LimitError, UnsupportedModelError
+from edgellm.export.bundle import ExportOptions, understand
+from edgellm.export.checkpoint import Checkpoint, TensorInfo, TensorSource
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.quantize.tensors import FLOATS, Tensor
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_BASE_BYTES = 700 << 20  # Python with torch, transformers and ModelOpt
+_LAYER_COPIES = 4  # in float32: the layer, ModelOpt's working copies, and what is read back
+_HEAD_COPIES = 5
+
+
+def check_model(checkpoint: Checkpoint, ignored_keys: tuple[str, ...]) -> DecoderConfig:
+    """The facts of a float model that an export of the result will understand.
+
+    Raises:
+        UnsupportedModelError: quantized already, or an architecture that cannot be exported.
+        BrokenArtifactError: tensors are missing, superfluous or of other shapes.
+    """
+    if checkpoint.quant_config:
+        kind = checkpoint.quant_config.get("quant_algo") or checkpoint.quant_config.get(
+            "quant_method", "in some way"
+        )
+        raise UnsupportedModelError(
+            f"{checkpoint.label} is quantized already ({kind})",
+            hint="give the float checkpoint that it was made from",
+        )
+    for name, info in checkpoint.tensors.infos().items():
+        if info.dtype not in FLOATS and not name.endswith("inv_freq"):
+            raise UnsupportedModelError(
+                f"{name} is stored as {info.dtype}, no float",
+                hint="give the float checkpoint that it was made from",
+            )
+    return understand(checkpoint, ExportOptions(ignore_config_keys=ignored_keys))
+
+
+def head_name(infos: Mapping[str, TensorInfo], tied: bool) -> str:
+    """The tensor that is the output head."""
+    return EMBEDDING if tied or HEAD not in infos else HEAD
+
+
+def linear_shapes(infos: Mapping[str, TensorInfo]) -> dict[str, tuple[int, int]]:
+    """[out, in] of the decoder layers' linear layers."""
+    return {
+        name.removesuffix(".weight"): (info.shape[0], info.shape[1])
+        for name, info in infos.items()
+        if name.startswith("model.layers.") and len(info.shape) == 2
+    }
+
+
+def check_weights(source: TensorSource) -> None:
+    """Look at every weight once, in pieces.
+
+    Raises:
+        BrokenArtifactError: NaN, infinity, or a matrix of zeros; names the tensor.
+    """
+    for name, info in source.infos().items():
+        if info.dtype not in FLOATS:
+            continue
+        is_zero, width = len(info.shape) == 2, 4 if info.dtype == "F32" else 2
+        for piece in source.stream(name):
+            values = Tensor(TensorInfo(info.dtype, (len(piece) // width,)), piece).floats()
+            if not np.isfinite(values).all():
+                raise BrokenArtifactError(
+                    f"tensor {name} holds values that are not numbers",
+                    hint="the checkpoint is damaged or its training diverged; fetch it again",
+                )
+            is_zero = is_zero and not values.any()
+        if is_zero:
+            raise BrokenArtifactError(
+                f"tensor {name} is all zeros, which cannot be quantized",
+                hint="the checkpoint is incomplete; fetch it again",
+            )
+
+
+def needed_bytes(
+    config: DecoderConfig, infos: Mapping[str, TensorInfo], batch_tokens: int, with_head: bool
+) -> int:
+    """The most memory that a run takes, an estimate from above."""
+    layer = max(_layer_parameters(infos).values()) * 4
+    head = infos[head_name(infos, config.tie_word_embeddings)]
+    elements = head.shape[0] * head.shape[1]
+    width = 8 * config.hidden_size + 4 * config.intermediate_size
+    peaks = [
+        _LAYER_COPIES * layer + 4 * batch_tokens * width,
+        head.num_bytes + 4 * 8 * 256 * config.vocab_size,  # the evaluation's logits
+        _HEAD_COPIES * 4 * elements if with_head else 0,
+    ]
+    return _BASE_BYTES + max(peaks)
+
+
+def check_memory(needed: int, available: int | None) -> None:
+    """Raise `LimitError` when memory will not suffice; None: nobody knows what there is."""
+    if available is not None and needed > available:
+        raise LimitError(
+            f"quantizing this model needs about {needed / 1e9:.1f} GB of memory, "
+            f"{available / 1e9:.1f} GB are free",
+            hint="close other programs, give a smaller --batch_tokens, or leave out "
+            "--lm_head_quantization",
+        )
+
+
+def available_bytes() -> int | None:
+    """Memory that Linux can give without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Raise `LimitError` when the states and the result will not fit."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise LimitError(
+            f"{folder} needs about {needed / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free",
+            hint="free some space, or give fewer --num_samples",
+        )
+
+
+def _layer_parameters(infos: Mapping[str, TensorInfo]) -> dict[str, int]:
+    """Numbers in each decoder layer."""
+    found: dict[str, int] = {}
+    for name, info in infos.items():
+        if name.startswith("model.layers."):
+            layer = name.split(".")[2]
+            found[layer] = found.get(layer, 0) + int(np.prod(info.shape))
+    return found

@@ -1,0 +1,194 @@
+"""`edgellm-quantize`: float checkpoint to quantized checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgellm.command import run_command
+from edgellm.contract import EdgeLLMError
+
+if TYPE_CHECKING:
+    from edgellm.quantize.report import Report
+
+app = typer.Typer(
+    add_completion=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
+)
+
+Head = Annotated[
+    str | None, typer.Option("--lm_head_quantization", help="fp8, nvfp4, int8 or int4.")
+]
+Cache = Annotated[
+    str | None, typer.Option("--kv_cache_quantization", help="Scales of an FP8 cache: fp8.")
+]
+Dataset = Annotated[
+    str, typer.Option("--calib_dataset", help="default, or FILE.jsonl, or FILE.txt.")
+]
+NumSamples = Annotated[
+    int | None,
+    typer.Option("--num_samples", min=1, help="Rows; default 512 (AWQ 128), on a CPU 32 (AWQ 8)."),
+]
+SeqLen = Annotated[
+    int | None, typer.Option("--seq_len", min=8, help="Tokens of a row; 512, on a CPU 256.")
+]
+HeldOut = Annotated[
+    int | None, typer.Option("--held_out", min=1, help="Rows to measure with; 32, on a CPU 8.")
+]
+AlphaStep = Annotated[
+    float | None,
+    typer.Option("--alpha_step", min=0.01, max=1, help="Of AWQ's search; 0.1, on a CPU 0.2."),
+]
+BatchTokens = Annotated[
+    int | None, typer.Option("--batch_tokens", min=8, help="At a time; 8192, on a CPU 2048.")
+]
+IgnoredKeys = Annotated[
+    str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
+]
+
+
+@app.callback()
+def commands() -> None:
+    """Quantize Hugging Face checkpoints with nvidia-modelopt, layer by layer (CPU or GPU)."""
+
+
+@app.command()
+def llm(
+    model_dir: Annotated[
+        str, typer.Option("--model_dir", help="HF folder, .gguf file, or a cached hub id.")
+    ],
+    output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the result.")],
+    quantization: Annotated[
+        str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4 or nvfp4_awq.")
+    ],
+    lm_head_quantization: Head = None,
+    kv_cache_quantization: Cache = None,
+    calib_dataset: Dataset = "default",
+    num_samples: NumSamples = None,
+    seq_len: SeqLen = None,
+    held_out: HeldOut = None,
+    alpha_step: AlphaStep = None,
+    batch_tokens: BatchTokens = None,
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")] = "auto",
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    ignore_config_keys: IgnoredKeys = "",
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Quantize a language model; run the same command again after an interrupt to go on."""
+    del debug  # read by run_command
+    _check_names(quantization, lm_head_quantization, kv_cache_quantization)
+    _require_host()
+    from edgellm.quantize.job import Job
+    from edgellm.quantize.run import run_llm
+
+    job = Job(
+        model_dir=model_dir,
+        output_dir=output_dir,
+        quantization=quantization,
+        lm_head_quantization=lm_head_quantization,
+        kv_cache_quantization=kv_cache_quantization,
+        calib_dataset=calib_dataset,
+        num_samples=num_samples,
+        seq_len=seq_len,
+        held_out=held_out,
+        alpha_step=alpha_step,
+        batch_tokens=batch_tokens,
+        device=device,
+        seed=seed,
+        ignore_config_keys=tuple(k.strip() for k in ignore_config_keys.split(",") if k.strip()),
+    )
+    with _progress() as progress:
+        report = run_llm(job, progress)
+    _print(report, output_dir)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal, lines elsewhere; both on stderr."""
+    if not sys.stderr.isatty():
+        yield lambda what, done, total: print(f"{what} ({done}/{total})", file=sys.stderr)
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+    # The stream of now: ModelOpt's prints are sent elsewhere while the bar goes on.
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task("quantizing", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield show
+
+
+def _print(report: Report, output: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console, quality = Console(), report.quality
+    table = Table("layer", "output error", "stream error", "worst weight", title="worst layers")
+    for layer in report.worst_layers:
+        name, error = max(layer.weight_errors.items(), key=lambda item: item[1])
+        table.add_row(
+            str(layer.index), f"{layer.output_error:.4f}", f"{layer.stream_error:.4f}",
+            f"{name} {error:.4f}",
+        )  # fmt: skip
+    console.print(table)
+    typer.echo(
+        f"perplexity {quality.perplexity_float:.3f} -> {quality.perplexity_quantized:.3f}, "
+        f"KL {quality.kl_divergence:.4f} nats, top-1 agreement {quality.top1_agreement:.1%} "
+        f"over {quality.tokens} held-out tokens"
+    )
+    typer.echo(
+        f"{report.quantized_modules} layers at {report.bits_per_weight:.2f} bits a weight, "
+        f"{report.bytes_before / 1e6:.1f} -> {report.bytes_after / 1e6:.1f} MB"
+    )
+    typer.echo(
+        f"{output}: {report.quantization}, lm_head {report.lm_head}, KV cache {report.kv_cache}, "
+        f"{report.seconds:.1f} s, peak memory {report.peak_memory_bytes / 1e6:.0f} MB; "
+        "see edgellm_quant.html"
+    )
+
+
+def _check_names(body: str, head: str | None, cache: str | None) -> None:
+    """Before the imports, which take seconds."""
+    from edgellm.quantize.schemes import HEAD_SCHEMES, KV_SCHEMES, SCHEMES, choose
+
+    choose("--quantization", body, SCHEMES)
+    if head is not None:
+        choose("--lm_head_quantization", head, HEAD_SCHEMES)
+    if cache is not None:
+        choose("--kv_cache_quantization", cache, KV_SCHEMES)
+
+
+def _require_host() -> None:
+    import importlib.util
+
+    for name in ("torch", "transformers", "modelopt", "requests", "huggingface_hub"):
+        if importlib.util.find_spec(name) is None:
+            raise EdgeLLMError(
+                f"quantizing needs {name}",
+                hint="in edgellm's folder: pip install torch==2.13.0, then '.[quantize]'",
+            )
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)

@@ -1,0 +1,221 @@
+"""What quantization did to a layer, computed from the exported tensors alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from edgellm.contract import BrokenArtifactError
+from edgellm.quantize.block import LAYER, layer_model, linears, run_layer
+from edgellm.quantize.formats import F32
+from edgellm.quantize.linear import DecodedLinear, decode_linear
+from edgellm.quantize.rounding import round_fp8, round_input
+from edgellm.quantize.schemes import Scheme
+from edgellm.quantize.states import States
+from edgellm.quantize.tensors import Tensor
+
+# The norm whose output a linear layer reads, and into which AWQ folds its smoothing.
+_NORMS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+# ModelOpt may fold AWQ's smoothing of the second into the rows of the first.
+_FOLDS = (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj"))
+_BROKEN_ERROR = 0.6  # relative; plain rounding to 4 bits stays below 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One layer; errors are root mean squares relative to the float value's."""
+
+    index: int
+    output_error: float  # of what the layer adds, given the float model's input
+    stream_error: float  # of the residual stream behind it, with all layers so far quantized
+    weight_errors: dict[str, float]  # by linear layer
+    bits: dict[str, float]  # of a stored weight, scales included
+    seconds: float
+
+
+class QuantizedLayer:
+    """An exported layer that computes as an engine does, in float32 with rounded inputs."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        index: int,
+        source: Mapping[str, F32],
+        exported: Mapping[str, Tensor],
+        scheme: Scheme,
+        device: torch.device,
+    ) -> None:
+        """Decode and check all tensors.
+
+        Args:
+            config: config.json.
+            index: of the layer.
+            source: the float layer's tensors.
+            exported: what became of them, both named from "self_attn.q_proj.weight" on.
+            scheme: how they were quantized.
+            device: where it computes.
+
+        Raises:
+            BrokenArtifactError: a linear layer is not or not soundly quantized.
+        """
+        matrices = {name: value.shape for name, value in source.items() if value.ndim == 2}
+        named = {LAYER.format(index) + name: tensor for name, tensor in exported.items()}
+        self.decoded = {
+            name.removesuffix(".weight"): decode_linear(
+                named, LAYER.format(index) + name.removesuffix(".weight"), (shape[0], shape[1]),
+                scheme.rounds_input,
+            )
+            for name, shape in matrices.items()
+        }  # fmt: skip
+        rest = {n: _checked(named, LAYER.format(index) + n) for n in source if n not in matrices}
+        weights = {f"{name}.weight": linear.weight for name, linear in self.decoded.items()}
+        self._model = layer_model(config, index, {**rest, **weights}, device)
+        for name, module in linears(self._model).items():
+            _round_inputs(module, self.decoded[name], device)
+        self._rest, self._folds = rest, _FOLDS if scheme.is_awq else ()
+        self._kv = tuple(
+            float(exported[name].floats().reshape(())) if name in exported else None
+            for name in ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
+        )
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, S, H] behind the layer."""
+        with _rounded_cache(*self._kv):
+            return run_layer(self._model, states)
+
+    def weight_errors(self, source: Mapping[str, F32]) -> dict[str, float]:
+        """How far each linear layer is from the float one, smoothing undone where it was folded."""
+        found = {name: self._unsmoothed(name, source) for name in self.decoded}
+        for into, out_of in self._folds:
+            pair = found.get(into), found.get(out_of)
+            if pair[0] is None or pair[1] is None or len(pair[0]) != pair[1].shape[1]:
+                continue
+            if self.decoded[out_of].pre_quant_scale is None:
+                ratio = _row_ratio(pair[0], source[f"{into}.weight"])
+                found[into] = pair[0] / ratio[:, None]
+                found[out_of] = pair[1] * ratio
+        return {name: relative(source[f"{name}.weight"], value) for name, value in found.items()}
+
+    def _unsmoothed(self, name: str, source: Mapping[str, F32]) -> F32:
+        linear = self.decoded[name]
+        weight = linear.weight
+        if linear.pre_quant_scale is not None:
+            weight = weight * linear.pre_quant_scale
+        for norm, readers in _NORMS.items():
+            key = f"{norm}.weight"
+            if name in readers and key in self._rest:
+                before = source[key]
+                safe = np.where(before == 0, np.float32(1), before)
+                weight = weight * np.where(before == 0, np.float32(1), self._rest[key] / safe)
+        return weight
+
+
+def compare(
+    quantized: QuantizedLayer,
+    before: States,
+    after: tuple[States, States],
+    device: torch.device,
+) -> tuple[float, float]:
+    """Output and stream error of a layer over held-out text.
+
+    Args:
+        quantized: the layer.
+        before: states of the float model that enter the layer.
+        after: those of the float and the quantized model behind it, already computed.
+        device: where to compute.
+    """
+    local, stream = _Ratio(), _Ratio()
+    pairs = zip(*(states.batches(device) for states in (before, *after)), strict=True)
+    for entering, leaving, theirs in pairs:
+        local.add(quantized(entering) - leaving, leaving - entering)
+        stream.add(theirs - leaving, leaving)
+    return local.value, stream.value
+
+
+def refuse_broken(index: int, errors: Mapping[str, float]) -> None:
+    """Raise `BrokenArtifactError` when a weight is no longer the one it was."""
+    for name, error in errors.items():
+        if not error < _BROKEN_ERROR:
+            raise BrokenArtifactError(
+                f"{LAYER.format(index)}{name} lost its weights: relative error {error:.2f}",
+                hint="report it, and try another --quantization",
+            )
+
+
+def relative(wanted: F32, found: F32) -> float:
+    """|found - wanted| / |wanted| in the Frobenius norm."""
+    size = float(np.linalg.norm(wanted))
+    return float(np.linalg.norm(found - wanted)) / size if size else 0.0
+
+
+class _Ratio:
+    """Root of a sum of squares over another one."""
+
+    def __init__(self) -> None:
+        self._error = self._size = 0.0
+
+    def add(self, error: torch.Tensor, size: torch.Tensor) -> None:
+        self._error += float(error.double().square().sum())
+        self._size += float(size.double().square().sum())
+
+    @property
+    def value(self) -> float:
+        return (self._error / self._size) ** 0.5 if self._size else 0.0
+
+
+def _checked(tensors: Mapping[str, Tensor], name: str) -> F32:
+    values = tensors[name].floats()
+    if not np.isfinite(values).all():
+        raise BrokenArtifactError(f"{name} holds values that are not numbers")
+    return values
+
+
+def _row_ratio(found: F32, wanted: F32) -> F32:
+    """The factor of each row that explains `found` best; 1 for empty rows."""
+    size = np.einsum("oi,oi->o", wanted, wanted)
+    product = np.einsum("oi,oi->o", found, wanted)
+    usable = (size > 0) & (product > 0)
+    return np.where(usable, product / np.where(size > 0, size, 1), 1).astype(np.float32)
+
+
+def _round_inputs(module: nn.Linear, linear: DecodedLinear, device: torch.device) -> None:
+    smooth = linear.pre_quant_scale
+    scale = None if smooth is None else torch.from_numpy(smooth.copy()).to(device)
+
+    def before(_: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        x = args[0] if scale is None else args[0] * scale
+        return (round_input(x, linear.input_type, linear.input_scale),)
+
+    module.register_forward_pre_hook(before)
+
+
+@contextlib.contextmanager
+def _rounded_cache(key_scale: float | None, value_scale: float | None) -> Iterator[None]:
+    """Let attention see keys and values as an FP8 cache holds them."""
+    if key_scale is None or value_scale is None:
+        yield
+        return
+    plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def rounded(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        key, value = round_fp8(key, key_scale), round_fp8(value, value_scale)
+        return plain(module, query, key, value, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = rounded
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = plain

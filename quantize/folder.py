@@ -1,0 +1,159 @@
+"""The finished checkpoint: a folder in ModelOpt's unified layout, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from edgellm.artifact import move_files, temporary_folder
+from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.export.bundle import ExportOptions, understand
+from edgellm.export.checkpoint import TensorSource
+from edgellm.export.source import open_checkpoint
+from edgellm.quantize.checks import HEAD
+from edgellm.quantize.engine import hf_config
+from edgellm.quantize.job import Plan
+from edgellm.quantize.page import render
+from edgellm.quantize.report import Report, as_json
+from edgellm.quantize.tensors import Joined, split_shards, write_safetensors
+from edgellm.quantize.work import WorkFolder, layer_part
+
+SIDE_FILE, PAGE = "edgellm_quant.json", "edgellm_quant.html"
+_QUANT_CONFIG = "hf_quant_config.json"
+_SHARD_BYTES = 5 * 10**9
+_EVERY_FORMAT = ("quant_algo", "kv_cache_quant_algo", "exclude_modules")
+
+
+def check_output(output: Path) -> None:
+    """Refuse a folder where files would replace somebody else's.
+
+    Raises:
+        EdgeLLMError: `output` is a file, or a folder that this command did not make.
+    """
+    if output.exists() and not output.is_dir():
+        raise EdgeLLMError(f"{output} is a file", hint="give another --output_dir")
+    ours = _own_files(output)
+    for pattern in ("*.safetensors", "*.json", "*.html", "*.jinja"):
+        for path in sorted(output.glob(pattern)):
+            if path.name not in ours:
+                raise EdgeLLMError(
+                    f"{output} already holds {path.name}, which this command did not make",
+                    hint="give another --output_dir",
+                )
+
+
+def write_folder(plan: Plan, work: WorkFolder, report: Report) -> None:
+    """Put all parts together, let the exporter look at them, move them to the output folder.
+
+    Raises:
+        EdgeLLMError: the exporter would refuse the folder, or it cannot be written.
+    """
+    output = plan.job.output_dir
+    with temporary_folder(output) as folder:
+        _write_tensors(plan, work, folder)
+        described = _described(plan, work)
+        config = {**plan.checkpoint.config, "quantization_config": hf_config(described)}
+        if plan.head is not None:
+            config["tie_word_embeddings"] = False  # the head is a tensor of its own now
+        _write_json(folder / "config.json", config)
+        _write_json(folder / "generation_config.json", plan.checkpoint.generation_config)
+        _write_json(folder / _QUANT_CONFIG, described)
+        for name, content in plan.checkpoint.tokenizer_files.items():
+            (folder / name).write_bytes(content)
+        understand(
+            open_checkpoint(str(folder)),
+            ExportOptions(ignore_config_keys=plan.job.ignore_config_keys),
+        )
+        (folder / PAGE).write_text(render(report), "utf-8")
+        names = sorted([SIDE_FILE, *(path.name for path in folder.iterdir())])
+        _write_json(folder / SIDE_FILE, {**as_json(report), "files": names})
+        check_output(output)
+        move_files(folder, output, names, _own_files(output))
+
+
+def _own_files(output: Path) -> set[str]:
+    """The files that an earlier run wrote there."""
+    try:
+        files = json.loads((output / SIDE_FILE).read_text("utf-8"))["files"]
+        return {name for name in files if Path(name).name == name}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def _write_tensors(plan: Plan, work: WorkFolder, folder: Path) -> None:
+    """All tensors, in one file or in shards with an index."""
+    layers = [work.tensors(layer_part(i)) for i in range(plan.config.num_hidden_layers)]
+    head: list[TensorSource] = [] if plan.head is None else [work.tensors("head")]
+    source = Joined([plan.checkpoint.tensors, *layers, *head])
+    names = _order(plan, layers, head)
+    shards = split_shards(source, names, _SHARD_BYTES)
+    if len(shards) == 1:
+        write_safetensors(folder / "model.safetensors", source, names)
+        return
+    places: dict[str, str] = {}
+    for number, part in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / file, source, part)
+        places |= dict.fromkeys(part, file)
+    infos = source.infos()
+    size = sum(infos[name].num_bytes for name in names)
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _order(plan: Plan, layers: Iterable[TensorSource], head: list[TensorSource]) -> list[str]:
+    """What passes through, the layers, the quantized head."""
+    unquantized = {
+        name
+        for name in plan.checkpoint.tensors.infos()
+        if not name.startswith("model.layers.") and not (head and name == HEAD)
+    }
+    parts = [sorted(source.infos()) for source in [*layers, *head]]
+    return [*sorted(unquantized), *(name for part in parts for name in part)]
+
+
+def _described(plan: Plan, work: WorkFolder) -> dict[str, Any]:
+    """The content of hf_quant_config.json.
+
+    Raises:
+        BrokenArtifactError: the layers' exports contradict each other.
+    """
+    facts = [work.facts(layer_part(index)) for index in range(plan.config.num_hidden_layers)]
+    body = facts[0]["quantization"]
+    for index, fact in enumerate(facts):
+        if fact["quantization"] != body:
+            raise BrokenArtifactError(
+                f"layer {index} was quantized otherwise than layer 0",
+                hint=f"remove {work.path} and run it again",
+            )
+    described = {"producer": facts[0]["producer"], "quantization": body}
+    if plan.head is None:
+        return described
+    head = work.facts("head")["quantization"]
+    excluded = [name for name in body.get("exclude_modules", []) if name != "lm_head"]
+    if _format(head) == _format(body):
+        return {**described, "quantization": {**body, "exclude_modules": excluded}}
+    layers = {
+        name.removesuffix(".weight_scale"): _format(body)
+        for index in range(len(facts))
+        for name in work.tensors(layer_part(index)).infos()
+        if name.endswith(".weight_scale")
+    }
+    mixed = {
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_quant_algo": body.get("kv_cache_quant_algo"),
+        "quantized_layers": {**layers, "lm_head": _format(head)},
+    }
+    return {**described, "quantization": mixed}
+
+
+def _format(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of one layer."""
+    own = {key: value for key, value in quantization.items() if key not in _EVERY_FORMAT}
+    return {"quant_algo": quantization["quant_algo"], **own}

@@ -1,0 +1,112 @@
+"""The report as one HTML page: no script, no network."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+
+from edgellm.quantize.evaluate import LayerReport
+from edgellm.quantize.report import Report
+
+_PAGE = Path(__file__).with_name("report.html")
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 240, 52, 24
+
+
+def render(report: Report) -> str:
+    """The page of a report."""
+    text = _PAGE.read_text("utf-8")
+    for place, content in {
+        "@TITLE@": html.escape(_title(report)),
+        "@FACTS@": _facts(report),
+        "@PLOT@": _plot(report),
+        "@ROWS@": "".join(_row(layer) for layer in report.layers),
+        "@FOOT@": html.escape(_foot(report)),
+    }.items():
+        text = text.replace(place, content)
+    return text
+
+
+def _title(report: Report) -> str:
+    parts = [report.quantization]
+    parts += [f"lm_head {report.lm_head}"] if report.lm_head != "float" else []
+    parts += [f"KV cache {report.kv_cache}"] if report.kv_cache != "float" else []
+    return ", ".join(parts)
+
+
+def _facts(report: Report) -> str:
+    quality = report.quality
+    facts = {
+        "perplexity, float": f"{quality.perplexity_float:.3f}",
+        "perplexity, quantized": f"{quality.perplexity_quantized:.3f}",
+        "KL divergence": f"{quality.kl_divergence:.4f} nats",
+        "top-1 agreement": f"{quality.top1_agreement:.1%}",
+        "size": f"{report.bytes_before / 1e6:.1f} → {report.bytes_after / 1e6:.1f} MB",
+        "quantized layers": f"{report.quantized_modules}",
+        "bits per weight": f"{report.bits_per_weight:.2f}",
+        "time": f"{report.seconds:.0f} s",
+        "peak memory": f"{report.peak_memory_bytes / 1e6:.0f} MB",
+    }
+    return "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
+
+
+def _plot(report: Report) -> str:
+    """Output error (bars) and error of the residual stream (line) by layer."""
+    layers = report.layers
+    top = max([*(layer.output_error for layer in layers),
+               *(layer.stream_error for layer in layers), 1e-6])  # fmt: skip
+    step = (_WIDTH - _LEFT) / len(layers)
+    base = _HEIGHT - _BOTTOM
+
+    def height(value: float) -> float:
+        return base * (1 - value / top / 1.05)
+
+    worst = {layer.index for layer in report.worst_layers}
+    marks = [
+        f'<rect class="{"worst" if layer.index in worst else "bar"}" '
+        f'x="{_LEFT + layer.index * step + step * 0.15:.1f}" y="{height(layer.output_error):.1f}" '
+        f'width="{step * 0.7:.1f}" height="{base - height(layer.output_error):.1f}">'
+        f"<title>{_hint(layer)}</title></rect>"
+        for layer in layers
+    ]
+    points = " ".join(
+        f"{_LEFT + (layer.index + 0.5) * step:.1f},{height(layer.stream_error):.1f}"
+        for layer in layers
+    )
+    marks.append(f'<polyline points="{points}"/>')
+    marks += [
+        f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{height(value):.1f}" y2="{height(value):.1f}"/>'
+        f'<text class="y" x="{_LEFT - 6}" y="{height(value) + 4:.1f}">{value:.3g}</text>'
+        for value in (0.0, top / 2, top)
+    ]
+    every = max(1, len(layers) // 16)
+    marks += [
+        f'<text x="{_LEFT + (layer.index + 0.5) * step:.1f}" y="{_HEIGHT - 6}">{layer.index}</text>'
+        for layer in layers[::every]
+    ]
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="Relative error by layer">{"".join(marks)}</svg>'
+    )
+
+
+def _hint(layer: LayerReport) -> str:
+    return f"layer {layer.index}: output {layer.output_error:.4f}, stream {layer.stream_error:.4f}"
+
+
+def _row(layer: LayerReport) -> str:
+    name, error = max(layer.weight_errors.items(), key=lambda item: item[1])
+    bits = sum(layer.bits.values()) / len(layer.bits)
+    cells = (f"{layer.output_error:.4f}", f"{layer.stream_error:.4f}", f"{error:.4f}",
+             html.escape(name), f"{bits:.2f}", f"{layer.seconds:.1f}")  # fmt: skip
+    columns = "".join(f"<td>{cell}</td>" for cell in cells)
+    return f"<tr><th>{layer.index}</th>{columns}</tr>"
+
+
+def _foot(report: Report) -> str:
+    calibration = report.calibration
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+    return (
+        f"Calibrated with {calibration['rows']} rows of {calibration['tokens_per_row']} tokens of "
+        f"{calibration['name']} (sha256 {calibration['sha256'][:16]}…), measured on "
+        f"{calibration['held_out_rows']} other rows. {versions}."
+    )

@@ -1,0 +1,113 @@
+"""What a run amounts to: sizes, errors, the difference in answers."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+from edgellm.quantize.evaluate import LayerReport
+from edgellm.quantize.job import Plan
+from edgellm.quantize.logits import Quality
+from edgellm.quantize.tensors import FLOATS
+from edgellm.quantize.work import WorkFolder, layer_part
+
+_PACKAGES = ("edgellm", "nvidia-modelopt", "torch", "transformers", "numpy")
+_WORST = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All figures of a run, measured on the exported tensors."""
+
+    quantization: str
+    lm_head: str
+    kv_cache: str
+    settings: dict[str, Any]
+    calibration: dict[str, Any]
+    quality: Quality
+    layers: tuple[LayerReport, ...]
+    quantized_modules: int
+    bits_per_weight: float  # of quantized layers, scales included
+    bytes_before: int
+    bytes_after: int
+    seconds: float  # of the process that finished
+    peak_memory_bytes: int
+    device: str
+    versions: dict[str, str]
+
+    @property
+    def worst_layers(self) -> list[LayerReport]:
+        """The layers with the largest output errors."""
+        return sorted(self.layers, key=lambda layer: -layer.output_error)[:_WORST]
+
+
+def make_report(plan: Plan, work: WorkFolder, quality: Quality, seconds: float) -> Report:
+    """Collect what the parts in the work folder say."""
+    names = [layer_part(index) for index in range(plan.config.num_hidden_layers)]
+    names += ["head"] if plan.head is not None else []
+    sources = [work.tensors(name).infos() for name in names]
+    before = plan.checkpoint.tensors.infos()
+    parts = {name: info for source in sources for name, info in source.items()}
+    modules = {name.removesuffix("_scale") for name in parts if name.endswith(".weight_scale")}
+    weights = stored = 0
+    for module in modules:
+        origin = before.get(module) or before[plan.head_name]
+        weights += origin.shape[0] * origin.shape[1]
+        stored += sum(
+            info.num_bytes
+            for name, info in parts.items()
+            if name.startswith(module) or name == module.removesuffix("weight") + "pre_quant_scale"
+        )
+    kept = sum(
+        info.num_bytes
+        for name, info in before.items()
+        if not name.startswith("model.layers.")
+        and not (plan.head is not None and name == "lm_head.weight")
+    )
+    return Report(
+        quantization=plan.job.quantization,
+        lm_head=plan.job.lm_head_quantization or "float",
+        kv_cache=plan.job.kv_cache_quantization or "float",
+        settings=plan.settings,
+        calibration={
+            "name": plan.calibration.name,
+            "rows": len(plan.calibration.rows),
+            "held_out_rows": len(plan.calibration.held_out),
+            "tokens_per_row": plan.calibration.rows.shape[1],
+            "sha256": plan.calibration.sha256,
+        },
+        quality=quality,
+        layers=tuple(_layer(work.facts(name)) for name in names if name != "head"),
+        quantized_modules=len(modules),
+        bits_per_weight=8 * stored / weights,
+        bytes_before=sum(info.num_bytes for info in before.values() if info.dtype in FLOATS),
+        bytes_after=kept + sum(info.num_bytes for info in parts.values()),
+        seconds=seconds,
+        peak_memory_bytes=_peak_memory(),
+        device=str(plan.device),
+        versions={
+            **{name: version(name) for name in _PACKAGES},
+            "python": platform.python_version(),
+        },
+    )
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The content of the side file."""
+    return {"kind": "quantized_checkpoint", **asdict(report)}
+
+
+def _layer(facts: dict[str, Any]) -> LayerReport:
+    names = LayerReport.__dataclass_fields__
+    return LayerReport(**{name: facts[name] for name in names})
+
+
+def _peak_memory() -> int:
+    """Of this process so far; 0 where nobody counts."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,50 @@
+"""Rounding of activations as engines do it, in torch: static FP8 and INT8, dynamic NVFP4."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edgellm.quantize.formats import E2M1, LARGEST_E2M1, LARGEST_E4M3, NVFP4_BLOCK
+
+_SMALLEST_E4M3 = 2.0**-9
+
+
+def _limits() -> Tensor:
+    """Above limit i a magnitude is code i + 1; ties go to the even code."""
+    values = E2M1[:8]
+    middles = (values[:-1] + values[1:]) / 2
+    odd = np.arange(7) % 2 == 1
+    return torch.from_numpy(np.where(odd, np.nextafter(middles, np.float32(0)), middles))
+
+
+_LIMITS = _limits()
+_VALUES = torch.from_numpy(E2M1[:8].copy())
+
+
+def round_input(x: Tensor, kind: str, scale: float) -> Tensor:
+    """X [..., K] as a layer sees it; `kind` is that of `DecodedLinear.input_type`."""
+    if kind == "fp8":
+        return round_fp8(x, scale)
+    if kind == "int8":
+        return torch.clamp(torch.round(x / scale), -128, 127) * scale
+    return round_nvfp4(x, scale) if kind == "nvfp4" else x
+
+
+def round_fp8(x: Tensor, scale: float) -> Tensor:
+    """E4M3 with one scale, saturating."""
+    codes = torch.clamp(x / scale, -LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
+    return codes.to(x.dtype) * scale
+
+
+def round_nvfp4(x: Tensor, global_scale: float | Tensor) -> Tensor:
+    """E2M1 in blocks of 16 along the last axis; E4M3 scales of blocks, `global_scale` of those."""
+    blocks = x.float().unflatten(-1, (-1, NVFP4_BLOCK))
+    wanted = blocks.abs().amax(-1, keepdim=True) / LARGEST_E2M1 / global_scale
+    limited = torch.clamp(wanted, _SMALLEST_E4M3, LARGEST_E4M3)
+    effective = limited.to(torch.float8_e4m3fn).float() * global_scale
+    ratio = blocks / effective
+    codes = torch.bucketize(ratio.abs(), _LIMITS.to(x.device))
+    magnitudes = _VALUES.to(x.device)[codes]
+    return (torch.copysign(magnitudes, ratio) * effective).flatten(-2).to(x.dtype)

@@ -1,0 +1,86 @@
+"""The precisions on offer, and what each asks of a model.
+
+Names of configs and algorithms are those of nvidia-modelopt 0.47.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.quantize.formats import NVFP4_BLOCK
+
+_INT4_BLOCKS = (128, 64, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One way to store linear layers."""
+
+    name: str
+    config: str  # of ModelOpt
+    algorithm: str  # ModelOpt's `quant_algo`
+    rounds_input: bool  # with a scale found by calibration
+    is_awq: bool = False  # searches a smoothing, which costs a dozen forward passes
+    is_int4: bool = False
+    is_nvfp4: bool = False
+
+
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("fp8", "FP8_DEFAULT_CFG", "FP8", True),
+        Scheme("int8_sq", "INT8_SMOOTHQUANT_CFG", "W8A8_SQ_PER_CHANNEL", True),
+        Scheme("int4_awq", "INT4_AWQ_CFG", "W4A16_AWQ", False, is_awq=True, is_int4=True),
+        Scheme("nvfp4", "NVFP4_DEFAULT_CFG", "NVFP4", True, is_nvfp4=True),
+        Scheme("nvfp4_awq", "NVFP4_AWQ_LITE_CFG", "NVFP4_AWQ", True, is_awq=True, is_nvfp4=True),
+    )
+}
+HEAD_SCHEMES = {
+    "fp8": SCHEMES["fp8"],
+    "nvfp4": SCHEMES["nvfp4"],
+    "int8": Scheme("int8", "INT8_WEIGHT_ONLY_CFG", "W8A16", False),
+    "int4": SCHEMES["int4_awq"],
+}
+KV_SCHEMES = {"fp8": "FP8_KV_CFG"}
+
+
+def choose(flag: str, name: str, known: Mapping[str, Scheme] | Mapping[str, str]) -> str:
+    """`name` if it is on offer; raises `EdgeLLMError` that lists the choices."""
+    if name in known:
+        return name
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    raise EdgeLLMError(
+        f"{flag} {name}: no such precision",
+        hint=f"{f'did you mean {match[0]}? ' if match else ''}choices: {', '.join(known)}",
+    )
+
+
+def block_size(scheme: Scheme, shapes: Mapping[str, tuple[int, int]]) -> int:
+    """The block for these linear layers [out, in]; 0 where the scheme has none.
+
+    Raises:
+        UnsupportedModelError: a layer has a shape that the scheme cannot store.
+    """
+    if scheme.is_nvfp4:
+        return _dividing(scheme, shapes, (NVFP4_BLOCK,))
+    if not scheme.is_int4:
+        return 0
+    for name, (out, _) in shapes.items():
+        if out % 2:
+            raise UnsupportedModelError(f"{name} has {out} outputs: INT4 is packed in pairs")
+    return _dividing(scheme, shapes, _INT4_BLOCKS)
+
+
+def _dividing(scheme: Scheme, shapes: Mapping[str, tuple[int, int]], sizes: tuple[int, ...]) -> int:
+    """The largest size that divides every layer's inputs."""
+    for size in sizes:
+        if all(width % size == 0 for _, width in shapes.values()):
+            return size
+    name, width = next((n, w) for n, (_, w) in shapes.items() if w % sizes[-1])
+    raise UnsupportedModelError(
+        f"{name} has {width} inputs, no multiple of {scheme.name}'s smallest block {sizes[-1]}",
+        hint="fp8 and int8_sq have no blocks",
+    )

@@ -1,0 +1,65 @@
+"""Hidden states on disk: float32 [rows, S, H], read and written in batches of rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The residual stream of some rows of text at one place of the model.
+
+    Plain reads instead of a memory map, so that memory stays that of a batch.
+    """
+
+    path: Path
+    shape: tuple[int, int, int]
+    batch_rows: int
+
+    def batches(self, device: torch.device) -> Iterator[torch.Tensor]:
+        """[B, S, H] in order."""
+        rows, length, width = self.shape
+        for begin in range(0, rows, self.batch_rows):
+            count = min(self.batch_rows, rows - begin)
+            values = np.fromfile(
+                self.path, np.float32, count * length * width, offset=4 * begin * length * width
+            )
+            yield torch.from_numpy(values.reshape(count, length, width)).to(device)
+
+    def write(self, batches: Iterator[torch.Tensor]) -> States:
+        """Make the file, whole or not at all."""
+        partial = self.path.with_suffix(".partial")
+        with partial.open("wb") as stream:
+            for batch in batches:
+                stream.write(np.ascontiguousarray(batch.cpu().numpy(), np.float32).data)
+        partial.replace(self.path)
+        return self
+
+    def at(self, path: Path) -> States:
+        """States of the same rows in another file."""
+        return States(path, self.shape, self.batch_rows)
+
+    def advance(
+        self, path: Path, step: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+    ) -> States:
+        """These states behind one more layer, in the file `path`."""
+        return self.at(path).write(step(batch) for batch in self.batches(device))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file."""
+        rows, length, width = self.shape
+        return 4 * rows * length * width
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, "utf-8")
+    os.replace(partial, path)

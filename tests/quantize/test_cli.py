@@ -1,0 +1,295 @@
+"""`edgellm-quantize` as a user meets it: interrupts, bad input, foreign files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from conftest import INTERRUPTED, assert_one_line_error, interrupt
+from quantize_cases import load, make_job, make_model, write_text
+from safetensors.numpy import save_file
+
+from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError, UnsupportedModelError
+from edgellm.quantize import checks, engine
+from edgellm.quantize import run as run_module
+from edgellm.quantize.run import run_llm
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    make_model(folder / "model", "llama")
+    write_text(folder / "text.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tiny matrices; more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def job(place, tmp_path):
+    return make_job(place / "model", place / "text.jsonl", tmp_path / "out", "fp8")
+
+
+@pytest.fixture
+def damaged(place, tmp_path):
+    """A job for a copy of the model that a test may damage."""
+    shutil.copytree(place / "model", tmp_path / "model")
+    return make_job(tmp_path / "model", place / "text.jsonl", tmp_path / "out", "fp8")
+
+
+def _quiet(*_: object) -> None:
+    pass
+
+
+def _change(job, name, change) -> None:
+    tensors = load(Path(job.model_dir))
+    tensors = {key: np.array(value) for key, value in tensors.items()}
+    change(tensors[name])
+    save_file(tensors, Path(job.model_dir) / "model.safetensors", metadata={"format": "pt"})
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    """What must be the same after an interrupt: all but the timings."""
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if not path.name.startswith("edgellm_quant")
+    }
+
+
+def test_the_command(command, place, tmp_path):
+    arguments = ["--calib_dataset", place / "text.jsonl", "--num_samples", 8, "--seq_len", 32]
+    result = command(
+        "edgellm-quantize", "llm", "--model_dir", place / "model", "--output_dir",
+        tmp_path / "out", "--quantization", "int8_sq", "--kv-cache-quantization", "fp8",
+        *arguments,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "worst layers" in result.stdout
+    assert "KL " in result.stdout
+    assert "top-1 agreement" in result.stdout
+    assert "21 layers at 8." in result.stdout
+    assert "layer 2 (3/4)" in result.stderr
+    assert "Inserted" not in result.stdout + result.stderr  # ModelOpt's prints
+
+
+def test_ctrl_c_and_on(command, place, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    model = make_model(tmp_path / "deep", "llama", num_hidden_layers=16)
+    first = [
+        "edgellm-quantize", "llm", "--model_dir", model, "--output_dir", tmp_path / "out",
+        "--calib_dataset", place / "text.jsonl", "--num_samples", 12, "--seq_len", 32,
+        "--held_out", 2, "--quantization", "nvfp4", "--device", "cpu",
+    ]  # fmt: skip
+    result = interrupt(first, tmp_path, "out.quantizing/layer.00001.json")
+    assert (result[0], result[1][-1:]) == INTERRUPTED
+    assert not (tmp_path / "out").exists()
+    done = len(list((tmp_path / "out.quantizing").glob("layer.*.json")))
+    assert 2 <= done < 16
+    assert command(*first).returncode == 0
+    run_llm(make_job(model, place / "text.jsonl", tmp_path / "whole", "nvfp4"), _quiet)
+    assert _files(tmp_path / "out") == _files(tmp_path / "whole")
+    assert [path.name for path in tmp_path.glob("*.quantizing")] == []
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int4_awq"])
+def test_every_step_may_be_the_last_before_an_interrupt(place, tmp_path, monkeypatch, scheme):
+    """Cut at the first, second, ... file that becomes whole, and gone on with: the same result."""
+    options = {"lm_head_quantization": "fp8"}
+    text = place / "text.jsonl"
+    whole = make_job(place / "model", text, tmp_path / "whole", scheme, **options)
+    run_llm(whole, _quiet)
+    job = make_job(place / "model", text, tmp_path / "out", scheme, **options)
+    replace, calls = Path.replace, 0
+
+    def cut(path, target):
+        nonlocal calls
+        calls += job.work_dir in path.parents
+        if calls == attempts:
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    attempts = 0
+    while not job.output_dir.exists():
+        attempts, calls = attempts + 1, 0
+        assert attempts < 40
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(Path, "replace", cut)
+            run_llm(job, _quiet)
+    assert attempts > 6
+    assert _files(job.output_dir) == _files(whole.output_dir)
+
+
+def test_a_run_with_other_settings_is_refused(job, place):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_llm(job, stop)
+    other = make_job(place / "model", place / "text.jsonl", job.output_dir, "nvfp4")
+    with pytest.raises(EdgeLLMError, match="holds a run with other settings"):
+        run_llm(other, _quiet)
+    run_llm(job, _quiet)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--quantization", "fp9"], ["no such precision", "did you mean fp8", "int4_awq"]),
+        (["--quantization", "fp8", "--lm_head_quantization", "int7"], ["choices: fp8, nvfp4"]),
+        (["--quantization", "fp8", "--kv_cache_quantization", "int8"], ["choices: fp8"]),
+    ],
+)
+def test_flags_that_will_not_do(command, place, tmp_path, flags, words):
+    arguments = ["--model_dir", place / "model", "--output_dir", tmp_path / "out"]
+    result = command("edgellm-quantize", "llm", *arguments, *flags)
+    assert_one_line_error(result, *words)
+    assert result.returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_is_not_there(place, tmp_path):
+    text = place / "text.jsonl"
+    job = make_job(place / "model", text, tmp_path / "out", "fp8", device="tpu")
+    with pytest.raises(EdgeLLMError, match="--device tpu"):
+        run_llm(job, _quiet)
+
+
+def test_models_that_will_not_do(damaged):
+    """Found before the work: nothing is written, the fault is named."""
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def refused(error, words):
+        with pytest.raises(error, match=words):
+            run_llm(damaged, _quiet)
+        assert not damaged.output_dir.exists()
+        assert not damaged.work_dir.exists()
+
+    config = Path(damaged.model_dir) / "config.json"
+    good = json.loads(config.read_text())
+    for change, words in (
+        ({"model_type": "mamba"}, "architecture 'mamba' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized already"),
+        ({"logit_scale": 3.0}, "logit_scale"),
+        ({"max_position_embeddings": 16}, "--seq_len 32: the model has 16 positions"),
+    ):
+        config.write_text(json.dumps({**good, **change}))
+        refused(EdgeLLMError, words)
+    config.write_text(json.dumps(good))
+
+    def spoil(weight):
+        weight[3, 5] = np.nan
+
+    _change(damaged, name, spoil)
+    refused(BrokenArtifactError, f"tensor {name} holds values that are not numbers")
+    _change(damaged, name, lambda weight: weight.fill(ml_dtypes.bfloat16(0)))
+    refused(BrokenArtifactError, f"tensor {name} is all zeros")
+
+
+def test_shapes_that_will_not_do(place, tmp_path):
+    make_model(tmp_path / "odd", "llama", intermediate_size=80)
+    job = make_job(tmp_path / "odd", place / "text.jsonl", tmp_path / "out", "int4_awq")
+    with pytest.raises(UnsupportedModelError, match="down_proj has 80 inputs"):
+        run_llm(job, _quiet)
+
+
+def test_too_little_memory_is_foreseen(job, monkeypatch):
+    monkeypatch.setattr(checks, "available_bytes", lambda: 300 << 20)
+    with pytest.raises(LimitError, match=r"needs about .* GB of memory"):
+        run_llm(job, _quiet)
+    assert not job.work_dir.exists()
+
+
+def test_too_little_disk_is_foreseen(job, monkeypatch):
+    usage = shutil.disk_usage(job.output_dir.parent)._replace(free=1000)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(LimitError, match="GB of disk"):
+        run_llm(job, _quiet)
+
+
+def test_foreign_files_are_kept(job):
+    job.output_dir.mkdir()
+    foreign = job.output_dir / "model.safetensors"
+    foreign.write_bytes(b"mine")
+    with pytest.raises(EdgeLLMError, match="this command did not make"):
+        run_llm(job, _quiet)
+    foreign.unlink()
+    notes = job.output_dir / "notes.txt"
+    notes.write_text("mine")
+    run_llm(job, _quiet)
+    assert notes.read_text() == "mine"
+    assert len(list(job.output_dir.iterdir())) == 10
+    job.work_dir.mkdir()
+    (job.work_dir / "mine").touch()
+    with pytest.raises(EdgeLLMError, match="not of an interrupted run"):
+        run_llm(job, _quiet)
+
+
+def test_an_export_that_is_not_sound_stops_the_run(job, monkeypatch):
+    """ModelOpt without calibration writes FP8 without scales of the inputs, and says nothing."""
+    real = engine.quantize
+
+    def uncalibrated(model, recipe, loop, log):
+        exported = real(model, recipe, loop, log)
+        for name in [name for name in exported.tensors if name.endswith("input_scale")]:
+            del exported.tensors[name]
+        return exported
+
+    monkeypatch.setattr(run_module, "quantize", uncalibrated)
+    with pytest.raises(BrokenArtifactError, match=r"model.layers.0.*input_scale is missing"):
+        run_llm(job, _quiet)
+    assert not job.output_dir.exists()
+
+
+def test_another_weight_than_the_sources_stops_the_run(job, monkeypatch):
+    """As where a norm was folded and one of its readers was not."""
+    real = engine.quantize
+
+    def broken(model, recipe, loop, log):
+        exported = real(model, recipe, loop, log)
+        scale = exported.tensors["model.layers.0.self_attn.k_proj.weight_scale"]
+        data = (scale.array() * 3).astype(np.float32).tobytes()
+        exported.tensors["model.layers.0.self_attn.k_proj.weight_scale"] = type(scale)(
+            scale.info, data
+        )
+        return exported
+
+    monkeypatch.setattr(run_module, "quantize", broken)
+    with pytest.raises(BrokenArtifactError, match=r"layers\.0\.self_attn\.k_proj lost its"):
+        run_llm(job, _quiet)
+
+
+def test_memory_does_not_grow_with_layers(place, tmp_path):
+    """A deep model after a shallow one in the same process: 3 and 15 layers of 5 MB in float32."""
+    sizes = {"hidden_size": 384, "intermediate_size": 768}
+    lines = [
+        "import resource; from pathlib import Path; from edgellm.quantize.job import Job",
+        "from edgellm.quantize.run import run_llm",
+    ]
+    for layers in (3, 15):
+        model = make_model(tmp_path / f"{layers}", "llama", num_hidden_layers=layers, **sizes)
+        text, output = str(place / "text.jsonl"), str(tmp_path / f"out{layers}")
+        lines += [
+            f"run_llm(Job({str(model)!r}, Path({output!r}), 'fp8', calib_dataset={text!r}, "
+            "num_samples=4, seq_len=32, device='cpu'), lambda *_: None)",
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)",
+        ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    shallow, deep = (int(line) / 1e3 for line in printed.split())
+    assert deep - shallow < 25  # the 12 layers more have 64 MB in float32

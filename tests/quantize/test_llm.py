@@ -1,0 +1,239 @@
+"""`edgellm-quantize llm`: every precision and family, to a bundle that computes the same."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from quantize_cases import decode, load, make_job, make_model, write_text
+
+from edgellm.contract import BundleManifest, load_manifest
+from edgellm.export import quantized
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
+from edgellm.export.verify import run_portable
+from edgellm.export.weights import Weights
+from edgellm.quantize import folder as folder_module
+from edgellm.quantize.job import Job, make_plan
+from edgellm.quantize.linear import decode_linear
+from edgellm.quantize.run import run_llm
+from edgellm.quantize.schemes import HEAD_SCHEMES, SCHEMES
+from edgellm.quantize.tensors import read_below
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+# Relative errors of a weight that was rounded to nearest; normal values, blocks of 16 and 32.
+WORST = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11, "nvfp4_awq": 0.12}
+# ONNX Runtime has no FP4 on the CPU.
+RUNS_ON_ORT = ("fp8", "int8_sq", "int4_awq", "int8", "int4")
+FOLDED = {"self_attn.q_proj": "input_layernorm", "mlp.up_proj": "post_attention_layernorm"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tiny matrices; more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("quantize")
+
+
+@pytest.fixture(scope="module")
+def text(place) -> Path:
+    return write_text(place / "text.jsonl")
+
+
+@pytest.fixture(scope="module")
+def run(place, text):
+    """Quantize once what several tests look at."""
+    reports = {}
+
+    def get(kind: str, scheme: str, **changes: object):
+        model = place / kind
+        if not model.exists():
+            make_model(model, kind)
+        name = "-".join([kind, scheme, *map(str, changes.values())])
+        job = make_job(model, text, place / name, scheme, **changes)
+        if name not in reports:
+            reports[name] = run_llm(job, lambda *_: None)
+        return job, reports[name]
+
+    return get
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_weights_are_those_of_the_source(run, kind, scheme):
+    job, report = run(kind, scheme)
+    found, source = load(job.output_dir), load(Path(job.model_dir))
+    for name, norm in FOLDED.items():
+        prefix = f"model.layers.1.{name}"
+        weight = decode(found, prefix)
+        if f"{prefix}.pre_quant_scale" in found:
+            weight = weight * found[f"{prefix}.pre_quant_scale"].astype(np.float32)
+        norms = [t[f"model.layers.1.{norm}.weight"].astype(np.float32) for t in (found, source)]
+        weight = weight * norms[0] / norms[1]
+        wanted = source[f"{prefix}.weight"].astype(np.float32)
+        if scheme == "nvfp4_awq" and name == "mlp.up_proj":  # holds down_proj's smoothing
+            weight *= (np.sum(wanted**2, 1) / np.sum(weight * wanted, 1))[:, None]
+        assert np.linalg.norm(weight - wanted) < WORST[scheme] * np.linalg.norm(wanted)
+    assert (
+        max(error for layer in report.layers for error in layer.weight_errors.values())
+        < (WORST[scheme])
+    )
+    embedding = "model.embed_tokens.weight"
+    assert found[embedding].tobytes() == source[embedding].tobytes()
+
+
+@pytest.fixture
+def perplexity(tmp_path, monkeypatch):
+    """Of the exported bundle, on ONNX Runtime."""
+    import onnxruntime as ort
+
+    literal = ort.SessionOptions()  # an optimization of FP8 graphs makes invalid ones
+    literal.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    monkeypatch.setattr(ort, "SessionOptions", lambda: literal)
+    return lambda job: _portable_perplexity(job, tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("scheme", RUNS_ON_ORT[:3])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_bundle_computes_what_was_measured(run, kind, scheme, perplexity):
+    """ONNX Runtime on the exported graph against the report, which is another implementation."""
+    job, report = run(kind, scheme)
+    found = perplexity(job)
+    assert found == pytest.approx(report.quality.perplexity_quantized, rel=0.03)
+    assert report.quality.perplexity_quantized != report.quality.perplexity_float
+    assert 0 < report.quality.kl_divergence < 2
+
+
+@pytest.mark.parametrize("head", HEAD_SCHEMES)
+@pytest.mark.parametrize("scheme", ["fp8", "int4_awq"])
+def test_heads(run, scheme, head, perplexity):
+    """Of a tied model: the head becomes a tensor of its own."""
+    job, report = run("llama", scheme, lm_head_quantization=head)
+    if head in RUNS_ON_ORT:
+        assert perplexity(job) == pytest.approx(report.quality.perplexity_quantized, rel=0.03)
+    described = json.loads((job.output_dir / "hf_quant_config.json").read_text())["quantization"]
+    same = HEAD_SCHEMES[head] is SCHEMES[scheme]
+    expected = SCHEMES[scheme].algorithm if same else "MIXED_PRECISION"
+    assert described["quant_algo"] == expected
+    assert "lm_head" not in described.get("exclude_modules", [])
+    assert report.quantized_modules == 22
+
+
+def _portable_perplexity(job: Job, bundle: Path) -> float:
+    export_llm(open_checkpoint(str(job.output_dir)), bundle, ExportOptions("fp32"))
+    manifest = load_manifest(bundle, BundleManifest)
+    losses = []
+    for row in make_plan(job, resuming=True).calibration.held_out:
+        logits = run_portable(bundle, manifest, row, len(row) - 2).astype(np.float64)
+        logs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1))[:, None]
+        logs -= logits.max(-1, keepdims=True)
+        losses += [-logs[at, token] for at, token in enumerate(row[1:])]
+    return math.exp(np.mean(losses))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_graph_has_the_readers_weights_bit_for_bit(run, scheme):
+    job, _ = run("llama", scheme)
+    checkpoint = open_checkpoint(str(job.output_dir))
+    tensors = read_below(checkpoint.tensors, "")
+    for name, shape in (("self_attn.o_proj", (96, 96)), ("mlp.down_proj", (96, 96))):
+        prefix = f"model.layers.2.{name}"
+        ours = decode_linear(tensors, prefix, shape, SCHEMES[scheme].rounds_input)
+        weights = Weights(checkpoint.tensors, checkpoint.quant_config, prefix=f"{prefix}.")
+        operand = quantized.find(weights, shape, ir.DataType.FLOAT)
+        assert operand is not None
+        np.testing.assert_array_equal(_operand(operand), ours.weight)
+        assert (operand.input is not None) == bool(ours.input_type)
+        if operand.input is not None:
+            assert np.float32(operand.input.scale) == np.float32(ours.input_scale)
+
+
+def _operand(linear) -> np.ndarray:
+    """What DequantizeLinear makes of an operand, as [out, in]."""
+    data = [b"".join(map(bytes, part.stream())) for part in (linear.codes, linear.scales)]
+    dtype = linear.codes.dtype
+    raw = np.frombuffer(data[0], np.uint8)
+    if dtype.bitwidth == 4:
+        raw = np.stack([raw & 15, raw >> 4], -1).reshape(-1)
+        codes = np.where(raw > 7, raw.astype(np.int8) - 16, raw).astype(np.float32)
+        if dtype == ir.DataType.FLOAT4E2M1:
+            magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+            codes = np.where(raw > 7, -1, 1).astype(np.float32) * magnitudes[raw & 7]
+    else:
+        codes = np.frombuffer(data[0], dtype.numpy()).astype(np.float32)
+    codes = codes.reshape(linear.codes.shape)
+    scales = np.frombuffer(data[1], linear.scales.dtype.numpy()).astype(np.float32)
+    scales = scales.reshape(linear.scales.shape)
+    if linear.global_scale is not None:
+        floats = scales * np.float32(linear.global_scale)
+        return codes * np.repeat(floats, linear.block_size, axis=1)
+    if linear.block_size:
+        return (codes * np.repeat(scales, linear.block_size, axis=0)).T
+    return (codes * scales).T
+
+
+def test_an_fp8_cache_has_its_scales_and_exports(run, perplexity):
+    job, report = run("qwen3", "fp8", kv_cache_quantization="fp8")
+    found = load(job.output_dir)
+    for name in ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"):
+        assert found[f"model.layers.0.{name}"] > 0
+    _, plain = run("qwen3", "fp8")
+    assert report.quality.perplexity_quantized != plain.quality.perplexity_quantized
+    assert json.loads((job.output_dir / "hf_quant_config.json").read_text())["quantization"][
+        "kv_cache_quant_algo"] == "FP8"  # fmt: skip
+    perplexity(job)  # whose cache holds floats
+
+
+def test_the_folder_is_complete(run):
+    job, report = run("qwen2", "int4_awq")
+    names = {path.name for path in job.output_dir.iterdir()}
+    assert names == {
+        "model.safetensors", "config.json", "generation_config.json", "hf_quant_config.json",
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "edgellm_quant.json",
+        "edgellm_quant.html",
+    }  # fmt: skip
+    config = json.loads((job.output_dir / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "modelopt"
+    assert config["quantization_config"]["quant_algo"] == "W4A16_AWQ"
+    described = json.loads((job.output_dir / "hf_quant_config.json").read_text())
+    assert described["quantization"]["group_size"] == 32
+    side = json.loads((job.output_dir / "edgellm_quant.json").read_text())
+    assert side["calibration"]["rows"] == 12
+    assert set(side["files"]) == names
+    assert len(side["calibration"]["sha256"]) == 64
+    assert 4 < side["bits_per_weight"] < 6
+    assert side["bytes_after"] < side["bytes_before"]
+    page = (job.output_dir / "edgellm_quant.html").read_text()
+    assert page.count("<rect") == 3
+    assert "@" not in page.replace("@media", "")
+    assert "<script" not in page
+    assert not job.work_dir.exists()
+    assert len(report.worst_layers) == 3
+    run_llm(job, lambda *_: None)  # an own folder may be replaced
+    assert {path.name for path in job.output_dir.iterdir()} == names
+
+
+def test_shards_have_an_index(run, place, text, monkeypatch, tmp_path):
+    job, _ = run("llama", "fp8")
+    monkeypatch.setattr(folder_module, "_SHARD_BYTES", 60_000)
+    sharded = make_job(place / "llama", text, tmp_path / "out", "fp8")
+    run_llm(sharded, lambda *_: None)
+    index = json.loads((sharded.output_dir / "model.safetensors.index.json").read_text())
+    whole = open_checkpoint(str(job.output_dir)).tensors
+    parts = open_checkpoint(str(sharded.output_dir)).tensors
+    assert len(set(index["weight_map"].values())) > 2
+    assert parts.infos() == whole.infos()
+    for name in whole.infos():
+        assert b"".join(map(bytes, parts.stream(name))) == b"".join(map(bytes, whole.stream(name)))
