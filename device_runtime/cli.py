@@ -108,10 +108,8 @@ def llm_inference(
     finally:  # an interrupt keeps what was answered
         if responses:
             _write_json(output_file, {"input_file": str(input_file), "responses": responses})
-            if tree_file is not None:
-                _write_json(tree_file, trees.as_json(str(input_file)))
-            if profile_file is not None:
-                _write_json(profile_file, profile.as_json())
+            _write_if_wanted(tree_file, trees.as_json(str(input_file)))
+            _write_if_wanted(profile_file, profile.as_json())
     if dump_profile:
         typer.echo(json.dumps(profile.as_json(), indent=4))
     if dump_output:
@@ -119,6 +117,11 @@ def llm_inference(
             typer.echo(f"[{response['request_idx']}] {response['output_text']}")
     failed = _summarize(responses, profile, output_file)
     raise typer.Exit(1 if failed else 0)
+
+
+def _write_if_wanted(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        _write_json(path, content)
 
 
 def _speculation(
