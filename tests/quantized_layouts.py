@@ -210,16 +210,18 @@ def awq(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.nd
     return tensors, _value(codes, zero, scale)
 
 
-def gptq(bits: int, *, symmetric: bool, reordered: bool = False, version: int = 1) -> Writer:
+def gptq(
+    bits: int, *, symmetric: bool, reordered: bool = False, version: int = 1, group: int = 16
+) -> Writer:
     """GPTQ: words along `in`; version 1 stores zero points less one."""
 
     def write(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
         width = weight.shape[1]
         order = random.permutation(width) if reordered else np.arange(width)
-        codes, zero, scale = _integers(weight[:, order], bits, 16, symmetric=symmetric)
+        codes, zero, scale = _integers(weight[:, order], bits, group, symmetric=symmetric)
         zero = np.maximum(zero, 1)
         value, back = _value(codes, zero, scale), np.argsort(order)
-        groups = (np.arange(width) // 16)[back]
+        groups = (np.arange(width) // group)[back]
         tensors = {
             "qweight": _pack32(codes[:, back], bits).T,
             "qzeros": _pack32(zero.T - np.uint8(version == 1), bits),

@@ -6,11 +6,12 @@ import json
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from conftest import make_checkpoint
 from onnx.reference import ReferenceEvaluator
-from quantized_layouts import LAYOUTS, rounded_input, write_checkpoint
+from quantized_layouts import LAYOUTS, Layout, gptq, rounded_input, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from edgellm.build.engine import build_engine
@@ -23,6 +24,7 @@ from edgellm.contract import (
 )
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.backends.onnxruntime.linear_weights import LinearWeight
 from edgellm.device_runtime.backends.onnxruntime.round_weights import nearest_int4
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
@@ -366,6 +368,38 @@ def _rounded(weight: np.ndarray) -> np.ndarray:
     packed, scales = nearest_int4(np.ascontiguousarray(weight.T), 32)
     codes = np.stack([packed & 15, packed >> 4], 1).astype(np.int32).reshape(weight.T.shape)
     return ((codes ^ 8) - 8).T * np.repeat(scales, 32, 0).T
+
+
+@pytest.mark.parametrize("group", [24, 96])
+def test_groups_that_the_kernel_does_not_know(tmp_path, group):
+    """Zero points and blocks of 24 become int8 in blocks of 32; 96 is three blocks of 32."""
+    layout = Layout(gptq(4, symmetric=False, group=group), {"quant_method": "gptq"})
+    tiny = {**models.find("llama").TINY, "intermediate_size": 96}
+    source = make_checkpoint(tmp_path / "float", **tiny)
+    write_checkpoint(source, tmp_path / "checkpoint", layout)
+    export_llm(
+        open_checkpoint(str(tmp_path / "checkpoint")), tmp_path / "bundle", ExportOptions("fp32")
+    )
+    plan = Plan(48, 64, 1, "same")
+    build_engine(tmp_path / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None)
+    model = ir.load(tmp_path / "bundle/model.onnx")
+    part = next(
+        weight
+        for node in model.graph
+        if node.op_type == "MatMul" and (weight := LinearWeight.of(node.inputs[1])).kind == "int4"
+    )
+    assert part.packing == ((8, 32) if group == 24 else (4, 32))
+    assert part.has_zero_points == (group == 96)
+    blocks, dense = part.blocks(), part.dense()
+    zeros = 128 if blocks.zero_points is None else _low_first(blocks.zero_points, 3)[..., None]
+    codes = blocks.codes if blocks.bits == 8 else _low_first(blocks.codes, 32)
+    found = (codes.astype(np.float32) - zeros) * blocks.scales[..., None]
+    limit = np.abs(dense).max() / 200 if group == 24 else 1e-6
+    np.testing.assert_allclose(found.reshape(dense.T.shape), dense.T, atol=limit)
+
+
+def _low_first(pairs: np.ndarray, count: int) -> np.ndarray:
+    return np.stack([pairs & 15, pairs >> 4], -1).reshape(*pairs.shape[:-1], -1)[..., :count]
 
 
 def test_clipping_costs_less_than_none():

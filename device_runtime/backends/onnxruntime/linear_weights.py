@@ -81,9 +81,7 @@ class _Part:
 
     def codes(self) -> np.ndarray:
         """Less their zero points: int16 [in, out]; FP8 as float32, FP4 doubled to integers."""
-        assert self.dequantize is not None
-        tensor = self.dequantize.inputs[0].const_value  # type: ignore[union-attr]
-        assert tensor is not None
+        tensor = self._stored(0)
         if self.kind == "fp4":
             nibbles = _nibbles(tensor).reshape(self.shape[::-1]).T
             magnitudes = _E2M1_DOUBLED[nibbles & 7]
@@ -119,31 +117,47 @@ class _Part:
         assert self.dequantize is not None
         if len(self.dequantize.inputs) < 3:
             return np.zeros((1, 1), np.int16)
-        tensor = self.dequantize.inputs[2].const_value  # type: ignore[union-attr]
-        assert tensor is not None
+        tensor = self._stored(2)
         return _integers(tensor).reshape(_dims(tensor))
+
+    def _stored(self, index: int) -> ir.TensorProtocol:
+        """The constant that the DequantizeLinear reads there."""
+        assert self.dequantize is not None
+        value = self.dequantize.inputs[index]
+        assert value is not None
+        assert value.const_value is not None
+        return value.const_value
 
     def _repeated(self, per_block: np.ndarray) -> np.ndarray:
         """One row for each input, or one in all."""
         return np.repeat(per_block, self.block_size, 0) if len(per_block) > 1 else per_block
 
     @property
+    def _shared(self) -> int:
+        """Inputs that share a scale."""
+        return self.block_size or self.shape[0]
+
+    @property
+    def is_rerounded(self) -> bool:
+        """Whether `blocks` has other codes than the checkpoint: floats, or unusual blocks."""
+        return self.kind in ("fp8", "dense") or self._shared % _BLOCK_SIZES[-1] != 0
+
+    @property
     def packing(self) -> tuple[int, int]:
-        """Bits and block size of `blocks`; (8, 32) where codes are only made here."""
-        shared = self.block_size or self.shape[0]
-        sizes = [size for size in _BLOCK_SIZES if shared % size == 0]
-        if self.kind in ("fp8", "dense") or not sizes:
+        """Bits and block size of `blocks`."""
+        if self.is_rerounded:
             return 8, _REROUNDED_BLOCK
-        return 4 if self.kind == "int4" else 8, sizes[0]
+        size = next(size for size in _BLOCK_SIZES if self._shared % size == 0)
+        return 4 if self.kind == "int4" else 8, size
 
     def blocks(self) -> Blocks:
         """The weight as com.microsoft.MatMulNBits wants it."""
         bits, size = self.packing
         middle = np.int16(1 << (bits - 1))
-        if self.kind in ("fp8", "dense") or (self.block_size or self.shape[0]) % size:
+        if self.is_rerounded:
             codes, scales = _blocks_of_int8(self.dense(), size)
             return Blocks(bits, size, _rows(codes + middle, size, bits), _columns(scales), None)
-        repeats = -(-(self.block_size or self.shape[0]) // size)
+        repeats = self._shared // size
         scales = np.repeat(self.scales(), repeats, 0)
         scales = np.broadcast_to(scales, (len(scales), self.shape[1]))
         codes, zeros = self.codes(), self._zero_points() if self.is_unsigned else None
@@ -172,7 +186,8 @@ class LinearWeight:
     def of(cls, *operands: ir.Value | None) -> LinearWeight | None:
         """The weights behind MatMul operands, None if one of them is no weight."""
         parts = [_Part.of(operand) if operand is not None else None for operand in operands]
-        return cls(tuple(parts)) if all(parts) else None  # type: ignore[arg-type]
+        found = tuple(part for part in parts if part is not None)
+        return cls(found) if len(found) == len(parts) else None
 
     @property
     def kind(self) -> str:
@@ -187,7 +202,7 @@ class LinearWeight:
     @property
     def has_zero_points(self) -> bool:
         """Whether `blocks` has zero points."""
-        return self.kind in ("int4", "int8") and any(part.is_unsigned for part in self.parts)
+        return any(part.is_unsigned and not part.is_rerounded for part in self.parts)
 
     @property
     def widths(self) -> list[int]:
@@ -241,20 +256,22 @@ class LinearWeight:
     def blocks(self) -> Blocks:
         """All parts for one MatMulNBits."""
         found = [part.blocks() for part in self.parts]
-        zeros = [blocks.zero_points for blocks in found]
-        if any(zero is not None for zero in zeros):
-            zeros = [_middles(b) if z is None else z for b, z in zip(found, zeros, strict=True)]
+        zeros = None
+        if self.has_zero_points:
+            zeros = np.concatenate([_zero_points(blocks) for blocks in found])
         return Blocks(
             found[0].bits,
             found[0].block_size,
             np.concatenate([blocks.codes for blocks in found]),
             np.concatenate([blocks.scales for blocks in found]),
-            np.concatenate(zeros) if zeros[0] is not None else None,  # type: ignore[arg-type]
+            zeros,
         )
 
 
-def _middles(blocks: Blocks) -> U8:
-    """Explicit zero points of blocks that have none."""
+def _zero_points(blocks: Blocks) -> U8:
+    """Those of blocks, also where they are left out."""
+    if blocks.zero_points is not None:
+        return blocks.zero_points
     middle = np.full(blocks.scales.shape, 1 << (blocks.bits - 1), np.uint8)
     return _packed(middle) if blocks.bits == 4 else middle
 
@@ -325,8 +342,8 @@ def _behind_casts(node: ir.Node) -> ir.Value:
     return _behind_casts(producer) if producer is not None and producer.op_type == "Cast" else value
 
 
-def _dims(tensor: ir.TensorProtocol) -> list[int]:
-    return [int(dim) for dim in tensor.shape]  # type: ignore[arg-type]
+def _dims(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    return tensor.shape.numpy()
 
 
 def _producer(value: ir.Value) -> ir.Node:
