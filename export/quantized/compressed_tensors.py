@@ -63,9 +63,10 @@ def _integers(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Q
 
 
 def _check_shape(weights: Weights, shape: tuple[int, int]) -> None:
-    if weights.info("weight_shape") is None:
+    info = weights.info("weight_shape")
+    if info is None:
         return
-    said = weights.array("weight_shape", (2,), weights.info("weight_shape").dtype)()  # type: ignore[union-attr]
+    said = weights.array("weight_shape", (2,), info.dtype)()
     if tuple(said.tolist()) != shape:
         raise BrokenArtifactError(
             f"{weights.prefix}weight_shape says {said.tolist()}, config.json implies {list(shape)}"

@@ -23,6 +23,7 @@ from edgellm.export.weights import Weights
 # Formats whose matrix products take rounded inputs with scales found by calibration.
 _STATIC_INPUTS = ("FP8", "NVFP4", "NVFP4_AWQ", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ")
 _BLOCK_NVFP4 = 16
+_EIGHT_BITS = {"F8_E4M3": ir.DataType.FLOAT8E4M3FN, "I8": ir.DataType.INT8}
 
 
 def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear | None:
@@ -35,8 +36,8 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
             f"{weights.prefix}weight_zero_point: 8-bit weights with zero points are not supported",
             hint="quantize with symmetric weights",
         )
-    if info.dtype in ("F8_E4M3", "I8"):
-        return _eight_bits(weights, shape, dtype)
+    if info.dtype in _EIGHT_BITS:
+        return _eight_bits(weights, shape, dtype, info.dtype)
     if info.dtype != "U8":
         return None
     if scale.dtype == "F8_E4M3":
@@ -49,14 +50,15 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
     return _int4(weights, shape, dtype)
 
 
-def _eight_bits(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear:
+def _eight_bits(
+    weights: Weights, shape: tuple[int, int], dtype: ir.DataType, stored_type: str
+) -> QuantizedLinear:
     """FP8 or INT8 [out, in] with one scale, or one of each output channel."""
     out, width = shape
     name, info = weights.prefix, weights.info("weight_scale")
     assert info is not None
-    is_fp8 = weights.info("weight").dtype == "F8_E4M3"  # type: ignore[union-attr]
-    onnx_type = ir.DataType.FLOAT8E4M3FN if is_fp8 else ir.DataType.INT8
-    codes = weights.array("weight", shape, "F8_E4M3" if is_fp8 else "I8")
+    onnx_type = _EIGHT_BITS[stored_type]
+    codes = weights.array("weight", shape, stored_type)
     if info.shape not in ((), (1,), (1, 1), (out,), (out, 1)):
         raise UnsupportedModelError(
             f"{name}weight_scale has shape {list(info.shape)}: neither one scale nor one of each "
