@@ -16,6 +16,7 @@ from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.source import open_checkpoint
 from edgellm.quantize import checks
 from edgellm.quantize.calibration import Calibration, load_tokenizer, read_calibration
+from edgellm.quantize.device import choose_device
 from edgellm.quantize.engine import Recipe
 from edgellm.quantize.schemes import HEAD_SCHEMES, KV_SCHEMES, SCHEMES, Scheme, block_size, choose
 
@@ -124,20 +125,6 @@ def make_plan(job: Job, resuming: bool) -> Plan:
     if not resuming:
         checks.check_weights(checkpoint.tensors)
     return plan
-
-
-def choose_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" prefers a GPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise EdgeLLMError(
-            f"--device {name}: {str(error).splitlines()[0]}", hint="give cpu, cuda or auto"
-        ) from None
-    return device
 
 
 def _recipes(

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from edgellm.artifact import temporary_folder
 from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.export.taps import check_taps, default_taps
+from edgellm.quantize.device import choose_device
 from edgellm.tools.train_draft.base import embedding_weight, head_weight, load_base
 from edgellm.tools.train_draft.corpus import (
     Generation,
@@ -66,7 +67,7 @@ def run(job: Job) -> None:
     Raises:
         EdgeLLMError: data, base or folders are not what they should be.
     """
-    device = _device(job.device)
+    device = choose_device(job.device)
     _check_output(job.output_dir)
     _check_owner(job)
     model, tokenizer, stop_ids = load_base(job.base_model_dir, device)
@@ -103,17 +104,6 @@ def run(job: Job) -> None:
         for name in FILES:
             (folder / name).replace(job.output_dir / name)
     _say(f"{job.output_dir}: draft of {_count(draft) / 1e6:.1f} M parameters, {_show(estimate)}")
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise EdgeLLMError(f"--device {name}: {str(error).splitlines()[0]}") from None
-    return device
 
 
 def _check_output(output: Path) -> None:
