@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from edgellm import contract
 from edgellm.contract import EdgeLLMError
 from edgellm.export import models
-from edgellm.tools.train_draft import corpus
 from edgellm.tools.train_draft import run as run_module
 from edgellm.tools.train_draft.corpus import Generation
 from edgellm.tools.train_draft.features import FeatureCache
@@ -255,53 +254,16 @@ def test_a_draft_goes_on_with_another(job, tmp_path):
     assert not (tmp_path / "x").exists()  # what was wrong has claimed no folder
 
 
-def test_the_base_writes_its_own_prompts(job, tmp_path, monkeypatch):
-    """No data at all; an interrupt between two batches of prompts changes nothing."""
-    monkeypatch.setattr(corpus, "_CHUNK", 16)
-    generate = corpus.generate
-
-    def chatty(model, prompts, *, stop_ids, seed, **how):  # the tiny base repeats itself
-        if stop_ids != {4}:
-            return generate(model, prompts, stop_ids=stop_ids, seed=seed, **how)
-        words = np.random.default_rng(seed).integers(8, 90, (len(prompts), 3))
-        words[words == 8] = 1  # <s>: such a prompt is dropped
-        return [(at, prompts[at], [*ids, 4]) for at, ids in enumerate(words.tolist())]
-
-    monkeypatch.setattr(corpus, "generate", chatty)
-    job = replace(job, data=(), self_prompts=30)
-    cut = replace(job, output_dir=tmp_path / "cut", work_dir=tmp_path / "cut_work")
-    run(job)
-    with monkeypatch.context() as patched:
-        patched.setattr(run_module, "_say", _interrupt_at("has written"))
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt):
-                run(cut)
-    run(cut)
-    texts = [(j.work_dir / "prompts.jsonl").read_text() for j in (job, cut)]
-    assert texts[0] == texts[1]
-    prompts = [json.loads(line)["messages"][0]["content"] for line in texts[0].splitlines()]
-    assert len(set(prompts)) == len(prompts) == 30
-    assert all(prompt and "." not in prompt and "<" not in prompt for prompt in prompts)
-    assert _files(job.output_dir) == _files(cut.output_dir)
-
-
-def _interrupt_at(fragment: str):
-    """Raises at the third such line of a run that begins with none, or at its second."""
-    seen = []
-
-    def say(line: str) -> None:
-        seen.append(fragment in line)
-        if sum(seen) in (2, 4):
-            raise KeyboardInterrupt
-
-    return say
-
-
-def test_a_base_that_repeats_itself_writes_no_prompts(job, monkeypatch):
-    rows = [(0, [], [10, 4])]  # always "w10 ."
-    monkeypatch.setattr(corpus, "generate", lambda *_, **__: rows)
-    with pytest.raises(EdgeLLMError, match="wrote only 1 different prompts"):
-        run(replace(job, data=(), self_prompts=40))
+def test_a_draft_of_the_base_s_own_prompts(job, monkeypatch):
+    prompts = [[7, 3, number, 4, 7, 3] for number in range(10, 20)]
+    monkeypatch.setattr(run_module, "write_prompts", lambda *_: iter([0, len(prompts)]))
+    monkeypatch.setattr(
+        run_module, "read_conversations", lambda paths, _: ([], prompts * bool(paths))
+    )
+    run(replace(job, data=(), self_prompts=len(prompts)))
+    answered = (job.work_dir / "answers.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["prompt"] for line in answered) == prompts
+    assert json.loads((job.output_dir / "training.json").read_text())["self_prompts"] == 10
 
 
 def test_without_conversations_there_is_nothing_to_learn(job):
