@@ -84,6 +84,15 @@ def export_draft(
         return publish(folder, output, manifest)
 
 
+def understand_draft(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> DraftConfig:
+    """The facts of a draft that `export_draft` takes; stops where it would, reads no weights.
+
+    Raises:
+        EdgeLLMError: as `export_draft`.
+    """
+    return _build(draft, base, options)[0]
+
+
 def _build(
     draft: Checkpoint, base: Checkpoint, options: DraftOptions
 ) -> tuple[DraftConfig, DraftTensors, Graphs]:

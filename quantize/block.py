@@ -42,23 +42,87 @@ def layer_model(
     """
     model = _empty(config, range(index, index + 1), device)
     model.model.norm = nn.Identity()
+    _load(model, tensors, LAYER.format(index))
+    return model
+
+
+def draft_layer_model(
+    config: Mapping[str, Any], tensors: Mapping[str, F32], device: torch.device
+) -> PreTrainedModel:
+    """A layer of a draft, whose linear layers have the sizes and biases of its tensors.
+
+    Without input_layernorm it is a first layer, whose attention reads other rows than its residual
+    stream has: hidden states [B, S, D + W] are the residual and, behind it, what q, k and v read.
+    The layer's own output is [B, S, D].
+
+    Args:
+        config: sizes, rope and architecture.
+        tensors: as `layer_model` takes them.
+        device: where it computes.
+    """
+    model = _empty(config, range(1), device)
+    model.model.norm = nn.Identity()
+    layer = model.model.layers[0]
+    assert isinstance(layer, nn.Module)
+    for name, value in tensors.items():
+        if value.ndim == 2:
+            parent, _, own = name.removesuffix(".weight").rpartition(".")
+            bias = name.removesuffix("weight") + "bias" in tensors
+            linear = nn.Linear(value.shape[1], value.shape[0], bias=bias, device=device)
+            setattr(layer.get_submodule(parent), own, linear)
+    if "input_layernorm.weight" not in tensors:
+        layer.input_layernorm = _Attended(tensors["self_attn.q_proj.weight"].shape[1])
+        model.model.register_forward_pre_hook(_split_states, with_kwargs=True)
+    _load(model, tensors, "")
+    return model.eval().requires_grad_(False)
+
+
+class _Attended(nn.Module):
+    """In the place of a norm: gives what came with the states."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.value: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, W]; zeros in a pass that was given ids, as ModelOpt's export makes one."""
+        value, self.value = self.value, None
+        return x.new_zeros(*x.shape[:2], self.width) if value is None else value
+
+
+def _split_states(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    states = kwargs.get("inputs_embeds")
+    if states is None:
+        return args, kwargs
+    attended = model.get_submodule("layers.0.input_layernorm")
+    assert isinstance(attended, _Attended)
+    residual, attended.value = states.split([states.shape[-1] - attended.width, attended.width], -1)
+    return args, {**kwargs, "inputs_embeds": residual}
+
+
+def _load(model: PreTrainedModel, tensors: Mapping[str, F32], prefix: str) -> None:
     layer = model.model.layers[0]
     assert isinstance(layer, nn.Module)
     state = {name: torch.from_numpy(value) for name, value in tensors.items()}
     missing, unexpected = layer.load_state_dict(state, strict=False)
     unexpected = [name for name in unexpected if not name.endswith("rotary_emb.inv_freq")]
     if missing or unexpected:
-        names = ", ".join(LAYER.format(index) + name for name in [*missing, *unexpected][:4])
+        names = ", ".join(prefix + name for name in [*missing, *unexpected][:4])
         raise UnsupportedModelError(f"transformers does not take these tensors: {names}")
-    return model
 
 
 def head_model(
-    config: Mapping[str, Any], norm: F32, head: F32 | None, device: torch.device
+    config: Mapping[str, Any], norm: F32 | None, head: F32 | None, device: torch.device
 ) -> PreTrainedModel:
-    """A float32 model without layers: the final norm [H] and, if given, the head [V, H]."""
+    """A float32 model without layers: final norm [H] and head [V, H], if there are such."""
     model = _empty(config, range(0), device)
-    model.model.norm.load_state_dict({"weight": torch.from_numpy(norm.copy())})
+    if norm is None:
+        model.model.norm = nn.Identity()
+    else:
+        model.model.norm.load_state_dict({"weight": torch.from_numpy(norm.copy())})
     if head is not None:
         vocabulary, hidden = head.shape
         model.lm_head = nn.Linear(hidden, vocabulary, bias=False, device="meta")

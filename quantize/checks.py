@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from edgellm.export.decoder_config import DecoderConfig
 from edgellm.quantize.tensors import FLOATS, Tensor
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_NO_WEIGHTS = ("inv_freq", "d2t", "t2d")
 _BASE_BYTES = 700 << 20  # Python with torch, transformers and ModelOpt
 _LAYER_COPIES = 4  # in float32: the layer, ModelOpt's working copies, and what is read back
 _HEAD_COPIES = 5
@@ -27,34 +29,33 @@ def check_model(checkpoint: Checkpoint, ignored_keys: tuple[str, ...]) -> Decode
         UnsupportedModelError: quantized already, or an architecture that cannot be exported.
         BrokenArtifactError: tensors are missing, superfluous or of other shapes.
     """
+    check_floats(checkpoint)
+    return understand(checkpoint, ExportOptions(ignore_config_keys=ignored_keys))
+
+
+def check_floats(checkpoint: Checkpoint) -> None:
+    """Raise `UnsupportedModelError` when the weights are quantized already."""
     if checkpoint.quant_config:
-        kind = checkpoint.quant_config.get("quant_algo") or checkpoint.quant_config.get(
-            "quant_method", "in some way"
-        )
         raise UnsupportedModelError(
-            f"{checkpoint.label} is quantized already ({kind})",
+            f"{checkpoint.label} is quantized already ({checkpoint.quantization})",
             hint="give the float checkpoint that it was made from",
         )
     for name, info in checkpoint.tensors.infos().items():
-        if info.dtype not in FLOATS and not name.endswith("inv_freq"):
+        if info.dtype not in FLOATS and not name.endswith(_NO_WEIGHTS):
             raise UnsupportedModelError(
                 f"{name} is stored as {info.dtype}, no float",
                 hint="give the float checkpoint that it was made from",
             )
-    return understand(checkpoint, ExportOptions(ignore_config_keys=ignored_keys))
 
 
-def head_name(infos: Mapping[str, TensorInfo], tied: bool) -> str:
-    """The tensor that is the output head."""
-    return EMBEDDING if tied or HEAD not in infos else HEAD
-
-
-def linear_shapes(infos: Mapping[str, TensorInfo]) -> dict[str, tuple[int, int]]:
-    """[out, in] of the decoder layers' linear layers."""
+def linear_shapes(
+    infos: Mapping[str, TensorInfo], layers: tuple[str, ...]
+) -> dict[str, tuple[int, int]]:
+    """[out, in] of the linear layers whose names begin so."""
     return {
         name.removesuffix(".weight"): (info.shape[0], info.shape[1])
         for name, info in infos.items()
-        if name.startswith("model.layers.") and len(info.shape) == 2
+        if name.startswith(layers) and len(info.shape) == 2
     }
 
 
@@ -84,17 +85,33 @@ def check_weights(source: TensorSource) -> None:
 
 
 def needed_bytes(
-    config: DecoderConfig, infos: Mapping[str, TensorInfo], batch_tokens: int, with_head: bool
+    infos: Mapping[str, TensorInfo],
+    layers: tuple[str, ...],
+    head: TensorInfo,
+    config: DecoderConfig,
+    batch_tokens: int,
+    *,
+    with_head: bool,
 ) -> int:
-    """The most memory that a run takes, an estimate from above."""
-    layer = max(_layer_parameters(infos).values()) * 4
-    head = infos[head_name(infos, config.tie_word_embeddings)]
-    elements = head.shape[0] * head.shape[1]
+    """The most memory that a run takes, an estimate from above.
+
+    Args:
+        infos: of all tensors.
+        layers: where the names of each layer's tensors begin.
+        head: of the float head [V, H].
+        config: sizes of the layers.
+        batch_tokens: computed at a time.
+        with_head: whether the head is quantized as well.
+    """
+    sizes = [
+        sum(math.prod(info.shape) for name, info in infos.items() if name.startswith(layer))
+        for layer in layers
+    ]
     width = 8 * config.hidden_size + 4 * config.intermediate_size
     peaks = [
-        _LAYER_COPIES * layer + 4 * batch_tokens * width,
-        head.num_bytes + 4 * 8 * 256 * config.vocab_size,  # the evaluation's logits
-        _HEAD_COPIES * 4 * elements if with_head else 0,
+        _LAYER_COPIES * 4 * max(sizes) + 4 * batch_tokens * width,
+        head.num_bytes + 4 * 8 * 256 * head.shape[0],  # the evaluation's logits
+        _HEAD_COPIES * 4 * math.prod(head.shape) if with_head else 0,
     ]
     return _BASE_BYTES + max(peaks)
 
@@ -131,13 +148,3 @@ def check_disk(folder: Path, needed: int) -> None:
             f"{folder} needs about {needed / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free",
             hint="free some space, or give fewer --num_samples",
         )
-
-
-def _layer_parameters(infos: Mapping[str, TensorInfo]) -> dict[str, int]:
-    """Numbers in each decoder layer."""
-    found: dict[str, int] = {}
-    for name, info in infos.items():
-        if name.startswith("model.layers."):
-            layer = name.split(".")[2]
-            found[layer] = found.get(layer, 0) + int(np.prod(info.shape))
-    return found

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -50,6 +50,13 @@ AlphaStep = Annotated[
 BatchTokens = Annotated[
     int | None, typer.Option("--batch_tokens", min=8, help="At a time; 8192, on a CPU 2048.")
 ]
+Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the result.")]
+Body = Annotated[
+    str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4 or nvfp4_awq.")
+]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")]
+Seed = Annotated[int, typer.Option("--seed", min=0)]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 IgnoredKeys = Annotated[
     str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
 ]
@@ -65,10 +72,8 @@ def llm(
     model_dir: Annotated[
         str, typer.Option("--model_dir", help="HF folder, .gguf file, or a cached hub id.")
     ],
-    output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the result.")],
-    quantization: Annotated[
-        str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4 or nvfp4_awq.")
-    ],
+    output_dir: Output,
+    quantization: Body,
     lm_head_quantization: Head = None,
     kv_cache_quantization: Cache = None,
     calib_dataset: Dataset = "default",
@@ -77,36 +82,67 @@ def llm(
     held_out: HeldOut = None,
     alpha_step: AlphaStep = None,
     batch_tokens: BatchTokens = None,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")] = "auto",
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    device: Device = "auto",
+    seed: Seed = 0,
     ignore_config_keys: IgnoredKeys = "",
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Quantize a language model; run the same command again after an interrupt to go on."""
     del debug  # read by run_command
-    _check_names(quantization, lm_head_quantization, kv_cache_quantization)
+    _run(
+        model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
+        kv_cache_quantization=kv_cache_quantization,
+        calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
+        alpha_step=alpha_step, batch_tokens=batch_tokens, device=device, seed=seed,
+    )  # fmt: skip
+
+
+@app.command()
+def draft(
+    base_model_dir: Annotated[
+        str, typer.Option("--base_model_dir", help="The float model that it drafts for.")
+    ],
+    draft_model_dir: Annotated[
+        str, typer.Option("--draft_model_dir", help="Folder of a float EAGLE draft.")
+    ],
+    output_dir: Output,
+    quantization: Body = "fp8",
+    lm_head_quantization: Head = None,
+    calib_dataset: Dataset = "default",
+    num_samples: NumSamples = None,
+    seq_len: SeqLen = None,
+    held_out: HeldOut = None,
+    alpha_step: AlphaStep = None,
+    batch_tokens: BatchTokens = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+    ignore_config_keys: IgnoredKeys = "",
+    debug: Debug = False,
+) -> None:
+    """Quantize an EAGLE draft, calibrated with its base's features; fc stays as it is."""
+    del debug
+    _run(
+        draft_model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
+        base_model_dir=base_model_dir,
+        calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
+        alpha_step=alpha_step, batch_tokens=batch_tokens, device=device, seed=seed,
+    )  # fmt: skip
+
+
+def _run(
+    model_dir: str, output_dir: Path, body: str, head: str | None, ignored: str, **options: Any
+) -> None:
+    _check_names(body, head, options.get("kv_cache_quantization"))
     _require_host()
     from edgellm.quantize.job import Job
-    from edgellm.quantize.run import run_llm
+    from edgellm.quantize.run import run_job
 
+    keys = tuple(key.strip() for key in ignored.split(",") if key.strip())
     job = Job(
-        model_dir=model_dir,
-        output_dir=output_dir,
-        quantization=quantization,
-        lm_head_quantization=lm_head_quantization,
-        kv_cache_quantization=kv_cache_quantization,
-        calib_dataset=calib_dataset,
-        num_samples=num_samples,
-        seq_len=seq_len,
-        held_out=held_out,
-        alpha_step=alpha_step,
-        batch_tokens=batch_tokens,
-        device=device,
-        seed=seed,
-        ignore_config_keys=tuple(k.strip() for k in ignore_config_keys.split(",") if k.strip()),
+        model_dir, output_dir, body, lm_head_quantization=head, ignore_config_keys=keys, **options
     )
     with _progress() as progress:
-        report = run_llm(job, progress)
+        report = run_job(job, progress)
     _print(report, output_dir)
 
 
@@ -153,6 +189,10 @@ def _print(report: Report, output: Path) -> None:
     console.print(table)
     typer.echo(
         f"perplexity {quality.perplexity_float:.3f} -> {quality.perplexity_quantized:.3f}, "
+        f"{report.accuracy_means} {quality.accuracy_float:.1%} -> "
+        f"{quality.accuracy_quantized:.1%}"
+    )
+    typer.echo(
         f"KL {quality.kl_divergence:.4f} nats, top-1 agreement {quality.top1_agreement:.1%} "
         f"over {quality.tokens} held-out tokens"
     )

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from edgellm.contract import BrokenArtifactError
-from edgellm.quantize.block import LAYER, layer_model, linears, run_layer
+from edgellm.quantize.block import linears, run_layer
 from edgellm.quantize.formats import F32
 from edgellm.quantize.linear import DecodedLinear, decode_linear
 from edgellm.quantize.rounding import round_fp8, round_input
@@ -48,40 +49,41 @@ class QuantizedLayer:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
-        index: int,
+        name: str,
         source: Mapping[str, F32],
         exported: Mapping[str, Tensor],
         scheme: Scheme,
+        make_model: Callable[[Mapping[str, F32]], PreTrainedModel],
         device: torch.device,
     ) -> None:
         """Decode and check all tensors.
 
         Args:
-            config: config.json.
-            index: of the layer.
+            name: where the names of the layer's tensors begin in the checkpoint.
             source: the float layer's tensors.
             exported: what became of them, both named from "self_attn.q_proj.weight" on.
             scheme: how they were quantized.
+            make_model: makes the layer compute with other weights.
             device: where it computes.
 
         Raises:
             BrokenArtifactError: a linear layer is not or not soundly quantized.
         """
-        matrices = {name: value.shape for name, value in source.items() if value.ndim == 2}
-        named = {LAYER.format(index) + name: tensor for name, tensor in exported.items()}
+        matrices = {
+            key.removesuffix(".weight"): (value.shape[0], value.shape[1])
+            for key, value in source.items()
+            if value.ndim == 2
+        }
+        named = {name + key: tensor for key, tensor in exported.items()}
         self.decoded = {
-            name.removesuffix(".weight"): decode_linear(
-                named, LAYER.format(index) + name.removesuffix(".weight"), (shape[0], shape[1]),
-                scheme.rounds_input,
-            )
-            for name, shape in matrices.items()
-        }  # fmt: skip
-        rest = {n: _checked(named, LAYER.format(index) + n) for n in source if n not in matrices}
-        weights = {f"{name}.weight": linear.weight for name, linear in self.decoded.items()}
-        self._model = layer_model(config, index, {**rest, **weights}, device)
-        for name, module in linears(self._model).items():
-            _round_inputs(module, self.decoded[name], device)
+            key: decode_linear(named, name + key, shape, scheme.rounds_input)
+            for key, shape in matrices.items()
+        }
+        weights = {f"{key}.weight": linear.weight for key, linear in self.decoded.items()}
+        rest = {key: _checked(named, name + key) for key in source if key not in weights}
+        self._model = make_model({**rest, **weights})
+        for key, module in linears(self._model).items():
+            _round_inputs(module, self.decoded[key], device)
         self._rest, self._folds = rest, _FOLDS if scheme.is_awq else ()
         self._kv = tuple(
             float(exported[name].floats().reshape(())) if name in exported else None
@@ -137,17 +139,18 @@ def compare(
     local, stream = _Ratio(), _Ratio()
     pairs = zip(*(states.batches(device) for states in (before, *after)), strict=True)
     for entering, leaving, theirs in pairs:
-        local.add(quantized(entering) - leaving, leaving - entering)
+        residual = entering[..., : leaving.shape[-1]]
+        local.add(quantized(entering) - leaving, leaving - residual)
         stream.add(theirs - leaving, leaving)
     return local.value, stream.value
 
 
-def refuse_broken(index: int, errors: Mapping[str, float]) -> None:
+def refuse_broken(layer: str, errors: Mapping[str, float]) -> None:
     """Raise `BrokenArtifactError` when a weight is no longer the one it was."""
     for name, error in errors.items():
         if not error < _BROKEN_ERROR:
             raise BrokenArtifactError(
-                f"{LAYER.format(index)}{name} lost its weights: relative error {error:.2f}",
+                f"{layer}{name} lost its weights: relative error {error:.2f}",
                 hint="report it, and try another --quantization",
             )
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from edgellm.artifact import move_files, temporary_folder
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
-from edgellm.export.bundle import ExportOptions, understand
 from edgellm.export.checkpoint import TensorSource
-from edgellm.export.source import open_checkpoint
-from edgellm.quantize.checks import HEAD
 from edgellm.quantize.engine import hf_config
 from edgellm.quantize.job import Plan
 from edgellm.quantize.page import render
 from edgellm.quantize.report import Report, as_json
 from edgellm.quantize.tensors import Joined, split_shards, write_safetensors
-from edgellm.quantize.work import WorkFolder, layer_part
+from edgellm.quantize.work import HEAD_PART, layer_part
 
 SIDE_FILE, PAGE = "edgellm_quant.json", "edgellm_quant.html"
 _QUANT_CONFIG = "hf_quant_config.json"
@@ -44,7 +41,7 @@ def check_output(output: Path) -> None:
                 )
 
 
-def write_folder(plan: Plan, work: WorkFolder, report: Report) -> None:
+def write_folder(plan: Plan, report: Report) -> None:
     """Put all parts together, let the exporter look at them, move them to the output folder.
 
     Raises:
@@ -52,20 +49,17 @@ def write_folder(plan: Plan, work: WorkFolder, report: Report) -> None:
     """
     output = plan.job.output_dir
     with temporary_folder(output) as folder:
-        _write_tensors(plan, work, folder)
-        described = _described(plan, work)
-        config = {**plan.checkpoint.config, "quantization_config": hf_config(described)}
-        if plan.head is not None:
-            config["tie_word_embeddings"] = False  # the head is a tensor of its own now
+        _write_tensors(plan, folder)
+        described = _described(plan)
+        checkpoint, own_head = plan.subject.checkpoint, plan.head is not None
+        config = plan.subject.new_config(hf_config(described), own_head=own_head)
         _write_json(folder / "config.json", config)
-        _write_json(folder / "generation_config.json", plan.checkpoint.generation_config)
+        if checkpoint.generation_config:
+            _write_json(folder / "generation_config.json", checkpoint.generation_config)
         _write_json(folder / _QUANT_CONFIG, described)
-        for name, content in plan.checkpoint.tokenizer_files.items():
+        for name, content in checkpoint.tokenizer_files.items():
             (folder / name).write_bytes(content)
-        understand(
-            open_checkpoint(str(folder)),
-            ExportOptions(ignore_config_keys=plan.job.ignore_config_keys),
-        )
+        plan.subject.check_result(folder, plan.job.ignore_config_keys)
         (folder / PAGE).write_text(render(report), "utf-8")
         names = sorted([SIDE_FILE, *(path.name for path in folder.iterdir())])
         _write_json(folder / SIDE_FILE, {**as_json(report), "files": names})
@@ -86,12 +80,21 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
-def _write_tensors(plan: Plan, work: WorkFolder, folder: Path) -> None:
+def _write_tensors(plan: Plan, folder: Path) -> None:
     """All tensors, in one file or in shards with an index."""
-    layers = [work.tensors(layer_part(i)) for i in range(plan.config.num_hidden_layers)]
-    head: list[TensorSource] = [] if plan.head is None else [work.tensors("head")]
-    source = Joined([plan.checkpoint.tensors, *layers, *head])
-    names = _order(plan, layers, head)
+    parts: list[TensorSource] = [
+        plan.task.work.tensors(layer_part(index)) for index in range(len(plan.subject.layers))
+    ]
+    parts += [] if plan.head is None else [plan.task.work.tensors(HEAD_PART)]
+    source = Joined([plan.subject.checkpoint.tensors, *parts])
+    named = [sorted(part.infos()) for part in parts]
+    new = {name for names in named for name in names}
+    kept = [
+        name
+        for name in sorted(plan.subject.checkpoint.tensors.infos())
+        if name not in new and not name.endswith("inv_freq")
+    ]
+    names = [*kept, *(name for names in named for name in names)]
     shards = split_shards(source, names, _SHARD_BYTES)
     if len(shards) == 1:
         write_safetensors(folder / "model.safetensors", source, names)
@@ -107,38 +110,30 @@ def _write_tensors(plan: Plan, work: WorkFolder, folder: Path) -> None:
     _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _order(plan: Plan, layers: Iterable[TensorSource], head: list[TensorSource]) -> list[str]:
-    """What passes through, the layers, the quantized head."""
-    unquantized = {
-        name
-        for name in plan.checkpoint.tensors.infos()
-        if not name.startswith("model.layers.") and not (head and name == HEAD)
-    }
-    parts = [sorted(source.infos()) for source in [*layers, *head]]
-    return [*sorted(unquantized), *(name for part in parts for name in part)]
-
-
-def _described(plan: Plan, work: WorkFolder) -> dict[str, Any]:
+def _described(plan: Plan) -> dict[str, Any]:
     """The content of hf_quant_config.json.
 
     Raises:
         BrokenArtifactError: the layers' exports contradict each other.
     """
-    facts = [work.facts(layer_part(index)) for index in range(plan.config.num_hidden_layers)]
-    body = facts[0]["quantization"]
+    work = plan.task.work
+    facts = [work.facts(layer_part(index)) for index in range(len(plan.subject.layers))]
     for index, fact in enumerate(facts):
-        if fact["quantization"] != body:
+        if fact["quantization"] != facts[0]["quantization"]:
             raise BrokenArtifactError(
                 f"layer {index} was quantized otherwise than layer 0",
                 hint=f"remove {work.path} and run it again",
             )
+    body = dict(facts[0]["quantization"])
     described = {"producer": facts[0]["producer"], "quantization": body}
+    body["exclude_modules"] = [
+        name for name in plan.subject.float_modules if plan.head is None or name != "lm_head"
+    ]
     if plan.head is None:
         return described
-    head = work.facts("head")["quantization"]
-    excluded = [name for name in body.get("exclude_modules", []) if name != "lm_head"]
+    head = work.facts(HEAD_PART)["quantization"]
     if _format(head) == _format(body):
-        return {**described, "quantization": {**body, "exclude_modules": excluded}}
+        return described
     layers = {
         name.removesuffix(".weight_scale"): _format(body)
         for index in range(len(facts))

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from edgellm.contract import EdgeLLMError
-from edgellm.export.checkpoint import Checkpoint
-from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.source import open_checkpoint
 from edgellm.quantize import checks
-from edgellm.quantize.calibration import Calibration, load_tokenizer, read_calibration
+from edgellm.quantize.calibration import load_tokenizer, read_calibration
 from edgellm.quantize.device import choose_device
+from edgellm.quantize.draft import Draft
 from edgellm.quantize.engine import Recipe
 from edgellm.quantize.schemes import HEAD_SCHEMES, KV_SCHEMES, SCHEMES, Scheme, block_size, choose
+from edgellm.quantize.subject import LanguageModel, Subject, Task
+from edgellm.quantize.work import WorkFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Job:
     model_dir: str
     output_dir: Path
     quantization: str
+    base_model_dir: str | None = None  # of a draft; None: `model_dir` is a language model
     lm_head_quantization: str | None = None
     kv_cache_quantization: str | None = None
     calib_dataset: str = "default"
@@ -51,20 +52,11 @@ class Plan:
     """A job whose every check is passed."""
 
     job: Job
-    checkpoint: Checkpoint
-    config: DecoderConfig
+    subject: Subject
     recipe: Recipe
     head: Recipe | None
-    calibration: Calibration
-    batch_rows: int
-    device: torch.device
+    task: Task
     settings: dict[str, Any]  # what makes the result what it is
-
-    @property
-    def head_name(self) -> str:
-        """The tensor that is the float model's output head."""
-        infos = self.checkpoint.tensors.infos()
-        return checks.head_name(infos, self.config.tie_word_embeddings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +76,7 @@ def _amounts(scheme: Scheme, device: torch.device) -> _Amounts:
     return _Amounts(128 if scheme.is_awq else 512, 512, 32, 0.1, 8192)
 
 
-def make_plan(job: Job, resuming: bool) -> Plan:
+def make_plan(job: Job) -> Plan:
     """Everything that can be found out before the work.
 
     Raises:
@@ -98,52 +90,50 @@ def make_plan(job: Job, resuming: bool) -> Plan:
     if job.kv_cache_quantization is not None:
         choose("--kv_cache_quantization", job.kv_cache_quantization, KV_SCHEMES)
     device = choose_device(job.device)
-    checkpoint = open_checkpoint(job.model_dir)
-    config = checks.check_model(checkpoint, job.ignore_config_keys)
-    recipe, head = _recipes(job, scheme, head_scheme, checkpoint, config, device)
+    if job.base_model_dir is None:
+        subject: Subject = LanguageModel.open(job.model_dir, job.ignore_config_keys)
+    else:
+        subject = Draft.open(job.model_dir, job.base_model_dir, job.ignore_config_keys)
+    recipe, head = _recipes(job, scheme, head_scheme, subject, device)
     amounts = _amounts(scheme, device)
     seq_len = job.seq_len or amounts.seq_len
-    if seq_len > config.max_position_embeddings:
-        raise EdgeLLMError(
-            f"--seq_len {seq_len}: the model has {config.max_position_embeddings} positions"
-        )
+    positions = subject.config.max_position_embeddings
+    if seq_len > positions:
+        raise EdgeLLMError(f"--seq_len {seq_len}: the model has {positions} positions")
+    reader = subject.reader
     calibration = read_calibration(
         job.calib_dataset,
-        load_tokenizer(checkpoint.tokenizer_files),
+        load_tokenizer(reader.checkpoint.tokenizer_files),
         num_samples=job.num_samples or amounts.num_samples,
         num_held_out=job.held_out or amounts.held_out,
         seq_len=seq_len,
-        vocab_size=config.vocab_size,
+        vocab_size=reader.config.vocab_size,
         seed=job.seed,
     )
     batch_tokens = job.batch_tokens or amounts.batch_tokens
-    plan = Plan(
-        job, checkpoint, config, recipe, head, calibration, max(1, batch_tokens // seq_len),
-        device, _settings(job, recipe, head, calibration, checkpoint, batch_tokens),
-    )  # fmt: skip
+    batch_rows = max(1, batch_tokens // seq_len)
+    task = Task(calibration, WorkFolder(job.work_dir), batch_rows, device)
+    settings = _settings(job, recipe, head, subject, task, batch_tokens)
+    plan = Plan(job, subject, recipe, head, task, settings)
     _check_resources(plan, batch_tokens)
-    if not resuming:
-        checks.check_weights(checkpoint.tensors)
+    if not task.work.is_there:
+        checks.check_weights(subject.checkpoint.tensors)
     return plan
 
 
 def _recipes(
-    job: Job,
-    scheme: Scheme,
-    head_scheme: Scheme | None,
-    checkpoint: Checkpoint,
-    config: DecoderConfig,
-    device: torch.device,
+    job: Job, scheme: Scheme, head_scheme: Scheme | None, subject: Subject, device: torch.device
 ) -> tuple[Recipe, Recipe | None]:
-    infos = checkpoint.tensors.infos()
-    body, head = checks.linear_shapes(infos), (config.vocab_size, config.hidden_size)
+    infos = subject.tensors.infos()
+    body = checks.linear_shapes(infos, subject.layers)
+    out, width = infos[subject.head_name].shape
     alpha_step = job.alpha_step or _amounts(scheme, device).alpha_step
     if head_scheme is None:
         return Recipe(scheme, block_size(scheme, body), alpha_step, job.kv_cache_quantization), None
     # The layout has one block size for all INT4 layers.
-    both = {**body, "lm_head": head}
-    body_block = block_size(scheme, both if scheme is head_scheme else body)
-    head_block = body_block if scheme is head_scheme else block_size(head_scheme, {"lm_head": head})
+    head = {"lm_head": (out, width)}
+    body_block = block_size(scheme, {**body, **head} if scheme is head_scheme else body)
+    head_block = body_block if scheme is head_scheme else block_size(head_scheme, head)
     return (
         Recipe(scheme, body_block, alpha_step, job.kv_cache_quantization),
         Recipe(head_scheme, head_block, alpha_step),
@@ -151,31 +141,25 @@ def _recipes(
 
 
 def _check_resources(plan: Plan, batch_tokens: int) -> None:
-    infos, calibration = plan.checkpoint.tensors.infos(), plan.calibration
-    if plan.device.type == "cpu":
-        needed = checks.needed_bytes(plan.config, infos, batch_tokens, plan.head is not None)
+    subject, task = plan.subject, plan.task
+    if task.device.type == "cpu":
+        needed = subject.needed_bytes(batch_tokens, with_head=plan.head is not None)
         checks.check_memory(needed, checks.available_bytes())
-    tokens = calibration.rows.size + 2 * calibration.held_out.size
-    states = 2 * 4 * plan.config.hidden_size * tokens  # those before and those behind a layer
-    result = sum(info.num_bytes for info in infos.values())
-    checks.check_disk(plan.job.output_dir, states + 2 * result)
+    result = sum(info.num_bytes for info in subject.checkpoint.tensors.infos().values())
+    checks.check_disk(plan.job.output_dir, subject.states_bytes(task.calibration) + 2 * result)
 
 
 def _settings(
-    job: Job,
-    recipe: Recipe,
-    head: Recipe | None,
-    calibration: Calibration,
-    checkpoint: Checkpoint,
-    batch_tokens: int,
+    job: Job, recipe: Recipe, head: Recipe | None, subject: Subject, task: Task, batch_tokens: int
 ) -> dict[str, Any]:
     """What a run that goes on must have in common with the one that began."""
     facts = asdict(job)
     for name in ("output_dir", "device"):
         del facts[name]
-    infos = checkpoint.tensors.infos()
+    infos = subject.tensors.infos()
     names = sorted((name, info.dtype, info.shape) for name, info in infos.items())
-    described = json.dumps([checkpoint.config, names], sort_keys=True)
+    described = json.dumps([subject.checkpoint.config, names], sort_keys=True)
+    calibration = task.calibration
     facts |= {
         "block_size": recipe.block_size,
         "lm_head_block_size": None if head is None else head.block_size,

@@ -24,11 +24,17 @@ Head = Callable[[torch.Tensor], torch.Tensor]  # [T, H] -> [T, V]
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Over held-out text, every token predicted from those before it in its row."""
+    """Over held-out text: how well the right token is predicted, and how alike.
+
+    Of a language model the right token is the next one, of a draft that which its base takes
+    (tokens that the draft does not know are missed, and are no part of its perplexity).
+    """
 
     tokens: int
     perplexity_float: float
     perplexity_quantized: float
+    accuracy_float: float  # share of tokens whose likeliest candidate is right
+    accuracy_quantized: float
     kl_divergence: float  # of the quantized from the float distribution, nats a token
     top1_agreement: float
 
@@ -59,8 +65,15 @@ def quantized_head(linear: DecodedLinear, device: torch.device) -> Head:
     return head
 
 
+def greedy(states: torch.Tensor, head: Head) -> NDArray[np.int64]:
+    """The likeliest ids [B, S] for normed states [B, S, H]."""
+    flat = states.flatten(0, 1)
+    parts = [head(flat[at : at + _TOKENS]).argmax(-1) for at in range(0, len(flat), _TOKENS)]
+    return torch.cat(parts).view(states.shape[:2]).cpu().numpy()
+
+
 def measure(
-    rows: NDArray[np.int64],
+    targets: NDArray[np.int64],
     states: tuple[States, States],
     norm: PreTrainedModel,
     heads: tuple[Head, Head],
@@ -69,40 +82,42 @@ def measure(
     """Compare the float with the quantized model.
 
     Args:
-        rows: token ids [rows, S].
+        targets: right ids of the first T states of each row, [rows, T]; -1: there is none.
         states: of the float and the quantized model behind the last layer.
         norm: a model without layers, for its final norm.
         heads: the float one and that of the quantized model.
         device: where to compute.
     """
-    sums = np.zeros(4)  # negative log-likelihoods, KL, agreements
-    count = 0
-    for pair, ids in _chunks(rows, states, norm, device):
+    losses, hits, sums = np.zeros(2), np.zeros(2), np.zeros(2)
+    count = known = 0
+    for pair, ids in _chunks(targets, states, norm, device):
         logs = [torch.log_softmax(head(x), -1) for head, x in zip(heads, pair, strict=True)]
-        target = ids[:, None]
+        is_known = ids >= 0
+        right = [log.gather(-1, ids.clamp(min=0)[:, None])[is_known, 0] for log in logs]
+        best = [log.argmax(-1) for log in logs]
+        losses -= [float(values.double().sum()) for values in right]
+        hits += [int((found == ids).sum()) for found in best]
         divergence = (logs[0].exp() * (logs[0] - logs[1])).sum(-1)
-        agree = logs[0].argmax(-1) == logs[1].argmax(-1)
-        values = [-log.gather(-1, target) for log in logs] + [divergence, agree]
-        sums += [float(value.double().sum()) for value in values]
+        sums += [float(divergence.double().sum()), int((best[0] == best[1]).sum())]
+        known += int(is_known.sum())
         count += len(ids)
-    loss_float, loss_quantized, divergence, agreement = sums / count
-    return Quality(
-        count, math.exp(loss_float), math.exp(min(loss_quantized, 700)), divergence, agreement
-    )
+    perplexities = [math.exp(min(loss / max(known, 1), 700)) for loss in losses.tolist()]
+    accuracies, rest = (hits / count).tolist(), (sums / count).tolist()
+    return Quality(count, *perplexities, *accuracies, *rest)
 
 
 def _chunks(
-    rows: NDArray[np.int64],
+    targets: NDArray[np.int64],
     states: tuple[States, States],
     norm: PreTrainedModel,
     device: torch.device,
 ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Normed states [T, H] of both models, and the ids [T] that follow."""
-    width = states[0].shape[-1]
+    """Normed states [T, H] of both models, and the right ids [T]."""
+    width, length = states[0].shape[-1], targets.shape[1]
     row = 0
     for pair in zip(*(one.batches(device) for one in states), strict=True):
-        normed = [run_layer(norm, batch)[:, :-1].reshape(-1, width) for batch in pair]
-        ids = torch.from_numpy(rows[row : row + len(pair[0]), 1:].reshape(-1)).to(device)
+        normed = [run_layer(norm, batch)[:, :length].reshape(-1, width) for batch in pair]
+        ids = torch.from_numpy(targets[row : row + len(pair[0])].reshape(-1)).to(device)
         row += len(pair[0])
         for begin in range(0, len(ids), _TOKENS):
             part = slice(begin, begin + _TOKENS)

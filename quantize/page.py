@@ -27,7 +27,7 @@ def render(report: Report) -> str:
 
 
 def _title(report: Report) -> str:
-    parts = [report.quantization]
+    parts = [f"{report.subject}: {report.quantization}"]
     parts += [f"lm_head {report.lm_head}"] if report.lm_head != "float" else []
     parts += [f"KV cache {report.kv_cache}"] if report.kv_cache != "float" else []
     return ", ".join(parts)
@@ -35,9 +35,10 @@ def _title(report: Report) -> str:
 
 def _facts(report: Report) -> str:
     quality = report.quality
+    accuracy = f"{quality.accuracy_float:.1%} → {quality.accuracy_quantized:.1%}"
     facts = {
-        "perplexity, float": f"{quality.perplexity_float:.3f}",
-        "perplexity, quantized": f"{quality.perplexity_quantized:.3f}",
+        "perplexity": f"{quality.perplexity_float:.3f} → {quality.perplexity_quantized:.3f}",
+        report.accuracy_means: accuracy,
         "KL divergence": f"{quality.kl_divergence:.4f} nats",
         "top-1 agreement": f"{quality.top1_agreement:.1%}",
         "size": f"{report.bytes_before / 1e6:.1f} → {report.bytes_after / 1e6:.1f} MB",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -10,8 +11,7 @@ from typing import Any
 from edgellm.quantize.evaluate import LayerReport
 from edgellm.quantize.job import Plan
 from edgellm.quantize.logits import Quality
-from edgellm.quantize.tensors import FLOATS
-from edgellm.quantize.work import WorkFolder, layer_part
+from edgellm.quantize.work import HEAD_PART, layer_part
 
 _PACKAGES = ("edgellm", "nvidia-modelopt", "torch", "transformers", "numpy")
 _WORST = 5
@@ -21,6 +21,7 @@ _WORST = 5
 class Report:
     """All figures of a run, measured on the exported tensors."""
 
+    subject: str  # "language model" or "draft"
     quantization: str
     lm_head: str
     kv_cache: str
@@ -38,55 +39,59 @@ class Report:
     versions: dict[str, str]
 
     @property
+    def accuracy_means(self) -> str:
+        """What the accuracies of `quality` count."""
+        if self.subject == "draft":
+            return "first candidates that the base takes"
+        return "next tokens that are the likeliest"
+
+    @property
     def worst_layers(self) -> list[LayerReport]:
         """The layers with the largest output errors."""
         return sorted(self.layers, key=lambda layer: -layer.output_error)[:_WORST]
 
 
-def make_report(plan: Plan, work: WorkFolder, quality: Quality, seconds: float) -> Report:
+def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
     """Collect what the parts in the work folder say."""
-    names = [layer_part(index) for index in range(plan.config.num_hidden_layers)]
-    names += ["head"] if plan.head is not None else []
-    sources = [work.tensors(name).infos() for name in names]
-    before = plan.checkpoint.tensors.infos()
-    parts = {name: info for source in sources for name, info in source.items()}
+    work, subject, calibration = plan.task.work, plan.subject, plan.task.calibration
+    layers = [layer_part(index) for index in range(len(subject.layers))]
+    sources = [work.tensors(name) for name in layers]
+    sources += [] if plan.head is None else [work.tensors(HEAD_PART)]
+    parts = {name: info for source in sources for name, info in source.infos().items()}
+    before = subject.checkpoint.tensors.infos()
     modules = {name.removesuffix("_scale") for name in parts if name.endswith(".weight_scale")}
     weights = stored = 0
     for module in modules:
-        origin = before.get(module) or before[plan.head_name]
-        weights += origin.shape[0] * origin.shape[1]
+        origin = before.get(module) or subject.tensors.infos()[subject.head_name]
+        weights += math.prod(origin.shape)
         stored += sum(
             info.num_bytes
             for name, info in parts.items()
             if name.startswith(module) or name == module.removesuffix("weight") + "pre_quant_scale"
         )
-    kept = sum(
-        info.num_bytes
-        for name, info in before.items()
-        if not name.startswith("model.layers.")
-        and not (plan.head is not None and name == "lm_head.weight")
-    )
+    kept = sum(info.num_bytes for name, info in before.items() if name not in parts)
     return Report(
+        subject=subject.kind,
         quantization=plan.job.quantization,
         lm_head=plan.job.lm_head_quantization or "float",
         kv_cache=plan.job.kv_cache_quantization or "float",
         settings=plan.settings,
         calibration={
-            "name": plan.calibration.name,
-            "rows": len(plan.calibration.rows),
-            "held_out_rows": len(plan.calibration.held_out),
-            "tokens_per_row": plan.calibration.rows.shape[1],
-            "sha256": plan.calibration.sha256,
+            "name": calibration.name,
+            "rows": len(calibration.rows),
+            "held_out_rows": len(calibration.held_out),
+            "tokens_per_row": calibration.rows.shape[1],
+            "sha256": calibration.sha256,
         },
         quality=quality,
-        layers=tuple(_layer(work.facts(name)) for name in names if name != "head"),
+        layers=tuple(_layer(work.facts(name)) for name in layers),
         quantized_modules=len(modules),
         bits_per_weight=8 * stored / weights,
-        bytes_before=sum(info.num_bytes for info in before.values() if info.dtype in FLOATS),
+        bytes_before=sum(info.num_bytes for info in before.values()),
         bytes_after=kept + sum(info.num_bytes for info in parts.values()),
         seconds=seconds,
         peak_memory_bytes=_peak_memory(),
-        device=str(plan.device),
+        device=str(plan.task.device),
         versions={
             **{name: version(name) for name in _PACKAGES},
             "python": platform.python_version(),

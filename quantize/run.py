@@ -1,42 +1,34 @@
-"""One run of `edgellm-quantize llm`: layer by layer, each finished one kept on disk."""
+"""One run of `edgellm-quantize`: layer by layer, each finished one kept on disk."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from edgellm.export.checkpoint import TensorSource
-from edgellm.quantize.block import LAYER, head_model, layer_model, quiet_transformers, run_layer
-from edgellm.quantize.checks import EMBEDDING, NORM
+from edgellm.quantize.block import LAYER, quiet_transformers, run_layer
 from edgellm.quantize.engine import Exported, quantize
 from edgellm.quantize.evaluate import LayerReport, QuantizedLayer, compare, refuse_broken
 from edgellm.quantize.folder import check_output, write_folder
+from edgellm.quantize.formats import F32
 from edgellm.quantize.job import Job, Plan, make_plan
 from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
 from edgellm.quantize.logits import Quality, float_head, measure, quantized_head
 from edgellm.quantize.report import Report, make_report
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor, read_below, read_tensor
-from edgellm.quantize.work import (
-    CALIBRATION,
-    FLOAT,
-    QUANTIZED,
-    WorkFolder,
-    as_facts,
-    layer_part,
-)
+from edgellm.quantize.work import CALIBRATION, FLOAT, HEAD_PART, QUANTIZED, as_facts, layer_part
 
 Progress = Callable[[str, int, int], None]  # what was finished, parts done, parts in all
-HEAD_PART = "head"
 _HEAD_TOKENS = 1024  # with which a head is calibrated whose smoothing is searched
 
 
-def run_llm(job: Job, progress: Progress) -> Report:
-    """Quantize a checkpoint into `job.output_dir`.
+def run_job(job: Job, progress: Progress) -> Report:
+    """Quantize a language model or a draft into `job.output_dir`.
 
     An interrupted run goes on where it stopped. The output folder appears when all is done.
 
@@ -45,106 +37,93 @@ def run_llm(job: Job, progress: Progress) -> Report:
     """
     quiet_transformers()
     start = time.perf_counter()
-    work = WorkFolder(job.work_dir)
     check_output(job.output_dir)
-    plan = make_plan(job, resuming=work.is_there)
+    plan = make_plan(job)
+    work, subject = plan.task.work, plan.subject
     work.claim(plan.settings)
-    parts = plan.config.num_hidden_layers + 1
+    prepared, layers = subject.num_preparations, len(subject.layers)
+    parts = prepared + layers + 1
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
-        for index in range(plan.config.num_hidden_layers):
+        for index in range(layers):
             if not work.has(layer_part(index)):
-                _quantize_layer(plan, work, index)
-            progress(f"layer {index}", index + 1, parts)
-        quality = _finish(plan, work)
+                if index == 0:
+                    subject.enter(plan.task, _streams(plan, 0), lambda *at: progress(*at, parts))
+                _quantize_layer(plan, index)
+            progress(f"layer {index}", prepared + index + 1, parts)
+        quality = _finish(plan)
     progress("evaluation", parts, parts)
-    report = make_report(plan, work, quality, time.perf_counter() - start)
-    write_folder(plan, work, report)
+    report = make_report(plan, quality, time.perf_counter() - start)
+    write_folder(plan, report)
     work.remove()
     return report
 
 
-def _streams(plan: Plan, work: WorkFolder, layer: int) -> dict[str, States]:
+def _streams(plan: Plan, layer: int) -> dict[str, States]:
     """The three streams of hidden states that enter `layer`."""
-    sizes = {
-        CALIBRATION: plan.calibration.rows.shape,
-        FLOAT: plan.calibration.held_out.shape,
-        QUANTIZED: plan.calibration.held_out.shape,
+    task = plan.task
+    rows = {
+        CALIBRATION: task.calibration.rows,
+        FLOAT: task.calibration.held_out,
+        QUANTIZED: task.calibration.held_out,
     }
     return {
         name: States(
-            work.states(name, layer), (rows, length, plan.config.hidden_size), plan.batch_rows
+            task.work.states(name, layer), plan.subject.states_shape(ids, layer), task.batch_rows
         )
-        for name, (rows, length) in sizes.items()
+        for name, ids in rows.items()
     }
 
 
-def _embed(plan: Plan, streams: dict[str, States]) -> None:
-    """The states that enter the first layer."""
-    table = read_tensor(plan.checkpoint.tensors, EMBEDDING)
-    texts = {CALIBRATION: plan.calibration.rows, FLOAT: plan.calibration.held_out}
-    for name, states in streams.items():
-        rows = texts.get(name, plan.calibration.held_out)
-        states.write(_embedded(table, rows, plan.batch_rows))
-
-
-def _embedded(table: Tensor, rows: np.ndarray, batch_rows: int) -> Iterator[torch.Tensor]:
-    for begin in range(0, len(rows), batch_rows):
-        batch = rows[begin : begin + batch_rows]
-        known, places = np.unique(batch, return_inverse=True)
-        vectors = np.concatenate([table.rows(int(i), int(i) + 1).floats() for i in known])
-        yield torch.from_numpy(vectors[places.reshape(batch.shape)])
-
-
-def _quantize_layer(plan: Plan, work: WorkFolder, index: int) -> None:
+def _quantize_layer(plan: Plan, index: int) -> None:
     """One layer from the source to a finished part, and all streams behind it."""
     start = time.perf_counter()
-    work.drop_states(before=index)
-    before, after = _streams(plan, work, index), _streams(plan, work, index + 1)
-    if index == 0:
-        _embed(plan, before)
-    raw = read_below(plan.checkpoint.tensors, LAYER.format(index))
-    raw = {name: tensor for name, tensor in raw.items() if not name.endswith("inv_freq")}
+    subject, task = plan.subject, plan.task
+    task.work.drop_states(before=index)
+    before, after = _streams(plan, index), _streams(plan, index + 1)
+    raw = subject.layer_source(index)
     source = {name: tensor.floats() for name, tensor in raw.items()}
-    exported = _exported(plan, work, index, source, before, after)
+    exported = _exported(plan, index, source, before, after)
     tensors = _kept(exported, raw)
+    layer = subject.layers[index]
     quantized = QuantizedLayer(
-        plan.checkpoint.config, index, source, tensors, plan.recipe.scheme, plan.device
-    )
+        layer, source, tensors, plan.recipe.scheme,
+        lambda values: subject.layer_model(index, values, task.device), task.device,
+    )  # fmt: skip
     errors = quantized.weight_errors(source)
-    refuse_broken(index, errors)
-    before[QUANTIZED].advance(after[QUANTIZED].path, quantized, plan.device)
+    refuse_broken(layer, errors)
+    before[QUANTIZED].advance(after[QUANTIZED], quantized, task.device)
     output, stream = compare(
-        quantized, before[FLOAT], (after[FLOAT], after[QUANTIZED]), plan.device
+        quantized, before[FLOAT], (after[FLOAT], after[QUANTIZED]), task.device
     )
     bits = {name: linear.bits for name, linear in quantized.decoded.items()}
     report = LayerReport(index, output, stream, errors, bits, time.perf_counter() - start)
-    named = {LAYER.format(index) + name: tensor for name, tensor in tensors.items()}
+    named = {layer + name: tensor for name, tensor in tensors.items()}
     facts = as_facts(report, quantization=exported.quantization, producer=exported.producer)
-    work.store(layer_part(index), named, facts)
+    task.work.store(layer_part(index), named, facts)
 
 
 def _exported(
     plan: Plan,
-    work: WorkFolder,
     index: int,
-    source: dict[str, Any],
+    source: dict[str, F32],
     before: dict[str, States],
     after: dict[str, States],
 ) -> Exported:
     """The float streams moved on, then the layer quantized by ModelOpt."""
-    model = layer_model(plan.checkpoint.config, index, source, plan.device)
+    device = plan.task.device
+    model = plan.subject.layer_model(index, source, device)
     names = [FLOAT]
-    if index + 1 < plan.config.num_hidden_layers or plan.head is not None:
+    if index + 1 < len(plan.subject.layers) or plan.head is not None:
         names.append(CALIBRATION)
     for name in names:
-        before[name].advance(after[name].path, lambda x: run_layer(model, x), plan.device)
+        before[name].advance(after[name], lambda x: run_layer(model, x), device)
 
     def loop(spoiled: Any) -> None:
-        for batch in before[CALIBRATION].batches(plan.device):
+        for batch in before[CALIBRATION].batches(device):
             run_layer(spoiled, batch)
 
-    return quantize(model, plan.recipe, loop, work.log)
+    return quantize(model, plan.recipe, loop, plan.task.work.log)
 
 
 def _kept(exported: Exported, raw: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -163,51 +142,53 @@ def _kept(exported: Exported, raw: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _finish(plan: Plan, work: WorkFolder) -> Quality:
+def _finish(plan: Plan) -> Quality:
     """Quantize the head if wanted, and compare the two models' answers."""
-    streams = _streams(plan, work, plan.config.num_hidden_layers)
-    source = plan.checkpoint.tensors
-    norm = read_tensor(source, NORM).floats()
-    if plan.head is not None and not work.has(HEAD_PART):
-        _quantize_head(plan, work, norm, streams[CALIBRATION])
-    head = read_tensor(source, plan.head_name)
-    heads = [float_head(head, plan.device)] * 2
+    subject, task = plan.subject, plan.task
+    streams = _streams(plan, len(subject.layers))
+    if plan.head is not None and not task.work.has(HEAD_PART):
+        _quantize_head(plan, streams[CALIBRATION])
+    head = read_tensor(subject.tensors, subject.head_name)
+    heads = [float_head(head, task.device)] * 2
     if plan.head is not None:
-        heads[1] = quantized_head(_decoded_head(plan, work.tensors(HEAD_PART)), plan.device)
+        decoded = _decoded_head(plan, task.work.tensors(HEAD_PART))
+        heads[1] = quantized_head(decoded, task.device)
     return measure(
-        plan.calibration.held_out,
+        subject.targets(task),
         (streams[FLOAT], streams[QUANTIZED]),
-        head_model(plan.checkpoint.config, norm, None, plan.device),
+        subject.norm_model(None, task.device),
         (heads[0], heads[1]),
-        plan.device,
+        task.device,
     )
 
 
 def _decoded_head(plan: Plan, tensors: TensorSource) -> DecodedLinear:
     assert plan.head is not None
-    shape = plan.config.vocab_size, plan.config.hidden_size
-    return decode_linear(read_below(tensors, ""), "lm_head", shape, plan.head.scheme.rounds_input)
+    out, width = plan.subject.tensors.infos()[plan.subject.head_name].shape
+    found = read_below(tensors, "")
+    return decode_linear(found, "lm_head", (out, width), plan.head.scheme.rounds_input)
 
 
-def _quantize_head(plan: Plan, work: WorkFolder, norm: np.ndarray, states: States) -> None:
+def _quantize_head(plan: Plan, states: States) -> None:
     assert plan.head is not None
     start = time.perf_counter()
-    weight = read_tensor(plan.checkpoint.tensors, plan.head_name).floats()
-    model = head_model(plan.checkpoint.config, norm, weight, plan.device)
+    subject, task = plan.subject, plan.task
+    weight = read_tensor(subject.tensors, subject.head_name).floats()
+    model = subject.norm_model(weight, task.device)
     limit = _HEAD_TOKENS if plan.head.scheme.is_awq else None
 
     def loop(spoiled: Any) -> None:
         count = 0
-        for batch in states.batches(plan.device):
+        for batch in states.batches(task.device):
             for row in batch[:, None]:  # the logits of a row are many
                 if limit is None or count < limit:
                     spoiled(inputs_embeds=row, use_cache=False)
                 count += row.shape[1]
 
-    exported = quantize(model, plan.head, loop, work.log)
+    exported = quantize(model, plan.head, loop, task.work.log)
     names = {f"lm_head.{part}" for part in PARTS}
     tensors = {name: value for name, value in exported.tensors.items() if name in names}
-    work.store(
+    task.work.store(
         HEAD_PART, tensors,
         {"quantization": exported.quantization, "seconds": time.perf_counter() - start},
     )  # fmt: skip

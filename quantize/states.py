@@ -41,15 +41,11 @@ class States:
         partial.replace(self.path)
         return self
 
-    def at(self, path: Path) -> States:
-        """States of the same rows in another file."""
-        return States(path, self.shape, self.batch_rows)
-
     def advance(
-        self, path: Path, step: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+        self, after: States, step: Callable[[torch.Tensor], torch.Tensor], device: torch.device
     ) -> States:
-        """These states behind one more layer, in the file `path`."""
-        return self.at(path).write(step(batch) for batch in self.batches(device))
+        """Write `after`: these states behind one more layer."""
+        return after.write(step(batch) for batch in self.batches(device))
 
     @property
     def num_bytes(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 VOCAB, BASE_HIDDEN, BASE_LAYERS = 96, 96, 8
-HEADS, KV_HEADS, INNER, EPSILON = 6, 2, 80, 1e-5
+HEADS, KV_HEADS, INNER, EPSILON = 6, 2, 64, 1e-5
 Tensors = dict[str, torch.Tensor]
 
 

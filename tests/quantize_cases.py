@@ -18,7 +18,7 @@ from edgellm.quantize.job import Job
 SIZES = {"intermediate_size": 96}  # hidden 96 as well: INT4 blocks of 32
 _TYPES = {
     "F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "U8": np.uint8,
-    "I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn, "I64": np.int64, "BOOL": np.bool_,
 }  # fmt: skip
 _E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 

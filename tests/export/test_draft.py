@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import make_checkpoint
+from draft_runs import CAPACITY, TOLERANCE, DraftRun, K, drive
 from eagle_reference import (
     BASE_HIDDEN,
     BASE_LAYERS,
@@ -16,10 +16,8 @@ from eagle_reference import (
     Layout,
     Reference,
     make_draft,
-    tree_mask,
 )
 
-from edgellm import contract
 from edgellm.artifact import verify_files
 from edgellm.contract import DraftBundleManifest, load_manifest
 from edgellm.device_runtime.backends import Plan
@@ -33,8 +31,6 @@ from edgellm.export import models
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
 
-TOLERANCE = 2e-4
-CAPACITY, K = 24, 6
 BASE = {**models.find("llama").TINY, "num_hidden_layers": BASE_LAYERS}
 _MODELOPT = {
     "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True,
@@ -123,58 +119,6 @@ EXPORTERS = {
 }  # fmt: skip
 
 
-@dataclass
-class DraftRun:
-    """The exported graphs with a cache."""
-
-    folder: Path
-    manifest: DraftBundleManifest
-    cache: dict[str, np.ndarray] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        kv = self.manifest.draft.decoder.kv
-        shape = (1, kv.num_kv_heads, CAPACITY, kv.head_dim)
-        for layer in range(kv.num_layers):
-            for part in ("key", "value"):
-                self.cache[contract.past_name(layer, part)] = np.zeros(shape, kv.dtype)
-        self.model = self._open("model")
-
-    def _open(self, name: str):
-        import onnxruntime as ort
-
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        # INT4 weights with float activations, not with int8 ones.
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-        path = str(self.folder / f"{name}.onnx")
-        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
-        taps = taps.numpy().astype(self.manifest.dtype)[None]
-        (hidden,) = self._open("fuse").run([contract.DRAFT_HIDDEN], {contract.HIDDEN_TAPS: taps})
-        return torch.from_numpy(hidden[0].astype(np.float32))
-
-    def forward(self, ids, hidden, positions, mask, write_index, rows) -> list[np.ndarray]:
-        """Candidates, log-probabilities and recycled rows of `rows`."""
-        feed = {
-            contract.INPUT_IDS: ids.numpy()[None],
-            contract.DRAFT_HIDDEN: hidden.numpy().astype(self.manifest.dtype)[None],
-            contract.POSITION_IDS: positions.numpy()[None],
-            contract.WRITE_INDEX: np.array([write_index]),
-            contract.TREE_MASK: np.asarray(mask),
-            contract.LOGITS_INDEX: np.asarray(rows),
-            contract.TOP_K: np.array([K]),
-            **self.cache,
-        }
-        names = [value.name for value in self.model.get_outputs()]
-        assert names[:3] == [
-            contract.CANDIDATE_IDS, contract.CANDIDATE_LOG_PROBS, contract.RECYCLED_HIDDEN
-        ]  # fmt: skip
-        (*outputs,) = self.model.run(names, feed)
-        self.cache = dict(zip(self.cache, outputs[3:], strict=True))
-        return [output[0] for output in outputs[:3]]
-
-
 @pytest.fixture(scope="session")
 def draft_bases(tmp_path_factory) -> dict[bool, Path]:
     """Bases of eight layers, by whether their head is tied to the embedding."""
@@ -199,49 +143,6 @@ def _export(tmp_path, bases, layout, dtype="fp32") -> tuple[DraftRun, Reference]
     return DraftRun(tmp_path / "bundle", manifest), Reference(draft, base, layout)
 
 
-def _compare(run, reference, ids, hidden, positions, mask, rows=None, tolerance=TOLERANCE):
-    """One pass through both; returns the reference's recycled rows."""
-    write_index = len(reference.cache[0][0])
-    rows = list(range(len(ids))) if rows is None else rows
-    found = run.forward(ids, hidden, positions, mask, write_index, rows)
-    log_probs, recycled = reference.forward(ids, hidden, positions, torch.as_tensor(mask))
-    best = log_probs[rows].topk(K)
-    np.testing.assert_allclose(found[1], best.values, atol=tolerance)
-    np.testing.assert_allclose(found[2], recycled[rows], atol=tolerance, rtol=tolerance)
-    assert found[1].dtype == np.float32
-    if tolerance == TOLERANCE:
-        np.testing.assert_array_equal(found[0], reference.targets[best.indices])
-    return recycled
-
-
-def _drive(run, reference, tolerance=TOLERANCE) -> None:
-    """A prefill, an extension, and two levels of a tree over recycled rows, in both ways."""
-    layout = reference.layout
-    random = torch.Generator().manual_seed(3)
-    width = BASE_HIDDEN * (1 if layout.eagle1 else len(layout.taps))
-    features = torch.randn(10, width, generator=random) * 2
-    ids = torch.randint(VOCAB, (15,), generator=random)
-    hidden = features if layout.eagle1 else reference.fuse(features)
-    if not layout.eagle1:
-        np.testing.assert_allclose(run.fuse(features), hidden, atol=tolerance, rtol=tolerance)
-    positions = torch.arange(10)
-    _compare(run, reference, ids[:7], hidden[:7], positions[:7], np.tri(7, dtype=bool),
-             tolerance=tolerance)  # fmt: skip
-    recycled = _compare(run, reference, ids[7:10], hidden[7:], positions[7:],
-                        np.tri(3, dtype=bool), tolerance=tolerance)  # fmt: skip
-    level = _compare(run, reference, ids[10:12], recycled[[2, 2]], torch.tensor([10, 10]),
-                     np.eye(2, dtype=bool), tolerance=tolerance)  # fmt: skip
-    parents = [-1, -1, 0, 0, 1]
-    mask, depth = tree_mask(parents), torch.tensor([10, 10, 11, 11, 11])
-    below = level[[0, 0, 1]]
-    # The next level alone, under a mask that also rules the level before.
-    _compare(run, reference, ids[12:15], below, depth[2:], mask[2:], [0, 2], tolerance)
-    # The same level together with its ancestors, over the slots that all of them had.
-    reference.drop_to(10)
-    hidden = torch.cat([recycled[[2, 2]], below])
-    _compare(run, reference, ids[10:15], hidden, depth, mask, [2, 3, 4], tolerance)
-
-
 def test_graphs_equal_the_reference(layout_name, draft_bases, tmp_path):
     layout = LAYOUTS[layout_name]
     run, reference = _export(tmp_path, draft_bases, layout)
@@ -255,7 +156,7 @@ def test_graphs_equal_the_reference(layout_name, draft_bases, tmp_path):
     assert run.manifest.provenance["exporter"] == EXPORTERS[layout_name.split("_")[0]]
     verify_files(run.folder, run.manifest.files)
     assert ("fuse.onnx" in run.manifest.files) is spec.fuses
-    _drive(run, reference)
+    drive(run, reference)
 
 
 class EngineRun(DraftRun):
@@ -293,13 +194,13 @@ class EngineRun(DraftRun):
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", TOLERANCE), ("fp16", 0.2)])
 def test_lowered_graphs_equal_the_reference(name, dtype, tolerance, draft_bases, tmp_path):
     run, reference = _export(tmp_path, draft_bases, LAYOUTS[name], dtype)
-    _drive(EngineRun(run.folder, run.manifest), reference, tolerance)
+    drive(EngineRun(run.folder, run.manifest), reference, tolerance)
 
 
 def test_half_precision(draft_bases, tmp_path):
     run, reference = _export(tmp_path, draft_bases, LAYOUTS["specforge_eagle31"], "fp16")
     assert run.manifest.dtype == "float16"
-    _drive(run, reference, tolerance=5e-2)
+    drive(run, reference, tolerance=5e-2)
 
 
 def test_linear_rope_and_quantized_layers(draft_bases, tmp_path):
@@ -330,7 +231,7 @@ def test_linear_rope_and_quantized_layers(draft_bases, tmp_path):
     reference = Reference(draft, base, layout, linear=4.0)
     reference.tensors = rounded
     reference.head = rounded["lm_head.weight"]
-    _drive(DraftRun(tmp_path / "bundle", manifest), reference)
+    drive(DraftRun(tmp_path / "bundle", manifest), reference)
 
 
 def test_the_embedding_keeps_its_name_and_a_quantized_base_lends_its_head(draft_bases, tmp_path):

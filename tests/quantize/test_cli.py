@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError, UnsupportedModelError
 from edgellm.quantize import checks, engine
 from edgellm.quantize import run as run_module
-from edgellm.quantize.run import run_llm
+from edgellm.quantize.run import run_job
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_ctrl_c_and_on(command, place, tmp_path, monkeypatch):
     done = len(list((tmp_path / "out.quantizing").glob("layer.*.json")))
     assert 2 <= done < 16
     assert command(*first).returncode == 0
-    run_llm(make_job(model, place / "text.jsonl", tmp_path / "whole", "nvfp4"), _quiet)
+    run_job(make_job(model, place / "text.jsonl", tmp_path / "whole", "nvfp4"), _quiet)
     assert _files(tmp_path / "out") == _files(tmp_path / "whole")
     assert [path.name for path in tmp_path.glob("*.quantizing")] == []
 
@@ -113,7 +113,7 @@ def test_every_step_may_be_the_last_before_an_interrupt(place, tmp_path, monkeyp
     options = {"lm_head_quantization": "fp8"}
     text = place / "text.jsonl"
     whole = make_job(place / "model", text, tmp_path / "whole", scheme, **options)
-    run_llm(whole, _quiet)
+    run_job(whole, _quiet)
     job = make_job(place / "model", text, tmp_path / "out", scheme, **options)
     replace, calls = Path.replace, 0
 
@@ -130,7 +130,7 @@ def test_every_step_may_be_the_last_before_an_interrupt(place, tmp_path, monkeyp
         assert attempts < 40
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             patch.setattr(Path, "replace", cut)
-            run_llm(job, _quiet)
+            run_job(job, _quiet)
     assert attempts > 6
     assert _files(job.output_dir) == _files(whole.output_dir)
 
@@ -140,11 +140,11 @@ def test_a_run_with_other_settings_is_refused(job, place):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_llm(job, stop)
+        run_job(job, stop)
     other = make_job(place / "model", place / "text.jsonl", job.output_dir, "nvfp4")
     with pytest.raises(EdgeLLMError, match="holds a run with other settings"):
-        run_llm(other, _quiet)
-    run_llm(job, _quiet)
+        run_job(other, _quiet)
+    run_job(job, _quiet)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_device_that_is_not_there(place, tmp_path):
     text = place / "text.jsonl"
     job = make_job(place / "model", text, tmp_path / "out", "fp8", device="tpu")
     with pytest.raises(EdgeLLMError, match="--device tpu"):
-        run_llm(job, _quiet)
+        run_job(job, _quiet)
 
 
 def test_models_that_will_not_do(damaged):
@@ -176,7 +176,7 @@ def test_models_that_will_not_do(damaged):
 
     def refused(error, words):
         with pytest.raises(error, match=words):
-            run_llm(damaged, _quiet)
+            run_job(damaged, _quiet)
         assert not damaged.output_dir.exists()
         assert not damaged.work_dir.exists()
 
@@ -205,13 +205,13 @@ def test_shapes_that_will_not_do(place, tmp_path):
     make_model(tmp_path / "odd", "llama", intermediate_size=80)
     job = make_job(tmp_path / "odd", place / "text.jsonl", tmp_path / "out", "int4_awq")
     with pytest.raises(UnsupportedModelError, match="down_proj has 80 inputs"):
-        run_llm(job, _quiet)
+        run_job(job, _quiet)
 
 
 def test_too_little_memory_is_foreseen(job, monkeypatch):
     monkeypatch.setattr(checks, "available_bytes", lambda: 300 << 20)
     with pytest.raises(LimitError, match=r"needs about .* GB of memory"):
-        run_llm(job, _quiet)
+        run_job(job, _quiet)
     assert not job.work_dir.exists()
 
 
@@ -219,7 +219,7 @@ def test_too_little_disk_is_foreseen(job, monkeypatch):
     usage = shutil.disk_usage(job.output_dir.parent)._replace(free=1000)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(LimitError, match="GB of disk"):
-        run_llm(job, _quiet)
+        run_job(job, _quiet)
 
 
 def test_foreign_files_are_kept(job):
@@ -227,17 +227,17 @@ def test_foreign_files_are_kept(job):
     foreign = job.output_dir / "model.safetensors"
     foreign.write_bytes(b"mine")
     with pytest.raises(EdgeLLMError, match="this command did not make"):
-        run_llm(job, _quiet)
+        run_job(job, _quiet)
     foreign.unlink()
     notes = job.output_dir / "notes.txt"
     notes.write_text("mine")
-    run_llm(job, _quiet)
+    run_job(job, _quiet)
     assert notes.read_text() == "mine"
     assert len(list(job.output_dir.iterdir())) == 10
     job.work_dir.mkdir()
     (job.work_dir / "mine").touch()
     with pytest.raises(EdgeLLMError, match="not of an interrupted run"):
-        run_llm(job, _quiet)
+        run_job(job, _quiet)
 
 
 def test_an_export_that_is_not_sound_stops_the_run(job, monkeypatch):
@@ -252,7 +252,7 @@ def test_an_export_that_is_not_sound_stops_the_run(job, monkeypatch):
 
     monkeypatch.setattr(run_module, "quantize", uncalibrated)
     with pytest.raises(BrokenArtifactError, match=r"model.layers.0.*input_scale is missing"):
-        run_llm(job, _quiet)
+        run_job(job, _quiet)
     assert not job.output_dir.exists()
 
 
@@ -271,7 +271,7 @@ def test_another_weight_than_the_sources_stops_the_run(job, monkeypatch):
 
     monkeypatch.setattr(run_module, "quantize", broken)
     with pytest.raises(BrokenArtifactError, match=r"layers\.0\.self_attn\.k_proj lost its"):
-        run_llm(job, _quiet)
+        run_job(job, _quiet)
 
 
 def test_memory_does_not_grow_with_layers(place, tmp_path):
@@ -279,13 +279,13 @@ def test_memory_does_not_grow_with_layers(place, tmp_path):
     sizes = {"hidden_size": 384, "intermediate_size": 768}
     lines = [
         "import resource; from pathlib import Path; from edgellm.quantize.job import Job",
-        "from edgellm.quantize.run import run_llm",
+        "from edgellm.quantize.run import run_job",
     ]
     for layers in (3, 15):
         model = make_model(tmp_path / f"{layers}", "llama", num_hidden_layers=layers, **sizes)
         text, output = str(place / "text.jsonl"), str(tmp_path / f"out{layers}")
         lines += [
-            f"run_llm(Job({str(model)!r}, Path({output!r}), 'fp8', calib_dataset={text!r}, "
+            f"run_job(Job({str(model)!r}, Path({output!r}), 'fp8', calib_dataset={text!r}, "
             "num_samples=4, seq_len=32, device='cpu'), lambda *_: None)",
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)",
         ]

@@ -21,7 +21,7 @@ from edgellm.export.weights import Weights
 from edgellm.quantize import folder as folder_module
 from edgellm.quantize.job import Job, make_plan
 from edgellm.quantize.linear import decode_linear
-from edgellm.quantize.run import run_llm
+from edgellm.quantize.run import run_job
 from edgellm.quantize.schemes import HEAD_SCHEMES, SCHEMES
 from edgellm.quantize.tensors import read_below
 
@@ -64,7 +64,7 @@ def run(place, text):
         name = "-".join([kind, scheme, *map(str, changes.values())])
         job = make_job(model, text, place / name, scheme, **changes)
         if name not in reports:
-            reports[name] = run_llm(job, lambda *_: None)
+            reports[name] = run_job(job, lambda *_: None)
         return job, reports[name]
 
     return get
@@ -135,7 +135,7 @@ def _portable_perplexity(job: Job, bundle: Path) -> float:
     export_llm(open_checkpoint(str(job.output_dir)), bundle, ExportOptions("fp32"))
     manifest = load_manifest(bundle, BundleManifest)
     losses = []
-    for row in make_plan(job, resuming=True).calibration.held_out:
+    for row in make_plan(job).task.calibration.held_out:
         logits = run_portable(bundle, manifest, row, len(row) - 2).astype(np.float64)
         logs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1))[:, None]
         logs -= logits.max(-1, keepdims=True)
@@ -221,7 +221,7 @@ def test_the_folder_is_complete(run):
     assert "<script" not in page
     assert not job.work_dir.exists()
     assert len(report.worst_layers) == 3
-    run_llm(job, lambda *_: None)  # an own folder may be replaced
+    run_job(job, lambda *_: None)  # an own folder may be replaced
     assert {path.name for path in job.output_dir.iterdir()} == names
 
 
@@ -229,7 +229,7 @@ def test_shards_have_an_index(run, place, text, monkeypatch, tmp_path):
     job, _ = run("llama", "fp8")
     monkeypatch.setattr(folder_module, "_SHARD_BYTES", 60_000)
     sharded = make_job(place / "llama", text, tmp_path / "out", "fp8")
-    run_llm(sharded, lambda *_: None)
+    run_job(sharded, lambda *_: None)
     index = json.loads((sharded.output_dir / "model.safetensors.index.json").read_text())
     whole = open_checkpoint(str(job.output_dir)).tensors
     parts = open_checkpoint(str(sharded.output_dir)).tensors

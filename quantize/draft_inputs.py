@@ -1,0 +1,55 @@
+"""From a base's features and token embeddings to the states that enter a draft's first layer."""
+
+from __future__ import annotations
+
+import torch
+
+from edgellm.export.checkpoint import TensorSource
+from edgellm.export.draft_config import DraftConfig
+from edgellm.quantize.tensors import read_tensor
+
+
+class DraftInputs:
+    """What stands before a draft's first layer; none of it is quantized."""
+
+    def __init__(self, facts: DraftConfig, tensors: TensorSource, device: torch.device) -> None:
+        """`tensors` are the draft's; each is read when it is first needed."""
+        self._facts, self._tensors, self._device = facts, tensors, device
+        self._cache: dict[str, torch.Tensor] = {}
+
+    def fuse(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Tapped streams, each [B, S, H], to hidden rows [B, S, D]."""
+        facts = self._facts
+        if not facts.fuses:
+            return taps[0]
+        if facts.norms.fc_norm:
+            taps = tuple(self._norm(x, f"fc_norm.{index}") for index, x in enumerate(taps))
+        x = torch.cat(taps, -1)
+        return self._fc(self._norm(x, "input_norm") if facts.norms.before_fc else x)
+
+    def join(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The residual and, behind it, what attention reads: [B, S, D + W]."""
+        facts = self._facts
+        if not facts.fuses:
+            x = self._fc(torch.cat([tokens, hidden], -1))
+            return torch.cat([x, x], -1)
+        normed = self._norm(hidden, f"{facts.first_layer}.hidden_norm")
+        attended = self._norm(tokens, f"{facts.first_layer}.input_layernorm")
+        residual = normed if facts.norms.before_residual else hidden
+        return torch.cat([residual, attended, normed], -1)
+
+    def _fc(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self._tensor("fc.bias") if self._facts.fc_bias else None
+        return torch.nn.functional.linear(x, self._tensor("fc.weight"), bias)
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        epsilon = self._facts.decoder.rms_norm_eps
+        return torch.nn.functional.rms_norm(
+            x, x.shape[-1:], self._tensor(f"{name}.weight"), epsilon
+        )
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name not in self._cache:
+            values = read_tensor(self._tensors, name).floats()
+            self._cache[name] = torch.from_numpy(values.copy()).to(self._device)
+        return self._cache[name]

@@ -1,0 +1,230 @@
+"""What is quantized: a language model here, a draft in `draft`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from edgellm.export.bundle import ExportOptions, understand
+from edgellm.export.checkpoint import Checkpoint, TensorSource
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.source import open_checkpoint
+from edgellm.quantize.block import LAYER, head_model, layer_model
+from edgellm.quantize.calibration import Calibration
+from edgellm.quantize.checks import EMBEDDING, HEAD, NORM, check_model, needed_bytes
+from edgellm.quantize.formats import F32
+from edgellm.quantize.states import States
+from edgellm.quantize.tensors import Tensor, read_below, read_tensor
+from edgellm.quantize.work import CALIBRATION, FLOAT, QUANTIZED, WorkFolder
+
+Ids = NDArray[np.int64]
+Tell = Callable[[str, int], None]  # what was prepared, preparations done
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """With what a run works, whatever it quantizes."""
+
+    calibration: Calibration
+    work: WorkFolder
+    batch_rows: int
+    device: torch.device
+
+
+class Subject(Protocol):
+    """A stack of layers over hidden states, with a head."""
+
+    checkpoint: Checkpoint
+
+    @property
+    def kind(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Sizes of the layers."""
+        ...
+
+    @property
+    def reader(self) -> LanguageModel:
+        """The model that reads the text."""
+        ...
+
+    @property
+    def tensors(self) -> TensorSource:
+        """All tensors, also borrowed ones."""
+        ...
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Where the names of each layer's tensors begin."""
+        ...
+
+    @property
+    def head_name(self) -> str:
+        """The tensor that is the float head."""
+        ...
+
+    @property
+    def float_modules(self) -> tuple[str, ...]:
+        """What stays as it is; of these the head may be quantized as well."""
+        ...
+
+    @property
+    def num_preparations(self) -> int:
+        """Into how many parts `enter` divides its work."""
+        ...
+
+    def layer_source(self, index: int) -> dict[str, Tensor]:
+        """A layer's tensors by transformers' names."""
+        ...
+
+    def layer_model(
+        self, index: int, tensors: Mapping[str, F32], device: torch.device
+    ) -> PreTrainedModel:
+        """A layer as a model."""
+        ...
+
+    def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
+        """What comes behind the layers, with a head [V, H] or without."""
+        ...
+
+    def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
+        """Of the states that enter `layer` when token ids [rows, S] were read."""
+        ...
+
+    def enter(self, task: Task, streams: Mapping[str, States], tell: Tell) -> None:
+        """Make the states that enter the first layer; what is there already stays."""
+        ...
+
+    def targets(self, task: Task) -> Ids:
+        """What the held-out states predict, [rows, T]; -1 where no id is right."""
+        ...
+
+    def needed_bytes(self, batch_tokens: int, *, with_head: bool) -> int:
+        """The most memory that a run takes, an estimate from above."""
+        ...
+
+    def states_bytes(self, calibration: Calibration) -> int:
+        """The most disk that states take."""
+        ...
+
+    def new_config(self, quantization: Mapping[str, Any], *, own_head: bool) -> dict[str, Any]:
+        """config.json of the result."""
+        ...
+
+    def check_result(self, folder: Path, ignored_keys: tuple[str, ...]) -> None:
+        """Raise what the exporter would."""
+        ...
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A float checkpoint of a decoder."""
+
+    checkpoint: Checkpoint
+    config: DecoderConfig
+    kind = "language model"
+    num_preparations = 0
+    float_modules = ("lm_head", "model.embed_tokens")
+
+    @classmethod
+    def open(cls, model_dir: str, ignored_keys: tuple[str, ...]) -> LanguageModel:
+        """Open and check it; raises what `check_model` does."""
+        checkpoint = open_checkpoint(model_dir)
+        return cls(checkpoint, check_model(checkpoint, ignored_keys))
+
+    @property
+    def reader(self) -> LanguageModel:
+        """Itself."""
+        return self
+
+    @property
+    def tensors(self) -> TensorSource:
+        """The checkpoint's."""
+        return self.checkpoint.tensors
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """See `Subject`."""
+        return tuple(LAYER.format(index) for index in range(self.config.num_hidden_layers))
+
+    @property
+    def head_name(self) -> str:
+        """The embedding, where it is the head as well."""
+        tied = self.config.tie_word_embeddings or HEAD not in self.tensors.infos()
+        return EMBEDDING if tied else HEAD
+
+    def layer_source(self, index: int) -> dict[str, Tensor]:
+        """See `Subject`."""
+        found = read_below(self.tensors, self.layers[index])
+        return {name: value for name, value in found.items() if not name.endswith("inv_freq")}
+
+    def layer_model(
+        self, index: int, tensors: Mapping[str, F32], device: torch.device
+    ) -> PreTrainedModel:
+        """See `Subject`."""
+        return layer_model(self.checkpoint.config, index, tensors, device)
+
+    def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
+        """The final norm, and the head."""
+        norm = read_tensor(self.tensors, NORM).floats()
+        return head_model(self.checkpoint.config, norm, head, device)
+
+    def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
+        """One state for each token."""
+        del layer  # all are alike
+        return (*rows.shape, self.config.hidden_size)
+
+    def enter(self, task: Task, streams: Mapping[str, States], tell: Tell) -> None:
+        """Look the embeddings up."""
+        del tell
+        rows = task.calibration.rows, task.calibration.held_out, task.calibration.held_out
+        for name, ids in zip((CALIBRATION, FLOAT, QUANTIZED), rows, strict=True):
+            streams[name].write(self.embedded(ids, task.batch_rows))
+
+    def embedded(self, rows: Ids, batch_rows: int) -> Iterator[torch.Tensor]:
+        """Embeddings [B, S, H] of token ids [rows, S], in batches."""
+        return embedded(read_tensor(self.tensors, EMBEDDING), rows, batch_rows)
+
+    def targets(self, task: Task) -> Ids:
+        """The tokens that follow."""
+        return task.calibration.held_out[:, 1:]
+
+    def needed_bytes(self, batch_tokens: int, *, with_head: bool) -> int:
+        """See `Subject`."""
+        head = self.tensors.infos()[self.head_name]
+        return needed_bytes(
+            self.tensors.infos(), self.layers, head, self.config, batch_tokens, with_head=with_head
+        )
+
+    def states_bytes(self, calibration: Calibration) -> int:
+        """Those before and those behind a layer."""
+        tokens = calibration.rows.size + 2 * calibration.held_out.size
+        return 2 * 4 * self.config.hidden_size * tokens
+
+    def new_config(self, quantization: Mapping[str, Any], *, own_head: bool) -> dict[str, Any]:
+        """See `Subject`; a quantized head is no longer the embedding."""
+        config = {**self.checkpoint.config, "quantization_config": quantization}
+        return {**config, "tie_word_embeddings": False} if own_head else config
+
+    def check_result(self, folder: Path, ignored_keys: tuple[str, ...]) -> None:
+        """See `Subject`."""
+        understand(open_checkpoint(str(folder)), ExportOptions(ignore_config_keys=ignored_keys))
+
+
+def embedded(table: Tensor, rows: Ids, batch_rows: int) -> Iterator[torch.Tensor]:
+    """Rows of `table` [V, H] for token ids [rows, S]: [B, S, H], in batches."""
+    for begin in range(0, len(rows), batch_rows):
+        batch = rows[begin : begin + batch_rows]
+        known, places = np.unique(batch, return_inverse=True)
+        vectors = np.concatenate([table.rows(int(i), int(i) + 1).floats() for i in known])
+        yield torch.from_numpy(vectors[places.reshape(batch.shape)])

@@ -1,0 +1,235 @@
+"""`edgellm-quantize draft`: every layout, calibrated with its base's features."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_checkpoint
+from draft_runs import DraftRun, drive
+from eagle_engines import EAGLE1, EAGLE3
+from eagle_reference import Layout, Reference, make_draft
+from quantize_cases import decode, load, write_text
+from transformers import AutoModelForCausalLM
+
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.export import models
+from edgellm.export.draft import DraftOptions, export_draft
+from edgellm.export.source import open_checkpoint
+from edgellm.quantize.job import Job, make_plan
+from edgellm.quantize.run import run_job
+from edgellm.quantize.schemes import SCHEMES
+
+SIZES = {"num_hidden_layers": 8, "intermediate_size": 96}
+LAYOUTS = {
+    "eagle3": EAGLE3,
+    "eagle1": EAGLE1,
+    "speculators": Layout(
+        {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+         "draft_vocab_size": 40, "norm_before_residual": True, "model_type": "speculator_model"},
+        inner_config={"model_type": "llama"}, first="layers.0", norm_before_residual=True,
+    ),
+    "everything": Layout(
+        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40,
+         "norm_output": True, "fc_norm": True},
+        layers=2, qkv_bias=True, qk_norm=True, fc_norm=True, norm_output=True, own_embedding=True,
+        file="pytorch_model.bin",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tiny matrices; more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("drafts")
+    write_text(folder / "text.jsonl")
+    for tied in (True, False):
+        sizes = {**models.find("llama").TINY, **SIZES, "tie_word_embeddings": tied}
+        make_checkpoint(folder / f"base-{tied}", **sizes)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make(place):
+    def job(name: str, scheme: str = "fp8", output: Path | None = None, **changes: object) -> Job:
+        draft, layout = place / name, LAYOUTS[name]
+        if not draft.exists():
+            make_draft(draft, layout)
+        changes = {"num_samples": 6, "seq_len": 32, "held_out": 2, "device": "cpu", **changes}
+        return Job(
+            str(draft), output or place / f"{name}-{scheme}", scheme,
+            base_model_dir=str(place / f"base-{layout.tied_base}"),
+            calib_dataset=str(place / "text.jsonl"), **changes,
+        )  # fmt: skip
+
+    return job
+
+
+def _quiet(*_: object) -> None:
+    pass
+
+
+def _float_answers(job: Job, layout: Layout, rows: np.ndarray):
+    """Log-probabilities of both steps and what the base takes, by an independent reference."""
+    base = AutoModelForCausalLM.from_pretrained(job.base_model_dir, dtype=torch.float32)
+    for row in torch.from_numpy(rows):
+        with torch.no_grad():
+            output = base(row[None], output_hidden_states=True)
+        taps = torch.cat([output.hidden_states[tap][0] for tap in layout.taps], -1)
+        greedy = output.logits[0].argmax(-1)
+        count = len(row) - 2
+        mask, places = torch.ones(count, count, dtype=torch.bool).tril(), torch.arange(count)
+        hidden = taps if layout.eagle1 else _reference(job, layout).fuse(taps)
+        hidden = hidden[:count]
+        for step in (1, 2):
+            reference = _reference(job, layout)
+            logs, hidden = reference.forward(row[step : step + count], hidden, places, mask)
+            yield logs, reference.targets, greedy[step : step + count]
+
+
+def _reference(job: Job, layout: Layout) -> Reference:
+    return Reference(Path(job.model_dir), Path(job.base_model_dir), layout)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_draft_is_tapped_and_measured_as_it_runs(make, name):
+    """Perplexity and accepted candidates of the float draft, against the reference's."""
+    job, layout = make(name), LAYOUTS[name]
+    report = run_job(job, _quiet)
+    rows = make_plan(job).task.calibration.held_out
+    losses, hits = [], []
+    for logs, targets, taken in _float_answers(job, layout, rows):
+        known = {int(target): at for at, target in enumerate(targets)}
+        ids = [known.get(int(token), -1) for token in taken]
+        losses += [-float(logs[at, i]) for at, i in enumerate(ids) if i >= 0]
+        hits += [int(logs[at].argmax()) == i for at, i in enumerate(ids)]
+    quality = report.quality
+    assert quality.tokens == len(hits) == 2 * len(rows) * (rows.shape[1] - 2)
+    assert quality.perplexity_float == pytest.approx(np.exp(np.mean(losses)), rel=1e-4)
+    assert quality.accuracy_float == pytest.approx(np.mean(hits), abs=0.011)  # near-ties
+    assert 0 < quality.kl_divergence < 0.1
+    assert quality.perplexity_quantized != quality.perplexity_float
+    assert report.subject == "draft"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_are_those_of_the_source(make, scheme):
+    job = make("eagle3", scheme)
+    report = run_job(job, _quiet)
+    found, source = load(job.output_dir), load(Path(job.model_dir))
+    worst = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11, "nvfp4_awq": 0.12}
+    for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"):
+        prefix = f"midlayer.{name}"
+        weight = decode(found, prefix)
+        if f"{prefix}.pre_quant_scale" in found:
+            weight = weight * found[f"{prefix}.pre_quant_scale"].astype(np.float32)
+        wanted = source[f"{prefix}.weight"].astype(np.float32)
+        if scheme == "nvfp4_awq" and f"{prefix}.pre_quant_scale" not in found:
+            continue  # smoothing is spread over two matrices
+        assert np.linalg.norm(weight - wanted) < worst[scheme] * np.linalg.norm(wanted)
+    for name in ("fc.weight", "lm_head.weight", "norm.weight", "d2t", "midlayer.hidden_norm.weight",
+                 "midlayer.input_layernorm.weight"):  # fmt: skip
+        np.testing.assert_array_equal(found[name], source[name])
+    assert report.quantized_modules == 7
+    described = json.loads((job.output_dir / "hf_quant_config.json").read_text())["quantization"]
+    assert described["exclude_modules"] == ["embed_tokens", "fc", "lm_head"]
+
+
+@pytest.mark.parametrize("head", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_bundle_computes_with_the_quantized_weights(make, name, head, tmp_path):
+    job = make(name, "int4_awq", tmp_path / "draft", lm_head_quantization=head)
+    run_job(job, _quiet)
+    checkpoints = (open_checkpoint(str(job.output_dir), tokenizer=False),
+                   open_checkpoint(job.base_model_dir, tokenizer=False))  # fmt: skip
+    manifest = export_draft(*checkpoints, tmp_path / "bundle", DraftOptions("fp32"))
+    mixed = "MIXED_PRECISION" if head == "int8" else "W4A16_AWQ"
+    assert manifest.quantization == mixed
+    reference = _reference(job, LAYOUTS[name])
+    reference.tensors |= _decoded(load(job.output_dir))
+    reference.head = reference.tensors.get("lm_head.weight", reference.head)
+    drive(DraftRun(tmp_path / "bundle", manifest), reference)
+
+
+def _decoded(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Smoothing moved from the inputs into the weights."""
+    found = {}
+    for name, value in tensors.items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.weight_scale" in tensors:
+            smooth = tensors.get(f"{layer}.pre_quant_scale", np.ones(1)).astype(np.float32)
+            found[name] = torch.from_numpy(decode(tensors, layer) * smooth)
+        elif name.endswith(("norm.weight", "proj.bias")):
+            found[name] = torch.from_numpy(value.astype(np.float32))
+    return found
+
+
+def test_interrupts_change_nothing(make, tmp_path, monkeypatch):
+    """Cut at the first, second, ... file that becomes whole, and gone on with: the same result."""
+    whole = make("everything", "int8_sq", tmp_path / "whole", lm_head_quantization="fp8")
+    run_job(whole, _quiet)
+    cut = replace(whole, output_dir=tmp_path / "cut")
+    move, attempts, calls = Path.replace, 0, 0
+
+    def stop(path, target):
+        nonlocal calls
+        calls += cut.work_dir in path.parents
+        if calls == attempts:
+            raise KeyboardInterrupt
+        return move(path, target)
+
+    while not cut.output_dir.exists():
+        attempts, calls = attempts + 1, 0
+        assert attempts < 30
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(Path, "replace", stop)
+            run_job(cut, _quiet)
+    assert attempts > 6
+    for file in ("model.safetensors", "config.json", "hf_quant_config.json"):
+        assert (cut.output_dir / file).read_bytes() == (whole.output_dir / file).read_bytes()
+
+
+def test_what_will_not_do(make, place, tmp_path):
+    job = make("eagle3", output=tmp_path / "out")
+    quantized = make("eagle3", "int8_sq")
+    run_job(quantized, _quiet)
+    for change, error, words in (
+        ({"model_dir": job.base_model_dir}, EdgeLLMError, "is not an EAGLE draft"),
+        ({"base_model_dir": job.model_dir}, EdgeLLMError, "is a draft, not a base"),
+        ({"model_dir": str(quantized.output_dir)}, UnsupportedModelError, "quantized already"),
+        ({"base_model_dir": str(place / "small")}, UnsupportedModelError, "too small|taps|layers"),
+    ):
+        make_checkpoint(place / "small", **{**models.find("llama").TINY, **SIZES,
+                                            "num_hidden_layers": 3})  # fmt: skip
+        with pytest.raises(error, match=words):
+            run_job(replace(job, **change), _quiet)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command(command, make, tmp_path):
+    job = make("eagle3")
+    result = command(
+        "edgellm-quantize", "draft", "--draft_model_dir", job.model_dir, "--base_model_dir",
+        job.base_model_dir, "--output_dir", tmp_path / "out", "--num_samples", 6, "--seq_len", 32,
+        "--calib_dataset", job.calib_dataset,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "first candidates that the base takes" in result.stdout
+    assert "7 layers at 8." in result.stdout
+    assert "base layer 7 (8/11)" in result.stderr
+    assert "layer 0 (10/11)" in result.stderr
+    page = (tmp_path / "out" / "edgellm_quant.html").read_text()
+    assert "draft: fp8" in page
