@@ -18,7 +18,6 @@ from edgellm.quantize.tensors import FLOATS, Tensor
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _NO_WEIGHTS = ("inv_freq", "d2t", "t2d")
 _BASE_BYTES = 700 << 20  # Python with torch, transformers and ModelOpt
-_LAYER_COPIES = 4  # in float32: the layer, ModelOpt's working copies, and what is read back
 _HEAD_COPIES = 5
 
 
@@ -90,6 +89,7 @@ def needed_bytes(
     head: TensorInfo,
     config: DecoderConfig,
     batch_tokens: int,
+    copies: int,
     *,
     with_head: bool,
 ) -> int:
@@ -101,6 +101,7 @@ def needed_bytes(
         head: of the float head [V, H].
         config: sizes of the layers.
         batch_tokens: computed at a time.
+        copies: how often a layer's weights are there at worst.
         with_head: whether the head is quantized as well.
     """
     sizes = [
@@ -109,7 +110,7 @@ def needed_bytes(
     ]
     width = 8 * config.hidden_size + 4 * config.intermediate_size
     peaks = [
-        _LAYER_COPIES * 4 * max(sizes) + 4 * batch_tokens * width,
+        copies * 4 * max(sizes) + 4 * batch_tokens * width,
         head.num_bytes + 4 * 8 * 256 * head.shape[0],  # the evaluation's logits
         _HEAD_COPIES * 4 * math.prod(head.shape) if with_head else 0,
     ]

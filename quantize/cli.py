@@ -74,6 +74,10 @@ def llm(
     ],
     output_dir: Output,
     quantization: Body,
+    algo: Annotated[
+        str | None,
+        typer.Option("--algo", help="Of int4_awq: awq, or autoround (slower and better)."),
+    ] = None,
     lm_head_quantization: Head = None,
     kv_cache_quantization: Cache = None,
     calib_dataset: Dataset = "default",
@@ -91,7 +95,7 @@ def llm(
     del debug  # read by run_command
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
-        kv_cache_quantization=kv_cache_quantization,
+        algo=algo, kv_cache_quantization=kv_cache_quantization,
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, batch_tokens=batch_tokens, device=device, seed=seed,
     )  # fmt: skip
@@ -132,7 +136,7 @@ def draft(
 def _run(
     model_dir: str, output_dir: Path, body: str, head: str | None, ignored: str, **options: Any
 ) -> None:
-    _check_names(body, head, options.get("kv_cache_quantization"))
+    _check_names(body, options.get("algo"), head, options.get("kv_cache_quantization"))
     _require_host()
     from edgellm.quantize.job import Job
     from edgellm.quantize.run import run_job
@@ -207,11 +211,11 @@ def _print(report: Report, output: Path) -> None:
     )
 
 
-def _check_names(body: str, head: str | None, cache: str | None) -> None:
+def _check_names(body: str, algo: str | None, head: str | None, cache: str | None) -> None:
     """Before the imports, which take seconds."""
-    from edgellm.quantize.schemes import HEAD_SCHEMES, KV_SCHEMES, SCHEMES, choose
+    from edgellm.quantize.schemes import HEAD_SCHEMES, KV_SCHEMES, choose, choose_scheme
 
-    choose("--quantization", body, SCHEMES)
+    choose_scheme(body, algo)
     if head is not None:
         choose("--lm_head_quantization", head, HEAD_SCHEMES)
     if cache is not None:

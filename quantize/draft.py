@@ -81,9 +81,13 @@ class Draft:
         """The base."""
         return self.base
 
-    @cached_property
+    @property
     def tensors(self) -> TensorSource:
         """The draft's, and what it has from its base."""
+        return self._tensors
+
+    @cached_property
+    def _tensors(self) -> TensorSource:
         return complete(self.checkpoint.tensors, self.base.tensors, self.facts)
 
     @property
@@ -143,7 +147,7 @@ class Draft:
         """Tap the base, and let the float draft take its first step."""
         if (task.work.path / _TARGETS).exists() and streams[QUANTIZED].path.exists():
             return
-        rows = {CALIBRATION: task.calibration.rows, FLOAT: task.calibration.held_out}
+        rows = {name: task.rows(name) for name in (CALIBRATION, FLOAT)}
         base = self._run_base(task, rows, tell)
         for name, ids in rows.items():
             streams[name].write(self._first_steps(ids, base[name], task))
@@ -245,13 +249,19 @@ class Draft:
         """The tokens that the base itself takes."""
         return np.load(task.work.path / _TARGETS)
 
-    def needed_bytes(self, batch_tokens: int, *, with_head: bool) -> int:
+    def needed_bytes(self, batch_tokens: int, copies: int, *, with_head: bool) -> int:
         """See `Subject`."""
         infos = self.tensors.infos()
         own = needed_bytes(
-            infos, self.layers, infos[HEAD], self.config, batch_tokens, with_head=with_head
+            infos,
+            self.layers,
+            infos[HEAD],
+            self.config,
+            batch_tokens,
+            copies,
+            with_head=with_head,
         )
-        return max(own, self.base.needed_bytes(batch_tokens, with_head=False))
+        return max(own, self.base.needed_bytes(batch_tokens, 2, with_head=False))
 
     def states_bytes(self, calibration: Calibration) -> int:
         """The base's tapped states and two more of its streams, the draft's before and behind."""

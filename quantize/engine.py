@@ -71,7 +71,7 @@ def quantize(model: PreTrainedModel, recipe: Recipe, loop: Loop, log: Path) -> E
         LimitError: the accelerator's memory does not suffice.
     """
     is_head = len(model.model.layers) == 0
-    with log.open("a") as stream, _quiet(stream), torch.no_grad(), _nvfp4_everywhere():
+    with log.open("a") as stream, quiet(stream), torch.no_grad(), _nvfp4_everywhere():
         try:
             quantized = mtq.quantize(model, _config(recipe, is_head), forward_loop=loop)
             with tempfile.TemporaryDirectory(dir=log.parent) as name:
@@ -125,7 +125,8 @@ def _explained(error: AssertionError) -> Exception:
 
 
 @contextlib.contextmanager
-def _quiet(stream: Any) -> Iterator[None]:
+def quiet(stream: Any) -> Iterator[None]:
+    """Send what a quantizer prints, and its warnings, elsewhere."""
     with (
         contextlib.redirect_stdout(stream),
         contextlib.redirect_stderr(stream),

@@ -47,9 +47,13 @@ def pack_int4(weight: F32, block_size: int) -> tuple[U8, F32]:
     scale = np.abs(blocks).max(axis=-1) / np.float32(7)
     safe = np.where(scale > 0, scale, np.float32(1))
     codes = np.clip(np.rint(blocks / safe[..., None]), -8, 7).astype(np.int8).reshape(out, width)
+    return pack_int4_codes(codes), safe.astype(np.float32)
+
+
+def pack_int4_codes(codes: NDArray[np.int8]) -> U8:
+    """Codes int8 [out, in] from -8 to 7, as `pack_int4` packs them: uint8 [out/2, in]."""
     nibbles = (codes.view(np.uint8) & 15).astype(np.uint8, copy=False)
-    packed = nibbles[0::2] + nibbles[1::2] * np.uint8(16)
-    return packed, safe.astype(np.float32)
+    return nibbles[0::2] + nibbles[1::2] * np.uint8(16)
 
 
 def unpack_int4(packed: U8, scale: F32) -> F32:

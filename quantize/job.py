@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,14 @@ from edgellm.quantize.calibration import load_tokenizer, read_calibration
 from edgellm.quantize.device import choose_device
 from edgellm.quantize.draft import Draft
 from edgellm.quantize.engine import Recipe
-from edgellm.quantize.schemes import HEAD_SCHEMES, KV_SCHEMES, SCHEMES, Scheme, block_size, choose
+from edgellm.quantize.schemes import (
+    HEAD_SCHEMES,
+    KV_SCHEMES,
+    Scheme,
+    block_size,
+    choose,
+    choose_scheme,
+)
 from edgellm.quantize.subject import LanguageModel, Subject, Task
 from edgellm.quantize.work import WorkFolder
 
@@ -29,6 +38,7 @@ class Job:
     output_dir: Path
     quantization: str
     base_model_dir: str | None = None  # of a draft; None: `model_dir` is a language model
+    algo: str | None = None  # None: AWQ where there is a choice
     lm_head_quantization: str | None = None
     kv_cache_quantization: str | None = None
     calib_dataset: str = "default"
@@ -71,9 +81,12 @@ class _Amounts:
 
 
 def _amounts(scheme: Scheme, device: torch.device) -> _Amounts:
+    """AWQ's search costs a dozen passes, AutoRound learns from rows again and again."""
+    searches = scheme.is_awq or scheme.is_autoround
     if device.type == "cpu":
-        return _Amounts(8 if scheme.is_awq else 32, 256, 8, 0.2, 2048)
-    return _Amounts(128 if scheme.is_awq else 512, 512, 32, 0.1, 8192)
+        rows = 8 if scheme.is_awq else 16 if searches else 32
+        return _Amounts(rows, 256, 8, 0.2, 2048)
+    return _Amounts(128 if searches else 512, 512, 32, 0.1, 8192)
 
 
 def make_plan(job: Job) -> Plan:
@@ -82,13 +95,15 @@ def make_plan(job: Job) -> Plan:
     Raises:
         EdgeLLMError: something of it will not do; names it and the remedy.
     """
-    scheme = SCHEMES[choose("--quantization", job.quantization, SCHEMES)]
+    scheme = choose_scheme(job.quantization, job.algo)
     head_scheme = None
     if job.lm_head_quantization is not None:
         name = choose("--lm_head_quantization", job.lm_head_quantization, HEAD_SCHEMES)
         head_scheme = HEAD_SCHEMES[name]
     if job.kv_cache_quantization is not None:
         choose("--kv_cache_quantization", job.kv_cache_quantization, KV_SCHEMES)
+    if scheme.is_autoround:
+        _check_autoround(job)
     device = choose_device(job.device)
     if job.base_model_dir is None:
         subject: Subject = LanguageModel.open(job.model_dir, job.ignore_config_keys)
@@ -121,6 +136,18 @@ def make_plan(job: Job) -> Plan:
     return plan
 
 
+def _check_autoround(job: Job) -> None:
+    """Raise `EdgeLLMError` for what the package cannot do, or if it is not there."""
+    if job.base_model_dir is not None or job.kv_cache_quantization is not None:
+        what = "drafts" if job.base_model_dir is not None else "scales of a KV cache"
+        raise EdgeLLMError(f"--algo autoround does not do {what}", hint="leave out --algo")
+    if importlib.util.find_spec("auto_round") is None:
+        raise EdgeLLMError(
+            "--algo autoround needs the package auto-round",
+            hint="in edgellm's folder: pip install '.[autoround]'",
+        )
+
+
 def _recipes(
     job: Job, scheme: Scheme, head_scheme: Scheme | None, subject: Subject, device: torch.device
 ) -> tuple[Recipe, Recipe | None]:
@@ -131,9 +158,10 @@ def _recipes(
     if head_scheme is None:
         return Recipe(scheme, block_size(scheme, body), alpha_step, job.kv_cache_quantization), None
     # The layout has one block size for all INT4 layers.
+    shared = scheme.is_int4 and head_scheme.is_int4
     head = {"lm_head": (out, width)}
-    body_block = block_size(scheme, {**body, **head} if scheme is head_scheme else body)
-    head_block = body_block if scheme is head_scheme else block_size(head_scheme, head)
+    body_block = block_size(scheme, {**body, **head} if shared else body)
+    head_block = body_block if shared else block_size(head_scheme, head)
     return (
         Recipe(scheme, body_block, alpha_step, job.kv_cache_quantization),
         Recipe(head_scheme, head_block, alpha_step),
@@ -141,9 +169,13 @@ def _recipes(
 
 
 def _check_resources(plan: Plan, batch_tokens: int) -> None:
-    subject, task = plan.subject, plan.task
+    subject, task, scheme = plan.subject, plan.task, plan.recipe.scheme
     if task.device.type == "cpu":
-        needed = subject.needed_bytes(batch_tokens, with_head=plan.head is not None)
+        needed = subject.needed_bytes(
+            batch_tokens, scheme.layer_copies, with_head=plan.head is not None
+        )
+        if scheme.is_autoround:  # inputs, outputs and rounded inputs of a layer
+            needed += 3 * 4 * math.prod(subject.states_shape(task.calibration.rows, 0))
         checks.check_memory(needed, checks.available_bytes())
     result = sum(info.num_bytes for info in subject.checkpoint.tensors.infos().values())
     checks.check_disk(plan.job.output_dir, subject.states_bytes(task.calibration) + 2 * result)

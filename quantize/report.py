@@ -72,7 +72,7 @@ def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
     kept = sum(info.num_bytes for name, info in before.items() if name not in parts)
     return Report(
         subject=subject.kind,
-        quantization=plan.job.quantization,
+        quantization=plan.recipe.scheme.name,
         lm_head=plan.job.lm_head_quantization or "float",
         kv_cache=plan.job.kv_cache_quantization or "float",
         settings=plan.settings,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from edgellm.export.checkpoint import TensorSource
+from edgellm.quantize.autoround import autoround
 from edgellm.quantize.block import LAYER, quiet_transformers, run_layer
 from edgellm.quantize.engine import Exported, quantize
 from edgellm.quantize.evaluate import LayerReport, QuantizedLayer, compare, refuse_broken
@@ -21,7 +22,15 @@ from edgellm.quantize.logits import Quality, float_head, measure, quantized_head
 from edgellm.quantize.report import Report, make_report
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor, read_below, read_tensor
-from edgellm.quantize.work import CALIBRATION, FLOAT, HEAD_PART, QUANTIZED, as_facts, layer_part
+from edgellm.quantize.work import (
+    CALIBRATION,
+    FLOAT,
+    HEAD_PART,
+    QUANTIZED,
+    ROUNDED,
+    as_facts,
+    layer_part,
+)
 
 Progress = Callable[[str, int, int], None]  # what was finished, parts done, parts in all
 _HEAD_TOKENS = 1024  # with which a head is calibrated whose smoothing is searched
@@ -48,7 +57,9 @@ def run_job(job: Job, progress: Progress) -> Report:
         for index in range(layers):
             if not work.has(layer_part(index)):
                 if index == 0:
-                    subject.enter(plan.task, _streams(plan, 0), lambda *at: progress(*at, parts))
+                    subject.enter(
+                        plan.task, _streams(plan, 0), lambda what, done: progress(what, done, parts)
+                    )
                 _quantize_layer(plan, index)
             progress(f"layer {index}", prepared + index + 1, parts)
         quality = _finish(plan)
@@ -60,18 +71,17 @@ def run_job(job: Job, progress: Progress) -> Report:
 
 
 def _streams(plan: Plan, layer: int) -> dict[str, States]:
-    """The three streams of hidden states that enter `layer`."""
+    """The streams of hidden states that enter `layer`."""
     task = plan.task
-    rows = {
-        CALIBRATION: task.calibration.rows,
-        FLOAT: task.calibration.held_out,
-        QUANTIZED: task.calibration.held_out,
-    }
+    names = [CALIBRATION, FLOAT, QUANTIZED]
+    names += [ROUNDED] if plan.recipe.scheme.is_autoround else []
     return {
         name: States(
-            task.work.states(name, layer), plan.subject.states_shape(ids, layer), task.batch_rows
+            task.work.states(name, layer),
+            plan.subject.states_shape(task.rows(name), layer),
+            task.batch_rows,
         )
-        for name, ids in rows.items()
+        for name in names
     }
 
 
@@ -92,7 +102,8 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     )  # fmt: skip
     errors = quantized.weight_errors(source)
     refuse_broken(layer, errors)
-    before[QUANTIZED].advance(after[QUANTIZED], quantized, task.device)
+    for name in before.keys() - {CALIBRATION, FLOAT}:
+        before[name].advance(after[name], quantized, task.device)
     output, stream = compare(
         quantized, before[FLOAT], (after[FLOAT], after[QUANTIZED]), task.device
     )
@@ -119,11 +130,16 @@ def _exported(
     for name in names:
         before[name].advance(after[name], lambda x: run_layer(model, x), device)
 
+    log = plan.task.work.log
+    if plan.recipe.scheme.is_autoround:
+        streams = (before[name].batches(device) for name in (CALIBRATION, ROUNDED))
+        return autoround(model, plan.recipe, *streams, log)
+
     def loop(spoiled: Any) -> None:
         for batch in before[CALIBRATION].batches(device):
             run_layer(spoiled, batch)
 
-    return quantize(model, plan.recipe, loop, plan.task.work.log)
+    return quantize(model, plan.recipe, loop, log)
 
 
 def _kept(exported: Exported, raw: dict[str, Tensor]) -> dict[str, Tensor]:

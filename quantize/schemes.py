@@ -6,7 +6,7 @@ Names of configs and algorithms are those of nvidia-modelopt 0.47.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
@@ -26,6 +26,12 @@ class Scheme:
     is_awq: bool = False  # searches a smoothing, which costs a dozen forward passes
     is_int4: bool = False
     is_nvfp4: bool = False
+    is_autoround: bool = False  # learns how to round, which costs a hundred passes and gradients
+
+    @property
+    def layer_copies(self) -> int:
+        """How often a layer's weights are in memory as float32 at worst."""
+        return 8 if self.is_autoround else 4
 
 
 SCHEMES = {
@@ -38,6 +44,10 @@ SCHEMES = {
         Scheme("nvfp4_awq", "NVFP4_AWQ_LITE_CFG", "NVFP4_AWQ", True, is_awq=True, is_nvfp4=True),
     )
 }
+AUTOROUND = Scheme(
+    "int4_autoround", "", SCHEMES["int4_awq"].algorithm, False, is_int4=True, is_autoround=True
+)
+ALGORITHMS = ("awq", "autoround")  # for INT4
 HEAD_SCHEMES = {
     "fp8": SCHEMES["fp8"],
     "nvfp4": SCHEMES["nvfp4"],
@@ -47,15 +57,29 @@ HEAD_SCHEMES = {
 KV_SCHEMES = {"fp8": "FP8_KV_CFG"}
 
 
-def choose(flag: str, name: str, known: Mapping[str, Scheme] | Mapping[str, str]) -> str:
+def choose(flag: str, name: str, known: Collection[str]) -> str:
     """`name` if it is on offer; raises `EdgeLLMError` that lists the choices."""
     if name in known:
         return name
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     raise EdgeLLMError(
-        f"{flag} {name}: no such precision",
+        f"{flag} {name}: no such choice",
         hint=f"{f'did you mean {match[0]}? ' if match else ''}choices: {', '.join(known)}",
     )
+
+
+def choose_scheme(quantization: str, algo: str | None) -> Scheme:
+    """The scheme of those names; raises `EdgeLLMError` where they do not go together."""
+    scheme = SCHEMES[choose("--quantization", quantization, SCHEMES)]
+    if algo is None:
+        return scheme
+    choose("--algo", algo, ALGORITHMS)
+    if not scheme.is_int4:
+        raise EdgeLLMError(
+            f"--algo {algo}: --quantization {quantization} has no choice of algorithms",
+            hint="--algo is for int4_awq",
+        )
+    return AUTOROUND if algo == "autoround" else scheme
 
 
 def block_size(scheme: Scheme, shapes: Mapping[str, tuple[int, int]]) -> int:

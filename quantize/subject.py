@@ -22,7 +22,7 @@ from edgellm.quantize.checks import EMBEDDING, HEAD, NORM, check_model, needed_b
 from edgellm.quantize.formats import F32
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor, read_below, read_tensor
-from edgellm.quantize.work import CALIBRATION, FLOAT, QUANTIZED, WorkFolder
+from edgellm.quantize.work import FLOAT, QUANTIZED, WorkFolder
 
 Ids = NDArray[np.int64]
 Tell = Callable[[str, int], None]  # what was prepared, preparations done
@@ -37,11 +37,19 @@ class Task:
     batch_rows: int
     device: torch.device
 
+    def rows(self, stream: str) -> Ids:
+        """The text of a stream of states, token ids [rows, S]."""
+        is_held_out = stream in (FLOAT, QUANTIZED)
+        return self.calibration.held_out if is_held_out else self.calibration.rows
+
 
 class Subject(Protocol):
     """A stack of layers over hidden states, with a head."""
 
-    checkpoint: Checkpoint
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is replaced."""
+        ...
 
     @property
     def kind(self) -> str:
@@ -109,7 +117,7 @@ class Subject(Protocol):
         """What the held-out states predict, [rows, T]; -1 where no id is right."""
         ...
 
-    def needed_bytes(self, batch_tokens: int, *, with_head: bool) -> int:
+    def needed_bytes(self, batch_tokens: int, copies: int, *, with_head: bool) -> int:
         """The most memory that a run takes, an estimate from above."""
         ...
 
@@ -187,9 +195,8 @@ class LanguageModel:
     def enter(self, task: Task, streams: Mapping[str, States], tell: Tell) -> None:
         """Look the embeddings up."""
         del tell
-        rows = task.calibration.rows, task.calibration.held_out, task.calibration.held_out
-        for name, ids in zip((CALIBRATION, FLOAT, QUANTIZED), rows, strict=True):
-            streams[name].write(self.embedded(ids, task.batch_rows))
+        for name, states in streams.items():
+            states.write(self.embedded(task.rows(name), task.batch_rows))
 
     def embedded(self, rows: Ids, batch_rows: int) -> Iterator[torch.Tensor]:
         """Embeddings [B, S, H] of token ids [rows, S], in batches."""
@@ -199,11 +206,17 @@ class LanguageModel:
         """The tokens that follow."""
         return task.calibration.held_out[:, 1:]
 
-    def needed_bytes(self, batch_tokens: int, *, with_head: bool) -> int:
+    def needed_bytes(self, batch_tokens: int, copies: int, *, with_head: bool) -> int:
         """See `Subject`."""
         head = self.tensors.infos()[self.head_name]
         return needed_bytes(
-            self.tensors.infos(), self.layers, head, self.config, batch_tokens, with_head=with_head
+            self.tensors.infos(),
+            self.layers,
+            head,
+            self.config,
+            batch_tokens,
+            copies,
+            with_head=with_head,
         )
 
     def states_bytes(self, calibration: Calibration) -> int:

@@ -16,6 +16,7 @@ from edgellm.quantize.tensors import InMemory, Tensor, write_safetensors
 
 _JOB = "job.json"
 CALIBRATION, FLOAT, QUANTIZED = "calibration", "float", "quantized"
+ROUNDED = "rounded"  # the calibration text behind layers that are quantized
 HEAD_PART = "head"
 
 

@@ -150,7 +150,7 @@ def test_a_run_with_other_settings_is_refused(job, place):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--quantization", "fp9"], ["no such precision", "did you mean fp8", "int4_awq"]),
+        (["--quantization", "fp9"], ["no such choice", "did you mean fp8", "int4_awq"]),
         (["--quantization", "fp8", "--lm_head_quantization", "int7"], ["choices: fp8, nvfp4"]),
         (["--quantization", "fp8", "--kv_cache_quantization", "int8"], ["choices: fp8"]),
     ],

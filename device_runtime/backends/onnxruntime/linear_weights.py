@@ -343,7 +343,7 @@ def _behind_casts(node: ir.Node) -> ir.Value:
 
 
 def _dims(tensor: ir.TensorProtocol) -> tuple[int, ...]:
-    return tensor.shape.numpy()
+    return tuple(tensor.shape.numpy())
 
 
 def _producer(value: ir.Value) -> ir.Node:
