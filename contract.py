@@ -74,6 +74,15 @@ def present_name(layer: int, part: str) -> str:
 
 # ------------------------------------------------------------------------------- manifests
 @dataclass(frozen=True, slots=True)
+class CacheRanges:
+    """The largest magnitudes that a calibration found in a KV cache, layer by layer."""
+
+    calibrated_for: str  # "fp8" or "int8": what the checkpoint's cache is meant to hold
+    keys: tuple[float, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """Linear KV cache: per layer one key and one value tensor [1, num_kv_heads, C, head_dim]."""
 
@@ -81,11 +90,12 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: str
+    ranges: CacheRanges | None = None  # None: nobody calibrated a cache of bytes
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of all layers' keys and values of one token."""
-        itemsize = {"float32": 4, "float16": 2}[self.dtype]
+        itemsize = {"float32": 4, "float16": 2, "int8": 1}[self.dtype]
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
 

@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import weights
 
@@ -92,7 +93,8 @@ def make_large(folder: Path, layers: int, tokenizer_from: Path) -> Path:
                   "mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden],
                   "mlp.down_proj": [hidden, inner]}  # fmt: skip
         shards.append({f"{prefix}{name}.weight": shape for name, shape in shapes.items()})
-    noise = np.random.default_rng(0).bytes(1 << 24)
+    values = np.random.default_rng(0).standard_normal(1 << 23, np.float32) / hidden**0.5
+    noise = values.astype(ml_dtypes.bfloat16).tobytes()
     weight_map = {}
     for index, shard in enumerate(shards):
         name = f"model-{index:05}.safetensors"

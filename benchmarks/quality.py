@@ -29,6 +29,7 @@ from edgellm.build.engine import build_engine
 from edgellm.contract import EngineManifest, load_manifest
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.session import Session
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.tools import smollm2
@@ -44,28 +45,48 @@ RECIPES: dict[str, tuple[list[str], str]] = {
     "int8_sq": (["--quantization", "int8_sq"], "none"),
     "int4_awq": (["--quantization", "int4_awq"], "none"),
     "nvfp4": (["--quantization", "nvfp4"], "none"),
+    "int4_awq, autoround": (["--quantization", "int4_awq", "--algo", "autoround"], "none"),
     "nvfp4_awq": (["--quantization", "nvfp4_awq"], "none"),
-}
+    "int8_sq, int8 cache": (
+        ["--quantization", "int8_sq", "--kv_cache_quantization", "int8"], "none"
+    ),
+}  # fmt: skip
+
+
+def checkpoint(work: Path, name: str) -> Path:
+    """SmolLM2 in that precision; made unless it is there."""
+    flags, source = RECIPES[name][0], work / "fp32"
+    if not source.exists():
+        weights.float_checkpoint(str(smollm2.fetch()), source)
+    if not flags:
+        return source
+    folder = work / f"quality-{_slug(name)}"
+    if not folder.exists():
+        command = [sys.executable, "-m", "edgellm.quantize", "llm", "--model_dir", str(source)]
+        subprocess.run([*command, "--output_dir", str(folder), *flags], check=True)
+    return folder
+
+
+def _slug(name: str) -> str:
+    return name.replace(",", "").replace(" ", "_")
+
+
+def open_engine(work: Path, name: str, threads: int) -> Session:
+    """An engine of ours in that precision; built unless it is there."""
+    bundle, engine = (work / f"quality-{_slug(name)}-{kind}" for kind in ("bundle", "engine"))
+    if not bundle.exists():
+        source = open_checkpoint(str(checkpoint(work, name)))
+        export_llm(source, bundle, ExportOptions("fp32"))
+    if not engine.exists():
+        plan = Plan(1024, 2048, threads, "auto", RECIPES[name][1])
+        build_engine(bundle, engine, plan, "onnxruntime", lambda _: None)
+    manifest = load_manifest(engine, EngineManifest)
+    return backends.find(manifest.backend).open_session(engine, manifest)
 
 
 def edgellm(work: Path, name: str, threads: int, *, single_rows: bool) -> Logits:
     """An engine of ours; `single_rows`: through the graph that decodes, one row at a time."""
-    flags, quantize = RECIPES[name]
-    slug = name.replace(",", "").replace(" ", "_")
-    source, bundle, engine = work / "fp32", work / f"quality-{slug}-b", work / f"quality-{slug}-e"
-    if not source.exists():
-        weights.float_checkpoint(str(smollm2.fetch()), source)
-    if flags and not (checkpoint := work / f"quality-{slug}").exists():
-        command = [sys.executable, "-m", "edgellm.quantize", "llm", "--model_dir", str(source)]
-        subprocess.run([*command, "--output_dir", str(checkpoint), *flags], check=True)
-    if not bundle.exists():
-        folder = work / f"quality-{slug}" if flags else source
-        export_llm(open_checkpoint(str(folder)), bundle, ExportOptions("fp32"))
-    if not engine.exists():
-        plan = Plan(1024, 2048, threads, "auto", quantize)
-        build_engine(bundle, engine, plan, "onnxruntime", lambda _: None)
-    manifest = load_manifest(engine, EngineManifest)
-    session = backends.find(manifest.backend).open_session(engine, manifest)
+    session = open_engine(work, name, threads)
     rows = 1 if single_rows else PIECE
 
     def logits(ids: np.ndarray) -> np.ndarray:

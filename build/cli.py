@@ -20,6 +20,7 @@ from edgellm.build.flags import (
     EagleBase,
     EagleDraft,
     EngineDir,
+    KvCache,
     KvCapacity,
     MaxBatchSize,
     MaxDraftTreeSize,
@@ -54,6 +55,7 @@ def llm_build(
     threads: Threads = 0,
     prefill: Prefill = "auto",
     quantize: Quantize = "auto",
+    kv_cache: KvCache = "auto",
     eagle_base: EagleBase = False,
     eagle_draft: EagleDraft = False,
     max_verify_tree_size: MaxVerifyTreeSize = 60,
@@ -70,6 +72,7 @@ def llm_build(
     for flag, value, allowed in (
         ("--prefill", prefill, ("auto", "same", "int8")),
         ("--quantize", quantize, ("auto", "none", "int8", "int4")),
+        ("--kvCache", kv_cache, ("auto", "float", "int8")),
     ):
         if value not in allowed:
             raise EdgeLLMError(f"{flag} {value}: give {', '.join(allowed[:-1])} or {allowed[-1]}")
@@ -88,6 +91,7 @@ def llm_build(
         threads,
         prefill,
         quantize,
+        kv_cache,
         max_verify_tree_size=max_verify_tree_size if eagle_base else 0,
         max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,
     )

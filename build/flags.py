@@ -35,6 +35,14 @@ Prefill = Annotated[
         "the weights, same keeps one, auto takes int8 where the CPU has int8 dot products.",
     ),
 ]
+KvCache = Annotated[
+    str,
+    typer.Option(
+        "--kvCache",
+        help="float, int8 (a quarter of the memory; slower where trees are verified), or auto, "
+        "which is int8 where the checkpoint was calibrated for it.",
+    ),
+]
 Quantize = Annotated[
     str,
     typer.Option(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,13 @@ from edgellm.export.graph_files import (
     versions,
     write_graphs,
 )
+from edgellm.export.kv_cache import read_ranges
 from edgellm.export.op import OPSET
 from edgellm.export.source import open_checkpoint
 from edgellm.export.taps import check_taps, default_taps
 from edgellm.export.weights import Weights
 
 _GRAPH = "model"
-# Of an FP8 cache; a cache in the activation type, as bundles have it, needs none.
-_CACHE_SCALES = (".k_proj.k_scale", ".v_proj.v_scale")
 _JSON_FILES = "config.json", "generation_config.json"
 
 
@@ -65,6 +63,7 @@ def export_llm(
     weights = Weights(checkpoint.tensors, checkpoint.quant_config)
     dtype = DTYPES[options.dtype]
     model, op = build_decoder(architecture, config, weights, dtype, taps)
+    ranges = read_ranges(weights, config.num_hidden_layers)
     refuse_leftovers(_unused(weights, config), "checkpoint")
     eos_token_ids = _eos_token_ids(checkpoint, config.vocab_size)
     with temporary_folder(output) as folder:
@@ -74,13 +73,14 @@ def export_llm(
         contents = checkpoint.config, checkpoint.generation_config
         for name, content in zip(_JSON_FILES, contents, strict=True):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        decoder = decoder_spec(config, checkpoint.config["model_type"], [op], checkpoint.tensors)
         manifest = BundleManifest(
-            decoder=decoder_spec(config, checkpoint.config["model_type"], [op], checkpoint.tensors),
+            decoder=replace(decoder, kv=replace(decoder.kv, ranges=ranges)),
             dtype=dtype.numpy().name,
             quantization=checkpoint.quantization,
             opset=OPSET,
             eos_token_ids=eos_token_ids,
-            options=dataclasses.asdict(dataclasses.replace(options, hidden_taps=taps)),
+            options=asdict(replace(options, hidden_taps=taps)),
             provenance={"checkpoint": checkpoint.label, **tap_source, **versions()},
             hidden_taps=taps,
             files=records,
@@ -98,6 +98,7 @@ def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:
     architecture, config = read_architecture(checkpoint, options)
     weights = Weights(checkpoint.tensors, checkpoint.quant_config)
     build_decoder(architecture, config, weights, DTYPES[options.dtype])
+    read_ranges(weights, config.num_hidden_layers)
     refuse_leftovers(_unused(weights, config), "checkpoint")
     return config
 
@@ -134,7 +135,7 @@ def read_architecture(checkpoint: Checkpoint, options: ExportOptions) -> tuple[A
             raise UnsupportedModelError(
                 f"--num_layers {options.num_layers}: the model has {config.num_hidden_layers}"
             )
-        config = dataclasses.replace(config, num_hidden_layers=options.num_layers)
+        config = replace(config, num_hidden_layers=options.num_layers)
     return architecture, config
 
 
@@ -146,7 +147,6 @@ def _unused(weights: Weights, config: DecoderConfig) -> list[str]:
         for name in weights.unused()
         if not (name.startswith("model.layers.") and not name.startswith(layers))
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
-        and not name.endswith(_CACHE_SCALES)
     ]
 
 

@@ -28,7 +28,8 @@ Head = Annotated[
     str | None, typer.Option("--lm_head_quantization", help="fp8, nvfp4, int8 or int4.")
 ]
 Cache = Annotated[
-    str | None, typer.Option("--kv_cache_quantization", help="Scales of an FP8 cache: fp8.")
+    str | None,
+    typer.Option("--kv_cache_quantization", help="Scales of the cache: fp8 or int8."),
 ]
 Dataset = Annotated[
     str, typer.Option("--calib_dataset", help="default, or FILE.jsonl, or FILE.txt.")

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from edgellm.contract import BrokenArtifactError
 from edgellm.quantize.block import linears, run_layer
+from edgellm.quantize.engine import Recipe
 from edgellm.quantize.formats import F32
+from edgellm.quantize.kv_cache import rounded_cache
 from edgellm.quantize.linear import DecodedLinear, decode_linear
-from edgellm.quantize.rounding import round_fp8, round_input
-from edgellm.quantize.schemes import Scheme
+from edgellm.quantize.rounding import round_input
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor
 
@@ -52,7 +50,7 @@ class QuantizedLayer:
         name: str,
         source: Mapping[str, F32],
         exported: Mapping[str, Tensor],
-        scheme: Scheme,
+        recipe: Recipe,
         make_model: Callable[[Mapping[str, F32]], PreTrainedModel],
         device: torch.device,
     ) -> None:
@@ -62,7 +60,7 @@ class QuantizedLayer:
             name: where the names of the layer's tensors begin in the checkpoint.
             source: the float layer's tensors.
             exported: what became of them, both named from "self_attn.q_proj.weight" on.
-            scheme: how they were quantized.
+            recipe: how they were quantized.
             make_model: makes the layer compute with other weights.
             device: where it computes.
 
@@ -76,7 +74,7 @@ class QuantizedLayer:
         }
         named = {name + key: tensor for key, tensor in exported.items()}
         self.decoded = {
-            key: decode_linear(named, name + key, shape, scheme.rounds_input)
+            key: decode_linear(named, name + key, shape, recipe.scheme.rounds_input)
             for key, shape in matrices.items()
         }
         weights = {f"{key}.weight": linear.weight for key, linear in self.decoded.items()}
@@ -84,15 +82,12 @@ class QuantizedLayer:
         self._model = make_model({**rest, **weights})
         for key, module in linears(self._model).items():
             _round_inputs(module, self.decoded[key], device)
-        self._rest, self._folds = rest, _FOLDS if scheme.is_awq else ()
-        self._kv = tuple(
-            float(exported[name].floats().reshape(())) if name in exported else None
-            for name in ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
-        )
+        self._rest, self._folds = rest, _FOLDS if recipe.scheme.is_awq else ()
+        self._exported, self._kv_cache = exported, recipe.kv_cache
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, S, H] behind the layer."""
-        with _rounded_cache(*self._kv):
+        with rounded_cache(self._kv_cache, self._exported):
             return run_layer(self._model, states)
 
     def weight_errors(self, source: Mapping[str, F32]) -> dict[str, float]:
@@ -200,25 +195,3 @@ def _round_inputs(module: nn.Linear, linear: DecodedLinear, device: torch.device
         return (round_input(x, linear.input_type, linear.input_scale),)
 
     module.register_forward_pre_hook(before)
-
-
-@contextlib.contextmanager
-def _rounded_cache(key_scale: float | None, value_scale: float | None) -> Iterator[None]:
-    """Let attention see keys and values as an FP8 cache holds them."""
-    if key_scale is None or value_scale is None:
-        yield
-        return
-    plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def rounded(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        key, value = round_fp8(key, key_scale), round_fp8(value, value_scale)
-        return plain(module, query, key, value, *args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = rounded
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = plain

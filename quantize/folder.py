@@ -125,6 +125,8 @@ def _described(plan: Plan) -> dict[str, Any]:
                 hint=f"remove {work.path} and run it again",
             )
     body = dict(facts[0]["quantization"])
+    if plan.recipe.kv_cache is not None:
+        body["kv_cache_quant_algo"] = plan.recipe.kv_cache.upper()
     described = {"producer": facts[0]["producer"], "quantization": body}
     body["exclude_modules"] = [
         name for name in plan.subject.float_modules if plan.head is None or name != "lm_head"

@@ -138,8 +138,8 @@ def make_plan(job: Job) -> Plan:
 
 def _check_autoround(job: Job) -> None:
     """Raise `EdgeLLMError` for what the package cannot do, or if it is not there."""
-    if job.base_model_dir is not None or job.kv_cache_quantization is not None:
-        what = "drafts" if job.base_model_dir is not None else "scales of a KV cache"
+    if job.base_model_dir is not None or job.kv_cache_quantization == "fp8":
+        what = "drafts" if job.base_model_dir is not None else "scales of an FP8 cache"
         raise EdgeLLMError(f"--algo autoround does not do {what}", hint="leave out --algo")
     if importlib.util.find_spec("auto_round") is None:
         raise EdgeLLMError(

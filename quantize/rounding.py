@@ -28,7 +28,7 @@ def round_input(x: Tensor, kind: str, scale: float) -> Tensor:
     if kind == "fp8":
         return round_fp8(x, scale)
     if kind == "int8":
-        return torch.clamp(torch.round(x / scale), -128, 127) * scale
+        return round_int8(x, scale)
     return round_nvfp4(x, scale) if kind == "nvfp4" else x
 
 
@@ -48,3 +48,8 @@ def round_nvfp4(x: Tensor, global_scale: float | Tensor) -> Tensor:
     codes = torch.bucketize(ratio.abs(), _LIMITS.to(x.device))
     magnitudes = _VALUES.to(x.device)[codes]
     return (torch.copysign(magnitudes, ratio) * effective).flatten(-2).to(x.dtype)
+
+
+def round_int8(x: Tensor, scale: float) -> Tensor:
+    """Values of int8 codes from -128 to 127."""
+    return torch.clamp(torch.round(x / scale), -128, 127) * scale

@@ -17,6 +17,7 @@ from edgellm.quantize.evaluate import LayerReport, QuantizedLayer, compare, refu
 from edgellm.quantize.folder import check_output, write_folder
 from edgellm.quantize.formats import F32
 from edgellm.quantize.job import Job, Plan, make_plan
+from edgellm.quantize.kv_cache import int8_scales
 from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
 from edgellm.quantize.logits import Quality, float_head, measure, quantized_head
 from edgellm.quantize.report import Report, make_report
@@ -93,11 +94,11 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     before, after = _streams(plan, index), _streams(plan, index + 1)
     raw = subject.layer_source(index)
     source = {name: tensor.floats() for name, tensor in raw.items()}
-    exported = _exported(plan, index, source, before, after)
-    tensors = _kept(exported, raw)
+    exported, scales = _exported(plan, index, source, before, after)
+    tensors = {**_kept(exported, raw), **scales}
     layer = subject.layers[index]
     quantized = QuantizedLayer(
-        layer, source, tensors, plan.recipe.scheme,
+        layer, source, tensors, plan.recipe,
         lambda values: subject.layer_model(index, values, task.device), task.device,
     )  # fmt: skip
     errors = quantized.weight_errors(source)
@@ -120,8 +121,8 @@ def _exported(
     source: dict[str, F32],
     before: dict[str, States],
     after: dict[str, States],
-) -> Exported:
-    """The float streams moved on, then the layer quantized by ModelOpt."""
+) -> tuple[Exported, dict[str, Tensor]]:
+    """The float streams moved on, then the layer quantized; scales of a cache that we measure."""
     device = plan.task.device
     model = plan.subject.layer_model(index, source, device)
     names = [FLOAT]
@@ -130,16 +131,18 @@ def _exported(
     for name in names:
         before[name].advance(after[name], lambda x: run_layer(model, x), device)
 
-    log = plan.task.work.log
+    log, scales = plan.task.work.log, {}
+    if plan.recipe.kv_cache == "int8":
+        scales = int8_scales(model, before[CALIBRATION].batches(device))
     if plan.recipe.scheme.is_autoround:
         streams = (before[name].batches(device) for name in (CALIBRATION, ROUNDED))
-        return autoround(model, plan.recipe, *streams, log)
+        return autoround(model, plan.recipe, *streams, log), scales
 
     def loop(spoiled: Any) -> None:
         for batch in before[CALIBRATION].batches(device):
             run_layer(spoiled, batch)
 
-    return quantize(model, plan.recipe, loop, log)
+    return quantize(model, plan.recipe, loop, log), scales
 
 
 def _kept(exported: Exported, raw: dict[str, Tensor]) -> dict[str, Tensor]:

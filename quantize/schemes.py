@@ -54,7 +54,7 @@ HEAD_SCHEMES = {
     "int8": Scheme("int8", "INT8_WEIGHT_ONLY_CFG", "W8A16", False),
     "int4": SCHEMES["int4_awq"],
 }
-KV_SCHEMES = {"fp8": "FP8_KV_CFG"}
+KV_SCHEMES = {"fp8": "FP8_KV_CFG", "int8": ""}  # int8: ModelOpt exports no scales, ours do
 
 
 def choose(flag: str, name: str, known: Collection[str]) -> str:

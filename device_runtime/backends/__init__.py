@@ -33,6 +33,7 @@ class Plan:
     threads: int  # 0 takes all cores
     prefill: str  # "auto", "same" or "int8": how quantized engines read prompts and trees
     quantize: str = "auto"  # of float weights: "none", "int8", "int4"; "auto": int8 for drafts
+    kv_cache: str = "auto"  # "float", "int8"; "auto": int8 where it was calibrated for that
     max_verify_tree_size: int = 0  # rows of a token tree; 0 builds no EAGLE base
     max_draft_tree_size: int = 0  # rows drafted in a round; of draft engines
 

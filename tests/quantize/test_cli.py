@@ -152,7 +152,7 @@ def test_a_run_with_other_settings_is_refused(job, place):
     [
         (["--quantization", "fp9"], ["no such choice", "did you mean fp8", "int4_awq"]),
         (["--quantization", "fp8", "--lm_head_quantization", "int7"], ["choices: fp8, nvfp4"]),
-        (["--quantization", "fp8", "--kv_cache_quantization", "int8"], ["choices: fp8"]),
+        (["--quantization", "fp8", "--kv_cache_quantization", "int4"], ["choices: fp8, int8"]),
     ],
 )
 def test_flags_that_will_not_do(command, place, tmp_path, flags, words):

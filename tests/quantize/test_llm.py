@@ -184,16 +184,30 @@ def _operand(linear) -> np.ndarray:
     return (codes * scales).T
 
 
-def test_an_fp8_cache_has_its_scales_and_exports(run, perplexity):
-    job, report = run("qwen3", "fp8", kv_cache_quantization="fp8")
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_a_cache_of_bytes_has_its_scales_and_exports(run, perplexity, kind, tmp_path):
+    job, report = run("qwen3", "fp8", kv_cache_quantization=kind)
     found = load(job.output_dir)
-    for name in ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"):
-        assert found[f"model.layers.0.{name}"] > 0
     _, plain = run("qwen3", "fp8")
     assert report.quality.perplexity_quantized != plain.quality.perplexity_quantized
     assert json.loads((job.output_dir / "hf_quant_config.json").read_text())["quantization"][
-        "kv_cache_quant_algo"] == "FP8"  # fmt: skip
+        "kv_cache_quant_algo"] == kind.upper()  # fmt: skip
     perplexity(job)  # whose cache holds floats
+    ranges = load_manifest(tmp_path / "bundle", BundleManifest).decoder.kv.ranges
+    assert ranges.calibrated_for == kind
+    scale = found["model.layers.1.self_attn.k_proj.k_scale"]
+    assert ranges.keys[1] == pytest.approx({"fp8": 448, "int8": 127}[kind] * scale)
+    # Keys of this family are normed, so that no range can be far from another.
+    assert 0.5 < ranges.keys[0] / ranges.keys[1] < 2
+
+
+def test_the_ranges_of_both_caches_agree(run):
+    """ModelOpt's calibration against ours, which see the same text."""
+    scales = [load(run("qwen3", "fp8", kv_cache_quantization=kind)[0].output_dir)
+              for kind in ("fp8", "int8")]  # fmt: skip
+    for name in ("k_proj.k_scale", "v_proj.v_scale"):
+        theirs, ours = (found[f"model.layers.2.self_attn.{name}"] for found in scales)
+        assert 448 * theirs == pytest.approx(127 * ours, rel=1e-3)
 
 
 def test_the_folder_is_complete(run):

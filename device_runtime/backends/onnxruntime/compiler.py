@@ -16,6 +16,7 @@ from edgellm.contract import (
     BundleManifest,
     DecoderSpec,
     EdgeLLMError,
+    KVCacheSpec,
     PassGraph,
     UnsupportedModelError,
 )
@@ -60,14 +61,14 @@ def compile_engine(
     bundle: Path, manifest: BundleManifest, plan: Plan, folder: Path, report: Report
 ) -> Compiled:
     """See `edgellm.device_runtime.backends.Backend.compile`."""
-    spec = float32_spec(manifest.decoder)
+    spec = engine_spec(manifest.decoder, plan)
     check_heads(spec)
     variants = _variants(ir.load(bundle / "model.onnx"), spec, plan)
     loaded: list[LoadedGraph] = []
     rounded = open_rounded(folder, plan)
     for variant in variants:
         report(f"lowering the {variant.name} graph")
-        lowered = _lower(bundle, folder, variant, plan.kv_capacity, rounded)
+        lowered = _lower(bundle, folder, variant, plan.kv_capacity, spec.kv, rounded)
         report(f"optimizing and prepacking the {variant.name} graph")
         saved = optimize(
             lowered, folder / f"{variant.name}.onnx", plan.threads, prepacks=variant.prepacks,
@@ -91,7 +92,7 @@ def compile_engine(
 
 def estimate(bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
     """See `edgellm.device_runtime.backends.Backend.estimate`."""
-    model, spec = ir.load(bundle / "model.onnx"), float32_spec(manifest.decoder)
+    model, spec = ir.load(bundle / "model.onnx"), engine_spec(manifest.decoder, plan)
     linears, table = linear_sizes(model, plan.quantize), table_bytes(model)
     decode, int8 = sum(linears["decode"].values()), sum(linears["int8"].values())
     # A prepacked file holds the weights twice: as they were, and as the kernels read them.
@@ -213,15 +214,41 @@ def float32_spec(spec: DecoderSpec) -> DecoderSpec:
     return dataclasses.replace(spec, kv=dataclasses.replace(spec.kv, dtype="float32"))
 
 
+def engine_spec(spec: DecoderSpec, plan: Plan) -> DecoderSpec:
+    """As `float32_spec`, with the cache that the plan asks for.
+
+    Raises:
+        EdgeLLMError: an int8 cache, and nobody measured the ranges of keys and values.
+    """
+    ranges, wanted = spec.kv.ranges, plan.kv_cache
+    if wanted == "int8" and ranges is None:
+        raise EdgeLLMError(
+            "--kvCache int8: the bundle does not say which range keys and values have",
+            hint="quantize the checkpoint with --kv_cache_quantization int8, and export it again",
+        )
+    suits = ranges is not None and ranges.calibrated_for == "int8"
+    if wanted == "int8" or (wanted == "auto" and suits):
+        return dataclasses.replace(spec, kv=dataclasses.replace(spec.kv, dtype="int8"))
+    return float32_spec(spec)
+
+
 def _lower(
-    bundle: Path, folder: Path, variant: _Variant, capacity: int, rounded: WeightFile | None
+    bundle: Path,
+    folder: Path,
+    variant: _Variant,
+    capacity: int,
+    cache: KVCacheSpec,
+    rounded: WeightFile | None,
 ) -> Path:
     """Write the lowered graph and its weights; the graph's path."""
     model = ir.load(bundle / "model.onnx")
     weights = WeightFile(folder / f"{variant.name}.lowered.data")
     if rounded is not None:
         round_to_int4(model, rounded)
-    lower_decoder(model, capacity, variant.kernel, weights, needs_mask=variant.needs_mask)
+    lower_decoder(
+        model, capacity, variant.kernel, weights, needs_mask=variant.needs_mask,
+        int8_cache=cache.ranges if cache.dtype == "int8" else None,
+    )  # fmt: skip
     weights.close()
     path = folder / f"{variant.name}.lowered.onnx"
     ir.save(model, path)

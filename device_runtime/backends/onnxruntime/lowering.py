@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import unused_removal
 
 from edgellm import contract
+from edgellm.contract import CacheRanges
 from edgellm.device_runtime.backends.onnxruntime.graph import GraphEditor
 from edgellm.device_runtime.backends.onnxruntime.linear_inputs import lower_inputs
 from edgellm.device_runtime.backends.onnxruntime.linear_weights import LinearWeight
@@ -21,6 +22,13 @@ from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile, cons
 
 LOWERED_OPSET = 21
 _CONTRIB = "com.microsoft"
+_CACHE_NAMES = ("past_key_values.", "present.")
+_FIRST_SCALE = 12  # inputs of GroupQueryAttention: k_scale, v_scale
+_INT8_CACHE = {
+    "k_quant_type": ir.AttrString("k_quant_type", "PER_TENSOR"),
+    "v_quant_type": ir.AttrString("v_quant_type", "PER_TENSOR"),
+    "kv_cache_bit_width": ir.AttrInt64("kv_cache_bit_width", 8),
+}
 _HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -31,6 +39,7 @@ def lower_decoder(
     weights: WeightFile,
     *,
     needs_mask: bool = True,
+    int8_cache: CacheRanges | None = None,
 ) -> None:
     """Rewrite `model` in place for a KV capacity and one way to compute linear layers.
 
@@ -39,6 +48,7 @@ def lower_decoder(
         capacity: rows of the KV cache.
         kernel: computes the linear layers.
         weights: receives every weight.
+        int8_cache: ranges of a cache of int8, with one scale for each of its tensors.
         needs_mask: False for a graph that only ever computes one row, which sees all before it.
     """
     graph = GraphEditor(model.graph, weights)
@@ -47,6 +57,8 @@ def lower_decoder(
     _lower_floats(graph)
     _lower_linears(graph, kernel)
     _lower_attention(graph, needs_mask=needs_mask)
+    if int8_cache is not None:
+        _narrow_cache(graph, int8_cache)
     _drop_argmax(model.graph)
     _lower_norms(graph)
     _lower_activations(graph)
@@ -75,7 +87,7 @@ def _finish(model: ir.Model) -> None:
 
 def _bind_capacity(graph: ir.Graph, capacity: int) -> None:
     for value in (*graph.inputs, *graph.outputs):
-        if value.name and value.name.startswith(("past_key_values.", "present.")):
+        if value.name and value.name.startswith(_CACHE_NAMES):
             shape = list(value.shape or ())
             value.shape = ir.Shape([*shape[:2], capacity, shape[3]])
         if value.dtype in _HALF_TYPES:
@@ -303,6 +315,28 @@ def _emit_gqa(
     olds = attention.outputs[0], key_cache.outputs[0], value_cache.outputs[0]
     for old, new in zip(olds, outputs, strict=True):
         graph.replace(old, new)
+
+
+def _narrow_cache(graph: GraphEditor, ranges: CacheRanges) -> None:
+    """Let attention write int8 rows and read them back through one scale of each tensor."""
+    for value in (*graph.graph.inputs, *graph.graph.outputs):
+        if str(value.name).startswith(_CACHE_NAMES):
+            value.type = ir.TensorType(ir.DataType.INT8)
+    nodes = _nodes(graph, "GroupQueryAttention")
+    for node, *pair in zip(nodes, ranges.keys, ranges.values, strict=True):
+        graph.cursor = node
+        scales = [
+            graph.constant(f"{node.name}.{part}_scale", np.array([largest / 127], np.float32))
+            for part, largest in zip("kv", pair, strict=True)
+        ]
+        node.resize_inputs(_FIRST_SCALE + 2)
+        for index, scale in enumerate(scales, _FIRST_SCALE):
+            node.replace_input_with(index, scale)
+        for part in "kv":
+            node.attributes[f"{part}_quant_type"] = ir.AttrString(
+                f"{part}_quant_type", "PER_TENSOR"
+            )
+        node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", 8)
 
 
 def _find(value: ir.Value | None, op_type: str) -> ir.Node:

@@ -1,0 +1,73 @@
+"""What a pass costs by its rows in every precision: decoding, and the verification of trees.
+
+    pip install -e '.[dev]' -r benchmarks/requirements.txt
+    python benchmarks/precisions.py
+
+SmolLM2-135M-Instruct at a context of 512 tokens, engines of quality.py's recipes taking turns.
+"v(M)" is the time of a pass of M rows over that of one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+from quality import RECIPES, open_engine
+
+from edgellm.device_runtime.session import Session
+from edgellm.tools import smollm2
+
+ROWS, CONTEXT, REPEATS = (1, 2, 4, 8, 16, 32, 64), 512, 8
+
+
+def pass_ms(session: Session, rows: int) -> float:
+    """Median of some passes behind the context, whose rows are not kept."""
+    ids, logits = np.arange(rows) + 100, np.arange(rows)
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        session.run(ids, CONTEXT, logits)
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def prefill_ms(session: Session) -> float:
+    """The context, read in pieces of 128 rows."""
+    start = time.perf_counter()
+    for begin in range(0, CONTEXT, 128):
+        session.run(np.arange(128) + begin, begin, np.array([127]))
+    return (time.perf_counter() - start) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
+    arguments = parser.parse_args()
+    sessions = {
+        name: open_engine(arguments.work, name, arguments.threads) for name in arguments.recipes
+    }
+    costs: dict[str, list[list[float]]] = {name: [] for name in sessions}
+    prefill: dict[str, list[float]] = {name: [] for name in sessions}
+    for _ in range(arguments.rounds):
+        for name, session in sessions.items():
+            prefill[name].append(prefill_ms(session))
+            costs[name].append([pass_ms(session, rows) for rows in ROWS])
+    heads = "".join(f"{f'v({rows})':>7}" for rows in ROWS[1:])
+    print(f"{'precision':24} {'decode tok/s':>12} {'prefill tok/s':>13} {heads}")
+    for name, rounds in costs.items():
+        ratios = np.median([np.array(row) / row[0] for row in rounds], axis=0)
+        step = statistics.median(row[0] for row in rounds)
+        prompt = CONTEXT / statistics.median(prefill[name]) * 1e3
+        shown = "".join(f"{ratio:7.2f}" for ratio in ratios[1:])
+        print(f"{name:24} {1e3 / step:12.1f} {prompt:13.0f} {shown}")
+
+
+if __name__ == "__main__":
+    main()

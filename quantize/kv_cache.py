@@ -1,0 +1,77 @@
+"""A KV cache of bytes: ranges of keys and values, and attention that sees them rounded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from edgellm.export.checkpoint import TensorInfo
+from edgellm.quantize.block import run_layer
+from edgellm.quantize.rounding import round_fp8, round_int8
+from edgellm.quantize.tensors import Tensor
+
+KEY_SCALE, VALUE_SCALE = "self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"
+_ROUND = {"fp8": round_fp8, "int8": round_int8}
+
+Change = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def int8_scales(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -> dict[str, Tensor]:
+    """Scales of an int8 cache of the model's only layer, by their names in the layer.
+
+    Args:
+        model: of one layer, in floats.
+        batches: hidden states [B, S, H] that enter it.
+    """
+    largest = [0.0, 0.0]
+
+    def look(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for index, rows in enumerate((key, value)):
+            largest[index] = max(largest[index], float(rows.abs().max()))
+        return key, value
+
+    with _changed_rows(look):
+        for batch in batches:
+            run_layer(model, batch)
+    found = {}
+    for name, size in zip((KEY_SCALE, VALUE_SCALE), largest, strict=True):
+        scale = np.array(max(size, 1e-6) / 127, np.float32)
+        found[name] = Tensor(TensorInfo("F32", ()), scale.tobytes())
+    return found
+
+
+@contextlib.contextmanager
+def rounded_cache(kind: str | None, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let attention see keys and values as a cache of `kind` holds them; None: as they are."""
+    if kind is None:
+        yield
+        return
+    scales = [float(tensors[name].floats().reshape(())) for name in (KEY_SCALE, VALUE_SCALE)]
+    rounding = _ROUND[kind]
+    with _changed_rows(lambda key, value: (rounding(key, scales[0]), rounding(value, scales[1]))):
+        yield
+
+
+@contextlib.contextmanager
+def _changed_rows(change: Change) -> Iterator[None]:
+    """Change what transformers' attention gets, keys [B, heads, S, D] behind their rotation."""
+    plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def changed(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        return plain(module, query, *change(key, value), *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = changed
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
