@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,8 @@ def write_draft(
         _EAGLE: {_TAP_IDS: [tap - 1 for tap in taps], "use_aux_hidden_state": True},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # safetensors makes files that nobody but their owner may read.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
     (folder / TRAINING).write_text(json.dumps(training, indent=2) + "\n")
 
 
