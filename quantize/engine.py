@@ -103,8 +103,8 @@ def _config(recipe: Recipe, is_head: bool) -> dict[str, Any]:
         config["algorithm"] = {"method": "awq_lite", "alpha_step": recipe.alpha_step}
     if is_head:
         config["quant_cfg"] = [e for e in entries if "lm_head" not in e["quantizer_name"]]
-    elif KV_SCHEMES.get(recipe.kv_cache or ""):
-        entries += copy.deepcopy(getattr(mtq, KV_SCHEMES[recipe.kv_cache])["quant_cfg"])
+    elif config_name := KV_SCHEMES.get(recipe.kv_cache or ""):
+        entries += copy.deepcopy(getattr(mtq, config_name)["quant_cfg"])
     return config
 
 

@@ -135,8 +135,8 @@ def _exported(
     if plan.recipe.kv_cache == "int8":
         scales = int8_scales(model, before[CALIBRATION].batches(device))
     if plan.recipe.scheme.is_autoround:
-        streams = (before[name].batches(device) for name in (CALIBRATION, ROUNDED))
-        return autoround(model, plan.recipe, *streams, log), scales
+        states, rounded = (before[name].batches(device) for name in (CALIBRATION, ROUNDED))
+        return autoround(model, plan.recipe, states, rounded, log), scales
 
     def loop(spoiled: Any) -> None:
         for batch in before[CALIBRATION].batches(device):
