@@ -103,7 +103,7 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     )  # fmt: skip
     errors = quantized.weight_errors(source)
     refuse_broken(layer, errors)
-    for name in before.keys() - {CALIBRATION, FLOAT}:
+    for name in [name for name in before if name not in (CALIBRATION, FLOAT)]:
         before[name].advance(after[name], quantized, task.device)
     output, stream = compare(
         quantized, before[FLOAT], (after[FLOAT], after[QUANTIZED]), task.device

@@ -78,8 +78,12 @@ def estimate(bundle: Path, manifest: DraftBundleManifest, plan: Plan) -> Estimat
     """See `edgellm.device_runtime.backends.Backend.estimate`."""
     model = ir.load(bundle / "model.onnx")
     linears = linear_sizes(model, plan.quantize)
-    read = sum(linears["int8" if _is_int8(plan) else "decode"].values())
-    engine = table_bytes(model) + 2 * read
+    kind = "int8" if _is_int8(plan) else "decode"
+    read = sum(linears[kind].values())
+    fuse = 0
+    if manifest.draft.fuses:
+        fuse = sum(linear_sizes(ir.load(bundle / "fuse.onnx"), plan.quantize)[kind].values())
+    engine = table_bytes(model) + 2 * (read + fuse)
     return Estimate(
         engine_bytes=engine,
         kv_bytes=float32_spec(manifest.draft.decoder).kv.bytes_per_token * plan.kv_capacity,
