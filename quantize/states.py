@@ -47,12 +47,6 @@ class States:
         """Write `after`: these states behind one more layer."""
         return after.write(step(batch) for batch in self.batches(device))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the file."""
-        rows, length, width = self.shape
-        return 4 * rows * length * width
-
 
 def write_text(path: Path, text: str) -> None:
     """Write a file, whole or not at all."""

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,6 +150,17 @@ def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Eag
 @pytest.fixture(scope="session")
 def eagle_pair(eagle_pairs: Callable[[str], EaglePair]) -> EaglePair:
     return eagle_pairs("eagle3")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny matrices in torch; more threads only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -18,14 +18,7 @@ from edgellm.quantize.formats import pack_int4, unpack_int4
 from edgellm.quantize.job import Job
 from edgellm.quantize.run import run_job
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny matrices; more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from conftest import INTERRUPTED, assert_one_line_error, interrupt
 from quantize_cases import load, make_job, make_model, write_text
 from safetensors.numpy import save_file
@@ -22,6 +21,8 @@ from edgellm.quantize import checks, engine
 from edgellm.quantize import run as run_module
 from edgellm.quantize.run import run_job
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
@@ -29,15 +30,6 @@ def place(tmp_path_factory) -> Path:
     make_model(folder / "model", "llama")
     write_text(folder / "text.jsonl")
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny matrices; more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

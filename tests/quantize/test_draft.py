@@ -25,6 +25,8 @@ from edgellm.quantize.job import Job, make_plan
 from edgellm.quantize.run import run_job
 from edgellm.quantize.schemes import SCHEMES
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = {"num_hidden_layers": 8, "intermediate_size": 96}
 LAYOUTS = {
     "eagle3": EAGLE3,
@@ -41,15 +43,6 @@ LAYOUTS = {
         file="pytorch_model.bin",
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny matrices; more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-import torch
 from quantize_cases import decode, load, make_job, make_model, write_text
 
 from edgellm.contract import BundleManifest, load_manifest
@@ -25,21 +24,14 @@ from edgellm.quantize.run import run_job
 from edgellm.quantize.schemes import HEAD_SCHEMES, SCHEMES
 from edgellm.quantize.tensors import read_below
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FAMILIES = ("llama", "qwen2", "qwen3")
 # Relative errors of a weight that was rounded to nearest; normal values, blocks of 16 and 32.
 WORST = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11, "nvfp4_awq": 0.12}
 # ONNX Runtime has no FP4 on the CPU.
 RUNS_ON_ORT = ("fp8", "int8_sq", "int4_awq", "int8", "int4")
 FOLDED = {"self_attn.q_proj": "input_layernorm", "mlp.up_proj": "post_attention_layernorm"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny matrices; more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
