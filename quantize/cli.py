@@ -48,6 +48,10 @@ AlphaStep = Annotated[
     float | None,
     typer.Option("--alpha_step", min=0.01, max=1, help="Of AWQ's search; 0.1, on a CPU 0.2."),
 ]
+BlockSize = Annotated[
+    int | None,
+    typer.Option("--block_size", help="Of INT4: 128, 64 or 32; default: what fits all layers."),
+]
 BatchTokens = Annotated[
     int | None, typer.Option("--batch_tokens", min=8, help="At a time; 8192, on a CPU 2048.")
 ]
@@ -86,6 +90,7 @@ def llm(
     seq_len: SeqLen = None,
     held_out: HeldOut = None,
     alpha_step: AlphaStep = None,
+    block_size: BlockSize = None,
     batch_tokens: BatchTokens = None,
     device: Device = "auto",
     seed: Seed = 0,
@@ -98,7 +103,8 @@ def llm(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
         algo=algo, kv_cache_quantization=kv_cache_quantization,
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
-        alpha_step=alpha_step, batch_tokens=batch_tokens, device=device, seed=seed,
+        alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
+        seed=seed,
     )  # fmt: skip
 
 
@@ -118,6 +124,7 @@ def draft(
     seq_len: SeqLen = None,
     held_out: HeldOut = None,
     alpha_step: AlphaStep = None,
+    block_size: BlockSize = None,
     batch_tokens: BatchTokens = None,
     device: Device = "auto",
     seed: Seed = 0,
@@ -130,14 +137,17 @@ def draft(
         draft_model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
         base_model_dir=base_model_dir,
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
-        alpha_step=alpha_step, batch_tokens=batch_tokens, device=device, seed=seed,
+        alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
+        seed=seed,
     )  # fmt: skip
 
 
 def _run(
     model_dir: str, output_dir: Path, body: str, head: str | None, ignored: str, **options: Any
 ) -> None:
-    _check_names(body, options.get("algo"), head, options.get("kv_cache_quantization"))
+    _check_names(
+        body, options.get("algo"), head, options.get("kv_cache_quantization"), options["block_size"]
+    )
     _require_host()
     from edgellm.quantize.job import Job
     from edgellm.quantize.run import run_job
@@ -212,15 +222,24 @@ def _print(report: Report, output: Path) -> None:
     )
 
 
-def _check_names(body: str, algo: str | None, head: str | None, cache: str | None) -> None:
+def _check_names(
+    body: str, algo: str | None, head: str | None, cache: str | None, block_size: int | None
+) -> None:
     """Before the imports, which take seconds."""
-    from edgellm.quantize.schemes import HEAD_SCHEMES, KV_SCHEMES, choose, choose_scheme
+    from edgellm.quantize.schemes import (
+        HEAD_SCHEMES,
+        KV_SCHEMES,
+        check_block_size,
+        choose,
+        choose_scheme,
+    )
 
-    choose_scheme(body, algo)
+    scheme = choose_scheme(body, algo)
     if head is not None:
         choose("--lm_head_quantization", head, HEAD_SCHEMES)
     if cache is not None:
         choose("--kv_cache_quantization", cache, KV_SCHEMES)
+    check_block_size(block_size, scheme, HEAD_SCHEMES[head] if head is not None else None)
 
 
 def _require_host() -> None:

@@ -46,6 +46,7 @@ class Job:
     seq_len: int | None = None
     held_out: int | None = None
     alpha_step: float | None = None
+    block_size: int | None = None  # of INT4
     batch_tokens: int | None = None
     device: str = "auto"
     seed: int = 0
@@ -156,12 +157,13 @@ def _recipes(
     out, width = infos[subject.head_name].shape
     alpha_step = job.alpha_step or _amounts(scheme, device).alpha_step
     if head_scheme is None:
-        return Recipe(scheme, block_size(scheme, body), alpha_step, job.kv_cache_quantization), None
+        block = block_size(scheme, body, job.block_size)
+        return Recipe(scheme, block, alpha_step, job.kv_cache_quantization), None
     # The layout has one block size for all INT4 layers.
     shared = scheme.is_int4 and head_scheme.is_int4
     head = {"lm_head": (out, width)}
-    body_block = block_size(scheme, {**body, **head} if shared else body)
-    head_block = body_block if shared else block_size(head_scheme, head)
+    body_block = block_size(scheme, {**body, **head} if shared else body, job.block_size)
+    head_block = body_block if shared else block_size(head_scheme, head, job.block_size)
     return (
         Recipe(scheme, body_block, alpha_step, job.kv_cache_quantization),
         Recipe(head_scheme, head_block, alpha_step),

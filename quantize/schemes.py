@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.quantize.formats import NVFP4_BLOCK
 
-_INT4_BLOCKS = (128, 64, 32)
+INT4_BLOCKS = (128, 64, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,31 @@ def choose_scheme(quantization: str, algo: str | None) -> Scheme:
     return AUTOROUND if algo == "autoround" else scheme
 
 
-def block_size(scheme: Scheme, shapes: Mapping[str, tuple[int, int]]) -> int:
+def check_block_size(wanted: int | None, *schemes: Scheme | None) -> None:
+    """Raise `EdgeLLMError` for a size that is not on offer, or that nothing would take."""
+    if wanted is None:
+        return
+    if wanted not in INT4_BLOCKS:
+        raise EdgeLLMError(
+            f"--block_size {wanted}: no such block of INT4",
+            hint=f"choices: {', '.join(map(str, INT4_BLOCKS))}",
+        )
+    if not any(scheme is not None and scheme.is_int4 for scheme in schemes):
+        raise EdgeLLMError(
+            f"--block_size {wanted} is for INT4, and nothing here becomes that",
+            hint="leave it out, or choose --quantization int4_awq or --lm_head_quantization int4",
+        )
+
+
+def block_size(
+    scheme: Scheme, shapes: Mapping[str, tuple[int, int]], wanted: int | None = None
+) -> int:
     """The block for these linear layers [out, in]; 0 where the scheme has none.
+
+    Args:
+        scheme: asks for blocks.
+        shapes: by name.
+        wanted: of INT4; None takes the largest that divides all inputs.
 
     Raises:
         UnsupportedModelError: a layer has a shape that the scheme cannot store.
@@ -95,7 +118,7 @@ def block_size(scheme: Scheme, shapes: Mapping[str, tuple[int, int]]) -> int:
     for name, (out, _) in shapes.items():
         if out % 2:
             raise UnsupportedModelError(f"{name} has {out} outputs: INT4 is packed in pairs")
-    return _dividing(scheme, shapes, _INT4_BLOCKS)
+    return _dividing(scheme, shapes, INT4_BLOCKS if wanted is None else (wanted,))
 
 
 def _dividing(scheme: Scheme, shapes: Mapping[str, tuple[int, int]], sizes: tuple[int, ...]) -> int:
@@ -104,7 +127,8 @@ def _dividing(scheme: Scheme, shapes: Mapping[str, tuple[int, int]], sizes: tupl
         if all(width % size == 0 for _, width in shapes.values()):
             return size
     name, width = next((n, w) for n, (_, w) in shapes.items() if w % sizes[-1])
+    smaller = "leave out --block_size; " if scheme.is_int4 and sizes[-1] > 32 else ""
     raise UnsupportedModelError(
-        f"{name} has {width} inputs, no multiple of {scheme.name}'s smallest block {sizes[-1]}",
-        hint="fp8 and int8_sq have no blocks",
+        f"{name} has {width} inputs, no multiple of {scheme.name}'s block of {sizes[-1]}",
+        hint=f"{smaller}fp8 and int8_sq have no blocks",
     )

@@ -1,8 +1,12 @@
-"""`llm_build --quantize int4`: float weights rounded on the device."""
+"""`llm_build --quantize int4|int8`: float weights rounded on the device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 from conftest import make_checkpoint
 
@@ -18,27 +22,76 @@ from edgellm.export.source import open_checkpoint
 IDS = np.random.default_rng(4).integers(9, 96, 20)
 
 
-def test_rounding_at_build_time(tmp_path):
-    """--quantize int4 gives the engine of a model whose weights were rounded before."""
+@pytest.fixture(scope="module")
+def float_model(tmp_path_factory):
+    """A checkpoint and its bundle; 96 is no multiple of 64."""
+    folder = tmp_path_factory.mktemp("float")
+    tiny = {**models.find("llama").TINY, "intermediate_size": 96, "tie_word_embeddings": False}
+    source = make_checkpoint(folder / "checkpoint", **tiny)
+    export_llm(open_checkpoint(str(source)), folder / "bundle", ExportOptions("fp32"))
+    return source, folder / "bundle"
+
+
+def _engine_logits(bundle: Path, engine: Path, quantize: str) -> np.ndarray:
+    build_engine(bundle, engine, Plan(48, 64, 1, "same", quantize), "onnxruntime", lambda _: None)
+    manifest = load_manifest(engine, EngineManifest)
+    assert [graph.precision for graph in manifest.graphs] == [quantize]
+    session = backends.find("onnxruntime").open_session(engine, manifest)
+    return session.run(IDS, 0, np.arange(20)).logits
+
+
+def _reference(source: Path, weights: Callable, inputs: Callable | None = None) -> np.ndarray:
+    """Logits of transformers with every linear layer's weight, and its input, put through these."""
     from transformers import AutoModelForCausalLM
 
-    tiny = {**models.find("llama").TINY, "intermediate_size": 96, "tie_word_embeddings": False}
-    source = make_checkpoint(tmp_path / "float", **tiny)
-    export_llm(open_checkpoint(str(source)), tmp_path / "bundle", ExportOptions("fp32"))
-    plan = Plan(48, 64, 1, "same", "int4")
-    build_engine(tmp_path / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None)
-    assert not list((tmp_path / "engine").glob("*rounded*"))
-    manifest = load_manifest(tmp_path / "engine", EngineManifest)
-    assert [graph.precision for graph in manifest.graphs] == ["int4"]
-    session = backends.find("onnxruntime").open_session(tmp_path / "engine", manifest)
-    found = session.run(IDS, 0, np.arange(20)).logits
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data.copy_(torch.from_numpy(weights(module.weight.data.numpy())))
+            if inputs is not None:
+                module.register_forward_pre_hook(
+                    lambda _, args, name=name: torch.from_numpy(inputs(name, args[0].numpy()))
+                )
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("_proj.weight", "lm_head.weight")):
-                parameter.copy_(torch.from_numpy(_rounded(parameter.numpy())))
-        expected = model(torch.from_numpy(IDS)[None]).logits[0].numpy()
-    assert np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)) < 0.15
+        return model(torch.from_numpy(IDS)[None]).logits[0].numpy()
+
+
+def _distances(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Of each row [S]; the later rows see what became of the earlier ones."""
+    return np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+
+
+def test_int4(float_model, tmp_path):
+    """The engine of a model whose weights were rounded before; its kernel rounds inputs, too."""
+    source, bundle = float_model
+    found = _engine_logits(bundle, tmp_path / "engine", "int4")
+    assert not list((tmp_path / "engine").glob("*rounded*"))
+    assert np.all(_distances(found, _reference(source, _rounded)) < 0.2)
+
+
+def test_int8(float_model, tmp_path):
+    """Columns of weights and rows of inputs; where outliers hurt, two terms of a row."""
+    source, bundle = float_model
+
+    def inputs(name: str, x: np.ndarray) -> np.ndarray:
+        coarse = _int8_rows(x)
+        if name.endswith(("gate_proj", "up_proj", "o_proj")):
+            return coarse
+        unit = np.abs(x).max(-1, keepdims=True) / np.float32(127 * 254)
+        return coarse + np.rint((x - coarse) / unit) * unit
+
+    found = _engine_logits(bundle, tmp_path / "engine", "int8")
+    distances = _distances(found, _reference(source, _int8_rows, inputs))
+    # All but the rows in which a value lies between two codes, up to the last bits.
+    assert np.median(distances) < 1e-4
+    assert distances.max() < 1e-2
+    one_term = _reference(source, _int8_rows, lambda _, x: _int8_rows(x))
+    assert np.median(_distances(found, one_term)) > 1e-3
+
+
+def _int8_rows(array: np.ndarray) -> np.ndarray:
+    scale = np.abs(array).max(-1, keepdims=True) / np.float32(127)
+    return np.rint(array / scale) * scale
 
 
 def _rounded(weight: np.ndarray) -> np.ndarray:

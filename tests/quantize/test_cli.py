@@ -145,6 +145,8 @@ def test_a_run_with_other_settings_is_refused(job, place):
         (["--quantization", "fp9"], ["no such choice", "did you mean fp8", "int4_awq"]),
         (["--quantization", "fp8", "--lm_head_quantization", "int7"], ["choices: fp8, nvfp4"]),
         (["--quantization", "fp8", "--kv_cache_quantization", "int4"], ["choices: fp8, int8"]),
+        (["--quantization", "int4_awq", "--block_size", "48"], ["choices: 128, 64, 32"]),
+        (["--quantization", "fp8", "--block_size", "32"], ["is for INT4", "leave it out"]),
     ],
 )
 def test_flags_that_will_not_do(command, place, tmp_path, flags, words):

@@ -86,11 +86,16 @@ class RowInt8Kernel:
     """Integer GEMM: one scale per activation row, one per weight column, both symmetric.
 
     A scale per row keeps an outlier in one token from costing the others their precision, which
-    is what the per-tensor scale of DynamicQuantizeMatMul does.
+    is what the per-tensor scale of DynamicQuantizeMatMul does. Outlier channels cost the other
+    channels theirs all the same, so inputs become the sum of two int8 terms, the second 1/254 of
+    the first: 16 bits from one product with twice the rows. Layers of `_ONE_TERM` lose too little
+    to be worth it, and are most of the work.
     """
 
+    _ONE_TERM = ("gate_proj", "up_proj", "o_proj")
+
     def __init__(self) -> None:
-        self._rows: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+        self._rows: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """Quantize the rows, multiply, scale back."""
@@ -101,7 +106,11 @@ class RowInt8Kernel:
                 columns.extend(weight.columns())
             return columns[index]
 
-        codes, row_scale = self._quantize(graph, x)
+        two_terms = not name.endswith(self._ONE_TERM)
+        if (x, two_terms) not in self._rows:
+            quantize = self._two_terms if two_terms else self._one_term
+            self._rows[x, two_terms] = quantize(graph, x)
+        codes, scale = self._rows[x, two_terms]
         product = graph.node(
             "MatMulIntegerToFloat",
             [
@@ -113,25 +122,39 @@ class RowInt8Kernel:
             ],
             domain="com.microsoft",
         )
-        return graph.node("Mul", [product, row_scale])
+        scaled = graph.node("Mul", [product, scale])
+        if not two_terms:
+            return scaled
+        terms = graph.constant("terms_axis", np.array([0], np.int64))
+        return graph.node("ReduceSum", [scaled, terms], keepdims=1)
 
-    def _quantize(self, graph: GraphEditor, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def _one_term(self, graph: GraphEditor, x: ir.Value) -> tuple[ir.Value, ir.Value]:
         """X [1, S, in] -> codes uint8 [1, S, in] around 128, and scales float32 [1, S, 1]."""
-        if x not in self._rows:
-            last = graph.constant("last_axis", np.array([-1], np.int64))
-            amax = graph.node("ReduceMax", [graph.node("Abs", [x]), last], keepdims=1)
-            floor = graph.constant("tiny", np.float32(1e-20))
-            scale = graph.node(
-                "Mul",
-                [graph.node("Max", [amax, floor]), graph.constant("1/127", np.float32(1 / 127))],
-            )
-            codes = graph.node(
-                "QuantizeLinear",
-                [
-                    graph.node("Div", [x, scale]),
-                    graph.constant("one", np.float32(1)),
-                    graph.constant("uint8_middle", np.uint8(128)),
-                ],
-            )
-            self._rows[x] = codes, scale
-        return self._rows[x]
+        scale = self._row_scale(graph, x)
+        return self._codes(graph, graph.node("Div", [x, scale])), scale
+
+    def _two_terms(self, graph: GraphEditor, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """X [1, S, in] -> codes uint8 [2, S, in] around 128, and scales float32 [2, S, 1]."""
+        scale = self._row_scale(graph, x)
+        steps = graph.node("Div", [x, scale])
+        coarse = graph.node("Round", [steps])
+        finer = graph.constant("254", np.float32(254))
+        fine = graph.node("Mul", [graph.node("Sub", [steps, coarse]), finer])
+        units = graph.constant("units", np.array([1, 1 / 254], np.float32).reshape(2, 1, 1))
+        both = graph.node("Concat", [coarse, fine], axis=0)
+        return self._codes(graph, both), graph.node("Mul", [scale, units])
+
+    def _row_scale(self, graph: GraphEditor, x: ir.Value) -> ir.Value:
+        """The largest magnitude of each row / 127, float32 [1, S, 1]."""
+        last = graph.constant("last_axis", np.array([-1], np.int64))
+        amax = graph.node("ReduceMax", [graph.node("Abs", [x]), last], keepdims=1)
+        floor = graph.constant("tiny", np.float32(1e-20))
+        step = graph.constant("1/127", np.float32(1 / 127))
+        return graph.node("Mul", [graph.node("Max", [amax, floor]), step])
+
+    def _codes(self, graph: GraphEditor, steps: ir.Value) -> ir.Value:
+        """Round to uint8 around 128."""
+        one = graph.constant("one", np.float32(1))
+        return graph.node(
+            "QuantizeLinear", [steps, one, graph.constant("uint8_middle", np.uint8(128))]
+        )
