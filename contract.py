@@ -45,13 +45,15 @@ class RequestError(EdgeLLMError):
 
 # ------------------------------------------------------------------ graph inputs and outputs
 INPUT_IDS = "input_ids"  # int64 [1, S]
-POSITION_IDS = "position_ids"  # int64 [1, S]; depth positions for tree nodes
+POSITION_IDS = "position_ids"  # int64 [A, S], A axes; depth positions for tree nodes
 WRITE_INDEX = "write_index"  # int64 [1]; rows already in the KV cache
 TREE_MASK = "tree_mask"  # bool [S, S]; row i may see new row j; a draft's is [S, M], M >= S,
 # and rules the last M slots: the tree grows by passes whose rows see some of the rows before
 LOGITS_INDEX = "logits_index"  # int64 [R]; the rows that get logits
 LOGITS = "logits"  # float32 [1, R, V]
 TOKEN_IDS = "token_ids"  # int64 [1, R]; argmax of the logits
+IMAGE_EMBEDS = "image_embeds"  # activations [N, H]; row n is what token id V + n stands for
+DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, N, H]; added behind the first L layers
 HIDDEN_TAPS = "hidden_taps"  # activations [1, S, T*H]; features that the base gives to a draft
 
 # A draft has the decoder's inputs and these; its rows of logits stay inside the graph.
@@ -100,6 +102,15 @@ class KVCacheSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSpec:
+    """How a decoder takes images: as token ids from `vocab_size` on, rows of IMAGE_EMBEDS."""
+
+    model_type: str  # of the vision-language model, whose encoder makes the rows
+    token_id: int  # the placeholder that a processor repeats for every row of an image
+    num_deepstack: int = 0  # L of DEEPSTACK_EMBEDS
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """The facts about a decoder that a builder or a runtime needs."""
 
@@ -110,6 +121,8 @@ class DecoderSpec:
     num_parameters: int
     kv: KVCacheSpec
     sliding_window: int | None = None
+    position_axes: int = 1  # 3: time, row and column (M-RoPE)
+    images: ImageSpec | None = None  # None: text only
 
 
 @dataclass(frozen=True, slots=True)

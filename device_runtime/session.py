@@ -14,6 +14,16 @@ Bool = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """The images of a prompt as a decoder sees them: token id V + n stands for row n."""
+
+    embeds: F32  # [N, H], N >= 1
+    deepstack: F32  # [L, N, H]; L may be 0
+    # [3, S]: of the prompt's rows, M-RoPE; rows behind it follow the largest. None: as in text.
+    positions: I64 | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PassResult:
     """Outputs of one pass; arrays are valid until the session runs again."""
 
@@ -42,12 +52,17 @@ class Session(Protocol):
             token_ids: int64 [S].
             write_index: rows of the cache that are valid; the new ones follow.
             logits_index: int64 [R], the new rows that get logits.
-            position_ids: int64 [S]; None counts on from `write_index`.
+            position_ids: int64 [S], counted as in text also where images give rows others; None
+                counts on from `write_index`.
             tree_mask: bool [S, S], row i may see new row j; None is causal.
 
         Raises:
             LimitError: the rows do not fit into the cache.
         """
+        ...
+
+    def show(self, images: ImageRows) -> None:
+        """Say what image rows of the next prompt stand for; holds until it is said again."""
         ...
 
     def keep(self, length: int, rows: I64) -> None:
@@ -73,6 +88,10 @@ class DraftSession(Protocol):
     """A loaded draft with a KV cache of its own."""
 
     capacity: int
+
+    def show(self, images: ImageRows) -> None:
+        """See `Session.show`."""
+        ...
 
     def fuse(self, taps: F32) -> F32:
         """Features of the base [S, T*H] as the draft's hidden rows [S, D]."""

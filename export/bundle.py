@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from edgellm.export.kv_cache import read_ranges
 from edgellm.export.op import OPSET
 from edgellm.export.source import open_checkpoint
 from edgellm.export.taps import check_taps, default_taps
+from edgellm.export.vlm import text_tower
 from edgellm.export.weights import Weights
 
 _GRAPH = "model"
@@ -58,14 +60,15 @@ def export_llm(
     """
     names = [*file_names((_GRAPH,)), *_JSON_FILES, *checkpoint.tokenizer_files]
     check_output(output, "llm_bundle", names)
-    architecture, config = read_architecture(checkpoint, options)
+    tower, architecture, config = read_architecture(checkpoint, options)
     taps, tap_source = _choose_taps(config, options)
-    weights = Weights(checkpoint.tensors, checkpoint.quant_config)
+    weights = Weights(tower.tensors, checkpoint.quant_config)
     dtype = DTYPES[options.dtype]
     model, op = build_decoder(architecture, config, weights, dtype, taps)
     ranges = read_ranges(weights, config.num_hidden_layers)
     refuse_leftovers(_unused(weights, config), "checkpoint")
-    eos_token_ids = _eos_token_ids(checkpoint, config.vocab_size)
+    configs = (checkpoint.generation_config, checkpoint.config, tower.config)
+    eos_token_ids = _eos_token_ids(configs, config.vocab_size)
     with temporary_folder(output) as folder:
         records = write_graphs(folder, {_GRAPH: (model, op)}, progress)
         for name, content in checkpoint.tokenizer_files.items():
@@ -73,7 +76,7 @@ def export_llm(
         contents = checkpoint.config, checkpoint.generation_config
         for name, content in zip(_JSON_FILES, contents, strict=True):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-        decoder = decoder_spec(config, checkpoint.config["model_type"], [op], checkpoint.tensors)
+        decoder = decoder_spec(config, tower.config["model_type"], [op], tower.tensors)
         manifest = BundleManifest(
             decoder=replace(decoder, kv=replace(decoder.kv, ranges=ranges)),
             dtype=dtype.numpy().name,
@@ -95,8 +98,8 @@ def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:
         UnsupportedModelError: an architecture, config key or quantization that is not understood.
         BrokenArtifactError: missing or superfluous tensors, or of other shapes.
     """
-    architecture, config = read_architecture(checkpoint, options)
-    weights = Weights(checkpoint.tensors, checkpoint.quant_config)
+    tower, architecture, config = read_architecture(checkpoint, options)
+    weights = Weights(tower.tensors, checkpoint.quant_config)
     build_decoder(architecture, config, weights, DTYPES[options.dtype])
     read_ranges(weights, config.num_hidden_layers)
     refuse_leftovers(_unused(weights, config), "checkpoint")
@@ -121,14 +124,17 @@ def _choose_taps(
     return (), {}
 
 
-def read_architecture(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Any, DecoderConfig]:
-    """The architecture's module and its facts; every config key is understood or refused."""
-    model_type = checkpoint.config.get("model_type")
+def read_architecture(
+    checkpoint: Checkpoint, options: ExportOptions
+) -> tuple[Checkpoint, Any, DecoderConfig]:
+    """The language model, its architecture's module and facts; every config key is understood."""
+    tower, images = text_tower(checkpoint)
+    model_type = tower.config.get("model_type")
     if not isinstance(model_type, str):
         raise UnsupportedModelError(f"{checkpoint.label}: config.json has no model_type")
     architecture = models.find(model_type)
-    reader = ConfigReader(checkpoint.config)
-    config = architecture.Config.from_hf(reader)
+    reader = ConfigReader(tower.config)
+    config = replace(architecture.Config.from_hf(reader), images=images)
     reader.finish(options.ignore_config_keys)
     if options.num_layers is not None:
         if not 1 <= options.num_layers <= config.num_hidden_layers:
@@ -136,7 +142,7 @@ def read_architecture(checkpoint: Checkpoint, options: ExportOptions) -> tuple[A
                 f"--num_layers {options.num_layers}: the model has {config.num_hidden_layers}"
             )
         config = replace(config, num_hidden_layers=options.num_layers)
-    return architecture, config
+    return tower, architecture, config
 
 
 def _unused(weights: Weights, config: DecoderConfig) -> list[str]:
@@ -150,10 +156,10 @@ def _unused(weights: Weights, config: DecoderConfig) -> list[str]:
     ]
 
 
-def _eos_token_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
-    """All ids that end an answer: those of the generation config and of the model's config."""
+def _eos_token_ids(configs: Iterable[dict[str, Any]], vocab_size: int) -> tuple[int, ...]:
+    """All ids that end an answer: those of the generation config and of the model's configs."""
     found: set[Any] = set()
-    for source in (checkpoint.generation_config, checkpoint.config):
+    for source in configs:
         value = source.get("eos_token_id")
         found.update(value if isinstance(value, list) else [value] if value is not None else [])
     for token_id in found:

@@ -54,8 +54,9 @@ def build_decoder(
     if hidden_taps:
         outputs.append(_taps(op, model, hidden, state, hidden_taps, config.hidden_size))
     outputs += [typed(value, dtype, cache_shape(config)) for value in state.present.values()]
-    own = [inputs.input_ids, inputs.position_ids, inputs.write_index, inputs.tree_mask]
-    return finish(op, "decoder", [*own, inputs.logits_index, *inputs.past.values()], outputs), op
+    own = [inputs.input_ids, inputs.position_ids, inputs.write_index, inputs.tree_mask,
+           inputs.logits_index, *inputs.images]  # fmt: skip
+    return finish(op, "decoder", [*own, *inputs.past.values()], outputs), op
 
 
 def _taps(

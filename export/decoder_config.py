@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from edgellm.contract import UnsupportedModelError
+from edgellm.contract import ImageSpec, UnsupportedModelError
 from edgellm.export.config import ConfigReader
 from edgellm.export.rope import Rope
 
@@ -29,6 +29,12 @@ class DecoderConfig:
     o_proj_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
+    images: ImageSpec | None = None  # of the text tower of a vision-language model
+
+    @property
+    def position_axes(self) -> int:
+        """Positions of a token: 1, or 3 for M-RoPE."""
+        return 3 if self.rope.axes else 1
 
     @classmethod
     def read(cls, reader: ConfigReader, **traits: Any) -> DecoderConfig:

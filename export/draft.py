@@ -10,6 +10,7 @@ from edgellm.artifact import check_output, publish, temporary_folder
 from edgellm.contract import DraftBundleManifest, DraftSpec, EdgeLLMError
 from edgellm.export.bundle import ExportOptions, read_architecture
 from edgellm.export.checkpoint import Checkpoint
+from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.draft_config import DraftConfig, read_draft
 from edgellm.export.draft_decoder import build_draft, build_fuse
 from edgellm.export.draft_tensors import DraftTensors, complete, read_target_ids
@@ -103,9 +104,9 @@ def _build(
             hint="give the model that it drafts for as --base_model_dir",
         )
     keys = options.ignore_config_keys
-    _, base_config = read_architecture(base, ExportOptions(ignore_config_keys=keys))
-    config = read_draft(draft, base_config, keys)
-    tensors = complete(draft.tensors, base.tensors, config)
+    tower, _, base_config = read_architecture(base, ExportOptions(ignore_config_keys=keys))
+    config = _seeing(read_draft(draft, base_config, keys), base_config)
+    tensors = complete(draft.tensors, tower.tensors, config)
     weights = Weights(tensors, draft.quant_config or base.quant_config)
     target_ids = read_target_ids(weights, config, base_config)
     dtype = DTYPES[options.dtype]
@@ -114,6 +115,18 @@ def _build(
         graphs[_FUSE] = build_fuse(config, weights, dtype)
     refuse_leftovers(weights.unused(), "draft")
     return config, tensors, graphs
+
+
+def _seeing(config: DraftConfig, base: DecoderConfig) -> DraftConfig:
+    """The draft of a vision-language base reads image features where its embedding is as wide.
+
+    One of another width reads the placeholder's embedding, as in text.
+    """
+    decoder = config.decoder
+    if base.images is None or decoder.hidden_size != base.hidden_size:
+        return config
+    images = dataclasses.replace(base.images, num_deepstack=0)
+    return dataclasses.replace(config, decoder=dataclasses.replace(decoder, images=images))
 
 
 def _provenance(draft: Checkpoint, base: Checkpoint, config: DraftConfig) -> dict[str, str]:

@@ -70,7 +70,7 @@ def build_draft(
         *(typed(value, dtype, cache_shape(decoder)) for value in state.present.values()),
     ]
     own = [inputs.input_ids, hidden, inputs.position_ids, inputs.write_index, inputs.tree_mask,
-           inputs.logits_index, top_k]  # fmt: skip
+           inputs.logits_index, top_k, *inputs.images]  # fmt: skip
     return finish(op, "draft", [*own, *inputs.past.values()], outputs), op
 
 

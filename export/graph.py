@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -10,9 +10,10 @@ import onnx_ir as ir
 from edgellm import contract
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.attention import PassState
+from edgellm.export.layers.images import ImageRows
 from edgellm.export.op import IR_VERSION, OPSET, Op
 
-ROWS, CAPACITY, HEAD_ROWS = "rows", "kv_capacity", "head_rows"
+ROWS, CAPACITY, HEAD_ROWS, IMAGE_ROWS = "rows", "kv_capacity", "head_rows", "image_rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,12 @@ class PassInputs:
     """The inputs that base and draft have in common."""
 
     input_ids: ir.Value  # int64 [1, S]
-    position_ids: ir.Value  # int64 [1, S]
+    position_ids: ir.Value  # int64 [A, S]
     write_index: ir.Value  # int64 [1]
     tree_mask: ir.Value  # bool [S, S]; of a draft [S, M]
     logits_index: ir.Value  # int64 [R]
     past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, head_dim]
+    images: tuple[ir.Value, ...]  # the encoder's outputs
 
     @classmethod
     def declare(
@@ -34,7 +36,7 @@ class PassInputs:
         integer, boolean = ir.DataType.INT64, ir.DataType.BOOL
         return cls(
             declare(contract.INPUT_IDS, integer, [1, ROWS]),
-            declare(contract.POSITION_IDS, integer, [1, ROWS]),
+            declare(contract.POSITION_IDS, integer, [config.position_axes, ROWS]),
             declare(contract.WRITE_INDEX, integer, [1]),
             declare(contract.TREE_MASK, boolean, [ROWS, mask_columns]),
             declare(contract.LOGITS_INDEX, integer, [HEAD_ROWS]),
@@ -43,6 +45,7 @@ class PassInputs:
                 for layer in range(config.num_hidden_layers)
                 for name in (contract.past_name(layer, "key"), contract.past_name(layer, "value"))
             },
+            tuple(_image_inputs(config, dtype)),
         )
 
     def begin(self, op: Op, config: DecoderConfig) -> PassState:
@@ -54,9 +57,26 @@ class PassInputs:
             self.position_ids,
             self.write_index,
             self.past,
+            self._image_rows(config),
         )
         state.prepare(config.rope, self.tree_mask, config.sliding_window)
         return state
+
+    def _image_rows(self, config: DecoderConfig) -> ImageRows | None:
+        if config.images is None:
+            return None
+        embeds, *deepstack = self.images
+        count = config.images.num_deepstack
+        return ImageRows(config.vocab_size, embeds, deepstack[0] if count else None, count)
+
+
+def _image_inputs(config: DecoderConfig, dtype: ir.DataType) -> Iterator[ir.Value]:
+    if config.images is None:
+        return
+    shape = [IMAGE_ROWS, config.hidden_size]
+    yield declare(contract.IMAGE_EMBEDS, dtype, shape)
+    if count := config.images.num_deepstack:
+        yield declare(contract.DEEPSTACK_EMBEDS, dtype, [count, *shape])
 
 
 def cache_shape(config: DecoderConfig) -> list[int | str]:

@@ -84,6 +84,8 @@ def decoder_spec(
             ops[0].dtype.numpy().name,
         ),
         sliding_window=config.sliding_window,
+        position_axes=config.position_axes,
+        images=config.images,
     )
 
 

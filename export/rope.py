@@ -1,13 +1,15 @@
 """Rotary position embeddings: the inverse frequencies that a config asks for.
 
-Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), and
-the frequency rule of Llama 3.1. Computed in float32 as transformers does, so that angles agree.
+Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), the
+frequency rule of Llama 3.1, M-RoPE (2409.12191), whose pairs turn by the time, row or column of a
+token, and its interleaved form in Qwen3-VL. Computed in float32 as transformers does, so that
+angles agree.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ class Rope:
 
     inv_freq: F32  # [head_dim / 2]
     scale: float = 1.0
+    axes: tuple[int, ...] = ()  # of M-RoPE: which position each pair turns by, 0, 1 or 2
 
     @classmethod
     def read(cls, reader: ConfigReader, head_dim: int, max_positions: int) -> Rope:
@@ -51,6 +54,8 @@ class Rope:
             raise UnsupportedModelError("config.json: partial rotary embeddings are not supported")
         if theta <= 0 or parameters.get("factor", 1.0) <= 0:
             raise UnsupportedModelError("config.json: rope_theta and factor must be positive")
+        axes = _axes(parameters, head_dim)
+        kind = "default" if axes and kind == "mrope" else kind
         plain = _plain(theta, head_dim)
         rule = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
         rule["factors"] = _factors
@@ -70,7 +75,26 @@ class Rope:
             raise UnsupportedModelError(
                 f"config.json: rope parameters not understood: {', '.join(sorted(left))}"
             )
-        return rope
+        return replace(rope, axes=axes)
+
+
+def _axes(parameters: dict[str, Any], head_dim: int) -> tuple[int, ...]:
+    """The axis of each pair, () for plain positions; takes M-RoPE's keys out."""
+    sections = parameters.pop("mrope_section", None)
+    interleaved = parameters.pop("mrope_interleaved", False)
+    if sections is None:
+        return ()
+    pairs = head_dim // 2
+    if not isinstance(sections, list) or len(sections) != 3 or sum(sections) != pairs:
+        raise UnsupportedModelError(
+            f"config.json: mrope_section {sections!r} is not three numbers with the sum {pairs}"
+        )
+    if not interleaved:
+        return tuple(int(axis) for axis in np.repeat(np.arange(3), sections))
+    axes = np.zeros(pairs, np.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return tuple(int(axis) for axis in axes)
 
 
 def _plain(theta: float, head_dim: int) -> F32:

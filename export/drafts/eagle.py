@@ -57,7 +57,7 @@ class Model:
 
     def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
         """input_ids int64 [1, S] and features [1, S, D] -> the next features [1, S, D]."""
-        both = op.Concat(self.embed_tokens(op, input_ids), hidden, axis=-1)  # [1, S, 2D]
+        both = op.Concat(state.embed(self.embed_tokens, input_ids), hidden, axis=-1)  # [1, S, 2D]
         x = self.fc(op, both)
         with op.scope("layers.0"):
             x = self.first.forward(op, x, state)

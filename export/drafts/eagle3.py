@@ -97,7 +97,7 @@ class Model:
     def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
         """input_ids int64 [1, S] and hidden [1, S, D] -> [1, S, D] before the final norm."""
         with op.scope("layers.0"):
-            x = self.first.forward(op, self.embed_tokens(op, input_ids), hidden, state)
+            x = self.first.forward(op, state.embed(self.embed_tokens, input_ids), hidden, state)
         for index, layer in enumerate(self.layers, start=1):
             with op.scope(f"layers.{index}"):
                 x = layer.forward(op, x, state, index)

@@ -12,6 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.contract import past_name, present_name
+from edgellm.export.layers.embedding import Embedding
+from edgellm.export.layers.images import ImageRows
 from edgellm.export.op import Op
 from edgellm.export.rope import Rope
 
@@ -25,12 +27,14 @@ class PassState:
     op: Op
     head_dim: int
     num_kv_heads: int
-    position_ids: ir.Value  # int64 [1, S]
+    position_ids: ir.Value  # int64 [1, S]; [3, S] for M-RoPE
     write_index: ir.Value  # int64 [1]
     past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, D]
+    images: ImageRows | None = None
     mask: ir.Value = field(init=False)  # [S, C], additive
-    cos: ir.Value = field(init=False)  # [C, D / 2]
+    cos: ir.Value = field(init=False)  # [C, D / 2]; of M-RoPE [1, S, D / 2]
     sin: ir.Value = field(init=False)
+    rotates_rows: bool = field(init=False)  # the tables are of the pass's own rows
     present: dict[str, ir.Value] = field(default_factory=dict)
     residuals: list[ir.Value] = field(default_factory=list)  # [1, S, H], entering each layer
 
@@ -42,8 +46,19 @@ class PassState:
             slots = op.Range(
                 op.constant(np.int64(0)), op.Squeeze(capacity), op.constant(np.int64(1))
             )
-            self.cos, self.sin = _rope_tables(op, rope, slots)
+            self.cos, self.sin = self._rope_tables(rope, slots)
+            self.rotates_rows = bool(rope.axes)
             self.mask = self._mask(slots, tree_mask, sliding_window)
+
+    def embed(self, table: Embedding, token_ids: ir.Value) -> ir.Value:
+        """token_ids int64 [1, S] -> [1, S, H]: rows of the table, and of images if there are."""
+        if self.images is None:
+            return table(self.op, token_ids)
+        return self.images.embed(self.op, table, token_ids)
+
+    def behind(self, layer: int, x: ir.Value) -> ir.Value:
+        """The residual stream [1, S, H] that the next layer sees."""
+        return x if self.images is None else self.images.add_deepstack(self.op, x, layer)
 
     def attend(self, layer: int, q: ir.Value, k: ir.Value, v: ir.Value, num_heads: int) -> ir.Value:
         """Rotate, write the cache, attend; q [1, S, num_heads*D], k and v [1, S, kv_heads*D]."""
@@ -83,10 +98,32 @@ class PassState:
         shut = op.constant(_MASKED[op.dtype], op.dtype)
         return op.Where(visible, op.constant(0, op.dtype), shut)
 
-    def _rotate(self, x: ir.Value, num_heads: int) -> ir.Value:
-        return self.op.RotaryEmbedding(
-            x, self.cos, self.sin, self.position_ids, num_heads=num_heads
+    def _rope_tables(self, rope: Rope, slots: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Cos and sin of all positions [C, D/2], constants as soon as the capacity is bound.
+
+        With M-RoPE a pair's angle follows one of three positions: tables of the rows themselves.
+        """
+        op = self.op
+        if rope.axes:
+            chosen = op.Gather(self.position_ids, op.constant(np.array(rope.axes)), axis=0)
+            rows = op.Transpose(op.Cast(chosen, to=int(ir.DataType.FLOAT)), perm=[1, 0])
+            angles = op.Mul(op.Unsqueeze(rows, op.constant([0])), op.constant(rope.inv_freq))
+        else:
+            positions = op.Unsqueeze(op.Cast(slots, to=int(ir.DataType.FLOAT)), op.constant([1]))
+            angles = op.Mul(positions, op.constant(rope.inv_freq[None, :]))
+        cos, sin = (
+            self._rope_table(table, rope.scale) for table in (op.Cos(angles), op.Sin(angles))
         )
+        return cos, sin
+
+    def _rope_table(self, table: ir.Value, scale: float) -> ir.Value:
+        op = self.op
+        scaled = op.Mul(table, op.constant(np.float32(scale))) if scale != 1 else table
+        return scaled if op.dtype == ir.DataType.FLOAT else op.Cast(scaled, to=int(op.dtype))
+
+    def _rotate(self, x: ir.Value, num_heads: int) -> ir.Value:
+        positions = None if self.rotates_rows else self.position_ids
+        return self.op.RotaryEmbedding(x, self.cos, self.sin, positions, num_heads=num_heads)
 
     def _store(self, layer: int, part: str, x: ir.Value) -> ir.Value:
         """Write x [1, S, kv_heads*D] into the cache; returns the cache as [1, C, kv_heads*D]."""
@@ -109,16 +146,3 @@ def split_heads(op: Op, x: ir.Value, head_dim: int) -> ir.Value:
 def merge_heads(op: Op, x: ir.Value) -> ir.Value:
     """[1, S, heads, D] -> [1, S, heads*D]."""
     return op.Reshape(x, op.constant([0, 0, -1]))
-
-
-def _rope_tables(op: Op, rope: Rope, slots: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Cos and sin [C, D/2]; constants as soon as the capacity is bound."""
-    positions = op.Unsqueeze(op.Cast(slots, to=int(ir.DataType.FLOAT)), op.constant([1]))
-    angles = op.Mul(positions, op.constant(rope.inv_freq[None, :]))
-    tables = []
-    for table in (op.Cos(angles), op.Sin(angles)):
-        scaled = op.Mul(table, op.constant(np.float32(rope.scale))) if rope.scale != 1 else table
-        tables.append(
-            scaled if op.dtype == ir.DataType.FLOAT else op.Cast(scaled, to=int(op.dtype))
-        )
-    return tables[0], tables[1]

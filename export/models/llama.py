@@ -111,11 +111,11 @@ class Model:
 
     def forward(self, op: Op, input_ids: ir.Value, state: PassState) -> ir.Value:
         """input_ids int64 [1, S] -> residual stream [1, S, H] before the final norm."""
-        x = self.embed_tokens(op, input_ids)
+        x = state.embed(self.embed_tokens, input_ids)
         for index, layer in enumerate(self.layers):
             state.residuals.append(x)
             with op.scope(f"layers.{index}"):
-                x = layer.forward(op, x, state, index)
+                x = state.behind(index, layer.forward(op, x, state, index))
         return x
 
     def head(self, op: Op, x: ir.Value) -> ir.Value:

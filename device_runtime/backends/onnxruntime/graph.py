@@ -21,6 +21,10 @@ class GraphEditor:
         self._count = 0
         self.cursor: ir.Node | None = None
 
+    def find(self, *op_types: str) -> list[ir.Node]:
+        """All nodes of these types, in order."""
+        return [node for node in self.graph if node.op_type in op_types]
+
     def node(
         self,
         op_type: str,

@@ -18,17 +18,15 @@ from edgellm.device_runtime.backends.onnxruntime.graph import GraphEditor
 from edgellm.device_runtime.backends.onnxruntime.linear_inputs import lower_inputs
 from edgellm.device_runtime.backends.onnxruntime.linear_weights import LinearWeight
 from edgellm.device_runtime.backends.onnxruntime.linears import LinearKernel
+from edgellm.device_runtime.backends.onnxruntime.lower_attention import (
+    CACHE_NAMES,
+    lower_attention,
+    narrow_cache,
+)
 from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile, constant_array
 
 LOWERED_OPSET = 21
 _CONTRIB = "com.microsoft"
-_CACHE_NAMES = ("past_key_values.", "present.")
-_FIRST_SCALE = 12  # inputs of GroupQueryAttention: k_scale, v_scale
-_INT8_CACHE = {
-    "k_quant_type": ir.AttrString("k_quant_type", "PER_TENSOR"),
-    "v_quant_type": ir.AttrString("v_quant_type", "PER_TENSOR"),
-    "kv_cache_bit_width": ir.AttrInt64("kv_cache_bit_width", 8),
-}
 _HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -56,9 +54,9 @@ def lower_decoder(
     lower_inputs(model)
     _lower_floats(graph)
     _lower_linears(graph, kernel)
-    _lower_attention(graph, needs_mask=needs_mask)
+    lower_attention(graph, needs_mask=needs_mask)
     if int8_cache is not None:
-        _narrow_cache(graph, int8_cache)
+        narrow_cache(graph, int8_cache)
     _drop_argmax(model.graph)
     _lower_norms(graph)
     _lower_activations(graph)
@@ -87,7 +85,7 @@ def _finish(model: ir.Model) -> None:
 
 def _bind_capacity(graph: ir.Graph, capacity: int) -> None:
     for value in (*graph.inputs, *graph.outputs):
-        if value.name and value.name.startswith(_CACHE_NAMES):
+        if value.name and value.name.startswith(CACHE_NAMES):
             shape = list(value.shape or ())
             value.shape = ir.Shape([*shape[:2], capacity, shape[3]])
         if value.dtype in _HALF_TYPES:
@@ -103,14 +101,10 @@ def _drop_unused_inputs(graph: ir.Graph) -> None:
     graph.inputs[:] = [value for value in graph.inputs if any(True for _ in value.uses())]
 
 
-def _nodes(graph: GraphEditor, *op_types: str) -> list[ir.Node]:
-    return [node for node in graph.graph if node.op_type in op_types]
-
-
 # -------------------------------------------------------------------------- linear layers
 def _lower_linears(graph: GraphEditor, kernel: LinearKernel) -> None:
     groups: dict[tuple[ir.Value, tuple[str, int]], list[ir.Node]] = {}
-    for node in _nodes(graph, "MatMul"):
+    for node in graph.find("MatMul"):
         x, operand = node.inputs
         weight = LinearWeight.of(operand)
         if weight is not None and x is not None:
@@ -175,7 +169,7 @@ def _lower_floats(graph: GraphEditor) -> None:
                     name = f"{_parameter_name(value)}.fp32"
                     floats = array.astype(np.float32)
                     node.replace_input_with(index, graph.weight(name, lambda floats=floats: floats))
-    for node in _nodes(graph, "Cast"):
+    for node in graph.find("Cast"):
         if node.attributes["to"].as_int() == int(ir.DataType.FLOAT16):
             node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
 
@@ -222,144 +216,9 @@ def _parameter_name(value: ir.Value) -> str:
     return str(value.name)
 
 
-# ------------------------------------------------------------------------------- attention
-def _lower_attention(graph: GraphEditor, *, needs_mask: bool) -> None:
-    nodes = _nodes(graph, "Attention")
-    graph.cursor = _first_compute_node(graph)
-    lengths = _sequence_lengths(graph)
-    bias = _attention_bias(graph, nodes[0], lengths[2]) if needs_mask else None
-    for node in nodes:
-        graph.cursor = node
-        _emit_gqa(graph, node, lengths, bias)
-
-
-def _first_compute_node(graph: GraphEditor) -> ir.Node:
-    """The first node that is not part of the shared rope tables and mask."""
-    return next(node for node in graph.graph if not str(node.name).startswith("shared."))
-
-
-def _sequence_lengths(graph: GraphEditor) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """seqlens_k int32 [1], total_sequence_length int32 [] and the same as int64 []."""
-    inputs = {value.name: value for value in graph.graph.inputs}
-    rows = graph.node("Shape", [inputs[contract.INPUT_IDS]], start=1, end=2)
-    total = graph.node("Add", [inputs[contract.WRITE_INDEX], rows])
-    last = graph.node("Sub", [total, graph.constant("one_row", np.array([1], np.int64))])
-    scalar = graph.node("Squeeze", [total])
-    int32 = int(ir.DataType.INT32)
-    seqlens_k = graph.node("Cast", [last], to=int32)
-    return seqlens_k, graph.node("Cast", [scalar], to=int32), scalar
-
-
-def _attention_bias(graph: GraphEditor, attention: ir.Node, total: ir.Value) -> ir.Value:
-    """The shared additive mask as [1, 1, S, T] over the T live slots instead of all C."""
-    mask = attention.inputs[3]
-    slots = next(node for node in graph.graph if node.op_type == "Range")
-    zero, step = slots.inputs[0], slots.inputs[2]
-    graph_cursor, graph.cursor = graph.cursor, slots
-    _move_before(graph, total, slots)
-    live = graph.node("Range", [zero, total, step])
-    graph.cursor = graph_cursor
-    for user, index in tuple(slots.outputs[0].uses()):
-        if user.op_type != "Cast":  # the rope tables keep all slots
-            user.replace_input_with(index, live)
-    assert mask is not None
-    axes = graph.constant("batch_and_head", np.array([0, 1], np.int64))
-    return graph.node("Unsqueeze", [mask, axes])
-
-
-def _move_before(graph: GraphEditor, value: ir.Value, anchor: ir.Node) -> None:
-    """Move the nodes that compute `value` from graph inputs to a place before `anchor`."""
-    chain: list[ir.Node] = []
-    pending = [value]
-    while pending:
-        node = pending.pop().producer()
-        if node is not None and node not in chain:
-            chain.append(node)
-            pending += [source for source in node.inputs if source is not None]
-    for node in reversed(chain):
-        graph.graph.remove(node)
-        graph.graph.insert_before(anchor, node)
-
-
-def _emit_gqa(
-    graph: GraphEditor,
-    attention: ir.Node,
-    lengths: tuple[ir.Value, ir.Value, ir.Value],
-    bias: ir.Value | None,
-) -> None:
-    rotary, key_cache, value_cache = (
-        _find(attention.inputs[0], "RotaryEmbedding"),
-        _find(attention.inputs[1], "TensorScatter"),
-        _find(attention.inputs[2], "TensorScatter"),
-    )
-    q, cos, sin, positions = rotary.inputs
-    k = _find(key_cache.inputs[1], "RotaryEmbedding").inputs[0]
-    v = _find(value_cache.inputs[1], "Reshape").inputs[0]
-    packed = _packed(q, k, v)
-    heads = {
-        "num_heads": attention.attributes["q_num_heads"].as_int(),
-        "kv_num_heads": attention.attributes["kv_num_heads"].as_int(),
-    }
-    past = [cache.inputs[0] for cache in (key_cache, value_cache)]
-    outputs = graph.nodes(
-        "GroupQueryAttention",
-        [
-            *((packed, None, None) if packed is not None else (q, k, v)),
-            *past, *lengths[:2], cos, sin, None if bias is None else positions, bias,
-        ],
-        3,
-        domain=_CONTRIB,
-        do_rotary=1,
-        **heads,
-    )  # fmt: skip
-    olds = attention.outputs[0], key_cache.outputs[0], value_cache.outputs[0]
-    for old, new in zip(olds, outputs, strict=True):
-        graph.replace(old, new)
-
-
-def _narrow_cache(graph: GraphEditor, ranges: CacheRanges) -> None:
-    """Let attention write int8 rows and read them back through one scale of each tensor."""
-    for value in (*graph.graph.inputs, *graph.graph.outputs):
-        if str(value.name).startswith(_CACHE_NAMES):
-            value.type = ir.TensorType(ir.DataType.INT8)
-    nodes = _nodes(graph, "GroupQueryAttention")
-    for node, *pair in zip(nodes, ranges.keys, ranges.values, strict=True):
-        graph.cursor = node
-        scales = [
-            graph.constant(f"{node.name}.{part}_scale", np.array([largest / 127], np.float32))
-            for part, largest in zip("kv", pair, strict=True)
-        ]
-        node.resize_inputs(_FIRST_SCALE + 2)
-        for index, scale in enumerate(scales, _FIRST_SCALE):
-            node.replace_input_with(index, scale)
-        for part in "kv":
-            node.attributes[f"{part}_quant_type"] = ir.AttrString(
-                f"{part}_quant_type", "PER_TENSOR"
-            )
-        node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", 8)
-
-
-def _find(value: ir.Value | None, op_type: str) -> ir.Node:
-    """The nearest producer of that type along first inputs (and a scatter's second)."""
-    while value is not None and (node := value.producer()) is not None:
-        if node.op_type == op_type:
-            return node
-        value = node.inputs[0]
-    raise ValueError(f"the graph is not one of edgellm's: no {op_type} where one belongs")
-
-
-def _packed(*qkv: ir.Value | None) -> ir.Value | None:
-    """The merged projection that q, k and v were split from, if nothing lies between."""
-    nodes = {value.producer() if value is not None else None for value in qkv}
-    node = nodes.pop()
-    if nodes or node is None or node.op_type != "Split" or tuple(node.outputs) != qkv:
-        return None
-    return node.inputs[0]
-
-
 # --------------------------------------------------------------------- norms, activations
 def _lower_norms(graph: GraphEditor) -> None:
-    for node in _nodes(graph, "RMSNormalization"):
+    for node in graph.find("RMSNormalization"):
         graph.cursor = node
         x, weight = node.inputs
         epsilon = node.attributes["epsilon"].as_float()
@@ -382,7 +241,7 @@ def _lower_norms(graph: GraphEditor) -> None:
 
 
 def _lower_activations(graph: GraphEditor) -> None:
-    for node in _nodes(graph, "Swish"):
+    for node in graph.find("Swish"):
         graph.cursor = node
         swish = graph.node("QuickGelu", list(node.inputs), domain=_CONTRIB, alpha=1.0)
         graph.replace(node.outputs[0], swish)

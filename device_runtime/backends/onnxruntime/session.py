@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from edgellm import contract
 from edgellm.contract import BrokenArtifactError, DecoderSpec, KVCacheSpec, LimitError
-from edgellm.device_runtime.session import F32, I64, Bool, DraftResult, PassResult
+from edgellm.device_runtime.session import F32, I64, Bool, DraftResult, ImageRows, PassResult
 
 _KEPT_ROWS = 128  # bindings of larger passes (prefills) are not kept
 
@@ -96,6 +96,50 @@ class _Scratch:
         return block[:size].reshape(shape)
 
 
+class _Shown:
+    """The images of a prompt: rows for token ids from the vocabulary's size on, and positions."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        self._takes_images = spec.images is not None
+        self._num_deepstack = spec.images.num_deepstack if spec.images is not None else 0
+        self._positions: I64 | None = None
+        self._arrays: dict[str, F32] = {}
+        self.values: dict[str, ort.OrtValue] = {}
+        self.version = 0
+        self.put(
+            ImageRows(
+                np.zeros((1, spec.hidden_size), np.float32),
+                np.zeros((self._num_deepstack, 1, spec.hidden_size), np.float32),
+            )
+        )
+
+    def put(self, images: ImageRows) -> None:
+        self._positions = images.positions
+        if not self._takes_images:
+            return
+        arrays = {contract.IMAGE_EMBEDS: images.embeds}
+        if self._num_deepstack:
+            arrays[contract.DEEPSTACK_EMBEDS] = images.deepstack
+        # ONNX Runtime does not keep the arrays alive that it is given.
+        self._arrays = {
+            name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()
+        }
+        self.values = {
+            name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in self._arrays.items()
+        }
+        self.version += 1
+
+    def place(self, rows: I64, out: I64) -> None:
+        """Positions [A, S] of rows that are counted as in text, int64 [S]."""
+        if self._positions is None:
+            out[:] = rows
+            return
+        prompt = self._positions.shape[1]
+        known = self._positions[:, np.minimum(rows, prompt - 1)]
+        behind = rows + (self._positions.max() + 1 - prompt)
+        out[:] = np.where(rows < prompt, known, behind)
+
+
 class _BoundPass:
     """Buffers and IO binding of one graph for fixed sizes; nothing is allocated per pass."""
 
@@ -103,11 +147,13 @@ class _BoundPass:
         self,
         session: ort.InferenceSession,
         cache: _Cache,
+        shown: _Shown,
         inputs: Mapping[str, np.ndarray],
         outputs: Mapping[str, np.ndarray],
     ) -> None:
         """Bind what the graph has of `inputs` and `outputs`."""
         self._session = session
+        self._shown, self._version = shown, 0
         self._binding = session.io_binding()
         self._values: list[ort.OrtValue] = []
         self.inputs, self.outputs = inputs, outputs
@@ -134,14 +180,12 @@ class _BoundPass:
 
     def place(self, write_index: int, position_ids: I64 | None, tree_mask: Bool | None) -> None:
         """Say where the rows stand and what they see."""
-        positions = self.inputs[contract.POSITION_IDS][0]
-        if position_ids is None:
-            np.add(self._offsets, write_index, out=positions)
-        elif write_index == 0 and not np.array_equal(position_ids, self._offsets):
+        positions = self.inputs[contract.POSITION_IDS]
+        rows = self._offsets + write_index if position_ids is None else position_ids
+        if write_index == 0 and len(positions) == 1 and not np.array_equal(rows, self._offsets):
             # GroupQueryAttention ignores explicit positions while the cache is empty.
             raise ValueError("the first rows of a cache must have the positions 0, 1, 2, ...")
-        else:
-            positions[:] = position_ids
+        self._shown.place(rows, positions)
         self.inputs[contract.WRITE_INDEX][0] = write_index
         if tree_mask is not None or not self._is_causal:
             self.inputs[contract.TREE_MASK][:] = self._causal if tree_mask is None else tree_mask
@@ -149,14 +193,20 @@ class _BoundPass:
 
     def run(self) -> None:
         """Compute the outputs."""
+        if self._version != self._shown.version:
+            for name, value in self._shown.values.items():
+                self._binding.bind_ortvalue_input(name, value)
+            self._version = self._shown.version
         self._session.run_with_iobinding(self._binding)
 
 
-def _row_inputs(rows: int, columns: int, output_rows: int) -> dict[str, np.ndarray]:
+def _row_inputs(
+    rows: int, columns: int, output_rows: int, position_axes: int
+) -> dict[str, np.ndarray]:
     """Fresh inputs of a pass."""
     return {
         contract.INPUT_IDS: np.zeros((1, rows), np.int64),
-        contract.POSITION_IDS: np.zeros((1, rows), np.int64),
+        contract.POSITION_IDS: np.zeros((position_axes, rows), np.int64),
         contract.WRITE_INDEX: np.zeros(1, np.int64),
         contract.TREE_MASK: np.zeros((rows, columns), np.bool_),
         contract.LOGITS_INDEX: np.zeros(output_rows, np.int64),
@@ -173,6 +223,7 @@ class OnnxRuntimeSession:
         self.capacity = capacity
         self._graphs = graphs
         self._vocab_size, self._tap_width = spec.vocab_size, num_taps * spec.hidden_size
+        self._axes, self._shown = spec.position_axes, _Shown(spec)
         self._cache = _Cache(spec.kv, capacity)
         self._scratch = _Scratch()
         self._passes: dict[tuple[int, int], _BoundPass] = {}  # by rows and head rows
@@ -197,6 +248,10 @@ class OnnxRuntimeSession:
         logits = bound.outputs[contract.LOGITS][0]
         return PassResult(logits.argmax(axis=-1), logits, bound.outputs[contract.HIDDEN_TAPS][0])
 
+    def show(self, images: ImageRows) -> None:
+        """See `edgellm.device_runtime.session.Session.show`."""
+        self._shown.put(images)
+
     def keep(self, length: int, rows: I64) -> None:
         """See `edgellm.device_runtime.session.Session.keep`."""
         self._cache.keep(length, rows)
@@ -211,8 +266,8 @@ class OnnxRuntimeSession:
         outputs = {
             name: self._scratch.take(name, shape, np.float32) for name, shape in shapes.items()
         }
-        inputs = _row_inputs(rows, rows, head_rows)
-        bound = _BoundPass(graph.session, self._cache, inputs, outputs)
+        inputs = _row_inputs(rows, rows, head_rows, self._axes)
+        bound = _BoundPass(graph.session, self._cache, self._shown, inputs, outputs)
         if rows <= _KEPT_ROWS:
             self._passes[rows, head_rows] = bound
         return bound
@@ -232,9 +287,14 @@ class OnnxRuntimeDraftSession:
         self.capacity = capacity
         self._graph, self._fuse = graph, fuse
         self._hidden_size = spec.hidden_size
+        self._axes, self._shown = spec.position_axes, _Shown(spec)
         self._cache = _Cache(spec.kv, capacity)
         self._scratch = _Scratch()
         self._passes: dict[tuple[int, int, int, int], _BoundPass] = {}
+
+    def show(self, images: ImageRows) -> None:
+        """See `edgellm.device_runtime.session.Session.show`."""
+        self._shown.put(images)
 
     def fuse(self, taps: F32) -> F32:
         """See `edgellm.device_runtime.session.DraftSession.fuse`."""
@@ -269,7 +329,7 @@ class OnnxRuntimeDraftSession:
         return DraftResult(*(bound.outputs[name][0] for name in names))
 
     def _bind(self, rows: int, columns: int, output_rows: int, top_k: int) -> _BoundPass:
-        inputs = _row_inputs(rows, columns, output_rows)
+        inputs = _row_inputs(rows, columns, output_rows, self._axes)
         inputs[contract.DRAFT_HIDDEN] = np.zeros((1, rows, self._hidden_size), np.float32)
         inputs[contract.TOP_K] = np.array([top_k], np.int64)
         wide, hidden = (1, output_rows, top_k), (1, output_rows, self._hidden_size)
@@ -278,7 +338,7 @@ class OnnxRuntimeDraftSession:
             contract.CANDIDATE_LOG_PROBS: self._scratch.take("log_probs", wide, np.float32),
             contract.RECYCLED_HIDDEN: self._scratch.take("hidden", hidden, np.float32),
         }
-        bound = _BoundPass(self._graph, self._cache, inputs, outputs)
+        bound = _BoundPass(self._graph, self._cache, self._shown, inputs, outputs)
         if rows <= _KEPT_ROWS:
             self._passes[rows, columns, output_rows, top_k] = bound
         return bound

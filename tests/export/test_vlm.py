@@ -1,0 +1,265 @@
+"""Text towers of vision-language models against transformers: image rows, M-RoPE, deepstack."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_tokenizer
+
+from edgellm.build.engine import build_engine
+from edgellm.contract import BundleManifest, EngineManifest, load_manifest
+from edgellm.device_runtime import backends
+from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.backends.onnxruntime.session import (
+    LoadedGraph,
+    OnnxRuntimeSession,
+    load_graph,
+)
+from edgellm.device_runtime.session import ImageRows, Session
+from edgellm.export import vlm
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
+
+TOLERANCE = 2e-4
+CAPACITY, VOCABULARY, HIDDEN, IMAGE_TOKEN = 64, 96, 96, 9
+_TEXT = {
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 80,
+    "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "initializer_range": 0.2,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_QWEN_VISION = {
+    "depth": 1, "embed_dim": 32, "hidden_size": HIDDEN, "num_heads": 2, "patch_size": 4,
+}  # fmt: skip
+_MROPE = {"rope_theta": 10000.0, "rope_type": "default", "mrope_section": [2, 3, 3]}
+_TILES = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "patch_size": 4, "image_size": 16,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _MROPE}, "vision_config": _QWEN_VISION
+    },
+    "qwen2_5_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {**_QWEN_VISION, "hidden_size": 32, "out_hidden_size": HIDDEN,
+                          "intermediate_size": 32},
+    },
+    "qwen3_vl": {
+        "text_config": {**_TEXT, "head_dim": 32, "rope_parameters": {
+            "rope_theta": 10000.0, "rope_type": "default", "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        }},
+        "vision_config": {
+            **_QWEN_VISION, "depth": 3, "hidden_size": 32, "out_hidden_size": HIDDEN,
+            "intermediate_size": 32, "deepstack_visual_indexes": [0, 1],
+        },
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen2", **_TEXT},
+        "vision_config": {**_TILES, "patch_size": [4, 4], "image_size": [16, 16]},
+        "image_seq_length": 4,
+    },
+    "idefics3": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},
+    "smolvlm": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Text, an image of 3 x 4 rows, text, an image of 2 x 2, text; ids as a session wants them."""
+
+    ids: np.ndarray  # [S]
+    positions: np.ndarray  # [3, S]
+    embeds: np.ndarray  # [N, H]
+    deepstack: np.ndarray  # [L, N, H]
+
+    @classmethod
+    def make(cls, num_deepstack: int) -> Prompt:
+        random = np.random.default_rng(3)
+        ids = random.integers(10, VOCABULARY, 40)
+        images = np.r_[7:19, 25:29]
+        ids[images] = VOCABULARY + np.arange(16)
+        # What matters here is that axes differ; real positions are tested where they are made.
+        positions = np.sort(random.integers(0, 40, (3, 40)), axis=1)
+        positions[:, 0] = 0
+        positions[:, 35:] = positions[:, :35].max() + 1 + np.arange(5)  # generated
+        normal = random.standard_normal
+        deepstack = normal((num_deepstack, 16, HIDDEN), np.float32)
+        return cls(ids, positions, normal((16, HIDDEN), np.float32), deepstack)
+
+
+def _save(family: str, folder: Path) -> Any:
+    """A model with random weights, saved to `folder`."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family, **CONFIGS[family], image_token_id=IMAGE_TOKEN, tie_word_embeddings=False
+    )
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, VOCABULARY)
+    return model
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def exported(request, tmp_path_factory):
+    """A model of transformers and its bundle."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = _save(request.param, folder / "checkpoint")
+    options = ExportOptions("fp32", hidden_taps=(1, 2, 4))
+    export_llm(open_checkpoint(str(folder / "checkpoint")), folder / "bundle", options)
+    return model, folder / "bundle"
+
+
+def test_every_family_is_here():
+    assert sorted(CONFIGS) == vlm.supported()
+
+
+@pytest.fixture(scope="module", params=["portable", "engine"])
+def session(request, exported) -> Session:
+    bundle: Path = exported[1]
+    if request.param == "portable":
+        spec = load_manifest(bundle, BundleManifest).decoder
+        graph = LoadedGraph(load_graph(bundle / "model.onnx", threads=1), CAPACITY)
+        return OnnxRuntimeSession([graph], spec, CAPACITY, 3)
+    engine = bundle.parent / "engine"
+    build_engine(bundle, engine, Plan(48, CAPACITY, 1, "auto"), "onnxruntime", lambda _: None)
+    manifest = load_manifest(engine, EngineManifest)
+    return backends.find("onnxruntime").open_session(engine, manifest)
+
+
+def _expected(model: Any, prompt: Prompt, axes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [S, V] and the hidden states that the taps 1, 2 and 4 name, [S, 3H]."""
+    ids = torch.from_numpy(prompt.ids)
+    is_image = ids >= VOCABULARY
+    tower = model.model.text_model if hasattr(model.model, "text_model") else None
+    tower = model.model.language_model if tower is None else tower
+    with torch.no_grad():
+        embeds = tower.get_input_embeddings()(torch.where(is_image, 0, ids))
+        embeds[is_image] = torch.from_numpy(prompt.embeds)
+        extra = {}
+        if len(prompt.deepstack):
+            extra = {
+                "visual_pos_masks": is_image[None],
+                "deepstack_visual_embeds": list(torch.from_numpy(prompt.deepstack)),
+            }
+        positions = torch.from_numpy(prompt.positions)[:, None] if axes == 3 else None
+        states: list[torch.Tensor] = []
+        hooks = [
+            tower.layers[index].register_forward_pre_hook(
+                lambda _, args, kwargs: states.append((args or kwargs["hidden_states"])[0]),
+                with_kwargs=True,
+            )
+            for index in (1, 2)
+        ]
+        final = tower(inputs_embeds=embeds[None], position_ids=positions, **extra)[0]
+        for hook in hooks:
+            hook.remove()
+        taps = torch.cat([state.reshape(-1, HIDDEN) for state in (*states, final)], -1)
+        return model.lm_head(final)[0].numpy(), taps.numpy()
+
+
+def _spec(exported: tuple[Any, Path]):
+    return load_manifest(exported[1], BundleManifest).decoder
+
+
+@pytest.mark.parametrize(
+    "chunks", [[40], [30, *[1] * 10], [10, 1, 14, 15]], ids=["prefill", "decode", "pieces"]
+)
+def test_logits_and_taps_equal_transformers(exported, session, chunks):
+    """Pieces end inside of images, too."""
+    spec = _spec(exported)
+    assert spec.images is not None
+    prompt = Prompt.make(spec.images.num_deepstack)
+    three = spec.position_axes == 3
+    rows = ImageRows(prompt.embeds, prompt.deepstack, prompt.positions[:, :35] if three else None)
+    session.show(rows)
+    logits, taps, begin = [], [], 0
+    for size in chunks:
+        rows = slice(begin, begin + size)
+        result = session.run(prompt.ids[rows], begin, np.arange(size))
+        logits.append(result.logits.copy())
+        taps.append(result.taps.copy())
+        begin += size
+    expected, expected_taps = _expected(exported[0], prompt, spec.position_axes)
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(np.concatenate(logits), expected, atol=TOLERANCE)
+    np.testing.assert_allclose(np.concatenate(taps), expected_taps, atol=5e-4)
+
+
+def test_other_images_give_other_answers(exported, session):
+    """Rows that are shown later count, also for passes that ran before."""
+    spec = _spec(exported)
+    assert spec.images is not None
+    prompt = Prompt.make(spec.images.num_deepstack)
+    found = []
+    for factor in (1, 2):
+        session.show(ImageRows(factor * prompt.embeds, prompt.deepstack))
+        found.append(session.run(prompt.ids, 0, np.array([39])).logits.copy())
+    assert np.abs(found[0] - found[1]).max() > 0.1
+
+
+def test_facts(exported):
+    spec = _spec(exported)
+    is_qwen = spec.images.model_type.startswith("qwen")
+    assert spec.position_axes == (3 if is_qwen else 1)
+    assert spec.images.token_id == IMAGE_TOKEN
+    assert spec.images.num_deepstack == (2 if spec.images.model_type == "qwen3_vl" else 0)
+
+
+# Per family: prefixes of today's names, and what older checkpoints of the hub have instead.
+_OLD_NAMES = {
+    "qwen2_5_vl": {"model.language_model.": "model.", "model.visual.": "visual."},
+    "internvl": {
+        "model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower.",
+        "lm_head.": "language_model.lm_head.",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", sorted(_OLD_NAMES))
+def test_older_layouts(family, tmp_path):
+    """Other prefixes, Qwen's flat config with its older rope: the same bundle."""
+    from safetensors.torch import load_file, save_file
+
+    _save(family, tmp_path / "new")
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    tensors = {}
+    for name, tensor in load_file(tmp_path / "new" / "model.safetensors").items():
+        for today, before in _OLD_NAMES[family].items():
+            if name.startswith(today):
+                name = before + name.removeprefix(today)
+                break
+        tensors[name] = tensor
+    save_file(tensors, tmp_path / "old" / "model.safetensors", metadata={"format": "pt"})
+    if family == "qwen2_5_vl":
+        path = tmp_path / "old" / "config.json"
+        config = json.loads(path.read_text())
+        text = config.pop("text_config")
+        rope = text.pop("rope_parameters")
+        old = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        flat = {**text, **config, "rope_theta": rope["rope_theta"], "rope_scaling": old}
+        path.write_text(json.dumps(flat))
+    for age in ("new", "old"):
+        checkpoint = open_checkpoint(str(tmp_path / age))
+        export_llm(checkpoint, tmp_path / f"{age}-bundle", ExportOptions("fp32"))
+    files = [
+        (tmp_path / f"{age}-bundle" / name).read_bytes()
+        for name in ("model.onnx", "model.weights")
+        for age in ("new", "old")
+    ]
+    assert files[0] == files[1]
+    assert files[2] == files[3]
