@@ -1,0 +1,194 @@
+"""Image files to RGB pixels: paths, `file://` and `data:` URIs, read defensively."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import re
+import warnings
+from pathlib import Path
+from urllib.parse import unquote
+from urllib.request import url2pathname
+
+import numpy as np
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from edgellm.contract import RequestError
+
+# What a camera or a browser writes. Pillow reads more, some of it by starting other programs.
+FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+MAX_PIXELS = 100_000_000  # 300 MB of RGB
+MAX_FILE_BYTES = 512 * 2**20
+
+_TRANSPOSED = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def open_image(source: str, folder: Path) -> Image.Image:
+    """The picture as its viewers see it: upright, 8-bit RGB, transparent parts on white.
+
+    White is what the image processors of transformers 5 put behind transparency, for all families.
+
+    Args:
+        source: a path, relative to `folder` or absolute, a `file://` URI, or a base64 `data:` URI.
+        folder: where relative paths begin.
+
+    Raises:
+        RequestError: nothing there, not a readable still picture, or too large; the limit of
+            `MAX_PIXELS` is checked before the pixels are decoded.
+    """
+    name, data = _read(source, folder)
+    if not data:
+        raise RequestError(f"{name} is empty", hint="write the picture again")
+    with warnings.catch_warnings():
+        # Pillow warns about odd metadata and sizes that are checked here
+        warnings.simplefilter("ignore")
+        return _decode(name, data)
+
+
+def content_hash(image: Image.Image) -> str:
+    """SHA-256 (hexadecimal) of an RGB picture's size and pixels.
+
+    Files that decode to the same pixels share it. What an encoder makes of a picture also depends
+    on the processor and its `max_tokens`: they belong into the key of a cache.
+    """
+    digest = hashlib.sha256(f"{image.width}x{image.height}:".encode())
+    digest.update(image.tobytes())
+    return digest.hexdigest()
+
+
+def _read(source: str, folder: Path) -> tuple[str, bytes]:
+    """What to call the picture in messages, and its encoded bytes."""
+    if source[:5].lower() == "data:":
+        return "the data: URI", _read_data_uri(source)
+    name = source if len(source) <= 120 else f"{source[:120]}..."
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+)://", source)
+    if scheme is None:
+        return name, _read_file(folder / source, name, f"relative paths begin at {folder}")
+    if scheme[1].lower() in ("http", "https"):
+        raise RequestError(
+            f"{name}: pictures are not fetched from the network",
+            hint="download it first, and give the path of the file",
+        )
+    if scheme[1].lower() != "file":
+        raise RequestError(
+            f"{name}: {scheme[1]}:// is not supported", hint="give a path, a file:// or data: URI"
+        )
+    machine, slash, path = source[len("file://") :].partition("/")
+    if machine not in ("", "localhost"):
+        raise RequestError(
+            f"{name} names the machine {machine}",
+            hint="an absolute path has three slashes before it: file:///home/me/cat.jpg",
+        )
+    return name, _read_file(Path(url2pathname(slash + path)), name, "give the path of a picture")
+
+
+def _read_data_uri(source: str) -> bytes:
+    header, comma, payload = source.partition(",")
+    if not comma or not header.lower().endswith(";base64"):
+        raise RequestError(
+            "a data: URI must hold base64", hint="write data:image/png;base64,iVBORw0..."
+        )
+    compact = "".join(unquote(payload).split())
+    try:
+        return base64.b64decode(compact, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(
+            f"the data: URI holds damaged base64: {str(error).lower()}",
+            hint="encode the whole file, with the = at the end",
+        ) from None
+
+
+def _read_file(path: Path, name: str, hint: str) -> bytes:
+    try:
+        if path.is_dir():
+            raise RequestError(f"{name} is a folder", hint="give one picture")
+        size = path.stat().st_size
+        if not path.is_file():
+            raise RequestError(f"{name} is not a regular file", hint="copy the picture to a file")
+        if size > MAX_FILE_BYTES:
+            raise RequestError(
+                f"{name} has {size} bytes, more than {MAX_FILE_BYTES}", hint="compress the picture"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"cannot read {name}: {error.strerror}", hint=hint) from None
+    except ValueError as error:  # a zero byte in the path
+        raise RequestError(f"{name!r} is not a path: {error}", hint=hint) from None
+
+
+def _decode(name: str, data: bytes) -> Image.Image:
+    Image.init()
+    formats = [known for known in FORMATS if known in Image.OPEN]
+    try:
+        with Image.open(io.BytesIO(data), formats=formats) as image:
+            _require_still_picture(name, image)
+            image.load()
+            turn = _TRANSPOSED.get(_orientation(image))
+            rgb = _to_rgb(name, image)
+            return rgb if turn is None else rgb.transpose(turn)
+    except RequestError:
+        raise
+    except UnidentifiedImageError:
+        raise RequestError(
+            f"{name} holds no picture that can be read",
+            hint=f"formats: {', '.join(formats)}; no video",
+        ) from None
+    except Image.DecompressionBombError:
+        raise RequestError(
+            f"{name} has more than {MAX_PIXELS} pixels", hint="make the picture smaller"
+        ) from None
+    except Exception as error:  # noqa: BLE001 - damaged files make decoders raise anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise RequestError(
+            f"{name} is damaged or truncated: {reason}", hint="copy or save the picture again"
+        ) from None
+
+
+def _require_still_picture(name: str, image: Image.Image) -> None:
+    """Checks for which the header suffices."""
+    if image.width * image.height > MAX_PIXELS:
+        raise RequestError(
+            f"{name} has {image.width} x {image.height} pixels, more than {MAX_PIXELS}",
+            hint="make the picture smaller",
+        )
+    # MPO is a photograph: a preview or a gain map follows its picture
+    frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    if frames > 1:
+        raise RequestError(
+            f"{name} has {frames} frames: video and animations are not supported",
+            hint="extract a frame, and give it as a picture",
+        )
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # noqa: BLE001 - damaged metadata raises anything, and turns nothing
+        return 1
+
+
+def _to_rgb(name: str, image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        values = np.asarray(image).astype(np.uint32)
+        grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
+        grey[values == image.info.get("transparency", -1)] = 255
+        return Image.fromarray(grey).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise RequestError(
+            f"{name} has 32 bits per pixel, and nothing says how bright they are",
+            hint="save it with 8 or 16 bits",
+        )
+    if image.mode in ("LA", "PA", "RGBA", "RGBa") or image.info.get("transparency") is not None:
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+    return image.convert("RGB")

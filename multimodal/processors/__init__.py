@@ -1,0 +1,113 @@
+"""From a picture to what encoder and prompt need of it: one file per family of models.
+
+A file exports `Processor`, which `read` builds from a checkpoint's settings.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.contract import RequestError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_FAMILIES = {
+    "idefics3": "idefics3",
+    "internvl": "internvl",
+    "qwen2_5_vl": "qwen2_vl",
+    "qwen2_vl": "qwen2_vl",
+    "qwen3_vl": "qwen2_vl",
+    "smolvlm": "idefics3",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One picture, ready for the encoder and for the prompt."""
+
+    pixels: NDArray[np.float32]  # Qwen: [P, 3*T*p*p] patches; others: [tiles, 3, S, S]
+    grid: tuple[int, int]  # Qwen: rows and columns of patches; others: of tiles
+    num_tokens: int  # features of the encoder, each in the place of one image token
+    prompt: str  # what stands for the placeholder: the image tokens, and tags around them
+
+
+class ImageProcessor(Protocol):
+    """How a family prepares its pictures."""
+
+    @property
+    def image_token(self) -> str:
+        """The template's placeholder, which is also the token that features replace."""
+        ...
+
+    def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
+        """Image tokens of a picture of `size` (width, height); raises what `prepare` raises."""
+        ...
+
+    def prepare(self, image: Image.Image, max_tokens: int | None = None) -> Prepared:
+        """Pixels and prompt of an RGB picture.
+
+        Args:
+            image: mode RGB.
+            max_tokens: the picture is made smaller, or cut into fewer tiles, until it has no more
+                image tokens. None: the checkpoint's own limits.
+
+        Raises:
+            RequestError: a shape that the family cannot take.
+            LimitError: even the smallest picture has more tokens.
+        """
+        ...
+
+
+def supported() -> list[str]:
+    """The model types whose pictures can be prepared."""
+    return sorted(_FAMILIES)
+
+
+def find(model_type: str) -> ModuleType:
+    """The family's module; raises `UnsupportedModelError` naming the nearest one."""
+    if model_type not in _FAMILIES:
+        match = difflib.get_close_matches(model_type, _FAMILIES, n=1)
+        nearest = f"nearest supported: {match[0]}; " if match else ""
+        raise UnsupportedModelError(
+            f"images of {model_type!r} models are not supported",
+            hint=f"{nearest}supported: {', '.join(supported())}",
+        )
+    return importlib.import_module(f"{__name__}.{_FAMILIES[model_type]}")
+
+
+def load(folder: Path) -> ImageProcessor:
+    """The image processor of a checkpoint, or of a folder with its processor files.
+
+    Raises:
+        BrokenArtifactError: a file is missing or damaged.
+        UnsupportedModelError: an unknown family, or settings that are not understood.
+    """
+    from edgellm.multimodal.processors.settings import Checkpoint
+
+    checkpoint = Checkpoint.read(folder)
+    return find(checkpoint.model_type).Processor.read(checkpoint)
+
+
+def expand(prompt: str, image_token: str, images: Sequence[Prepared]) -> str:
+    """The rendered prompt with each placeholder replaced by its picture's `prompt`.
+
+    Raises:
+        RequestError: there are more or fewer placeholders than pictures.
+    """
+    first, *rest = prompt.split(image_token)
+    if len(rest) != len(images):
+        raise RequestError(
+            f"the prompt has {len(rest)} places for images, but {len(images)} images came with it",
+            hint=f"{image_token} must not stand in the text",
+        )
+    return first + "".join(image.prompt + text for image, text in zip(images, rest, strict=True))

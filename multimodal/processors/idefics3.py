@@ -1,0 +1,155 @@
+"""Idefics3 and SmolVLM: rows of tiles, each announced in the prompt, and the whole picture.
+
+The longer edge is brought to a fixed length, the sides to multiples of a tile (Idefics3,
+arXiv 2408.12637, section 3.1; rounding as in transformers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from edgellm.contract import LimitError
+from edgellm.multimodal.processors import Prepared
+from edgellm.multimodal.processors.pixels import HALF, PixelRules, require_class
+from edgellm.multimodal.processors.settings import Checkpoint
+
+MAX_EDGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """Pixels [tiles, 3, S, S]: the tiles row by row, then the whole if there are several."""
+
+    rules: PixelRules
+    longest_edge: int
+    tile_size: int
+    splits: bool
+    tokens_per_tile: int
+    image_token: str
+    fence_token: str
+    whole_token: str
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint) -> Processor:
+        """Build the processor; raises `UnsupportedModelError` for what is not understood."""
+        settings, model, tokens = checkpoint.image, checkpoint.model, checkpoint.tokens
+        require_class(settings, "Idefics3ImageProcessor", "SmolVLMImageProcessor")
+        size, tile = settings.section("size"), settings.section("max_image_size")
+        longest_edge = size.positive("longest_edge", 4 * 364)
+        tile_size = tile.positive("longest_edge", 364)
+        size.finish()
+        tile.finish()
+        splits = settings.read("do_image_splitting", bool, True)
+        rules = PixelRules.read(settings, HALF, HALF, Image.Resampling.LANCZOS)
+        settings.finish()
+        tokens_per_tile = checkpoint.processor.positive("image_seq_len", 169)
+        checkpoint.processor.finish()
+        patches = tile_size // model.section("vision_config").side("patch_size", 32)
+        if (patches // model.positive("scale_factor", 2)) ** 2 != tokens_per_tile:
+            raise checkpoint.processor.fault(
+                "image_seq_len", tokens_per_tile, f"does not fit tiles of {tile_size} pixels"
+            )
+        return cls(
+            rules,
+            longest_edge,
+            tile_size,
+            splits,
+            tokens_per_tile,
+            tokens.read("image_token", str, "<image>"),
+            tokens.read("fake_image_token", str, "<fake_token_around_image>"),
+            tokens.read("global_image_token", str, "<global-img>"),
+        )
+
+    def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
+        """Image tokens of a picture of `size` (width, height)."""
+        return self._plan(*size, max_tokens).num_tiles * self.tokens_per_tile
+
+    def prepare(self, image: Image.Image, max_tokens: int | None = None) -> Prepared:
+        """Tiles and prompt of an RGB picture; see `ImageProcessor`."""
+        plan = self._plan(image.width, image.height, max_tokens)
+        (rows, columns), side = plan.grid, self.tile_size
+        # Each step rounds to bytes, so that none may be left out
+        fitted = self.rules.resized(image, *plan.fitted)
+        canvas = self.rules.resized(fitted, columns * side, rows * side)
+        planes = self.rules.normalized(canvas)
+        tiles = planes.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
+        pixels = tiles.reshape(rows * columns, 3, side, side)
+        if rows * columns > 1:
+            whole = self.rules.normalized(self.rules.resized(canvas, side, side))
+            pixels = np.concatenate([pixels, whole[None]])
+        return Prepared(
+            np.ascontiguousarray(pixels),
+            plan.grid,
+            len(pixels) * self.tokens_per_tile,
+            self._prompt(rows, columns),
+        )
+
+    def _prompt(self, rows: int, columns: int) -> str:
+        features = self.image_token * self.tokens_per_tile
+        whole = f"{self.fence_token}{self.whole_token}{features}{self.fence_token}"
+        if rows * columns == 1:
+            return whole
+        lines = [
+            "".join(
+                f"{self.fence_token}<row_{row + 1}_col_{column + 1}>{features}"
+                for column in range(columns)
+            )
+            for row in range(rows)
+        ]
+        return "\n".join([*lines, "", whole])
+
+    def _plan(self, width: int, height: int, max_tokens: int | None) -> _Plan:
+        """The largest plan that is allowed, the checkpoint's own first."""
+        allowed = None if max_tokens is None else max_tokens // self.tokens_per_tile
+        for edge in self._edges():
+            plan = self._plan_for(width, height, edge)
+            if allowed is None or plan.num_tiles <= allowed:
+                return plan
+        raise LimitError(
+            f"an image has at least {self.tokens_per_tile} tokens, and {max_tokens} are allowed",
+            hint="allow more image tokens",
+        )
+
+    def _edges(self) -> Iterator[int]:
+        """Lengths of the longer edge: the checkpoint's, then fewer and fewer whole tiles."""
+        yield self.longest_edge
+        if self.splits:
+            tiles = (min(self.longest_edge, MAX_EDGE) - 1) // self.tile_size
+            yield from range(tiles * self.tile_size, 0, -self.tile_size)
+
+    def _plan_for(self, width: int, height: int, edge: int) -> _Plan:
+        fitted = _fitted(width, height, edge, even=True)
+        if max(fitted) > MAX_EDGE:
+            fitted = _fitted(*fitted, MAX_EDGE, even=False)
+        if not self.splits:
+            return _Plan(fitted, (1, 1))
+        long_side = -(-max(fitted) // self.tile_size) * self.tile_size
+        columns, rows = (
+            -(-side // self.tile_size) for side in _fitted(*fitted, long_side, even=False)
+        )
+        return _Plan(fitted, (rows, columns))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How one picture is brought to tiles."""
+
+    fitted: tuple[int, int]  # width and height before the sides become multiples of a tile
+    grid: tuple[int, int]  # rows and columns
+
+    @property
+    def num_tiles(self) -> int:
+        tiles = self.grid[0] * self.grid[1]
+        return tiles + 1 if tiles > 1 else 1
+
+
+def _fitted(width: int, height: int, edge: int, *, even: bool) -> tuple[int, int]:
+    """Width and height with the longer side `edge`; the other rounded down, or up to even."""
+    ratio = width / height
+    short = int(edge / ratio) if width >= height else int(edge * ratio)
+    short = max(short + short % 2 if even else short, 1)
+    return (edge, short) if width >= height else (short, edge)

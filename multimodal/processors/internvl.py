@@ -1,0 +1,116 @@
+"""InternVL in transformers' own form: tiles of one size, and a thumbnail of the whole.
+
+The tiles' arrangement is the one whose shape is nearest to the picture's (InternVL 1.5,
+arXiv 2404.16821, section 3.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from edgellm.contract import LimitError
+from edgellm.multimodal.processors import Prepared
+from edgellm.multimodal.processors.pixels import CLIP_MEAN, CLIP_STD, PixelRules, require_class
+from edgellm.multimodal.processors.settings import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """Pixels [tiles, 3, S, S]: the tiles row by row, then the thumbnail if there are several."""
+
+    rules: PixelRules
+    tile_size: int
+    min_tiles: int
+    max_tiles: int  # without the thumbnail
+    tokens_per_tile: int
+    image_token: str
+    start_token: str
+    end_token: str
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint) -> Processor:
+        """Build the processor; raises `UnsupportedModelError` for what is not understood."""
+        settings, model, tokens = checkpoint.image, checkpoint.model, checkpoint.tokens
+        require_class(settings, "GotOcr2ImageProcessor")
+        size = settings.section("size")
+        tile_size = size.agree("width", size.positive("height", 448))
+        size.finish()
+        # The model's processor cuts pictures whatever its image processor would do alone
+        settings.read("crop_to_patches", bool, False)
+        least, most = settings.positive("min_patches", 1), settings.positive("max_patches", 12)
+        if least > most:
+            raise settings.fault("min_patches", least, f"is more than max_patches = {most}")
+        rules = PixelRules.read(settings, CLIP_MEAN, CLIP_STD, Image.Resampling.BICUBIC)
+        settings.finish()
+        tokens_per_tile = checkpoint.processor.positive("image_seq_length", 256)
+        checkpoint.processor.finish()
+        patches = tile_size // model.section("vision_config").side("patch_size", 14)
+        ratio = model.read("downsample_ratio", float, 0.5)
+        if int(patches**2 * ratio**2) != tokens_per_tile:
+            raise checkpoint.processor.fault(
+                "image_seq_length", tokens_per_tile, f"does not fit tiles of {tile_size} pixels"
+            )
+        return cls(
+            rules,
+            tile_size,
+            least,
+            most,
+            tokens_per_tile,
+            tokens.read("context_image_token", str, "<IMG_CONTEXT>"),
+            tokens.read("start_image_token", str, "<img>"),
+            tokens.read("end_image_token", str, "</img>"),
+        )
+
+    def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
+        """Image tokens of a picture of `size` (width, height)."""
+        rows, columns = self._grid(*size, max_tokens)
+        return _with_overview(rows * columns) * self.tokens_per_tile
+
+    def prepare(self, image: Image.Image, max_tokens: int | None = None) -> Prepared:
+        """Tiles and prompt of an RGB picture; see `ImageProcessor`."""
+        rows, columns = self._grid(image.width, image.height, max_tokens)
+        side = self.tile_size
+        canvas = self.rules.normalized(self.rules.resized(image, columns * side, rows * side))
+        tiles = canvas.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
+        pixels = tiles.reshape(rows * columns, 3, side, side)
+        if rows * columns > 1:
+            thumbnail = self.rules.normalized(self.rules.resized(image, side, side))
+            pixels = np.concatenate([pixels, thumbnail[None]])
+        num_tokens = len(pixels) * self.tokens_per_tile
+        prompt = f"{self.start_token}{self.image_token * num_tokens}{self.end_token}"
+        return Prepared(np.ascontiguousarray(pixels), (rows, columns), num_tokens, prompt)
+
+    def _grid(self, width: int, height: int, max_tokens: int | None) -> tuple[int, int]:
+        """Rows and columns of tiles whose shape is nearest to the picture's."""
+        most = self.max_tiles
+        if max_tokens is not None:
+            allowed = max_tokens // self.tokens_per_tile
+            if allowed < 1:
+                raise LimitError(
+                    f"an image has at least {self.tokens_per_tile} tokens,"
+                    f" and {max_tokens} are allowed",
+                    hint="allow more image tokens",
+                )
+            most = min(most, max(1, allowed - 1))
+        best, best_distance = (1, 1), float("inf")
+        for columns, rows in _arrangements(min(self.min_tiles, most), most):
+            distance = abs(width / height - columns / rows)
+            # Of equal shapes the larger one, unless it would more than double the picture
+            larger = width * height > 0.5 * self.tile_size**2 * columns * rows
+            if distance < best_distance or (distance == best_distance and larger):
+                best, best_distance = (rows, columns), distance
+        return best
+
+
+def _arrangements(least: int, most: int) -> list[tuple[int, int]]:
+    """(columns, rows) of `least` to `most` tiles: few tiles first, then few columns."""
+    sides = range(1, most + 1)
+    found = [(c, r) for c in sides for r in sides if least <= c * r <= most]
+    return sorted(found, key=lambda arrangement: arrangement[0] * arrangement[1])
+
+
+def _with_overview(tiles: int) -> int:
+    return tiles + 1 if tiles > 1 else 1

@@ -1,0 +1,72 @@
+"""Resizing and normalizing, bit for bit as transformers' image processors on Pillow do it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from edgellm.multimodal.processors.settings import Settings
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class PixelRules:
+    """How a checkpoint wants its pixels."""
+
+    resample: Image.Resampling
+    table: NDArray[np.float32]  # [3, 256]: the normalized value of each byte, channel by channel
+
+    @classmethod
+    def read(
+        cls,
+        settings: Settings,
+        mean: tuple[float, float, float],
+        std: tuple[float, float, float],
+        resample: Image.Resampling,
+    ) -> PixelRules:
+        """Read the settings that all families share; the arguments are the family's defaults.
+
+        Raises:
+            UnsupportedModelError: a step is switched off, or a value makes no sense.
+        """
+        for step in ("do_resize", "do_rescale", "do_normalize"):
+            settings.expect(step, True)
+        settings.expect("do_center_crop", False)
+        code = settings.read("resample", int, int(resample))
+        if code not in list(Image.Resampling):
+            raise settings.fault("resample", code, "is no filter of Pillow")
+        scale = settings.read("rescale_factor", float, 1 / 255)
+        means = np.array(settings.channels("image_mean", mean), np.float32)
+        stds = np.array(settings.channels("image_std", std), np.float32)
+        if not np.all(stds > 0):
+            raise settings.fault("image_std", stds.tolist(), "is not positive")
+        scaled = (np.arange(256) * scale).astype(np.float32)
+        return cls(Image.Resampling(code), (scaled - means[:, None]) / stds[:, None])
+
+    def resized(self, image: Image.Image, width: int, height: int) -> Image.Image:
+        """The image with the checkpoint's filter, in bytes."""
+        return image.resize((width, height), self.resample)
+
+    def normalized(self, image: Image.Image) -> NDArray[np.float32]:
+        """An RGB image as [3, height, width]."""
+        pixels = np.asarray(image)
+        planes = np.empty((3, *pixels.shape[:2]), np.float32)
+        for channel in range(3):
+            planes[channel] = self.table[channel][pixels[..., channel]]
+        return planes
+
+
+def require_class(settings: Settings, *names: str) -> None:
+    """Refuse settings that were written for another image processor.
+
+    Raises:
+        UnsupportedModelError: `image_processor_type` is none of `names`, in any backend.
+    """
+    backends = ("", "Fast", "Pil")
+    settings.expect("image_processor_type", *(f"{name}{end}" for name in names for end in backends))

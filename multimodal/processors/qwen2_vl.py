@@ -1,0 +1,132 @@
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: one picture of any size, cut into patches.
+
+Sides become multiples of a merged patch, the area stays within the checkpoint's limits (Qwen2-VL,
+arXiv 2409.12191, section 2.1; rounding as in transformers' `smart_resize`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from edgellm.contract import LimitError, RequestError
+from edgellm.multimodal.processors import Prepared
+from edgellm.multimodal.processors.pixels import CLIP_MEAN, CLIP_STD, PixelRules, require_class
+from edgellm.multimodal.processors.settings import Checkpoint, Settings
+
+IMAGE_TOKEN = "<|image_pad|>"  # of a tokenizer that names none
+MAX_ASPECT_RATIO = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """Pixels [P, 3*T*p*p], the patches that are merged into one token side by side."""
+
+    rules: PixelRules
+    patch_size: int
+    merge_size: int  # patches of one token, along each side
+    temporal_patch_size: int  # T: a picture is a film of T equal frames
+    min_pixels: int
+    max_pixels: int
+    image_token: str
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint) -> Processor:
+        """Build the processor; raises `UnsupportedModelError` for what is not understood."""
+        settings = checkpoint.image
+        require_class(
+            settings, "Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor"
+        )
+        vision = checkpoint.model.section("vision_config")
+        usual = 16 if checkpoint.model_type == "qwen3_vl" else 14
+        patch_size = settings.agree("patch_size", vision.side("patch_size", usual))
+        merge_size = settings.agree("merge_size", vision.positive("spatial_merge_size", 2))
+        frames = settings.agree("temporal_patch_size", vision.side("temporal_patch_size", 2))
+        min_pixels, max_pixels = _area(settings)
+        rules = PixelRules.read(settings, CLIP_MEAN, CLIP_STD, Image.Resampling.BICUBIC)
+        settings.finish()
+        checkpoint.processor.finish()
+        token = checkpoint.tokens.read("image_token", str, IMAGE_TOKEN)
+        return cls(rules, patch_size, merge_size, frames, min_pixels, max_pixels, token)
+
+    def merged(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of tokens of a grid of patches, for `rotary_positions`."""
+        return grid[0] // self.merge_size, grid[1] // self.merge_size
+
+    def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
+        """Image tokens of a picture of `size` (width, height)."""
+        rows, columns = self._tokens(*size, max_tokens)
+        return rows * columns
+
+    def prepare(self, image: Image.Image, max_tokens: int | None = None) -> Prepared:
+        """Patches and prompt of an RGB picture; see `ImageProcessor`."""
+        rows, columns = self._tokens(image.width, image.height, max_tokens)
+        side = self.patch_size * self.merge_size
+        planes = self.rules.normalized(self.rules.resized(image, columns * side, rows * side))
+        return Prepared(
+            self._patches(planes),
+            (rows * self.merge_size, columns * self.merge_size),
+            rows * columns,
+            self.image_token * (rows * columns),
+        )
+
+    def _tokens(self, width: int, height: int, max_tokens: int | None) -> tuple[int, int]:
+        """Rows and columns of tokens."""
+        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+            raise RequestError(
+                f"an image of {width} x {height} pixels is longer than {MAX_ASPECT_RATIO} times"
+                " its short side",
+                hint="crop it",
+            )
+        if max_tokens is not None and max_tokens < 1:
+            raise LimitError(
+                f"an image has at least 1 token, and {max_tokens} are allowed",
+                hint="allow more image tokens",
+            )
+        side = self.patch_size * self.merge_size
+        rows, columns = round(height / side), round(width / side)
+        area = rows * columns * side**2
+        if area > self.max_pixels:
+            rows, columns = _shrunk(width, height, self.max_pixels, side)
+        elif area < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
+        if max_tokens is None or rows * columns <= max_tokens:
+            return rows, columns
+        rows, columns = _shrunk(width, height, max_tokens * side**2, side)
+        # A strip is one token wide, however long: here its length gives way
+        return min(rows, max_tokens), min(columns, max_tokens)
+
+    def _patches(self, planes: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[3, height, width] to [P, 3*T*p*p], token by token, patch by patch inside a token."""
+        p, m = self.patch_size, self.merge_size
+        rows, columns = planes.shape[1] // (p * m), planes.shape[2] // (p * m)
+        parts = planes.reshape(3, rows, m, p, columns, m, p).transpose(1, 4, 2, 5, 0, 3, 6)
+        patches = np.empty((rows, columns, m, m, 3, self.temporal_patch_size, p, p), np.float32)
+        patches[...] = parts[..., None, :, :]
+        return patches.reshape(rows * columns * m * m, -1)
+
+
+def _area(settings: Settings) -> tuple[int, int]:
+    """The smallest and the largest number of pixels; all spellings mean areas, not edges."""
+    size = settings.section("size")
+    least = size.positive("shortest_edge", size.positive("min_pixels", 56 * 56))
+    most = size.positive("longest_edge", size.positive("max_pixels", 28 * 28 * 1280))
+    size.finish()
+    least = settings.positive("min_pixels", least)
+    most = settings.positive("max_pixels", most)
+    if least > most:
+        raise settings.fault("min_pixels", least, f"is more than max_pixels = {most}")
+    return least, most
+
+
+def _shrunk(width: int, height: int, max_pixels: int, side: int) -> tuple[int, int]:
+    """Rows and columns of an area of at most `max_pixels`, but at least one of each."""
+    shrink = math.sqrt((height * width) / max_pixels)
+    rows = max(1, math.floor(height / shrink / side))
+    columns = max(1, math.floor(width / shrink / side))
+    return rows, columns

@@ -1,0 +1,179 @@
+"""Typed reading of a checkpoint's processor files: what changes pixels or tokens is understood."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from edgellm.contract import BrokenArtifactError, UnsupportedModelError
+
+T = TypeVar("T")
+_REQUIRED: Any = object()
+
+# Storage, containers and backends of other tools, video, and switches of steps that images skip.
+_HARMLESS = frozenset(
+    [
+        "auto_map",
+        "chat_template",
+        "data_format",
+        "default_to_square",
+        "device",
+        "disable_grouping",
+        "do_convert_rgb",
+        "do_pad",
+        "feature_extractor_type",
+        "input_data_format",
+        "processor_class",
+        "return_row_col_info",
+        "return_tensors",
+        "transformers_version",
+        "video_processor",
+        "video_sampling",
+    ]
+)
+
+
+class Settings:
+    """One object of a JSON file: values by key and type, and which keys were asked for."""
+
+    def __init__(self, values: Mapping[str, Any], file: str) -> None:
+        """Read from `values`; `file` is what messages call them."""
+        self._values = values
+        self.file = file
+        self._used: set[str] = set()
+
+    def read(self, key: str, kind: type[T], default: T = _REQUIRED) -> T:
+        """The value of `key`; null counts as absent.
+
+        Raises:
+            UnsupportedModelError: absent without a default, or of another type.
+        """
+        self._used.add(key)
+        value = self._values.get(key)
+        if value is None:
+            if default is _REQUIRED:
+                raise UnsupportedModelError(f"{self.file} has no {key}")
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)  # type: ignore[return-value]  # T is float here
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.fault(key, value, f"is no {kind.__name__}")
+        return value
+
+    def positive(self, key: str, default: int = _REQUIRED) -> int:
+        """The value of `key`, an integer of at least 1."""
+        value = self.read(key, int, default)
+        if value < 1:
+            raise self.fault(key, value, "is not positive")
+        return value
+
+    def side(self, key: str, default: int = _REQUIRED) -> int:
+        """The side of a square that is written as one number or as two equal ones."""
+        value = self._values.get(key)
+        if not isinstance(value, list):
+            return self.positive(key, default)
+        self._used.add(key)
+        if len(value) != 2 or value[0] != value[1] or type(value[0]) is not int or value[0] < 1:
+            raise self.fault(key, value, "is no square")
+        return value[0]
+
+    def channels(self, key: str, default: tuple[float, float, float]) -> list[float]:
+        """Three numbers, one for each of red, green and blue."""
+        values = self.read(key, list, list(default))
+        if len(values) != 3 or any(type(value) not in (int, float) for value in values):
+            raise self.fault(key, values, "is not three numbers")
+        return values
+
+    def section(self, key: str) -> Settings:
+        """The object at `key`; empty when absent."""
+        return Settings(self.read(key, dict, {}), f"{self.file}: {key}")
+
+    def expect(self, key: str, *allowed: object) -> None:
+        """Accept `key` only when it is absent, null or one of `allowed`."""
+        self._used.add(key)
+        value = self._values.get(key)
+        if value is not None and value not in allowed:
+            raise self.fault(key, value, f"is not supported (only {', '.join(map(repr, allowed))})")
+
+    def agree(self, key: str, value: int) -> int:
+        """Return `value`; refuse another one that is written at `key`."""
+        found = self.side(key, value)
+        if found != value:
+            raise self.fault(key, found, f"should be {value}")
+        return value
+
+    def finish(self) -> None:
+        """Stop at keys that nobody asked for and that are switched on."""
+        left = set(self._values) - self._used - _HARMLESS
+        unknown = sorted(
+            key
+            for key in left
+            if not key.startswith("_") and self._values[key] not in (None, False, [], {})
+        )
+        if unknown:
+            raise UnsupportedModelError(
+                f"{self.file} has keys that edgellm does not understand: {', '.join(unknown)}",
+                hint="pictures might be prepared in another way than the model was trained with",
+            )
+
+    def fault(self, key: str, value: object, problem: str) -> UnsupportedModelError:
+        """The error for a value that cannot be used."""
+        return UnsupportedModelError(f"{self.file}: {key} = {value!r} {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a checkpoint says about its pictures."""
+
+    model_type: str
+    image: Settings  # preprocessor_config.json, or its successor in processor_config.json
+    processor: Settings  # processor_config.json
+    model: Settings  # config.json
+    tokens: Settings  # names of special tokens, in tokenizer_config.json
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """Read the JSON files of a checkpoint, or of a folder that they were copied to.
+
+        Raises:
+            BrokenArtifactError: config.json or the image processor's settings are missing, or
+                a file is no JSON object.
+            UnsupportedModelError: config.json names no model type.
+        """
+        processor = _load(folder / "processor_config.json")
+        file = "preprocessor_config.json"
+        # transformers 5 writes all processors into one file, and prefers it when it reads
+        image = processor.pop("image_processor", None)
+        if isinstance(image, dict):
+            file = "processor_config.json: image_processor"
+        else:
+            image = _load(folder / file, required=True)
+        model = Settings(_load(folder / "config.json", required=True), "config.json")
+        tokenizer = _load(folder / "tokenizer_config.json")
+        named = tokenizer.get("extra_special_tokens")
+        tokens = {**tokenizer, **named} if isinstance(named, dict) else tokenizer
+        return cls(
+            model.read("model_type", str),
+            Settings(image, file),
+            Settings(processor, "processor_config.json"),
+            model,
+            Settings(tokens, "tokenizer_config.json"),
+        )
+
+
+def _load(path: Path, *, required: bool = False) -> dict[str, Any]:
+    hint = "copy it from the checkpoint"
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise BrokenArtifactError(f"{path.parent} holds no {path.name}", hint=hint) from None
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise BrokenArtifactError(f"{path} cannot be read: {error}", hint=hint) from None
+    if not isinstance(values, dict):
+        raise BrokenArtifactError(f"{path} holds no JSON object", hint=hint)
+    return values

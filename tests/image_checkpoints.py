@@ -1,0 +1,153 @@
+"""Processor files of each family, small enough for tests, and transformers' processors of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+QWEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+INTERNVL = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
+IDEFICS += [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
+
+_QWEN2 = {
+    "preprocessor_config": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2VLProcessor",
+        "min_pixels": 4 * 28 * 28,
+        "max_pixels": 60 * 28 * 28,
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    },
+    "config": {"vision_config": {"patch_size": 14, "spatial_merge_size": 2}},
+}
+_IDEFICS3 = {
+    "preprocessor_config": {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "do_image_splitting": True,
+        "resample": 1,
+        "size": {"longest_edge": 128},
+        "max_image_size": {"longest_edge": 32},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+    "processor_config": {"image_seq_len": 4, "processor_class": "Idefics3Processor"},
+    "config": {"scale_factor": 2, "vision_config": {"image_size": 32, "patch_size": 8}},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen3_vl": {
+        "preprocessor_config": {
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "size": {"shortest_edge": 2 * 32 * 32, "longest_edge": 40 * 32 * 32},
+            "patch_size": 16,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+        "config": {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}},
+    },
+    "internvl": {
+        "preprocessor_config": {
+            "image_processor_type": "GotOcr2ImageProcessorFast",
+            "crop_to_patches": False,
+            "size": {"height": 28, "width": 28},
+            "min_patches": 1,
+            "max_patches": 12,
+            "resample": 3,
+            "rescale_factor": 0.00392156862745098,
+            "do_resize": True,
+            "do_normalize": True,
+            "crop_size": None,
+            "image_mean": [0.485, 0.456, 0.406],
+            "image_std": [0.229, 0.224, 0.225],
+        },
+        "processor_config": {"image_seq_length": 1, "processor_class": "InternVLProcessor"},
+        "config": {"downsample_ratio": 0.5, "vision_config": {"patch_size": [14, 14]}},
+        "tokenizer_config": {"extra_special_tokens": INTERNVL},
+    },
+    "idefics3": _IDEFICS3,
+    "smolvlm": {
+        **_IDEFICS3,
+        "preprocessor_config": {
+            **_IDEFICS3["preprocessor_config"],
+            "image_processor_type": "SmolVLMImageProcessor",
+            "video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 512}},
+        },
+    },
+}
+
+
+def write_processor(folder: Path, model_type: str, **changes: Any) -> Path:
+    """The JSON files of a family; `changes` are keys of preprocessor_config.json."""
+    files = {name: dict(values) for name, values in FAMILIES[model_type].items()}
+    files["preprocessor_config"].update(changes)
+    files["config"]["model_type"] = model_type
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, values in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    return folder
+
+
+def byte_tokenizer(special: list[str]) -> Any:
+    """A tokenizer of single bytes, which loses nothing of a prompt's text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def reference(folder: Path, model_type: str) -> Any:
+    """The processor of transformers on Pillow, and its tokenizer."""
+    import transformers
+    from transformers.models.smolvlm import processing_smolvlm
+
+    internvl = INTERNVL if model_type == "internvl" else {}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer([*QWEN, *INTERNVL.values(), *IDEFICS]),
+        extra_special_tokens=internvl,
+        pad_token="!",
+    )
+    pictures = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    processing_smolvlm.num2words = str  # for videos only
+    kind, arguments = {
+        "qwen2_vl": (transformers.Qwen2VLProcessor, {}),
+        "qwen2_5_vl": (transformers.Qwen2_5_VLProcessor, {}),
+        "qwen3_vl": (transformers.Qwen3VLProcessor, {}),
+        "internvl": (transformers.InternVLProcessor, {"image_seq_length": 1}),
+        "idefics3": (transformers.Idefics3Processor, {"image_seq_len": 4}),
+        "smolvlm": (transformers.SmolVLMProcessor, {"image_seq_len": 4}),
+    }[model_type]
+    if model_type != "idefics3":
+        arguments["video_processor"] = None
+    # transformers wants to see a video processor, which would need torchvision
+    kind = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    return kind(image_processor=pictures, tokenizer=tokenizer, **arguments)
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Colours with edges, gradients and noise, so that every filter leaves its own trace."""
+    generator = np.random.default_rng(seed)
+    rows, columns = np.mgrid[:height, :width]
+    waves = np.stack([np.sin(rows / 7), np.cos(columns / 5), np.sin((rows + columns) / 11)], -1)
+    pixels = 127 + 90 * waves + generator.normal(0, 25, (height, width, 3))
+    pixels[height // 3 : height // 2, width // 4 : width // 2] = generator.integers(0, 256, 3)
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))

@@ -1,0 +1,206 @@
+"""Pictures as transformers' processors on Pillow prepare them: the same floats and token ids."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from image_checkpoints import (
+    FAMILIES,
+    IDEFICS,
+    INTERNVL,
+    QWEN,
+    byte_tokenizer,
+    picture,
+    write_processor,
+)
+from image_checkpoints import reference as transformers_processor
+
+from edgellm.contract import LimitError, RequestError
+from edgellm.multimodal import processors
+from edgellm.multimodal.processors import expand
+
+SIZES = [(1, 1), (28, 28), (1, 150), (199, 1), (31, 57), (333, 77), (64, 512), (640, 480)]
+SIZE = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(
+    lambda size: max(size) <= 200 * min(size)
+)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Our processor and transformers', by model type and changed settings."""
+
+    @functools.cache
+    def pair(model_type, **changes):
+        folder = write_processor(tmp_path_factory.mktemp(model_type), model_type, **changes)
+        return processors.load(folder), transformers_processor(folder, model_type)
+
+    return pair
+
+
+def pixels_of(model_type, output):
+    """Without the zero tiles that fill a batch."""
+    pixels = np.asarray(output["pixel_values"])
+    return pixels[0] if model_type in ("idefics3", "smolvlm") else pixels
+
+
+def compare(model_type, ours, theirs, images, texts):
+    """The whole of a prompt with its images, through both."""
+    prompt = ours.image_token.join(texts)
+    prepared = [ours.prepare(image) for image in images]
+    output = theirs(images=images, text=[prompt], return_tensors="np")
+    found = np.concatenate([item.pixels for item in prepared])
+    assert found.dtype == np.float32
+    assert np.array_equal(found, pixels_of(model_type, output))
+    tokenizer = theirs.tokenizer._tokenizer
+    ids = tokenizer.encode(expand(prompt, ours.image_token, prepared)).ids
+    assert ids == output["input_ids"][0].tolist()
+    image_id = tokenizer.token_to_id(ours.image_token)
+    assert ids.count(image_id) == sum(item.num_tokens for item in prepared)
+    for item, image in zip(prepared, images, strict=True):
+        assert ours.count(image.size) == item.num_tokens
+    return prepared, output
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_sizes(pairs, model_type, size):
+    compare(model_type, *pairs(model_type), [picture(*size)], ["a ", " b"])
+
+
+@settings(max_examples=25)
+@given(size=SIZE)
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "internvl", "idefics3"])
+def test_many_sizes(pairs, model_type, size):
+    compare(model_type, *pairs(model_type), [picture(*size)], ["", ""])
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_several_images(pairs, model_type):
+    images = [picture(90, 40), picture(40, 90, 1), picture(33, 33, 2), picture(200, 60, 3)]
+    texts = ["before ", "\nbetween: ", "", " and é ", "\n\nafter"]
+    prepared, output = compare(model_type, *pairs(model_type), images, texts)
+    if model_type.startswith("qwen"):
+        grids = [(1, *item.grid) for item in prepared]
+        assert np.array_equal(output["image_grid_thw"], grids)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen2_vl", {"min_pixels": 3136, "max_pixels": 12845056}),
+        ("qwen3_vl", {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+        ("qwen2_5_vl", {"resample": 2, "temporal_patch_size": 2, "rescale_factor": 0.005}),
+        ("internvl", {"min_patches": 3, "max_patches": 6}),
+        ("internvl", {"max_patches": 1}),
+        ("idefics3", {"do_image_splitting": False}),
+        ("idefics3", {"size": {"longest_edge": 5000}, "resample": 3}),
+        ("smolvlm", {"size": {"longest_edge": 100}}),
+        ("smolvlm", {"size": {"longest_edge": 20}}),
+    ],
+    ids=str,
+)
+def test_settings(tmp_path, model_type, changes):
+    folder = write_processor(tmp_path, model_type, **changes)
+    theirs = transformers_processor(folder, model_type)
+    for size in ((1000, 30), (42, 280)):
+        compare(model_type, processors.load(folder), theirs, [picture(*size)], ["a", "b"])
+
+
+# ------------------------------------------------------------------------------------- limits
+@settings(max_examples=60)
+@given(size=SIZE, max_tokens=st.integers(1, 70))
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "internvl", "idefics3"])
+def test_limits_are_kept(pairs, model_type, size, max_tokens):
+    ours, _ = pairs(model_type)
+    least = {"qwen2_5_vl": 1, "internvl": 1, "idefics3": 4}[model_type]
+    if max_tokens < least:
+        with pytest.raises(LimitError, match=f"at least {least} token.*{max_tokens} are allowed"):
+            ours.count(size, max_tokens)
+        return
+    count = ours.count(size, max_tokens)
+    assert count <= max_tokens
+    free = ours.count(size)
+    assert count == free if free <= max_tokens else count < free
+    image = picture(*size)
+    prepared = ours.prepare(image, max_tokens)
+    assert prepared.num_tokens == count == prepared.prompt.count(ours.image_token)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_no_token_is_too_few(pairs, model_type):
+    with pytest.raises(LimitError, match="and 0 are allowed"):
+        pairs(model_type)[0].prepare(picture(50, 50), 0)
+
+
+@given(size=SIZE, max_tokens=st.integers(10, 50))
+@settings(max_examples=15)
+def test_qwens_limit_is_a_smaller_area(pairs, size, max_tokens):
+    """Where transformers' own rounding stays below the limit, the result is the same."""
+    ours, theirs = pairs("qwen2_5_vl")
+    area = {"shortest_edge": 4 * 28 * 28, "longest_edge": max_tokens * 28 * 28}
+    image = picture(*size)
+    output = theirs.image_processor(image, size=area, return_tensors="np")
+    if output["image_grid_thw"].prod() // 4 <= max_tokens:
+        assert np.array_equal(ours.prepare(image, max_tokens).pixels, output["pixel_values"])
+
+
+@given(size=SIZE, max_tiles=st.integers(1, 11))
+@settings(max_examples=15)
+def test_internvls_limit_is_a_smaller_number_of_tiles(pairs, size, max_tiles):
+    ours, theirs = pairs("internvl")
+    image = picture(*size)
+    output = theirs.image_processor(
+        image, crop_to_patches=True, max_patches=max_tiles, return_tensors="np"
+    )
+    allowed = max_tiles + 1 if max_tiles > 1 else 1
+    assert np.array_equal(ours.prepare(image, allowed).pixels, output["pixel_values"])
+
+
+def test_idefics_limit_is_a_shorter_edge(pairs):
+    ours, theirs = pairs("idefics3")
+    image = picture(300, 200)
+    expected = theirs.image_processor(image, size={"longest_edge": 64}, return_tensors="np")
+    prepared = ours.prepare(image, max_tokens=27)
+    assert np.array_equal(prepared.pixels, expected["pixel_values"][0])
+    assert prepared.grid == (2, 2)
+    single = ours.prepare(image, max_tokens=19)
+    assert (single.grid, single.num_tokens, len(single.pixels)) == ((1, 1), 4, 1)
+
+
+def test_shapes_that_qwen_cannot_take(pairs):
+    with pytest.raises(RequestError, match="201 x 1 pixels is longer than 200 times") as caught:
+        pairs("qwen2_vl")[0].prepare(picture(201, 1))
+    assert caught.value.hint
+
+
+# ------------------------------------------------------------------------------------ prompts
+def test_placeholders_and_images_must_match(pairs):
+    ours, _ = pairs("qwen2_vl")
+    one = ours.prepare(picture(56, 56))
+    assert expand("a", ours.image_token, []) == "a"
+    for prompt, images in (("a", [one]), (f"{ours.image_token}b{ours.image_token}", [one])):
+        with pytest.raises(RequestError, match="places for images, but 1 images") as caught:
+            expand(prompt, ours.image_token, images)
+        assert ours.image_token in caught.value.hint
+
+
+def test_prompts_by_hand(pairs):
+    assert pairs("qwen2_vl")[0].prepare(picture(56, 56)).prompt == "<|image_pad|>" * 4
+    internvl = pairs("internvl")[0].prepare(picture(56, 28))
+    assert internvl.prompt == "<img>" + "<IMG_CONTEXT>" * 3 + "</img>"
+    fence, features = "<fake_token_around_image>", "<image>" * 4
+    idefics = pairs("idefics3")[0].prepare(picture(64, 32), max_tokens=12)
+    assert idefics.grid == (1, 2)
+    assert idefics.prompt == (
+        f"{fence}<row_1_col_1>{features}{fence}<row_1_col_2>{features}\n\n"
+        f"{fence}<global-img>{features}{fence}"
+    )
+
+
+def test_tokens_survive_the_tokenizer():
+    tokenizer = byte_tokenizer([*QWEN, *INTERNVL.values(), *IDEFICS])
+    assert len(tokenizer.encode("<row_1_col_1><image>\n").ids) == 3
