@@ -11,7 +11,6 @@ import numpy as np
 
 from edgellm import contract
 from edgellm.contract import VisionSpec, VisualBundleManifest, load_manifest
-from edgellm.export.checkpoint import read_whole
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
 from edgellm.multimodal.grids import grid_inputs
@@ -20,7 +19,7 @@ from edgellm.multimodal.grids import grid_inputs
 def make_visual_checkpoint(
     folder: Path, config: Mapping[str, Any], *, dtype: str = "float32"
 ) -> Path:
-    """A vision-language model of the given config with every parameter random, saved to `folder`."""
+    """A vision-language model of the given config, every parameter random, saved to `folder`."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -62,9 +61,9 @@ class VisualModel:
         import torch
         from transformers import AutoModelForImageTextToText
 
-        export_visual(
-            open_checkpoint(str(checkpoint), tokenizer=False), bundle, VisualOptions(dtype)
-        )
+        self.bundle = bundle
+        source = open_checkpoint(str(checkpoint), tokenizer=False)
+        export_visual(source, bundle, VisualOptions(dtype))
         self.manifest = load_manifest(bundle, VisualBundleManifest)
         self.reference = AutoModelForImageTextToText.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="eager"
@@ -124,8 +123,3 @@ def random_pixels(spec: VisionSpec, grid: tuple[int, int], seed: int) -> np.ndar
         else (rows * columns, spec.patch_values)
     )
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def tensor_bytes(folder: Path, name: str) -> bytes:
-    """The stored bytes of one tensor."""
-    return bytes(read_whole(open_checkpoint(str(folder), tokenizer=False).tensors, name))
