@@ -2,7 +2,9 @@
 
 Standard library only, so that every other module may import it. Symbols used in shapes:
 S query rows of one pass, R rows that get logits, C KV capacity, V vocabulary, H hidden size,
-T hidden taps, D hidden size of a draft, K candidates of one row.
+T hidden taps, D hidden size of a draft, K candidates of one row. Of a visual encoder: P patches of
+an image, M their merge size, W windows of Z patches, N tiles of E pixels a side, L deepstack
+levels.
 """
 
 from __future__ import annotations
@@ -62,6 +64,18 @@ TOP_K = "top_k"  # int64 [1]; K, candidates wanted for each row
 CANDIDATE_IDS = "candidate_ids"  # int64 [1, R, K]; of the base's vocabulary, best first
 CANDIDATE_LOG_PROBS = "candidate_log_probs"  # float32 [1, R, K]; log-softmax, draft vocabulary
 RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of a row's children
+
+# A visual encoder. One image is one run; its patches come in merge-block order: the M * M patches
+# of a block one after another, row by row, then the next block of the row of blocks.
+PIXEL_VALUES = "pixel_values"  # activations [P, patch_values], or of tiles [N, 3, E, E]
+PATCH_POSITIONS = "patch_positions"  # int64 [P, 2]; row and column of each patch
+WINDOW_SLOTS = "window_slots"  # int64 [W * Z]; the patch in each slot of the padded windows
+WINDOW_MASK = "window_mask"  # bool [W, Z]; false: padding, whose slot may name any patch
+WINDOW_ROWS = "window_rows"  # int64 [P]; the slot of each patch
+POS_EMBED_INDEX = "pos_embed_index"  # int64 [4, P]; neighbours in the table of positions
+POS_EMBED_WEIGHT = "pos_embed_weight"  # float32 [4, P]; how much of each neighbour
+IMAGE_EMBEDS = "image_embeds"  # activations [P / M^2, H], or of tiles [N * tokens_per_tile, H]
+DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, P / M^2, H]; for the first L layers
 
 
 def past_name(layer: int, part: str) -> str:
@@ -143,6 +157,32 @@ class DraftSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """The facts about a visual encoder that a runtime needs; images are RGB.
+
+    With `image_size` 0 an image is a grid of patches of any size whose sides are multiples of
+    `merge_size`; else it is cut into square tiles, all of the same number of tokens.
+    """
+
+    model_type: str
+    hidden_size: int  # H of the language model, the width of `image_embeds`
+    patch_size: int  # pixels
+    merge_size: int  # M: a token is a block of M * M patches
+    temporal_patch_size: int  # frames of a patch; an image is repeated as often
+    window_size: int  # side of an attention window in patches (Z is its square); 0: no windows
+    position_grid: int  # side of the learned table of positions; 0: there is none to interpolate
+    num_deepstack: int  # L
+    image_size: int  # E of tiles, 0 without
+    tokens_per_tile: int  # 0 without tiles
+    num_parameters: int
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers of one flattened patch: channel, frame, row, column."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclass(frozen=True, slots=True)
 class FileRecord:
     """Size and hash of one file of an artifact."""
 
@@ -179,6 +219,21 @@ class DraftBundleManifest:
     provenance: dict[str, Any]
     files: dict[str, FileRecord] = field(default_factory=dict)
     kind: str = "draft_bundle"
+    contract_version: int = CONTRACT_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class VisualBundleManifest:
+    """What `edgellm-export visual` wrote: the encoder's graph, weights and image processing."""
+
+    vision: VisionSpec
+    dtype: str  # activations: "float16" or "float32"
+    quantization: str
+    opset: int
+    options: dict[str, Any]
+    provenance: dict[str, Any]
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    kind: str = "visual_bundle"
     contract_version: int = CONTRACT_VERSION
 
 
@@ -240,11 +295,17 @@ class DraftEngineManifest:
 DRAFT_FOLDER = "draft"
 
 Manifest = TypeVar(
-    "Manifest", BundleManifest, DraftBundleManifest, EngineManifest, DraftEngineManifest
+    "Manifest",
+    BundleManifest,
+    DraftBundleManifest,
+    VisualBundleManifest,
+    EngineManifest,
+    DraftEngineManifest,
 )
 _MAKERS = {
     "llm_bundle": "edgellm-export llm",
     "draft_bundle": "edgellm-export draft",
+    "visual_bundle": "edgellm-export visual",
     "llm_engine": "llm_build",
     "draft_engine": "llm_build --eagleDraft",
 }

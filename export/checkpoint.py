@@ -62,6 +62,7 @@ class Checkpoint:
     tensors: TensorSource
     tokenizer_files: dict[str, bytes] = field(repr=False)
     quant_config: dict[str, Any] = field(default_factory=dict)
+    processor_files: dict[str, bytes] = field(default_factory=dict, repr=False)
 
     @property
     def quantization(self) -> str:

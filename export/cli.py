@@ -9,7 +9,12 @@ from typing import Annotated
 import typer
 
 from edgellm.command import run_command
-from edgellm.contract import BundleManifest, DraftBundleManifest, EdgeLLMError
+from edgellm.contract import (
+    BundleManifest,
+    DraftBundleManifest,
+    EdgeLLMError,
+    VisualBundleManifest,
+)
 
 app = typer.Typer(
     add_completion=True,
@@ -130,7 +135,38 @@ def draft(
     typer.echo(f"hidden taps {taps} ({manifest.provenance['hidden_taps']})")
 
 
-def _cost(manifest: BundleManifest | DraftBundleManifest, start: float) -> str:
+@app.command()
+def visual(
+    model_dir: Annotated[
+        str, typer.Option("--model_dir", help="Vision-language model: HF folder or cached hub id.")
+    ],
+    output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the bundle.")],
+    dtype: DType = "fp16",
+    ignore_config_keys: IgnoredKeys = "",
+    debug: Debug = False,
+) -> None:
+    """Export the visual encoder of a vision-language model."""
+    del debug  # read by run_command
+    from edgellm.export.progress import byte_progress
+    from edgellm.export.source import open_checkpoint
+    from edgellm.export.visual_bundle import VisualOptions, export_visual
+
+    _expect_dtype(dtype)
+    start = time.perf_counter()
+    checkpoint = open_checkpoint(model_dir, tokenizer=False)
+    options = VisualOptions(dtype, _split(ignore_config_keys))
+    with byte_progress("exporting") as progress:
+        manifest = export_visual(checkpoint, output_dir, options, progress)
+    spec = manifest.vision
+    typer.echo(
+        f"{output_dir}: visual encoder of {spec.model_type}, "
+        f"{spec.num_parameters / 1e6:.1f} M parameters, {dtype}, {_cost(manifest, start)}"
+    )
+
+
+def _cost(
+    manifest: BundleManifest | DraftBundleManifest | VisualBundleManifest, start: float
+) -> str:
     size = sum(record.num_bytes for record in manifest.files.values())
     seconds = time.perf_counter() - start
     return f"quantization {manifest.quantization}, {size / 1e6:.1f} MB in {seconds:.1f} s"

@@ -64,19 +64,12 @@ def decoder_spec(
     config: DecoderConfig, model_type: str, ops: list[Op], tensors: TensorSource
 ) -> DecoderSpec:
     """The facts of a decoder; parameters are those of all its graphs that a checkpoint holds."""
-    infos = tensors.infos()
-    stored = {name: stored for op in ops for name, (_, stored) in op.parameters.items()}
-    parameters = sum(
-        tensor.num_bytes * 8 // tensor.dtype.bitwidth
-        for name, tensor in stored.items()
-        if name in infos and not name.endswith("_scale")
-    )
     return DecoderSpec(
         model_type=model_type,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         max_positions=config.max_position_embeddings,
-        num_parameters=parameters,
+        num_parameters=count_parameters(ops, tensors),
         kv=KVCacheSpec(
             config.num_hidden_layers,
             config.num_key_value_heads,
@@ -86,6 +79,17 @@ def decoder_spec(
         sliding_window=config.sliding_window,
         position_axes=config.position_axes,
         images=config.images,
+    )
+
+
+def count_parameters(ops: list[Op], tensors: TensorSource) -> int:
+    """Numbers of all graphs together that the checkpoint holds, scales left out."""
+    infos = tensors.infos()
+    stored = {name: stored for op in ops for name, (_, stored) in op.parameters.items()}
+    return sum(
+        tensor.num_bytes * 8 // tensor.dtype.bitwidth
+        for name, tensor in stored.items()
+        if name in infos and not name.endswith("_scale")
     )
 
 

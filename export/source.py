@@ -10,6 +10,8 @@ from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.export.checkpoint import Checkpoint, Safetensors, TensorSource
 from edgellm.export.tokenizer_files import read_tokenizer
 
+PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json"
+
 
 def open_checkpoint(model_dir: str, *, tokenizer: bool = True) -> Checkpoint:
     """Open a local folder, a GGUF file, or the id of a model that the hub cache already holds.
@@ -76,7 +78,15 @@ def _open_folder(folder: Path, *, tokenizer: bool) -> Checkpoint:
         tensors=_open_tensors(folder),
         tokenizer_files=read_tokenizer(folder) if tokenizer else {},
         quant_config=_quantization(folder, config),
+        processor_files=_processor_files(folder),
     )
+
+
+def _processor_files(folder: Path) -> dict[str, bytes]:
+    """How images become pixel values, where the model takes any."""
+    return {
+        name: (folder / name).read_bytes() for name in PROCESSOR_FILES if read_json(folder / name)
+    }
 
 
 def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

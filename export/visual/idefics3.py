@@ -1,0 +1,181 @@
+"""Idefics3's encoder (arXiv 2408.12637): a SigLIP of tiles (2303.15343), pixel shuffle, projection.
+
+Shapes: N tiles of E pixels a side, side = E / patch size, d width, H hidden size of the language
+model. Every tile is full, so that patch i stands at position i: transformers gives the same
+positions for all sides in use (16, 26, 27, 32), and for some others loses one to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from edgellm import contract
+from edgellm.contract import UnsupportedModelError, VisionSpec
+from edgellm.export.config import ConfigReader
+from edgellm.export.layers.linear import Linear
+from edgellm.export.layers.mlp import FeedForward
+from edgellm.export.layers.norm import LayerNorm
+from edgellm.export.layers.tiles import TileAttention, TilePatches, pixel_shuffle
+from edgellm.export.op import Op
+from edgellm.export.visual_config import (
+    check_heads,
+    language_size,
+    read_activation,
+    read_square,
+    skip_training,
+)
+from edgellm.export.weights import Weights
+
+TINY = {
+    "model_type": "idefics3",
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 30,
+        "patch_size": 7,
+    },
+    "text_config": {
+        "model_type": "llama",
+        "vocab_size": 96,
+        "hidden_size": 48,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+    },
+    "scale_factor": 2,
+    "image_token_id": 90,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The encoder's facts."""
+
+    depth: int
+    size: int  # d
+    inner_size: int
+    num_heads: int
+    activation: str
+    epsilon: float
+    out_size: int  # H
+    image_size: int  # E
+    patch_size: int
+    shuffle: int  # patches along a side of a token
+
+    @classmethod
+    def from_hf(cls, vision: ConfigReader, model: ConfigReader) -> Config:
+        """Read `vision_config`, and of the rest of config.json what concerns the encoder."""
+        skip_training(vision)
+        # What the processor does is in its own file; base SigLIP differs in its sizes only.
+        for key in ("size", "max_image_size", "use_base_siglip", "tie_word_embeddings"):
+            vision.optional(key, object)
+        vision.expect("num_channels", 3)
+        size = vision.positive("hidden_size", 1152)
+        num_heads = vision.positive("num_attention_heads", 16)
+        check_heads(size, num_heads)
+        return cls(
+            depth=vision.positive("num_hidden_layers", 12),
+            size=size,
+            inner_size=vision.positive("intermediate_size", 3072),
+            num_heads=num_heads,
+            activation=read_activation(vision, "hidden_act", "gelu_pytorch_tanh"),
+            epsilon=vision.read("layer_norm_eps", float, 1e-6),
+            out_size=language_size(model),
+            image_size=read_square(vision, "image_size", 224),
+            patch_size=read_square(vision, "patch_size", 32),
+            shuffle=model.positive("scale_factor", 2),
+        )
+
+    def __post_init__(self) -> None:
+        if self.side % self.shuffle or not self.side:
+            raise UnsupportedModelError(
+                f"config.json: {self.side} patches along a tile do not make tokens of "
+                f"{self.shuffle} by {self.shuffle}"
+            )
+
+    @property
+    def side(self) -> int:
+        """Patches along a side of a tile."""
+        return self.image_size // self.patch_size
+
+    def spec(self, model_type: str, num_parameters: int) -> VisionSpec:
+        """What a runtime needs to know."""
+        return VisionSpec(
+            model_type=model_type,
+            hidden_size=self.out_size,
+            patch_size=self.patch_size,
+            merge_size=self.shuffle,
+            temporal_patch_size=1,
+            window_size=0,
+            position_grid=0,
+            num_deepstack=0,
+            image_size=self.image_size,
+            tokens_per_tile=(self.side // self.shuffle) ** 2,
+            num_parameters=num_parameters,
+        )
+
+
+class EncoderLayer:
+    """Pre-norm transformer block."""
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        size, epsilon = config.size, config.epsilon
+        self.layer_norm1 = LayerNorm(weights / "layer_norm1", size, epsilon)
+        self.self_attn = TileAttention(
+            weights / "self_attn", size, config.num_heads, bias=True, output="out_proj"
+        )
+        self.layer_norm2 = LayerNorm(weights / "layer_norm2", size, epsilon)
+        first, second = weights / "mlp.fc1", weights / "mlp.fc2"
+        sizes = size, config.inner_size, size
+        self.mlp = FeedForward(first, second, sizes, config.activation)
+
+    def forward(self, op: Op, x: ir.Value) -> ir.Value:
+        """X [N, side * side, d] -> the same shape."""
+        x = op.Add(x, self.self_attn(op, self.layer_norm1(op, x)))
+        return op.Add(x, self.mlp(op, self.layer_norm2(op, x)))
+
+
+class Model:
+    """Patches with learned positions, blocks, final norm, pixel shuffle and projection."""
+
+    parts = ("vision_model", "connector")
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        self.config = config
+        vision = weights / "vision_model"
+        embeddings = vision / "embeddings"
+        self.patch_embedding = TilePatches(
+            embeddings / "patch_embedding", config.patch_size, config.size
+        )
+        self.position_embedding = embeddings / "position_embedding"
+        self.layers = [
+            EncoderLayer(config, vision / f"encoder.layers.{index}")
+            for index in range(config.depth)
+        ]
+        self.post_layernorm = LayerNorm(vision / "post_layernorm", config.size, config.epsilon)
+        self.proj = Linear(
+            weights / "connector.modality_projection.proj",
+            config.size * config.shuffle**2,
+            config.out_size,
+            bias=False,
+        )
+
+    def forward(self, op: Op, inputs: Mapping[str, ir.Value]) -> list[ir.Value]:
+        """Inputs by contract name -> tokens [N * tokens_per_tile, H]."""
+        config = self.config
+        x = self.patch_embedding(op, inputs[contract.PIXEL_VALUES])
+        with op.scope("position_embedding"):
+            table = self.position_embedding.take("weight", (config.side**2, config.size), op.dtype)
+            x = op.Add(x, op.cast(op.parameter(table), op.dtype))
+        for index, layer in enumerate(self.layers):
+            with op.scope(f"layers.{index}"):
+                x = layer.forward(op, x)
+        x = pixel_shuffle(op, self.post_layernorm(op, x), config.side, config.shuffle, config.size)
+        return [op.Reshape(self.proj(op, x), op.constant([-1, config.out_size]))]

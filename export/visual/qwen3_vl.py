@@ -1,0 +1,140 @@
+"""Qwen3-VL's encoder (arXiv 2511.21631): learned positions beside the rotary ones, and deepstack.
+
+Outputs of inner blocks are merged, too, and added to the first layers of the language model
+(DeepStack, arXiv 2406.04334).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from edgellm import contract
+from edgellm.contract import UnsupportedModelError
+from edgellm.export.config import ConfigReader
+from edgellm.export.layers.mlp import FeedForward
+from edgellm.export.layers.norm import LayerNorm
+from edgellm.export.layers.patches import interpolate
+from edgellm.export.op import Op
+from edgellm.export.visual import qwen2_vl
+from edgellm.export.visual_config import expect_language_size, read_activation, read_indices
+from edgellm.export.weights import Weights
+
+TINY = {
+    **qwen2_vl.TINY,
+    "model_type": "qwen3_vl",
+    "vision_config": {
+        "depth": 4,
+        "hidden_size": 32,
+        "out_hidden_size": 48,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 2],
+    },
+    "text_config": {**qwen2_vl.TINY["text_config"], "head_dim": 12},
+}
+
+
+class Config(qwen2_vl.Config):
+    """Qwen3-VL's config."""
+
+    @classmethod
+    def from_hf(cls, vision: ConfigReader, model: ConfigReader) -> qwen2_vl.Config:
+        """Read `vision_config`, and of the rest of config.json what concerns the encoder."""
+        size = vision.positive("hidden_size", 1152)
+        out_size = vision.positive("out_hidden_size", 3584)
+        expect_language_size(model, out_size)
+        positions = vision.positive("num_position_embeddings", 2304)
+        if math.isqrt(positions) ** 2 != positions:
+            raise UnsupportedModelError(
+                f"config.json: num_position_embeddings = {positions} is no square"
+            )
+        deepstack = read_indices(vision, "deepstack_visual_indexes", (8, 16, 24))
+        shared = cls.shared(vision, size)
+        if len(set(deepstack)) != len(deepstack) or max(deepstack, default=0) >= shared["depth"]:
+            raise UnsupportedModelError(
+                f"config.json: deepstack_visual_indexes = {list(deepstack)} are not different "
+                f"blocks of {shared['depth']}"
+            )
+        return cls(
+            size=size,
+            out_size=out_size,
+            inner_size=vision.positive("intermediate_size", 4304),
+            activation=read_activation(vision, "hidden_act", "gelu_pytorch_tanh"),
+            position_grid=math.isqrt(positions),
+            deepstack=deepstack,
+            **shared,
+        )
+
+
+class Block(qwen2_vl.Block):
+    """Block whose network has other parameter names."""
+
+    def network(self, config: qwen2_vl.Config, weights: Weights) -> FeedForward:
+        """The feed-forward network."""
+        sizes = config.size, config.inner_size, config.size
+        first, second = weights / "linear_fc1", weights / "linear_fc2"
+        return FeedForward(first, second, sizes, config.activation)
+
+
+class Merger:
+    """Blocks of M * M patches to tokens; the norm comes before or after they are joined."""
+
+    def __init__(
+        self, config: qwen2_vl.Config, weights: Weights, *, join_first: bool = False
+    ) -> None:
+        self.join_first = join_first
+        self.size = config.size * config.merge_size**2
+        self.norm = LayerNorm(
+            weights / "norm", self.size if join_first else config.size, qwen2_vl.EPSILON
+        )
+        first, second = weights / "linear_fc1", weights / "linear_fc2"
+        self.mlp = FeedForward(first, second, (self.size, self.size, config.out_size), "gelu")
+
+    def __call__(self, op: Op, x: ir.Value) -> ir.Value:
+        """Append the network; x [1, P, d] -> [P / M^2, H]."""
+        joined = op.constant([-1, self.size])
+        if self.join_first:
+            return self.mlp(op, self.norm(op, op.Reshape(x, joined)))
+        return self.mlp(op, op.Reshape(self.norm(op, x), joined))
+
+
+class Model(qwen2_vl.Model):
+    """Patch embedding, learned positions, blocks and mergers."""
+
+    block = Block
+    merger_type = Merger
+    patch_bias = True
+
+    def __init__(self, config: qwen2_vl.Config, weights: Weights) -> None:
+        super().__init__(config, weights)
+        visual = weights / "visual"
+        self.pos_embed = visual / "pos_embed"
+        self.deepstack_merger_list = [
+            Merger(config, visual / f"deepstack_merger_list.{level}", join_first=True)
+            for level in range(len(config.deepstack))
+        ]
+
+    def embed(self, op: Op, inputs: Mapping[str, ir.Value]) -> ir.Value:
+        """The stream [1, P, d] that enters the first block."""
+        x = super().embed(op, inputs)
+        with op.scope("pos_embed"):
+            shape = self.config.position_grid**2, self.config.size
+            table = op.parameter(self.pos_embed.take("weight", shape, op.dtype))
+            index, weight = (
+                inputs[name] for name in (contract.POS_EMBED_INDEX, contract.POS_EMBED_WEIGHT)
+            )
+            return op.Add(x, interpolate(op, table, index, weight))
+
+    def tap(self, op: Op, x: ir.Value, index: int) -> list[ir.Value]:
+        """The deepstack level of a block, if it has one."""
+        deepstack = self.config.deepstack
+        if index not in deepstack:
+            return []
+        return [self.deepstack_merger_list[deepstack.index(index)](op, x)]

@@ -1,0 +1,106 @@
+"""Writing the bundle of a visual encoder: graph, weights, configs, manifest; all or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from edgellm.artifact import check_output, publish, temporary_folder
+from edgellm.contract import EdgeLLMError, UnsupportedModelError, VisualBundleManifest
+from edgellm.export import visual
+from edgellm.export.checkpoint import Checkpoint
+from edgellm.export.config import ConfigReader
+from edgellm.export.graph_files import (
+    DTYPES,
+    Progress,
+    count_parameters,
+    file_names,
+    refuse_leftovers,
+    versions,
+    write_graphs,
+)
+from edgellm.export.op import OPSET, Op
+from edgellm.export.visual_graph import build_visual, own_leftovers
+from edgellm.export.weights import Weights
+
+_GRAPH, _CONFIG = "model", "config.json"
+_FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
+
+
+@dataclass(frozen=True, slots=True)
+class VisualOptions:
+    """What the user chose."""
+
+    dtype: str = "fp16"
+    ignore_config_keys: tuple[str, ...] = ()
+
+
+def export_visual(
+    checkpoint: Checkpoint, output: Path, options: VisualOptions, progress: Progress | None = None
+) -> VisualBundleManifest:
+    """Export an encoder to `output`, which afterwards holds a whole bundle or what it held before.
+
+    Raises:
+        UnsupportedModelError: no vision-language model, or an encoder or config key that is not
+            understood.
+        BrokenArtifactError: missing, superfluous or damaged tensors of the encoder.
+        EdgeLLMError: the processor's config is missing, or `output` cannot be written.
+    """
+    names = [*file_names((_GRAPH,)), _CONFIG, *checkpoint.processor_files]
+    check_output(output, "visual_bundle", names)
+    encoder, config = read_encoder(checkpoint, options)
+    if not checkpoint.processor_files:
+        raise EdgeLLMError(
+            f"{checkpoint.label} has no preprocessor_config.json",
+            hint="copy preprocessor_config.json or processor_config.json beside the weights",
+        )
+    weights = Weights(checkpoint.tensors, checkpoint.quant_config)
+    dtype = DTYPES[options.dtype]
+    model, op = build_visual(encoder, config, weights, dtype)
+    refuse_leftovers(own_leftovers(weights, encoder), "checkpoint's visual encoder")
+    with temporary_folder(output) as folder:
+        records = write_graphs(folder, {_GRAPH: (model, op)}, progress)
+        (folder / _CONFIG).write_text(json.dumps(checkpoint.config, indent=2) + "\n", "utf-8")
+        for name, content in checkpoint.processor_files.items():
+            (folder / name).write_bytes(content)
+        parameters = count_parameters([op], checkpoint.tensors)
+        manifest = VisualBundleManifest(
+            vision=config.spec(checkpoint.config["model_type"], parameters),
+            dtype=dtype.numpy().name,
+            quantization=checkpoint.quantization if _is_quantized(op) else "none",
+            opset=OPSET,
+            options=dataclasses.asdict(options),
+            provenance={"checkpoint": checkpoint.label, **versions()},
+            files=records,
+        )
+        return publish(folder, output, manifest)
+
+
+def read_encoder(checkpoint: Checkpoint, options: VisualOptions) -> tuple[ModuleType, Any]:
+    """The encoder's module and its facts; every key of `vision_config` is understood or refused.
+
+    Raises:
+        UnsupportedModelError: no vision-language model, or one that is not understood.
+    """
+    model = ConfigReader(checkpoint.config)
+    model_type = model.read("model_type", str)
+    vision_config = model.optional("vision_config", dict)
+    if vision_config is None:
+        raise UnsupportedModelError(
+            f"{checkpoint.label} is a text-only model ({model_type}): it has no visual encoder",
+            hint="edgellm-export llm exports it",
+        )
+    encoder = visual.find(model_type)
+    vision = ConfigReader(vision_config)
+    config = encoder.Config.from_hf(vision, model)
+    vision.finish(options.ignore_config_keys)
+    return encoder, config
+
+
+def _is_quantized(op: Op) -> bool:
+    """Most quantized checkpoints leave the encoder in floats."""
+    return any(stored.dtype.name not in _FLOATS for _, stored in op.parameters.values())
