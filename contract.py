@@ -54,8 +54,6 @@ TREE_MASK = "tree_mask"  # bool [S, S]; row i may see new row j; a draft's is [S
 LOGITS_INDEX = "logits_index"  # int64 [R]; the rows that get logits
 LOGITS = "logits"  # float32 [1, R, V]
 TOKEN_IDS = "token_ids"  # int64 [1, R]; argmax of the logits
-IMAGE_EMBEDS = "image_embeds"  # activations [N, H]; row n is what token id V + n stands for
-DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, N, H]; added behind the first L layers
 HIDDEN_TAPS = "hidden_taps"  # activations [1, S, T*H]; features that the base gives to a draft
 
 # A draft has the decoder's inputs and these; its rows of logits stay inside the graph.
@@ -76,6 +74,7 @@ POS_EMBED_INDEX = "pos_embed_index"  # int64 [4, P]; neighbours in the table of 
 POS_EMBED_WEIGHT = "pos_embed_weight"  # float32 [4, P]; how much of each neighbour
 IMAGE_EMBEDS = "image_embeds"  # activations [P / M^2, H], or of tiles [N * tokens_per_tile, H]
 DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, P / M^2, H]; for the first L layers
+# A decoder takes both of all images of a prompt as inputs: its token id V + n stands for row n.
 
 
 def past_name(layer: int, part: str) -> str:
@@ -292,6 +291,27 @@ class DraftEngineManifest:
     contract_version: int = CONTRACT_VERSION
 
 
+@dataclass(frozen=True, slots=True)
+class VisualEngineManifest:
+    """What `visual_build` wrote: a compiled encoder and the files of its image processor."""
+
+    vision: VisionSpec
+    backend: str
+    backend_version: str
+    machine: str
+    graph: str  # path
+    precision: str
+    min_image_tokens: int  # of an image
+    max_image_tokens: int  # of all images of a request together
+    max_image_tokens_per_image: int
+    quantization: str
+    options: dict[str, Any]
+    provenance: dict[str, Any]
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    kind: str = "visual_engine"
+    contract_version: int = CONTRACT_VERSION
+
+
 DRAFT_FOLDER = "draft"
 
 Manifest = TypeVar(
@@ -301,6 +321,7 @@ Manifest = TypeVar(
     VisualBundleManifest,
     EngineManifest,
     DraftEngineManifest,
+    VisualEngineManifest,
 )
 _MAKERS = {
     "llm_bundle": "edgellm-export llm",
@@ -308,6 +329,7 @@ _MAKERS = {
     "visual_bundle": "edgellm-export visual",
     "llm_engine": "llm_build",
     "draft_engine": "llm_build --eagleDraft",
+    "visual_engine": "visual_build",
 }
 
 

@@ -6,7 +6,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,21 @@ from edgellm.build.flags import (
     Threads,
 )
 from edgellm.command import run_command
-from edgellm.contract import DRAFT_FOLDER, DraftEngineManifest, EdgeLLMError, EngineManifest
+from edgellm.contract import (
+    DRAFT_FOLDER,
+    DraftEngineManifest,
+    EdgeLLMError,
+    EngineManifest,
+    FileRecord,
+)
 
+# --onnx-dir is --onnxDir
+ONE_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={
-        "token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)
-    },
+    context_settings=ONE_CASE,
 )
 
 
@@ -101,20 +107,18 @@ def llm_build(
             typer.echo(line)
         return
     start = time.perf_counter()
-    with _status() as report:
+    with status() as report:
         build = build_draft if eagle_draft else build_engine
         built = build(onnx_dir, engine_dir, plan, backend, report)
     _show(built, engine_dir, time.perf_counter() - start)
 
 
 def _show(built: EngineManifest | DraftEngineManifest, engine_dir: Path, seconds: float) -> None:
-    size = sum(record.num_bytes for record in built.files.values())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     graphs = ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in built.graphs)
     where = engine_dir if isinstance(built, EngineManifest) else engine_dir / DRAFT_FOLDER
     typer.echo(
-        f"{where}: {built.backend} {built.backend_version}, {graphs}; {size / 1e6:.1f} MB "
-        f"in {seconds:.1f} s, peak memory {peak / 1e6:.0f} MB"
+        f"{where}: {built.backend} {built.backend_version}, {graphs}; "
+        f"{show_size(built.files, seconds)}"
     )
     if isinstance(built, EngineManifest):
         typer.echo(
@@ -125,11 +129,18 @@ def _show(built: EngineManifest | DraftEngineManifest, engine_dir: Path, seconds
         typer.echo(f"a draft step takes (rows: ms) {_listed(built.step_cost_ms)}")
 
 
+def show_size(files: Mapping[str, FileRecord], seconds: float) -> str:
+    """What a build wrote, took and needed."""
+    size = sum(record.num_bytes for record in files.values())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return f"{size / 1e6:.1f} MB in {seconds:.1f} s, peak memory {peak / 1e6:.0f} MB"
+
+
 def _listed(costs: dict[str, float]) -> str:
     return ", ".join(f"{rows}: {ms:.1f}" for rows, ms in costs.items())
 
 
-def _status() -> AbstractContextManager[Callable[[str], None]]:
+def status() -> AbstractContextManager[Callable[[str], None]]:
     """A spinner that names the current step; silent when stderr is not a terminal."""
     if not sys.stderr.isatty():
         return nullcontext(lambda _step: None)

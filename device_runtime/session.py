@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -122,5 +123,20 @@ class DraftSession(Protocol):
 
         Raises:
             LimitError: the rows do not fit into the cache.
+        """
+        ...
+
+
+class VisualSession(Protocol):
+    """A loaded visual encoder."""
+
+    def encode(self, inputs: Mapping[str, np.ndarray]) -> tuple[F32, F32]:
+        """Features of one image.
+
+        Args:
+            inputs: those of the encoder's graph by contract name.
+
+        Returns:
+            `image_embeds` float32 [N, H] and `deepstack_embeds` float32 [L, N, H]; L may be 0.
         """
         ...

@@ -11,6 +11,7 @@ from edgellm.export.checkpoint import Checkpoint, Safetensors, TensorSource
 from edgellm.export.tokenizer_files import read_tokenizer
 
 PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json"
+_TOKENS = "tokenizer_config.json"
 
 
 def open_checkpoint(model_dir: str, *, tokenizer: bool = True) -> Checkpoint:
@@ -83,10 +84,10 @@ def _open_folder(folder: Path, *, tokenizer: bool) -> Checkpoint:
 
 
 def _processor_files(folder: Path) -> dict[str, bytes]:
-    """How images become pixel values, where the model takes any."""
-    return {
-        name: (folder / name).read_bytes() for name in PROCESSOR_FILES if read_json(folder / name)
-    }
+    """How images become pixel values and which tokens stand for them, where a model takes any."""
+    found = [name for name in PROCESSOR_FILES if read_json(folder / name)]
+    names = [*found, _TOKENS] if found and (folder / _TOKENS).exists() else found
+    return {name: (folder / name).read_bytes() for name in names}
 
 
 def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

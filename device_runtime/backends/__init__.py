@@ -20,8 +20,10 @@ from edgellm.contract import (
     EdgeLLMError,
     EngineManifest,
     PassGraph,
+    VisualBundleManifest,
+    VisualEngineManifest,
 )
-from edgellm.device_runtime.session import DraftSession, Session
+from edgellm.device_runtime.session import DraftSession, Session, VisualSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,25 @@ class CompiledDraft:
     extend_cost_ms: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class VisualPlan:
+    """What a visual engine is built for."""
+
+    min_image_tokens: int  # of an image
+    max_image_tokens: int  # of a request
+    max_image_tokens_per_image: int
+    threads: int  # 0 takes all cores
+    quantize: str = "none"  # of float weights: "none", "int8"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledVisual:
+    """What a backend made of a visual bundle."""
+
+    graph: str
+    precision: str
+
+
 Report = Callable[[str], None]  # told what is being done
 
 
@@ -103,12 +124,33 @@ class Backend(Protocol):
         """Build a draft's graphs into `folder` and measure what its passes cost."""
         ...
 
+    def estimate_visual(
+        self, bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan
+    ) -> Estimate:
+        """Predict sizes without building."""
+        ...
+
+    def compile_visual(
+        self,
+        bundle: Path,
+        manifest: VisualBundleManifest,
+        plan: VisualPlan,
+        folder: Path,
+        report: Report,
+    ) -> CompiledVisual:
+        """Build an encoder's graph into `folder`."""
+        ...
+
     def open_session(self, engine: Path, manifest: EngineManifest) -> Session:
         """Load an engine that was built on this machine."""
         ...
 
     def open_draft_session(self, engine: Path, manifest: DraftEngineManifest) -> DraftSession:
         """Load a draft engine that was built on this machine."""
+        ...
+
+    def open_visual_session(self, engine: Path, manifest: VisualEngineManifest) -> VisualSession:
+        """Load a visual engine that was built on this machine."""
         ...
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 
+FILES = "config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"
 T = TypeVar("T")
 _REQUIRED: Any = object()
 

@@ -11,10 +11,20 @@ from edgellm.contract import (
     DraftEngineManifest,
     EdgeLLMError,
     EngineManifest,
+    VisualBundleManifest,
+    VisualEngineManifest,
 )
-from edgellm.device_runtime.backends import Compiled, CompiledDraft, Estimate, Plan, Report
+from edgellm.device_runtime.backends import (
+    Compiled,
+    CompiledDraft,
+    CompiledVisual,
+    Estimate,
+    Plan,
+    Report,
+    VisualPlan,
+)
 from edgellm.device_runtime.backends.onnxruntime.cpu import instruction_sets
-from edgellm.device_runtime.session import DraftSession, Session
+from edgellm.device_runtime.session import DraftSession, Session, VisualSession
 
 MINIMUM_VERSION = (1, 22)
 
@@ -83,7 +93,19 @@ def open_draft_session(engine: Path, manifest: DraftEngineManifest) -> DraftSess
     )
 
 
-def _check_origin(engine: Path, manifest: EngineManifest | DraftEngineManifest) -> None:
+def open_visual_session(engine: Path, manifest: VisualEngineManifest) -> VisualSession:
+    """Load a visual engine; raises as `open_session` does."""
+    from edgellm.device_runtime.backends.onnxruntime import session, visual
+
+    _check_origin(engine, manifest)
+    threads = int(manifest.options["threads"])
+    graph = session.load_graph(engine / manifest.graph, threads=threads, optimize=False)
+    return visual.OnnxRuntimeVisualSession(graph)
+
+
+def _check_origin(
+    engine: Path, manifest: EngineManifest | DraftEngineManifest | VisualEngineManifest
+) -> None:
     for what, built, here in (
         ("ONNX Runtime", manifest.backend_version, available()),
         ("processor", manifest.machine, machine()),
@@ -91,7 +113,7 @@ def _check_origin(engine: Path, manifest: EngineManifest | DraftEngineManifest) 
         if built != here:
             raise BrokenArtifactError(
                 f"{engine} was built for {what} {built}, this machine has {here}",
-                hint="run llm_build on this machine",
+                hint="build it on this machine",
             )
 
 
@@ -122,3 +144,19 @@ def compile_draft(
     from edgellm.device_runtime.backends.onnxruntime import draft_compiler
 
     return draft_compiler.compile_draft(bundle, manifest, plan, folder, report)
+
+
+def estimate_visual(bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan) -> Estimate:
+    """See `Backend.estimate_visual`."""
+    from edgellm.device_runtime.backends.onnxruntime import visual_compiler
+
+    return visual_compiler.estimate(bundle, manifest, plan)
+
+
+def compile_visual(
+    bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan, folder: Path, report: Report
+) -> CompiledVisual:
+    """See `Backend.compile_visual`."""
+    from edgellm.device_runtime.backends.onnxruntime import visual_compiler
+
+    return visual_compiler.compile_encoder(bundle, manifest, plan, folder, report)

@@ -1,4 +1,8 @@
-"""Attention on a linear cache as GroupQueryAttention on shared past and present buffers."""
+"""Attention in ONNX Runtime's own operators.
+
+On a linear cache it becomes GroupQueryAttention on shared past and present buffers, in encoders
+MultiHeadAttention, which without a mask never holds a whole matrix of scores.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,25 @@ def lower_attention(graph: GraphEditor, *, needs_mask: bool) -> None:
     for node in nodes:
         graph.cursor = node
         _emit_gqa(graph, node, lengths, bias, rows)
+
+
+def lower_encoder_attention(graph: GraphEditor) -> None:
+    """Rewrite the Attention and RotaryEmbedding nodes of an encoder, which has no cache."""
+    for node in graph.find("RotaryEmbedding"):
+        graph.cursor = node
+        rows = _row_tables(graph, node)
+        assert rows is not None
+        rotated = graph.node("RotaryEmbedding", [node.inputs[0], *rows], domain=_CONTRIB)
+        graph.replace(node.outputs[0], rotated)
+    for node in graph.find("Attention"):
+        graph.cursor = node
+        q, k, v, *mask = node.inputs
+        heads = node.attributes["q_num_heads"].as_int()
+        y = graph.node(
+            "MultiHeadAttention", [q, k, v, *([None, None, *mask] if mask else [])],
+            domain=_CONTRIB, num_heads=heads,
+        )  # fmt: skip
+        graph.replace(node.outputs[0], y)
 
 
 def _first_compute_node(graph: GraphEditor) -> ir.Node:

@@ -21,6 +21,7 @@ from edgellm.device_runtime.backends.onnxruntime.linears import LinearKernel
 from edgellm.device_runtime.backends.onnxruntime.lower_attention import (
     CACHE_NAMES,
     lower_attention,
+    lower_encoder_attention,
     narrow_cache,
 )
 from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile, constant_array
@@ -72,6 +73,21 @@ def lower_fuse(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> No
     _lower_floats(graph)
     _lower_linears(graph, kernel)
     _lower_norms(graph)
+    _finish(model)
+
+
+def lower_visual(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> None:
+    """Rewrite a visual encoder's graph in place."""
+    graph = GraphEditor(model.graph, weights)
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.dtype in _HALF_TYPES:
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+    lower_inputs(model)
+    _lower_floats(graph)
+    _lower_linears(graph, kernel)
+    lower_encoder_attention(graph)
+    _lower_norms(graph)
+    _lower_activations(graph)
     _finish(model)
 
 

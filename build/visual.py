@@ -1,0 +1,81 @@
+"""Building a visual engine; all or nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from edgellm.artifact import check_output, publish, temporary_folder, verify_files
+from edgellm.build.engine import check_fit, provenance
+from edgellm.contract import LimitError, VisualBundleManifest, VisualEngineManifest, load_manifest
+from edgellm.device_runtime import backends
+from edgellm.device_runtime.backends import Report, VisualPlan
+from edgellm.multimodal.processors import load as load_processor
+from edgellm.multimodal.processors.settings import FILES as PROCESSOR_FILES
+
+
+def check_visual_bundle(bundle: Path, plan: VisualPlan) -> VisualBundleManifest:
+    """Read a visual bundle and make sure that it is whole and that the plan suits it.
+
+    Raises:
+        BrokenArtifactError: damaged, or of another contract.
+        UnsupportedModelError: settings of the image processor that are not understood.
+        LimitError: token limits that contradict each other or the encoder.
+    """
+    manifest = load_manifest(bundle, VisualBundleManifest)
+    least, per_image, total = (
+        plan.min_image_tokens, plan.max_image_tokens_per_image, plan.max_image_tokens
+    )  # fmt: skip
+    if not least <= per_image <= total:
+        raise LimitError(
+            f"--maxImageTokensPerImage {per_image} does not lie between --minImageTokens {least} "
+            f"and --maxImageTokens {total}",
+            hint="an image has at least the first and at most the second number of tokens",
+        )
+    tile = manifest.vision.tokens_per_tile
+    if per_image < tile:
+        raise LimitError(
+            f"--maxImageTokensPerImage {per_image}: a tile of this encoder has {tile} tokens",
+            hint=f"give --maxImageTokensPerImage {tile} or more",
+        )
+    verify_files(bundle, manifest.files)
+    load_processor(bundle)
+    return manifest
+
+
+def build_visual(
+    bundle: Path, engine: Path, plan: VisualPlan, backend_name: str, report: Report
+) -> VisualEngineManifest:
+    """Build `engine`, which afterwards holds a whole engine or what it held before.
+
+    Raises:
+        LimitError: memory or disk would not suffice.
+        EdgeLLMError: anything that `check_visual_bundle` or the backend finds.
+    """
+    backend = backends.find(backend_name)
+    backend_version = backend.available()
+    check_output(engine, "visual_engine", [*PROCESSOR_FILES])
+    report("checking the bundle")
+    manifest = check_visual_bundle(bundle, plan)
+    check_fit(backend.estimate_visual(bundle, manifest, plan), engine)
+    with temporary_folder(engine) as folder:
+        compiled = backend.compile_visual(bundle, manifest, plan, folder, report)
+        for name in PROCESSOR_FILES:
+            if (bundle / name).exists():
+                shutil.copyfile(bundle / name, folder / name)
+        built = VisualEngineManifest(
+            vision=manifest.vision,
+            backend=backend.__name__.rsplit(".", 1)[-1],
+            backend_version=backend_version,
+            machine=backend.machine(),
+            graph=compiled.graph,
+            precision=compiled.precision,
+            min_image_tokens=plan.min_image_tokens,
+            max_image_tokens=plan.max_image_tokens,
+            max_image_tokens_per_image=plan.max_image_tokens_per_image,
+            quantization=manifest.quantization,
+            options={"threads": plan.threads, "quantize": plan.quantize},
+            provenance=provenance(bundle, manifest.provenance),
+        )
+        report("hashing the engine")
+        return publish(folder, engine, built)

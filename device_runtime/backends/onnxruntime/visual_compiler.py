@@ -1,0 +1,77 @@
+"""Visual bundle to ONNX Runtime graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from edgellm import contract
+from edgellm.contract import VisionSpec, VisualBundleManifest
+from edgellm.device_runtime.backends import CompiledVisual, Estimate, Report, VisualPlan
+from edgellm.device_runtime.backends.onnxruntime.compiler import (
+    RUNTIME_BYTES,
+    check_quantize,
+    linear_sizes,
+    optimize,
+    weight_kinds,
+)
+from edgellm.device_runtime.backends.onnxruntime.linears import RowInt8Kernel, StoredKernel
+from edgellm.device_runtime.backends.onnxruntime.lowering import lower_visual
+from edgellm.device_runtime.backends.onnxruntime.visual import OnnxRuntimeVisualSession
+from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
+from edgellm.multimodal.grids import grid_inputs
+
+_NAME = "encoder"
+
+
+def compile_encoder(
+    bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan, folder: Path, report: Report
+) -> CompiledVisual:
+    """See `edgellm.device_runtime.backends.Backend.compile_visual`."""
+    model = ir.load(bundle / "model.onnx")
+    kinds = weight_kinds(model)
+    check_quantize(kinds, plan.quantize)
+    report("lowering the encoder")
+    is_int8 = plan.quantize == "int8"
+    weights = WeightFile(folder / f"{_NAME}.lowered.data")
+    lower_visual(model, RowInt8Kernel() if is_int8 else StoredKernel(), weights)
+    weights.close()
+    lowered = folder / f"{_NAME}.lowered.onnx"
+    ir.save(model, lowered)
+    report("optimizing and prepacking the encoder")
+    inputs = _sample(manifest.vision)
+
+    def probe(session: ort.InferenceSession) -> np.ndarray:
+        embeds, deepstack = OnnxRuntimeVisualSession(session).encode(inputs)
+        return np.concatenate([embeds, *deepstack])
+
+    optimize(
+        lowered, folder / f"{_NAME}.onnx", plan.threads, prepacks=kinds <= {"dense"}, probe=probe
+    )
+    stored = "+".join(sorted(kinds - {"dense"})) or "fp32"
+    return CompiledVisual(f"{_NAME}.onnx", "int8" if is_int8 else stored)
+
+
+def estimate(bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan) -> Estimate:
+    """See `edgellm.device_runtime.backends.Backend.estimate_visual`."""
+    del manifest
+    sizes = linear_sizes(ir.load(bundle / "model.onnx"), plan.quantize)
+    weights = sum(sizes["int8" if plan.quantize == "int8" else "decode"].values())
+    engine = 2 * weights  # as they were, and as the kernels read them
+    largest = max(sizes["dense"].values())
+    return Estimate(engine, 0, RUNTIME_BYTES + engine + 3 * largest, weights)
+
+
+def _sample(spec: VisionSpec) -> dict[str, np.ndarray]:
+    """An image of noise: two tiles, or a grid that has windows of several sizes."""
+    random = np.random.default_rng(0)
+    if spec.image_size:
+        shape = (2, 3, spec.image_size, spec.image_size)
+        return {contract.PIXEL_VALUES: random.standard_normal(shape, np.float32)}
+    side = max(spec.window_size, spec.merge_size)
+    rows, columns = side + spec.merge_size, 2 * side
+    pixels = random.standard_normal((rows * columns, spec.patch_values), np.float32)
+    return {contract.PIXEL_VALUES: pixels, **grid_inputs(rows, columns, spec)}
