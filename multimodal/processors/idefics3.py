@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 from PIL import Image
 
 from edgellm.contract import LimitError
 from edgellm.multimodal.processors import Prepared
-from edgellm.multimodal.processors.pixels import HALF, PixelRules, require_class
+from edgellm.multimodal.processors.pixels import HALF, PixelRules, num_tiles, require_class
 from edgellm.multimodal.processors.settings import Checkpoint
 
 MAX_EDGE = 4096
@@ -49,7 +48,7 @@ class Processor:
         tokens_per_tile = checkpoint.processor.positive("image_seq_len", 169)
         checkpoint.processor.finish()
         patches = tile_size // model.section("vision_config").side("patch_size", 32)
-        if (patches // model.positive("scale_factor", 2)) ** 2 != tokens_per_tile:
+        if patches**2 // model.positive("scale_factor", 2) ** 2 != tokens_per_tile:
             raise checkpoint.processor.fault(
                 "image_seq_len", tokens_per_tile, f"does not fit tiles of {tile_size} pixels"
             )
@@ -66,7 +65,7 @@ class Processor:
 
     def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
         """Image tokens of a picture of `size` (width, height)."""
-        return self._plan(*size, max_tokens).num_tiles * self.tokens_per_tile
+        return num_tiles(self._plan(*size, max_tokens).grid) * self.tokens_per_tile
 
     def prepare(self, image: Image.Image, max_tokens: int | None = None) -> Prepared:
         """Tiles and prompt of an RGB picture; see `ImageProcessor`."""
@@ -75,18 +74,9 @@ class Processor:
         # Each step rounds to bytes, so that none may be left out
         fitted = self.rules.resized(image, *plan.fitted)
         canvas = self.rules.resized(fitted, columns * side, rows * side)
-        planes = self.rules.normalized(canvas)
-        tiles = planes.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
-        pixels = tiles.reshape(rows * columns, 3, side, side)
-        if rows * columns > 1:
-            whole = self.rules.normalized(self.rules.resized(canvas, side, side))
-            pixels = np.concatenate([pixels, whole[None]])
-        return Prepared(
-            np.ascontiguousarray(pixels),
-            plan.grid,
-            len(pixels) * self.tokens_per_tile,
-            self._prompt(rows, columns),
-        )
+        pixels = self.rules.tiles(canvas, side, whole=canvas)
+        num_tokens = len(pixels) * self.tokens_per_tile
+        return Prepared(pixels, plan.grid, num_tokens, self._prompt(rows, columns))
 
     def _prompt(self, rows: int, columns: int) -> str:
         features = self.image_token * self.tokens_per_tile
@@ -107,7 +97,7 @@ class Processor:
         allowed = None if max_tokens is None else max_tokens // self.tokens_per_tile
         for edge in self._edges():
             plan = self._plan_for(width, height, edge)
-            if allowed is None or plan.num_tiles <= allowed:
+            if allowed is None or num_tiles(plan.grid) <= allowed:
                 return plan
         raise LimitError(
             f"an image has at least {self.tokens_per_tile} tokens, and {max_tokens} are allowed",
@@ -140,11 +130,6 @@ class _Plan:
 
     fitted: tuple[int, int]  # width and height before the sides become multiples of a tile
     grid: tuple[int, int]  # rows and columns
-
-    @property
-    def num_tiles(self) -> int:
-        tiles = self.grid[0] * self.grid[1]
-        return tiles + 1 if tiles > 1 else 1
 
 
 def _fitted(width: int, height: int, edge: int, *, even: bool) -> tuple[int, int]:

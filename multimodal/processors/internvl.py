@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from PIL import Image
 
 from edgellm.contract import LimitError
 from edgellm.multimodal.processors import Prepared
-from edgellm.multimodal.processors.pixels import CLIP_MEAN, CLIP_STD, PixelRules, require_class
+from edgellm.multimodal.processors.pixels import (
+    CLIP_MEAN,
+    CLIP_STD,
+    PixelRules,
+    num_tiles,
+    require_class,
+)
 from edgellm.multimodal.processors.settings import Checkpoint
 
 
@@ -66,22 +71,17 @@ class Processor:
 
     def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
         """Image tokens of a picture of `size` (width, height)."""
-        rows, columns = self._grid(*size, max_tokens)
-        return _with_overview(rows * columns) * self.tokens_per_tile
+        return num_tiles(self._grid(*size, max_tokens)) * self.tokens_per_tile
 
     def prepare(self, image: Image.Image, max_tokens: int | None = None) -> Prepared:
         """Tiles and prompt of an RGB picture; see `ImageProcessor`."""
         rows, columns = self._grid(image.width, image.height, max_tokens)
         side = self.tile_size
-        canvas = self.rules.normalized(self.rules.resized(image, columns * side, rows * side))
-        tiles = canvas.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
-        pixels = tiles.reshape(rows * columns, 3, side, side)
-        if rows * columns > 1:
-            thumbnail = self.rules.normalized(self.rules.resized(image, side, side))
-            pixels = np.concatenate([pixels, thumbnail[None]])
+        canvas = self.rules.resized(image, columns * side, rows * side)
+        pixels = self.rules.tiles(canvas, side, whole=image)
         num_tokens = len(pixels) * self.tokens_per_tile
         prompt = f"{self.start_token}{self.image_token * num_tokens}{self.end_token}"
-        return Prepared(np.ascontiguousarray(pixels), (rows, columns), num_tokens, prompt)
+        return Prepared(pixels, (rows, columns), num_tokens, prompt)
 
     def _grid(self, width: int, height: int, max_tokens: int | None) -> tuple[int, int]:
         """Rows and columns of tiles whose shape is nearest to the picture's."""
@@ -110,7 +110,3 @@ def _arrangements(least: int, most: int) -> list[tuple[int, int]]:
     sides = range(1, most + 1)
     found = [(c, r) for c in sides for r in sides if least <= c * r <= most]
     return sorted(found, key=lambda arrangement: arrangement[0] * arrangement[1])
-
-
-def _with_overview(tiles: int) -> int:
-    return tiles + 1 if tiles > 1 else 1

@@ -61,6 +61,25 @@ class PixelRules:
             planes[channel] = self.table[channel][pixels[..., channel]]
         return planes
 
+    def tiles(self, canvas: Image.Image, side: int, whole: Image.Image) -> NDArray[np.float32]:
+        """Tiles [tiles, 3, side, side] of an RGB canvas of whole tiles, row by row.
+
+        If there are several, `whole`, made as small as one tile, follows them.
+        """
+        rows, columns = canvas.height // side, canvas.width // side
+        tiles = np.empty((num_tiles((rows, columns)), 3, side, side), np.float32)
+        parts = self.normalized(canvas).reshape(3, rows, side, columns, side)
+        grid = tiles[: rows * columns].reshape(rows, columns, 3, side, side)
+        grid[...] = parts.transpose(1, 3, 0, 2, 4)
+        if len(tiles) > rows * columns:
+            tiles[-1] = self.normalized(self.resized(whole, side, side))
+        return tiles
+
+
+def num_tiles(grid: tuple[int, int]) -> int:
+    """Tiles of a grid, with that of the whole picture if there are several."""
+    return grid[0] * grid[1] + (1 if grid != (1, 1) else 0)
+
 
 def require_class(settings: Settings, *names: str) -> None:
     """Refuse settings that were written for another image processor.

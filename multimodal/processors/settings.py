@@ -13,6 +13,7 @@ from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 FILES = "config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"
 T = TypeVar("T")
 _REQUIRED: Any = object()
+_REMEDY = "take the processor files that were published with the model"
 
 # Storage, containers and backends of other tools, video, and switches of steps that images skip.
 _HARMLESS = frozenset(
@@ -56,7 +57,7 @@ class Settings:
         value = self._values.get(key)
         if value is None:
             if default is _REQUIRED:
-                raise UnsupportedModelError(f"{self.file} has no {key}")
+                raise UnsupportedModelError(f"{self.file} has no {key}", hint=_REMEDY)
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)  # type: ignore[return-value]  # T is float here
@@ -122,7 +123,7 @@ class Settings:
 
     def fault(self, key: str, value: object, problem: str) -> UnsupportedModelError:
         """The error for a value that cannot be used."""
-        return UnsupportedModelError(f"{self.file}: {key} = {value!r} {problem}")
+        return UnsupportedModelError(f"{self.file}: {key} = {value!r} {problem}", hint=_REMEDY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ def compare(model_type, ours, theirs, images, texts):
     image_id = tokenizer.token_to_id(ours.image_token)
     assert ids.count(image_id) == sum(item.num_tokens for item in prepared)
     for item, image in zip(prepared, images, strict=True):
+        assert item.pixels.flags.c_contiguous
         assert ours.count(image.size) == item.num_tokens
     return prepared, output
 

@@ -1,0 +1,208 @@
+"""What a checkpoint says about pictures: understood, or refused with the place."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from image_checkpoints import FAMILIES, INTERNVL, reference, write_processor
+
+from edgellm.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.multimodal import processors
+
+# As model repositories have them, with the values of config.json that matter.
+NORMAL = {"do_convert_rgb": True, "do_resize": True, "do_rescale": True, "do_normalize": True}
+HALVES = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+PUBLISHED = {
+    "Qwen2-VL-2B-Instruct": (
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"max_pixels": 12845056, "min_pixels": 3136},
+            "patch_size": 14,
+        },
+        None,
+        {"model_type": "qwen2_vl", "vision_config": {"spatial_patch_size": 14}},
+        (1288, 728, 46 * 26),
+    ),
+    "Qwen3-VL-2B-Instruct": (
+        {
+            **HALVES,
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+            "patch_size": 16,
+            "do_center_crop": None,
+            "max_pixels": None,
+            "data_format": "channels_first",
+            "default_to_square": True,
+        },
+        None,
+        {"model_type": "qwen3_vl", "vision_config": {"patch_size": 16}},
+        (1920, 1080, 60 * 34),
+    ),
+    "InternVL3-1B-hf": (
+        {
+            **NORMAL,
+            "image_processor_type": "GotOcr2ImageProcessorFast",
+            "crop_to_patches": False,
+            "size": {"height": 448, "width": 448},
+            "max_patches": 12,
+        },
+        {"image_seq_length": 256, "processor_class": "InternVLProcessor"},
+        {
+            "model_type": "internvl",
+            "downsample_ratio": 0.5,
+            "vision_config": {"image_size": [448, 448], "patch_size": [14, 14]},
+        },
+        (1280, 960, 13 * 256),
+    ),
+    "SmolVLM-256M-Instruct": (
+        {
+            **NORMAL,
+            **HALVES,
+            "image_processor_type": "Idefics3ImageProcessor",
+            "size": {"longest_edge": 2048},
+            "max_image_size": {"longest_edge": 512},
+            "do_pad": True,
+        },
+        {"image_seq_len": 64},
+        {"model_type": "idefics3", "scale_factor": 4, "vision_config": {"patch_size": 16}},
+        (1920, 1080, 13 * 64),
+    ),
+    "SmolVLM2-2.2B-Instruct": (
+        {
+            "image_processor_type": "SmolVLMImageProcessor",
+            "size": {"longest_edge": 1536},
+            "max_image_size": {"longest_edge": 384},
+            "video_sampling": {"fps": 1},
+        },
+        {"image_seq_len": 81},
+        {"model_type": "smolvlm", "scale_factor": 3, "vision_config": {"patch_size": 14}},
+        (1000, 1000, 17 * 81),
+    ),
+}
+
+
+def edit(folder, name, **changes):
+    path = folder / f"{name}.json"
+    values = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**values, **changes}))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoints(tmp_path, name):
+    image, processor, model, (width, height, tokens) = PUBLISHED[name]
+    edit(tmp_path, "preprocessor_config", **image)
+    edit(tmp_path, "config", **model)
+    if processor:
+        edit(tmp_path, "processor_config", **processor)
+    assert processors.load(tmp_path).count((width, height)) == tokens
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_files_that_transformers_saves(tmp_path, model_type):
+    """Its own spelling, in the file of older versions and in that of newer ones."""
+    original = write_processor(tmp_path / "original", model_type)
+    saved = write_processor(tmp_path / "saved", model_type)
+    reference(original, model_type).image_processor.save_pretrained(saved)
+    expected = processors.load(original)
+    assert_same(processors.load(saved), expected)
+
+    image = json.loads((saved / "preprocessor_config.json").read_text())
+    edit(saved, "processor_config", image_processor=image, video_processor={"fps": 2})
+    edit(saved, "preprocessor_config", unheard_of=1)
+    assert_same(processors.load(saved), expected)
+    (saved / "preprocessor_config.json").unlink()
+    assert_same(processors.load(saved), expected)
+
+
+def assert_same(found, expected):
+    assert type(found) is type(expected)
+    assert (found.rules.table == expected.rules.table).all()
+    assert found.rules.resample == expected.rules.resample
+    for name in type(found).__slots__:
+        if name != "rules":
+            assert getattr(found, name) == getattr(expected, name)
+
+
+def test_names_of_tokens(tmp_path):
+    folder = write_processor(tmp_path, "internvl")
+    edit(folder, "tokenizer_config", extra_special_tokens={**INTERNVL, "start_image_token": "<i>"})
+    assert processors.load(folder).start_token == "<i>"
+    edit(folder, "tokenizer_config", extra_special_tokens=["<x>"], end_image_token="</i>")
+    assert processors.load(folder).end_token == "</i>"
+    assert processors.load(folder).start_token == "<img>"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "match"),
+    [
+        ("qwen2_vl", {"do_resize": False}, "do_resize = False is not supported"),
+        ("qwen2_vl", {"do_center_crop": True}, "do_center_crop = True is not supported"),
+        ("qwen2_vl", {"pruning": {"rate": 2}}, "does not understand: pruning"),
+        ("qwen2_vl", {"patch_size": 16}, "patch_size = 16 should be 14"),
+        ("qwen2_vl", {"merge_size": "2"}, "merge_size = '2' is no int"),
+        ("qwen2_vl", {"merge_size": True}, "merge_size = True is no int"),
+        ("qwen2_vl", {"min_pixels": 10**9}, "is more than max_pixels"),
+        ("qwen2_vl", {"max_pixels": 0}, "max_pixels = 0 is not positive"),
+        ("qwen2_vl", {"size": {"height": 3}}, "size has keys .* height"),
+        ("qwen2_vl", {"size": 224}, "size = 224 is no dict"),
+        ("qwen2_vl", {"resample": 9}, "resample = 9 is no filter"),
+        ("qwen2_vl", {"image_mean": [0.5]}, "image_mean = .* is not three numbers"),
+        ("qwen2_vl", {"image_std": [0, 1, 1]}, "image_std = .* is not positive"),
+        ("qwen2_vl", {"image_processor_type": "MyProcessor"}, "'MyProcessor' is not supported"),
+        ("internvl", {"size": {"height": 28, "width": 56}}, "width = 56 should be 28"),
+        ("internvl", {"size": {"height": 448, "width": 448}}, "does not fit tiles of 448"),
+        ("internvl", {"min_patches": 20}, "is more than max_patches"),
+        ("internvl", {"use_thumbnail": True}, "does not understand: use_thumbnail"),
+        ("idefics3", {"max_image_size": {"longest_edge": 64}}, "does not fit tiles of 64"),
+        ("idefics3", {"size": {"height": 8, "width": 8}}, "size has keys .* height, width"),
+    ],
+)
+def test_settings_that_are_refused(tmp_path, model_type, changes, match):
+    folder = write_processor(tmp_path, model_type, **changes)
+    with pytest.raises(UnsupportedModelError, match=match) as caught:
+        processors.load(folder)
+    assert "preprocessor_config.json" in str(caught.value) or "processor_config" in str(
+        caught.value
+    )
+
+
+def test_processor_config_is_understood_as_well(tmp_path):
+    folder = write_processor(tmp_path, "idefics3")
+    edit(folder, "processor_config", image_break_token="x")
+    with pytest.raises(UnsupportedModelError, match="does not understand: image_break_token"):
+        processors.load(folder)
+
+
+def test_squares_of_the_model(tmp_path):
+    folder = write_processor(tmp_path, "internvl")
+    for patch in ([14, 7], ["14", "14"], [14], [0, 0]):
+        edit(folder, "config", vision_config={"patch_size": patch})
+        with pytest.raises(UnsupportedModelError, match=r"patch_size = .*no square"):
+            processors.load(folder)
+
+
+def test_files_that_are_missing_or_damaged(tmp_path):
+    folder = write_processor(tmp_path, "qwen2_vl")
+    (folder / "processor_config.json").write_text("[1]")
+    with pytest.raises(BrokenArtifactError, match=r"processor_config.json holds no JSON object"):
+        processors.load(folder)
+    (folder / "processor_config.json").write_text("{")
+    with pytest.raises(BrokenArtifactError, match=r"processor_config.json cannot be read"):
+        processors.load(folder)
+    (folder / "processor_config.json").unlink()
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(BrokenArtifactError, match=r"holds no preprocessor_config.json") as caught:
+        processors.load(folder)
+    assert caught.value.hint
+    edit(folder, "preprocessor_config")
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=r"config.json has no model_type"):
+        processors.load(folder)
+
+
+def test_families():
+    assert processors.supported() == sorted(FAMILIES)
+    with pytest.raises(UnsupportedModelError, match="'qwen4_vl' models") as caught:
+        processors.find("qwen4_vl")
+    assert "nearest supported: qwen" in caught.value.hint
