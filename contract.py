@@ -73,7 +73,7 @@ WINDOW_ROWS = "window_rows"  # int64 [P]; the slot of each patch
 POS_EMBED_INDEX = "pos_embed_index"  # int64 [4, P]; neighbours in the table of positions
 POS_EMBED_WEIGHT = "pos_embed_weight"  # float32 [4, P]; how much of each neighbour
 IMAGE_EMBEDS = "image_embeds"  # activations [P / M^2, H], or of tiles [N * tokens_per_tile, H]
-DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, P / M^2, H]; for the first L layers
+DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, P / M^2, H]; level i goes behind layer i
 # A decoder takes both of all images of a prompt as inputs: its token id V + n stands for row n.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+
+def write_tiny_processor(folder: Path, config: Mapping[str, Any]) -> None:
+    """The files of an image processor that fits a tiny model's config.json."""
+    model_type, vision = config["model_type"], config["vision_config"]
+    files = {name: dict(values) for name, values in FAMILIES[model_type].items()}
+    image = files["preprocessor_config"]
+    if model_type.startswith("qwen"):
+        side = 2 * vision["patch_size"]
+        image.pop("size", None)
+        image |= {"patch_size": vision["patch_size"], "min_pixels": 4 * side**2}
+        image["max_pixels"] = 60 * side**2
+    else:
+        side, patch = (np.max(vision[key]).item() for key in ("image_size", "patch_size"))
+        tokens = (side // patch // config.get("scale_factor", 2)) ** 2
+        if model_type == "internvl":
+            image["size"] = {"height": side, "width": side}
+            files["processor_config"]["image_seq_length"] = tokens
+        else:
+            image["size"] = {"longest_edge": 4 * side}
+            image["max_image_size"] = {"longest_edge": side}
+            files["processor_config"]["image_seq_len"] = tokens
+    for name, values in files.items():
+        if name != "config":
+            (folder / f"{name}.json").write_text(json.dumps(values))
 
 
 def write_processor(folder: Path, model_type: str, **changes: Any) -> Path:

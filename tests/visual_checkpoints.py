@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from image_checkpoints import write_tiny_processor
 
 from edgellm import contract
 from edgellm.contract import VisionSpec, VisualBundleManifest, load_manifest
@@ -35,7 +36,7 @@ def make_visual_checkpoint(
             else:  # biases and layer scales
                 parameter.normal_(0, 0.3)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text('{"do_resize": true}')
+    write_tiny_processor(folder, config)
     return folder
 
 

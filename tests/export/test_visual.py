@@ -25,6 +25,7 @@ from edgellm.contract import (
     load_manifest,
 )
 from edgellm.export import models, visual
+from edgellm.export.config import ConfigReader
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
 
@@ -44,7 +45,7 @@ def _tiny(model_type: str, vision: dict | None = None, **changes: object) -> dic
 VARIANTS = {
     **{name: _tiny(name) for name in visual.supported()},
     "qwen2_vl_gelu_wide_head": _tiny("qwen2_vl", {"hidden_act": "gelu", "num_heads": 1}),
-    "qwen2_5_vl_merge_3": _tiny(
+    "qwen2_5_vl_merge_1": _tiny(
         "qwen2_5_vl", {"spatial_merge_size": 1, "window_size": 20, "fullatt_block_indexes": [2]}
     ),
     "qwen3_vl_without_deepstack": _tiny("qwen3_vl", {"deepstack_visual_indexes": []}),
@@ -65,9 +66,10 @@ def model(request, tmp_path_factory) -> VisualModel:
 
 
 def test_features_equal_transformers(model):
-    pixels = [random_pixels(model.spec, grid, seed) for seed, grid in enumerate(GRIDS)]
-    expected = model.features(pixels, GRIDS)
-    for image, grid, wanted in zip(pixels, GRIDS, expected, strict=True):
+    grids = [*GRIDS, (5, 7), (11, 3)] if model.spec.merge_size == 1 else GRIDS
+    pixels = [random_pixels(model.spec, grid, seed) for seed, grid in enumerate(grids)]
+    expected = model.features(pixels, grids)
+    for image, grid, wanted in zip(pixels, grids, expected, strict=True):
         found = model.run(image, grid)
         assert [output.shape for output in found] == [output.shape for output in wanted]
         for output, reference in zip(found, wanted, strict=True):
@@ -170,6 +172,64 @@ def test_keys_and_names_of_older_files(tmp_path):
     pixels = random_pixels(model.spec, (4, 6), 0)
     expected = model.features([pixels], [(4, 6)])[0]
     np.testing.assert_allclose(model.run(pixels, (4, 6))[0], expected[0], atol=TOLERANCE)
+
+
+# What files on the Hub say: `vision_config`, the rest that matters, tokens of a tile or of a
+# grid of 16 by 24 patches.
+_SIGLIP = {"size": {"longest_edge": 2048}, "tie_word_embeddings": False}
+_QWEN = {"spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 16}
+_HUB = {
+    "qwen2_vl": (
+        {**_QWEN, "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "in_chans": 3, "patch_size": 14,
+         "hidden_size": 1536, "spatial_patch_size": 14, "model_type": "qwen2_vl"},
+        {"hidden_size": 1536}, 96,
+    ),
+    "qwen2_5_vl": (
+        {**_QWEN, "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "in_chans": 3,
+         "intermediate_size": 3420, "out_hidden_size": 2048, "patch_size": 14,
+         "spatial_patch_size": 14, "window_size": 112, "tokens_per_second": 2,
+         "fullatt_block_indexes": [7, 15, 23, 31]},
+        {"hidden_size": 2048}, 96,
+    ),
+    "qwen3_vl": (
+        {**_QWEN, "deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_size": 1024,
+         "hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "initializer_range": 0.02,
+         "intermediate_size": 4096, "num_position_embeddings": 2304, "out_hidden_size": 2560,
+         "patch_size": 16, "model_type": "qwen3_vl"},
+        {"text_config": {"hidden_size": 2560}}, 96,
+    ),
+    "internvl": (
+        {"architectures": ["InternVisionModel"], "attention_bias": True, "dropout": 0.1,
+         "hidden_dropout_prob": 0.1, "projection_dropout": 0.1, "initializer_factor": 0.1,
+         "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
+         "num_hidden_layers": 24, "image_size": [448, 448], "patch_size": [14, 14],
+         "norm_type": "layer_norm", "layer_scale_init_value": 0.1, "use_mean_pooling": True},
+        {"text_config": {"hidden_size": 896}, "downsample_ratio": 0.5}, 256,
+    ),
+    "idefics3": (
+        {**_SIGLIP, "hidden_size": 1152, "image_size": 364, "intermediate_size": 4304,
+         "max_image_size": {"longest_edge": 364}, "num_attention_heads": 16,
+         "num_hidden_layers": 27, "patch_size": 14, "use_base_siglip": False},
+        {"text_config": {"hidden_size": 4096}, "scale_factor": 2}, 169,
+    ),
+    "smolvlm": (
+        {**_SIGLIP, "hidden_size": 768, "image_size": 512, "num_attention_heads": 12,
+         "max_image_size": {"longest_edge": 512}, "patch_size": 16, "use_base_siglip": True},
+        {"text_config": {"hidden_size": 576}, "scale_factor": 4}, 64,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", _HUB)
+def test_configs_of_the_hub_are_understood(model_type):
+    vision_config, rest, tokens = _HUB[model_type]
+    vision = ConfigReader(vision_config)
+    config = visual.find(model_type).Config.from_hf(vision, ConfigReader(rest))
+    vision.finish()
+    spec = config.spec(model_type, 0)
+    assert (spec.tokens_per_tile or 16 * 24 // spec.merge_size**2) == tokens
+    if model_type == "qwen2_5_vl":
+        assert (spec.window_size, spec.patch_values) == (8, 1176)
 
 
 _REFUSED = {
