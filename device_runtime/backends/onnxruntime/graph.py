@@ -40,7 +40,7 @@ class GraphEditor:
         self,
         op_type: str,
         inputs: Sequence[ir.Value | None],
-        num_outputs: int,
+        count: int,
         *,
         domain: str = "",
         **attributes: Any,
@@ -51,7 +51,7 @@ class GraphEditor:
             op_type,
             inputs,
             ir.convenience.convert_attributes(attributes),
-            num_outputs=num_outputs,
+            num_outputs=count,
         )
         self._count += 1
         node.name = f"lowered.{op_type}_{self._count}"

@@ -18,7 +18,7 @@ class LinearKernel(Protocol):
     """A way to compute linear layers."""
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
-        """Nodes for x [1, S, in] -> [1, S, out]."""
+        """Nodes for x [..., in] -> [..., out]."""
         ...
 
 
@@ -122,30 +122,28 @@ class RowInt8Kernel:
             ],
             domain="com.microsoft",
         )
-        scaled = graph.node("Mul", [product, scale])
-        if not two_terms:
-            return scaled
-        terms = graph.constant("terms_axis", np.array([0], np.int64))
-        return graph.node("ReduceSum", [scaled, terms], keepdims=1)
+        if two_terms:
+            coarse, fine = graph.nodes("Split", [product], 2, axis=-2, num_outputs=2)
+            finer = graph.constant("1/254", np.float32(1 / 254))
+            product = graph.node("Add", [coarse, graph.node("Mul", [fine, finer])])
+        return graph.node("Mul", [product, scale])
 
     def _one_term(self, graph: GraphEditor, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """X [1, S, in] -> codes uint8 [1, S, in] around 128, and scales float32 [1, S, 1]."""
+        """X [..., S, in] -> codes uint8 [..., S, in] around 128, scales float32 [..., S, 1]."""
         scale = self._row_scale(graph, x)
         return self._codes(graph, graph.node("Div", [x, scale])), scale
 
     def _two_terms(self, graph: GraphEditor, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """X [1, S, in] -> codes uint8 [2, S, in] around 128, and scales float32 [2, S, 1]."""
+        """X [..., S, in] -> codes uint8 [..., 2S, in] around 128, scales float32 [..., S, 1]."""
         scale = self._row_scale(graph, x)
         steps = graph.node("Div", [x, scale])
         coarse = graph.node("Round", [steps])
         finer = graph.constant("254", np.float32(254))
         fine = graph.node("Mul", [graph.node("Sub", [steps, coarse]), finer])
-        units = graph.constant("units", np.array([1, 1 / 254], np.float32).reshape(2, 1, 1))
-        both = graph.node("Concat", [coarse, fine], axis=0)
-        return self._codes(graph, both), graph.node("Mul", [scale, units])
+        return self._codes(graph, graph.node("Concat", [coarse, fine], axis=-2)), scale
 
     def _row_scale(self, graph: GraphEditor, x: ir.Value) -> ir.Value:
-        """The largest magnitude of each row / 127, float32 [1, S, 1]."""
+        """The largest magnitude of each row / 127, float32 [..., S, 1]."""
         last = graph.constant("last_axis", np.array([-1], np.int64))
         amax = graph.node("ReduceMax", [graph.node("Abs", [x]), last], keepdims=1)
         floor = graph.constant("tiny", np.float32(1e-20))
