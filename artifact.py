@@ -1,4 +1,4 @@
-"""Folders with a manifest: written whole or not at all, checked by size and hash.
+"""Folders with a manifest: written whole or not at all, checked by size, hash and counterpart.
 
 Standard library and `edgellm.contract` only: host and device both use it.
 """
@@ -19,7 +19,10 @@ from pathlib import Path
 from edgellm.contract import (
     MANIFEST_NAME,
     BrokenArtifactError,
+    BundleManifest,
+    DraftSpec,
     EdgeLLMError,
+    EngineManifest,
     FileRecord,
     Manifest,
 )
@@ -165,3 +168,24 @@ def _defer_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
     if pending:
         raise KeyboardInterrupt
+
+
+def require_pair(draft: DraftSpec, base: BundleManifest | EngineManifest, where: str) -> None:
+    """Refuse a draft that was trained for another base.
+
+    Raises:
+        BrokenArtifactError: sizes or taps differ.
+    """
+    for what, wanted, found in (
+        ("hidden size", draft.base_hidden_size, base.decoder.hidden_size),
+        ("number of layers", draft.base_num_layers, base.decoder.kv.num_layers),
+        ("vocabulary size", draft.decoder.vocab_size, base.decoder.vocab_size),
+        ("hidden taps", draft.hidden_taps, base.hidden_taps),
+    ):
+        if wanted != found:
+            raise BrokenArtifactError(
+                f"{where}: the draft is for a base with {what} {wanted}, this one has {found}",
+                hint="export the base with --is_eagle_base --draft_model_dir, and build it again"
+                if what == "hidden taps"
+                else "take the draft that was trained for this base",
+            )

@@ -375,27 +375,6 @@ def load_manifest(folder: Path, kind: type[Manifest]) -> Manifest:
         ) from None
 
 
-def require_pair(draft: DraftSpec, base: BundleManifest | EngineManifest, where: str) -> None:
-    """Refuse a draft that was trained for another base.
-
-    Raises:
-        BrokenArtifactError: sizes or taps differ.
-    """
-    for what, wanted, found in (
-        ("hidden size", draft.base_hidden_size, base.decoder.hidden_size),
-        ("number of layers", draft.base_num_layers, base.decoder.kv.num_layers),
-        ("vocabulary size", draft.decoder.vocab_size, base.decoder.vocab_size),
-        ("hidden taps", draft.hidden_taps, base.hidden_taps),
-    ):
-        if wanted != found:
-            raise BrokenArtifactError(
-                f"{where}: the draft is for a base with {what} {wanted}, this one has {found}",
-                hint="export the base with --is_eagle_base --draft_model_dir, and build it again"
-                if what == "hidden taps"
-                else "take the draft that was trained for this base",
-            )
-
-
 def _parse(kind: Any, raw: Any) -> Any:
     """`raw` (from JSON) as the annotated type `kind`: dataclass, tuple, dict, union or scalar."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)

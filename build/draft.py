@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from edgellm.artifact import check_output, publish, temporary_folder
+from edgellm.artifact import check_output, publish, require_pair, temporary_folder
 from edgellm.build.engine import check_draft_bundle, check_fit, provenance, with_kv_dtype
 from edgellm.contract import (
     DRAFT_FOLDER,
@@ -13,7 +13,6 @@ from edgellm.contract import (
     DraftEngineManifest,
     EngineManifest,
     load_manifest,
-    require_pair,
 )
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Plan, Report

@@ -9,7 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from edgellm.artifact import check_output, hash_file, publish, temporary_folder, verify_files
+from edgellm.artifact import (
+    check_output,
+    hash_file,
+    publish,
+    require_pair,
+    temporary_folder,
+    verify_files,
+)
 from edgellm.build.machine import (
     available_memory_bytes,
     free_disk_bytes,
@@ -26,7 +33,6 @@ from edgellm.contract import (
     EngineManifest,
     LimitError,
     load_manifest,
-    require_pair,
 )
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Estimate, Plan, Report

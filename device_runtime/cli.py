@@ -26,6 +26,7 @@ from edgellm.device_runtime.flags import (
     EngineDir,
     InputFile,
     MaxGenerateLength,
+    MultimodalEngineDir,
     Ngram,
     OutputFile,
     ProfileFile,
@@ -61,6 +62,7 @@ def llm_inference(
     engine_dir: EngineDir,
     input_file: InputFile,
     output_file: OutputFile,
+    multimodal_engine_dir: MultimodalEngineDir = None,
     warmup: Warmup = 0,
     dump_profile: DumpProfile = False,
     profile_file: ProfileFile = None,
@@ -87,9 +89,7 @@ def llm_inference(
     from edgellm.device_runtime.requests import read_file
     from edgellm.device_runtime.tree_log import TreeLog
 
-    speculation = _speculation(
-        top_k, steps, verify_size, tree, ngram=ngram, typical=typical_acceptance
-    )
+    how = _speculation(top_k, steps, verify_size, tree, ngram=ngram, typical=typical_acceptance)
     if not eagle and (prove_count or tree_file):
         flag = "--prove" if prove_count else "--treeOutputFile"
         raise EdgeLLMError(f"{flag} is about speculation", hint="give --eagle as well")
@@ -99,7 +99,10 @@ def llm_inference(
         options, requests = _with_length(options, requests, max_generate_length)
     if (batch_size or options.batch_size) > 1:
         typer.echo("note: requests run one by one, whatever the batch size", err=True)
-    llm = LLM(engine_dir, verify=verify, eagle=speculation if eagle else None)
+    llm = LLM(
+        engine_dir, verify=verify, eagle=how if eagle else None,
+        multimodal_engine_dir=multimodal_engine_dir,
+    )  # fmt: skip
     if prove_count:
         raise typer.Exit(_prove(llm, options, requests[:prove_count]))
     trees, profile, responses = TreeLog(llm.tokenizer), Profile(), []
@@ -112,11 +115,9 @@ def llm_inference(
             _write_if_wanted(profile_file, profile.as_json())
     if dump_profile:
         typer.echo(json.dumps(profile.as_json(), indent=4))
-    if dump_output:
-        for response in responses:
-            typer.echo(f"[{response['request_idx']}] {response['output_text']}")
-    failed = _summarize(responses, profile, output_file)
-    raise typer.Exit(1 if failed else 0)
+    for response in responses if dump_output else ():
+        typer.echo(f"[{response['request_idx']}] {response['output_text']}")
+    raise typer.Exit(1 if _summarize(responses, profile, output_file) else 0)
 
 
 def _write_if_wanted(path: Path | None, content: dict[str, Any]) -> None:

@@ -10,6 +10,10 @@ import typer
 EngineDir = Annotated[Path, typer.Option("--engineDir", help="Folder made by llm_build.")]
 InputFile = Annotated[Path, typer.Option("--inputFile", help="JSON file of requests.")]
 OutputFile = Annotated[Path, typer.Option("--outputFile", help="JSON file for the answers.")]
+MultimodalEngineDir = Annotated[
+    Path | None,
+    typer.Option("--multimodalEngineDir", help="Folder made by visual_build, for images."),
+]
 Warmup = Annotated[
     int, typer.Option("--warmup", min=0, help="Repeat the first request N times before.")
 ]

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgellm.artifact import verify_files, verify_sizes
 from edgellm.contract import EdgeLLMError, EngineManifest, RequestError, load_manifest
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.generate import generate
-from edgellm.device_runtime.profile import PREFILL, Profile, RoundCounts
+from edgellm.device_runtime.profile import IMAGES, PREFILL, Profile, RoundCounts
+from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
-from edgellm.device_runtime.session import Session
+from edgellm.device_runtime.session import ImageRows, Session
 from edgellm.device_runtime.speculate.loop import Round, speculate
 from edgellm.device_runtime.speculate.setup import Drafters, EagleOptions
 from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher, TextStream
+
+if TYPE_CHECKING:
+    from edgellm.device_runtime.images import ImageReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Step:
 class Answer:
     """An answer that grows while it is iterated over; complete when the iteration ends."""
 
-    prompt_token_count: int
+    prompt: Prompt
     max_tokens: int
     warnings: list[str]
     profile: Profile
@@ -40,6 +45,11 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = "length"  # "stop": end token or stop string
+
+    @property
+    def prompt_token_count(self) -> int:
+        """Tokens of the prompt, those of images among them."""
+        return len(self.prompt.token_ids)
 
     def __iter__(self) -> Iterator[Step]:
         """Yield the steps as they are computed."""
@@ -74,6 +84,7 @@ class LLM:
         *,
         verify: bool = False,
         eagle: EagleOptions | None = None,
+        multimodal_engine_dir: Path | str | None = None,
     ) -> None:
         """Load an engine.
 
@@ -81,6 +92,7 @@ class LLM:
             engine_dir: a folder made by llm_build on this machine.
             verify: check the hash of every file first, not only its size.
             eagle: decode speculatively with the engine's draft; None decodes plainly.
+            multimodal_engine_dir: a folder made by visual_build, for prompts with images.
 
         Raises:
             BrokenArtifactError: damaged, or built for another machine or library version.
@@ -95,6 +107,17 @@ class LLM:
         self._drafters = (
             Drafters(folder, self.manifest, eagle, verify=verify) if eagle is not None else None
         )
+        decoder = self.manifest.decoder
+        self._no_images = None
+        if decoder.images is not None:
+            self._no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
+        self.images: ImageReader | None = None
+        if multimodal_engine_dir is not None:
+            from edgellm.device_runtime.images import ImageReader  # imports Pillow
+
+            self.images = ImageReader(
+                Path(multimodal_engine_dir), self.manifest.decoder, verify=verify
+            )
         self._end_ids = frozenset(self.manifest.eos_token_ids)
         self._current: Answer | None = None  # whose rows the KV cache holds
 
@@ -111,7 +134,8 @@ class LLM:
         """Start an answer; nothing is computed before it is iterated over.
 
         Args:
-            prompt: raw text, or chat messages for the model's template.
+            prompt: raw text, or chat messages for the model's template, whose content may be a
+                list of {"type": "text", "text": ...} and {"type": "image", "image": path or URI}.
             sampling: None takes the defaults.
             max_generate_length: at most this many tokens.
             stop: strings that end the answer and do not appear in it.
@@ -121,13 +145,21 @@ class LLM:
         Raises:
             RequestError: the template refuses the messages, or the prompt does not fit.
         """
+        images: list[str] = []
         if isinstance(prompt, str):
             text, is_raw = prompt, True
         else:
+            images = [
+                item["image"]
+                for message in prompt
+                for item in (message["content"] if isinstance(message["content"], list) else ())
+                if item["type"] == "image"
+            ]
             flags = {"add_generation_prompt": True, **template_flags}
             text, is_raw = self.tokenizer.render(prompt, **flags), False
         return self.generate_text(
             text,
+            images=images,
             add_special_tokens=is_raw,
             sampling=sampling or SamplingParams(),
             max_generate_length=max_generate_length,
@@ -139,27 +171,50 @@ class LLM:
         self,
         text: str,
         *,
+        images: Sequence[str] = (),
         add_special_tokens: bool,
         sampling: SamplingParams,
         max_generate_length: int,
         stop: Sequence[str],
         speculative: bool = True,
     ) -> Answer:
-        """As `generate`, for a text that is already formatted."""
-        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        max_tokens, warnings = self._fit(len(token_ids), max_generate_length)
-        answer = Answer(len(token_ids), max_tokens, warnings, Profile(), iter(()))
+        """As `generate`, for a text that is already formatted; images are encoded at once."""
+        profile = Profile()
+        prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
+        max_tokens, warnings = self._fit(len(prompt.token_ids), max_generate_length)
+        answer = Answer(prompt, max_tokens, warnings, profile, iter(()))
         speculates = speculative and self._drafters is not None
-        rounds = (self._speculated if speculates else self._plain)(token_ids, sampling, answer)
+        rounds = (self._speculated if speculates else self._plain)(sampling, answer)
         answer.steps = self._steps(rounds, answer, StopMatcher(stop), speculates=speculates)
         return answer
 
-    def _plain(
-        self, prompt: list[int], sampling: SamplingParams, answer: Answer
-    ) -> Iterator[Round]:
+    def _prompt(
+        self, text: str, sources: Sequence[str], profile: Profile, *, add_special_tokens: bool
+    ) -> Prompt:
+        if self.images is None:
+            if sources:
+                raise RequestError(
+                    "the engine takes text only", hint="give a multimodal_engine_dir"
+                )
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return Prompt(ids)
+        with profile.stage(IMAGES) if sources else nullcontext():
+            seen = self.images.see(sources, Path.cwd())
+        profile.image_tokens += [one.prepared.num_tokens for one in seen]
+        text = self.images.expand(text, seen)
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.images.prompt(ids, seen)
+
+    def show(self, prompt: Prompt) -> None:
+        """Tell the session what image rows of a prompt stand for, before it is read."""
+        if self._no_images is not None:
+            self.session.show(prompt.images or self._no_images)
+
+    def _plain(self, sampling: SamplingParams, answer: Answer) -> Iterator[Round]:
+        self.show(answer.prompt)
         tokens = generate(
             self.session,
-            prompt,
+            answer.prompt.token_ids,
             Sampler(sampling),
             answer.max_tokens,
             answer.profile,
@@ -168,14 +223,16 @@ class LLM:
         for token_id in tokens:
             yield Round((token_id,))
 
-    def _speculated(
-        self, prompt: list[int], sampling: SamplingParams, answer: Answer
-    ) -> Iterator[Round]:
+    def _speculated(self, sampling: SamplingParams, answer: Answer) -> Iterator[Round]:
         assert self._drafters is not None
-        return speculate(
+        drafter = self._drafters.for_requests(greedy=sampling.is_greedy)
+        self.show(answer.prompt)
+        if self._no_images is not None:
+            drafter.show(answer.prompt.images or self._no_images)
+        yield from speculate(
             self.session,
-            self._drafters.for_requests(greedy=sampling.is_greedy),
-            prompt,
+            drafter,
+            answer.prompt.token_ids,
             Sampler(sampling),
             answer.max_tokens,
             answer.profile,

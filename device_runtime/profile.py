@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+IMAGES = "multimodal_processing"
 PREFILL, GENERATION = "llm_prefill", "llm_generation"
 DRAFT_PREFILL, DRAFT_EXTEND = "eagle_draft_prefill", "eagle_draft_accept"
 GROW, VERIFY, SETTLE = "eagle_construct_draft_tree", "eagle_base_verification", "eagle_accept"
@@ -35,6 +36,7 @@ class Profile:
     generated_tokens: list[int] = field(default_factory=list)  # of plainly decoded answers
     speculated_tokens: list[int] = field(default_factory=list)  # of speculatively decoded ones
     rounds: list[RoundCounts] = field(default_factory=list)
+    image_tokens: list[int] = field(default_factory=list)  # of every image
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -64,6 +66,7 @@ class Profile:
         self.generated_tokens += other.generated_tokens
         self.speculated_tokens += other.speculated_tokens
         self.rounds += other.rounds
+        self.image_tokens += other.image_tokens
 
     def as_json(self) -> dict[str, Any]:
         """The profile file's content; times are wall clock, also where a name says GPU."""
@@ -91,9 +94,19 @@ class Profile:
                 "average_time_per_token_ms": _ratio(decode_ms, passes),
             },
             **({"eagle_generation": self._eagle_json()} if self.speculated_tokens else {}),
+            **({"multimodal": self._images_json()} if self.image_tokens else {}),
             "stages": [_stage_json(name, samples) for name, samples in self.stages_ms.items()],
             "peak_cpu_memory_bytes": peak,
             "peak_cpu_memory_mb": peak / 1e6,
+        }
+
+    def _images_json(self) -> dict[str, Any]:
+        tokens = sum(self.image_tokens)
+        return {
+            "total_runs": len(self.stages_ms[IMAGES]),
+            "total_images": len(self.image_tokens),
+            "total_image_tokens": tokens,
+            "average_time_per_token_ms": _ratio(self.total_ms(IMAGES), tokens),
         }
 
     def _eagle_json(self) -> dict[str, Any]:

@@ -84,7 +84,8 @@ def _explained(
 ) -> Comparison:
     """Recompute the logits of the place where the answers part."""
     started = start_request(llm, options, raw, index, greedy=True, speculative=False)
-    prompt = [*started.prompt_ids, *plain[:place]]
+    llm.show(started.answer.prompt)
+    prompt = [*started.answer.prompt.token_ids, *plain[:place]]
     *_, (_, result) = read_prompt(llm.session, prompt, llm.manifest.prefill_rows)
     logits = result.logits[0].astype(np.float64)
     one, other = plain[place], speculated[place]

@@ -10,6 +10,7 @@ import msgspec
 
 from edgellm.contract import RequestError
 
+_ARTICLE = {"text": "a text", "image": "an image"}
 Role = Literal["system", "user", "assistant", "tool"]
 _NOT_SUPPORTED = {
     "lora_name": "LoRA adapters",
@@ -36,16 +37,17 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     role: Role
     content: str | list[ContentItem]
 
-    def text(self, place: str) -> str:
-        """The message as text; raises `RequestError` for anything else."""
+    def items(self, place: str) -> list[ContentItem]:
+        """The pieces in order; raises `RequestError` for one that is neither text nor image."""
         if isinstance(self.content, str):
-            return self.content
+            return [ContentItem("text", self.content)]
         for index, item in enumerate(self.content):
-            if item.type != "text":
-                raise RequestError(f"{place}.content[{index}]: this engine takes text only")
-            if item.text is None:
-                raise RequestError(f"{place}.content[{index}]: a text item needs `text`")
-        return "".join(item.text or "" for item in self.content)
+            where = f"{place}.content[{index}]"
+            if item.type not in ("text", "image"):
+                raise RequestError(f"{where}: {item.type} is not supported")
+            if getattr(item, item.type) is None:
+                raise RequestError(f"{where}: {_ARTICLE[item.type]} item needs `{item.type}`")
+        return self.content
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):

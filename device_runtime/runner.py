@@ -9,7 +9,7 @@ from typing import Any
 from edgellm.contract import RequestError
 from edgellm.device_runtime.llm import LLM, Answer, Step
 from edgellm.device_runtime.profile import Profile
-from edgellm.device_runtime.requests import Options, Request, parse_request
+from edgellm.device_runtime.requests import ContentItem, Options, Request, parse_request
 from edgellm.device_runtime.sampling import SamplingParams
 
 OnStep = Callable[[int, Step], None]  # request index, what one pass added
@@ -21,7 +21,6 @@ class Started:
 
     request: Request
     answer: Answer
-    prompt_ids: list[int]
     system: str  # the formatted system prompt
     text: str  # the whole formatted request
 
@@ -50,23 +49,39 @@ def start_request(
     """
     request = parse_request(raw, index)
     own = request.merged(options)
-    messages = [
-        {"role": message.role, "content": message.text(f"$.requests[{index}].messages[{at}]")}
+    turns = [
+        (message.role, message.items(f"$.requests[{index}].messages[{at}]"))
         for at, message in enumerate(request.messages)
     ]
-    system, text = _format(llm, own, messages)
-    special = not own.apply_chat_template
+    images = [item.image for _, items in turns for item in items if item.image is not None]
+    if images and llm.images is None:
+        raise RequestError(
+            f"$.requests[{index}]: the engine takes text only",
+            hint="give the folder of a visual engine as --multimodalEngineDir",
+        )
+    system, text = _format(llm, own, [_message(role, items) for role, items in turns])
     temperature = 0.0 if greedy else own.temperature
     answer = llm.generate_text(
         text,
-        add_special_tokens=special,
+        images=images,
+        add_special_tokens=not own.apply_chat_template,
         sampling=SamplingParams(temperature, own.top_p, own.top_k, own.seed),
         max_generate_length=own.max_generate_length,
         stop=[own.stop] if isinstance(own.stop, str) else own.stop,
         speculative=speculative and not request.disable_spec_decode,
     )
-    prompt_ids = llm.tokenizer.encode(text, add_special_tokens=special)
-    return Started(request, answer, prompt_ids, system, text)
+    return Started(request, answer, system, text)
+
+
+def _message(role: str, items: list[ContentItem]) -> dict[str, Any]:
+    """As chat templates want it: a string where there is only text."""
+    if all(item.type == "text" for item in items):
+        return {"role": role, "content": "".join(item.text or "" for item in items)}
+    content = [
+        {"type": "text", "text": item.text} if item.type == "text" else {"type": "image"}
+        for item in items
+    ]
+    return {"role": role, "content": content}
 
 
 def run_request(
@@ -97,11 +112,11 @@ def run_request(
     return {"output_text": started.answer.text, **head, **_response(started)}
 
 
-def _format(llm: LLM, options: Options, messages: list[dict[str, str]]) -> tuple[str, str]:
+def _format(llm: LLM, options: Options, messages: list[dict[str, Any]]) -> tuple[str, str]:
     """The formatted system prompt and the whole formatted request."""
     if not options.apply_chat_template:
-        system = "".join(m["content"] for m in messages if m["role"] == "system")
-        return system, "".join(m["content"] for m in messages)
+        system = "".join(_plain(llm, m["content"]) for m in messages if m["role"] == "system")
+        return system, "".join(_plain(llm, m["content"]) for m in messages)
     text = llm.tokenizer.render(
         messages,
         add_generation_prompt=options.add_generation_prompt,
@@ -115,6 +130,22 @@ def _format(llm: LLM, options: Options, messages: list[dict[str, str]]) -> tuple
     return system, text
 
 
+def _plain(llm: LLM, content: str | list[dict[str, Any]]) -> str:
+    """A message without a template: a placeholder stands for an image."""
+    if isinstance(content, str):
+        return content
+    assert llm.images is not None
+    return "".join(item.get("text", llm.images.processor.image_token) for item in content)
+
+
+def _shown(item: ContentItem) -> dict[str, str]:
+    """A piece of a message in the response; pictures inside the request are not repeated."""
+    if item.image is None:
+        return {"type": "text", "text": item.text or ""}
+    inside = item.image.startswith("data:")
+    return {"type": "image", "image": item.image.partition(",")[0] if inside else item.image}
+
+
 def _response(started: Started) -> dict[str, Any]:
     request, answer = started.request, started.answer
     response: dict[str, Any] = {
@@ -125,7 +156,7 @@ def _response(started: Started) -> dict[str, Any]:
         "messages": [
             {
                 "role": message.role,
-                "content": [{"type": "text", "text": message.text("")}],
+                "content": [_shown(item) for item in message.items("")],
             }
             for message in request.messages
         ],

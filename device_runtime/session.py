@@ -23,6 +23,12 @@ class ImageRows:
     # [3, S]: of the prompt's rows, M-RoPE; rows behind it follow the largest. None: as in text.
     positions: I64 | None = None
 
+    @classmethod
+    def none(cls, hidden_size: int, num_deepstack: int) -> ImageRows:
+        """Those of a text, which are not looked at."""
+        shape = 1, hidden_size
+        return cls(np.zeros(shape, np.float32), np.zeros((num_deepstack, *shape), np.float32))
+
 
 @dataclass(frozen=True, slots=True)
 class PassResult:

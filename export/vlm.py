@@ -20,6 +20,7 @@ class _Family:
     text_type: str = ""  # the architecture of the text tower; "": its config says it
     # Of configs that hold the text tower's keys and these side by side.
     other_keys: tuple[str, ...] = ()
+    interleaves_axes: bool = False  # of M-RoPE, also where its config does not say so
 
 
 _QWEN_KEYS = (
@@ -29,7 +30,7 @@ _QWEN_KEYS = (
 _FAMILIES = {
     "qwen2_vl": _Family("qwen2", _QWEN_KEYS),
     "qwen2_5_vl": _Family("qwen2", _QWEN_KEYS),
-    "qwen3_vl": _Family("qwen3"),
+    "qwen3_vl": _Family("qwen3", interleaves_axes=True),
     "internvl": _Family(),
     "idefics3": _Family(),
     "smolvlm": _Family(),
@@ -81,6 +82,9 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
     text = {key: value for key, value in text.items() if key not in _NOT_TEXT}
     model_type = family.text_type or text.get("model_type")
+    for key in ("rope_parameters", "rope_scaling"):
+        if family.interleaves_axes and isinstance(text.get(key), dict):
+            text[key] = {**text[key], "mrope_interleaved": True}
     return {**text, "tie_word_embeddings": tied, "model_type": model_type}
 
 

@@ -9,16 +9,31 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.device_runtime.session import F32, I64, DraftSession
+from edgellm.device_runtime.session import F32, I64, DraftSession, ImageRows
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.ngram import NgramLookup
 from edgellm.device_runtime.speculate.policy import Costs, Policy, TreeLimits
 from edgellm.device_runtime.speculate.tree import Pool, Tree
 
 _LOOKUP_CONFIDENCE = {2: 0.2, 3: 0.35, 4: 0.6}  # before anything was learned, by match length
+
+
+@dataclass(frozen=True, slots=True)
+class ImageIds:
+    """The token ids of image rows."""
+
+    first: int  # the vocabulary's size
+    placeholder: int | None  # what a draft reads instead that takes no image rows
+
+    def for_draft(self, token_ids: I64) -> I64:
+        """As the draft reads them."""
+        if self.placeholder is None:
+            return token_ids
+        return np.where(token_ids < self.first, token_ids, self.placeholder)
 
 
 class EagleDrafter:
@@ -33,6 +48,7 @@ class EagleDrafter:
         *,
         max_tree_rows: int,
         lookup_calibration: Calibration | None = None,
+        image_ids: ImageIds | None = None,
     ) -> None:
         """Wire up.
 
@@ -43,10 +59,11 @@ class EagleDrafter:
             costs: of the engine, for the books.
             max_tree_rows: rows that the draft engine takes in one round.
             lookup_calibration: given to merge prompt-lookup candidates into the tree.
+            image_ids: of a base that takes images.
         """
         self._session, self._policy, self._limits = session, policy, limits
         self._costs, self._max_tree_rows = costs, max_tree_rows
-        self._lookup_calibration = lookup_calibration
+        self._lookup_calibration, self._image_ids = lookup_calibration, image_ids
         self._hidden_store = np.zeros((1 + max_tree_rows, 0), np.float32)
         self.begin()
 
@@ -57,14 +74,23 @@ class EagleDrafter:
         self._lookup = NgramLookup() if self._lookup_calibration is not None else None
         self._spent_ms = 0.0
 
+    def show(self, images: ImageRows) -> None:
+        """The images of the answer that begins."""
+        self._session.show(images)
+
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Committed rows: features [M, T*H] and the token that follows each, int64 [M]."""
+        if self._image_ids is not None:
+            next_token_ids = self._image_ids.for_draft(next_token_ids)
         self._waiting.append((next_token_ids, taps.copy()))
 
     def remember(self, token_ids: list[int]) -> None:
         """Committed text for the prompt lookup."""
-        if self._lookup is not None:
-            self._lookup.extend(token_ids)
+        if self._lookup is None:
+            return
+        if self._image_ids is not None:  # nobody says an image
+            token_ids = [token for token in token_ids if token < self._image_ids.first]
+        self._lookup.extend(token_ids)
 
     def catch_up(self) -> None:
         """Write the committed rows that wait into the draft's cache, unless drafting pauses.

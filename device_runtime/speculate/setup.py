@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgellm.artifact import verify_files, verify_sizes
+from edgellm.artifact import require_pair, verify_files, verify_sizes
 from edgellm.contract import (
     DRAFT_FOLDER,
     BrokenArtifactError,
@@ -14,12 +14,11 @@ from edgellm.contract import (
     EngineManifest,
     LimitError,
     load_manifest,
-    require_pair,
 )
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.speculate.accept import accept_exactly, accept_typically
 from edgellm.device_runtime.speculate.calibration import Calibration
-from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.eagle import EagleDrafter, ImageIds
 from edgellm.device_runtime.speculate.loop import Accept
 from edgellm.device_runtime.speculate.policy import (
     CostAwareTree,
@@ -82,6 +81,11 @@ class Drafters:
         self._costs = Costs.of(
             base.pass_cost_ms, self.manifest.step_cost_ms, self.manifest.extend_cost_ms
         )
+        self._image_ids = None
+        if base.decoder.images is not None:
+            reads_rows = self.manifest.draft.decoder.images is not None
+            placeholder = None if reads_rows else base.decoder.images.token_id
+            self._image_ids = ImageIds(base.decoder.vocab_size, placeholder)
         self._drafters: dict[bool, EagleDrafter] = {}
 
     def for_requests(self, *, greedy: bool) -> EagleDrafter:
@@ -94,6 +98,7 @@ class Drafters:
                 self._costs,
                 max_tree_rows=self.manifest.max_draft_tree_size,
                 lookup_calibration=Calibration() if self.options.ngram else None,
+                image_ids=self._image_ids,
             )
         return self._drafters[greedy]
 

@@ -37,7 +37,7 @@ TINY = {
         "num_position_embeddings": 25,
         "deepstack_visual_indexes": [0, 2],
     },
-    "text_config": {**qwen2_vl.TINY["text_config"], "head_dim": 12},
+    "text_config": {**qwen2_vl.TINY["text_config"], "head_dim": 16},
 }
 
 

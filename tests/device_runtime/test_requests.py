@@ -94,11 +94,18 @@ def test_faulty_requests_name_their_place(raw, message):
         parse_request(raw, 3)
 
 
-def test_text_items_join_and_images_are_refused():
-    items = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    request = parse_request({"messages": [{"role": "user", "content": items}]}, 0)
-    assert request.messages[0].text("x") == "ab"
-    image = [{"type": "image", "image": "cat.png"}]
-    request = parse_request({"messages": [{"role": "user", "content": image}]}, 0)
-    with pytest.raises(RequestError, match=r"x\.content\[0\]: this engine takes text only"):
-        request.messages[0].text("x")
+def test_the_pieces_of_a_message():
+    def pieces(content):
+        request = parse_request({"messages": [{"role": "user", "content": content}]}, 0)
+        return [(item.type, item.text or item.image) for item in request.messages[0].items("x")]
+
+    assert pieces("ab") == [("text", "ab")]
+    items = [{"type": "text", "text": "a"}, {"type": "image", "image": "cat.png"}]
+    assert pieces(items) == [("text", "a"), ("image", "cat.png")]
+    for item, message in (
+        ({"type": "video", "video": "cat.mp4"}, r"x\.content\[0\]: video is not supported"),
+        ({"type": "image", "text": "cat"}, r"x\.content\[0\]: an image item needs `image`"),
+        ({"type": "text"}, r"x\.content\[0\]: a text item needs `text`"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            pieces([item])

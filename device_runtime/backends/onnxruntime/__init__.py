@@ -106,6 +106,7 @@ def open_visual_session(engine: Path, manifest: VisualEngineManifest) -> VisualS
 def _check_origin(
     engine: Path, manifest: EngineManifest | DraftEngineManifest | VisualEngineManifest
 ) -> None:
+    maker = "visual_build" if isinstance(manifest, VisualEngineManifest) else "llm_build"
     for what, built, here in (
         ("ONNX Runtime", manifest.backend_version, available()),
         ("processor", manifest.machine, machine()),
@@ -113,7 +114,7 @@ def _check_origin(
         if built != here:
             raise BrokenArtifactError(
                 f"{engine} was built for {what} {built}, this machine has {here}",
-                hint="build it on this machine",
+                hint=f"run {maker} on this machine",
             )
 
 

@@ -106,12 +106,7 @@ class _Shown:
         self._arrays: dict[str, F32] = {}
         self.values: dict[str, ort.OrtValue] = {}
         self.version = 0
-        self.put(
-            ImageRows(
-                np.zeros((1, spec.hidden_size), np.float32),
-                np.zeros((self._num_deepstack, 1, spec.hidden_size), np.float32),
-            )
-        )
+        self.put(ImageRows.none(spec.hidden_size, self._num_deepstack))
 
     def put(self, images: ImageRows) -> None:
         self._positions = images.positions
@@ -131,7 +126,7 @@ class _Shown:
 
     def place(self, rows: I64, out: I64) -> None:
         """Positions [A, S] of rows that are counted as in text, int64 [S]."""
-        if self._positions is None:
+        if self._positions is None or len(out) == 1:  # a draft may count them as in text
             out[:] = rows
             return
         prompt = self._positions.shape[1]

@@ -1,0 +1,142 @@
+"""Tiny random vision-language models with their engines, and transformers' answers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from image_checkpoints import IDEFICS, INTERNVL, QWEN
+from visual_checkpoints import make_visual_checkpoint
+
+from edgellm.build.engine import build_engine
+from edgellm.build.visual import build_visual
+from edgellm.device_runtime.backends import Plan, VisualPlan
+from edgellm.export import visual
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
+from edgellm.export.visual_bundle import VisualOptions, export_visual
+
+WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant"]
+SPECIAL = [*QWEN, *INTERNVL.values(), *IDEFICS]
+VOCABULARY = 96
+_PLACEHOLDER = {
+    "qwen": "<|vision_start|><|image_pad|><|vision_end|>", "internvl": "<IMG_CONTEXT>",
+    "idefics3": "<image>", "smolvlm": "<image>",
+}  # fmt: skip
+_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }} : "
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for item in message['content'] %}{% if item['type'] == 'image' %}PLACEHOLDER"
+    "{% else %} {{ item['text'] }} {% endif %}{% endfor %}{% endif %} . {% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+
+
+def image_token(model_type: str) -> str:
+    """What stands for one row of an image."""
+    return _placeholder(model_type).replace(QWEN[0], "").replace(QWEN[1], "")
+
+
+def _placeholder(model_type: str) -> str:
+    return _PLACEHOLDER["qwen" if model_type.startswith("qwen") else model_type]
+
+
+def write_tokenizer(folder: Path, model_type: str) -> None:
+    """Words w0, w1, ... and all special tokens; a template with a placeholder for images."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = [*WORDS, *SPECIAL]
+    words += [f"w{index}" for index in range(VOCABULARY - len(words))]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>", *SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+    config["chat_template"] = _TEMPLATE.replace("PLACEHOLDER", _placeholder(model_type))
+    if model_type == "internvl":
+        config["extra_special_tokens"] = INTERNVL
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def make_vlm(folder: Path, model_type: str, **text: Any) -> Path:
+    """A whole checkpoint; `text` changes its text_config."""
+    tiny = json.loads(json.dumps(visual.find(model_type).TINY))
+    heads = {"num_hidden_layers": 3, "vocab_size": VOCABULARY, "pad_token_id": 0}
+    tiny["text_config"] |= {**heads, "bos_token_id": 1, "eos_token_id": 2, **text}
+    words = [*WORDS, *SPECIAL]
+    tiny["image_token_id"] = words.index(image_token(model_type))
+    for key, token in (("vision_start_token_id", QWEN[0]), ("vision_end_token_id", QWEN[1])):
+        if key in tiny:
+            tiny[key] = words.index(token)
+    make_visual_checkpoint(folder, tiny)
+    write_tokenizer(folder, model_type)
+    return folder
+
+
+@dataclass(frozen=True)
+class Engines:
+    """One checkpoint and what was built of it."""
+
+    model_type: str
+    checkpoint: Path
+    engine: Path
+    visual_engine: Path
+
+
+def build_vlm(folder: Path, model_type: str, **limits: int) -> Engines:
+    """Checkpoint, bundles and float32 engines."""
+    checkpoint = make_vlm(folder / "checkpoint", model_type)
+    source = open_checkpoint(str(checkpoint))
+    export_llm(source, folder / "bundle", ExportOptions("fp32"))
+    export_visual(source, folder / "visual_bundle", VisualOptions("fp32"))
+    found = Engines(model_type, checkpoint, folder / "engine", folder / "visual_engine")
+    build_engine(folder / "bundle", found.engine, Plan(512, 576, 1, "same"), "onnxruntime", _silent)
+    sizes = {"min_image_tokens": 1, "max_image_tokens": 400, "max_image_tokens_per_image": 200}
+    plan = VisualPlan(**{**sizes, **limits}, threads=1)
+    build_visual(folder / "visual_bundle", found.visual_engine, plan, "onnxruntime", _silent)
+    return found
+
+
+class Reference:
+    """The checkpoint in transformers."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        import torch
+        from transformers import AutoModelForImageTextToText
+
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    def answer(
+        self, ids: list[int], pixels: list[np.ndarray], grids: list[tuple[int, int]], count: int
+    ) -> list[int]:
+        """Greedy ids that follow a prompt whose images stand as image tokens."""
+        import torch
+
+        config = self.model.config
+        tokens = torch.tensor([ids])
+        inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if pixels:
+            together = torch.from_numpy(np.concatenate(pixels))
+            is_tiles = config.model_type in ("idefics3", "smolvlm")
+            inputs["pixel_values"] = together[None] if is_tiles else together
+        if config.model_type.startswith("qwen"):
+            kinds = (tokens == config.image_token_id).long()
+            inputs["mm_token_type_ids"] = kinds
+            if pixels:
+                inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
+        with torch.no_grad():
+            output = self.model.generate(
+                **inputs, max_new_tokens=count, do_sample=False, eos_token_id=2
+            )
+        return output[0, len(ids) :].tolist()
+
+
+def _silent(_: str) -> None:
+    pass
