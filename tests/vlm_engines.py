@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from eagle_reference import BASE_HIDDEN, BASE_LAYERS, Layout, make_draft
 from image_checkpoints import IDEFICS, INTERNVL, QWEN
 from visual_checkpoints import make_visual_checkpoint
 
+from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
 from edgellm.build.visual import build_visual
 from edgellm.device_runtime.backends import Plan, VisualPlan
 from edgellm.export import visual
 from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
 
@@ -33,6 +36,13 @@ _TEMPLATE = (
     "{% else %} {{ item['text'] }} {% endif %}{% endfor %}{% endif %} . {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
+
+
+# What a draft of `eagle_reference` is for.
+_UNDER_DRAFT = {
+    "hidden_size": BASE_HIDDEN, "num_hidden_layers": BASE_LAYERS, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
 
 
 def image_token(model_type: str) -> str:
@@ -66,6 +76,9 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
 def make_vlm(folder: Path, model_type: str, **text: Any) -> Path:
     """A whole checkpoint; `text` changes its text_config."""
     tiny = json.loads(json.dumps(visual.find(model_type).TINY))
+    size_key = {"qwen2_vl": "hidden_size"}.get(model_type, "out_hidden_size")
+    if "hidden_size" in text and size_key in tiny["vision_config"] and "qwen" in model_type:
+        tiny["vision_config"][size_key] = text["hidden_size"]
     heads = {"num_hidden_layers": 3, "vocab_size": VOCABULARY, "pad_token_id": 0}
     tiny["text_config"] |= {**heads, "bos_token_id": 1, "eos_token_id": 2, **text}
     words = [*WORDS, *SPECIAL]
@@ -88,17 +101,26 @@ class Engines:
     visual_engine: Path
 
 
-def build_vlm(folder: Path, model_type: str, **limits: int) -> Engines:
-    """Checkpoint, bundles and float32 engines."""
-    checkpoint = make_vlm(folder / "checkpoint", model_type)
-    source = open_checkpoint(str(checkpoint))
-    export_llm(source, folder / "bundle", ExportOptions("fp32"))
-    export_visual(source, folder / "visual_bundle", VisualOptions("fp32"))
+def build_vlm(folder: Path, model_type: str, draft: Layout | None = None, **limits: int) -> Engines:
+    """Checkpoint, bundles and float32 engines; under a draft a base of eight layers."""
+    base = _UNDER_DRAFT if draft is not None else {}
+    checkpoint = make_vlm(folder / "checkpoint", model_type, **base)
+    source, options = open_checkpoint(str(checkpoint)), ExportOptions("fp32")
     found = Engines(model_type, checkpoint, folder / "engine", folder / "visual_engine")
-    build_engine(folder / "bundle", found.engine, Plan(512, 576, 1, "same"), "onnxruntime", _silent)
+    plan = Plan(512, 576, 1, "same", "none")
+    if draft is not None:
+        make_draft(folder / "draft", draft)
+        network = open_checkpoint(str(folder / "draft"), tokenizer=False)
+        export_draft(network, source, folder / "draft_bundle", DraftOptions("fp32"))
+        plan = replace(plan, max_verify_tree_size=40, max_draft_tree_size=40)
+        build_draft(folder / "draft_bundle", found.engine, plan, "onnxruntime", _silent)
+        options = replace(options, draft_model_dir=str(folder / "draft"))
+    export_llm(source, folder / "bundle", options)
+    export_visual(source, folder / "visual_bundle", VisualOptions("fp32"))
+    build_engine(folder / "bundle", found.engine, plan, "onnxruntime", _silent)
     sizes = {"min_image_tokens": 1, "max_image_tokens": 400, "max_image_tokens_per_image": 200}
-    plan = VisualPlan(**{**sizes, **limits}, threads=1)
-    build_visual(folder / "visual_bundle", found.visual_engine, plan, "onnxruntime", _silent)
+    encoder = VisualPlan(**{**sizes, **limits}, threads=1)
+    build_visual(folder / "visual_bundle", found.visual_engine, encoder, "onnxruntime", _silent)
     return found
 
 
