@@ -24,6 +24,7 @@ from edgellm.device_runtime.backends import Compiled, Estimate, Plan, Report
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
 from edgellm.device_runtime.backends.onnxruntime.linear_weights import LinearWeight
 from edgellm.device_runtime.backends.onnxruntime.linears import (
+    COARSE_INPUTS,
     LinearKernel,
     RowInt8Kernel,
     StoredKernel,
@@ -163,7 +164,8 @@ def _variants(model: ir.Model, spec: DecoderSpec, plan: Plan) -> list[_Variant]:
         precision = "int8" if plan.quantize == "int8" else "fp32"
         return [_Variant("decode", precision, kernel, prepacks=True, max_rows=largest)]
     if _rounds_inputs_to_int8(model):
-        return [_Variant("decode", "int8", RowInt8Kernel(), prepacks=True, max_rows=largest)]
+        kernel = RowInt8Kernel(COARSE_INPUTS)
+        return [_Variant("decode", "int8", kernel, prepacks=True, max_rows=largest)]
     precision = "+".join(sorted(kinds - {"dense"}))
     decode = _Variant("decode", precision, StoredKernel(), prepacks=False, max_rows=largest)
     if plan.prefill == "same" or (plan.prefill == "auto" and not has_fast_int8()):
@@ -171,7 +173,7 @@ def _variants(model: ir.Model, spec: DecoderSpec, plan: Plan) -> list[_Variant]:
     needs_mask = spec.sliding_window is not None
     return [
         dataclasses.replace(decode, max_rows=1, needs_mask=needs_mask),
-        _Variant("prefill", "int8", RowInt8Kernel(), prepacks=True, max_rows=largest),
+        _Variant("prefill", "int8", RowInt8Kernel(COARSE_INPUTS), prepacks=True, max_rows=largest),
     ]
 
 

@@ -29,6 +29,7 @@ from edgellm.device_runtime.backends.onnxruntime.compiler import (
 )
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
 from edgellm.device_runtime.backends.onnxruntime.linears import (
+    ALL_INPUTS,
     LinearKernel,
     RowInt8Kernel,
     StoredKernel,
@@ -97,7 +98,8 @@ def _is_int8(plan: Plan) -> bool:
 
 
 def _kernel(plan: Plan) -> LinearKernel:
-    return RowInt8Kernel() if _is_int8(plan) else StoredKernel()
+    # A draft's last bits decide nothing, its steps are many.
+    return RowInt8Kernel(ALL_INPUTS) if _is_int8(plan) else StoredKernel()
 
 
 def _portable(path: Path, rounded: WeightFile | None) -> tuple[ir.Model, bool]:

@@ -82,19 +82,24 @@ def _points(blocks: Blocks) -> np.ndarray:
     return blocks.zero_points
 
 
+# Over weights of fewer bits, where these inputs matter less than what they multiply.
+COARSE_INPUTS = ("gate_proj", "up_proj", "o_proj")
+ALL_INPUTS = ("",)  # every name ends so
+
+
 class RowInt8Kernel:
     """Integer GEMM: one scale per activation row, one per weight column, both symmetric.
 
     A scale per row keeps an outlier in one token from costing the others their precision, which
     is what the per-tensor scale of DynamicQuantizeMatMul does. Outlier channels cost the other
     channels theirs all the same, so inputs become the sum of two int8 terms, the second 1/254 of
-    the first: 16 bits from one product with twice the rows. Layers of `_ONE_TERM` lose too little
-    to be worth it, and are most of the work.
+    the first: 16 bits from one product with twice the rows. Layers that lose little by a single
+    term may be named to save that.
     """
 
-    _ONE_TERM = ("gate_proj", "up_proj", "o_proj")
-
-    def __init__(self) -> None:
+    def __init__(self, one_term: tuple[str, ...] = ()) -> None:
+        """`one_term`: how the names of layers end whose inputs keep 8 bits."""
+        self._one_term_names = one_term
         self._rows: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
@@ -106,7 +111,7 @@ class RowInt8Kernel:
                 columns.extend(weight.columns())
             return columns[index]
 
-        two_terms = not name.endswith(self._ONE_TERM)
+        two_terms = not name.endswith(self._one_term_names)
         if (x, two_terms) not in self._rows:
             quantize = self._two_terms if two_terms else self._one_term
             self._rows[x, two_terms] = quantize(graph, x)
