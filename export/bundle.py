@@ -62,7 +62,7 @@ def export_llm(
     check_output(output, "llm_bundle", names)
     tower, architecture, config = read_architecture(checkpoint, options)
     taps, tap_source = _choose_taps(config, options)
-    weights = Weights(tower.tensors, checkpoint.quant_config)
+    weights = Weights(tower.tensors, tower.quant_config)
     dtype = DTYPES[options.dtype]
     model, op = build_decoder(architecture, config, weights, dtype, taps)
     ranges = read_ranges(weights, config.num_hidden_layers)
@@ -99,7 +99,7 @@ def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:
         BrokenArtifactError: missing or superfluous tensors, or of other shapes.
     """
     tower, architecture, config = read_architecture(checkpoint, options)
-    weights = Weights(tower.tensors, checkpoint.quant_config)
+    weights = Weights(tower.tensors, tower.quant_config)
     build_decoder(architecture, config, weights, DTYPES[options.dtype])
     read_ranges(weights, config.num_hidden_layers)
     refuse_leftovers(_unused(weights, config), "checkpoint")
@@ -128,7 +128,8 @@ def read_architecture(
     checkpoint: Checkpoint, options: ExportOptions
 ) -> tuple[Checkpoint, Any, DecoderConfig]:
     """The language model, its architecture's module and facts; every config key is understood."""
-    tower, images = text_tower(checkpoint)
+    found = text_tower(checkpoint)
+    tower, images = found.checkpoint, found.images
     model_type = tower.config.get("model_type")
     if not isinstance(model_type, str):
         raise UnsupportedModelError(f"{checkpoint.label}: config.json has no model_type")

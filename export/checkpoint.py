@@ -71,6 +71,23 @@ class Checkpoint:
         return str(config.get("quant_algo") or config.get("quant_method") or "none")
 
 
+class Renamed:
+    """Some tensors of a source under other names."""
+
+    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
+        """`names`: the source's name of each new one."""
+        self._source, self._names = source, names
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name."""
+        infos = self._source.infos()
+        return {name: infos[stored] for name, stored in self._names.items()}
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """See `TensorSource`."""
+        return self._source.stream(self._names[name])
+
+
 class Safetensors:
     """The tensors of one or several safetensors files (format version 1: JSON header + data)."""
 

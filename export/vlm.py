@@ -6,12 +6,12 @@ older checkpoints of the hub have flat configs and other prefixes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from edgellm.contract import ImageSpec, UnsupportedModelError
-from edgellm.export.checkpoint import Checkpoint, TensorInfo, TensorSource
+from edgellm.export.checkpoint import Checkpoint, Renamed
 from edgellm.export.config import ConfigReader
 
 
@@ -39,6 +39,10 @@ _TEXT_PREFIXES = (
     "model.language_model.", "language_model.model.", "model.text_model.", "model.",
 )  # fmt: skip
 _HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.")
+_NOT_TEXT_PREFIXES = (
+    "model.visual.", "model.vision_tower.", "model.vision_model.", "model.connector.",
+    "model.multi_modal_projector.",
+)  # fmt: skip
 # What Idefics3's text configs say of its connector and of training.
 _NOT_TEXT = ("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", "use_resampler")
 
@@ -53,22 +57,72 @@ def supported() -> list[str]:
     return sorted(_FAMILIES)
 
 
-def text_tower(checkpoint: Checkpoint) -> tuple[Checkpoint, ImageSpec | None]:
-    """The language model of a checkpoint, and how it takes images (None for a text-only one).
+@dataclass(frozen=True, slots=True)
+class TextTower:
+    """The language model of a checkpoint."""
+
+    checkpoint: Checkpoint
+    images: ImageSpec | None = None  # None: the checkpoint holds nothing else
+    prefix: str = "model."  # what its tensors' names begin with in the whole checkpoint
+    head_prefix: str = "lm_head."
+
+    def stored_name(self, name: str) -> str:
+        """What a tensor or a module of the language model is called in the whole checkpoint."""
+        for own, stored in (("lm_head", self.head_prefix), ("model.", self.prefix)):
+            if name.startswith(own):
+                return stored.removesuffix(".") + name.removeprefix(own.removesuffix("."))
+        return name
+
+
+def text_tower(checkpoint: Checkpoint) -> TextTower:
+    """The language model of a checkpoint, and how it takes images.
 
     Raises:
         UnsupportedModelError: the config of the whole does not say what is needed.
     """
     if not is_vlm(checkpoint):
-        return checkpoint, None
-    config = checkpoint.config
+        return TextTower(checkpoint)
+    config, infos = checkpoint.config, checkpoint.tensors.infos()
     model_type = config["model_type"]
     reader = ConfigReader(config)
-    spec = ImageSpec(model_type, reader.read("image_token_id", int), _num_deepstack(reader))
+    images = ImageSpec(model_type, reader.read("image_token_id", int), _num_deepstack(reader))
+    prefix = _present(infos, [(prefix, f"{prefix}layers.") for prefix in _TEXT_PREFIXES])
+    head = _present(infos, [(prefix, prefix) for prefix in _HEAD_PREFIXES])
+    names = {
+        plain + name.removeprefix(stored): name
+        for name in infos
+        for plain, stored in (("model.", prefix), ("lm_head.", head))
+        if name.startswith(stored) and not name.startswith(_NOT_TEXT_PREFIXES)
+    }
     tower = replace(
-        checkpoint, config=_text_config(config), tensors=_TextTensors(checkpoint.tensors)
+        checkpoint,
+        config=_text_config(config),
+        tensors=Renamed(checkpoint.tensors, names),
+        quant_config=_renamed_layers(checkpoint.quant_config, prefix, head),
     )
-    return tower, spec
+    return TextTower(tower, images, prefix, head)
+
+
+def _present(names: Iterable[str], choices: list[tuple[str, str]]) -> str:
+    """The first choice with a name that begins as its second half says; else the first of all."""
+    return next(
+        (choice for choice, begin in choices if any(name.startswith(begin) for name in names)),
+        choices[0][0],
+    )
+
+
+def _renamed_layers(config: dict[str, Any], prefix: str, head: str) -> dict[str, Any]:
+    """What a checkpoint says of each layer, under the names that layers have here."""
+    layers = config.get("quantized_layers")
+    if not isinstance(layers, dict):
+        return config
+    own = {}
+    for name, value in layers.items():
+        for plain, stored in (("lm_head", head.removesuffix(".")), ("model.", prefix)):
+            if name.startswith(stored):
+                own[plain + name.removeprefix(stored)] = value
+                break
+    return {**config, "quantized_layers": own}
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,37 +145,3 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _num_deepstack(reader: ConfigReader) -> int:
     indexes = reader.read("vision_config", dict, {}).get("deepstack_visual_indexes") or []
     return len(indexes)
-
-
-class _TextTensors:
-    """The tensors of the language model, under the names that it has on its own."""
-
-    def __init__(self, source: TensorSource) -> None:
-        self._source = source
-        names = source.infos()
-        prefix = next(
-            (p for p in _TEXT_PREFIXES if any(name.startswith(p + "layers.") for name in names)),
-            _TEXT_PREFIXES[0],
-        )
-        self._names = dict(_renamed(names, prefix))
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """All tensors by name."""
-        infos = self._source.infos()
-        return {name: infos[stored] for name, stored in self._names.items()}
-
-    def stream(self, name: str) -> Iterator[memoryview]:
-        """See `TensorSource`."""
-        return self._source.stream(self._names[name])
-
-
-def _renamed(names: Mapping[str, TensorInfo], prefix: str) -> Iterator[tuple[str, str]]:
-    """Pairs of a plain name and the stored one."""
-    visual = ("model.visual.", "model.vision_tower.", "model.vision_model.", "model.connector.",
-              "model.multi_modal_projector.")  # fmt: skip
-    for name in names:
-        if name.startswith(prefix) and not name.startswith(visual):
-            yield "model." + name.removeprefix(prefix), name
-        for head in _HEAD_PREFIXES:
-            if name.startswith(head):
-                yield "lm_head." + name.removeprefix(head), name

@@ -72,6 +72,15 @@ class Draft:
         return cls(checkpoint, facts, LanguageModel.open(base_dir, ignored_keys))
 
     @property
+    def whole(self) -> Checkpoint:
+        """See `Subject`."""
+        return self.checkpoint
+
+    def stored_name(self, name: str) -> str:
+        """See `Subject`."""
+        return name
+
+    @property
     def config(self) -> DecoderConfig:
         """Sizes of the draft's layers."""
         return self.facts.decoder
@@ -278,9 +287,7 @@ class Draft:
     def check_result(self, folder: Path, ignored_keys: tuple[str, ...]) -> None:
         """See `Subject`."""
         result = open_checkpoint(str(folder), tokenizer=False)
-        understand_draft(
-            result, self.base.checkpoint, DraftOptions(ignore_config_keys=ignored_keys)
-        )
+        understand_draft(result, self.base.whole, DraftOptions(ignore_config_keys=ignored_keys))
 
 
 def _store_targets(work: WorkFolder, targets: Ids) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.artifact import move_files, temporary_folder
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
-from edgellm.export.checkpoint import TensorSource
+from edgellm.export.checkpoint import Renamed, TensorSource
 from edgellm.quantize.engine import hf_config
 from edgellm.quantize.job import Plan
 from edgellm.quantize.page import render
@@ -51,13 +51,13 @@ def write_folder(plan: Plan, report: Report) -> None:
     with temporary_folder(output) as folder:
         _write_tensors(plan, folder)
         described = _described(plan)
-        checkpoint, own_head = plan.subject.checkpoint, plan.head is not None
+        checkpoint, own_head = plan.subject.whole, plan.head is not None
         config = plan.subject.new_config(hf_config(described), own_head=own_head)
         _write_json(folder / "config.json", config)
         if checkpoint.generation_config:
             _write_json(folder / "generation_config.json", checkpoint.generation_config)
         _write_json(folder / _QUANT_CONFIG, described)
-        for name, content in checkpoint.tokenizer_files.items():
+        for name, content in (checkpoint.processor_files | checkpoint.tokenizer_files).items():
             (folder / name).write_bytes(content)
         plan.subject.check_result(folder, plan.job.ignore_config_keys)
         (folder / PAGE).write_text(render(report), "utf-8")
@@ -94,7 +94,13 @@ def _write_tensors(plan: Plan, folder: Path) -> None:
         for name in sorted(plan.subject.checkpoint.tensors.infos())
         if name not in new and not name.endswith("inv_freq")
     ]
-    names = [*kept, *(name for names in named for name in names)]
+    stored = plan.subject.stored_name
+    places = {stored(name): name for name in (*kept, *(n for names in named for n in names))}
+    own = {stored(name) for name in plan.subject.checkpoint.tensors.infos()}
+    whole = plan.subject.whole.tensors
+    others = [name for name in sorted(whole.infos()) if name not in own]
+    source = Joined([whole, Renamed(source, places)])
+    names = [*others, *places]
     shards = split_shards(source, names, _SHARD_BYTES)
     if len(shards) == 1:
         write_safetensors(folder / "model.safetensors", source, names)
@@ -129,7 +135,9 @@ def _described(plan: Plan) -> dict[str, Any]:
         body["kv_cache_quant_algo"] = plan.recipe.kv_cache.upper()
     described = {"producer": facts[0]["producer"], "quantization": body}
     body["exclude_modules"] = [
-        name for name in plan.subject.float_modules if plan.head is None or name != "lm_head"
+        name
+        for name in plan.subject.float_modules
+        if plan.head is None or name != plan.subject.stored_name("lm_head")
     ]
     if plan.head is None:
         return described
@@ -145,7 +153,10 @@ def _described(plan: Plan) -> dict[str, Any]:
     mixed = {
         "quant_algo": "MIXED_PRECISION",
         "kv_cache_quant_algo": body.get("kv_cache_quant_algo"),
-        "quantized_layers": {**layers, "lm_head": _format(head)},
+        "quantized_layers": {
+            plan.subject.stored_name(name): value
+            for name, value in {**layers, "lm_head": _format(head)}.items()
+        },
     }
     return {**described, "quantization": mixed}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from edgellm.export.bundle import ExportOptions, understand
 from edgellm.export.checkpoint import Checkpoint, TensorSource
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.source import open_checkpoint
+from edgellm.export.vlm import TextTower, text_tower
 from edgellm.quantize.block import LAYER, head_model, layer_model
 from edgellm.quantize.calibration import Calibration
 from edgellm.quantize.checks import EMBEDDING, HEAD, NORM, check_model, needed_bytes
@@ -49,6 +50,11 @@ class Subject(Protocol):
     @property
     def checkpoint(self) -> Checkpoint:
         """What is replaced."""
+        ...
+
+    @property
+    def whole(self) -> Checkpoint:
+        """What the result is written in the place of: more than `checkpoint` if that is a part."""
         ...
 
     @property
@@ -89,6 +95,10 @@ class Subject(Protocol):
     @property
     def num_preparations(self) -> int:
         """Into how many parts `enter` divides its work."""
+        ...
+
+    def stored_name(self, name: str) -> str:
+        """What a tensor or module is called in `whole`."""
         ...
 
     def layer_source(self, index: int) -> dict[str, Tensor]:
@@ -136,19 +146,40 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A float checkpoint of a decoder."""
+    """A float checkpoint of a decoder, or the decoder of a vision-language model."""
 
-    checkpoint: Checkpoint
+    whole: Checkpoint
+    tower: TextTower
     config: DecoderConfig
     kind = "language model"
     num_preparations = 0
-    float_modules = ("lm_head", "model.embed_tokens")
 
     @classmethod
     def open(cls, model_dir: str, ignored_keys: tuple[str, ...]) -> LanguageModel:
         """Open and check it; raises what `check_model` does."""
-        checkpoint = open_checkpoint(model_dir)
-        return cls(checkpoint, check_model(checkpoint, ignored_keys))
+        whole = open_checkpoint(model_dir)
+        config = check_model(whole, ignored_keys)
+        tower = text_tower(whole)
+        own = replace(tower.checkpoint, config=_plain_positions(tower.checkpoint.config))
+        return cls(whole, replace(tower, checkpoint=own), config)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The decoder alone."""
+        return self.tower.checkpoint
+
+    @property
+    def float_modules(self) -> tuple[str, ...]:
+        """Head and embedding, and all that sees."""
+        names = self.whole.tensors.infos()
+        text = {self.stored_name(name) for name in self.tensors.infos()}
+        others = {_module_of(name) for name in names if name not in text}
+        own = (self.stored_name(name) for name in ("lm_head", "model.embed_tokens"))
+        return (*own, *sorted(others))
+
+    def stored_name(self, name: str) -> str:
+        """See `Subject`."""
+        return self.tower.stored_name(name)
 
     @property
     def reader(self) -> LanguageModel:
@@ -226,12 +257,34 @@ class LanguageModel:
 
     def new_config(self, quantization: Mapping[str, Any], *, own_head: bool) -> dict[str, Any]:
         """See `Subject`; a quantized head is no longer the embedding."""
-        config = {**self.checkpoint.config, "quantization_config": quantization}
-        return {**config, "tie_word_embeddings": False} if own_head else config
+        config = {**self.whole.config, "quantization_config": quantization}
+        if not own_head:
+            return config
+        if isinstance(text := config.get("text_config"), dict):
+            config["text_config"] = {**text, "tie_word_embeddings": False}
+        return {**config, "tie_word_embeddings": False}
 
     def check_result(self, folder: Path, ignored_keys: tuple[str, ...]) -> None:
         """See `Subject`."""
         understand(open_checkpoint(str(folder)), ExportOptions(ignore_config_keys=ignored_keys))
+
+
+def _plain_positions(config: dict[str, Any]) -> dict[str, Any]:
+    """The config for text alone, whose three positions (M-RoPE) are one."""
+    plain = dict(config)
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := config.get(key), dict) and "mrope_section" in rope:
+            kept = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+            plain[key] = {
+                name: "default" if value == "mrope" else value for name, value in kept.items()
+            }
+    return plain
+
+
+def _module_of(name: str) -> str:
+    """A pattern for the part of a model that a tensor belongs to, as ModelOpt writes them."""
+    first, second, *_ = name.split(".")
+    return f"{first}.{second}*" if first == "model" else f"{first}*"
 
 
 def embedded(table: Tensor, rows: Ids, batch_rows: int) -> Iterator[torch.Tensor]:

@@ -220,30 +220,29 @@ def test_facts(exported):
     assert spec.images.num_deepstack == (2 if spec.images.model_type == "qwen3_vl" else 0)
 
 
-# Per family: prefixes of today's names, and what older checkpoints of the hub have instead.
-_OLD_NAMES = {
-    "qwen2_5_vl": {"model.language_model.": "model.", "model.visual.": "visual."},
+# Per family: prefixes as transformers writes them, for other tools' sake, and as it names modules.
+_OTHER_NAMES = {
+    "qwen2_5_vl": {"model.": "model.language_model.", "visual.": "model.visual."},
     "internvl": {
-        "model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower.",
-        "lm_head.": "language_model.lm_head.",
+        "language_model.model.": "model.language_model.", "vision_tower.": "model.vision_tower.",
+        "language_model.lm_head.": "lm_head.",
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", sorted(_OLD_NAMES))
-def test_older_layouts(family, tmp_path):
+@pytest.mark.parametrize("family", sorted(_OTHER_NAMES))
+def test_other_layouts(family, tmp_path):
     """Other prefixes, Qwen's flat config with its older rope: the same bundle."""
     from safetensors.torch import load_file, save_file
 
     _save(family, tmp_path / "new")
     shutil.copytree(tmp_path / "new", tmp_path / "old")
-    tensors = {}
+    tensors, renamed = {}, set()
     for name, tensor in load_file(tmp_path / "new" / "model.safetensors").items():
-        for today, before in _OLD_NAMES[family].items():
-            if name.startswith(today):
-                name = before + name.removeprefix(today)
-                break
-        tensors[name] = tensor
+        begin = next((begin for begin in _OTHER_NAMES[family] if name.startswith(begin)), "")
+        tensors[_OTHER_NAMES[family].get(begin, "") + name.removeprefix(begin)] = tensor
+        renamed.add(begin)
+    assert renamed >= set(_OTHER_NAMES[family]) - {"language_model.lm_head."}
     save_file(tensors, tmp_path / "old" / "model.safetensors", metadata={"format": "pt"})
     if family == "qwen2_5_vl":
         path = tmp_path / "old" / "config.json"
