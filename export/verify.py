@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.contract import BundleManifest, EdgeLLMError
+from edgellm.contract import BundleManifest, DecoderSpec, EdgeLLMError
 from edgellm.export.checkpoint import Checkpoint
 
 PROMPT = (
@@ -88,7 +89,7 @@ def _transformers_outputs(
     """Those of the float32 reference, cut to the exported number of layers."""
     import torch
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -96,8 +97,10 @@ def _transformers_outputs(
     if source.suffix == ".gguf":
         where, extra = source.parent, {"gguf_file": source.name}
     config = AutoConfig.from_pretrained(where, local_files_only=True, **extra)
-    config.num_hidden_layers = manifest.decoder.kv.num_layers
-    model = AutoModelForCausalLM.from_pretrained(
+    config.get_text_config().num_hidden_layers = manifest.decoder.kv.num_layers
+    sees = manifest.decoder.images is not None
+    kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = kind.from_pretrained(
         where, config=config, dtype=torch.float32, local_files_only=True, **extra
     )
     with torch.no_grad():
@@ -113,6 +116,17 @@ def run_portable(
     return run_outputs(bundle, manifest, token_ids, prefill_tokens).logits
 
 
+def _no_images(spec: DecoderSpec) -> dict[str, NDArray[np.floating]]:
+    """Image rows that no token of a text stands for."""
+    if spec.images is None:
+        return {}
+    row = np.zeros((1, spec.hidden_size), spec.kv.dtype)
+    levels = np.stack([row] * spec.images.num_deepstack) if spec.images.num_deepstack else None
+    return {contract.IMAGE_EMBEDS: row} | (
+        {} if levels is None else {contract.DEEPSTACK_EMBEDS: levels}
+    )
+
+
 def run_outputs(
     bundle: Path, manifest: BundleManifest, token_ids: NDArray[np.int64], prefill_tokens: int
 ) -> Outputs:
@@ -124,8 +138,9 @@ def run_outputs(
     session = ort.InferenceSession(
         str(bundle / "model.onnx"), options, providers=["CPUExecutionProvider"]
     )
-    kv = manifest.decoder.kv
+    spec, kv = manifest.decoder, manifest.decoder.kv
     shape = (1, kv.num_kv_heads, len(token_ids), kv.head_dim)
+    images = _no_images(spec)
     cache = {
         contract.past_name(layer, part): np.zeros(shape, kv.dtype)
         for layer in range(kv.num_layers)
@@ -143,10 +158,11 @@ def run_outputs(
         rows = end - begin
         feed = {
             contract.INPUT_IDS: token_ids[None, begin:end],
-            contract.POSITION_IDS: np.arange(begin, end)[None],
+            contract.POSITION_IDS: np.tile(np.arange(begin, end), (spec.position_axes, 1)),
             contract.WRITE_INDEX: np.array([begin]),
             contract.TREE_MASK: np.tri(rows, dtype=np.bool_),
             contract.LOGITS_INDEX: np.arange(rows),
+            **images,
             **cache,
         }
         outputs = [np.asarray(array) for array in session.run([*names, *presents], feed)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from edgellm.device_runtime.session import ImageRows, Session
 from edgellm.export import vlm
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
+from edgellm.export.verify import verify_bundle
 
 TOLERANCE = 2e-4
 CAPACITY, VOCABULARY, HIDDEN, IMAGE_TOKEN = 64, 96, 96, 9
@@ -33,7 +35,7 @@ _TEXT = {
     "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 80,
     "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
     "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "initializer_range": 0.2,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3,
 }  # fmt: skip
 _QWEN_VISION = {
     "depth": 1, "embed_dim": 32, "hidden_size": HIDDEN, "num_heads": 2, "patch_size": 4,
@@ -218,6 +220,19 @@ def test_facts(exported):
     assert spec.position_axes == (3 if is_qwen else 1)
     assert spec.images.token_id == IMAGE_TOKEN
     assert spec.images.num_deepstack == (2 if spec.images.model_type == "qwen3_vl" else 0)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_verify(family, tmp_path):
+    """--verify reads text alone, with transformers' whole model as the reference."""
+    _save(family, tmp_path / "checkpoint")
+    checkpoint = open_checkpoint(str(tmp_path / "checkpoint"))
+    options = ExportOptions("fp32", num_layers=3, hidden_taps=(1, 2))
+    manifest = export_llm(checkpoint, tmp_path / "bundle", options)
+    verdict = verify_bundle(checkpoint, tmp_path / "bundle", manifest)
+    found = re.findall(r"difference (\d\.\d\de-\d\d)", verdict)
+    assert len(found) == 2
+    assert all(float(difference) < TOLERANCE for difference in found)
 
 
 # Per family: prefixes as transformers writes them, for other tools' sake, and as it names modules.
