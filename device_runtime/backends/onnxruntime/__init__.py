@@ -99,7 +99,9 @@ def open_visual_session(engine: Path, manifest: VisualEngineManifest) -> VisualS
 
     _check_origin(engine, manifest)
     threads = int(manifest.options["threads"])
-    graph = session.load_graph(engine / manifest.graph, threads=threads, optimize=False)
+    graph = session.load_graph(
+        engine / manifest.graph, threads=threads, optimize=False, keeps_memory=False
+    )
     return visual.OnnxRuntimeVisualSession(graph)
 
 

@@ -25,8 +25,16 @@ class LoadedGraph:
     max_rows: int
 
 
-def load_graph(path: Path, *, threads: int = 0, optimize: bool = True) -> ort.InferenceSession:
-    """Load a graph on the CPU; `threads` 0 takes all cores.
+def load_graph(
+    path: Path, *, threads: int = 0, optimize: bool = True, keeps_memory: bool = True
+) -> ort.InferenceSession:
+    """Load a graph on the CPU.
+
+    Args:
+        path: the graph.
+        threads: 0 takes all cores.
+        optimize: fold and fuse; an engine's graphs are so already.
+        keeps_memory: of activations between passes; it grows where their sizes vary.
 
     Raises:
         BrokenArtifactError: ONNX Runtime does not take the file.
@@ -34,6 +42,7 @@ def load_graph(path: Path, *, threads: int = 0, optimize: bool = True) -> ort.In
     options = ort.SessionOptions()
     set_threads(options, threads)
     options.log_severity_level = 3
+    options.enable_cpu_mem_arena = keeps_memory
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
