@@ -1,0 +1,1 @@
+"""A small vision-language model of drawn scenes, whose answers can be checked."""
