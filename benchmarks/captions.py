@@ -1,0 +1,117 @@
+"""Captions of drawn scenes that are right to the word, in every precision.
+
+    pip install -e '.[dev]' -r benchmarks/requirements.txt
+    python benchmarks/captions.py
+
+The synthetic vision-language model of examples/, through quantizing, exporting, building and
+answering: it proves the pipeline, not what models that see can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from edgellm.build.engine import build_engine
+from edgellm.build.visual import build_visual
+from edgellm.device_runtime.backends import Plan, VisualPlan
+from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
+from edgellm.export.visual_bundle import VisualOptions, export_visual
+from edgellm.tools import smollm2
+from edgellm.tools.demo_images import MODEL
+from edgellm.tools.synthetic_vlm.scenes import Scene, draw, score
+
+# Name -> (edgellm-quantize --quantization, llm_build --quantize, visual_build --quantize)
+RECIPES = {
+    "fp32": ("", "none", "none"),
+    "fp32, encoder int8": ("", "none", "int8"),
+    "int8 at build": ("", "int8", "int8"),
+    "int4 at build": ("", "int4", "none"),
+    **{name: (name, "none", "none") for name in
+       ("fp8", "int8_sq", "int4_awq", "nvfp4", "nvfp4_awq")},
+}  # fmt: skip
+FRESH, CALIBRATION = 777, 999  # first numbers of seeds
+
+
+def calibration_text(path: Path) -> None:
+    """Captions of other scenes."""
+    lines = [
+        {"messages": [{"role": "user", "content": "Describe the image."},
+                      {"role": "assistant", "content": draw(CALIBRATION, number).caption}]}
+        for number in range(400)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+
+def checkpoint(work: Path, scheme: str) -> Path:
+    """The model in that precision; made unless it is there."""
+    folder = work / scheme if scheme else MODEL
+    if not folder.exists():
+        command = [sys.executable, "-m", "edgellm.quantize", "llm", "--model_dir", str(MODEL)]
+        command += ["--output_dir", str(folder), "--quantization", scheme]
+        calibration_text(work / "captions.jsonl")
+        command += ["--calib_dataset", str(work / "captions.jsonl")]
+        subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def build(work: Path, name: str, threads: int) -> LLM:
+    """The engines of a recipe."""
+    scheme, quantize, of_encoder = RECIPES[name]
+    source, slug = open_checkpoint(str(checkpoint(work, scheme))), name.replace(" ", "_")
+    folders = [work / f"{slug}-{part}" for part in ("bundle", "visual", "engine", "encoder")]
+    bundle, seeing, engine, encoder = folders
+    export_llm(source, bundle, ExportOptions("fp32"))
+    export_visual(source, seeing, VisualOptions("fp32"))
+    plan = Plan(256, 512, threads, "auto", quantize)
+    build_engine(bundle, engine, plan, "onnxruntime", lambda _: None)
+    limits = VisualPlan(4, 1024, 512, threads, of_encoder)
+    build_visual(seeing, encoder, limits, "onnxruntime", lambda _: None)
+    return LLM(engine, multimodal_engine_dir=encoder)
+
+
+def caption(llm: LLM, picture: Path) -> str:
+    """What the model says of a picture, greedily."""
+    image = {"type": "image", "image": str(picture)}
+    content = [image, {"type": "text", "text": "Describe the image."}]
+    answer = llm.generate(
+        [{"role": "user", "content": content}],
+        sampling=SamplingParams(temperature=0),
+        max_generate_length=64,
+    )
+    list(answer)
+    return answer.text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--scenes", type=int, default=100)
+    arguments = parser.parse_args()
+    work = arguments.work / "captions"
+    work.mkdir(parents=True, exist_ok=True)
+    drawn: list[Scene] = [draw(FRESH, number) for number in range(arguments.scenes)]
+    for number, scene in enumerate(drawn):
+        scene.image.save(work / f"{number}.png")
+    for name in RECIPES:
+        llm = build(work, name, arguments.threads)
+        scores = [
+            score(caption(llm, work / f"{number}.png"), scene) for number, scene in enumerate(drawn)
+        ]
+        exact, right = sum(one.exact for one in scores), sum(one.right_cells for one in scores)
+        print(
+            f"{name:20} {exact} of {len(drawn)} captions, {right} of {9 * len(drawn)} cells",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
