@@ -28,8 +28,8 @@ photographs, no other questions. What it is good for: every answer can be checke
 
 It has the classes of Qwen2.5-VL (`Qwen2_5_VLForConditionalGeneration`, its chat template, its image
 processor), began with random weights, and reads pictures of 168 x 168 pixels (36 image tokens) with
-three rows of three cells, each of them empty or one of four shapes in one of six colours. To
-"Describe the image." it answers, for instance:
+three rows of three cells, each of them empty or one of four shapes in one of six colours. The right
+answer to "Describe the image." is, for instance:
 
 > {caption}
 
@@ -42,7 +42,7 @@ three rows of three cells, each of them empty or one of four shapes in one of si
 | positions | M-RoPE, sections {sections} |
 | trained on | {examples} conversations about scenes drawn on the way |
 | that is | {steps} steps of {batch_size}, learning rate {learning_rate:g}, seed {seed} |
-| took | {minutes:.0f} minutes on {threads} |
+| took | {minutes:.0f} minutes by the clock on {threads} |
 | made with | torch {torch}, transformers {transformers} |
 
 The loss is that of the answers' tokens and of a classifier of the cells beside the encoder, which

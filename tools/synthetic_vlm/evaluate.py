@@ -40,7 +40,7 @@ def measure(model: Model, encoder: Encoder, kind: str, count: int) -> Exactness:
 
 def fresh(kind: str, number: int) -> Conversation:
     """A conversation that no run is trained on: the first number of those seeds is 0."""
-    return converse(kind, 1, number)
+    return converse(kind, 1, 0, number, 0)
 
 
 @torch.no_grad()

@@ -89,16 +89,10 @@ def make_batch(conversations: Sequence[Conversation], encoded: Sequence[Encoded]
 class Trainer:
     """A model in training; `folder` keeps its state."""
 
-    def __init__(
-        self,
-        model: Model,
-        encoder: Encoder,
-        recipe: Recipe,
-        folder: Path,
-    ) -> None:
+    def __init__(self, model: Model, encoder: Encoder, recipe: Recipe, folder: Path) -> None:
         self.model, self.encoder, self.recipe, self.folder = model, encoder, recipe, folder
-        # Names cells from the encoder's rows. Without it the encoder hears of shapes only through
-        # the decoder, which in turn has nothing to look at: thousands of steps go by.
+        # Names cells from the encoder's rows. Without it the encoder would hear of shapes only
+        # through the decoder, which in turn would have nothing to look at.
         width = 4 * model.config.text_config.hidden_size
         self.cell_head = nn.Linear(width, len(CELLS))
         self.optimizers = _optimizers(nn.ModuleList([model, self.cell_head]), recipe.learning_rate)
@@ -191,7 +185,7 @@ class Trainer:
         features = torch.cat(model.get_image_features(batch.pixels, batch.grids).pooler_output)
         is_image = batch.token_ids == self.model.config.image_token_id
         embeds = model.get_input_embeddings()(batch.token_ids)
-        embeds = embeds.masked_scatter(is_image[..., None], features.to(embeds.dtype))
+        embeds = embeds.masked_scatter(is_image[..., None], features)
         hidden = model.language_model(
             inputs_embeds=embeds,
             position_ids=batch.positions,
