@@ -9,8 +9,6 @@ import json
 from pathlib import Path
 from typing import TypeVar
 
-from edgellm.tools.synthetic_vlm import scenes
-
 from edgellm.contract import (
     BundleManifest,
     EdgeLLMError,
@@ -20,6 +18,7 @@ from edgellm.contract import (
     load_manifest,
 )
 from edgellm.tools.stages import command, is_built, say, unless
+from edgellm.tools.synthetic_vlm import scenes
 
 Bundle = TypeVar("Bundle", BundleManifest, VisualBundleManifest)
 MODEL = Path(__file__).parents[1] / "examples" / "synthetic-vlm"
