@@ -120,13 +120,9 @@ class ImageReader:
     def _keep(self, key: str, seen: Seen) -> None:
         """Add to the cache, and forget the oldest until it fits; the newest always stays."""
         self._kept[key] = seen
-        sizes = {
-            name: kept.embeds.nbytes + kept.deepstack.nbytes for name, kept in self._kept.items()
-        }
-        used = sum(sizes.values())
+        used = sum(kept.num_bytes for kept in self._kept.values())
         while used > self._room and len(self._kept) > 1:
-            oldest, _ = self._kept.popitem(last=False)
-            used -= sizes[oldest]
+            used -= self._kept.popitem(last=False)[1].num_bytes
 
     def expand(self, text: str, seen: Sequence[Seen]) -> str:
         """A rendered prompt with every placeholder as long as its image.
