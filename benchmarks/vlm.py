@@ -181,9 +181,7 @@ def memory(engine: Path) -> None:
         command = [sys.executable, __file__, "--peak", str(engine), "--count", str(count)]
         peaks.append(float(subprocess.run(command, check=True, capture_output=True).stdout))
     shown = ", ".join(f"{n}: {mb:.0f} MB" for n, mb in zip(MEMORY_COUNTS, peaks, strict=True))
-    print(
-        f"peak memory by images of 1920 x 1080, one after another, features kept: {shown}"
-    )
+    print(f"peak memory by images of 1920 x 1080, one after another, features kept: {shown}")
 
 
 def peak(engine: Path, count: int) -> None:
