@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -227,6 +228,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(job, tmp_path, monkeypa
     assert all(torch.equal(first["model"][name], other["model"][name]) for name in first["model"])
     run(job)  # nothing is left to train
     assert len(calls) == 7
+    shutil.rmtree(job.output_dir)  # the state alone is left
     with pytest.raises(EdgeLLMError, match="a run with other settings"):
         run(replace(job, recipe=replace(job.recipe, seed=4)))
 
@@ -272,6 +274,15 @@ def test_foreign_folders_are_left_alone(job):
     with pytest.raises(EdgeLLMError, match="is a file"):
         run(replace(job, output_dir=job.output_dir / "config.json"))
     assert {path.name for path in job.output_dir.iterdir()} == {"config.json", "training.json"}
+
+
+def test_a_model_of_other_settings_is_left_alone(job):
+    run(job)
+    before = (job.output_dir / "model.safetensors").read_bytes()
+    with pytest.raises(EdgeLLMError, match="trained with other settings"):
+        run(replace(job, recipe=replace(job.recipe, steps=1)))
+    assert (job.output_dir / "model.safetensors").read_bytes() == before
+    run(job)  # the same again is no harm
 
 
 # ------------------------------------------------------------------------------ the shipped one

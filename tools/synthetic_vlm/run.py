@@ -55,7 +55,7 @@ def run(job: Job) -> None:
     if job.threads:
         torch.set_num_threads(job.threads)
     work = job.output_dir.parent / (job.output_dir.resolve().name + ".training")
-    _check_output(job.output_dir)
+    _check_output(job)
     _claim(job, work)
     torch.manual_seed(job.recipe.seed)
     config = make_config(**job.sizes)
@@ -79,22 +79,33 @@ def run(job: Job) -> None:
     _say(f"{job.output_dir}: {one.exact} of {one.scenes} captions of fresh scenes are exact")
 
 
-def _check_output(output: Path) -> None:
-    """Refuse to overwrite files that are not a checkpoint of this tool."""
+def _check_output(job: Job) -> None:
+    """Refuse to overwrite anything but a checkpoint of the same settings."""
+    output, settings = job.output_dir, json.loads(json.dumps(_facts(job)))
     if output.exists() and not output.is_dir():
         raise EdgeLLMError(f"{output} is a file", hint="give another --output_dir")
-    if output.exists() and any(output.iterdir()) and not _is_ours(output / TRAINING):
+    if not output.exists() or not any(output.iterdir()):
+        return
+    made = _facts_of(output / TRAINING)
+    if not made:
         raise EdgeLLMError(
             f"{output} holds files that this command did not make",
             hint="give another --output_dir",
         )
+    if settings != {name: made.get(name) for name in settings}:
+        raise EdgeLLMError(
+            f"{output} holds a model that was trained with other settings",
+            hint="give another --output_dir, or remove the folder",
+        )
 
 
-def _is_ours(path: Path) -> bool:
+def _facts_of(path: Path) -> dict[str, Any]:
+    """What an earlier run wrote of itself; nothing if it is no such file."""
     try:
-        return "exactness" in json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
+        facts = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) and "exactness" in facts else {}
 
 
 def _claim(job: Job, work: Path) -> None:
