@@ -19,7 +19,7 @@ def instruction_sets() -> str:
 
 
 def has_fast_int8() -> bool:
-    """Whether integer dot products neither overflow (AVX2's can) nor are slower than floats."""
+    """Whether there are integer dot products, which neither overflow nor are slower than floats."""
     return bool(_flags() & {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp"})
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import onnx_ir as ir
 
+from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
 from edgellm.device_runtime.backends.onnxruntime.graph import GraphEditor
 from edgellm.device_runtime.backends.onnxruntime.linear_weights import Blocks, LinearWeight
 
@@ -116,14 +117,24 @@ class RowInt8Kernel:
             quantize = self._two_terms if two_terms else self._one_term
             self._rows[x, two_terms] = quantize(graph, x)
         codes, scale = self._rows[x, two_terms]
+        middle = graph.constant("uint8_middle", np.uint8(128))
+        # Without dot products, the processor adds pairs of products of signed weights in 16 bits,
+        # which overflow. Of unsigned ones they do not.
+        if has_fast_int8():
+            table = graph.weight(f"{name}.int8", lambda: load(0))
+            points = []
+        else:
+            table = graph.weight(f"{name}.uint8", lambda: load(0).view(np.uint8) ^ 128)
+            points = [middle]
         product = graph.node(
             "MatMulIntegerToFloat",
             [
                 codes,
-                graph.weight(f"{name}.int8", lambda: load(0)),
+                table,
                 graph.constant("one", np.float32(1)),
                 graph.weight(f"{name}.int8_scale", lambda: load(1)),
-                graph.constant("uint8_middle", np.uint8(128)),
+                middle,
+                *points,
             ],
             domain="com.microsoft",
         )
