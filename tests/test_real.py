@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -49,7 +50,10 @@ def transformers_model(smollm2_gguf):
 
 @pytest.fixture(scope="module")
 def reference(bundle, transformers_model):
-    """512 tokens of text, 64 tokens that transformers decodes greedily, logits of them all."""
+    """512 tokens of text, 64 tokens that transformers decodes greedily, logits of them all.
+
+    The logits in float64: two float32 computations may lie twice as far apart as either is wrong.
+    """
     import torch
     from tokenizers import Tokenizer
 
@@ -58,7 +62,9 @@ def reference(bundle, transformers_model):
         all_ids = transformers_model.generate(
             torch.tensor([ids]), max_new_tokens=DECODED, min_new_tokens=DECODED, do_sample=False
         )
-        logits = transformers_model(all_ids).logits[0].numpy()
+        # transformers' own `double` refuses what was read from GGUF.
+        model = torch.nn.Module.double(copy.deepcopy(transformers_model))
+        logits = model(all_ids).logits[0].float().numpy()
     return all_ids[0].numpy(), logits
 
 

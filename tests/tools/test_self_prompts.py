@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,17 +13,19 @@ from transformers import AutoTokenizer
 
 from edgellm.contract import EdgeLLMError
 from edgellm.tools.train_draft import corpus
+from edgellm.tools.train_draft.base import Base, Prompt
 from edgellm.tools.train_draft.corpus import Generation, write_prompts
 
 HOW = Generation(12, 0.5, 0.8, 4, 7)
 USER, COLON, END = 6, 3, 4  # the template's "user : ... ."
-MODEL = torch.nn.Identity()  # who writes is replaced
 
 
 @pytest.fixture
-def tokenizer(tmp_path):
+def base(tmp_path) -> Base:
+    """A tokenizer; who writes is replaced."""
     write_tokenizer(tmp_path, 96)
-    return AutoTokenizer.from_pretrained(tmp_path)
+    model: Any = torch.nn.Identity()
+    return Base(model, AutoTokenizer.from_pretrained(tmp_path), frozenset([END]))
 
 
 @pytest.fixture
@@ -34,42 +37,41 @@ def calls(monkeypatch):
         seen.append((prompts[0], stop_ids, max_new_tokens, temperature, batch, seed))
         words = np.random.default_rng(seed).integers(8, 40, (len(prompts), 3))
         words[words == 8] = 1
-        return [(at, prompts[at], [*ids, END if at % 5 else 30]) for at, ids in
-                enumerate(words.tolist())]  # fmt: skip
+        return [(at, [*ids, END if at % 5 else 30]) for at, ids in enumerate(words.tolist())]
 
     monkeypatch.setattr(corpus, "generate", generate)
     monkeypatch.setattr(corpus, "_CHUNK", 16)
     return seen
 
 
-def test_prompts_are_whole_different_and_without_special_tokens(tokenizer, calls, tmp_path):
+def test_prompts_are_whole_different_and_without_special_tokens(base, calls, tmp_path):
     store = tmp_path / "prompts.jsonl"
-    assert list(write_prompts(MODEL, tokenizer, store, 30, HOW))[-1] == 30
+    assert list(write_prompts(base, store, 30, HOW))[-1] == 30
     lines = [json.loads(line) for line in store.read_text().splitlines()]
     texts = [line["messages"][0]["content"] for line in lines]
     assert len(set(texts)) == len(texts) == 30
     assert all(len(text.split()) == 3 and "<" not in text for text in texts)
-    assert calls[0] == ([USER, COLON], frozenset([END]), corpus._PROMPT_TOKENS, 1.0, 4, 7)
+    assert calls[0] == (Prompt((USER, COLON)), frozenset([END]), corpus._PROMPT_TOKENS, 1.0, 4, 7)
     assert len({call[-1] for call in calls}) == len(calls)  # every batch has its own seed
 
 
 @pytest.mark.usefixtures("calls")
-def test_interrupts_change_nothing(tokenizer, tmp_path):
+def test_interrupts_change_nothing(base, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    list(write_prompts(MODEL, tokenizer, whole, 40, HOW))
-    for count in write_prompts(MODEL, tokenizer, cut, 40, HOW):
+    list(write_prompts(base, whole, 40, HOW))
+    for count in write_prompts(base, cut, 40, HOW):
         if count:
             break
     with cut.open("a") as stream:
         stream.write('{"messages": [{"role": "us')  # a last line that was cut
-    list(write_prompts(MODEL, tokenizer, cut, 40, HOW))
+    list(write_prompts(base, cut, 40, HOW))
     assert cut.read_text() == whole.read_text()
 
 
-def test_a_base_that_repeats_itself(tokenizer, monkeypatch, tmp_path):
-    monkeypatch.setattr(corpus, "generate", lambda *_, **__: [(0, [], [10, END])])
+def test_a_base_that_repeats_itself(base, monkeypatch, tmp_path):
+    monkeypatch.setattr(corpus, "generate", lambda *_, **__: [(0, [10, END])])
     with pytest.raises(EdgeLLMError, match="wrote only 1 different prompts") as found:
-        list(write_prompts(MODEL, tokenizer, tmp_path / "store", 40, HOW))
+        list(write_prompts(base, tmp_path / "store", 40, HOW))
     assert found.value.hint == "give prompts with --data, and fewer --self_prompts"
 
 
@@ -77,8 +79,8 @@ def test_a_base_that_repeats_itself(tokenizer, monkeypatch, tmp_path):
     "template",
     ["no place for a question", "{{ messages[0].content }} .", "user : {{ messages[0].content }}"],
 )
-def test_a_template_that_shows_no_user(tokenizer, calls, tmp_path, template):
-    tokenizer.chat_template = template
+def test_a_template_that_shows_no_user(base, calls, tmp_path, template):
+    base.tokenizer.chat_template = template
     with pytest.raises(EdgeLLMError, match="does not show where a user's turn begins and ends"):
-        list(write_prompts(MODEL, tokenizer, tmp_path / "store", 40, HOW))
+        list(write_prompts(base, tmp_path / "store", 40, HOW))
     assert not calls

@@ -22,6 +22,7 @@ from edgellm import contract
 from edgellm.contract import EdgeLLMError
 from edgellm.export import models
 from edgellm.tools.train_draft import run as run_module
+from edgellm.tools.train_draft.base import Prompt
 from edgellm.tools.train_draft.corpus import Generation
 from edgellm.tools.train_draft.features import FeatureCache
 from edgellm.tools.train_draft.layout import read_draft
@@ -207,9 +208,9 @@ def test_ctrl_c_prints_one_line_and_the_same_command_goes_on(job):
     assert printed.splitlines()[-1] == "error: interrupted; nothing half-written was left"
     assert "Traceback" not in printed
     assert not job.output_dir.exists()
-    model = run_module.load_base(job.base_model_dir, torch.device("cpu"))[0]
-    draft = Draft(run_module.draft_shape(model.config, HEAD, 3))
-    frozen = run_module._frozen(model, (2, 4, 5), np.arange(HEAD))
+    base = run_module.load_base(job.base_model_dir, torch.device("cpu"))
+    draft = Draft(run_module.draft_shape(base.config, HEAD, 3))
+    frozen = run_module._frozen(base, (2, 4, 5), np.arange(HEAD))
     trainer = Trainer(draft, frozen, job.recipe, job.work_dir, torch.device("cpu"))
     assert trainer.resume()
     assert trainer.step > 0
@@ -255,14 +256,15 @@ def test_a_draft_goes_on_with_another(job, tmp_path):
 
 
 def test_a_draft_of_the_base_s_own_prompts(job, monkeypatch):
-    prompts = [[7, 3, number, 4, 7, 3] for number in range(10, 20)]
+    prompts = [Prompt((7, 3, number, 4, 7, 3)) for number in range(10, 20)]
     monkeypatch.setattr(run_module, "write_prompts", lambda *_: iter([0, len(prompts)]))
     monkeypatch.setattr(
         run_module, "read_conversations", lambda paths, _: ([], prompts * bool(paths))
     )
     run(replace(job, data=(), self_prompts=len(prompts)))
     answered = (job.work_dir / "answers.jsonl").read_text().splitlines()
-    assert sorted(json.loads(line)["prompt"] for line in answered) == prompts
+    found = sorted(tuple(json.loads(line)["prompt"]) for line in answered)
+    assert found == [prompt.ids for prompt in prompts]
     assert json.loads((job.output_dir / "training.json").read_text())["self_prompts"] == 10
 
 
@@ -303,10 +305,10 @@ def test_strange_line_ends_inside_of_texts_and_empty_lines_are_taken(job, base):
     job.data[0].write_bytes(
         '\n{"messages": [{"role": "user", "content": "w10\u2028w11\x85"}]}\r\n \n'.encode()
     )
-    _, tokenizer, stop_ids = load_base(str(base), torch.device("cpu"))
-    samples, prompts = read_conversations([job.data[0]], tokenizer)
-    assert (len(samples), len(prompts), stop_ids) == (0, 1, {2})
-    assert {10, 11} <= set(prompts[0])
+    loaded = load_base(str(base), torch.device("cpu"))
+    samples, prompts = read_conversations([job.data[0]], loaded)
+    assert (len(samples), len(prompts), loaded.stop_ids) == (0, 1, {2})
+    assert {10, 11} <= set(prompts[0].ids)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +368,8 @@ def test_the_export_agrees_with_the_network(job, base, tmp_path):
     taps = torch.randn(1, rows, 3 * hidden_size, generator=random)
     ids = torch.randint(VOCAB, (1, rows + steps), generator=random)
     with torch.no_grad():
-        unrolled = list(draft.unroll(taps, embedding[ids[:, 1:]], steps))
+        positions = torch.arange(rows + steps - 1)[None, None]
+        unrolled = list(draft.unroll(taps, embedding[ids[:, 1:]], positions, steps))
         log_probs = [draft.lm_head(draft.norm(x[0])).log_softmax(-1) for x in unrolled]
 
     session = _Graphs(tmp_path / "bundle", manifest)

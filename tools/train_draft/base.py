@@ -3,24 +3,131 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
-from edgellm.contract import UnsupportedModelError
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.export.checkpoint import Checkpoint, read_whole
 from edgellm.export.source import open_checkpoint
+from edgellm.export.vlm import is_vlm, text_tower
+from edgellm.tools.train_draft.pictures import Picture, Pictures
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def load_base(
-    base_model_dir: str, device: torch.device
-) -> tuple[PreTrainedModel, transformers.PreTrainedTokenizerBase, frozenset[int]]:
-    """Model in bfloat16, tokenizer, and the ids that end an answer.
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the base is asked: token ids, and the pictures that image tokens among them show."""
+
+    ids: tuple[int, ...]
+    pictures: tuple[Picture, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Conversations of a batch: B rows of S tokens, padded on either side."""
+
+    ids: Tensor  # int64 [B, S]
+    attends: Tensor  # bool [B, S]: no padding
+    pictures: tuple[tuple[Picture, ...], ...]  # of each row, in order
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A loaded language model, or a vision-language model with how it takes pictures."""
+
+    model: PreTrainedModel
+    tokenizer: transformers.PreTrainedTokenizerBase
+    stop_ids: frozenset[int]  # they end an answer
+    pictures: Pictures | None = None
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """That of the language model."""
+        return self.model.config.get_text_config()
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The language model without its head."""
+        return self.model.get_decoder()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's layers; raises `EdgeLLMError` where they are not one list."""
+        layers = getattr(self.decoder, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise EdgeLLMError(f"{type(self.model).__name__} has no list of decoder layers to tap")
+        return layers
+
+    @property
+    def head(self) -> Tensor:
+        """The weight of the output head [V, H]."""
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        return head.weight.detach()
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding table [V, H]."""
+        embedding = self.model.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding)
+        return embedding.weight.detach()
+
+    @property
+    def has_position_axes(self) -> bool:
+        """Whether a token has three positions (M-RoPE)."""
+        return "mrope_section" in self.config.rope_parameters
+
+    def positions(self, rows: Rows) -> Tensor:
+        """Where tokens stand, int64 [A, B, S] with A = 3 for M-RoPE and 1 else; 0 is padding's."""
+        if not self.has_position_axes:
+            return (rows.attends.long().cumsum(-1) - 1).clamp(min=0)[None]
+        assert self.pictures is not None
+        positions = torch.zeros(3, *rows.ids.shape, dtype=torch.int64)
+        for row, (ids, attends) in enumerate(zip(rows.ids, rows.attends, strict=True)):
+            own = self.pictures.positions(ids[attends].numpy(), rows.pictures[row])
+            positions[:, row, attends] = own
+        return positions
+
+    def inputs(self, rows: Rows, positions: Tensor) -> dict[str, Any]:
+        """What the decoder reads: embeddings, with those of pictures, mask and positions."""
+        device = self.model.device
+        ids, positions = rows.ids.to(device), positions.to(device)
+        embeds = self.model.get_input_embeddings()(ids)
+        inputs = {
+            "attention_mask": rows.attends.long().to(device),
+            "position_ids": positions if self.has_position_axes else positions[0],
+        }
+        shown = [picture for pictures in rows.pictures for picture in pictures]
+        if shown:
+            assert self.pictures is not None
+            encoded = [self.pictures.encode(picture) for picture in shown]
+            is_image = ids == self.pictures.token_id
+            embeds = embeds.masked_scatter(
+                is_image[..., None], torch.cat([embeds for embeds, _ in encoded])
+            )
+            levels = torch.cat([levels for _, levels in encoded], 1)
+            if len(levels):
+                inputs |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": list(levels)}
+        return {"inputs_embeds": embeds, **inputs}
+
+
+def load_base(base_model_dir: str, device: torch.device) -> Base:
+    """Load a checkpoint, in the type that `device` computes fast with.
 
     Raises:
         EdgeLLMError: `base_model_dir` is no checkpoint that edgellm can read.
@@ -37,15 +144,23 @@ def load_base(
         for file, content in checkpoint.tokenizer_files.items():
             (folder / file).write_bytes(content)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = _model(checkpoint)
+    takes_pictures, dtype = is_vlm(checkpoint), compute_dtype(device)
+    model = (_whole_model if takes_pictures else _text_model)(checkpoint, dtype)
     nn.Module.to(model, device)
-    return model.eval(), tokenizer, _stop_ids(checkpoint)
+    pictures = Pictures(model, Path(checkpoint.label)) if takes_pictures else None
+    return Base(model.eval(), tokenizer, _stop_ids(checkpoint), pictures)
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16, but float32 on processors that would compute bfloat16 a number at a time."""
+    is_slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.float32 if is_slow else torch.bfloat16
 
 
 def _stop_ids(checkpoint: Checkpoint) -> frozenset[int]:
     name = "eos_token_id"
     found = checkpoint.generation_config.get(name)
-    found = checkpoint.config.get(name) if found is None else found
+    found = text_tower(checkpoint).checkpoint.config.get(name) if found is None else found
     if found is None:
         raise UnsupportedModelError(
             f"{checkpoint.label} names no {name}, so that no answer would end",
@@ -54,17 +169,27 @@ def _stop_ids(checkpoint: Checkpoint) -> frozenset[int]:
     return frozenset(found if isinstance(found, list) else [found])
 
 
-def _model(checkpoint: Checkpoint) -> PreTrainedModel:
+def _whole_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """A vision-language model; transformers knows the names that its versions gave tensors."""
+    try:
+        return AutoModelForImageTextToText.from_pretrained(
+            checkpoint.label, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"transformers does not load {checkpoint.label}: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _text_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.for_model(**checkpoint.config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.to_empty(device="cpu")
     tensors = {
         name: torch.frombuffer(read_whole(checkpoint.tensors, name), dtype=_DTYPES[info.dtype])
         .reshape(info.shape)
-        .to(torch.bfloat16)
+        .to(dtype)
         for name, info in checkpoint.tensors.infos().items()
         if info.dtype in _DTYPES
     }
@@ -82,15 +207,13 @@ def _model(checkpoint: Checkpoint) -> PreTrainedModel:
     return model
 
 
-def head_weight(model: PreTrainedModel) -> torch.Tensor:
-    """The weight of the base's output head [V, H]."""
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Linear)
-    return head.weight.detach()
-
-
-def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
-    """The base's embedding table [V, H]."""
-    embedding = model.get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)
-    return embedding.weight.detach()
+def padded(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Tensor, Tensor]:
+    """Token ids as one int64 [B, S], and bool [B, S] where they are no padding."""
+    longest = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    attends = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for at, row in enumerate(rows):
+        own = slice(longest - len(row), None) if left else slice(len(row))
+        ids[at, own] = torch.tensor(row)
+        attends[at, own] = True
+    return ids, attends

@@ -6,13 +6,17 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from edgellm.contract import EdgeLLMError
+from edgellm.multimodal.processors import Prepared
+from edgellm.tools.train_draft.base import Base, Prompt
 from edgellm.tools.train_draft.generate import generate
+from edgellm.tools.train_draft.pictures import Picture
 
 _CHUNK = 1024  # prompts between two reports; an interrupt loses at most the answers of one
 _PROMPT_TOKENS = 96  # of a prompt that the base writes; longer ones mostly wander
@@ -21,10 +25,15 @@ _PATIENCE = 3  # batches of such prompts without a new one
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One conversation: the ids of the prompt and of the answer that the draft learns from."""
+    """One conversation: a prompt and the ids of the answer that the draft learns from."""
 
-    prompt: tuple[int, ...]
+    prompt: Prompt
     answer: tuple[int, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Of the whole conversation."""
+        return self.prompt.ids + self.answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +47,18 @@ class Generation:
     seed: int
 
 
-def read_conversations(
-    paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Sample], list[list[int]]]:
+def read_conversations(paths: Sequence[Path], base: Base) -> tuple[list[Sample], list[Prompt]]:
     """The samples, and the prompts without an answer, in JSONL files of {"messages": [...]}.
 
-    Empty lines are skipped. A prompt that comes twice without an answer is one prompt.
+    A content may be a list of {"type": "text", "text": ...} and {"type": "image", "image": path};
+    paths are relative to the file. Empty lines are skipped. A prompt that comes twice without an
+    answer is one prompt.
 
     Raises:
         EdgeLLMError: a file is missing or a line is not such a conversation.
     """
     samples: list[Sample] = []
-    prompts: dict[tuple[int, ...], None] = {}
+    prompts: dict[Prompt, None] = {}
     for path in paths:
         if not path.is_file():
             raise EdgeLLMError(f"no such data file: {path}")
@@ -58,7 +67,9 @@ def read_conversations(
             if not line.strip():
                 continue
             try:
-                sample = _sample(tokenizer, line)
+                sample = _sample(base, line, path.absolute().parent)
+            except EdgeLLMError as error:
+                raise EdgeLLMError(f"{path} line {number}: {error}", hint=error.hint) from None
             except (ValueError, KeyError, TypeError, IndexError, TemplateError) as error:
                 raise EdgeLLMError(
                     f"{path} line {number} is no conversation: {error!r}",
@@ -68,44 +79,64 @@ def read_conversations(
                 samples.append(sample)
             else:
                 prompts[sample.prompt] = None
-    return samples, [list(prompt) for prompt in prompts]
+    return samples, list(prompts)
 
 
-def _sample(tokenizer: PreTrainedTokenizerBase, line: bytes) -> Sample:
+def _sample(base: Base, line: bytes, folder: Path) -> Sample:
     """One line; the answer is empty where the base is to give it."""
     messages = json.loads(line)["messages"]
     if not all(isinstance(m["role"], str) and m["content"] is not None for m in messages):
         raise TypeError("a message has no role or no content")
+    looked = [_look(base, source, folder) for source in _sources(messages)]
+    shown = tuple(picture for picture, _ in looked)
+    prepared = [one for _, one in looked]
     answered = messages[-1]["role"] == "assistant"
-    prompt = _ids(tokenizer, messages[:-1] if answered else messages, answer_next=True)
+    asked = messages[:-1] if answered else messages
+    prompt = _ids(base, asked, prepared, answer_next=True)
     if not answered:
-        return Sample(tuple(prompt), ())
-    whole = _ids(tokenizer, messages, answer_next=False)
+        return Sample(Prompt(tuple(prompt), shown), ())
+    whole = _ids(base, messages, prepared, answer_next=False)
     # Some templates open the next answer otherwise than they show a former one.
     pairs = enumerate(zip(prompt, whole, strict=False))
     begin = next((at for at, (one, other) in pairs if one != other), min(len(prompt), len(whole)))
     if begin == len(whole):
         raise ValueError("the chat template shows nothing of the answer")
-    return Sample(tuple(whole[:begin]), tuple(whole[begin:]))
+    return Sample(Prompt(tuple(whole[:begin]), shown), tuple(whole[begin:]))
+
+
+def _sources(messages: list[dict[str, Any]]) -> list[str]:
+    """Where the pictures of a conversation are."""
+    items = [
+        item
+        for message in messages
+        for item in (message["content"] if isinstance(message["content"], list) else ())
+    ]
+    if unknown := {item["type"] for item in items} - {"text", "image"}:
+        raise ValueError(f"{', '.join(sorted(unknown))} is neither text nor image")
+    return [item["image"] for item in items if item["type"] == "image"]
+
+
+def _look(base: Base, source: str, folder: Path) -> tuple[Picture, Prepared]:
+    if base.pictures is None:
+        raise EdgeLLMError(
+            "the base takes text only", hint="give the folder of a vision-language model"
+        )
+    return base.pictures.prepare(source, folder)
 
 
 def _ids(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, answer_next: bool
+    base: Base, messages: list[dict[str, Any]], shown: list[Prepared], *, answer_next: bool
 ) -> list[int]:
-    text = tokenizer.apply_chat_template(
+    text = base.tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=answer_next
     )
     assert isinstance(text, str)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if base.pictures is not None:
+        text = base.pictures.expand(text, shown)
+    return list(base.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def write_prompts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    store: Path,
-    count: int,
-    how: Generation,
-) -> Iterator[int]:
+def write_prompts(base: Base, store: Path, count: int, how: Generation) -> Iterator[int]:
     """Let the base write `count` different prompts into the JSONL file `store`; yields how many.
 
     Given its chat template up to where a user speaks, a tuned model goes on with what users ask
@@ -115,6 +146,7 @@ def write_prompts(
     Raises:
         EdgeLLMError: the template has no such place, or the base repeats itself.
     """
+    tokenizer = base.tokenizer
     opening, end = _user_turn(tokenizer)
     special = frozenset(tokenizer.all_special_ids)
     _drop_cut_line(store)
@@ -124,10 +156,11 @@ def write_prompts(
     in_vain = 0
     while len(written) < count:
         rows = generate(
-            model, [opening] * _CHUNK, stop_ids=frozenset([end]), max_new_tokens=_PROMPT_TOKENS,
-            temperature=1.0, batch=how.batch, seed=how.seed + len(written) + in_vain,
+            base, [Prompt(tuple(opening))] * _CHUNK, stop_ids=frozenset([end]),
+            max_new_tokens=_PROMPT_TOKENS, temperature=1.0, batch=how.batch,
+            seed=how.seed + len(written) + in_vain,
         )  # fmt: skip
-        whole = [ids[:-1] for _, _, ids in rows if ids[-1] == end]
+        whole = [ids[:-1] for _, ids in rows if ids[-1] == end]
         texts = [str(tokenizer.decode(ids)).strip() for ids in whole if special.isdisjoint(ids)]
         new = [text for text in dict.fromkeys(texts) if text and text not in written]
         new = new[: count - len(written)]
@@ -160,11 +193,7 @@ def _user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
 
 
 def answer_prompts(
-    model: PreTrainedModel,
-    prompts: Sequence[list[int]],
-    store: Path,
-    stop_ids: frozenset[int],
-    how: Generation,
+    base: Base, prompts: Sequence[Prompt], store: Path, how: Generation
 ) -> Iterator[int]:
     """Let the base answer `prompts` into the JSONL file `store`; yields how many are answered.
 
@@ -173,27 +202,34 @@ def answer_prompts(
     """
     _drop_cut_line(store)
     done = {sample.prompt for sample in stored_answers(store)}
-    yield sum(tuple(prompt) in done for prompt in prompts)
+    yield sum(prompt in done for prompt in prompts)
     for start in range(0, len(prompts), _CHUNK):
         chunk = prompts[start : start + _CHUNK]
-        if all(tuple(prompt) in done for prompt in chunk):
+        if all(prompt in done for prompt in chunk):
             continue
         sampled = round(len(chunk) * how.sampled_share)
         for part, temperature in ((chunk[sampled:], 0.0), (chunk[:sampled], how.temperature)):
-            if all(tuple(prompt) in done for prompt in part):
+            if all(prompt in done for prompt in part):
                 continue
             rows = generate(
-                model, part, stop_ids=stop_ids, max_new_tokens=how.max_new_tokens,
+                base, part, stop_ids=base.stop_ids, max_new_tokens=how.max_new_tokens,
                 temperature=temperature, batch=how.batch, seed=how.seed + start,
             )  # fmt: skip
             lines = [
-                json.dumps({"prompt": prompt, "answer": ids}) + "\n"
-                for _, prompt, ids in rows
-                if tuple(prompt) not in done
+                _line(Sample(part[index], tuple(ids)))
+                for index, ids in rows
+                if part[index] not in done
             ]
             with store.open("a", encoding="utf-8") as stream:
                 stream.write("".join(lines))
         yield start + len(chunk)
+
+
+def _line(sample: Sample) -> str:
+    record: dict[str, Any] = {"prompt": sample.prompt.ids, "answer": sample.answer}
+    if sample.prompt.pictures:
+        record["pictures"] = [[one.source, one.grid] for one in sample.prompt.pictures]
+    return json.dumps(record) + "\n"
 
 
 def _drop_cut_line(store: Path) -> None:
@@ -216,7 +252,9 @@ def stored_answers(store: Path) -> list[Sample]:
 def _stored(line: bytes) -> Sample | None:
     try:
         record = json.loads(line)
-        return Sample(tuple(record["prompt"]), tuple(record["answer"]))
+        shown = [Picture(source, (rows, columns))
+                 for source, (rows, columns) in record.get("pictures", ())]  # fmt: skip
+        return Sample(Prompt(tuple(record["prompt"]), tuple(shown)), tuple(record["answer"]))
     except (ValueError, KeyError, TypeError):
         return None
 

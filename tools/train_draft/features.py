@@ -10,18 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from edgellm.contract import EdgeLLMError
+from edgellm.tools.train_draft.base import Base, Rows, padded
 from edgellm.tools.train_draft.corpus import Sample
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The base's layers; raises `EdgeLLMError` where they are not one list."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise EdgeLLMError(f"{type(model).__name__} has no list of decoder layers to tap")
-    return layers
 
 
 class TappedBase:
@@ -30,14 +21,12 @@ class TappedBase:
     `taps` are ids of residual streams as in `contract.DraftSpec`: stream i enters layer i.
     """
 
-    def __init__(self, model: PreTrainedModel, taps: Sequence[int]) -> None:
-        self.model, self.taps = model.eval().requires_grad_(False), tuple(taps)
+    def __init__(self, base: Base, taps: Sequence[int]) -> None:
+        base.model.eval().requires_grad_(False)
+        self.base, self.taps = base, tuple(taps)
         self._streams: dict[int, Tensor] = {}
-        decoder = model.get_decoder()
-        layers = decoder_layers(model)
         for tap in self.taps:
-            layers[tap].register_forward_pre_hook(self._keep(tap), with_kwargs=True)
-        self._decoder = decoder
+            base.layers[tap].register_forward_pre_hook(self._keep(tap), with_kwargs=True)
 
     def _keep(self, tap: int) -> Callable[[nn.Module, tuple, dict], None]:
         def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -45,30 +34,39 @@ class TappedBase:
 
         return hook
 
+    @property
+    def num_streams(self) -> int:
+        """Of the features: the taps, the final state, and embeddings where pictures have some."""
+        return len(self.taps) + (1 if self.base.pictures is None else 2)
+
     @torch.inference_mode()
-    def __call__(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Token ids int64 [B, S], right-padded -> taps and final state, [B, S, taps + 1, H]."""
-        mask = torch.arange(ids.shape[1])[None] < torch.tensor(lengths)[:, None]
-        output = self._decoder(
-            input_ids=ids, attention_mask=mask.long().to(ids.device), use_cache=False
-        )
-        streams = [self._streams[tap] for tap in self.taps]
-        return torch.stack([*streams, output.last_hidden_state], 2)
+    def __call__(self, rows: Rows) -> Tensor:
+        """Features of right-padded rows, bfloat16 [B, S, num_streams, H]."""
+        inputs = self.base.inputs(rows, self.base.positions(rows))
+        output = self.base.decoder(**inputs, use_cache=False)
+        streams = [*(self._streams[tap] for tap in self.taps), output.last_hidden_state]
+        if self.base.pictures is not None:
+            streams.append(inputs["inputs_embeds"])
+        return torch.stack(streams, 2).to(torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Right-padded conversations: B rows of S tokens."""
 
-    ids: Tensor  # int64 [B, S]
+    rows: Rows
     learned: Tensor  # bool [B, S]; tokens of the answer
-    lengths: list[int]
     samples: tuple[int, ...]  # their numbers in the corpus
+
+    @property
+    def num_tokens(self) -> int:
+        """Without padding."""
+        return int(self.rows.attends.sum())
 
 
 def row_lengths(samples: Sequence[Sample], max_tokens: int) -> list[int]:
     """Tokens of each conversation, cut at `max_tokens`."""
-    return [min(len(sample.prompt) + len(sample.answer), max_tokens) for sample in samples]
+    return [min(len(sample.ids), max_tokens) for sample in samples]
 
 
 def plan(
@@ -97,20 +95,18 @@ def plan(
 
 def make_batch(samples: Sequence[Sample], numbers: Sequence[int], max_tokens: int) -> Batch:
     """The conversations `numbers` of the corpus, cut at `max_tokens`."""
-    rows = [samples[number] for number in numbers]
-    lengths = row_lengths(rows, max_tokens)
-    ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-    learned = torch.zeros(len(rows), max(lengths), dtype=torch.bool)
-    for row, (sample, length) in enumerate(zip(rows, lengths, strict=True)):
-        ids[row, :length] = torch.tensor((sample.prompt + sample.answer)[:length])
-        learned[row, len(sample.prompt) : length] = True
-    return Batch(ids, learned, lengths, tuple(numbers))
+    chosen = [samples[number] for number in numbers]
+    ids, attends = padded([sample.ids[:max_tokens] for sample in chosen], left=False)
+    prompts = torch.tensor([[len(sample.prompt.ids)] for sample in chosen])
+    learned = attends & (torch.arange(ids.shape[1]) >= prompts)
+    rows = Rows(ids, attends, tuple(sample.prompt.pictures for sample in chosen))
+    return Batch(rows, learned, tuple(numbers))
 
 
 class FeatureCache:
     """Features of a whole corpus in one file, so that later epochs skip the base.
 
-    bfloat16 [tokens, taps + 1, H], conversations one after another. Another file tells which are
+    bfloat16 [tokens, streams, H], conversations one after another. Another file tells which are
     there. The base rounds a conversation otherwise in another batch, so a run that goes on must
     read what it read before: features outlive an interrupt.
     """
@@ -140,16 +136,16 @@ class FeatureCache:
         return bool(self._known[list(batch.samples)].all())
 
     def store(self, batch: Batch, features: Tensor) -> None:
-        """Keep features [B, S, taps + 1, H]."""
-        rows = features.to(torch.bfloat16).view(torch.int16).cpu().numpy()
+        """Keep features, bfloat16 [B, S, streams, H]."""
+        rows = features.view(torch.int16).cpu().numpy()
         for row, number in enumerate(batch.samples):
             begin, end = self._starts[number : number + 2]
             self._values[begin:end] = rows[row, : end - begin]
             self._known[number] = True
 
     def load(self, batch: Batch) -> Tensor:
-        """Features [B, S, taps + 1, H] bfloat16, zero where a row is padded."""
-        shape = (len(batch.samples), batch.ids.shape[1], *self._values.shape[1:])
+        """Features, bfloat16 [B, S, streams, H], zero where a row is padded."""
+        shape = (*batch.rows.ids.shape, *self._values.shape[1:])
         rows = np.zeros(shape, np.int16)
         for row, number in enumerate(batch.samples):
             begin, end = self._starts[number : number + 2]

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-Row = tuple[int, list[int], list[int]]  # index of the prompt, prompt ids, answer ids
+from edgellm.tools.train_draft.base import Base, Prompt, Rows, padded
+
+Row = tuple[int, list[int]]  # index of the prompt, answer ids
 
 
 class _Room(DynamicLayer):
@@ -54,8 +56,8 @@ def _grown(old: torch.Tensor, used: int, tokens: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def generate(
-    model: PreTrainedModel,
-    prompts: Sequence[list[int]],
+    base: Base,
+    prompts: Sequence[Prompt],
     *,
     stop_ids: frozenset[int],
     max_new_tokens: int,
@@ -67,52 +69,52 @@ def generate(
 
     An answer ends with its stop token, or without one at `max_new_tokens`.
     """
-    randomness = torch.Generator(model.device).manual_seed(seed)
-    by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    randomness = torch.Generator(base.model.device).manual_seed(seed)
+    by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
     for start in range(0, len(by_length), batch):
         chosen = by_length[start : start + batch]
-        rows = [(index, prompts[index], []) for index in chosen]
-        _complete(model, rows, stop_ids, max_new_tokens, temperature, randomness)
-        yield from rows
+        answers = _complete(
+            base, [prompts[index] for index in chosen], stop_ids, max_new_tokens, temperature,
+            randomness,
+        )  # fmt: skip
+        yield from zip(chosen, answers, strict=True)
 
 
 def _complete(
-    model: PreTrainedModel,
-    rows: list[Row],
+    base: Base,
+    prompts: Sequence[Prompt],
     stop_ids: frozenset[int],
     max_new_tokens: int,
     temperature: float,
     randomness: torch.Generator,
-) -> None:
-    """Fill the answers of `rows`, left-padded to one length."""
-    longest = max(len(prompt) for _, prompt, _ in rows)
-    padding = [longest - len(prompt) for _, prompt, _ in rows]
-    ids = torch.tensor([[0] * pad + row[1] for pad, row in zip(padding, rows, strict=True)])
-    mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
-    ids, mask = ids.to(model.device), mask.to(model.device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache, alive = Cache(layer_class_to_replicate=_Room), list(rows)
+) -> list[list[int]]:
+    """The answers, of rows left-padded to one length."""
+    ids, attends = padded([prompt.ids for prompt in prompts], left=True)
+    rows = Rows(ids, attends, tuple(prompt.pictures for prompt in prompts))
+    positions, cache = base.positions(rows), Cache(layer_class_to_replicate=_Room)
+    answers: list[list[int]] = [[] for _ in prompts]
+    alive = answers
     for _ in range(max_new_tokens):
-        output = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
-            use_cache=True, logits_to_keep=1,
-        )  # fmt: skip
-        picked = _pick(output.logits[:, -1].float(), temperature, randomness)
+        output = base.decoder(**base.inputs(rows, positions), past_key_values=cache, use_cache=True)
+        logits = nn.functional.linear(output.last_hidden_state[:, -1], base.head)
+        picked = _pick(logits.float(), temperature, randomness).cpu()
         finished = []
-        for (_, _, answer), token in zip(alive, picked.tolist(), strict=True):
+        for answer, token in zip(alive, picked.tolist(), strict=True):
             if not answer or answer[-1] not in stop_ids:
                 answer.append(token)
             finished.append(answer[-1] in stop_ids)
+        # What follows a picture stands behind its longer side, on all axes.
+        positions = positions[..., -1:].amax(0, keepdim=True).expand_as(positions[..., -1:]) + 1
+        attends = torch.cat([attends, attends.new_ones(len(alive), 1)], dim=1)
         if sum(finished) * 5 >= len(alive):
             keep = [index for index, done in enumerate(finished) if not done]
             if not keep:
-                return
-            alive, chosen = [alive[index] for index in keep], torch.tensor(keep, device=ids.device)
-            cache.batch_select_indices(chosen)
-            picked, mask, positions = picked[chosen], mask[chosen], positions[chosen]
-        ids = picked[:, None]
-        mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
-        positions = positions[:, -1:] + 1
+                break
+            alive = [alive[index] for index in keep]
+            cache.batch_select_indices(torch.tensor(keep, device=base.model.device))
+            picked, attends, positions = picked[keep], attends[keep], positions[:, keep]
+        rows = Rows(picked[:, None], attends, ((),) * len(alive))
+    return answers
 
 
 def _pick(logits: torch.Tensor, temperature: float, randomness: torch.Generator) -> torch.Tensor:

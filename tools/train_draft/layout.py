@@ -13,11 +13,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
-from edgellm.tools.train_draft.base import head_weight
-from edgellm.tools.train_draft.features import decoder_layers
+from edgellm.tools.train_draft.base import Base
 from edgellm.tools.train_draft.network import Draft, DraftShape
 
 TRAINING = "training.json"  # tells that the others are this command's
@@ -38,11 +37,13 @@ def draft_shape(config: PretrainedConfig, draft_vocab_size: int, num_taps: int) 
         num_taps=num_taps,
         rms_norm_eps=config.rms_norm_eps,
         rope_theta=float(config.rope_parameters["rope_theta"]),
+        mrope_section=tuple(config.rope_parameters.get("mrope_section", ())),
+        mrope_interleaved=config.model_type.startswith("qwen3_vl"),
     )
 
 
 @torch.no_grad()
-def start_from_base(draft: Draft, base: PreTrainedModel, vocabulary: np.ndarray) -> None:
+def start_from_base(draft: Draft, base: Base, vocabulary: np.ndarray) -> None:
     """Start as an early exit of the base instead of from noise.
 
     The fused feature is the highest tap, the layer is the base's last one with nothing read from
@@ -51,7 +52,7 @@ def start_from_base(draft: Draft, base: PreTrainedModel, vocabulary: np.ndarray)
     size = draft.shape.hidden_size
     torch.nn.init.normal_(draft.fc.weight, std=0.01)
     draft.fc.weight[:, -size:] += torch.eye(size)
-    last = decoder_layers(base)[-1]
+    last = base.layers[-1]
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = draft.midlayer.get_parameter(f"self_attn.{name}.weight")
         nn.init.normal_(weight[:, :size], std=0.01)
@@ -61,9 +62,8 @@ def start_from_base(draft: Draft, base: PreTrainedModel, vocabulary: np.ndarray)
         weight = last.get_parameter(f"{name}.weight")
         draft.midlayer.get_parameter(f"{name}.weight").copy_(weight)
     draft.midlayer.hidden_norm.weight.copy_(last.get_parameter("input_layernorm.weight"))
-    draft.norm.weight.copy_(base.get_decoder().get_parameter("norm.weight"))
-    head = head_weight(base)
-    draft.lm_head.weight.copy_(head[torch.from_numpy(vocabulary).to(head.device)])
+    draft.norm.weight.copy_(base.decoder.get_parameter("norm.weight"))
+    draft.lm_head.weight.copy_(base.head[torch.from_numpy(vocabulary).to(base.head.device)])
 
 
 def write_draft(
@@ -96,7 +96,7 @@ def write_draft(
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
+        **shape.rope_config,
         "max_position_embeddings": base.max_position_embeddings,
         "vocab_size": base.vocab_size,
         "draft_vocab_size": shape.draft_vocab_size,

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from edgellm.export.config import ConfigReader
+from edgellm.export.rope import Rope
+
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
@@ -28,6 +31,21 @@ class DraftShape:
     num_taps: int
     rms_norm_eps: float
     rope_theta: float
+    mrope_section: tuple[int, ...] = ()  # () for positions on one axis
+    mrope_interleaved: bool = False
+
+    @property
+    def rope_config(self) -> dict[str, Any]:
+        """The part of a config that tells of rotary embeddings."""
+        config: dict[str, Any] = {"rope_theta": self.rope_theta}
+        if self.mrope_section:
+            # With both spellings of the type: readers differ.
+            config["rope_scaling"] = {
+                "type": "mrope", "rope_type": "default", "mrope_section": [*self.mrope_section]
+            }  # fmt: skip
+            if self.mrope_interleaved:
+                config["rope_scaling"]["mrope_interleaved"] = True
+        return config
 
 
 class _Norm(nn.RMSNorm):
@@ -78,65 +96,93 @@ class Draft(nn.Module):
         self.shape = shape
         self.fc = nn.Linear(shape.num_taps * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = _Layer(shape)
+        rope = Rope.read(ConfigReader(shape.rope_config), shape.head_dim, 0)
+        self._inverse_frequencies = torch.from_numpy(rope.inv_freq)  # [D/2]
+        self._axes = torch.tensor(rope.axes or (0,) * len(rope.inv_freq))
         self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
 
-    def unroll(self, taps: Tensor, embeddings: Tensor, steps: int) -> Iterator[Tensor]:
-        """The recycled hidden states of `steps` draft steps in a row, each [B, S, H].
+    def unroll(
+        self, taps: Tensor, embeddings: Tensor, positions: Tensor, steps: int, first: int = 0
+    ) -> Iterator[Tensor]:
+        """The recycled hidden states of `steps` draft steps in a row, each [B, S - first, H].
 
         Args:
             taps: base features at tokens 0..S-1, [B, S, num_taps * H].
             embeddings: of the tokens that follow, 1..S+steps-1, [B, S + steps - 1, H].
+            positions: of the tokens 0..S+steps-2, int64 [axes, B, S + steps - 1].
             steps: step j, row i reads the draft's own hidden of step j-1 in place of the feature
                 it could not yet have, and the embedding of token i + 1 + j. It attends to the
                 true rows 0..i and to its own earlier steps.
+            first: the rows before it are only attended to.
         """
-        hidden, length = self.fc(taps), taps.shape[1]
+        hidden, length, skipped = self.fc(taps), taps.shape[1], 0
         keys: list[Tensor] = []
         values: list[Tensor] = []
+        turns = self._turns(positions, hidden.dtype)
         for step in range(steps):
-            hidden = self._step(embeddings[:, step : step + length], hidden, step, keys, values)
+            rows = slice(step + skipped, step + length)
+            turn = tuple(part[:, :, rows] for part in turns)
+            hidden = self._step(embeddings[:, rows], hidden, turn, keys, values, first - skipped)
+            skipped = first
             yield hidden
 
+    def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of positions [axes, B, S]: each pair's, [B, 1, S, D/2]."""
+        of_pairs = positions[self._axes.to(positions.device)].float()  # [D/2, B, S]
+        angles = of_pairs.permute(1, 2, 0) * self._inverse_frequencies.to(positions.device)
+        return angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
+
     def _step(
-        self, embedding: Tensor, hidden: Tensor, step: int, keys: list[Tensor], values: list[Tensor]
+        self,
+        embedding: Tensor,
+        hidden: Tensor,
+        turn: tuple[Tensor, ...],
+        keys: list[Tensor],
+        values: list[Tensor],
+        skip: int,
     ) -> Tensor:
+        """One step, whose rows from `skip` on give a state."""
         layer, attention, shape = self.midlayer, self.midlayer.self_attn, self.shape
         wide = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(hidden)], -1)
-        split = (*wide.shape[:2], -1, shape.head_dim)
         query, key, value = (
-            projection(wide).view(split).transpose(1, 2)
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+            projection(rows).unflatten(2, (-1, shape.head_dim)).transpose(1, 2)
+            for projection, rows in (
+                (attention.q_proj, wide[:, skip:]),
+                (attention.k_proj, wide),
+                (attention.v_proj, wide),
+            )
         )
-        positions = torch.arange(step, step + wide.shape[1], device=wide.device)
         groups = shape.num_attention_heads // shape.num_key_value_heads
-        keys.append(_rotate(key, positions, shape.rope_theta).repeat_interleave(groups, 1))
+        keys.append(_rotate(key, *turn).repeat_interleave(groups, 1))
         values.append(value.repeat_interleave(groups, 1))
-        mixed = _attend(_rotate(query, positions, shape.rope_theta), keys, values)
-        hidden = hidden + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+        own_turn = (part[:, :, skip:] for part in turn)
+        mixed = _attend(_rotate(query, *own_turn), keys, values)
+        hidden = hidden[:, skip:] + attention.o_proj(mixed.transpose(1, 2).flatten(2))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
-def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding in halves (Llama), x [B, heads, S, D]."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions[:, None].float() * frequencies
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    left, right = x[..., :half], x[..., half:]
+    left, right = x.chunk(2, -1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
 def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Causal attention to the first keys, and to one key of the own row for every later step."""
-    length, scale = query.shape[2], query.shape[3] ** -0.5
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    """Causal attention to the first keys, and to one key of the own row for every later step.
+
+    The queries are those of the last rows.
+    """
+    (length, size), seen = query.shape[2:], keys[0].shape[2]
+    scale = size**-0.5
+    future = torch.ones(length, seen, dtype=torch.bool, device=query.device)
+    future = future.triu(1 + seen - length)
     scores = [(query @ keys[0].transpose(2, 3) * scale).masked_fill(future, float("-inf"))]
     scores += [(query * key).sum(-1, keepdim=True) * scale for key in keys[1:]]
     weights = torch.cat(scores, -1).float().softmax(-1).to(query.dtype)
-    mixed = weights[..., :length] @ values[0]
+    mixed = weights[..., :seen] @ values[0]
     for own, value in enumerate(values[1:]):
-        mixed = mixed + weights[..., length + own, None] * value
+        mixed = mixed + weights[..., seen + own, None] * value
     return mixed
 
 

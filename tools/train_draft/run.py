@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from edgellm.artifact import temporary_folder
 from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.export.taps import check_taps, default_taps
 from edgellm.quantize.device import choose_device
-from edgellm.tools.train_draft.base import embedding_weight, head_weight, load_base
+from edgellm.tools.train_draft.base import Base, Prompt, load_base
 from edgellm.tools.train_draft.corpus import (
     Generation,
     Sample,
@@ -70,36 +69,36 @@ def run(job: Job) -> None:
     device = choose_device(job.device)
     _check_output(job.output_dir)
     _check_owner(job)
-    model, tokenizer, stop_ids = load_base(job.base_model_dir, device)
-    taps = _taps(job, model)
-    samples, prompts = read_conversations(job.data, tokenizer)
-    limit = job.recipe.max_tokens
-    samples = [sample for sample in samples if len(sample.prompt) < limit]
-    prompts = [prompt for prompt in prompts if len(prompt) < limit]
-    _check_sizes(job, model, len(samples) + len(prompts) + job.self_prompts)
+    base = load_base(job.base_model_dir, device)
+    taps = _taps(job, base.config.num_hidden_layers)
+    samples, prompts = read_conversations(job.data, base)
+    limit, vocab_size = job.recipe.max_tokens, base.config.vocab_size
+    samples = [sample for sample in samples if len(sample.prompt.ids) < limit]
+    prompts = [prompt for prompt in prompts if len(prompt.ids) < limit]
+    _check_sizes(job, vocab_size, len(samples) + len(prompts) + job.self_prompts)
     torch.manual_seed(job.recipe.seed)
-    draft = Draft(draft_shape(model.config, job.draft_vocab_size, len(taps)))
+    draft = Draft(draft_shape(base.config, job.draft_vocab_size, len(taps)))
     given: np.ndarray | None = None
     if job.init_from is not None:
-        given = read_draft(draft, job.init_from, taps, model.config.vocab_size)
+        given = read_draft(draft, job.init_from, taps, vocab_size)
     _claim(job)
     if job.self_prompts:
-        prompts += _self_prompts(job, model, tokenizer)
+        prompts += _self_prompts(job, base)
     if prompts:
-        samples += _answered(job, model, prompts, stop_ids)
+        samples += _answered(job, base, prompts)
     samples = _shuffled(job, samples)
     if given is None:
-        vocabulary = draft_vocabulary(samples, model.config.vocab_size, job.draft_vocab_size)
-        start_from_base(draft, model, vocabulary)
+        vocabulary = draft_vocabulary(samples, vocab_size, job.draft_vocab_size)
+        start_from_base(draft, base, vocabulary)
     else:
         vocabulary = given
-    trainer = Trainer(draft, _frozen(model, taps, vocabulary), job.recipe, job.work_dir, device)
+    trainer = Trainer(draft, _frozen(base, taps, vocabulary), job.recipe, job.work_dir, device)
     if trainer.resume():
         _say(f"going on at step {trainer.step}")
     estimate = _train(job, trainer, samples)
     training = {"acceptance_length_estimate": estimate, **_facts(job)}
     with temporary_folder(job.output_dir) as folder:
-        write_draft(draft, folder, vocabulary, taps, model.config, training)
+        write_draft(draft, folder, vocabulary, taps, base.config, training)
         job.output_dir.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             (folder / name).replace(job.output_dir / name)
@@ -162,8 +161,7 @@ def _facts(job: Job) -> dict[str, Any]:
     return json.loads(json.dumps(facts, default=str))
 
 
-def _taps(job: Job, model: PreTrainedModel) -> tuple[int, ...]:
-    layers = model.config.num_hidden_layers
+def _taps(job: Job, layers: int) -> tuple[int, ...]:
     taps = job.hidden_taps or default_taps(layers)
     if layers in taps or len(set(taps)) < len(taps):
         raise LimitError(
@@ -173,38 +171,39 @@ def _taps(job: Job, model: PreTrainedModel) -> tuple[int, ...]:
     return check_taps(taps, layers, "--hidden_taps")
 
 
-def _check_sizes(job: Job, model: PreTrainedModel, conversations: int) -> None:
+def _check_sizes(job: Job, vocab_size: int, conversations: int) -> None:
     """Find out before hours of work what cannot end well."""
     if conversations <= job.held_out:
         raise EdgeLLMError(
             f"{conversations} conversations, {job.held_out} of them held out, leave none to learn",
             hint="give more --data, a smaller --held_out, or a larger --max_tokens",
         )
-    if job.draft_vocab_size > model.config.vocab_size:
+    if job.draft_vocab_size > vocab_size:
         raise LimitError(
-            f"--draft_vocab_size {job.draft_vocab_size} exceeds the base's "
-            f"{model.config.vocab_size} tokens"
+            f"--draft_vocab_size {job.draft_vocab_size} exceeds the base's {vocab_size} tokens"
         )
 
 
-def _self_prompts(
-    job: Job, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> list[list[int]]:
+def _self_prompts(job: Job, base: Base) -> list[Prompt]:
     store = job.work_dir / "prompts.jsonl"
-    for count in write_prompts(model, tokenizer, store, job.self_prompts, job.generation):
+    for count in write_prompts(base, store, job.self_prompts, job.generation):
         _say(f"the base has written {count} of {job.self_prompts} prompts")
-    _, prompts = read_conversations([store], tokenizer)
-    return [prompt for prompt in prompts if len(prompt) < job.recipe.max_tokens]
+    _, prompts = read_conversations([store], base)
+    return [prompt for prompt in prompts if len(prompt.ids) < job.recipe.max_tokens]
 
 
-def _answered(
-    job: Job, model: PreTrainedModel, prompts: list[list[int]], stop_ids: frozenset[int]
-) -> list[Sample]:
+def _answered(job: Job, base: Base, prompts: list[Prompt]) -> list[Sample]:
     store = job.work_dir / "answers.jsonl"
-    for count in answer_prompts(model, prompts, store, stop_ids, job.generation):
+    for count in answer_prompts(base, prompts, store, job.generation):
         _say(f"the base has answered {count} of {len(prompts)} prompts")
-    wanted = {tuple(prompt) for prompt in prompts}
-    return [sample for sample in stored_answers(store) if sample.prompt in wanted]
+    wanted = set(prompts)
+    image_id = base.pictures.token_id if base.pictures is not None else None
+    return [
+        sample
+        for sample in stored_answers(store)
+        # A picture that the base says is not there.
+        if sample.prompt in wanted and image_id not in sample.answer
+    ]
 
 
 def _shuffled(job: Job, samples: list[Sample]) -> list[Sample]:
@@ -213,7 +212,7 @@ def _shuffled(job: Job, samples: list[Sample]) -> list[Sample]:
     Raises:
         EdgeLLMError: it is another one than when the run began.
     """
-    content = json.dumps([(sample.prompt, sample.answer) for sample in samples])
+    content = json.dumps([dataclasses.astuple(sample) for sample in samples])
     digest = hashlib.sha256(content.encode()).hexdigest()
     path = job.work_dir / "corpus.sha256"
     if path.exists() and path.read_text("utf-8") != digest:
@@ -228,12 +227,11 @@ def _shuffled(job: Job, samples: list[Sample]) -> list[Sample]:
     return [samples[index] for index in order]
 
 
-def _frozen(model: PreTrainedModel, taps: tuple[int, ...], vocabulary: np.ndarray) -> Frozen:
-    head = head_weight(model)
-    ids = torch.from_numpy(vocabulary).to(head.device)
-    known = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=head.device)
+def _frozen(base: Base, taps: tuple[int, ...], vocabulary: np.ndarray) -> Frozen:
+    ids = torch.from_numpy(vocabulary).to(base.head.device)
+    known = torch.zeros(len(base.head), dtype=torch.bool, device=ids.device)
     known[ids] = True
-    return Frozen(TappedBase(model, taps), embedding_weight(model), head[ids], known)
+    return Frozen(TappedBase(base, taps), base.head[ids], known)
 
 
 def _train(job: Job, trainer: Trainer, samples: list[Sample]) -> float:
@@ -242,7 +240,7 @@ def _train(job: Job, trainer: Trainer, samples: list[Sample]) -> float:
     cache = None
     if job.cache_features:
         lengths = row_lengths(learned, job.recipe.max_tokens)
-        width = trainer.draft.shape.num_taps + 1, trainer.draft.shape.hidden_size
+        width = trainer.frozen.tapped.num_streams, trainer.draft.shape.hidden_size
         cache = FeatureCache(job.work_dir / "features.bin", lengths, width)
     estimate: float | None = None
 

@@ -45,10 +45,16 @@ class Recipe:
 class Frozen:
     """What the draft takes from its base and does not train."""
 
-    base: TappedBase
-    embedding: Tensor  # [V, H]
+    tapped: TappedBase
     head: Tensor  # the base's head over the draft vocabulary [Vd, H]
     in_vocabulary: Tensor  # bool [V]
+
+    def embeddings(self, batch: Batch, features: Tensor) -> Tensor:
+        """What the base reads, [B, S, H]; a picture has rows that are in the features."""
+        base = self.tapped.base
+        if base.pictures is not None:
+            return features[:, :, -1]
+        return nn.functional.embedding(batch.rows.ids.to(features.device), base.embedding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,7 @@ class Trainer:
         for numbers in groups[self.step :]:
             batch = make_batch(samples, numbers, recipe.max_tokens)
             loss = self._train(batch, self._features(batch, cache), len(groups))
-            self.step, tokens = self.step + 1, tokens + sum(batch.lengths)
+            self.step, tokens = self.step + 1, tokens + batch.num_tokens
             held = None
             if self.step % save_every == 0 or self.step == len(groups):
                 if cache is not None:
@@ -128,7 +134,7 @@ class Trainer:
     def _features(self, batch: Batch, cache: FeatureCache | None) -> Tensor:
         if cache is not None and cache.has(batch):
             return cache.load(batch).to(self.device)
-        features = self.frozen.base(batch.ids.to(self.device), batch.lengths)
+        features = self.frozen.tapped(batch.rows)
         if cache is not None:
             cache.store(batch, features)
         return features.clone()  # inference tensors cannot enter autograd
@@ -155,22 +161,26 @@ class Trainer:
         The state of token p gives the base's distribution of token p + 1. Unroll j predicts it
         from row p - 1 - j: the last true feature it reads is that much older.
         """
-        ids, learned = batch.ids.to(self.device), batch.learned.to(self.device)
-        unrolls = self.recipe.unrolls
+        ids, learned = batch.rows.ids.to(self.device), batch.learned.to(self.device)
+        unrolls, num_taps = self.recipe.unrolls, self.draft.shape.num_taps
         known = learned[:, 1:] & self.frozen.in_vocabulary[ids[:, 1:]]
         known[:, :unrolls] = False
-        rows, positions = known.nonzero(as_tuple=True)
+        rows, places = known.nonzero(as_tuple=True)
+        dtype = self.frozen.head.dtype
         with torch.no_grad():
-            state = features[rows, positions, -1]
+            state = features[rows, places, num_taps].to(dtype)
             targets = (state @ self.frozen.head.T).softmax(-1)
-        embeddings = nn.functional.embedding(ids[:, 1:], self.frozen.embedding)
-        embeddings = nn.functional.pad(embeddings, (0, 0, 0, unrolls - 1))
-        with torch.autocast(self.device.type, torch.bfloat16):
-            taps = features[:, :-1, :-1].flatten(2)
-            chosen = [
-                hidden[rows, positions - 1 - unroll]
-                for unroll, hidden in enumerate(self.draft.unroll(taps, embeddings, unrolls))
-            ]
+        ahead = (0, unrolls - 1)
+        embeddings = self.frozen.embeddings(batch, features)[:, 1:].to(dtype)
+        embeddings = nn.functional.pad(embeddings, (0, 0, *ahead))
+        positions = self.frozen.tapped.base.positions(batch.rows)[..., :-1].to(self.device)
+        positions = nn.functional.pad(positions, ahead)
+        taps = features[:, :-1, :num_taps].flatten(2).to(dtype)
+        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            first = int(places.min()) - unrolls if len(places) else 0
+            unrolled = self.draft.unroll(taps, embeddings, positions, unrolls, first)
+            newest = places - 1 - first
+            chosen = [hidden[rows, newest - step] for step, hidden in enumerate(unrolled)]
             return self.draft.norm(torch.stack(chosen)), targets
 
     @torch.no_grad()

@@ -1,0 +1,76 @@
+"""The pictures of training conversations, prepared as on a device and encoded by the base."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from edgellm.multimodal import processors
+from edgellm.multimodal.images import open_image
+from edgellm.multimodal.positions import rotary_positions
+from edgellm.multimodal.processors import Prepared
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a conversation: its place in the prompt has been made."""
+
+    source: str  # an absolute path, or a URI
+    grid: tuple[int, int]  # Qwen: rows and columns of patches; others: of tiles
+
+
+class Pictures:
+    """How a vision-language model takes pictures."""
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        """Read the processor of the checkpoint in `folder`, whose model of transformers this is.
+
+        Raises:
+            UnsupportedModelError: its pictures cannot be prepared.
+        """
+        self._model = model.model
+        self._processor: Any = processors.load(folder)
+        self.token_id: int = model.config.image_token_id
+        self._is_patched = hasattr(self._processor, "merged")
+
+    def prepare(self, source: str, folder: Path) -> tuple[Picture, Prepared]:
+        """A picture, relative to `folder` where it is a relative path.
+
+        Raises:
+            RequestError: it cannot be read.
+        """
+        prepared = self._processor.prepare(open_image(source, folder))
+        is_uri = ":" in source.partition("/")[0]
+        place = source if is_uri else str((folder / source).absolute())
+        return Picture(place, prepared.grid), prepared
+
+    def expand(self, text: str, prepared: list[Prepared]) -> str:
+        """A rendered conversation with every placeholder as long as its picture."""
+        return processors.expand(text, self._processor.image_token, prepared)
+
+    def positions(self, token_ids: NDArray[np.int64], pictures: tuple[Picture, ...]) -> Tensor:
+        """M-RoPE positions of an expanded conversation, int64 [3, S]."""
+        grids = [self._processor.merged(picture.grid) for picture in pictures]
+        return torch.from_numpy(rotary_positions(token_ids, self.token_id, grids).prompt)
+
+    @torch.inference_mode()
+    def encode(self, picture: Picture) -> tuple[Tensor, Tensor]:
+        """Rows [N, H] of the embedding, and what deepstack adds to later layers, [L, N, H]."""
+        prepared = self._processor.prepare(open_image(picture.source, Path.cwd()))
+        pixels = torch.from_numpy(prepared.pixels).to(self._model.device, self._model.dtype)
+        if self._is_patched:
+            grids = torch.tensor([(1, *picture.grid)], device=pixels.device)
+            found = self._model.get_image_features(pixels, grids)
+        elif self._model.config.model_type == "internvl":
+            found = self._model.get_image_features(pixels)
+        else:
+            found = self._model.get_image_features(pixels[None])
+        rows = torch.cat([part.flatten(0, -2) for part in found.pooler_output])
+        levels = [torch.cat(list(level)) for level in getattr(found, "deepstack_features", ())]
+        return rows, torch.stack(levels) if levels else rows.new_empty(0, *rows.shape)
