@@ -11,6 +11,7 @@ memory do not depend on what the numbers are. Engines take turns; ratios are med
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -128,6 +129,53 @@ def open_transformers(model: Path, threads: int) -> Encode:
     return encode
 
 
+def open_export(model: Path, work: Path, threads: int) -> Encode:
+    """The same encoder as PyTorch exports it, for one size of images at a time, on ONNX Runtime."""
+    import onnxruntime
+    import torch
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(model).float().model.visual.eval()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+
+    class OfGrid(torch.nn.Module):
+        def __init__(self, grid: tuple[int, int]) -> None:
+            super().__init__()
+            self.encoder, self.grid = encoder, torch.tensor([(1, *grid)])
+
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            return self.encoder(pixels, self.grid).pooler_output
+
+    @functools.lru_cache(maxsize=1)
+    def session(grid: tuple[int, int]) -> onnxruntime.InferenceSession:
+        path = work / f"exported-{grid[0]}x{grid[1]}.onnx"
+        if not path.exists():
+            pixels = torch.zeros(grid[0] * grid[1], 1176)
+            torch.onnx.export(OfGrid(grid), (pixels,), path, dynamo=False, input_names=["pixels"])
+        return onnxruntime.InferenceSession(path, options)
+
+    return lambda pixels, grid: session(grid).run(None, {"pixels": pixels})
+
+
+def open_products(depth: int, threads: int) -> Encode:
+    """The products of all linear layers and nothing else, float32, in PyTorch."""
+    import torch
+
+    torch.set_num_threads(threads)
+    blocks = [(1280, 3 * 1280), (1280, 1280), (1280, 3420), (1280, 3420), (3420, 1280)]
+    of_patches = [torch.randn(shape) for shape in [(1176, 1280), *blocks * depth]]
+    of_tokens = [torch.randn(shape) for shape in [(5120, 5120), (5120, 576)]]
+
+    def multiply(pixels: np.ndarray, grid: tuple[int, int]) -> object:
+        del grid
+        many = [torch.ones(len(pixels), len(weight)) @ weight for weight in of_patches]
+        few = [torch.ones(len(pixels) // 4, len(weight)) @ weight for weight in of_tokens]
+        return many, few
+
+    return multiply
+
+
 def encoder_times(encoders: dict[str, Encode], rounds: int) -> None:
     """Seconds by image size."""
     print(f"{'image':>12} {'tokens':>7}" + "".join(f"{name:>22}" for name in encoders))
@@ -137,6 +185,8 @@ def encoder_times(encoders: dict[str, Encode], rounds: int) -> None:
         times: dict[str, list[float]] = {name: [] for name in encoders}
         for _ in range(rounds):
             for name, encode in encoders.items():
+                if not times[name]:
+                    encode(pixels, grid)  # an export of this size is made now
                 start = time.perf_counter()
                 encode(pixels, grid)
                 times[name].append(time.perf_counter() - start)
@@ -214,6 +264,8 @@ def main() -> None:
     engines = build(work, arguments.threads)
     encoders = {
         "transformers": open_transformers(work / "model", arguments.threads),
+        "torch export": open_export(work / "model", work, arguments.threads),
+        "products alone": open_products(arguments.depth, arguments.threads),
         "edgellm fp32": open_encoder(engines["none"]),
         "edgellm int8": open_encoder(engines["int8"]),
     }

@@ -11,17 +11,8 @@ import time
 from pathlib import Path
 
 from edgellm.command import run_command
-from edgellm.contract import (
-    DRAFT_FOLDER,
-    BundleManifest,
-    DraftBundleManifest,
-    DraftEngineManifest,
-    EdgeLLMError,
-    EngineManifest,
-    load_manifest,
-)
 from edgellm.tools import demo_images, smollm2
-from edgellm.tools.stages import command, is_built, say, took, unless
+from edgellm.tools.stages import build_pair, command, export_pair, say, took
 
 REQUESTS = Path(__file__).parent / "demo_requests.json"
 DRAFT = Path(__file__).parents[1] / "examples" / "smollm2-135m-instruct-eagle3"
@@ -36,24 +27,9 @@ def main() -> None:
     model = smollm2.fetch()
     took(start)
     say("2/6 export", "base and draft to ONNX bundles")
-    unless(
-        _bundle_is_current(bundle, model), "edgellm-export", "llm", "--model_dir", model,
-        "--output_dir", bundle, "--dtype", "fp32", "--is_eagle_base", "--draft_model_dir", DRAFT,
-    )  # fmt: skip
-    unless(
-        _draft_is_current(drafted), "edgellm-export", "draft", "--draft_model_dir", DRAFT,
-        "--base_model_dir", model, "--output_dir", drafted, "--dtype", "fp32",
-    )  # fmt: skip
+    export_pair(model, DRAFT, bundle, drafted)
     say("3/6 build", "both bundles into one engine for this machine")
-    sizes = ["--maxInputLen", 1024, "--maxKVCacheCapacity", 2048]
-    unless(
-        is_built(engine, bundle, EngineManifest), "llm_build", "--onnxDir", bundle,
-        "--engineDir", engine, "--eagleBase", *sizes,
-    )  # fmt: skip
-    unless(
-        is_built(engine / DRAFT_FOLDER, drafted, DraftEngineManifest), "llm_build", "--onnxDir",
-        drafted, "--engineDir", engine, "--eagleDraft", *sizes,
-    )  # fmt: skip
+    build_pair(bundle, drafted, engine, "--maxInputLen", 1024, "--maxKVCacheCapacity", 2048)
     _answer(work, engine)
     demo_images.describe(work)
 
@@ -70,25 +46,6 @@ def _answer(work: Path, engine: Path) -> None:
     command("edgellm-trees", trees, "--output_file", page)
     _show(_responses(plain), _responses(eagle))
     print(f"\n  the trees: {page.as_uri()}")
-
-
-def _bundle_is_current(bundle: Path, model: Path) -> bool:
-    try:
-        manifest = load_manifest(bundle, BundleManifest)
-    except EdgeLLMError:
-        return False
-    made_from = manifest.provenance["checkpoint"], manifest.dtype
-    return made_from == (str(model), "float32") and bool(manifest.hidden_taps)
-
-
-def _draft_is_current(bundle: Path) -> bool:
-    try:
-        manifest = load_manifest(bundle, DraftBundleManifest)
-    except EdgeLLMError:
-        return False
-    made = bundle.stat().st_mtime
-    weights = DRAFT / "model.safetensors"
-    return manifest.provenance["checkpoint"] == str(DRAFT) and weights.stat().st_mtime < made
 
 
 def _responses(path: Path) -> list[dict]:

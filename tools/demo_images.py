@@ -7,36 +7,37 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from edgellm.contract import (
-    BundleManifest,
-    EdgeLLMError,
-    EngineManifest,
-    VisualBundleManifest,
-    VisualEngineManifest,
-    load_manifest,
+from edgellm.contract import VisualBundleManifest, VisualEngineManifest
+from edgellm.tools.stages import (
+    build_pair,
+    command,
+    export_pair,
+    is_built,
+    is_exported,
+    say,
+    unless,
 )
-from edgellm.tools.stages import command, is_built, say, unless
 from edgellm.tools.synthetic_vlm import scenes
 
-Bundle = TypeVar("Bundle", BundleManifest, VisualBundleManifest)
 MODEL = Path(__file__).parents[1] / "examples" / "synthetic-vlm"
+DRAFT = MODEL.with_name("synthetic-vlm-eagle3")
 _SCENES = 10
 _SEED = 2026
 
 
 def describe(work: Path) -> None:
     """Export, build, ask for the captions of some scenes, and score them."""
-    say("6/6 images", "drawn scenes, described by a synthetic model")
-    bundle, seeing = work / "vlm_bundle", work / "vlm_visual_bundle"
+    say("6/6 images", "drawn scenes, described by a synthetic model with EAGLE3")
+    bundle, drafted, seeing = (work / f"vlm_{name}_bundle" for name in ("llm", "draft", "visual"))
     engine, encoder = work / "vlm_engine", work / "vlm_visual_engine"
-    _export("llm", bundle, is_current=_is_current(bundle, BundleManifest))
-    _export("visual", seeing, is_current=_is_current(seeing, VisualBundleManifest))
+    export_pair(MODEL, DRAFT, bundle, drafted)
     unless(
-        is_built(engine, bundle, EngineManifest), "llm_build", "--onnxDir", bundle,
-        "--engineDir", engine, "--maxInputLen", 256, "--maxKVCacheCapacity", 512,
+        is_exported(seeing, VisualBundleManifest, MODEL), "edgellm-export", "visual",
+        "--model_dir", MODEL, "--output_dir", seeing, "--dtype", "fp32",
     )  # fmt: skip
+    build_pair(bundle, drafted, engine, "--maxInputLen", 256, "--maxKVCacheCapacity", 512)
     unless(
         is_built(encoder, seeing, VisualEngineManifest), "visual_build", "--onnxDir", seeing,
         "--engineDir", encoder,
@@ -46,27 +47,10 @@ def describe(work: Path) -> None:
     requests.write_text(json.dumps(_requests(work, drawn), indent=2) + "\n", "utf-8")
     command(
         "llm_inference", "--engineDir", engine, "--multimodalEngineDir", encoder,
-        "--inputFile", requests, "--outputFile", answers,
+        "--inputFile", requests, "--outputFile", answers, "--eagle",
     )  # fmt: skip
     responses = json.loads(answers.read_text("utf-8"))["responses"]
-    _show([response["output_text"] for response in responses], drawn, work)
-
-
-def _export(what: str, bundle: Path, *, is_current: bool) -> None:
-    unless(
-        is_current, "edgellm-export", what, "--model_dir", MODEL, "--output_dir", bundle,
-        "--dtype", "fp32",
-    )  # fmt: skip
-
-
-def _is_current(bundle: Path, kind: type[Bundle]) -> bool:
-    try:
-        manifest = load_manifest(bundle, kind)
-    except EdgeLLMError:
-        return False
-    made = bundle.stat().st_mtime
-    weights = MODEL / "model.safetensors"
-    return manifest.provenance["checkpoint"] == str(MODEL) and weights.stat().st_mtime < made
+    _show(responses, drawn, work)
 
 
 def _requests(work: Path, drawn: list[scenes.Scene]) -> dict[str, object]:
@@ -80,11 +64,13 @@ def _requests(work: Path, drawn: list[scenes.Scene]) -> dict[str, object]:
     return {"temperature": 0, "max_generate_length": 64, "requests": requests}
 
 
-def _show(captions: list[str], drawn: list[scenes.Scene], work: Path) -> None:
+def _show(responses: list[dict[str, Any]], drawn: list[scenes.Scene], work: Path) -> None:
+    captions = [response["output_text"] for response in responses]
     scores = [scenes.score(caption, scene) for caption, scene in zip(captions, drawn, strict=True)]
     print(f"\n  > Describe the image. {(work / 'scene-0.png').as_uri()}\n    {captions[0]}")
+    lengths = [response["timings"]["spec_acceptance_length"] for response in responses]
     right, exact = sum(one.right_cells for one in scores), sum(one.exact for one in scores)
     print(
         f"\n  {exact} of {len(drawn)} captions are right to the word, {right} of "
-        f"{9 * len(drawn)} cells"
+        f"{9 * len(drawn)} cells; acceptance length {sum(lengths) / len(lengths):.2f}"
     )

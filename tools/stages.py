@@ -10,15 +10,56 @@ from typing import TypeVar
 
 from edgellm.artifact import hash_file
 from edgellm.contract import (
+    DRAFT_FOLDER,
     MANIFEST_NAME,
+    BundleManifest,
+    DraftBundleManifest,
     DraftEngineManifest,
     EdgeLLMError,
     EngineManifest,
+    VisualBundleManifest,
     VisualEngineManifest,
     load_manifest,
 )
 
+Bundle = TypeVar("Bundle", BundleManifest, DraftBundleManifest, VisualBundleManifest)
 Engine = TypeVar("Engine", EngineManifest, DraftEngineManifest, VisualEngineManifest)
+
+
+def export_pair(model: Path, draft: Path, bundle: Path, drafted: Path) -> None:
+    """Bundles of a base and of its EAGLE3 draft, float32."""
+    unless(
+        is_exported(bundle, BundleManifest, model), "edgellm-export", "llm", "--model_dir", model,
+        "--output_dir", bundle, "--dtype", "fp32", "--is_eagle_base", "--draft_model_dir", draft,
+    )  # fmt: skip
+    unless(
+        is_exported(drafted, DraftBundleManifest, draft), "edgellm-export", "draft",
+        "--draft_model_dir", draft, "--base_model_dir", model, "--output_dir", drafted,
+        "--dtype", "fp32",
+    )  # fmt: skip
+
+
+def build_pair(bundle: Path, drafted: Path, engine: Path, *sizes: object) -> None:
+    """Both bundles into one engine."""
+    unless(
+        is_built(engine, bundle, EngineManifest), "llm_build", "--onnxDir", bundle,
+        "--engineDir", engine, "--eagleBase", *sizes,
+    )  # fmt: skip
+    unless(
+        is_built(engine / DRAFT_FOLDER, drafted, DraftEngineManifest), "llm_build", "--onnxDir",
+        drafted, "--engineDir", engine, "--eagleDraft", *sizes,
+    )  # fmt: skip
+
+
+def is_exported(bundle: Path, kind: type[Bundle], checkpoint: Path) -> bool:
+    """Whether the bundle was made of this checkpoint, after it was written."""
+    try:
+        manifest = load_manifest(bundle, kind)
+    except EdgeLLMError:
+        return False
+    weights = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
+    is_newer = weights.stat().st_mtime < bundle.stat().st_mtime
+    return manifest.provenance["checkpoint"] == str(checkpoint) and is_newer
 
 
 def is_built(engine: Path, bundle: Path, kind: type[Engine]) -> bool:
