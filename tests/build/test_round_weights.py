@@ -15,6 +15,8 @@ from edgellm.build.engine import build_engine
 from edgellm.contract import EngineManifest, load_manifest
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.backends.onnxruntime import linears
+from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
 from edgellm.device_runtime.backends.onnxruntime.graph import GraphEditor
 from edgellm.device_runtime.backends.onnxruntime.linear_weights import LinearWeight
 from edgellm.device_runtime.backends.onnxruntime.linears import (
@@ -105,6 +107,23 @@ def test_inputs_of_one_term(name, tmp_path):
         errors[kind] = np.abs(y - exact).max()
     assert 50 * errors["fine"] < errors["all"]
     assert errors["coarse"] == errors["all" if name.endswith("up_proj") else "fine"]
+
+
+@pytest.mark.parametrize("has_dot_products", [False, True])
+def test_large_products_of_int8(has_dot_products, tmp_path, monkeypatch):
+    """AVX2 would saturate the sums of pairs: there weights are unsigned."""
+    import onnxruntime
+
+    monkeypatch.setattr(linears, "has_fast_int8", lambda: has_dot_products)
+    x = np.random.default_rng(1).uniform(0.9, 1, (2, 5, 96)).astype(np.float32)
+    weight = np.random.default_rng(2).uniform(0.9, 1, (96, 32)).astype(np.float32)
+    _save_layer(tmp_path / "layer.onnx", RowInt8Kernel(), "layer", weight)
+    stored = ir.load(tmp_path / "layer.onnx").graph.initializers
+    assert ("layer.int8" in stored) == has_dot_products
+    assert ("layer.uint8" in stored) != has_dot_products
+    if has_fast_int8() or not has_dot_products:
+        y = onnxruntime.InferenceSession(tmp_path / "layer.onnx").run(None, {"x": x})[0]
+        np.testing.assert_allclose(y, x @ weight, rtol=2e-3)
 
 
 def _save_layer(path: Path, kernel: RowInt8Kernel, name: str, weight: np.ndarray) -> None:

@@ -96,6 +96,9 @@ class RowInt8Kernel:
     channels theirs all the same, so inputs become the sum of two int8 terms, the second 1/254 of
     the first: 16 bits from one product with twice the rows. Layers that lose little by a single
     term may be named to save that.
+
+    Without int8 dot products weights are uint8 around 128: AVX2 adds pairs of products of uint8
+    with int8 in 16 bits, which overflow; for uint8 with uint8 ONNX Runtime widens them first.
     """
 
     def __init__(self, one_term: tuple[str, ...] = ()) -> None:
@@ -105,37 +108,18 @@ class RowInt8Kernel:
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """Quantize the rows, multiply, scale back."""
-        columns: list[np.ndarray] = []
-
-        def load(index: int) -> np.ndarray:
-            if not columns:
-                columns.extend(weight.columns())
-            return columns[index]
-
         two_terms = not name.endswith(self._one_term_names)
         if (x, two_terms) not in self._rows:
             quantize = self._two_terms if two_terms else self._one_term
             self._rows[x, two_terms] = quantize(graph, x)
         codes, scale = self._rows[x, two_terms]
-        middle = graph.constant("uint8_middle", np.uint8(128))
-        # Without dot products, the processor adds pairs of products of signed weights in 16 bits,
-        # which overflow. Of unsigned ones they do not.
-        if has_fast_int8():
-            table = graph.weight(f"{name}.int8", lambda: load(0))
-            points = []
-        else:
-            table = graph.weight(f"{name}.uint8", lambda: load(0).view(np.uint8) ^ 128)
-            points = [middle]
+        columns, column_scales, *zero = self._columns(graph, weight, name)
+        one, middle = (
+            graph.constant("one", np.float32(1)), graph.constant("uint8_middle", np.uint8(128))
+        )  # fmt: skip
         product = graph.node(
             "MatMulIntegerToFloat",
-            [
-                codes,
-                table,
-                graph.constant("one", np.float32(1)),
-                graph.weight(f"{name}.int8_scale", lambda: load(1)),
-                middle,
-                *points,
-            ],
+            [codes, columns, one, column_scales, middle, *zero],
             domain="com.microsoft",
         )
         if two_terms:
@@ -143,6 +127,22 @@ class RowInt8Kernel:
             finer = graph.constant("1/254", np.float32(1 / 254))
             product = graph.node("Add", [coarse, graph.node("Mul", [fine, finer])])
         return graph.node("Mul", [product, scale])
+
+    def _columns(self, graph: GraphEditor, weight: LinearWeight, name: str) -> list[ir.Value]:
+        """Codes [in, out] and scales [out] of a weight; the zero point of unsigned codes."""
+        loaded: list[np.ndarray] = []
+
+        def load(index: int) -> np.ndarray:
+            if not loaded:
+                loaded.extend(weight.columns())
+            return loaded[index]
+
+        scales = graph.weight(f"{name}.int8_scale", lambda: load(1))
+        if has_fast_int8():
+            return [graph.weight(f"{name}.int8", lambda: load(0)), scales]
+        middle = np.uint8(128)
+        codes = graph.weight(f"{name}.uint8", lambda: load(0).view(np.uint8) ^ middle)
+        return [codes, scales, graph.constant("uint8_middle", middle)]
 
     def _one_term(self, graph: GraphEditor, x: ir.Value) -> tuple[ir.Value, ir.Value]:
         """X [..., S, in] -> codes uint8 [..., S, in] around 128, scales float32 [..., S, 1]."""
