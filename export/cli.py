@@ -25,6 +25,9 @@ app = typer.Typer(
 )
 
 DType = Annotated[str, typer.Option("--dtype", help="Activations: fp16 or fp32.")]
+Quantization = Annotated[
+    str, typer.Option("--quantization", help="Rounds weights of linear layers: fp8, int8 or none.")
+]
 IgnoredKeys = Annotated[
     str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
 ]
@@ -142,6 +145,7 @@ def visual(
     ],
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the bundle.")],
     dtype: DType = "fp16",
+    quantization: Quantization = "none",
     ignore_config_keys: IgnoredKeys = "",
     debug: Debug = False,
 ) -> None:
@@ -152,9 +156,11 @@ def visual(
     from edgellm.export.visual_bundle import VisualOptions, export_visual
 
     _expect_dtype(dtype)
+    if quantization not in ("none", "fp8", "int8"):
+        raise EdgeLLMError(f"--quantization {quantization}: give none, fp8 or int8")
     start = time.perf_counter()
     checkpoint = open_checkpoint(model_dir, tokenizer=False)
-    options = VisualOptions(dtype, _split(ignore_config_keys))
+    options = VisualOptions(dtype, _split(ignore_config_keys), quantization)
     with byte_progress("exporting") as progress:
         manifest = export_visual(checkpoint, output_dir, options, progress)
     spec = manifest.vision

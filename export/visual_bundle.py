@@ -37,6 +37,7 @@ class VisualOptions:
 
     dtype: str = "fp16"
     ignore_config_keys: tuple[str, ...] = ()
+    quantization: str = "none"  # "int8" or "fp8" rounds the weights of linear layers
 
 
 def export_visual(
@@ -58,7 +59,7 @@ def export_visual(
             f"{checkpoint.label} has no preprocessor_config.json",
             hint="copy preprocessor_config.json or processor_config.json beside the weights",
         )
-    weights = Weights(checkpoint.tensors, checkpoint.quant_config)
+    weights = Weights(checkpoint.tensors, checkpoint.quant_config, rounding=options.quantization)
     dtype = DTYPES[options.dtype]
     model, op = build_visual(encoder, config, weights, dtype)
     refuse_leftovers(own_leftovers(weights, encoder), "checkpoint's visual encoder")
@@ -71,7 +72,7 @@ def export_visual(
         manifest = VisualBundleManifest(
             vision=config.spec(checkpoint.config["model_type"], parameters),
             dtype=dtype.numpy().name,
-            quantization=checkpoint.quantization if _is_quantized(op) else "none",
+            quantization=_quantization(checkpoint, options, op),
             opset=OPSET,
             options=dataclasses.asdict(options),
             provenance={"checkpoint": checkpoint.label, **versions()},
@@ -101,6 +102,9 @@ def read_encoder(checkpoint: Checkpoint, options: VisualOptions) -> tuple[Module
     return encoder, config
 
 
-def _is_quantized(op: Op) -> bool:
-    """Most quantized checkpoints leave the encoder in floats."""
-    return any(stored.dtype.name not in _FLOATS for _, stored in op.parameters.values())
+def _quantization(checkpoint: Checkpoint, options: VisualOptions, op: Op) -> str:
+    """How the graph's linear layers are stored; most quantized checkpoints spare the encoder."""
+    if options.quantization != "none":
+        return options.quantization
+    kinds = {stored.dtype.name for _, stored in op.parameters.values()}
+    return "none" if kinds <= set(_FLOATS) else checkpoint.quantization

@@ -59,13 +59,23 @@ class Weights:
         source: TensorSource,
         quantization: Mapping[str, Any] | None = None,
         *,
+        rounding: str = "none",
         prefix: str = "",
         taken: set[str] | None = None,
     ) -> None:
-        """`quantization`: the checkpoint's own words on how its weights are stored."""
+        """Tensors of `source`.
+
+        Args:
+            source: all tensors of the checkpoint.
+            quantization: the checkpoint's own words on how its weights are stored.
+            rounding: "int8" or "fp8" for linear layers whose weights are floats.
+            prefix: dotted name with its final dot.
+            taken: shared by all parts of one checkpoint.
+        """
         self._source = source
         self._prefix = prefix
         self.quantization: Mapping[str, Any] = quantization or {}
+        self.rounding = rounding
         self._taken: set[str] = set() if taken is None else taken
 
     def __truediv__(self, name: str) -> Weights:
@@ -73,6 +83,7 @@ class Weights:
         return Weights(
             self._source,
             self.quantization,
+            rounding=self.rounding,
             prefix=f"{self._prefix}{name}.",
             taken=self._taken,
         )

@@ -12,6 +12,7 @@ from image_checkpoints import write_tiny_processor
 
 from edgellm import contract
 from edgellm.contract import VisionSpec, VisualBundleManifest, load_manifest
+from edgellm.export import visual
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
 from edgellm.multimodal.grids import grid_inputs
@@ -57,20 +58,25 @@ def rename_tensors(folder: Path, old: str, new: str) -> None:
 class VisualModel:
     """A checkpoint in transformers beside its bundle in ONNX Runtime."""
 
-    def __init__(self, checkpoint: Path, bundle: Path, dtype: str = "fp32") -> None:
+    def __init__(
+        self, checkpoint: Path, bundle: Path, dtype: str = "fp32", quantization: str = "none"
+    ) -> None:
         import onnxruntime
         import torch
         from transformers import AutoModelForImageTextToText
 
         self.bundle = bundle
         source = open_checkpoint(str(checkpoint), tokenizer=False)
-        export_visual(source, bundle, VisualOptions(dtype))
+        export_visual(source, bundle, VisualOptions(dtype, quantization=quantization))
         self.manifest = load_manifest(bundle, VisualBundleManifest)
         self.reference = AutoModelForImageTextToText.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
+        if quantization != "none":  # ONNX Runtime's kernels round inputs, too; the graph does not
+            level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            options.graph_optimization_level = level
         self.session = onnxruntime.InferenceSession(
             bundle / "model.onnx", options, providers=["CPUExecutionProvider"]
         )
@@ -84,6 +90,28 @@ class VisualModel:
         inputs = {contract.PIXEL_VALUES: pixels.astype(self.manifest.dtype)}
         inputs |= grid_inputs(*grid, self.spec)
         return [np.asarray(output) for output in self.session.run(None, inputs)]
+
+    def linears(self) -> dict[str, Any]:
+        """The linear layers of transformers' encoder by name."""
+        import torch
+
+        parts = visual.find(self.spec.model_type).Model.parts
+        return {
+            name: module
+            for name, module in self.reference.model.named_modules()
+            if name.startswith(parts) and isinstance(module, torch.nn.Linear)
+        }
+
+    def round_reference(self, precision: str) -> None:
+        """Round transformers' weights with a scale for each output channel."""
+        import torch
+
+        for module in self.linears().values():
+            weight = module.weight.data
+            scale = weight.abs().amax(1, keepdim=True) / (127 if precision == "int8" else 448)
+            codes = weight / scale
+            codes = codes.round() if precision == "int8" else codes.to(torch.float8_e4m3fn).float()
+            module.weight.data = codes * scale
 
     def features(
         self, pixels: list[np.ndarray], grids: list[tuple[int, int]]

@@ -15,10 +15,11 @@ import onnx_ir as ir
 
 from edgellm.contract import UnsupportedModelError
 from edgellm.export.quantized.operand import QuantizedLinear
+from edgellm.export.quantized.rounded import round_linear
 from edgellm.export.weights import Weights
 
 _FLOATS = ("F32", "F16", "BF16")
-_OWN = ("operand", "packed")  # modules of this package that are no layout
+_OWN = ("operand", "packed", "rounded")  # modules of this package that are no layout
 
 
 class Layout(Protocol):
@@ -38,17 +39,18 @@ class Layout(Protocol):
 
 
 def find(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear | None:
-    """How the linear layer [out, in] at `weights` is quantized; None for float weights.
+    """How the linear layer [out, in] at `weights` is quantized; None where it stays float.
 
     Raises:
-        UnsupportedModelError: quantized in no known layout.
+        UnsupportedModelError: quantized in no known layout, or already where it is to be rounded.
     """
     info = weights.info("weight")
     if info is not None and info.dtype in _FLOATS:
-        return None
+        return round_linear(weights, shape, dtype) if weights.rounding != "none" else None
     for layout in _layouts():
         found = layout.read(weights, shape, dtype)
         if found is not None:
+            _expect_float(weights)
             return found
     if info is None:
         return None
@@ -57,6 +59,15 @@ def find(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
         "cannot export",
         hint=f"layouts: {', '.join(names())}",
     )
+
+
+def _expect_float(weights: Weights) -> None:
+    if weights.rounding != "none":
+        raise UnsupportedModelError(
+            f"{weights.prefix.rstrip('.')} is quantized already: it cannot be rounded to "
+            f"{weights.rounding}",
+            hint="leave --quantization away",
+        )
 
 
 def names() -> list[str]:

@@ -268,7 +268,7 @@ def test_a_key_that_does_not_matter_may_be_ignored(qwen3_checkpoint, tmp_path):
     checkpoint.config["vision_config"]["mystery"] = 1
     options = VisualOptions(ignore_config_keys=("mystery",))
     assert export_visual(checkpoint, tmp_path / "bundle", options).options == {
-        "dtype": "fp16", "ignore_config_keys": ("mystery",)
+        "dtype": "fp16", "ignore_config_keys": ("mystery",), "quantization": "none"
     }  # fmt: skip
 
 
