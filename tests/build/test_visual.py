@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from conftest import assert_one_line_error
+from quantized_layouts import LAYOUTS
+from safetensors.numpy import load_file, save_file
 from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels
 
 from edgellm import contract
 from edgellm.build.visual import build_visual
-from edgellm.contract import VisualEngineManifest, load_manifest
+from edgellm.contract import EdgeLLMError, VisualEngineManifest, load_manifest
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import VisualPlan
 from edgellm.export import visual
+from edgellm.export.source import open_checkpoint
+from edgellm.export.visual_bundle import VisualOptions, export_visual
 from edgellm.multimodal.grids import grid_inputs
 
 PLAN = VisualPlan(1, 64, 64, 1)
@@ -30,8 +37,13 @@ def model(request, tmp_path_factory) -> VisualModel:
 @pytest.fixture(scope="module")
 def engine(model) -> Path:
     folder = model.bundle.parent / "engine"
-    build_visual(model.bundle, folder, PLAN, "onnxruntime", lambda _: None)
+    _build(model.bundle, folder)
     return folder
+
+
+def _build(bundle: Path, engine: Path, quantize: str = "none") -> VisualEngineManifest:
+    plan = dataclasses.replace(PLAN, quantize=quantize)
+    return build_visual(bundle, engine, plan, "onnxruntime", lambda _: None)
 
 
 def _encode(engine: Path, pixels: np.ndarray, grid: tuple[int, int]) -> list[np.ndarray]:
@@ -55,13 +67,59 @@ def test_features_equal_transformers(model, engine, grid):
 
 def test_int8(model, tmp_path):
     """Rounded weights change the features a little, and only then."""
-    plan = VisualPlan(1, 64, 64, 1, "int8")
-    build_visual(model.bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
+    _build(model.bundle, tmp_path / "engine", "int8")
     grid = (6, 8)
     pixels = random_pixels(model.spec, grid, 6)
     exact, *_ = model.run(pixels, grid)
     rounded, *_ = _encode(tmp_path / "engine", pixels, grid)
     assert 1e-4 < np.linalg.norm(rounded - exact) / np.linalg.norm(exact) < 0.05
+
+
+def _operators(engine: Path) -> Counter[str]:
+    graph = onnx.load(engine / "encoder.onnx", load_external_data=False).graph
+    return Counter(node.op_type for node in graph.node)
+
+
+@pytest.mark.parametrize(
+    ("precision", "operator", "least", "most"),
+    [("int8", "MatMulIntegerToFloat", 0, 1e-3), ("fp8", "MatMulNBits", 1e-4, 0.02)],
+)
+def test_rounded_bundles(model, tmp_path, precision, operator, least, most):
+    """Int8 keeps its codes, and two terms of inputs lose nothing; FP8 becomes int8 in blocks."""
+    checkpoint, bundle = model.bundle.parent / "checkpoint", tmp_path / "bundle"
+    portable = VisualModel(checkpoint, bundle, quantization=precision)
+    built = _build(bundle, tmp_path / "engine")
+    assert (built.precision, built.quantization) == (precision, precision)
+    operators = _operators(tmp_path / "engine")
+    assert operators[operator]
+    assert operators["MatMul"] == (0 if model.spec.image_size else 1)  # the patch embedding
+    pixels = random_pixels(model.spec, (6, 8), 6)
+    expected, found = portable.run(pixels, (6, 8)), _encode(tmp_path / "engine", pixels, (6, 8))
+    for array, reference in zip(found, expected, strict=True):
+        distance = np.linalg.norm(array - reference) / np.linalg.norm(reference)
+        assert least <= distance < most
+    if precision == "int8" and model.spec.image_size:  # what the device would have rounded to
+        _build(model.bundle, tmp_path / "other", "int8")
+        np.testing.assert_array_equal(_encode(tmp_path / "other", pixels, (6, 8)), found)
+    with pytest.raises(EdgeLLMError, match=f"float weights; this one is {precision}") as caught:
+        _build(bundle, tmp_path / "twice", "int8")
+    assert caught.value.hint == "leave --quantize away"
+    assert not (tmp_path / "twice").exists()
+
+
+def test_int8_in_blocks_keeps_its_codes(tmp_path):
+    """A scale for each column would round a checkpoint's blocks of 16 a second time."""
+    source = make_visual_checkpoint(tmp_path / "c", visual.find("smolvlm").TINY)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if "vision_model" in name and "_proj.weight" in name]:
+        parts, _ = LAYOUTS["ct-int8"].writer(tensors.pop(name), np.random.default_rng(0))
+        tensors |= {name.removesuffix("weight") + last: part for last, part in parts.items()}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    export_visual(
+        open_checkpoint(str(source), tokenizer=False), tmp_path / "bundle", VisualOptions("fp32")
+    )
+    assert _build(tmp_path / "bundle", tmp_path / "engine").precision == "int8"
+    assert _operators(tmp_path / "engine")["MatMulNBits"]
 
 
 @pytest.mark.parametrize(

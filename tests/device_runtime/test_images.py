@@ -14,11 +14,16 @@ from conftest import assert_one_line_error
 from image_checkpoints import picture
 from vlm_engines import Engines, Reference, build_vlm
 
+from edgellm.build.engine import build_engine
+from edgellm.build.visual import build_visual
 from edgellm.contract import BrokenArtifactError, RequestError
+from edgellm.device_runtime.backends import Plan, VisualPlan
 from edgellm.device_runtime.images import ImageReader
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.export import visual
+from edgellm.export.source import open_checkpoint
+from edgellm.export.visual_bundle import VisualOptions, export_visual
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0)
@@ -172,6 +177,29 @@ def test_an_encoder_of_another_model(qwen, tiny_engine, tmp_path_factory):
         LLM(tiny_engine, multimodal_engine_dir=qwen.visual_engine)
     with pytest.raises(BrokenArtifactError, match="is a llm_engine, not a visual_engine"):
         LLM(qwen.engine, multimodal_engine_dir=tiny_engine)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "encoder"), [("none", "int8"), ("int8", "none"), ("int8", "fp8")]
+)
+def test_precisions_of_decoder_and_encoder_are_free(qwen, pictures, tmp_path, decoder, encoder):
+    """Any pair answers, and the features are those of the encoder's precision."""
+    engine, seeing = tmp_path / "engine", tmp_path / "visual_engine"
+    plan = Plan(512, 576, 1, "same", decoder)
+    build_engine(qwen.engine.parent / "bundle", engine, plan, "onnxruntime", lambda _: None)
+    source = open_checkpoint(str(qwen.checkpoint))
+    export_visual(source, tmp_path / "bundle", VisualOptions("fp32", quantization=encoder))
+    limits = VisualPlan(1, 120, 100, 1)
+    build_visual(tmp_path / "bundle", seeing, limits, "onnxruntime", lambda _: None)
+    llm = LLM(engine, multimodal_engine_dir=seeing)
+    content = [_image(pictures["a"]), _text("w1 w2")]
+    answer = llm.generate([{"role": "user", "content": content}], sampling=GREEDY)
+    assert list(answer)
+    readers = (ImageReader(folder, llm.manifest.decoder, verify=True)
+               for folder in (seeing, qwen.visual_engine))  # fmt: skip
+    found, floats = (reader.see([pictures["a"]], Path())[0].embeds for reader in readers)
+    distance = np.linalg.norm(found - floats) / np.linalg.norm(floats)
+    assert distance == 0 if encoder == "none" else 1e-3 < distance < 0.1
 
 
 def _requests(folder: Path, *contents: Any) -> Path:

@@ -179,8 +179,13 @@ def _variants(model: ir.Model, spec: DecoderSpec, plan: Plan) -> list[_Variant]:
 
 def weight_kinds(model: ir.Model) -> set[str]:
     """How the linear weights of a portable graph are stored, see `LinearWeight.kind`."""
+    return {kind for kind, _ in weight_keys(model)}
+
+
+def weight_keys(model: ir.Model) -> set[tuple[str, int]]:
+    """As `weight_kinds`, with the sizes of blocks, see `LinearWeight.key`."""
     weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
-    return {weight.kind for weight in weights if weight is not None}
+    return {weight.key for weight in weights if weight is not None}
 
 
 def check_quantize(kinds: set[str], quantize: str) -> None:
@@ -189,7 +194,7 @@ def check_quantize(kinds: set[str], quantize: str) -> None:
         stored = ", ".join(sorted(kinds - {"dense"}))
         raise EdgeLLMError(
             f"--quantize {quantize} is for bundles with float weights; this one is {stored}",
-            hint="leave --quantize away; --prefill int8 reads prompts and trees in int8",
+            hint="leave --quantize away",
         )
 
 

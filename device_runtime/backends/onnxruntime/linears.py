@@ -24,11 +24,15 @@ class LinearKernel(Protocol):
 
 
 class StoredKernel:
-    """Quantized weights in blocks of 4 or 8 bits, weights that were left dense as float32."""
+    """Weights that were left dense as float32, quantized ones by a kernel of their own."""
+
+    def __init__(self, quantized: LinearKernel | None = None) -> None:
+        """`quantized`: None takes blocks of 4 or 8 bits."""
+        self._quantized = quantized or BlockKernel()
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """What the weight's own type asks for."""
-        kernel = DenseKernel() if weight.kind == "dense" else BlockKernel()
+        kernel = DenseKernel() if weight.kind == "dense" else self._quantized
         return kernel.emit(graph, x, weight, name)
 
 

@@ -16,9 +16,13 @@ from edgellm.device_runtime.backends.onnxruntime.compiler import (
     check_quantize,
     linear_sizes,
     optimize,
-    weight_kinds,
+    weight_keys,
 )
-from edgellm.device_runtime.backends.onnxruntime.linears import RowInt8Kernel, StoredKernel
+from edgellm.device_runtime.backends.onnxruntime.linears import (
+    LinearKernel,
+    RowInt8Kernel,
+    StoredKernel,
+)
 from edgellm.device_runtime.backends.onnxruntime.lowering import lower_visual
 from edgellm.device_runtime.backends.onnxruntime.visual import OnnxRuntimeVisualSession
 from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
@@ -32,12 +36,10 @@ def compile_encoder(
 ) -> CompiledVisual:
     """See `edgellm.device_runtime.backends.Backend.compile_visual`."""
     model = ir.load(bundle / "model.onnx")
-    kinds = weight_kinds(model)
-    check_quantize(kinds, plan.quantize)
+    precision, kernel, prepacks = _choose(model, plan.quantize)
     report("lowering the encoder")
-    is_int8 = plan.quantize == "int8"
     weights = WeightFile(folder / f"{_NAME}.lowered.data")
-    lower_visual(model, RowInt8Kernel() if is_int8 else StoredKernel(), weights)
+    lower_visual(model, kernel, weights)
     weights.close()
     lowered = folder / f"{_NAME}.lowered.onnx"
     ir.save(model, lowered)
@@ -48,11 +50,25 @@ def compile_encoder(
         embeds, deepstack = OnnxRuntimeVisualSession(session).encode(inputs)
         return np.concatenate([embeds, *deepstack])
 
-    optimize(
-        lowered, folder / f"{_NAME}.onnx", plan.threads, prepacks=kinds <= {"dense"}, probe=probe
-    )
-    stored = "+".join(sorted(kinds - {"dense"})) or "fp32"
-    return CompiledVisual(f"{_NAME}.onnx", "int8" if is_int8 else stored)
+    optimize(lowered, folder / f"{_NAME}.onnx", plan.threads, prepacks=prepacks, probe=probe)
+    return CompiledVisual(f"{_NAME}.onnx", precision)
+
+
+def _choose(model: ir.Model, quantize: str) -> tuple[str, LinearKernel, bool]:
+    """Precision and kernel of the linear layers, and whether their weights stay prepacked.
+
+    An image has many rows: what is stored as int8 with a scale for each column is multiplied as
+    such, other quantized weights in the blocks that a language model's single tokens take.
+    """
+    keys = weight_keys(model)
+    check_quantize({kind for kind, _ in keys}, quantize)
+    if quantize == "int8":
+        return "int8", RowInt8Kernel(), True
+    quantized = {key for key in keys if key[0] != "dense"}
+    if quantized == {("int8", 0)}:
+        return "int8", StoredKernel(RowInt8Kernel()), True
+    precision = "+".join(sorted({kind for kind, _ in quantized})) or "fp32"
+    return precision, StoredKernel(), not quantized
 
 
 def estimate(bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan) -> Estimate:
