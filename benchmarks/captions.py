@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.build.engine import build_engine
@@ -28,15 +29,26 @@ from edgellm.tools import smollm2
 from edgellm.tools.demo_images import MODEL
 from edgellm.tools.synthetic_vlm.scenes import Scene, draw, score
 
-# Name -> (edgellm-quantize --quantization, llm_build --quantize, visual_build --quantize)
+
+@dataclass(frozen=True)
+class Recipe:
+    """Where decoder and encoder lose their floats."""
+
+    scheme: str = ""  # edgellm-quantize llm --quantization
+    quantize: str = "none"  # llm_build --quantize
+    exported: str = "none"  # edgellm-export visual --quantization
+    encoder: str = "none"  # visual_build --quantize
+
+
 RECIPES = {
-    "fp32": ("", "none", "none"),
-    "fp32, encoder int8": ("", "none", "int8"),
-    "int8 at build": ("", "int8", "int8"),
-    "int4 at build": ("", "int4", "none"),
-    **{name: (name, "none", "none") for name in
-       ("fp8", "int8_sq", "int4_awq", "nvfp4", "nvfp4_awq")},
-}  # fmt: skip
+    "fp32": Recipe(),
+    "fp32, encoder int8": Recipe(exported="int8"),
+    "fp32, encoder fp8": Recipe(exported="fp8"),
+    "int8 at build": Recipe(quantize="int8", encoder="int8"),
+    "int4 at build": Recipe(quantize="int4"),
+    "fp8, encoder fp8": Recipe("fp8", exported="fp8"),
+    **{name: Recipe(name) for name in ("fp8", "int8_sq", "int4_awq", "nvfp4", "nvfp4_awq")},
+}
 FRESH, CALIBRATION = 777, 999  # first numbers of seeds
 
 
@@ -64,15 +76,15 @@ def checkpoint(work: Path, scheme: str) -> Path:
 
 def build(work: Path, name: str, threads: int) -> LLM:
     """The engines of a recipe."""
-    scheme, quantize, of_encoder = RECIPES[name]
-    source, slug = open_checkpoint(str(checkpoint(work, scheme))), name.replace(" ", "_")
+    recipe = RECIPES[name]
+    source, slug = open_checkpoint(str(checkpoint(work, recipe.scheme))), name.replace(" ", "_")
     folders = [work / f"{slug}-{part}" for part in ("bundle", "visual", "engine", "encoder")]
     bundle, seeing, engine, encoder = folders
     export_llm(source, bundle, ExportOptions("fp32"))
-    export_visual(source, seeing, VisualOptions("fp32"))
-    plan = Plan(256, 512, threads, "auto", quantize)
+    export_visual(source, seeing, VisualOptions("fp32", quantization=recipe.exported))
+    plan = Plan(256, 512, threads, "auto", recipe.quantize)
     build_engine(bundle, engine, plan, "onnxruntime", lambda _: None)
-    limits = VisualPlan(4, 1024, 512, threads, of_encoder)
+    limits = VisualPlan(4, 1024, 512, threads, recipe.encoder)
     build_visual(seeing, encoder, limits, "onnxruntime", lambda _: None)
     return LLM(engine, multimodal_engine_dir=encoder)
 
