@@ -167,7 +167,7 @@ def _defer_interrupt() -> Iterator[None]:
         for number, handler in previous.items():
             signal.signal(number, handler)
     if pending:
-        raise KeyboardInterrupt
+        signal.raise_signal(pending[0])
 
 
 def require_pair(draft: DraftSpec, base: BundleManifest | EngineManifest, where: str) -> None:

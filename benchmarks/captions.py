@@ -4,7 +4,7 @@
     python benchmarks/captions.py
 
 The synthetic vision-language model of examples/, through quantizing, exporting, building and
-answering: it proves the pipeline, not what models that see can do.
+answering, plainly and with its EAGLE3 draft: it proves the pipeline, not what models that see do.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
 from edgellm.build.visual import build_visual
 from edgellm.device_runtime.backends import Plan, VisualPlan
-from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.llm import LLM, Answer
 from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.speculate.setup import EagleOptions
 from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
 from edgellm.tools import smollm2
-from edgellm.tools.demo_images import MODEL
+from edgellm.tools.demo_images import DRAFT, MODEL
 from edgellm.tools.synthetic_vlm.scenes import Scene, draw, score
 
 
@@ -80,16 +83,21 @@ def build(work: Path, name: str, threads: int) -> LLM:
     source, slug = open_checkpoint(str(checkpoint(work, recipe.scheme))), name.replace(" ", "_")
     folders = [work / f"{slug}-{part}" for part in ("bundle", "visual", "engine", "encoder")]
     bundle, seeing, engine, encoder = folders
-    export_llm(source, bundle, ExportOptions("fp32"))
+    network = open_checkpoint(str(DRAFT), tokenizer=False)
+    export_llm(source, bundle, ExportOptions("fp32", draft_model_dir=str(DRAFT)))
+    export_draft(network, open_checkpoint(str(MODEL)), work / "drafted", DraftOptions("fp32"))
     export_visual(source, seeing, VisualOptions("fp32", quantization=recipe.exported))
-    plan = Plan(256, 512, threads, "auto", recipe.quantize)
+    trees = {"max_verify_tree_size": 60, "max_draft_tree_size": 60}
+    plan = Plan(256, 512, threads, "auto", recipe.quantize, **trees)
     build_engine(bundle, engine, plan, "onnxruntime", lambda _: None)
+    plan = Plan(256, 512, threads, "auto", **trees)
+    build_draft(work / "drafted", engine, plan, "onnxruntime", lambda _: None)
     limits = VisualPlan(4, 1024, 512, threads, recipe.encoder)
     build_visual(seeing, encoder, limits, "onnxruntime", lambda _: None)
-    return LLM(engine, multimodal_engine_dir=encoder)
+    return LLM(engine, eagle=EagleOptions(), multimodal_engine_dir=encoder)
 
 
-def caption(llm: LLM, picture: Path) -> str:
+def caption(llm: LLM, picture: Path, *, speculative: bool) -> Answer:
     """What the model says of a picture, greedily."""
     image = {"type": "image", "image": str(picture)}
     content = [image, {"type": "text", "text": "Describe the image."}]
@@ -97,9 +105,17 @@ def caption(llm: LLM, picture: Path) -> str:
         [{"role": "user", "content": content}],
         sampling=SamplingParams(temperature=0),
         max_generate_length=64,
+        speculative=speculative,
     )
     list(answer)
-    return answer.text
+    return answer
+
+
+def tally(answers: list[Answer], drawn: list[Scene]) -> str:
+    """Captions that are right to the word, and right cells."""
+    scores = [score(answer.text, scene) for answer, scene in zip(answers, drawn, strict=True)]
+    exact, right = sum(one.exact for one in scores), sum(one.right_cells for one in scores)
+    return f"{exact} captions, {right} cells"
 
 
 def main() -> None:
@@ -115,12 +131,17 @@ def main() -> None:
         scene.image.save(work / f"{number}.png")
     for name in RECIPES:
         llm = build(work, name, arguments.threads)
-        scores = [
-            score(caption(llm, work / f"{number}.png"), scene) for number, scene in enumerate(drawn)
-        ]
-        exact, right = sum(one.exact for one in scores), sum(one.right_cells for one in scores)
+        pictures = [work / f"{number}.png" for number in range(len(drawn))]
+        plain, eagle = (
+            [caption(llm, picture, speculative=speculative) for picture in pictures]
+            for speculative in (False, True)
+        )
+        same = sum(a.token_ids == b.token_ids for a, b in zip(plain, eagle, strict=True))
+        rounds = [counts for answer in eagle for counts in answer.profile.rounds]
+        length = sum(counts.emitted for counts in rounds) / len(rounds)
         print(
-            f"{name:20} {exact} of {len(drawn)} captions, {right} of {9 * len(drawn)} cells",
+            f"{name:20} of {len(drawn)}: plain {tally(plain, drawn)}; EAGLE3 "
+            f"{tally(eagle, drawn)}, {same} the same ids, acceptance length {length:.2f}",
             flush=True,
         )
 

@@ -170,3 +170,22 @@ def test_surprises_become_one_line(capsys, monkeypatch):
 def test_manifests_are_facts():
     with pytest.raises(dataclasses.FrozenInstanceError):
         MANIFEST.opset = 23
+
+
+def test_a_deferred_interrupt_reaches_its_handler():
+    """Which notes it, so that a command ends as interrupted."""
+    seen, finished = [], False
+
+    def handle(number: int, _frame: object) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        with pytest.raises(KeyboardInterrupt), artifact._defer_interrupt():
+            signal.raise_signal(signal.SIGTERM)
+            finished = True
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert finished
+    assert seen == [signal.SIGTERM]
