@@ -174,18 +174,21 @@ def test_manifests_are_facts():
 
 def test_a_deferred_interrupt_reaches_its_handler():
     """Which notes it, so that a command ends as interrupted."""
-    seen, finished = [], False
+    seen: list[object] = []
 
     def handle(number: int, _frame: object) -> None:
         seen.append(number)
         raise KeyboardInterrupt
 
+    def finish() -> None:
+        with artifact._defer_interrupt():
+            signal.raise_signal(signal.SIGTERM)
+            seen.append("finished")
+
     before = signal.signal(signal.SIGTERM, handle)
     try:
-        with pytest.raises(KeyboardInterrupt), artifact._defer_interrupt():
-            signal.raise_signal(signal.SIGTERM)
-            finished = True
+        with pytest.raises(KeyboardInterrupt):
+            finish()
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert finished
-    assert seen == [signal.SIGTERM]
+    assert seen == ["finished", signal.SIGTERM]
