@@ -19,6 +19,7 @@ from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.session import DraftResult, PassResult
 from edgellm.device_runtime.speculate.accept import accept_exactly
 from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.committed import CommittedRows
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
 
@@ -49,7 +50,8 @@ def measure(limits: TreeLimits, *, fixed: bool) -> tuple[float, float]:
     """Median milliseconds of a round, and its nodes."""
     free = Costs(np.full(128, 1.0), np.full(128, 1e-6), np.full(128, 1e-6))  # all rows pay
     policy = FixedTree(limits) if fixed else CostAwareTree(limits, free, Calibration())
-    drafter = EagleDrafter(ReadyDraft(limits.top_k), policy, limits, free, max_tree_rows=60)
+    rows = CommittedRows(ReadyDraft(limits.top_k), limits.steps + 1)
+    drafter = EagleDrafter(rows, policy, limits, free, max_tree_rows=60)
     cache = _Cache(KVCacheSpec(30, 3, 64, "float32"), 2048)
     sampler = Sampler(SamplingParams(temperature=0.0))
     random = np.random.default_rng(1)
@@ -57,7 +59,7 @@ def measure(limits: TreeLimits, *, fixed: bool) -> tuple[float, float]:
     logits = np.zeros((64, VOCABULARY), np.float32)
     times, nodes = [], []
     for _ in range(ROUNDS):
-        drafter.begin()
+        drafter.begin([0])
         drafter.observe(np.array([1, 2]), np.zeros((2, HIDDEN), np.float32))
         drafter.catch_up()
         start = time.perf_counter()

@@ -17,6 +17,7 @@ from edgellm.command import run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.flags import (
     BatchSize,
+    ContextReuse,
     Debug,
     DraftStep,
     DraftTopK,
@@ -77,6 +78,7 @@ def llm_inference(
     typical_acceptance: TypicalAcceptance = None,
     tree_file: TreeFile = None,
     prove_count: Prove = 0,
+    context_reuse: ContextReuse = False,
     stream: Stream = False,
     verify: Verify = False,
     dump_output: DumpOutput = False,
@@ -93,15 +95,13 @@ def llm_inference(
     if not eagle and (prove_count or tree_file):
         flag = "--prove" if prove_count else "--treeOutputFile"
         raise EdgeLLMError(f"{flag} is about speculation", hint="give --eagle as well")
-    options, requests = read_file(input_file)
+    options, requests = _with_length(*read_file(input_file), max_generate_length)
     _check_outputs([output_file, profile_file, tree_file], input_file, engine_dir)
-    if max_generate_length is not None:
-        options, requests = _with_length(options, requests, max_generate_length)
     if (batch_size or options.batch_size) > 1:
         typer.echo("note: requests run one by one, whatever the batch size", err=True)
     llm = LLM(
         engine_dir, verify=verify, eagle=how if eagle else None,
-        multimodal_engine_dir=multimodal_engine_dir,
+        multimodal_engine_dir=multimodal_engine_dir, context_reuse=context_reuse,
     )  # fmt: skip
     if prove_count:
         raise typer.Exit(_prove(llm, options, requests[:prove_count]))
@@ -176,8 +176,12 @@ def _check_output(path: Path, input_file: Path) -> None:
         raise EdgeLLMError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _with_length(options: Options, requests: list[Any], length: int) -> tuple[Options, list[Any]]:
-    """The file with one length for all requests."""
+def _with_length(
+    options: Options, requests: list[Any], length: int | None
+) -> tuple[Options, list[Any]]:
+    """The file with one length for all requests, unless it is None."""
+    if length is None:
+        return options, requests
     import msgspec
 
     name = "max_generate_length"
@@ -276,6 +280,8 @@ def _summarize(responses: list[dict[str, Any]], profile: Profile, output: Path) 
             f", acceptance length {eagle['acceptance_length']:.2f} with "
             f"{eagle['average_tree_size']:.1f} verified nodes"
         )
+    if reused := report["prefill"]["reused_tokens"]:
+        line += f"; {reused} prompt tokens reused"
     typer.echo(line)
     return failed
 

@@ -65,6 +65,13 @@ Prove = Annotated[
     int,
     typer.Option("--prove", min=0, help="Only compare N requests with and without speculation."),
 ]
+ContextReuse = Annotated[
+    bool,
+    typer.Option(
+        "--enableContextReuse",
+        help="Do not compute what a request has in common with the one before and its answer.",
+    ),
+]
 Stream = Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")]
 Verify = Annotated[
     bool, typer.Option("--verify", help="Check the hashes of the engine's files first.")

@@ -15,16 +15,16 @@ _UNUSED_ROW = np.zeros(1, np.int64)  # not every kernel takes an empty head
 
 
 def read_prompt(
-    session: Session, prompt: Sequence[int], prefill_rows: int
+    session: Session, prompt: Sequence[int], prefill_rows: int, reused: int = 0
 ) -> Iterator[tuple[slice, PassResult]]:
-    """Write the prompt into the cache from row 0, in pieces.
+    """Write the prompt into the cache behind the `reused` rows that are there, in pieces.
 
     Yields:
         The piece's place in the prompt and its pass, whose logits [1, V] are those of the last
         token for the last piece, and of no use for the others.
     """
     token_ids = np.asarray(prompt, np.int64)
-    for begin in range(0, len(token_ids), prefill_rows):
+    for begin in range(reused, len(token_ids), prefill_rows):
         piece = token_ids[begin : begin + prefill_rows]
         end = begin + len(piece)
         row = _UNUSED_ROW if end < len(token_ids) else np.array([len(piece) - 1])
@@ -39,22 +39,24 @@ def generate(
     profile: Profile,
     *,
     prefill_rows: int,
+    reused: int = 0,
 ) -> Iterator[int]:
     """Yield token ids until `max_tokens`; the caller stops earlier at an end token.
 
     Args:
-        session: its cache is overwritten from row 0.
+        session: its cache is overwritten from row `reused`.
         prompt: token ids, at least one.
         sampler: chooses each token.
         max_tokens: at most this many; prompt and answer must fit into the cache.
         profile: receives the time of every pass.
         prefill_rows: rows per pass while the prompt is read.
+        reused: rows of the prompt that the cache holds; less than its tokens.
 
     Raises:
         EdgeLLMError: the engine computed something that is not a number.
     """
     with profile.stage(PREFILL):
-        *_, (_, result) = read_prompt(session, prompt, prefill_rows)
+        *_, (_, result) = read_prompt(session, prompt, prefill_rows, reused)
         token_id = draw(result, 0, sampler)
     yield token_id
     for length in range(len(prompt), len(prompt) + max_tokens - 1):

@@ -35,6 +35,7 @@ CACHE_BYTES = 256 << 20  # of features that are kept for further questions
 class Seen:
     """One image as the language model sees it."""
 
+    content: str  # `content_hash` of the picture
     prepared: Prepared  # without its pixels
     embeds: F32  # [N, H]
     deepstack: F32  # [L, N, H]
@@ -114,12 +115,12 @@ class ImageReader:
             inputs | grid_inputs(*prepared.grid, self.manifest.vision)
         )
         small = Prepared(np.zeros(0, np.float32), prepared.grid, len(embeds), prepared.prompt)
-        self._keep(key, Seen(small, embeds, deepstack))
+        self._keep(Seen(key, small, embeds, deepstack))
         return self._kept[key]
 
-    def _keep(self, key: str, seen: Seen) -> None:
+    def _keep(self, seen: Seen) -> None:
         """Add to the cache, and forget the oldest until it fits; the newest always stays."""
-        self._kept[key] = seen
+        self._kept[seen.content] = seen
         used = sum(kept.num_bytes for kept in self._kept.values())
         while used > self._room and len(self._kept) > 1:
             used -= self._kept.popitem(last=False)[1].num_bytes
@@ -154,10 +155,12 @@ class ImageReader:
             grids = [self.processor.merged(one.prepared.grid) for one in seen]
             positions = rotary_positions(ids, self._token_id, grids).prompt
         ids[places] = self._decoder.vocab_size + np.arange(count)
+        keys = [one.content for one in seen for _ in one.embeds]
         rows = ImageRows(
             np.concatenate([one.embeds for one in seen]),
             np.concatenate([one.deepstack for one in seen], axis=1),
             positions,
+            keys=dict(enumerate(keys, self._decoder.vocab_size)),
         )
         return Prompt(ids.tolist(), rows)
 

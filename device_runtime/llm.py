@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from edgellm.artifact import verify_files, verify_sizes
 from edgellm.contract import EdgeLLMError, EngineManifest, RequestError, load_manifest
 from edgellm.device_runtime import backends
+from edgellm.device_runtime.context import KeptContexts, RecordedSession, RowCache, count_common
 from edgellm.device_runtime.generate import generate
-from edgellm.device_runtime.profile import IMAGES, PREFILL, Profile, RoundCounts
+from edgellm.device_runtime.profile import IMAGES, PREFILL, RESTORE, Profile, RoundCounts
 from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
-from edgellm.device_runtime.session import ImageRows, Session
+from edgellm.device_runtime.session import ImageRows
 from edgellm.device_runtime.speculate.loop import Round, speculate
 from edgellm.device_runtime.speculate.setup import Drafters, EagleOptions
 from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher, TextStream
@@ -61,12 +62,13 @@ class Answer:
         """Milliseconds and rates of this answer."""
         prefill, decode = self.profile.total_ms(PREFILL), self.profile.decode_ms()
         decoded, rounds = max(len(self.token_ids) - 1, 0), self.profile.rounds
+        reused = sum(self.profile.reused_tokens)
+        computed = self.prompt_token_count - reused
         timings = {
             "prefill_ms": prefill,
             "generation_ms": decode,
-            "prefill_tokens_per_second": self.prompt_token_count / prefill * 1e3
-            if prefill
-            else 0.0,
+            "reused_tokens": reused,
+            "prefill_tokens_per_second": computed / prefill * 1e3 if prefill else 0.0,
             "generation_tokens_per_second": decoded / decode * 1e3 if decode else 0.0,
         }
         if rounds:
@@ -85,6 +87,7 @@ class LLM:
         verify: bool = False,
         eagle: EagleOptions | None = None,
         multimodal_engine_dir: Path | str | None = None,
+        context_reuse: bool = False,
     ) -> None:
         """Load an engine.
 
@@ -93,6 +96,8 @@ class LLM:
             verify: check the hash of every file first, not only its size.
             eagle: decode speculatively with the engine's draft; None decodes plainly.
             multimodal_engine_dir: a folder made by visual_build, for prompts with images.
+            context_reuse: do not compute again what a prompt has in common with the prompt before
+                it and its answer; this may move last bits, as reading in other pieces does.
 
         Raises:
             BrokenArtifactError: damaged, or built for another machine or library version.
@@ -103,7 +108,7 @@ class LLM:
         (verify_files if verify else verify_sizes)(folder, self.manifest.files)
         self.tokenizer = ChatTokenizer(folder)
         backend = backends.find(self.manifest.backend)
-        self.session: Session = backend.open_session(folder, self.manifest)
+        self.session = RecordedSession(backend.open_session(folder, self.manifest))
         self._drafters = (
             Drafters(folder, self.manifest, eagle, verify=verify) if eagle is not None else None
         )
@@ -119,6 +124,7 @@ class LLM:
                 Path(multimodal_engine_dir), self.manifest.decoder, verify=verify
             )
         self._end_ids = frozenset(self.manifest.eos_token_ids)
+        self._reuses_context, self._kept = context_reuse, KeptContexts()
         self._current: Answer | None = None  # whose rows the KV cache holds
 
     def generate(
@@ -177,8 +183,12 @@ class LLM:
         max_generate_length: int,
         stop: Sequence[str],
         speculative: bool = True,
+        system_prompt: str | None = None,
     ) -> Answer:
-        """As `generate`, for a text that is already formatted; images are encoded at once."""
+        """As `generate`, for a text that is already formatted; images are encoded at once.
+
+        With `system_prompt`, which the text begins with, its rows are kept for later answers.
+        """
         profile = Profile()
         prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
         max_tokens, warnings = self._fit(len(prompt.token_ids), max_generate_length)
@@ -186,6 +196,9 @@ class LLM:
         speculates = speculative and self._drafters is not None
         rounds = (self._speculated if speculates else self._plain)(sampling, answer)
         answer.steps = self._steps(rounds, answer, StopMatcher(stop), speculates=speculates)
+        if system_prompt is not None:
+            ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
+            answer.steps = self._keeping(answer, answer.steps, count_common(ids, prompt.token_ids))
         return answer
 
     def _prompt(
@@ -219,6 +232,7 @@ class LLM:
             answer.max_tokens,
             answer.profile,
             prefill_rows=self.manifest.prefill_rows,
+            reused=self._reuse(answer, self.session),
         )
         for token_id in tokens:
             yield Round((token_id,))
@@ -238,7 +252,30 @@ class LLM:
             answer.profile,
             prefill_rows=self.manifest.prefill_rows,
             accept=self._drafters.options.accept,
+            reused=self._reuse(answer, self.session, self._drafters.rows),
         )
+
+    def _reuse(self, answer: Answer, *caches: RowCache) -> int:
+        """Rows of the prompt that the caches hold or get back; its last is always computed."""
+        keys, profile = answer.prompt.keys, answer.profile
+        held = min(cache.held(keys) for cache in caches) if self._reuses_context else 0
+        usable, kept = self._kept.find(keys, len(caches))
+        if kept is not None and usable > held:
+            with profile.stage(RESTORE):
+                kept.restore(usable, caches)
+            held = usable
+        profile.reused_tokens.append(reused := min(held, len(keys) - 1))
+        return reused
+
+    def _keeping(self, answer: Answer, steps: Iterator[Step], length: int) -> Iterator[Step]:
+        """The steps, then the rows of a system prompt of `length` tokens are kept."""
+        yield from steps
+        caches = [self.session] if self._drafters is None else [self.session, self._drafters.rows]
+        if not length:
+            answer.warnings.append("nothing was kept: there is no system prompt of its own")
+        elif not self._kept.keep(answer.prompt.keys[: length + 1], caches):
+            limit = self._kept.limit_bytes
+            answer.warnings.append(f"the system prompt takes more than {limit} bytes: not kept")
 
     def _fit(self, prompt_tokens: int, wanted_tokens: int) -> tuple[int, list[str]]:
         """Tokens that may be generated, and what must be said about it."""

@@ -12,6 +12,7 @@ from typing import Any
 
 IMAGES = "multimodal_processing"
 PREFILL, GENERATION = "llm_prefill", "llm_generation"
+RESTORE = "context_restore"
 DRAFT_PREFILL, DRAFT_EXTEND = "eagle_draft_prefill", "eagle_draft_accept"
 GROW, VERIFY, SETTLE = "eagle_construct_draft_tree", "eagle_base_verification", "eagle_accept"
 SPECULATION = (DRAFT_PREFILL, DRAFT_EXTEND, GROW, VERIFY, SETTLE)
@@ -33,6 +34,7 @@ class Profile:
 
     stages_ms: dict[str, list[float]] = field(default_factory=dict)
     prompt_tokens: list[int] = field(default_factory=list)
+    reused_tokens: list[int] = field(default_factory=list)  # of the prompts: not computed again
     generated_tokens: list[int] = field(default_factory=list)  # of plainly decoded answers
     speculated_tokens: list[int] = field(default_factory=list)  # of speculatively decoded ones
     rounds: list[RoundCounts] = field(default_factory=list)
@@ -63,6 +65,7 @@ class Profile:
         for name, samples in other.stages_ms.items():
             self.stages_ms.setdefault(name, []).extend(samples)
         self.prompt_tokens += other.prompt_tokens
+        self.reused_tokens += other.reused_tokens
         self.generated_tokens += other.generated_tokens
         self.speculated_tokens += other.speculated_tokens
         self.rounds += other.rounds
@@ -70,7 +73,8 @@ class Profile:
 
     def as_json(self) -> dict[str, Any]:
         """The profile file's content; times are wall clock, also where a name says GPU."""
-        computed, generated = sum(self.prompt_tokens), sum(self.generated_tokens)
+        reused, generated = sum(self.reused_tokens), sum(self.generated_tokens)
+        computed = sum(self.prompt_tokens) - reused
         prefill_ms, decode_ms = self.total_ms(PREFILL), self.total_ms(GENERATION)
         runs, plain_runs = len(self.prompt_tokens), len(self.generated_tokens)
         passes = len(self.stages_ms.get(GENERATION, ()))
@@ -78,7 +82,7 @@ class Profile:
         return {
             "prefill": {
                 "total_runs": runs,
-                "reused_tokens": 0,
+                "reused_tokens": reused,
                 "computed_tokens": computed,
                 "average_tokens_per_run": _ratio(computed, runs),
                 "average_time_per_run_ms": _ratio(prefill_ms, runs),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.device_runtime.session import ImageRows
+from edgellm.device_runtime.context import row_keys
+from edgellm.device_runtime.session import ImageRows, RowKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,3 +14,8 @@ class Prompt:
 
     token_ids: list[int]
     images: ImageRows | None = None  # None: text only
+
+    @property
+    def keys(self) -> list[RowKey]:
+        """What the rows stand for; equal token ids of two prompts may be rows of other images."""
+        return row_keys(self.token_ids, self.images.keys if self.images is not None else {})

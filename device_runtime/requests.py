@@ -69,7 +69,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     """One request; null takes the file's value."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
-    save_system_prompt_kv_cache: bool = False
+    save_system_prompt_kv_cache: bool = False  # its rows are kept for all later requests
     disable_spec_decode: bool = False
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None

@@ -69,6 +69,7 @@ def start_request(
         max_generate_length=own.max_generate_length,
         stop=[own.stop] if isinstance(own.stop, str) else own.stop,
         speculative=speculative and not request.disable_spec_decode,
+        system_prompt=system if request.save_system_prompt_kv_cache else None,
     )
     return Started(request, answer, system, text)
 

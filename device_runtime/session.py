@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
+RowKey = int | str  # what a row stands for: a token, or an image by the hash of its content
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,14 @@ class ImageRows:
     deepstack: F32  # [L, N, H]; L may be 0
     # [3, S]: of the prompt's rows, M-RoPE; rows behind it follow the largest. None: as in text.
     positions: I64 | None = None
+    keys: Mapping[int, RowKey] = field(kw_only=True)  # of the token ids V + n: row n's image
 
     @classmethod
     def none(cls, hidden_size: int, num_deepstack: int) -> ImageRows:
         """Those of a text, which are not looked at."""
         shape = 1, hidden_size
-        return cls(np.zeros(shape, np.float32), np.zeros((num_deepstack, *shape), np.float32))
+        zeros = np.zeros(shape, np.float32), np.zeros((num_deepstack, *shape), np.float32)
+        return cls(*zeros, keys={})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,18 @@ class Session(Protocol):
         """
         ...
 
+    def save(self, length: int) -> NDArray[Any]:
+        """A copy of the first `length` rows, in the cache's own type.
+
+        Returns:
+            [2 * num_layers, 1, num_kv_heads, length, head_dim].
+        """
+        ...
+
+    def load(self, rows: NDArray[Any]) -> None:
+        """Write rows that `save` copied, from row 0 on."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DraftResult:
@@ -98,6 +113,14 @@ class DraftSession(Protocol):
 
     def show(self, images: ImageRows) -> None:
         """See `Session.show`."""
+        ...
+
+    def save(self, length: int) -> NDArray[Any]:
+        """See `Session.save`."""
+        ...
+
+    def load(self, rows: NDArray[Any]) -> None:
+        """See `Session.load`."""
         ...
 
     def fuse(self, taps: F32) -> F32:

@@ -52,14 +52,16 @@ class StrictBase:
     ) -> None:
         self.capacity, self.logits_of = capacity, logits_of
         self.rows: list[tuple[int, int]] = []  # token and position
-        self.valid: int | None = 0  # None: a tree was written, `keep` must follow
+        self.valid = 0  # rows; those of a tree are not before `keep` has chosen a path
         self.tree_sizes: list[int] = []
+        self.passes: list[tuple[int, int]] = []  # write index and rows
 
     def run(self, token_ids, write_index, logits_index, *, position_ids=None, tree_mask=None):
         count = len(token_ids)
         if write_index + count > self.capacity:
             raise LimitError("rows exceed the capacity")
-        assert write_index in (0, self.valid), "the cache does not hold what the loop believes"
+        assert write_index <= self.valid, "the cache does not hold what the loop believes"
+        self.passes.append((write_index, count))
         positions = np.arange(write_index, write_index + count)
         positions = positions if position_ids is None else np.asarray(position_ids)
         mask = np.tri(count, dtype=np.bool_) if tree_mask is None else np.asarray(tree_mask)
@@ -68,7 +70,7 @@ class StrictBase:
         own = [(int(t), int(p)) for t, p in zip(token_ids, positions, strict=True)]
         self.rows = [*self.rows[:write_index], *own]
         contexts = [self._context(write_index, row, mask) for row in range(count)]
-        self.valid = write_index + count if tree_mask is None else None
+        self.valid = write_index + (count if tree_mask is None else 0)
         self.pending = write_index
         if tree_mask is not None or count == 1:
             self.tree_sizes.append(count)
@@ -99,6 +101,14 @@ class StrictBase:
         assert [p for _, p in kept] == list(range(length, length + len(rows)))
         self.rows = [*self.rows[:length], *kept]
         self.valid = length + len(rows)
+
+    def save(self, length):
+        assert length <= self.valid
+        return np.array(self.rows[:length], np.int64).reshape(length, 2)
+
+    def load(self, rows):
+        self.rows = [tuple(row) for row in rows.tolist()]
+        self.valid = len(rows)
 
 
 Draft = Callable[[Context], tuple[list[int], list[float]]]  # all candidates and probabilities
@@ -185,12 +195,12 @@ class StrictDraft:
         return self._answer(paths, top_k)
 
     def _extend(self, token_ids, hidden, write_index, position_ids) -> None:
-        committed = max(len(self.text) - 1, 0)
-        assert write_index in (0, committed)
+        assert write_index <= max(len(self.text) - 1, 0)
         assert position_ids is None
         if write_index == 0:
             self.text = list(FEATURES[int(hidden[0, 1])])
             assert len(self.text) == 1
+        self.text = self.text[: write_index + 1]
         for row, token in enumerate(token_ids.tolist()):
             kind, feature = hidden[row].tolist()
             assert kind == _FUSED, "a committed row takes the base's feature"
@@ -219,6 +229,14 @@ class StrictDraft:
             self.slots[own] = _Slot((*path, token), seen)
         self.growth.append(count)
         return [slot.path for slot in self.slots[used:]]
+
+    def save(self, length):
+        assert length <= max(len(self.text) - 1, 0)
+        pairs = list(zip(self.text, self.text[1:], strict=False))
+        return np.array(pairs[:length], np.int64).reshape(length, 2)
+
+    def load(self, rows):
+        self.text = [*rows[:1, 0].tolist(), *rows[:, 1].tolist()]
 
     def _answer(self, paths: list[Context], top_k: int) -> DraftResult:
         ids = np.zeros((len(paths), top_k), np.int64)

@@ -1,20 +1,20 @@
 """Drafting with an EAGLE network (arXiv 2401.15077, 2406.16858, 2503.01840).
 
-The draft keeps a KV cache of its own. Row i of it pairs the base's feature of token i with the
-embedding of token i + 1, so that the draft has seen exactly the committed tokens. A round's tree
-rows stand behind the committed rows, and the next round overwrites them.
+The draft keeps a KV cache of its own, so that it has seen exactly the committed tokens
+(`committed.py`). A round's tree rows stand behind the committed rows, and the next round
+overwrites them.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from edgellm.device_runtime.session import F32, I64, DraftSession, ImageRows
+from edgellm.device_runtime.session import F32, I64, ImageRows
 from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.committed import CommittedRows
 from edgellm.device_runtime.speculate.ngram import NgramLookup
 from edgellm.device_runtime.speculate.policy import Costs, Policy, TreeLimits
 from edgellm.device_runtime.speculate.tree import Pool, Tree
@@ -22,74 +22,54 @@ from edgellm.device_runtime.speculate.tree import Pool, Tree
 _LOOKUP_CONFIDENCE = {2: 0.2, 3: 0.35, 4: 0.6}  # before anything was learned, by match length
 
 
-@dataclass(frozen=True, slots=True)
-class ImageIds:
-    """The token ids of image rows."""
-
-    first: int  # the vocabulary's size
-    placeholder: int | None  # what a draft reads instead that takes no image rows
-
-    def for_draft(self, token_ids: I64) -> I64:
-        """As the draft reads them."""
-        if self.placeholder is None:
-            return token_ids
-        return np.where(token_ids < self.first, token_ids, self.placeholder)
-
-
 class EagleDrafter:
     """Proposes a tree for every round of one answer after another."""
 
     def __init__(
         self,
-        session: DraftSession,
+        rows: CommittedRows,
         policy: Policy,
         limits: TreeLimits,
         costs: Costs,
         *,
         max_tree_rows: int,
         lookup_calibration: Calibration | None = None,
-        image_ids: ImageIds | None = None,
     ) -> None:
         """Wire up.
 
         Args:
-            session: the draft.
+            rows: of the draft.
             policy: sizes the tree.
             limits: the user's bounds.
             costs: of the engine, for the books.
             max_tree_rows: rows that the draft engine takes in one round.
             lookup_calibration: given to merge prompt-lookup candidates into the tree.
-            image_ids: of a base that takes images.
         """
-        self._session, self._policy, self._limits = session, policy, limits
+        self._rows, self._policy, self._limits = rows, policy, limits
         self._costs, self._max_tree_rows = costs, max_tree_rows
-        self._lookup_calibration, self._image_ids = lookup_calibration, image_ids
+        self._lookup_calibration = lookup_calibration
         self._hidden_store = np.zeros((1 + max_tree_rows, 0), np.float32)
-        self.begin()
 
-    def begin(self) -> None:
-        """Forget the answer before."""
-        self._length = 0
-        self._waiting: list[tuple[I64, F32]] = []
+    def begin(self, token_ids: Sequence[int]) -> None:
+        """Forget the answer before, but for the rows of these tokens (`CommittedRows.begin`)."""
+        self._rows.begin(token_ids)
         self._lookup = NgramLookup() if self._lookup_calibration is not None else None
         self._spent_ms = 0.0
 
     def show(self, images: ImageRows) -> None:
         """The images of the answer that begins."""
-        self._session.show(images)
+        self._rows.show(images)
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Committed rows: features [M, T*H] and the token that follows each, int64 [M]."""
-        if self._image_ids is not None:
-            next_token_ids = self._image_ids.for_draft(next_token_ids)
-        self._waiting.append((next_token_ids, taps.copy()))
+        self._rows.observe(next_token_ids, taps)
 
     def remember(self, token_ids: list[int]) -> None:
         """Committed text for the prompt lookup."""
         if self._lookup is None:
             return
-        if self._image_ids is not None:  # nobody says an image
-            token_ids = [token for token in token_ids if token < self._image_ids.first]
+        if (image_ids := self._rows.image_ids) is not None:  # nobody says an image
+            token_ids = [token for token in token_ids if token < image_ids.first]
         self._lookup.extend(token_ids)
 
     def catch_up(self) -> None:
@@ -99,35 +79,12 @@ class EagleDrafter:
         """
         if not self._policy.is_worthwhile():
             return
-        for token_ids, taps in self._batched():
-            rows = len(token_ids)
-            if self._length + rows > self._session.capacity:
-                self._waiting = [(token_ids, taps)]  # for good: this answer goes on without
-                return
-            result = self._session.run(
-                token_ids, self._session.fuse(taps), self._length, np.array([rows - 1]),
-                top_k=self._limits.top_k,
-            )  # fmt: skip
-            self._length += rows
+        for rows, result in self._rows.write(self._limits.top_k):
             if rows <= self._limits.steps + 1:  # not a prompt or a pause, which no tree can change
                 self._spent_ms += _cost(self._costs.extend, rows)
             self._root_ids = result.token_ids.copy()
             self._root_log_probs = result.log_probs.astype(np.float64)
             self._root_hidden = result.hidden.copy()
-
-    def _batched(self) -> list[tuple[I64, F32]]:
-        """What waits, rows of several rounds of plain decoding in one pass."""
-        batches: list[tuple[I64, F32]] = []
-        for is_prompt, pairs in itertools.groupby(
-            self._waiting, lambda pair: len(pair[0]) > self._limits.steps + 1
-        ):
-            if is_prompt:
-                batches += pairs
-            else:
-                token_ids, taps = zip(*pairs, strict=True)
-                batches.append((np.concatenate(token_ids), np.concatenate(taps)))
-        self._waiting = []
-        return batches
 
     def propose(self, root: int, room: int, levels: int) -> Tree:
         """Grow a tree of at most `room` drafted nodes and `levels` levels under `root`.
@@ -136,7 +93,7 @@ class EagleDrafter:
         """
         levels = min(levels, self._limits.steps)
         room = min(room, self._limits.verify_size - 1)
-        if room < 1 or levels < 1 or self._waiting:
+        if room < 1 or levels < 1 or self._rows.is_behind:
             self._pool = None
             return Tree.of_root(root)
         pool = self._pool = Pool(root, self._limits.pool_size + _most_lookup(self._lookup))
@@ -161,7 +118,7 @@ class EagleDrafter:
         )
         used = 0
         for level in range(1, levels):
-            free = min(self._max_tree_rows, self._session.capacity - self._length) - used
+            free = min(self._max_tree_rows, self._rows.session.capacity - self._rows.length) - used
             nodes = policy.frontier(pool, newest, free)
             if not len(nodes):
                 return
@@ -169,13 +126,13 @@ class EagleDrafter:
             slots[nodes] = own = np.arange(used + 1, used + 1 + len(nodes))
             seen[own] |= seen[above]
             used += len(nodes)
-            result = self._session.run(
+            result = self._rows.session.run(
                 pool.token_ids[nodes],
                 self._hidden_store[above],
-                self._length + used - len(nodes),
+                self._rows.length + used - len(nodes),
                 np.arange(len(nodes)),
                 top_k=self._limits.top_k,
-                position_ids=np.full(len(nodes), self._length + level - 1),
+                position_ids=np.full(len(nodes), self._rows.length + level - 1),
                 tree_mask=seen[own, 1 : used + 1],
             )
             self._spent_ms += _cost(self._costs.step, len(nodes))

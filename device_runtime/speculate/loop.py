@@ -46,6 +46,7 @@ def speculate(
     *,
     prefill_rows: int,
     accept: Accept = accept_exactly,
+    reused: int = 0,
 ) -> Iterator[Round]:
     """Yield rounds until `max_tokens` tokens; the caller stops earlier at an end token.
 
@@ -53,7 +54,7 @@ def speculate(
     tree's root.
 
     Args:
-        session: the base; its cache is overwritten from row 0.
+        session: the base; its cache is overwritten from row `reused`, as is the draft's.
         drafter: proposes trees; it is told everything that the base computes.
         prompt: token ids, at least one.
         sampler: of the request.
@@ -61,14 +62,16 @@ def speculate(
         profile: receives the time of every stage.
         prefill_rows: rows per pass while the prompt is read.
         accept: decides which drafted tokens are taken.
+        reused: rows of the prompt that both caches hold; less than its tokens.
 
     Raises:
         EdgeLLMError: the engine computed something that is not a number.
     """
-    drafter.begin()
+    drafter.begin(prompt[: reused + 1])
     drafter.remember(list(prompt))
     with profile.stage(PREFILL):
-        root = _read(session, drafter, prompt, sampler, prefill_rows, accept)
+        pieces = read_prompt(session, prompt, prefill_rows, reused)
+        root = _read(pieces, drafter, prompt, sampler, accept)
     yield Round((root,))
     length, left = len(prompt), max_tokens - 1
     stage = DRAFT_PREFILL
@@ -89,16 +92,15 @@ def speculate(
 
 
 def _read(
-    session: Session,
+    pieces: Iterator[tuple[slice, PassResult]],
     drafter: EagleDrafter,
     prompt: Sequence[int],
     sampler: Sampler,
-    prefill_rows: int,
     accept: Accept,
 ) -> int:
     """Read the prompt; the answer's first token."""
     following: list[int] = []
-    for rows, result in read_prompt(session, prompt, prefill_rows):
+    for rows, result in pieces:
         following = list(prompt[rows.start + 1 : rows.stop + 1])
         if rows.stop == len(prompt):
             following.append(accept(Tree.of_root(0), result, sampler).bonus)

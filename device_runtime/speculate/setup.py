@@ -18,7 +18,8 @@ from edgellm.contract import (
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.speculate.accept import accept_exactly, accept_typically
 from edgellm.device_runtime.speculate.calibration import Calibration
-from edgellm.device_runtime.speculate.eagle import EagleDrafter, ImageIds
+from edgellm.device_runtime.speculate.committed import CommittedRows, ImageIds
+from edgellm.device_runtime.speculate.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.loop import Accept
 from edgellm.device_runtime.speculate.policy import (
     CostAwareTree,
@@ -77,28 +78,28 @@ class Drafters:
         check_limits(options.limits, base, self.manifest)
         (verify_files if verify else verify_sizes)(folder, self.manifest.files)
         backend = backends.find(self.manifest.backend)
-        self._session = backend.open_draft_session(folder, self.manifest)
+        session = backend.open_draft_session(folder, self.manifest)
         self._costs = Costs.of(
             base.pass_cost_ms, self.manifest.step_cost_ms, self.manifest.extend_cost_ms
         )
-        self._image_ids = None
+        image_ids = None
         if base.decoder.images is not None:
             reads_rows = self.manifest.draft.decoder.images is not None
             placeholder = None if reads_rows else base.decoder.images.token_id
-            self._image_ids = ImageIds(base.decoder.vocab_size, placeholder)
+            image_ids = ImageIds(base.decoder.vocab_size, placeholder)
+        self.rows = CommittedRows(session, options.limits.steps + 1, image_ids)
         self._drafters: dict[bool, EagleDrafter] = {}
 
     def for_requests(self, *, greedy: bool) -> EagleDrafter:
         """The drafter for one kind of requests."""
         if greedy not in self._drafters:
             self._drafters[greedy] = EagleDrafter(
-                self._session,
+                self.rows,
                 self._policy(),
                 self.options.limits,
                 self._costs,
                 max_tree_rows=self.manifest.max_draft_tree_size,
                 lookup_calibration=Calibration() if self.options.ngram else None,
-                image_ids=self._image_ids,
             )
         return self._drafters[greedy]
 

@@ -94,8 +94,13 @@ def test_logits_and_compaction(kind, tmp_path, monkeypatch):
     np.testing.assert_allclose(found, expected, atol=2e-2)  # a code may fall the other way
     assert np.median(np.abs(found - expected)) < 1e-4
     session.keep(12, np.array([1, 2, 3]))
-    again = session.run(ids[15:], 15, np.array([0])).logits[0]
+    again = session.run(ids[15:], 15, np.array([0])).logits[0].copy()
     np.testing.assert_allclose(again, tree[4], atol=1e-4)
+    saved = session.save(15)
+    assert saved.dtype == np.int8
+    session.run(ids[::-1], 0, np.array([0]))
+    session.load(saved)
+    np.testing.assert_array_equal(session.run(ids[15:], 15, np.array([0])).logits[0], again)
 
 
 def test_it_is_a_choice(tmp_path):

@@ -269,7 +269,7 @@ def test_a_wrong_folder(command, qwen, tmp_path):
 
 def test_rows_of_images_are_no_words():
     """Prompt lookup never proposes an image."""
-    from edgellm.device_runtime.speculate.eagle import ImageIds
+    from edgellm.device_runtime.speculate.committed import ImageIds
 
     ids = np.array([3, 96, 97, 5])
     assert ImageIds(96, None).for_draft(ids).tolist() == [3, 96, 97, 5]

@@ -187,8 +187,8 @@ def test_logits_and_taps_equal_transformers(exported, session, chunks):
     assert spec.images is not None
     prompt = Prompt.make(spec.images.num_deepstack)
     three = spec.position_axes == 3
-    rows = ImageRows(prompt.embeds, prompt.deepstack, prompt.positions[:, :35] if three else None)
-    session.show(rows)
+    positions = prompt.positions[:, :35] if three else None
+    session.show(ImageRows(prompt.embeds, prompt.deepstack, positions, keys={}))
     logits, taps, begin = [], [], 0
     for size in chunks:
         rows = slice(begin, begin + size)
@@ -209,7 +209,7 @@ def test_other_images_give_other_answers(exported, session):
     prompt = Prompt.make(spec.images.num_deepstack)
     found = []
     for factor in (1, 2):
-        session.show(ImageRows(factor * prompt.embeds, prompt.deepstack))
+        session.show(ImageRows(factor * prompt.embeds, prompt.deepstack, keys={}))
         found.append(session.run(prompt.ids, 0, np.array([39])).logits.copy())
     assert np.abs(found[0] - found[1]).max() > 0.1
 

@@ -90,6 +90,12 @@ class _Cache:
             # The right side is a copy, so that overlapping rows are safe.
             self._rows[..., length : length + len(rows), :] = self._rows[..., length + rows, :]
 
+    def save(self, length: int) -> np.ndarray:
+        return self._rows[..., :length, :].copy()
+
+    def load(self, rows: np.ndarray) -> None:
+        self._rows[..., : rows.shape[-2], :] = rows
+
 
 class _Scratch:
     """Output memory that all passes of a session share: results live until the next one."""
@@ -260,6 +266,14 @@ class OnnxRuntimeSession:
         """See `edgellm.device_runtime.session.Session.keep`."""
         self._cache.keep(length, rows)
 
+    def save(self, length: int) -> np.ndarray:
+        """See `edgellm.device_runtime.session.Session.save`."""
+        return self._cache.save(length)
+
+    def load(self, rows: np.ndarray) -> None:
+        """See `edgellm.device_runtime.session.Session.load`."""
+        self._cache.load(rows)
+
     def _bind(self, rows: int, head_rows: int) -> _BoundPass:
         """Bind the first graph that takes so many rows; bindings of large passes are not kept."""
         graph = next((g for g in self._graphs if rows <= g.max_rows), self._graphs[-1])
@@ -299,6 +313,14 @@ class OnnxRuntimeDraftSession:
     def show(self, images: ImageRows) -> None:
         """See `edgellm.device_runtime.session.Session.show`."""
         self._shown.put(images)
+
+    def save(self, length: int) -> np.ndarray:
+        """See `edgellm.device_runtime.session.Session.save`."""
+        return self._cache.save(length)
+
+    def load(self, rows: np.ndarray) -> None:
+        """See `edgellm.device_runtime.session.Session.load`."""
+        self._cache.load(rows)
 
     def fuse(self, taps: F32) -> F32:
         """See `edgellm.device_runtime.session.DraftSession.fuse`."""

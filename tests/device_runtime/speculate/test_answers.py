@@ -11,6 +11,7 @@ from scripted_sessions import StrictBase, StrictDraft, oracle
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.committed import CommittedRows
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
 from edgellm.device_runtime.speculate.setup import EagleOptions
@@ -26,6 +27,7 @@ class Drafters:
     """As `setup.Drafters`, around a scripted draft."""
 
     drafter: EagleDrafter
+    rows: CommittedRows
     options: EagleOptions
 
     def for_requests(self, *, greedy: bool) -> EagleDrafter:
@@ -56,9 +58,10 @@ def scripted(request, llm, monkeypatch):
             if request.param == "fixed"
             else CostAwareTree(LIMITS, FREE, Calibration())
         )
-        drafter = EagleDrafter(session, policy, LIMITS, FREE, max_tree_rows=10)
+        rows = CommittedRows(session, LIMITS.steps + 1)
+        drafter = EagleDrafter(rows, policy, LIMITS, FREE, max_tree_rows=10)
         monkeypatch.setattr(llm, "session", StrictBase(capacity, logits_of))
-        monkeypatch.setattr(llm, "_drafters", Drafters(drafter, EagleOptions()))
+        monkeypatch.setattr(llm, "_drafters", Drafters(drafter, rows, EagleOptions()))
 
     return script
 

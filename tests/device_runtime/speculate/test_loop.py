@@ -14,6 +14,7 @@ from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.committed import CommittedRows
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.loop import Round, speculate
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
@@ -59,8 +60,9 @@ class Setup:
             if self.policy == "fixed"
             else CostAwareTree(self.limits, costs, Calibration())
         )
+        self.rows = CommittedRows(self.session, self.limits.steps + 1)
         self.drafter = EagleDrafter(
-            self.session, policy, self.limits, costs,
+            self.rows, policy, self.limits, costs,
             max_tree_rows=self.limits.top_k * self.limits.steps,
             lookup_calibration=Calibration() if self.ngram else None,
         )  # fmt: skip

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scripted_sessions import StrictBase, StrictDraft, guesser, half_right
 
 from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.committed import CommittedRows
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.ngram import NgramLookup
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
@@ -24,7 +25,9 @@ def proposed(policy, limits, draft, context=(3, 1, 4), capacity=100, **options) 
     features = StrictBase(100).run(np.array(context[:-1]), 0, np.array([0])).taps
     session = StrictDraft(capacity, draft)
     rows = options.pop("max_tree_rows", limits.top_k * limits.steps)
-    drafter = EagleDrafter(session, policy, limits, FREE, max_tree_rows=rows)
+    committed = CommittedRows(session, limits.steps + 1)
+    drafter = EagleDrafter(committed, policy, limits, FREE, max_tree_rows=rows)
+    drafter.begin(context[:1])
     drafter.observe(np.array(context[1:]), features)
     drafter.catch_up()
     tree = drafter.propose(context[-1], options.get("room", 99), options.get("levels", 99))

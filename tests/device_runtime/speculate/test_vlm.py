@@ -91,6 +91,76 @@ def test_speculated_answers_are_the_plain_ones(engines, tmp_path, temperature, t
         assert rounds > 0 or len(plain) == 1
 
 
+def _common(ones: list, others: list) -> int:
+    pairs = zip(ones, others, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), len(others))
+
+
+def test_rows_of_images_are_reused_and_never_confused(engines, tmp_path):
+    """Questions in turn, plain and speculated; `b` has the size of `a`, hence the same ids."""
+    for name, size in (("a", (33, 21)), ("b", (33, 21)), ("c", (16, 60))):
+        picture(*size, seed=ord(name)).save(tmp_path / name, "png")
+    options = {"multimodal_engine_dir": engines.visual_engine}
+    eagle = EagleOptions(TreeLimits(4, 3, 12), "fixed")
+    llm = LLM(engines.engine, eagle=eagle, context_reuse=True, **options)
+    fresh = LLM(engines.engine, **options)
+    vocabulary, base, draft = llm.manifest.decoder.vocab_size, [], []
+
+    def ask(images: str, messages: list, *, speculative: bool) -> int:
+        """Rows that were reused: all that the caches had, by the pictures' names."""
+        nonlocal base, draft
+        answers = [
+            model.generate(
+                messages, sampling=SamplingParams(temperature=0), max_generate_length=6, **more
+            )
+            for model, more in ((llm, {"speculative": speculative}), (fresh, {}))
+        ]
+        for answer in answers:
+            list(answer)
+        found, expected = answers
+        assert found.token_ids == expected.token_ids
+        shown = [
+            (name, row)
+            for name, count in zip(images, found.profile.image_tokens, strict=True)
+            for row in range(count)
+        ]
+        keys = [
+            shown[token - vocabulary] if token >= vocabulary else token
+            for token in found.prompt.token_ids
+        ]
+        held = _common(keys, base)
+        if speculative:
+            held = min(held, max(_common(keys, draft) - 1, 0))
+        (reused,) = found.profile.reused_tokens
+        assert reused == min(held, len(keys) - 1)
+        base = [*keys, *found.token_ids[:-1]]
+        draft = [*keys, *found.token_ids] if speculative else draft
+        messages.append({"role": "assistant", "content": found.text})
+        return sum(isinstance(key, tuple) for key in keys[:reused])
+
+    def user(*items: str) -> dict:
+        content = [
+            {"type": "image", "image": str(tmp_path / item)}
+            if item in "abc"
+            else {"type": "text", "text": item}
+            for item in items
+        ]
+        return {"role": "user", "content": content}
+
+    for speculative in (True, False, True):
+        ask("a", [user("a", "w1 w2")], speculative=speculative)
+        talk = [user("a", "w3")]
+        size = ask("a", talk, speculative=speculative)
+        assert size > 0
+        talk.append(user("w4", "c", "w5"))
+        assert ask("ac", talk, speculative=speculative) == size
+        assert ask("b", [user("b", "w3")], speculative=speculative) == 0
+        assert ask("", [user("w3")], speculative=speculative) == 0
+    ask("a", [user("a", "w3")], speculative=True)
+    ask("b", [user("b", "w3")], speculative=False)
+    assert ask("b", [user("b", "w6")], speculative=True) == 0, "the draft holds rows of `a`"
+
+
 def _candidates(draft: DraftSession, ids: np.ndarray, shown: ImageRows) -> np.ndarray:
     hidden = np.random.default_rng(1).standard_normal((len(ids), BASE_HIDDEN), np.float32)
     draft.show(shown)
@@ -102,8 +172,8 @@ def test_a_draft_reads_rows_of_images(mrope_draft):
     ids = np.array([70, 71, VOCAB, VOCAB + 1, 72])
     rows = np.random.default_rng(2).standard_normal((2, BASE_HIDDEN), np.float32)
     none = np.zeros((0, 2, BASE_HIDDEN), np.float32)
-    first = _candidates(mrope_draft, ids, ImageRows(rows, none))
-    second = _candidates(mrope_draft, ids, ImageRows(rows[::-1], none))
+    first = _candidates(mrope_draft, ids, ImageRows(rows, none, keys={}))
+    second = _candidates(mrope_draft, ids, ImageRows(rows[::-1], none, keys={}))
     np.testing.assert_allclose(first[:2], second[:2], atol=1e-6)
     assert np.abs(first[2:] - second[2:]).max(axis=1).min() > 1e-3
 
@@ -117,7 +187,7 @@ def test_a_draft_turns_by_three_positions(mrope_draft):
     image = text.copy()
     image[1, 3:7] = [3, 3, 4, 4]
     found = {
-        name: _candidates(mrope_draft, ids, ImageRows(rows, none, positions))
+        name: _candidates(mrope_draft, ids, ImageRows(rows, none, positions, keys={}))
         for name, positions in {
             "none": None,
             "text": text,

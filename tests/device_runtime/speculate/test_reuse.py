@@ -1,0 +1,385 @@
+"""Rows that outlast an answer: any sequence of answers, over sessions that watch every pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft
+
+from edgellm.device_runtime.context import KeptContexts, RecordedSession, count_common
+from edgellm.device_runtime.generate import generate
+from edgellm.device_runtime.profile import Profile
+from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.committed import CommittedRows
+from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.loop import speculate
+from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+
+CAPACITY = 96
+LIMITS = TreeLimits(3, 4, 12)
+FREE = Costs.of({"1": 10, "64": 10.01}, {"1": 0.01, "64": 0.02}, {"1": 0.01, "64": 0.02})
+DEAR = Costs.of({"1": 10, "2": 30, "64": 900}, {"1": 8, "64": 50}, {"1": 8, "64": 50})
+GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(1.0, 0.9, 0, seed=3)
+
+
+class BrokenPassError(Exception):
+    """A pass that fails."""
+
+
+@dataclass
+class Chat:
+    """A base and a draft that answer one prompt after another, and what they must then hold."""
+
+    draft: str = "half_right"
+    policy: str = "fixed"
+    prefill_rows: int = 64
+    draft_capacity: int = CAPACITY
+    text: list[int] = field(default_factory=list)  # of the last prompt and its answer
+    in_base: list[int] = field(default_factory=list)  # tokens whose rows are there
+    in_draft: list[int] = field(default_factory=list)  # tokens that its rows pair up to
+
+    def __post_init__(self) -> None:
+        self.base = StrictBase(CAPACITY)
+        self.session = RecordedSession(self.base)
+        self.draft_session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
+        self.rows = CommittedRows(self.draft_session, LIMITS.steps + 1)
+        self.drafters = {
+            params: EagleDrafter(
+                self.rows, self._policy(), LIMITS, FREE, max_tree_rows=12,
+                lookup_calibration=Calibration(),
+            )
+            for params in (GREEDY, SAMPLED)
+        }  # fmt: skip
+
+    def _policy(self):
+        if self.policy == "fixed":
+            return FixedTree(LIMITS)
+        costs = {"free": FREE, "dear": DEAR}[self.policy]
+        return CostAwareTree(LIMITS, costs, Calibration())
+
+    def ask(
+        self, prompt, *, speculates=False, params=GREEDY, count=12, stop_after=None, breaks=None
+    ):
+        """One answer: its tokens, and the rows that were not computed.
+
+        `stop_after` so many rounds nobody asks on; pass `breaks` of the base fails.
+        """
+        caches = [self.session, self.rows] if speculates else [self.session]
+        held = min(cache.held(prompt) for cache in caches)
+        self.reused = min(held, len(prompt) - 1)
+        self.base.passes.clear()
+        self._break_base(breaks)
+        run = self._speculated if speculates else self._plain
+        tokens, rounds = [], run(prompt, params, count)
+        try:
+            for at, found in enumerate(rounds):
+                tokens += found
+                if at == stop_after:
+                    break
+        except BrokenPassError:
+            pass
+        self._remember(prompt, tokens, speculates=speculates)
+        return tokens
+
+    def _plain(self, prompt, params, count):
+        for token in generate(
+            self.session, prompt, Sampler(params), count, Profile(),
+            prefill_rows=self.prefill_rows, reused=self.reused,
+        ):  # fmt: skip
+            yield [token]
+
+    def _speculated(self, prompt, params, count):
+        for found in speculate(
+            self.session, self.drafters[params], prompt, Sampler(params), count, Profile(),
+            prefill_rows=self.prefill_rows, reused=self.reused,
+        ):  # fmt: skip
+            yield list(found.token_ids)
+
+    def _break_base(self, breaks) -> None:
+        def run(*arguments, **options):
+            if len(self.base.passes) == breaks:
+                raise BrokenPassError
+            return StrictBase.run(self.base, *arguments, **options)
+
+        self.base.run = run
+
+    def _remember(self, prompt, tokens, *, speculates) -> None:
+        self.text = [*prompt, *tokens]
+        if tokens:
+            self.in_base = self.text[:-1]
+        else:  # it broke in the prompt
+            pieces = len(self.base.passes)
+            self.in_base = prompt[: self.reused + pieces * self.prefill_rows]
+        if speculates:
+            self.in_draft = self.text if tokens else prompt[: len(self.in_base) + 1]
+
+    def expected(self, prompt, *, speculates) -> int:
+        """Rows that must not be computed for a prompt."""
+        common = count_common(self.in_base, prompt)
+        if speculates:
+            common = min(common, max(count_common(self.in_draft, prompt) - 1, 0))
+        return min(common, len(prompt) - 1)
+
+
+def alone(prompt, params=GREEDY, count=12) -> list[int]:
+    return list(
+        generate(
+            StrictBase(CAPACITY), prompt, Sampler(params), count, Profile(), prefill_rows=64
+        )
+    )  # fmt: skip
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+
+
+@pytest.mark.parametrize("speculates", [False, True], ids=["plain", "eagle"])
+def test_a_second_turn_computes_what_is_new(speculates):
+    chat = Chat()
+    tokens = chat.ask(PROMPT, speculates=speculates)
+    assert chat.reused == 0
+    turn = [*PROMPT, *tokens, 7, 8]
+    assert chat.ask(turn, speculates=speculates) == alone(turn)
+    assert chat.reused == len(PROMPT) + len(tokens) - 1
+    assert chat.base.passes[0] == (chat.reused, 3)  # the answer's last token and the question
+
+
+@pytest.mark.parametrize("speculates", [False, True], ids=["plain", "eagle"])
+def test_the_same_prompt_computes_its_last_row(speculates):
+    chat = Chat()
+    chat.ask(PROMPT, speculates=speculates)
+    assert chat.ask(PROMPT, speculates=speculates) == alone(PROMPT)
+    assert chat.reused == len(PROMPT) - 1
+    assert chat.base.passes[0] == (len(PROMPT) - 1, 1)
+
+
+def test_the_draft_needs_the_token_behind_a_row():
+    chat = Chat()
+    chat.ask(PROMPT, speculates=True)
+    other = [*PROMPT[:6], 20, 21]
+    assert chat.ask(other, speculates=True) == alone(other)
+    assert chat.reused == 5
+    chat.ask(PROMPT, speculates=True)
+    assert chat.ask(other) == alone(other)
+    assert chat.reused == 6
+
+
+def test_what_the_draft_missed_is_computed_again():
+    """Behind a plain answer the draft holds the answer before."""
+    chat = Chat()
+    tokens = chat.ask(PROMPT, speculates=True)
+    first = [*PROMPT, *tokens, 7]
+    tokens = chat.ask(first)
+    assert chat.reused == len(first) - 2
+    second = [*first, *tokens, 8]
+    assert chat.ask(second, speculates=True) == alone(second)
+    assert chat.reused == len(first) - 2  # up to the token that the draft saw last
+    assert chat.draft_session.extensions[-1] <= LIMITS.steps + 1
+    assert chat.rows.held(chat.text) == len(chat.text) - 1
+
+
+def test_a_pause_of_drafting_loses_no_rows():
+    """Features wait over answers; the draft is given them when it wakes."""
+    chat = Chat(policy="dear")
+    policy = chat.drafters[GREEDY]._policy
+    policy._pause, prompt = 500, PROMPT
+    for turn in range(3):
+        tokens = chat.ask(prompt, speculates=True)
+        assert tokens == alone(prompt)
+        assert chat.reused == (len(prompt) - 2 if turn else 0)
+        assert (chat.rows.length, chat.rows.held(chat.text)) == (0, len(chat.text) - 1)
+        prompt = [*prompt, *tokens, 7]
+    policy._pause = 0
+    assert chat.ask(prompt, speculates=True) == alone(prompt)
+    assert chat.reused == len(prompt) - 2
+    assert chat.rows.length > chat.reused
+
+
+def test_one_first_token_tells_two_prompts_apart():
+    """No pair of a token and its follower is alike, though all followers are."""
+    chat = Chat()
+    chat.ask([1, 5, 6, 7, 8], speculates=True)
+    assert chat.rows.held([2, 5, 6, 7, 8]) == 0
+    assert chat.ask([2, 5, 6, 7, 8], speculates=True) == alone([2, 5, 6, 7, 8])
+
+
+TURNS = st.lists(
+    st.tuples(
+        st.floats(0, 1),  # how much of the text before goes on
+        st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),
+        st.sampled_from([(False, GREEDY), (True, GREEDY), (True, SAMPLED)]),
+        st.integers(1, 14),  # tokens
+        st.sampled_from([None, None, 0, 1, 2]),  # rounds that are asked for
+        st.sampled_from([None, None, None, 0, 1, 2, 5]),  # the pass that fails
+    ),
+    min_size=2,
+    max_size=7,
+)
+
+
+@settings(max_examples=150)
+@given(
+    turns=TURNS,
+    draft=st.sampled_from(["oracle", "adversary", "half_right"]),
+    policy=st.sampled_from(["fixed", "free", "dear"]),
+    prefill_rows=st.integers(1, 20),
+    draft_capacity=st.sampled_from([5, 30, CAPACITY]),
+)
+def test_any_answers_one_after_another(turns, draft, policy, prefill_rows, draft_capacity):
+    chat = Chat(draft, policy, prefill_rows, draft_capacity)
+    for share, new, (speculates, params), count, stop_after, breaks in turns:
+        prompt = [*chat.text[: min(round(share * len(chat.text)), 60)], *new]
+        expected = chat.expected(prompt, speculates=speculates)
+        tokens = chat.ask(
+            prompt, speculates=speculates, params=params, count=count, stop_after=stop_after,
+            breaks=breaks,
+        )  # fmt: skip
+        assert chat.reused == expected
+        fresh = alone(prompt, params, count)
+        assert tokens == (fresh if stop_after is None and breaks is None else fresh[: len(tokens)])
+        assert chat.base.passes[:1] in ([], [(expected, min(prefill_rows, len(prompt) - expected))])
+
+
+@pytest.mark.parametrize("breaks", range(4))
+def test_a_draft_that_fails_forgets_only_what_it_did_not_write(breaks, monkeypatch):
+    chat = Chat(prefill_rows=6)
+    run, passes = chat.draft_session.run, []
+
+    def broken(*arguments, **options):
+        passes.append(1)
+        if len(passes) > breaks:
+            raise BrokenPassError
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(chat.draft_session, "run", broken)
+    tokens = chat.ask(PROMPT, speculates=True)
+    monkeypatch.setattr(chat.draft_session, "run", run)
+    written = [0, 6, 9, 9][breaks]  # two pieces of the prompt, then rows of a tree
+    assert chat.rows.length == written
+    turn = [*PROMPT, *tokens, 7]
+    assert chat.ask(turn, speculates=True) == alone(turn)
+    assert chat.reused == written
+
+
+def test_kept_rows_come_back_in_both_caches():
+    chat, kept = Chat(policy="dear"), KeptContexts()
+    chat.drafters[GREEDY]._policy._pause = 500
+    chat.ask(PROMPT, speculates=True)
+    caches = [chat.session, chat.rows]
+    assert kept.keep(PROMPT[:7], caches)
+    assert chat.rows.length >= 6, "what waits is written before it is kept"
+    for speculates in (False, True, True):
+        chat.ask([20, 21, 22, 23, 20, 21, 22, 23], speculates=speculates)
+        usable, found = kept.find([*PROMPT[:7], 11], 2)
+        assert usable == 6
+        found.restore(usable, caches)
+        assert chat.session.held(PROMPT) == 6
+        assert chat.rows.held(PROMPT) == 6
+        turn = [*PROMPT[:7], 11]
+        assert chat.ask(turn, speculates=speculates) == alone(turn)
+        assert chat.reused == 6
+
+
+def test_the_token_behind_kept_rows_may_be_another():
+    chat, kept = Chat(), KeptContexts()
+    chat.ask(PROMPT, speculates=True)
+    kept.keep(PROMPT[:7], [chat.session, chat.rows])
+    turn = [*PROMPT[:6], 21, 22]
+    assert [kept.find(turn, caches)[0] for caches in (1, 2)] == [6, 5]
+    assert kept.find([*PROMPT[:3], 21], 1)[0] == 3
+    assert kept.find([21], 1) == (0, None)
+    _, found = kept.find(turn, 2)
+    chat.ask([20, 21], speculates=True)
+    found.restore(5, [chat.session, chat.rows])
+    assert (chat.session.held(PROMPT), chat.rows.held(PROMPT)) == (5, 5)
+    assert chat.ask(turn, speculates=True) == alone(turn)
+    assert chat.reused == 5
+
+
+def test_the_oldest_kept_rows_are_forgotten():
+    chat = Chat()
+    kept = KeptContexts(limit_bytes=2 * 4 * 16)  # two of four rows, of two int64 each
+    prompts = [[first, 1, 2, 3, 4] for first in (5, 6, 7)]
+    for prompt in prompts:
+        chat.ask(prompt)
+        assert kept.keep(prompt, [chat.session])
+        kept.find(prompts[0], 1)
+    assert [kept.find(prompt, 1)[0] for prompt in prompts] == [4, 0, 4]
+    chat.ask([*PROMPT, 1, 2])
+    assert not kept.keep([*PROMPT, 1, 2], [chat.session]), "too large: nothing is forgotten for it"
+    assert [kept.find(prompt, 1)[0] for prompt in prompts] == [4, 0, 4]
+
+
+def test_rows_that_are_gone_are_not_kept():
+    chat, kept = Chat(), KeptContexts()
+    chat.ask(PROMPT)
+    chat.ask([*PROMPT[:2], 20, 21])
+    kept.keep(PROMPT[:7], [chat.session])
+    assert kept.find(PROMPT, 1)[0] == 2
+    chat.ask(PROMPT)
+    kept.keep(PROMPT[:7], [chat.session])
+    assert kept.find(PROMPT, 1)[0] == 6
+
+
+def test_rows_that_waited_are_gone_when_others_are_loaded():
+    chat = Chat(policy="dear")
+    chat.drafters[GREEDY]._policy._pause = 500
+    chat.ask([5, 6, 7], speculates=True)
+    saved = chat.rows.save(2)
+    chat.ask([8, 6, 7], speculates=True)
+    chat.rows.load(saved, [5, 6, 7])
+    assert not chat.rows.is_behind
+    assert chat.rows.held([5, 6, 7, 6, 7]) == 2
+
+
+def test_a_tree_without_a_path_is_no_text(monkeypatch):
+    """What fails between verification and compaction leaves the rows before."""
+    chat = Chat()
+
+    def broken(*_):
+        raise BrokenPassError
+
+    monkeypatch.setattr(chat.base, "keep", broken)
+    tokens = chat.ask(PROMPT, speculates=True)
+    assert chat.base.passes[1][1] > 1
+    assert chat.session.held([*PROMPT, *tokens]) == len(PROMPT)
+    monkeypatch.undo()
+    turn = [*PROMPT, *tokens, 7]
+    assert chat.ask(turn, speculates=True) == alone(turn)
+    assert chat.reused == len(PROMPT)
+
+
+def test_rows_of_a_tree_are_known_when_a_path_is_kept():
+    session, text = RecordedSession(StrictBase(16)), [1, 2, 3, 4, 5]
+    session.run(np.array(text[:3]), 0, np.array([2]))
+    session.run(
+        np.array(text[3:]), 3, np.arange(2), position_ids=np.array([3, 4]),
+        tree_mask=np.tri(2, dtype=np.bool_),
+    )  # fmt: skip
+    assert session.held(text) == 3
+    session.keep(3, np.arange(2))
+    assert session.held(text) == 5
+
+
+def test_the_record_follows_a_compaction():
+    class Still(StrictBase):
+        def keep(self, length, rows): ...
+
+    session = RecordedSession(Still(16))
+    session.run(np.array([1, 2, 3, 4]), 0, np.array([3]))
+    session.keep(0, np.array([0, 2]))
+    assert session.held([1, 3, 4]) == session.held([1, 3]) == 2
+    session.run(np.array([5]), 2, np.array([0]))
+    assert session.held([1, 3, 5]) == 3
+
+
+def test_a_record_does_not_go_on_behind_unknown_rows():
+    base = StrictBase(16)
+    session = RecordedSession(base)
+    base.run(np.array([1, 2]), 0, np.array([1]))
+    session.run(np.array([3]), 2, np.array([0]))
+    assert session.held([1, 2, 3]) == session.held([3]) == 0
