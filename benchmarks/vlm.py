@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,7 +153,11 @@ def open_export(model: Path, work: Path, threads: int) -> Encode:
         path = work / f"exported-{grid[0]}x{grid[1]}.onnx"
         if not path.exists():
             pixels = torch.zeros(grid[0] * grid[1], 1176)
-            torch.onnx.export(OfGrid(grid), (pixels,), path, dynamo=False, input_names=["pixels"])
+            with warnings.catch_warnings():  # of all that a trace makes constant: it is of one size
+                warnings.simplefilter("ignore")
+                torch.onnx.export(
+                    OfGrid(grid), (pixels,), path, dynamo=False, input_names=["pixels"]
+                )
         return onnxruntime.InferenceSession(path, options)
 
     return lambda pixels, grid: session(grid).run(None, {"pixels": pixels})
