@@ -106,7 +106,7 @@ class WeightPart:
         return np.atleast_2d(scales.astype(np.float32))
 
     def dense(self) -> np.ndarray:
-        """float32 [in, out]."""
+        """[in, out], float32 where it is decoded."""
         if self.dequantize is None:
             array = constant_array(self.operand)
             assert array is not None
@@ -262,6 +262,12 @@ class LinearWeight:
             np.concatenate([blocks.scales for blocks in found]),
             zeros,
         )
+
+
+def weight_kinds(model: ir.Model) -> set[str]:
+    """How the linear weights of a portable graph are stored, see `LinearWeight.kind`."""
+    weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
+    return {weight.kind for weight in weights if weight is not None}
 
 
 def _zero_points(blocks: Blocks) -> U8:
