@@ -64,7 +64,7 @@ def llm_build(
     kv_cache: KvCache = "auto",
     eagle_base: EagleBase = False,
     eagle_draft: EagleDraft = False,
-    max_verify_tree_size: MaxVerifyTreeSize = 60,
+    max_verify_tree_size: MaxVerifyTreeSize = None,
     max_draft_tree_size: MaxDraftTreeSize = 60,
     dry_run: DryRun = False,
     debug: Debug = False,
@@ -98,7 +98,8 @@ def llm_build(
         prefill,
         quantize,
         kv_cache,
-        max_verify_tree_size=max_verify_tree_size if eagle_base else 0,
+        is_eagle_base=eagle_base,
+        max_verify_tree_size=max_verify_tree_size or (60 if eagle_base else 0),
         max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,
     )
     if dry_run:

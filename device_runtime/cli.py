@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,33 +21,36 @@ from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.flags import (
     BatchSize,
     Debug,
-    DraftStep,
-    DraftTopK,
     DumpOutput,
     DumpProfile,
-    Eagle,
     EngineDir,
     InputFile,
     MaxGenerateLength,
     MultimodalEngineDir,
-    Ngram,
     OutputFile,
     ProfileFile,
     Prove,
     Stream,
     TreeFile,
+    Verify,
+    Warmup,
+)
+from edgellm.device_runtime.spec_flags import (
+    DraftStep,
+    DraftTopK,
+    Eagle,
+    Ngram,
+    Spec,
+    SpecFlags,
     TreeKind,
     TypicalAcceptance,
-    Verify,
     VerifyTreeSize,
-    Warmup,
 )
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.llm import LLM, Step
     from edgellm.device_runtime.profile import Profile
     from edgellm.device_runtime.requests import Options
-    from edgellm.device_runtime.speculate.setup import EagleOptions
     from edgellm.device_runtime.tree_log import TreeLog
 
 app = typer.Typer(
@@ -68,12 +74,13 @@ def llm_inference(
     profile_file: ProfileFile = None,
     batch_size: BatchSize = None,
     max_generate_length: MaxGenerateLength = None,
+    spec: Spec = None,
     eagle: Eagle = False,
-    top_k: DraftTopK = 10,
-    steps: DraftStep = 6,
-    verify_size: VerifyTreeSize = 60,
-    tree: TreeKind = "cost",
     ngram: Ngram = False,
+    top_k: DraftTopK = None,
+    steps: DraftStep = None,
+    verify_size: VerifyTreeSize = None,
+    tree: TreeKind = "cost",
     typical_acceptance: TypicalAcceptance = None,
     tree_file: TreeFile = None,
     prove_count: Prove = 0,
@@ -89,51 +96,30 @@ def llm_inference(
     from edgellm.device_runtime.requests import read_file
     from edgellm.device_runtime.tree_log import TreeLog
 
-    how = _speculation(top_k, steps, verify_size, tree, ngram=ngram, typical=typical_acceptance)
-    if not eagle and (prove_count or tree_file):
+    how = SpecFlags(
+        spec, eagle, ngram, top_k, steps, verify_size, tree, typical_acceptance
+    ).read()  # fmt: skip
+    if how is None and (prove_count or tree_file):
         flag = "--prove" if prove_count else "--treeOutputFile"
-        raise EdgeLLMError(f"{flag} is about speculation", hint="give --eagle as well")
+        raise EdgeLLMError(f"{flag} is about speculation", hint="give --eagle or --spec as well")
     options, requests = read_file(input_file)
-    _check_outputs([output_file, profile_file, tree_file], input_file, engine_dir)
+    outputs = _Outputs(output_file, profile_file, tree_file)
+    outputs.check(input_file, engine_dir)
     if max_generate_length is not None:
         options, requests = _with_length(options, requests, max_generate_length)
     if (batch_size or options.batch_size) > 1:
         typer.echo("note: requests run one by one, whatever the batch size", err=True)
-    llm = LLM(
-        engine_dir, verify=verify, eagle=how if eagle else None,
-        multimodal_engine_dir=multimodal_engine_dir,
-    )  # fmt: skip
+    llm = LLM(engine_dir, verify=verify, spec=how, multimodal_engine_dir=multimodal_engine_dir)
     if prove_count:
         raise typer.Exit(_prove(llm, options, requests[:prove_count]))
-    trees, profile, responses = TreeLog(llm.tokenizer), Profile(), []
-    try:
+    profile, responses = Profile(), []
+    with outputs.kept(input_file, responses, profile, TreeLog(llm.tokenizer)) as trees:
         _run_all(llm, options, requests, warmup, responses, profile, trees, stream=stream)
-    finally:  # an interrupt keeps what was answered
-        if responses:
-            _write_json(output_file, {"input_file": str(input_file), "responses": responses})
-            _write_if_wanted(tree_file, trees.as_json(str(input_file)))
-            _write_if_wanted(profile_file, profile.as_json())
     if dump_profile:
         typer.echo(json.dumps(profile.as_json(), indent=4))
     for response in responses if dump_output else ():
         typer.echo(f"[{response['request_idx']}] {response['output_text']}")
     raise typer.Exit(1 if _summarize(responses, profile, output_file) else 0)
-
-
-def _write_if_wanted(path: Path | None, content: dict[str, Any]) -> None:
-    if path is not None:
-        _write_json(path, content)
-
-
-def _speculation(
-    top_k: int, steps: int, verify_size: int, tree: str, *, ngram: bool, typical: float | None
-) -> EagleOptions:
-    from edgellm.device_runtime.speculate.policy import TreeLimits
-    from edgellm.device_runtime.speculate.setup import EagleOptions
-
-    if tree not in ("cost", "fixed"):
-        raise EdgeLLMError(f"--eagleTree {tree}: give cost or fixed")
-    return EagleOptions(TreeLimits(top_k, steps, verify_size), tree, ngram, typical)
 
 
 def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
@@ -149,14 +135,39 @@ def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
     return 1 if diverged else 0
 
 
-def _check_outputs(paths: list[Path | None], input_file: Path, engine_dir: Path) -> None:
-    outputs = [path for path in paths if path is not None]
-    for path in outputs:
-        _check_output(path, input_file)
-        if path.resolve().parent == engine_dir.resolve():
-            raise EdgeLLMError(f"{path} lies in the engine's folder", hint="write elsewhere")
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        raise EdgeLLMError("the answers, the profile and the trees are files of their own")
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """The files that a run writes."""
+
+    answers: Path
+    profile: Path | None
+    trees: Path | None
+
+    def check(self, input_file: Path, engine_dir: Path) -> None:
+        """Refuse what cannot be written, before the work."""
+        paths = [path for path in (self.answers, self.profile, self.trees) if path is not None]
+        for path in paths:
+            _check_output(path, input_file)
+            if path.resolve().parent == engine_dir.resolve():
+                raise EdgeLLMError(f"{path} lies in the engine's folder", hint="write elsewhere")
+        if len({path.resolve() for path in paths}) < len(paths):
+            raise EdgeLLMError("the answers, the profile and the trees are files of their own")
+
+    @contextlib.contextmanager
+    def kept(
+        self, input_file: Path, responses: list[Any], profile: Profile, trees: TreeLog
+    ) -> Iterator[TreeLog]:
+        """Write what there is when the block ends; an interrupt keeps what was answered."""
+        try:
+            yield trees
+        finally:
+            if responses:
+                name = str(input_file)
+                _write_json(self.answers, {"input_file": name, "responses": responses})
+                if self.trees is not None:
+                    _write_json(self.trees, trees.as_json(name))
+                if self.profile is not None:
+                    _write_json(self.profile, profile.as_json())
 
 
 def _check_output(path: Path, input_file: Path) -> None:
@@ -233,8 +244,6 @@ def _complain(index: int, error: dict[str, str]) -> None:
 
 def _progress(total: int, *, hidden: bool) -> Any:
     """A bar over the requests; silent when stderr is not a terminal or the text streams."""
-    import contextlib
-
     if hidden or not sys.stderr.isatty():
         return contextlib.nullcontext(lambda: None)
     from rich.console import Console

@@ -17,7 +17,8 @@ from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.session import ImageRows, Session
 from edgellm.device_runtime.speculate.loop import Round, speculate
-from edgellm.device_runtime.speculate.setup import Drafters, EagleOptions
+from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.speculate.setup import Drafters
 from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher, TextStream
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class LLM:
         engine_dir: Path | str,
         *,
         verify: bool = False,
-        eagle: EagleOptions | None = None,
+        spec: SpecOptions | None = None,
         multimodal_engine_dir: Path | str | None = None,
     ) -> None:
         """Load an engine.
@@ -91,12 +92,12 @@ class LLM:
         Args:
             engine_dir: a folder made by llm_build on this machine.
             verify: check the hash of every file first, not only its size.
-            eagle: decode speculatively with the engine's draft; None decodes plainly.
+            spec: decode speculatively; None decodes plainly.
             multimodal_engine_dir: a folder made by visual_build, for prompts with images.
 
         Raises:
             BrokenArtifactError: damaged, or built for another machine or library version.
-            LimitError: `eagle` exceeds what the engine was built for.
+            LimitError: `spec` exceeds what the engine was built for.
         """
         folder = Path(engine_dir)
         self.manifest = load_manifest(folder, EngineManifest)
@@ -105,7 +106,7 @@ class LLM:
         backend = backends.find(self.manifest.backend)
         self.session: Session = backend.open_session(folder, self.manifest)
         self._drafters = (
-            Drafters(folder, self.manifest, eagle, verify=verify) if eagle is not None else None
+            Drafters(folder, self.manifest, spec, verify=verify) if spec is not None else None
         )
         decoder = self.manifest.decoder
         self._no_images = None
@@ -139,7 +140,7 @@ class LLM:
             sampling: None takes the defaults.
             max_generate_length: at most this many tokens.
             stop: strings that end the answer and do not appear in it.
-            speculative: False decodes plainly although a draft is loaded.
+            speculative: False decodes plainly although `spec` was given.
             template_flags: variables of the chat template; add_generation_prompt defaults to True.
 
         Raises:

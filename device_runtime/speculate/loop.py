@@ -20,7 +20,7 @@ from edgellm.device_runtime.profile import (
 from edgellm.device_runtime.sampling import Sampler
 from edgellm.device_runtime.session import PassResult, Session
 from edgellm.device_runtime.speculate.accept import Accepted, accept_exactly
-from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.drafter import Drafter
 from edgellm.device_runtime.speculate.tree import Tree
 
 Accept = Callable[[Tree, PassResult, Sampler], Accepted]
@@ -38,7 +38,7 @@ class Round:
 
 def speculate(
     session: Session,
-    drafter: EagleDrafter,
+    drafter: Drafter,
     prompt: Sequence[int],
     sampler: Sampler,
     max_tokens: int,
@@ -90,7 +90,7 @@ def speculate(
 
 def _read(
     session: Session,
-    drafter: EagleDrafter,
+    drafter: Drafter,
     prompt: Sequence[int],
     sampler: Sampler,
     prefill_rows: int,
@@ -109,7 +109,7 @@ def _read(
 
 def _commit(
     session: Session,
-    drafter: EagleDrafter,
+    drafter: Drafter,
     tree: Tree,
     result: PassResult,
     outcome: Accepted,

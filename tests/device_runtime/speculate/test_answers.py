@@ -12,8 +12,8 @@ from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
-from edgellm.device_runtime.speculate.setup import EagleOptions
 
 GREEDY = SamplingParams(temperature=0)
 LIMITS = TreeLimits(2, 5, 11)
@@ -26,7 +26,7 @@ class Drafters:
     """As `setup.Drafters`, around a scripted draft."""
 
     drafter: EagleDrafter
-    options: EagleOptions
+    options: SpecOptions
 
     def for_requests(self, *, greedy: bool) -> EagleDrafter:
         assert greedy
@@ -58,7 +58,7 @@ def scripted(request, llm, monkeypatch):
         )
         drafter = EagleDrafter(session, policy, LIMITS, FREE, max_tree_rows=10)
         monkeypatch.setattr(llm, "session", StrictBase(capacity, logits_of))
-        monkeypatch.setattr(llm, "_drafters", Drafters(drafter, EagleOptions()))
+        monkeypatch.setattr(llm, "_drafters", Drafters(drafter, SpecOptions()))
 
     return script
 

@@ -14,8 +14,11 @@ from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.drafter import TreeDrafter
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.lookup import LookupSource
 from edgellm.device_runtime.speculate.loop import Round, speculate
+from edgellm.device_runtime.speculate.ngram import NgramLookup
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
 
 GREEDY = SamplingParams(temperature=0)
@@ -48,21 +51,24 @@ class Setup:
     capacity: int = 128
     draft_capacity: int = 128
     prefill_rows: int = 64
-    draft: str = "oracle"
+    draft: str | None = "oracle"  # None: the text alone drafts
 
     def __post_init__(self) -> None:
         self.base = StrictBase(self.capacity)
-        self.session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
         costs = COSTS.get(self.policy, FREE)
         policy = (
             FixedTree(self.limits)
             if self.policy == "fixed"
             else CostAwareTree(self.limits, costs, Calibration())
         )
+        lookups = [LookupSource(NgramLookup())] if self.ngram else []
+        if self.draft is None:
+            self.drafter = TreeDrafter(policy, self.limits, lookups=lookups)
+            return
+        self.session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
         self.drafter = EagleDrafter(
             self.session, policy, self.limits, costs,
-            max_tree_rows=self.limits.top_k * self.limits.steps,
-            lookup_calibration=Calibration() if self.ngram else None,
+            max_tree_rows=self.limits.top_k * self.limits.steps, lookups=lookups,
         )  # fmt: skip
 
     def rounds(self, prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[Round]:
@@ -94,6 +100,18 @@ def test_ids_are_those_of_plain_decoding(draft, shape, policy, ngram):
         for prompt in (PROMPT, [7], list(range(20)) * 2):  # answers of one drafter, one by one
             assert setup.ids(prompt, params, 30) == plain(prompt, params, 30)
     assert max(setup.base.tree_sizes) <= SHAPES[shape].verify_size
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("policy", ["fixed", *COSTS])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ids_are_those_of_plain_decoding_without_a_network(shape, policy):
+    setup = Setup(SHAPES[shape], policy, ngram=True, draft=None)
+    for params in (GREEDY, SAMPLED):
+        for prompt in (PROMPT, [7], list(range(20)) * 2):
+            assert setup.ids(prompt, params, 30) == plain(prompt, params, 30)
+    assert max(setup.base.tree_sizes) <= SHAPES[shape].verify_size
+    assert shape == "one_node" or policy != "fixed" or max(setup.base.tree_sizes) > 1
 
 
 @pytest.mark.parametrize(("shape", "size"), [("one_node", 1), ("bushy", 20), ("default", 60)])
@@ -168,7 +186,7 @@ def test_prompts_of_several_pieces(rows, draft):
     ),
     policy=st.sampled_from(["fixed", *COSTS]),
     ngram=st.booleans(),
-    draft=st.sampled_from(sorted(DRAFTS)),
+    draft=st.sampled_from([*sorted(DRAFTS), None]),
     room=st.integers(1, 40),
     draft_capacity=st.integers(1, 80),
     prefill_rows=st.integers(1, 40),
@@ -215,10 +233,11 @@ def test_repetitive_text_is_looked_up():
         logits[(context[-1] + 1) % 6] = 9
         return logits
 
-    for ngram in (False, True):
-        setup = Setup(TreeLimits(2, 6, 16), ngram=ngram, draft="adversary")
+    for ngram, draft in ((False, "adversary"), (True, "adversary"), (True, None)):
+        setup = Setup(TreeLimits(2, 6, 16), ngram=ngram, draft=draft)
         setup.base.logits_of = loop
-        setup.session.draft = lambda _: ([23, 22], [1e-4, 1e-5])
+        if draft is not None:
+            setup.session.draft = lambda _: ([23, 22], [1e-4, 1e-5])
         rounds = setup.rounds(max_tokens=50)
         assert [t for found in rounds for t in found.token_ids] == [
             at % 6 for at in range(50)

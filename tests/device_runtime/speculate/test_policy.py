@@ -10,6 +10,7 @@ from scripted_sessions import StrictBase, StrictDraft, guesser, half_right
 
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.lookup import Continuation
 from edgellm.device_runtime.speculate.ngram import NgramLookup
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
 from edgellm.device_runtime.speculate.tree import Pool, Tree
@@ -233,4 +234,9 @@ def test_lookup_equals_a_search(pieces, most):
     for piece in pieces:
         lookup.extend(piece)
         tokens += piece
-        assert lookup.propose() == naive_lookup(tokens, 2, 4, most)
+        followed, size = naive_lookup(tokens, 2, 4, most)
+        (found,) = lookup.continuations() or [Continuation([], [])]
+        assert found.token_ids == followed
+        assert size == 0 or list(found.confidences) == [{2: 0.2, 3: 0.35, 4: 0.6}[size]] * len(
+            followed
+        )
