@@ -42,6 +42,7 @@ from edgellm.device_runtime.spec_flags import (
     Ngram,
     Spec,
     SpecFlags,
+    Suffix,
     TreeKind,
     TypicalAcceptance,
     VerifyTreeSize,
@@ -77,6 +78,7 @@ def llm_inference(
     spec: Spec = None,
     eagle: Eagle = False,
     ngram: Ngram = False,
+    suffix: Suffix = False,
     top_k: DraftTopK = None,
     steps: DraftStep = None,
     verify_size: VerifyTreeSize = None,
@@ -97,7 +99,7 @@ def llm_inference(
     from edgellm.device_runtime.tree_log import TreeLog
 
     how = SpecFlags(
-        spec, eagle, ngram, top_k, steps, verify_size, tree, typical_acceptance
+        spec, eagle, ngram, suffix, top_k, steps, verify_size, tree, typical_acceptance
     ).read()  # fmt: skip
     if how is None and (prove_count or tree_file):
         flag = "--prove" if prove_count else "--treeOutputFile"

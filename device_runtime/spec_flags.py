@@ -17,12 +17,16 @@ Spec = Annotated[
     typer.Option(
         "--spec",
         help="What drafts: eagle (the engine's draft), ngram (what followed the same words in the "
-        "request) or none.",
+        "request), suffix (what followed the longest match in this and earlier requests) or none.",
     ),
 ]
 Eagle = Annotated[bool, typer.Option("--eagle", "--specDecode", help="The same as --spec eagle.")]
 Ngram = Annotated[
     bool, typer.Option("--ngram", help="Also draft what followed the same words before.")
+]
+Suffix = Annotated[
+    bool,
+    typer.Option("--suffix", help="Also draft what followed the longest match in all requests."),
 ]
 DraftTopK = Annotated[
     int | None,
@@ -67,6 +71,7 @@ class SpecFlags:
     spec: str | None
     eagle: bool
     ngram: bool
+    suffix: bool
     top_k: int | None
     steps: int | None
     verify_size: int | None
@@ -88,7 +93,7 @@ class SpecFlags:
             raise EdgeLLMError(f"--spec {unknown.pop()}: give {', '.join(methods)} or none")
         if self.tree not in options.TREES:
             raise EdgeLLMError(f"--eagleTree {self.tree}: give {' or '.join(options.TREES)}")
-        wanted |= {"ngram"} if self.ngram else set()
+        wanted |= {name for name in options.LOOKUPS if getattr(self, name)}
         if "none" in wanted and len(wanted) > 1:
             raise EdgeLLMError(
                 "--spec none decodes plainly", hint=f"leave --{(wanted - {'none'}).pop()} away"

@@ -65,9 +65,9 @@ def speculate(
     Raises:
         EdgeLLMError: the engine computed something that is not a number.
     """
-    drafter.begin()
-    drafter.remember(list(prompt))
     with profile.stage(PREFILL):
+        drafter.begin()
+        drafter.remember(list(prompt))
         root = _read(session, drafter, prompt, sampler, prefill_rows, accept)
     yield Round((root,))
     length, left = len(prompt), max_tokens - 1

@@ -11,7 +11,7 @@ from edgellm.device_runtime.speculate.loop import Accept
 from edgellm.device_runtime.speculate.policy import TreeLimits
 
 NETWORKS = ("eagle",)
-LOOKUPS = ("ngram",)
+LOOKUPS = ("ngram", "suffix")
 TREES = ("cost", "fixed")
 _DEFAULTS = {"eagle": TreeLimits(), None: TreeLimits(steps=16)}  # by network
 

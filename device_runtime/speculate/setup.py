@@ -28,9 +28,10 @@ from edgellm.device_runtime.speculate.policy import (
     Policy,
     TreeLimits,
 )
+from edgellm.device_runtime.speculate.suffix import SuffixLookup
 
 _Make = Callable[[Policy, Sequence[LookupSource]], Drafter]
-_LOOKUPS: dict[str, Callable[[], Lookup]] = {"ngram": NgramLookup}
+_LOOKUPS: dict[str, Callable[[], Lookup]] = {"ngram": NgramLookup, "suffix": SuffixLookup}
 
 
 class Drafters:

@@ -15,6 +15,7 @@ REQUESTS = {
     "max_generate_length": 40,
     "requests": [
         {"messages": [{"role": "user", "content": "w20 w21"}], "temperature": 0},
+        {"messages": [{"role": "user", "content": "w20 w21"}], "temperature": 0},
         {"messages": [{"role": "user", "content": "w23"}], "temperature": 0.3, "seed": 5},
         {"messages": [{"role": "user", "content": "w23"}], "disable_spec_decode": True},
     ],
@@ -41,21 +42,23 @@ def infer(command, tree_engine, tmp_path):
 
 def flags(**given) -> SpecFlags:
     named = dict.fromkeys(("spec", "top_k", "steps", "verify_size", "typical_acceptance"))
-    return SpecFlags(**{**named, "eagle": False, "ngram": False, "tree": "cost", **given})
+    switches = dict.fromkeys(("eagle", "ngram", "suffix"), False)
+    return SpecFlags(**{**named, **switches, "tree": "cost", **given})
 
 
 def test_text_alone_drafts_for_an_engine_without_features(infer, tmp_path):
     _, plain = infer("--spec", "none")
     trees = tmp_path / "trees.json"
-    result, answers = infer("--spec", "ngram", "--eagleTree", "fixed", "--treeOutputFile", trees)
+    result, answers = infer("--spec", "suffix", "--eagleTree", "fixed", "--treeOutputFile", trees)
     assert result.returncode == 0, result.stderr
     assert "acceptance length" in result.stdout
     for one, other in zip(plain, answers, strict=True):
         assert one["output_text"] == other["output_text"]
         assert "spec_verify_count" not in one["timings"]
-        assert ("spec_verify_count" in other["timings"]) == (other["request_idx"] != 2)
+        assert ("spec_verify_count" in other["timings"]) == (other["request_idx"] != 3)
+    assert answers[1]["timings"]["spec_acceptance_length"] > 5  # it was said before
     assert [request["request_idx"] for request in json.loads(trees.read_text())["requests"]] == [
-        0, 1,
+        0, 1, 2,
     ]  # fmt: skip
 
 
@@ -70,7 +73,7 @@ def test_engines_that_were_not_built_for_it(infer, tiny_engine):
 @pytest.mark.parametrize("tree", ["cost", "fixed"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_are_the_plain_ones(tree_engine, tree, temperature):
-    llm = LLM(tree_engine, spec=SpecOptions(None, ("ngram",), tree=tree))
+    llm = LLM(tree_engine, spec=SpecOptions(None, ("ngram", "suffix"), tree=tree))
     for prompt in ("w20 w21", "w9 w10 w9 w10 w9", "w23"):
         ids = []
         for speculative in (False, True):
@@ -92,6 +95,8 @@ def test_answers_are_the_plain_ones(tree_engine, tree, temperature):
         ({"spec": "eagle", "eagle": True, "ngram": True}, "eagle", ("ngram",)),
         ({"spec": "ngram"}, None, ("ngram",)),
         ({"ngram": True}, None, ("ngram",)),
+        ({"spec": "suffix"}, None, ("suffix",)),
+        ({"spec": "suffix", "ngram": True}, None, ("ngram", "suffix")),
     ],
     ids=str,
 )
@@ -109,7 +114,7 @@ def test_flags_that_decode_plainly():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"spec": "medusa"}, "--spec medusa: give eagle, ngram or none"),
+        ({"spec": "medusa"}, "--spec medusa: give eagle, ngram, suffix or none"),
         ({"spec": "none", "eagle": True}, "--spec none decodes plainly"),
         ({"eagle": True, "tree": "tall"}, "--eagleTree tall: give cost or fixed"),
     ],

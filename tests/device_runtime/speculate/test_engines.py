@@ -178,9 +178,9 @@ WAYS = {
     "fixed": SpecOptions(tree="fixed"),
     "small": SpecOptions(top_k=3, steps=2, verify_size=5, tree="fixed"),
     "cost": SpecOptions(),
-    "ngram": SpecOptions(lookups=("ngram",), tree="fixed"),
+    "lookups": SpecOptions(lookups=("ngram", "suffix"), tree="fixed"),
     "cost_ngram": SpecOptions(lookups=("ngram",)),
-    "cost_text": SpecOptions(None, ("ngram",)),
+    "cost_text": SpecOptions(None, ("ngram", "suffix")),
 }
 SAMPLINGS = [SamplingParams(temperature=0), SamplingParams(1.0, 1.0, 0, 7), SamplingParams(0.5)]
 
@@ -262,7 +262,7 @@ def test_long_accepted_paths_leave_a_sound_cache(pair):
         assert len(plain) < 8 or max(len(found.path) for found in rounds) > 3
 
 
-@pytest.mark.parametrize("way", ["fixed", "ngram"])
+@pytest.mark.parametrize("way", ["fixed", "lookups"])
 def test_where_an_int4_engine_diverges_the_margin_is_small(eagle_pairs, way):
     llm = LLM(eagle_pairs("int4").engine, spec=WAYS[way])
     requests = [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:3]]
