@@ -36,15 +36,19 @@ from edgellm.device_runtime.flags import (
     Warmup,
 )
 from edgellm.device_runtime.spec_flags import (
+    Choices,
     DraftStep,
     DraftTopK,
+    DynamicTreeTopK,
     Eagle,
+    MaxNonLeaves,
     Ngram,
     Spec,
     SpecFlags,
     Suffix,
     TreeKind,
     TypicalAcceptance,
+    UseDynamicTree,
     VerifyTreeSize,
 )
 
@@ -82,7 +86,11 @@ def llm_inference(
     top_k: DraftTopK = None,
     steps: DraftStep = None,
     verify_size: VerifyTreeSize = None,
-    tree: TreeKind = "cost",
+    tree: TreeKind = None,
+    use_dynamic_tree: UseDynamicTree = False,
+    dynamic_top_k: DynamicTreeTopK = None,
+    choices: Choices = None,
+    max_non_leaves: MaxNonLeaves = 10,
     typical_acceptance: TypicalAcceptance = None,
     tree_file: TreeFile = None,
     prove_count: Prove = 0,
@@ -99,7 +107,8 @@ def llm_inference(
     from edgellm.device_runtime.tree_log import TreeLog
 
     how = SpecFlags(
-        spec, eagle, ngram, suffix, top_k, steps, verify_size, tree, typical_acceptance
+        spec, eagle, ngram, suffix, top_k, steps, verify_size, tree, use_dynamic_tree,
+        dynamic_top_k, choices, max_non_leaves, typical_acceptance,
     ).read()  # fmt: skip
     if how is None and (prove_count or tree_file):
         flag = "--prove" if prove_count else "--treeOutputFile"

@@ -27,6 +27,12 @@ class TreeLimits:
     top_k: int = 10  # children of a node
     steps: int = 6  # levels
     verify_size: int = 60  # nodes, root included
+    static_rows: int | None = None  # nodes with children of a static tree
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows that a network computes for a tree at most."""
+        return self.top_k * self.steps if self.static_rows is None else self.static_rows
 
     @property
     def pool_size(self) -> int:

@@ -28,6 +28,7 @@ from edgellm.device_runtime.speculate.policy import (
     Policy,
     TreeLimits,
 )
+from edgellm.device_runtime.speculate.static_tree import StaticTree
 from edgellm.device_runtime.speculate.suffix import SuffixLookup
 
 _Make = Callable[[Policy, Sequence[LookupSource]], Drafter]
@@ -63,6 +64,8 @@ class Drafters:
         return self._drafters[greedy]
 
     def _policy(self) -> Policy:
+        if self.options.choices:
+            return StaticTree(self.options.choices)
         if self.options.tree == "fixed":
             return FixedTree(self._limits)
         return CostAwareTree(self._limits, self._costs, Calibration())
@@ -135,9 +138,9 @@ def check_tree_size(limits: TreeLimits, base: EngineManifest) -> None:
         raise LimitError("top-k, steps and tree size of a draft start at 1")
     if limits.verify_size > base.max_verify_tree_size:
         raise LimitError(
-            f"--eagleVerifyTreeSize {limits.verify_size} exceeds the engine's "
+            f"trees of {limits.verify_size} nodes (--eagleVerifyTreeSize) exceed the engine's "
             f"{base.max_verify_tree_size}",
-            hint="give less, or build with a larger --maxVerifyTreeSize",
+            hint="take less, or build with a larger --maxVerifyTreeSize",
         )
     if limits.verify_size >= base.max_kv_cache_capacity:
         raise LimitError(
@@ -149,12 +152,12 @@ def check_tree_size(limits: TreeLimits, base: EngineManifest) -> None:
 
 def check_draft_rows(limits: TreeLimits, draft: DraftEngineManifest) -> None:
     """Refuse trees that the draft engine was not built for; raises as `check_tree_size`."""
-    drafted = limits.top_k * limits.steps
-    if drafted > draft.max_draft_tree_size:
+    if limits.draft_rows > draft.max_draft_tree_size:
+        product = f"--eagleDraftTopK {limits.top_k} x --eagleDraftStep {limits.steps} = "
         raise LimitError(
-            f"--eagleDraftTopK {limits.top_k} x --eagleDraftStep {limits.steps} = {drafted} rows "
+            f"{product if limits.static_rows is None else ''}{limits.draft_rows} drafted rows "
             f"exceed the draft engine's {draft.max_draft_tree_size}",
-            hint="give less, or build with a larger --maxDraftTreeSize",
+            hint="take less, or build with a larger --maxDraftTreeSize",
         )
     if limits.top_k > draft.draft.draft_vocab_size:
         raise LimitError(

@@ -199,8 +199,8 @@ def test_prove_compares_lengths(eagle_pair, monkeypatch, more):
 @pytest.mark.parametrize(
     ("flags", "messages"),
     [
-        (("--eagle", "--eagleVerifyTreeSize", 61), ("--eagleVerifyTreeSize 61 exceeds", "60")),
-        (("--eagle", "--eagleDraftTopK", 11), ("11 x --eagleDraftStep 6 = 66 rows", "60")),
+        (("--eagle", "--eagleVerifyTreeSize", 61), ("trees of 61 nodes", "the engine's 60")),
+        (("--eagle", "--eagleDraftTopK", 11), ("11 x --eagleDraftStep 6 = 66 drafted rows", "60")),
         (("--eagle", "--eagleDraftTopK", 41, "--eagleDraftStep", 1), ("vocabulary of 40",)),
         (("--eagle", "--eagleTree", "nonsense"), ("--eagleTree nonsense: give cost or fixed",)),
         (("--prove", 1), ("--prove is about speculation", "give --eagle or --spec as well")),

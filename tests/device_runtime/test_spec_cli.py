@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 from conftest import assert_one_line_error
 
-from edgellm.contract import EdgeLLMError
+from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.spec_flags import SpecFlags
+from edgellm.device_runtime.speculate.policy import TreeLimits
 
 REQUESTS = {
     "max_generate_length": 40,
@@ -41,9 +43,12 @@ def infer(command, tree_engine, tmp_path):
 
 
 def flags(**given) -> SpecFlags:
-    named = dict.fromkeys(("spec", "top_k", "steps", "verify_size", "typical_acceptance"))
-    switches = dict.fromkeys(("eagle", "ngram", "suffix"), False)
-    return SpecFlags(**{**named, **switches, "tree": "cost", **given})
+    """The flags of a command line, all others left away."""
+    nothing = {
+        field.name: False if field.type == "bool" else None
+        for field in dataclasses.fields(SpecFlags)
+    }
+    return SpecFlags(**{**nothing, "max_non_leaves": 10, **given})
 
 
 def test_text_alone_drafts_for_an_engine_without_features(infer, tmp_path):
@@ -67,7 +72,7 @@ def test_engines_that_were_not_built_for_it(infer, tiny_engine):
     assert_one_line_error(result, "was built for plain decoding", "--maxVerifyTreeSize")
     assert_one_line_error(infer("--eagle")[0], "is no EAGLE base", "--is_eagle_base")
     result, _ = infer("--spec", "ngram", "--eagleVerifyTreeSize", 13)
-    assert_one_line_error(result, "--eagleVerifyTreeSize 13 exceeds the engine's 12")
+    assert_one_line_error(result, "trees of 13 nodes", "exceed the engine's 12")
 
 
 @pytest.mark.parametrize("tree", ["cost", "fixed"])
@@ -117,12 +122,66 @@ def test_flags_that_decode_plainly():
         ({"spec": "medusa"}, "--spec medusa: give eagle, ngram, suffix or none"),
         ({"spec": "none", "eagle": True}, "--spec none decodes plainly"),
         ({"eagle": True, "tree": "tall"}, "--eagleTree tall: give cost or fixed"),
+        (
+            {"eagle": True, "tree": "cost", "use_dynamic_tree": True},
+            "--eagleTree and --eagleUseDynamicTree say what trees are like",
+        ),
+        (
+            {"eagle": True, "use_dynamic_tree": True, "choices": "mc_sim_7b_63"},
+            "--eagleUseDynamicTree and --eagleChoices say what trees are like",
+        ),
+        ({"eagle": True, "dynamic_top_k": 3}, "is the --eagleDraftTopK of --eagleUseDynamicTree"),
+        (
+            {"eagle": True, "use_dynamic_tree": True, "dynamic_top_k": 3, "top_k": 4},
+            "is the --eagleDraftTopK of --eagleUseDynamicTree",
+        ),
+        ({"eagle": True, "choices": "[[0], [0, 1]"}, r"is no JSON: \[\[0\], \[0, 1\]"),
+        ({"eagle": True, "choices": "[[0], [true]]"}, "no list of lists of ranks"),
+        ({"eagle": True, "choices": "[]"}, "has none"),
+        ({"eagle": True, "choices": "[[0], []]"}, r"\[\] is no choice"),
+        ({"eagle": True, "choices": "[[0], [-1]]"}, r"\[-1\] is no choice"),
+        ({"eagle": True, "choices": "[[0], [1, 0]]"}, r"\[1, 0\] has no parent"),
+        ({"eagle": True, "choices": "[[0], [1], [0]]"}, r"\[0\] stands twice"),
+        (
+            {"eagle": True, "choices": "mc_sim_7b_63", "max_non_leaves": 9},
+            "level 1 of the choices has 10 nodes with children, --maxNonLeavesPerLayer allows 9",
+        ),
+        ({"spec": "ngram", "choices": "[[0]]"}, "a static tree is a network's alone"),
+        ({"eagle": True, "ngram": True, "choices": "[[0]]"}, "a static tree is a network's alone"),
     ],
     ids=str,
 )
 def test_flags_that_mean_nothing(given, message):
     with pytest.raises(EdgeLLMError, match=message):
         flags(**given).read()
+
+
+def test_flags_of_trees():
+    def options(**given):
+        return flags(eagle=True, **given).read()
+
+    assert options().tree == "cost"
+    dynamic = options(use_dynamic_tree=True, dynamic_top_k=4)
+    assert (dynamic.tree, dynamic.top_k) == ("fixed", 4)
+    assert options(choices="[[0], [1], [0, 2]]").choices == ((0,), (1,), (0, 2))
+    named = options(choices="mc_sim_7b_63")
+    assert len(set(named.choices)) == 63
+    assert named.limits(60) == TreeLimits(10, 4, 64, 21)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"top_k": 2}, "take --eagleDraftTopK 3, 2 is the bound"),
+        ({"steps": 1}, "take --eagleDraftStep 2, 1 is the bound"),
+        ({"verify_size": 3}, "take --eagleVerifyTreeSize 4, 3 is the bound"),
+    ],
+    ids=str,
+)
+def test_choices_beyond_the_bounds(bounds, message):
+    options = SpecOptions(choices=((0,), (1,), (0, 2)), **bounds)
+    with pytest.raises(LimitError, match=message):
+        options.limits(60)
 
 
 def test_bounds_are_the_methods_own_where_none_are_given():

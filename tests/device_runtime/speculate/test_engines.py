@@ -176,7 +176,7 @@ def _equal(result, reference, log_probs, recycled) -> None:
 PROMPTS = ["w20", "w30 w40 w50", "w9 w10 w9 w10 w9", " ".join(f"w{i}" for i in range(10, 70))]
 WAYS = {
     "fixed": SpecOptions(tree="fixed"),
-    "small": SpecOptions(top_k=3, steps=2, verify_size=5, tree="fixed"),
+    "static": SpecOptions(choices=((0,), (0, 0), (1,), (2,), (0, 2), (0, 0, 0), (2, 0))),
     "cost": SpecOptions(),
     "lookups": SpecOptions(lookups=("ngram", "suffix"), tree="fixed"),
     "cost_ngram": SpecOptions(lookups=("ngram",)),

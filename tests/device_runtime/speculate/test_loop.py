@@ -19,7 +19,9 @@ from edgellm.device_runtime.speculate.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.lookup import LookupSource
 from edgellm.device_runtime.speculate.loop import Round, speculate
 from edgellm.device_runtime.speculate.ngram import NgramLookup
+from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.static_tree import StaticTree
 from edgellm.device_runtime.speculate.suffix import SuffixLookup
 
 GREEDY = SamplingParams(temperature=0)
@@ -36,6 +38,7 @@ SHAPES = {
 }
 FREE = Costs.of({"1": 10, "64": 10.01}, {"1": 0.01, "64": 0.02}, {"1": 0.01, "64": 0.02})
 LOOKUPS = {"ngram": NgramLookup, "suffix": SuffixLookup}
+CHOICES = ((0,), (0, 0), (1,), (2,), (0, 2), (0, 0, 0), (2, 0), (2, 0, 1), (2, 0, 1, 0))
 COSTS = {
     "free": FREE,
     "fair": Costs.of({"1": 10, "8": 14, "64": 60}, {"1": 1, "64": 9}, {"1": 1, "64": 9}),
@@ -58,11 +61,10 @@ class Setup:
     def __post_init__(self) -> None:
         self.base = StrictBase(self.capacity)
         costs = COSTS.get(self.policy, FREE)
-        policy = (
-            FixedTree(self.limits)
-            if self.policy == "fixed"
-            else CostAwareTree(self.limits, costs, Calibration())
-        )
+        policy = {
+            "fixed": lambda: FixedTree(self.limits),
+            "static": lambda: StaticTree(CHOICES),
+        }.get(self.policy, lambda: CostAwareTree(self.limits, costs, Calibration()))()
         lookups = [LookupSource(LOOKUPS[name]()) for name in self.lookups]
         if self.draft is None:
             self.drafter = TreeDrafter(policy, self.limits, lookups=lookups)
@@ -70,7 +72,7 @@ class Setup:
         self.session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
         self.drafter = EagleDrafter(
             self.session, policy, self.limits, costs,
-            max_tree_rows=self.limits.top_k * self.limits.steps, lookups=lookups,
+            max_tree_rows=self.limits.draft_rows, lookups=lookups,
         )  # fmt: skip
 
     def rounds(self, prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[Round]:
@@ -102,6 +104,19 @@ def test_ids_are_those_of_plain_decoding(draft, shape, policy, lookups):
         for prompt in (PROMPT, [7], list(range(20)) * 2):  # answers of one drafter, one by one
             assert setup.ids(prompt, params, 30) == plain(prompt, params, 30)
     assert max(setup.base.tree_sizes) <= SHAPES[shape].verify_size
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("capacity", [41, 128])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_ids_of_static_trees_are_those_of_plain_decoding(draft, capacity):
+    limits = SpecOptions(choices=CHOICES).limits(60)
+    setup = Setup(limits, "static", capacity=capacity, draft_capacity=60, draft=draft)
+    for params in (GREEDY, SAMPLED):
+        for prompt in (PROMPT, [7], list(range(10)) * 2):
+            most = min(capacity - len(prompt) + 1, 40)
+            assert setup.ids(prompt, params, most) == plain(prompt, params, most)
+    assert max(setup.base.tree_sizes) == len(CHOICES) + 1
 
 
 @pytest.mark.filterwarnings("error")
