@@ -75,13 +75,7 @@ def llm_build(
     from edgellm.build.engine import build_engine, check_bundle, check_draft_bundle, predict
     from edgellm.device_runtime.backends import Plan
 
-    for flag, value, allowed in (
-        ("--prefill", prefill, ("auto", "same", "int8")),
-        ("--quantize", quantize, ("auto", "none", "int8", "int4")),
-        ("--kvCache", kv_cache, ("auto", "float", "int8")),
-    ):
-        if value not in allowed:
-            raise EdgeLLMError(f"{flag} {value}: give {', '.join(allowed[:-1])} or {allowed[-1]}")
+    _check_words(prefill, quantize, kv_cache)
     if eagle_base and eagle_draft:
         raise EdgeLLMError(
             "--eagleBase and --eagleDraft are two builds",
@@ -112,6 +106,16 @@ def llm_build(
         build = build_draft if eagle_draft else build_engine
         built = build(onnx_dir, engine_dir, plan, backend, report)
     _show(built, engine_dir, time.perf_counter() - start)
+
+
+def _check_words(prefill: str, quantize: str, kv_cache: str) -> None:
+    for flag, value, allowed in (
+        ("--prefill", prefill, ("auto", "same", "int8")),
+        ("--quantize", quantize, ("auto", "none", "int8", "int4")),
+        ("--kvCache", kv_cache, ("auto", "float", "int8")),
+    ):
+        if value not in allowed:
+            raise EdgeLLMError(f"{flag} {value}: give {', '.join(allowed[:-1])} or {allowed[-1]}")
 
 
 def _show(built: EngineManifest | DraftEngineManifest, engine_dir: Path, seconds: float) -> None:
