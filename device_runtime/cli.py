@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,9 +100,6 @@ def llm_inference(
     """Answer the requests of a JSON file; a bad request gets an error object of its own."""
     del debug  # read by run_command
     from edgellm.device_runtime.llm import LLM
-    from edgellm.device_runtime.profile import Profile
-    from edgellm.device_runtime.requests import read_file
-    from edgellm.device_runtime.tree_log import TreeLog
 
     how = SpecFlags(
         spec, eagle, ngram, suffix, top_k, steps, verify_size, tree, use_dynamic_tree,
@@ -113,24 +108,49 @@ def llm_inference(
     if how is None and (prove_count or tree_file):
         flag = "--prove" if prove_count else "--treeOutputFile"
         raise EdgeLLMError(f"{flag} is about speculation", hint="give --eagle or --spec as well")
-    options, requests = read_file(input_file)
+    options, requests = _read(input_file, max_generate_length, batch_size)
     outputs = _Outputs(output_file, profile_file, tree_file)
     outputs.check(input_file, engine_dir)
-    if max_generate_length is not None:
-        options, requests = _with_length(options, requests, max_generate_length)
-    if (batch_size or options.batch_size) > 1:
-        typer.echo("note: requests run one by one, whatever the batch size", err=True)
     llm = LLM(engine_dir, verify=verify, spec=how, multimodal_engine_dir=multimodal_engine_dir)
     if prove_count:
         raise typer.Exit(_prove(llm, options, requests[:prove_count]))
-    profile, responses = Profile(), []
-    with outputs.kept(input_file, responses, profile, TreeLog(llm.tokenizer)) as trees:
-        _run_all(llm, options, requests, warmup, responses, profile, trees, stream=stream)
+    profile, responses = _answer(llm, options, requests, warmup, outputs, input_file, stream=stream)
     if dump_profile:
         typer.echo(json.dumps(profile.as_json(), indent=4))
     for response in responses if dump_output else ():
         typer.echo(f"[{response['request_idx']}] {response['output_text']}")
     raise typer.Exit(1 if _summarize(responses, profile, output_file) else 0)
+
+
+def _read(
+    path: Path, max_generate_length: int | None, batch_size: int | None
+) -> tuple[Options, list[Any]]:
+    """The request file as the flags change it."""
+    from edgellm.device_runtime.requests import read_file
+
+    options, requests = read_file(path)
+    if max_generate_length is not None:
+        options, requests = _with_length(options, requests, max_generate_length)
+    if (batch_size or options.batch_size) > 1:
+        typer.echo("note: requests run one by one, whatever the batch size", err=True)
+    return options, requests
+
+
+def _answer(
+    llm: LLM, options: Options, requests: list[Any], warmup: int, outputs: _Outputs,
+    input_file: Path, *, stream: bool,
+) -> tuple[Profile, list[dict[str, Any]]]:  # fmt: skip
+    """Answer everything and write the files; an interrupt keeps what was answered."""
+    from edgellm.device_runtime.profile import Profile
+    from edgellm.device_runtime.tree_log import TreeLog
+
+    trees, profile, responses = TreeLog(llm.tokenizer), Profile(), []
+    try:
+        _run_all(llm, options, requests, warmup, responses, profile, trees, stream=stream)
+    finally:
+        if responses:
+            outputs.write(str(input_file), responses, profile, trees)
+    return profile, responses
 
 
 def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
@@ -164,21 +184,15 @@ class _Outputs:
         if len({path.resolve() for path in paths}) < len(paths):
             raise EdgeLLMError("the answers, the profile and the trees are files of their own")
 
-    @contextlib.contextmanager
-    def kept(
-        self, input_file: Path, responses: list[Any], profile: Profile, trees: TreeLog
-    ) -> Iterator[TreeLog]:
-        """Write what there is when the block ends; an interrupt keeps what was answered."""
-        try:
-            yield trees
-        finally:
-            if responses:
-                name = str(input_file)
-                _write_json(self.answers, {"input_file": name, "responses": responses})
-                if self.trees is not None:
-                    _write_json(self.trees, trees.as_json(name))
-                if self.profile is not None:
-                    _write_json(self.profile, profile.as_json())
+    def write(
+        self, input_file: str, responses: list[Any], profile: Profile, trees: TreeLog
+    ) -> None:
+        """Write what was asked for."""
+        _write_json(self.answers, {"input_file": input_file, "responses": responses})
+        if self.trees is not None:
+            _write_json(self.trees, trees.as_json(input_file))
+        if self.profile is not None:
+            _write_json(self.profile, profile.as_json())
 
 
 def _check_output(path: Path, input_file: Path) -> None:
@@ -255,6 +269,8 @@ def _complain(index: int, error: dict[str, str]) -> None:
 
 def _progress(total: int, *, hidden: bool) -> Any:
     """A bar over the requests; silent when stderr is not a terminal or the text streams."""
+    import contextlib
+
     if hidden or not sys.stderr.isatty():
         return contextlib.nullcontext(lambda: None)
     from rich.console import Console
