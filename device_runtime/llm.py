@@ -180,6 +180,11 @@ class LLM:
         speculative: bool = True,
     ) -> Answer:
         """As `generate`, for a text that is already formatted; images are encoded at once."""
+        if unknown := [t for t in sampling.logit_bias if t >= self.manifest.decoder.vocab_size]:
+            raise RequestError(
+                f"logit_bias names token {unknown[0]}, the model has "
+                f"{self.manifest.decoder.vocab_size} tokens"
+            )
         profile = Profile()
         prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
         max_tokens, warnings = self._fit(len(prompt.token_ids), max_generate_length)
@@ -216,7 +221,7 @@ class LLM:
         tokens = generate(
             self.session,
             answer.prompt.token_ids,
-            Sampler(sampling),
+            Sampler(sampling, answer.prompt.token_ids),
             answer.max_tokens,
             answer.profile,
             prefill_rows=self.manifest.prefill_rows,
@@ -234,7 +239,7 @@ class LLM:
             self.session,
             drafter,
             answer.prompt.token_ids,
-            Sampler(sampling),
+            Sampler(sampling, answer.prompt.token_ids),
             answer.max_tokens,
             answer.profile,
             prefill_rows=self.manifest.prefill_rows,

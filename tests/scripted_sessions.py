@@ -59,7 +59,7 @@ class StrictBase:
         count = len(token_ids)
         if write_index + count > self.capacity:
             raise LimitError("rows exceed the capacity")
-        assert write_index in (0, self.valid), "the cache does not hold what the loop believes"
+        self._require_room(write_index)
         positions = np.arange(write_index, write_index + count)
         positions = positions if position_ids is None else np.asarray(position_ids)
         mask = np.tri(count, dtype=np.bool_) if tree_mask is None else np.asarray(tree_mask)
@@ -67,7 +67,7 @@ class StrictBase:
         assert mask.dtype == np.bool_
         own = [(int(t), int(p)) for t, p in zip(token_ids, positions, strict=True)]
         self.rows = [*self.rows[:write_index], *own]
-        contexts = [self._context(write_index, row, mask) for row in range(count)]
+        self.contexts = contexts = [self._context(write_index, row, mask) for row in range(count)]
         self.valid = write_index + count if tree_mask is None else None
         self.pending = write_index
         if tree_mask is not None or count == 1:
@@ -77,6 +77,9 @@ class StrictBase:
             taps[row] = feature_of(context), len(context), context[-1]
         logits = np.stack([self.logits_of(contexts[int(row)]) for row in logits_index])
         return PassResult(logits.argmax(-1), logits, taps)
+
+    def _require_room(self, write_index: int) -> None:
+        assert write_index in (0, self.valid), "the cache does not hold what the loop believes"
 
     def _context(self, write_index: int, row: int, mask: np.ndarray) -> Context:
         """The path that a row sees."""
@@ -99,6 +102,39 @@ class StrictBase:
         assert [p for _, p in kept] == list(range(length, length + len(rows)))
         self.rows = [*self.rows[:length], *kept]
         self.valid = length + len(rows)
+
+
+class StrictModel(StrictBase):
+    """An ordinary model that drafts: rows behind the committed ones may be written anew."""
+
+    def __init__(self, capacity: int, draft: Draft) -> None:
+        super().__init__(capacity, functools.partial(_logits_of, draft))
+        self.passes: list[int] = []  # rows
+
+    def _require_room(self, write_index: int) -> None:
+        assert write_index <= (self.pending if self.valid is None else self.valid)
+
+    def run(self, token_ids, *arguments, **options):
+        self.passes.append(len(token_ids))
+        return super().run(token_ids, *arguments, **options)
+
+    def keep(self, length, rows):
+        assert self.valid is None, "only a tree needs compacting"
+        assert length == self.pending
+        above = tuple(token for token, _ in self.rows[:length])
+        for row in rows.tolist():
+            assert self.contexts[row][:-1] == above, "no path from the committed rows"
+            above = self.contexts[row]
+        self.rows = [*self.rows[:length], *(self.rows[length + row] for row in rows.tolist())]
+        self.valid = length + len(rows)
+
+
+def _logits_of(draft: Draft, context: Context) -> np.ndarray:
+    """A model of which `draft` gives the candidates."""
+    logits = np.full(VOCAB, -30, np.float32)
+    ids, chances = draft(context)
+    logits[ids] = np.log(np.array(chances) + 1e-12)
+    return logits
 
 
 Draft = Callable[[Context], tuple[list[int], list[float]]]  # all candidates and probabilities

@@ -180,7 +180,7 @@ WAYS = {
     "cost": SpecOptions(),
     "lookups": SpecOptions(lookups=("ngram", "suffix"), tree="fixed"),
     "cost_ngram": SpecOptions(lookups=("ngram",)),
-    "cost_text": SpecOptions(None, ("ngram", "suffix")),
+    "cost_text": SpecOptions(network=None, lookups=("ngram", "suffix")),
 }
 SAMPLINGS = [SamplingParams(temperature=0), SamplingParams(1.0, 1.0, 0, 7), SamplingParams(0.5)]
 

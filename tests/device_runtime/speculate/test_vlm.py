@@ -63,7 +63,7 @@ def test_speculated_answers_are_the_plain_ones(engines, tmp_path, temperature, t
         picture(*size, seed=ord(name)).save(tmp_path / f"{name}.png")
     llm = LLM(
         engines.engine,
-        spec=SpecOptions("eagle", ("ngram",), 4, 3, 12, tree),
+        spec=SpecOptions(lookups=("ngram",), top_k=4, steps=3, verify_size=12, tree=tree),
         multimodal_engine_dir=engines.visual_engine,
     )
 
