@@ -13,6 +13,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +121,38 @@ def _make_folder(parent: Path, prefix: str) -> Path:
         raise EdgeLLMError(f"cannot write into {parent}: {error.strerror}") from None
     path.chmod(0o755)
     return path
+
+
+def check_output_file(path: Path, *inputs: Path) -> None:
+    """Find out before the work whether a file can be written that is none of the `inputs`.
+
+    Raises:
+        EdgeLLMError: says what stands in the way.
+    """
+    if path.is_dir():
+        raise EdgeLLMError(f"{path} is a folder", hint="give the name of a file")
+    if path.exists() and not path.is_file():
+        raise EdgeLLMError(f"{path} is not a regular file", hint="give the name of a file")
+    if not path.absolute().parent.is_dir():
+        raise EdgeLLMError(f"no such folder: {path.absolute().parent}")
+    if path.exists() and any(path.samefile(source) for source in inputs):
+        raise EdgeLLMError(f"{path} is the input file", hint="give another output file")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise EdgeLLMError(f"cannot write {path}: {error.strerror}") from None
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write the file (that a link points to) in one step; half surrogates become marks."""
+    path = path.resolve()
+    temporary = path.with_name(f".{path.name}.{time.time_ns()}")
+    try:
+        temporary.write_text(text, "utf-8", errors="replace")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check_output(output: Path, kind: str, names: list[str]) -> None:

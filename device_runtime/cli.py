@@ -6,13 +6,12 @@ import json
 import os
 import re
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from edgellm.artifact import check_output_file, replace_file
 from edgellm.command import run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.flags import (
@@ -152,28 +151,11 @@ def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
 def _check_outputs(paths: list[Path | None], input_file: Path, engine_dir: Path) -> None:
     outputs = [path for path in paths if path is not None]
     for path in outputs:
-        _check_output(path, input_file)
+        check_output_file(path, input_file)
         if path.resolve().parent == engine_dir.resolve():
             raise EdgeLLMError(f"{path} lies in the engine's folder", hint="write elsewhere")
     if len({path.resolve() for path in outputs}) < len(outputs):
         raise EdgeLLMError("the answers, the profile and the trees are files of their own")
-
-
-def _check_output(path: Path, input_file: Path) -> None:
-    """Find out before the work whether the file can be written."""
-    if path.is_dir():
-        raise EdgeLLMError(f"{path} is a folder", hint="give the name of a file")
-    if path.exists() and not path.is_file():
-        raise EdgeLLMError(f"{path} is not a regular file", hint="give the name of a file")
-    if not path.absolute().parent.is_dir():
-        raise EdgeLLMError(f"no such folder: {path.absolute().parent}")
-    if path.exists() and path.samefile(input_file):
-        raise EdgeLLMError(f"{path} is the input file", hint="give another output file")
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.absolute().parent):
-            pass
-    except OSError as error:
-        raise EdgeLLMError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _with_length(options: Options, requests: list[Any], length: int) -> tuple[Options, list[Any]]:
@@ -250,15 +232,7 @@ def _progress(total: int, *, hidden: bool) -> Any:
 
 
 def _write_json(path: Path, content: Any) -> None:
-    """Replace the file (that a link points to) in one step."""
-    path = path.resolve()
-    temporary = path.with_name(f".{path.name}.{time.time_ns()}")
-    try:
-        text = json.dumps(content, indent=4, ensure_ascii=False)
-        temporary.write_text(text + "\n", "utf-8", errors="replace")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, json.dumps(content, indent=4, ensure_ascii=False) + "\n")
 
 
 def _summarize(responses: list[dict[str, Any]], profile: Profile, output: Path) -> int:

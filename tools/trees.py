@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from edgellm.artifact import check_output_file, replace_file
 from edgellm.command import run_command
 from edgellm.contract import EdgeLLMError
 
@@ -56,8 +55,8 @@ def trees(
     del debug  # read by run_command
     output = output_file or trees_file.with_suffix(".html")
     content = read_trees(trees_file)
-    _check_output(output, trees_file)
-    _write(output, render(content))
+    check_output_file(output, trees_file)
+    replace_file(output, render(content))
     summary = summarize(_all_rounds(content["requests"]))
     typer.echo(
         f"{output}: {len(content['requests'])} requests, {summary.rounds} rounds, "
@@ -187,26 +186,6 @@ def render(content: dict[str, Any]) -> str:
         text = text.replace(character, f"\\u{ord(character):04x}")
     before, after = PAGE.read_text("utf-8").split(_PLACE)
     return before + text + after
-
-
-def _check_output(output: Path, trees_file: Path) -> None:
-    if output.is_dir():
-        raise EdgeLLMError(f"{output} is a folder", hint="give the name of a file")
-    if output.exists() and output.samefile(trees_file):
-        raise EdgeLLMError(f"{output} is the input file", hint="give another --output_file")
-    if not output.absolute().parent.is_dir():
-        raise EdgeLLMError(f"no such folder: {output.absolute().parent}")
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace the file (that a link points to) in one step."""
-    path = path.resolve()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{time.time_ns()}")
-    try:
-        partial.write_text(text, "utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def main() -> None:

@@ -221,7 +221,7 @@ def test_the_input_is_never_overwritten(run_trees, tmp_path):
     os.symlink(tmp_path / "trees.json", tmp_path / "link.html")
     for output in ("trees.json", "link.html"):
         result = run_trees(RUN, "--output_file", tmp_path / output)
-        assert_one_line_error(result, "is the input file", "another --output_file")
+        assert_one_line_error(result, "is the input file", "another output file")
     assert_one_line_error(run_trees(RUN, "--output_file", tmp_path), "is a folder")
     assert_one_line_error(run_trees(RUN, "--output_file", tmp_path / "x/y"), "no such folder")
     missing = subprocess.run(
