@@ -34,7 +34,11 @@ def test_the_wheel_holds_every_package(tmp_path):
     shipped = [path for path in FILES if path.relative_to(ROOT).parts[0] != "benchmarks"]
     missing = {f"edgellm/{p.relative_to(ROOT).as_posix()}" for p in shipped} - set(names)
     assert not missing
-    assert {"edgellm/tools/trees.html", "edgellm/tools/demo_requests.json"} <= set(names)
+    assert {
+        "edgellm/tools/trees.html",
+        "edgellm/tools/demo_requests.json",
+        "edgellm/tools/inspection/page.html",
+    } <= set(names)
     assert {"edgellm/quantize/calibration.jsonl", "edgellm/quantize/report.html"} <= set(names)
     assert all(name.startswith(("edgellm/", "edgellm-")) for name in names)
 
@@ -56,7 +60,8 @@ def test_the_device_side_imports_no_training_framework(module):
 @pytest.mark.parametrize(
     "module",
     ["edgellm.export.cli", "edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.tools.trees",
-     "edgellm.tools.train_draft.cli", "edgellm.tools.synthetic_vlm.cli", "edgellm.quantize.cli"],
+     "edgellm.tools.train_draft.cli", "edgellm.tools.synthetic_vlm.cli", "edgellm.quantize.cli",
+     "edgellm.tools.inspection.cli"],
 )  # fmt: skip
 def test_help_loads_nothing_heavy(module):
     """What keeps `--help` below a third of a second."""

@@ -8,11 +8,11 @@ import os
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from conftest import assert_one_line_error
+from html_pages import Page
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.llm import Step
@@ -60,40 +60,11 @@ def run_trees(tmp_path):
     return run
 
 
-class _Page(HTMLParser):
-    """The elements of a page, with their attributes and texts."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[str, list[str]] = {}
-        self.open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag not in ("meta", "input", "br", "link", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
-
-    def data(self):
-        found = [text for text in self.texts["script"] if text.startswith("{")]
-        assert len(found) == 1
-        return json.loads(found[0])
-
-
 def test_the_page(run_trees, tmp_path):
     result = run_trees(RUN, "--output-file", tmp_path / "page.html")
     assert result.returncode == 0, result.stderr
     assert "2 requests, 2 rounds, acceptance length 2.00" in result.stdout
-    page = _Page((tmp_path / "page.html").read_text("utf-8"))
+    page = Page((tmp_path / "page.html").read_text("utf-8"))
     data = page.data()
     assert data["input_file"] == "in.json"
     assert data["requests"][0]["rounds"] == RUN["requests"][0]["rounds"]
@@ -115,7 +86,7 @@ def test_the_page_needs_no_network_and_has_every_element_that_its_script_uses():
     import re
 
     text = PAGE.read_text("utf-8")
-    page = _Page(text)
+    page = Page(text)
     for _, attributes in page.elements:
         assert not {"src", "href", "onclick", "onload"} & attributes.keys()
     assert "default-src 'none'" in text
@@ -138,7 +109,7 @@ def test_tokens_cannot_break_the_page():
     }  # fmt: skip
     text = render(content)
     text.encode("utf-8")
-    page, empty = _Page(text), _Page(PAGE.read_text("utf-8"))
+    page, empty = Page(text), Page(PAGE.read_text("utf-8"))
     assert page.elements == empty.elements
     assert page.data()["requests"][0]["rounds"][1]["tokens"] == NASTY
     assert page.data()["input_file"] == "</title><script>"
@@ -147,7 +118,7 @@ def test_tokens_cannot_break_the_page():
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_script_is_valid(tmp_path):
-    script = next(text for text in _Page(render(RUN)).texts["script"] if "use strict" in text)
+    script = next(text for text in Page(render(RUN)).texts["script"] if "use strict" in text)
     (tmp_path / "page.js").write_text(script, "utf-8")
     subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
 

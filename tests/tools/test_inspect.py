@@ -1,0 +1,519 @@
+"""`edgellm-inspect`: figures against independent readers, pages, differences, broken input."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import assert_one_line_error
+from html_pages import Page
+from safetensors.numpy import load_file, save_file
+
+from edgellm.contract import EdgeLLMError
+from edgellm.export.source import open_checkpoint
+from edgellm.tools.inspection.as_json import report_json
+from edgellm.tools.inspection.diff import compare, tables_of
+from edgellm.tools.inspection.find import inspect
+from edgellm.tools.inspection.page import report_page, tables_page
+from edgellm.tools.inspection.roofline import BOARDS, predict
+from edgellm.tools.inspection.tables import size, tables
+from edgellm.tools.inspection.tensors import bytes_by_layer, bytes_by_part, layer_of, part_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def visual_folders(tmp_path_factory) -> tuple[Path, Path]:
+    """Bundle and engine of the example's encoder."""
+    from edgellm.build.visual import build_visual
+    from edgellm.device_runtime.backends import VisualPlan
+    from edgellm.export.visual_bundle import VisualOptions, export_visual
+
+    bundle, engine = (tmp_path_factory.mktemp("visual") / name for name in ("bundle", "engine"))
+    source = open_checkpoint(str(EXAMPLES / "synthetic-vlm"), tokenizer=False)
+    export_visual(source, bundle, VisualOptions("fp32"))
+    build_visual(bundle, engine, VisualPlan(4, 64, 32, 1), "onnxruntime", lambda _: None)
+    return bundle, engine
+
+
+@pytest.fixture
+def run_inspect():
+    """Run the command."""
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "edgellm.tools.inspection", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def _shown(path: Path) -> str:
+    """All words of the tables."""
+    found = tables(inspect(path), 1024)
+    return "\n".join(" ".join(row) for table in found for row in table.rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "layer"),
+    [
+        ("model.embed_tokens.weight", "embedding", None),
+        ("model.layers.11.self_attn.q_proj.weight_scale", "attention", 11),
+        ("model.layers.11.self_attn.q_norm.weight", "norms", 11),
+        ("model.layers.0.post_attention_layernorm.weight", "norms", 0),
+        ("model.layers.7.mlp.gate_proj.weight_packed", "mlp", 7),
+        ("model.language_model.layers.3.mlp.down_proj.weight", "mlp", 3),
+        ("model.norm.weight", "norms", None),
+        ("lm_head.weight", "head", None),
+        ("language_model.lm_head.weight", "head", None),
+        ("midlayer.self_attn.o_proj.weight", "attention", 0),
+        ("fc.weight", "other", None),
+        ("d2t", "other", None),
+        ("blk.4.attn_output.weight", "attention", 4),
+        ("blk.4.ffn_norm.weight", "norms", 4),
+        ("blk.4.ffn_up.weight", "mlp", 4),
+        ("token_embd.weight", "embedding", None),
+        ("output.weight", "head", None),
+        ("output_norm.weight", "norms", None),
+        ("head.model.embed_tokens.int4_blocks", "head", None),
+        ("layers.5.model.layers.5.mlp.gate_proj+layers.5.model.layers.5.mlp.up_proj.fp32",
+         "mlp", 5),
+        ("model.visual.blocks.2.attn.qkv.weight", "vision", 2),
+        ("vision_tower.encoder.layer.9.attention.q_proj.weight", "vision", 9),
+    ],
+)  # fmt: skip
+def test_parts_by_name(name, part, layer):
+    assert (part_of(name), layer_of(name)) == (part, layer)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("visual.patch_embed.proj.weight", "embedding"),
+        ("visual.blocks.2.attn.qkv.weight", "attention"),
+        ("visual.blocks.2.mlp.up_proj.bias", "mlp"),
+        ("visual.blocks.2.norm1.weight", "norms"),
+        ("visual.merger.mlp.0.weight", "merger"),
+        ("model.multi_modal_projector.linear_1.weight", "merger"),
+        ("model.vision_tower.encoder.layer.9.attention.q_proj.weight", "attention"),
+    ],
+)
+def test_parts_of_an_encoder(name, part):
+    assert part_of(name, is_encoder=True) == part
+
+
+def test_a_checkpoint(tiny_checkpoint):
+    report = inspect(tiny_checkpoint)
+    arrays = load_file(tiny_checkpoint / "model.safetensors")
+    assert {t.name: (t.shape, t.num_bytes) for t in report.tensors} == {
+        name: (array.shape, array.nbytes) for name, array in arrays.items()
+    }
+    by_part = bytes_by_part(report.tensors)
+    assert by_part["embedding"] == arrays["model.embed_tokens.weight"].nbytes
+    assert sum(by_part.values()) == sum(array.nbytes for array in arrays.values())
+    layers = bytes_by_layer(report.tensors)
+    assert sorted(layers) == [0, 1, 2]
+    assert layers[1] == {
+        part: sum(a.nbytes for n, a in arrays.items() if f"layers.1.{key}" in n)
+        for part, key in (("attention", "self_attn"), ("mlp", "mlp"), ("norms", ""))
+        if part != "norms"
+    } | {"norms": sum(a.nbytes for n, a in arrays.items() if "layers.1." in n and "norm" in n)}
+    # The tied head reads the whole table, in two bytes a number.
+    assert report.read_bytes == sum(array.size for array in arrays.values()) * 2
+    assert report.kv_bytes_per_token == 2 * 3 * 2 * 16 * 2
+    assert report.capacity == 128
+
+
+def test_an_untied_head_leaves_the_table_alone(tmp_path, tiny_checkpoint):
+    arrays = load_file(tiny_checkpoint / "model.safetensors")
+    table = arrays["model.embed_tokens.weight"]
+    save_file({**arrays, "lm_head.weight": table.copy()}, tmp_path / "model.safetensors")
+    shutil.copy(tiny_checkpoint / "config.json", tmp_path)
+    tied, untied = inspect(tiny_checkpoint), inspect(tmp_path)
+    assert untied.read_bytes == tied.read_bytes
+    assert untied.loaded_bytes == tied.loaded_bytes + table.size * 2
+
+
+def test_weights_are_not_read(tmp_path, tiny_checkpoint):
+    """A hole of 50 GB would take minutes."""
+    shutil.copy(tiny_checkpoint / "config.json", tmp_path)
+    shape = [50_000, 250_000]
+    end = 4 * shape[0] * shape[1]
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}
+    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+    report = inspect(tmp_path)
+    assert bytes_by_part(report.tensors) == {"embedding": end}
+    assert not any(one.fits for one in predict(report, 0)[:2])  # 25 GB in fp16 into 8 and 16 GB
+    assert all(one.fits for one in predict(report, 0)[2:])
+
+
+def test_a_draft_and_a_vision_language_checkpoint_are_told_apart():
+    draft = inspect(EXAMPLES / "smollm2-135m-instruct-eagle3")
+    assert (draft.facts["contents"], draft.is_decoder) == ("EAGLE draft", False)
+    assert predict(draft, 0) == ()
+    whole = inspect(EXAMPLES / "synthetic-vlm")
+    assert whole.facts["contents"] == "vision-language model"
+    vision = bytes_by_part(whole.tensors)["vision"]
+    stored = sum(tensor.num_bytes for tensor in whole.tensors)
+    table = next(t for t in whole.tensors if t.part == "embedding")
+    assert whole.read_bytes == stored - vision - table.num_bytes
+    assert len(bytes_by_layer(whole.tensors)) == 8
+
+
+def test_a_bundle(tiny_bundle, tiny_checkpoint):
+    report = inspect(tiny_bundle)
+    arrays = load_file(tiny_checkpoint / "model.safetensors")
+    outside = {tensor.name: tensor for tensor in report.tensors if tensor.name in arrays}
+    assert outside.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert b"".join(outside[name].contents()) == array.tobytes()
+    numbers = sum(array.size for array in arrays.values())
+    assert numbers * 4 <= report.read_bytes < numbers * 4 + 2000  # constants
+    assert report.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4
+    (graph,) = report.graphs
+    ports = {port.name: (port.dtype, port.dims) for port in graph.inputs}
+    assert ports["input_ids"] == ("INT64", (1, "rows"))
+    assert ports["past_key_values.2.value"] == ("FLOAT", (1, 2, "kv_capacity", 16))
+    assert report.origins[0].path == str(tiny_checkpoint)
+    text = _shown(tiny_bundle)
+    assert "past_key_values.N.key (3 of them) float [1, 2, kv_capacity, 16]" in text
+    assert f"0 to 2 {size(bytes_by_layer(report.tensors)[0]['attention'])}" in text
+
+
+def test_half_precision_counts_as_it_is_computed(tmp_path, tiny_checkpoint):
+    from edgellm.export.bundle import ExportOptions, export_llm
+
+    arrays = load_file(tiny_checkpoint / "model.safetensors")
+    halved = {name: array.astype(np.float16) for name, array in arrays.items()}
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_checkpoint / name, tmp_path)
+    save_file(halved, tmp_path / "model.safetensors")
+    export_llm(open_checkpoint(str(tmp_path)), tmp_path / "fp32", ExportOptions("fp32"))
+    report = inspect(tmp_path / "fp32")  # halves on disk, cast in the graph
+    numbers = sum(array.size for array in arrays.values())
+    stored = sum(t.num_bytes for t in report.tensors if t.name in arrays)
+    assert (stored, report.read_bytes // (numbers * 4)) == (numbers * 2, 1)
+
+
+def test_an_engine_with_two_graphs(tiny_int4_engine):
+    report = inspect(tiny_int4_engine)
+    manifest = json.loads((tiny_int4_engine / "manifest.json").read_text())
+    assert [graph.name for graph in report.graphs] == [g["path"] for g in manifest["graphs"]]
+    assert len(report.graphs) == 2
+    costs = {int(rows): ms for rows, ms in manifest["pass_cost_ms"].items()}
+    assert report.costs[0].ms_by_rows == costs
+    # A token passes through the first graph alone, and takes one row of the table.
+    table = next(t for t in report.graphs[0].tensors if t.part == "embedding")
+    first = sum(tensor.num_bytes for tensor in report.graphs[0].tensors)
+    rotations = sum(t.num_bytes for t in report.graphs[0].tensors if t.name.startswith("shared."))
+    assert first - table.num_bytes - rotations <= report.read_bytes < first - table.num_bytes
+    assert "UINT8" in {tensor.dtype for tensor in report.graphs[0].tensors}
+    assert report.kv_bytes_per_token * report.capacity == 64 * 2 * 3 * 2 * 16 * 4
+    text = _shown(tiny_int4_engine)
+    assert f"{costs[1]:.2f} 1.00" in text
+    assert "KV cache 64 tokens, float32" in text
+
+
+def test_an_engine_with_a_draft(eagle_pair):
+    report = inspect(eagle_pair.engine)
+    assert report.draft is not None
+    assert report.facts["hidden taps"] == "2, 4, 5"
+    assert report.facts["largest verified tree"] == "60 nodes"
+    assert [costs.what for costs in report.draft.costs] == [
+        "a draft step", "fusing and committing",
+    ]  # fmt: skip
+    alone = inspect(eagle_pair.engine / "draft")
+    own = sum(tensor.loaded_bytes for tensor in report.tensors)
+    assert report.loaded_bytes == own + alone.loaded_bytes
+    text = report_page(report, 64)
+    assert "Draft: Weights by part" in text
+    assert inspect(eagle_pair.draft_bundle).kind == "draft_bundle"
+    assert "from base" in _shown(eagle_pair.draft_bundle)
+
+
+def test_visual_folders(visual_folders):
+    bundle, engine = visual_folders
+    for folder in visual_folders:
+        parts = bytes_by_part(inspect(folder).tensors)
+        assert {"embedding", "attention", "mlp", "norms", "merger"} <= parts.keys()
+        assert predict(inspect(folder), 0) == ()
+    assert "patch_positions int64 [patches, 2]" in _shown(bundle)
+    assert "tokens of an image 4 to 32" in _shown(engine)
+
+
+def test_a_compiled_plan_keeps_its_secrets(tmp_path, tiny_engine):
+    """Of an engine whose graphs are no ONNX files the manifest tells what it can."""
+    engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
+    (engine / "decode.onnx").rename(engine / "decode.plan")
+    path = engine / "manifest.json"
+    path.write_text(path.read_text().replace("decode.onnx", "decode.plan"))
+    report = inspect(engine)
+    assert (report.tensors, predict(report, 0)) == ((), ())
+    assert "a pass" in report_page(report, 0)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+def test_a_gguf_file_as_its_own_package_reads_it(tmp_path, kind):
+    import gguf
+
+    path = tmp_path / "model.gguf"
+    quantization = gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(512)
+    writer.add_embedding_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_token_list([f"word{index}" for index in range(40)])
+    writer.add_array("some.flags", [True, False, True])
+    random = np.random.default_rng(0)
+    names = ("token_embd", "blk.0.attn_q", "blk.0.ffn_up", "blk.0.attn_norm")
+    for name in names:
+        shape = (64,) if name.endswith("norm") else (40, 64)
+        array = random.standard_normal(shape, np.float32)
+        stored = array if len(shape) == 1 else gguf.quantize(array, quantization)
+        raw = None if len(shape) == 1 else quantization
+        writer.add_tensor(f"{name}.weight", stored, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    report = inspect(path)
+    reader = gguf.GGUFReader(path)
+    assert {t.name: (t.dtype, t.shape, t.num_bytes) for t in report.tensors} == {
+        t.name: (t.tensor_type.name, tuple(int(d) for d in t.shape[::-1]), t.n_bytes)
+        for t in reader.tensors
+    }
+    for tensor, stored in zip(report.tensors, reader.tensors, strict=True):
+        assert b"".join(tensor.contents()) == stored.data.tobytes()
+    assert report.description["tokenizer.ggml.tokens"] == "40 values"
+    assert report.description["some.flags"] == [True, False, True]
+    assert report.kv_bytes_per_token == 2 * 1 * 2 * 16 * 2
+    assert report.read_bytes == 2 * (3 * 40 * 64 + 64)  # the table is the head
+
+
+def test_predictions_by_hand(tiny_int4_engine):
+    report = inspect(tiny_int4_engine)
+    assert report.read_bytes < report.loaded_bytes  # which has the table and the second graph
+    read = report.read_bytes + 100 * report.kv_bytes_per_token
+    for one, bandwidth in zip(predict(report, 100), (102e9, 102.4e9, 204.8e9, 273e9), strict=True):
+        assert one.tokens_per_s == pytest.approx(bandwidth / read)
+        assert one.needed_bytes == report.loaded_bytes + 100 * report.kv_bytes_per_token
+    assert all(board.source for board in BOARDS)
+    (table,) = [t for t in tables(report, 100) if t.title.startswith("PREDICTED")]
+    assert "100 tokens of context" in table.note
+    assert "data sheet" in table.note
+
+
+def test_origins(tmp_path, tiny_engine, tiny_bundle):
+    engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    path = engine / "manifest.json"
+    path.write_text(path.read_text().replace(str(tiny_bundle), str(bundle)))
+    found = inspect(engine).origins
+    assert [(origin.what, origin.state) for origin in found] == [
+        ("bundle", "unchanged"), ("checkpoint", "here"),
+    ]  # fmt: skip
+    with (bundle / "manifest.json").open("a") as file:
+        file.write("\n")
+    assert inspect(engine).origins[0].state == "another by now"
+    shutil.rmtree(bundle)
+    assert inspect(engine).origins[0].state == "not here"
+
+
+def test_origins_go_through_the_quantizer(tmp_path, tiny_checkpoint):
+    quantized = Path(shutil.copytree(tiny_checkpoint, tmp_path / "quantized"))
+    report = {
+        "quantization": "fp8", "settings": {"model_dir": str(tiny_checkpoint)},
+        "versions": {"nvidia-modelopt": "0.47.0"}, "calibration": {"name": "default"},
+        "quality": {"perplexity_float": 10.0, "perplexity_quantized": 10.25},
+    }  # fmt: skip
+    (quantized / "edgellm_quant.json").write_text(json.dumps(report))
+    first, second = inspect(quantized).origins
+    assert first.details["quantized to"] == "fp8"
+    assert first.details["perplexity"] == "10.000 -> 10.250"
+    assert second.path == str(tiny_checkpoint)
+    (quantized / "edgellm_quant.json").write_text("[]")
+    assert len(inspect(quantized).origins) == 1
+
+
+def test_no_difference(tiny_bundle, tiny_checkpoint):
+    for path in (tiny_bundle, tiny_checkpoint):
+        for contents in (False, True):
+            found = compare(inspect(path), inspect(path), contents=contents)
+            assert found.is_empty
+            assert found.equal_tensors == len(inspect(path).tensors)
+    assert tables_of(found)[0].rows[0] == ("differences", "none")
+
+
+def test_differences_of_bundles(tiny_bundle, tiny_int4_bundle):
+    found = compare(inspect(tiny_bundle), inspect(tiny_int4_bundle), contents=False)
+    fields = {change.name: (change.left, change.right) for change in found.fields}
+    assert "quantization" in fields
+    assert "decoder.vocab_size" not in fields
+    assert {change.name for change in found.files} >= {"model.onnx", "model.weights"}
+    names = {change.name for change in found.tensors}
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+    assert "model.norm.weight" not in names
+    grouped = [row for table in tables_of(found) for row in table.rows]
+    assert any("layers.N.self_attn.q_proj" in row[0] and "(3 of them)" in row[0] for row in grouped)
+
+
+def test_contents_are_compared_when_asked(tmp_path, tiny_checkpoint):
+    other = Path(shutil.copytree(tiny_checkpoint, tmp_path / "other"))
+    arrays = load_file(other / "model.safetensors")
+    arrays["model.layers.1.mlp.up_proj.weight"][3, 4] += 1
+    save_file(arrays, other / "model.safetensors")
+    left, right = inspect(tiny_checkpoint), inspect(other)
+    assert compare(left, right, contents=False).is_empty
+    found = compare(left, right, contents=True)
+    assert [change.name for change in found.tensors] == ["model.layers.1.mlp.up_proj.weight"]
+    assert found.tensors[0].right.endswith("other contents")
+    assert found.equal_tensors == len(arrays) - 1
+
+
+def test_engines_with_and_without_a_draft_differ(eagle_pair, tmp_path):
+    plain = Path(shutil.copytree(eagle_pair.engine, tmp_path / "engine"))
+    shutil.rmtree(plain / "draft")
+    found = compare(inspect(eagle_pair.engine), inspect(plain), contents=False)
+    assert [(change.name, change.right) for change in found.fields] == [("draft", "absent")]
+    same = compare(inspect(eagle_pair.engine), inspect(eagle_pair.engine), contents=True)
+    assert same.is_empty
+    draft = inspect(eagle_pair.engine / "draft")
+    assert same.equal_tensors == len(inspect(plain).tensors) + len(draft.tensors)
+
+
+def test_only_two_of_a_kind_compare(tiny_bundle, tiny_engine):
+    with pytest.raises(EdgeLLMError, match=r"is a llm_bundle, .* a llm_engine"):
+        compare(inspect(tiny_bundle), inspect(tiny_engine), contents=False)
+
+
+def test_the_command(run_inspect, tiny_engine, tiny_bundle, tmp_path):
+    page = tmp_path / "page.html"
+    result = run_inspect(tiny_engine, "--html", page, "--context", 9999)
+    assert result.returncode == 0, result.stderr
+    assert "KV cache, 64 tokens (all)" in result.stdout
+    assert "64 tokens of context" in result.stdout
+    assert Page(page.read_text("utf-8"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html"]
+    content = json.loads(run_inspect(tiny_bundle, "--json", "--verify").stdout)
+    assert content["kind"] == "llm_bundle"
+    assert content["predictions"]["boards"][0]["decode_tokens_per_s_at_most"] > 0
+    names = [tensor["name"] for tensor in content["graphs"][0]["tensors"]]
+    assert "model.norm.weight" in names
+    assert content["memory"]["kv_cache_per_token"] == 2 * 3 * 2 * 16 * 4
+    difference = run_inspect(tiny_bundle, "--diff", tiny_bundle, "--json", "--html", page)
+    assert json.loads(difference.stdout)["tensors"] == []
+    assert "what differs" in page.read_text("utf-8")
+
+
+def test_the_page_needs_no_network(tiny_engine, eagle_pair):
+    for folder in (tiny_engine, eagle_pair.engine):
+        text = report_page(inspect(folder), 64)
+        page = Page(text)
+        assert "default-src 'none'" in text
+        assert "@" not in re.sub("[^@]*@media", "", text)
+        for tag, attributes in page.elements:
+            assert tag not in ("script", "link", "img", "iframe")
+            assert not {"src", "href", "onclick", "onload"} & attributes.keys()
+        assert not re.findall(r"https?://", text)
+        assert sum(tag == "svg" for tag, _ in page.elements) >= 4
+        assert "prefers-color-scheme: dark" in text
+
+
+def test_names_cannot_break_the_page(tmp_path, tiny_checkpoint):
+    folder = tmp_path / "<b>&@PATH@"
+    nasty = "model.layers.0.</td><script>alert(1)</script>.mlp.weight"
+    folder.mkdir()
+    shutil.copy(tiny_checkpoint / "config.json", folder)
+    save_file({nasty: np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
+    report = inspect(folder)
+    for text in (
+        report_page(report, 1),
+        tables_page("@SECTIONS@", str(folder), tables(report, 1)),
+    ):
+        assert not any(tag in ("script", "b") for tag, _ in Page(text).elements)
+        assert "&lt;b&gt;&amp;@PATH@" in text
+
+
+def test_json_has_no_surprises(tiny_engine, eagle_pair, visual_folders):
+    for folder in (tiny_engine, eagle_pair.engine, *visual_folders):
+        json.dumps(report_json(inspect(folder), 10), allow_nan=False)
+
+
+def _break_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+def _other_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"kind": "web_app"}')
+
+
+def _cut(folder: Path) -> None:
+    os.truncate(folder / "model.weights", 1000)
+
+
+def _remove(folder: Path) -> None:
+    (folder / "model.weights").unlink()
+
+
+def _break_graph(folder: Path) -> None:
+    graph = folder / "model.onnx"
+    graph.write_bytes(b"\xff" * graph.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message", "hint"),
+    [
+        (_break_manifest, "is not a manifest of edgellm, or damaged", "a bundle or an engine"),
+        (_other_manifest, "is not a manifest of edgellm, or damaged", "a bundle or an engine"),
+        (_cut, "has 1000 bytes instead of", "copy or make it again"),
+        (_remove, "model.weights is missing", "copy or make the folder again"),
+        (_break_graph, "is not an ONNX graph", "copy or make the folder again"),
+    ],
+)
+def test_broken_bundles(tmp_path, tiny_bundle, harm, message, hint):
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    harm(bundle)
+    with pytest.raises(EdgeLLMError, match=message) as found:
+        inspect(bundle)
+    assert hint in found.value.hint
+
+
+def test_hashes_are_checked_on_demand(tmp_path, tiny_bundle):
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    with (bundle / "model.weights").open("r+b") as file:
+        file.seek(500)
+        file.write(b"\x00\x01\x02")
+    inspect(bundle)
+    with pytest.raises(EdgeLLMError, match="sha256 differs"):
+        inspect(bundle, verify=True)
+
+
+def test_other_paths(tmp_path, tiny_bundle, tiny_checkpoint, run_inspect):
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x05" + b"\x00" * 20)
+    (tmp_path / "empty.gguf").touch()
+    (tmp_path / "bundle").symlink_to(tiny_bundle)
+    for path, message, hint in (
+        (tmp_path / "nothing", "no such file or folder", "give a Hugging Face checkpoint"),
+        (tmp_path / "notes.txt", "neither a folder nor a .gguf file", "give a Hugging Face"),
+        (tmp_path / "cut.gguf", "is not a whole GGUF file", "download or copy it again"),
+        (tmp_path / "empty.gguf", "is not a whole GGUF file", "download or copy it again"),
+    ):
+        with pytest.raises(EdgeLLMError, match=message) as found:
+            inspect(path)
+        assert hint in found.value.hint
+    held = "it holds bundle, cut.gguf, empty.gguf"
+    assert_one_line_error(run_inspect(tmp_path), "is no checkpoint", held)
+    assert_one_line_error(run_inspect(tiny_checkpoint, "--verify"), "has no manifest", "--diff")
+    assert_one_line_error(run_inspect(tiny_bundle, "--html", tmp_path), "is a folder")

@@ -1,0 +1,1 @@
+"""`edgellm-inspect`: what checkpoints, bundles and engines hold and need, where they are from."""

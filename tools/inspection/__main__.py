@@ -1,0 +1,5 @@
+"""`python -m edgellm.tools.inspection`."""
+
+from edgellm.tools.inspection.cli import main
+
+main()

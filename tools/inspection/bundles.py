@@ -1,0 +1,113 @@
+"""Bundles: what edgellm-export wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from edgellm.contract import (
+    BundleManifest,
+    DraftBundleManifest,
+    FileRecord,
+    VisualBundleManifest,
+    load_manifest,
+)
+from edgellm.tools.inspection.graphs import read_graph
+from edgellm.tools.inspection.origins import of_bundle
+from edgellm.tools.inspection.report import Report
+from edgellm.tools.inspection.specs import (
+    decoder_facts,
+    decoder_title,
+    described,
+    draft_facts,
+    encoder_title,
+    listed,
+    vision_facts,
+)
+
+Check = Callable[[Path, dict[str, FileRecord]], None]  # raises for a damaged file
+_FLOAT_BYTES = {"float16": 2, "float32": 4}
+
+
+def inspect_bundle(folder: Path, check: Check) -> Report:
+    """The bundle of a decoder."""
+    manifest = load_manifest(folder, BundleManifest)
+    check(folder, manifest.files)
+    spec = manifest.decoder
+    return Report(
+        path=str(folder),
+        kind=manifest.kind,
+        title=f"ONNX bundle: {decoder_title(spec)}, {_stored(manifest)}",
+        facts={
+            **decoder_facts(spec),
+            **_graph_facts(manifest),
+            "end tokens": listed(manifest.eos_token_ids),
+            "hidden taps": listed(manifest.hidden_taps),
+        },
+        description=described(manifest),
+        graphs=(read_graph(folder / "model.onnx", _FLOAT_BYTES[manifest.dtype]),),
+        origins=of_bundle(manifest.provenance),
+        loads_as=_computed_in(manifest.dtype),
+        files=manifest.files,
+        kv=spec.kv,
+        capacity=spec.max_positions,
+        is_decoder=True,
+    )
+
+
+def inspect_draft_bundle(folder: Path, check: Check) -> Report:
+    """The bundle of a draft."""
+    manifest = load_manifest(folder, DraftBundleManifest)
+    check(folder, manifest.files)
+    spec, size = manifest.draft, _FLOAT_BYTES[manifest.dtype]
+    names = ("model.onnx", "fuse.onnx") if spec.fuses else ("model.onnx",)
+    return Report(
+        path=str(folder),
+        kind=manifest.kind,
+        title=f"ONNX bundle of a draft: {decoder_title(spec.decoder)}, {_stored(manifest)}",
+        facts={**draft_facts(spec), **_graph_facts(manifest)},
+        description=described(manifest),
+        graphs=tuple(read_graph(folder / name, size) for name in names),
+        origins=of_bundle(manifest.provenance),
+        loads_as=_computed_in(manifest.dtype),
+        files=manifest.files,
+        kv=spec.decoder.kv,
+        capacity=spec.decoder.max_positions,
+    )
+
+
+def inspect_visual_bundle(folder: Path, check: Check) -> Report:
+    """The bundle of a visual encoder."""
+    manifest = load_manifest(folder, VisualBundleManifest)
+    check(folder, manifest.files)
+    graph = read_graph(folder / "model.onnx", _FLOAT_BYTES[manifest.dtype], is_encoder=True)
+    return Report(
+        path=str(folder),
+        kind=manifest.kind,
+        title=f"ONNX bundle of a visual encoder: {encoder_title(manifest.vision)}, "
+        f"{_stored(manifest)}",
+        facts={**vision_facts(manifest.vision), **_graph_facts(manifest)},
+        description=described(manifest),
+        graphs=(graph,),
+        origins=of_bundle(manifest.provenance),
+        loads_as=_computed_in(manifest.dtype),
+        files=manifest.files,
+    )
+
+
+def _stored(manifest: BundleManifest | DraftBundleManifest | VisualBundleManifest) -> str:
+    return f"{manifest.dtype}, quantization {manifest.quantization}"
+
+
+def _graph_facts(
+    manifest: BundleManifest | DraftBundleManifest | VisualBundleManifest,
+) -> dict[str, str]:
+    return {
+        "activations": manifest.dtype,
+        "quantization": manifest.quantization,
+        "opset": str(manifest.opset),
+    }
+
+
+def _computed_in(dtype: str) -> str:
+    return f"floats in {_FLOAT_BYTES[dtype]} bytes, as the graph computes them; the rest as stored"

@@ -1,0 +1,107 @@
+"""`edgellm-inspect`: what lies in a checkpoint, bundle or engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edgellm.command import run_command
+from edgellm.contract import EdgeLLMError
+
+if TYPE_CHECKING:
+    from edgellm.tools.inspection.report import Report
+    from edgellm.tools.tables import Table
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
+)
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="HF checkpoint, .gguf file, bundle or engine."),
+    ],
+    diff: Annotated[
+        Path | None, typer.Option("--diff", help="Another of the same kind: what differs.")
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Read all: check hashes, with --diff compare contents."),
+    ] = False,
+    context: Annotated[
+        int, typer.Option("--context", min=0, help="Tokens in the cache, for predictions.")
+    ] = 1024,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with plots, which needs no network.")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Show what a checkpoint, bundle or engine holds and needs, and where it comes from."""
+    del debug  # read by run_command
+    from edgellm.artifact import check_output_file
+    from edgellm.tools.inspection.find import inspect as read
+
+    if html is not None:
+        check_output_file(html, path)
+    report = read(path, verify=verify)
+    if diff is not None:
+        _differ(report, read(diff, verify=verify), html, verify=verify, as_json=as_json)
+        return
+    if verify and not report.files:
+        raise EdgeLLMError(
+            f"{path} has no manifest, so there are no hashes to check",
+            hint="--verify is for bundles and engines, and for --diff",
+        )
+    from edgellm.tools.inspection.as_json import report_json
+    from edgellm.tools.inspection.page import report_page
+    from edgellm.tools.inspection.tables import tables
+
+    context = min(context, report.capacity) or context
+    title = report.title + (", all hashes right" if verify else "")
+    _print(report_json(report, context) if as_json else None, title, tables(report, context))
+    _write(html, report_page(report, context) if html is not None else "")
+
+
+def _differ(left: Report, right: Report, html: Path | None, *, verify: bool, as_json: bool) -> None:
+    import dataclasses
+
+    from edgellm.tools.inspection.diff import compare, tables_of
+    from edgellm.tools.inspection.page import tables_page
+
+    found = compare(left, right, contents=verify)
+    title, paths = f"{left.kind}: what differs", f"{left.path} and {right.path}"
+    _print(dataclasses.asdict(found) if as_json else None, title, tables_of(found))
+    _write(html, tables_page(title, paths, tables_of(found)) if html is not None else "")
+
+
+def _print(content: dict[str, Any] | None, title: str, tables: list[Table]) -> None:
+    """JSON if there is any, else tables."""
+    if content is not None:
+        typer.echo(json.dumps(content, indent=2))
+        return
+    from edgellm.tools.tables import show
+
+    show(title, tables)
+
+
+def _write(html: Path | None, page: str) -> None:
+    if html is None:
+        return
+    from edgellm.artifact import replace_file
+
+    replace_file(html, page)
+    typer.echo(f"{html}: written", err=True)
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)

@@ -1,0 +1,145 @@
+"""Engines: what llm_build and visual_build wrote and measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgellm.contract import (
+    DRAFT_FOLDER,
+    MANIFEST_NAME,
+    DraftEngineManifest,
+    EngineManifest,
+    VisualEngineManifest,
+    load_manifest,
+)
+from edgellm.tools.inspection.bundles import Check
+from edgellm.tools.inspection.graphs import read_graph
+from edgellm.tools.inspection.origins import of_engine
+from edgellm.tools.inspection.report import Costs, Graph, Report
+from edgellm.tools.inspection.specs import (
+    decoder_facts,
+    decoder_title,
+    described,
+    draft_facts,
+    encoder_title,
+    listed,
+    vision_facts,
+)
+
+_AS_STORED = "as stored; ONNX Runtime's packed copies, which take the place of these, left out"
+
+
+def inspect_engine(folder: Path, check: Check) -> Report:
+    """The engine of a decoder, and of the draft beside it."""
+    manifest = load_manifest(folder, EngineManifest)
+    check(folder, manifest.files)
+    spec, draft = manifest.decoder, None
+    if (folder / DRAFT_FOLDER / MANIFEST_NAME).exists():
+        draft = inspect_draft_engine(folder / DRAFT_FOLDER, check)
+    return Report(
+        path=str(folder),
+        kind=manifest.kind,
+        title=f"engine: {decoder_title(spec)}, {_precisions(manifest)}"
+        + (", with a draft" if draft is not None else ""),
+        facts={
+            **decoder_facts(spec),
+            **_build_facts(manifest),
+            "longest prompt": f"{manifest.max_input_len} tokens",
+            "KV cache": f"{manifest.max_kv_cache_capacity} tokens, {spec.kv.dtype}",
+            "prompts in passes of": f"{manifest.prefill_rows} rows",
+            "end tokens": listed(manifest.eos_token_ids),
+            "hidden taps": listed(manifest.hidden_taps),
+            "largest verified tree": _nodes(manifest.max_verify_tree_size),
+        },
+        description=described(manifest),
+        graphs=_graphs(folder, manifest),
+        origins=of_engine(manifest.provenance),
+        loads_as=_AS_STORED,
+        files=manifest.files,
+        kv=spec.kv,
+        capacity=manifest.max_kv_cache_capacity,
+        is_decoder=True,
+        costs=(_costs("a pass", manifest.pass_cost_ms),),
+        draft=draft,
+    )
+
+
+def inspect_draft_engine(folder: Path, check: Check) -> Report:
+    """The engine of a draft."""
+    manifest = load_manifest(folder, DraftEngineManifest)
+    check(folder, manifest.files)
+    spec = manifest.draft
+    fuse = [read_graph(folder / manifest.fuse_graph)] if manifest.fuse_graph else []
+    return Report(
+        path=str(folder),
+        kind=manifest.kind,
+        title=f"draft engine: {decoder_title(spec.decoder)}, {_precisions(manifest)}",
+        facts={
+            **draft_facts(spec),
+            **_build_facts(manifest),
+            "KV cache": f"{manifest.max_kv_cache_capacity} tokens, {spec.decoder.kv.dtype}",
+            "largest drafted tree": _nodes(manifest.max_draft_tree_size),
+        },
+        description=described(manifest),
+        graphs=(*_graphs(folder, manifest), *fuse),
+        origins=of_engine(manifest.provenance),
+        loads_as=_AS_STORED,
+        files=manifest.files,
+        kv=spec.decoder.kv,
+        capacity=manifest.max_kv_cache_capacity,
+        costs=(
+            _costs("a draft step", manifest.step_cost_ms),
+            _costs("fusing and committing", manifest.extend_cost_ms),
+        ),
+    )
+
+
+def inspect_visual_engine(folder: Path, check: Check) -> Report:
+    """The engine of a visual encoder."""
+    manifest = load_manifest(folder, VisualEngineManifest)
+    check(folder, manifest.files)
+    an_image = f"{manifest.min_image_tokens} to {manifest.max_image_tokens_per_image}"
+    return Report(
+        path=str(folder),
+        kind=manifest.kind,
+        title=f"visual engine: {encoder_title(manifest.vision)}, {manifest.precision}",
+        facts={
+            **vision_facts(manifest.vision),
+            **_build_facts(manifest),
+            "tokens of an image": an_image,
+            "of a request's images": f"{manifest.max_image_tokens} at most",
+        },
+        description=described(manifest),
+        graphs=(read_graph(folder / manifest.graph, is_encoder=True),),
+        origins=of_engine(manifest.provenance),
+        loads_as=_AS_STORED,
+        files=manifest.files,
+    )
+
+
+def _graphs(folder: Path, manifest: EngineManifest | DraftEngineManifest) -> tuple[Graph, ...]:
+    return tuple(read_graph(folder / graph.path) for graph in manifest.graphs)
+
+
+def _costs(what: str, measured: dict[str, float]) -> Costs:
+    return Costs(what, {int(rows): ms for rows, ms in measured.items()})
+
+
+def _build_facts(
+    manifest: EngineManifest | DraftEngineManifest | VisualEngineManifest,
+) -> dict[str, str]:
+    return {
+        "backend": f"{manifest.backend} {manifest.backend_version}",
+        "machine": manifest.machine,
+        "quantization": manifest.quantization,
+        "options": ", ".join(f"{key} {value}" for key, value in manifest.options.items()),
+    }
+
+
+def _precisions(manifest: EngineManifest | DraftEngineManifest) -> str:
+    parts = [f"{graph.precision} up to {graph.max_rows} rows" for graph in manifest.graphs]
+    return f"{manifest.backend}, {', '.join(parts)}"
+
+
+def _nodes(size: int) -> str:
+    return f"{size} nodes" if size else "none: not an EAGLE base"

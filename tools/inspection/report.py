@@ -1,0 +1,111 @@
+"""What was found: one form for checkpoints, bundles and engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgellm.contract import FileRecord, KVCacheSpec
+from edgellm.tools.inspection.tensors import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input or output of a graph."""
+
+    name: str
+    dtype: str
+    dims: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Weights that go together, and the graph that uses them; of a checkpoint they have none."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    inputs: tuple[Port, ...] = ()
+    outputs: tuple[Port, ...] = ()
+    operators: dict[str, int] = field(default_factory=dict)  # number of nodes by type
+    opset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Measured by a build, on the machine of the build."""
+
+    what: str
+    ms_by_rows: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One link of the chain from an engine back to the weights it began with."""
+
+    what: str  # "engine", "bundle", "checkpoint"
+    path: str
+    state: str  # whether it still is what it was
+    details: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A checkpoint, bundle or engine.
+
+    A token of a language model costs a pass over the first graph; `None` and empty fields mean
+    that there is no such thing.
+    """
+
+    path: str
+    kind: str  # of the manifest, or "hf_checkpoint" or "gguf_file"
+    title: str
+    facts: dict[str, str]
+    description: dict[str, Any]  # the manifest or config itself, flat
+    graphs: tuple[Graph, ...]
+    origins: tuple[Origin, ...]
+    loads_as: str  # what `loaded_bytes` of the tensors assumes
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    kv: KVCacheSpec | None = None
+    capacity: int = 0  # tokens that the cache can hold: an engine's, or the model's positions
+    is_decoder: bool = False
+    costs: tuple[Costs, ...] = ()
+    draft: Report | None = None
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether it runs as it is, on the machine that built it."""
+        return self.kind.endswith("_engine")
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those of all graphs."""
+        return tuple(tensor for graph in self.graphs for tensor in graph.tensors)
+
+    @property
+    def read_bytes(self) -> int:
+        """Weights that a pass of one token reads."""
+        return sum(t.loaded_bytes for t in self.graphs[0].tensors if t.is_read_whole)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Weights of all graphs, and the draft's."""
+        own = sum(tensor.loaded_bytes for tensor in self.tensors)
+        return own + (self.draft.loaded_bytes if self.draft is not None else 0)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of the cache, and of the draft's."""
+        own = self.kv.bytes_per_token if self.kv is not None else 0
+        return own + (self.draft.kv_bytes_per_token if self.draft is not None else 0)
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested JSON object as one of dotted keys; lists of anything but objects stay."""
+    if isinstance(value, (list, tuple)) and value and all(isinstance(v, dict) for v in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return {prefix: value}
+    result: dict[str, Any] = {}
+    for key, item in value.items():
+        result |= flat(item, f"{prefix}.{key}" if prefix else str(key))
+    return result

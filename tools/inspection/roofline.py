@@ -1,0 +1,64 @@
+"""Speed and memory on boards that are not here: predictions from bytes and bandwidth alone.
+
+One token reads every weight and the keys and values of all tokens before it once, so that
+decoding reaches at most
+
+    tokens/s = bandwidth / (weight bytes + context * KV bytes per token)
+
+Bandwidths are the makers' peaks; what a kernel reaches is less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgellm.tools.inspection.report import Report
+
+FORMULA = "tokens/s <= bandwidth / (weight bytes + context x KV bytes per token)"
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """A board, as its maker describes it."""
+
+    name: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    source: str
+
+
+BOARDS = (
+    Board(
+        "Jetson Orin Nano Super 8 GB", 8 << 30, 102e9,
+        "NVIDIA, Jetson Orin Nano Super Developer Kit data sheet",
+    ),
+    Board("Jetson Orin NX 16 GB", 16 << 30, 102.4e9, "NVIDIA, Jetson Orin NX data sheet DS-10712"),
+    Board(
+        "Jetson AGX Orin 64 GB", 64 << 30, 204.8e9,
+        "NVIDIA, Jetson AGX Orin Series technical brief v1.2",
+    ),
+    Board("Jetson Thor T5000 128 GB", 128 << 30, 273e9, "NVIDIA, Jetson Thor modules data sheet"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """An upper bound of plain decoding on a board, and what it needs there."""
+
+    board: Board
+    tokens_per_s: float
+    needed_bytes: int  # weights and cache; activations, libraries and the system come on top
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and cache alone leave any memory."""
+        return self.needed_bytes < self.board.memory_bytes
+
+
+def predict(report: Report, context: int) -> tuple[Prediction, ...]:
+    """Predictions for a language model behind `context` tokens; none where weights are unknown."""
+    if not report.is_decoder or report.kv is None or not report.read_bytes:
+        return ()
+    read = report.read_bytes + context * report.kv.bytes_per_token
+    needed = report.loaded_bytes + context * report.kv_bytes_per_token
+    return tuple(Prediction(board, board.bandwidth_bytes_per_s / read, needed) for board in BOARDS)

@@ -1,0 +1,94 @@
+"""What a manifest says of a model, in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from edgellm.contract import (
+    BundleManifest,
+    DecoderSpec,
+    DraftBundleManifest,
+    DraftEngineManifest,
+    DraftSpec,
+    EngineManifest,
+    VisionSpec,
+    VisualBundleManifest,
+    VisualEngineManifest,
+)
+from edgellm.tools.inspection.report import flat
+
+Manifest = (
+    BundleManifest
+    | DraftBundleManifest
+    | VisualBundleManifest
+    | EngineManifest
+    | DraftEngineManifest
+    | VisualEngineManifest
+)
+
+
+def described(manifest: Manifest) -> dict[str, Any]:
+    """All of a manifest but its files, flat."""
+    fields = dataclasses.asdict(manifest)
+    del fields["files"]
+    return flat(fields)
+
+
+def decoder_title(spec: DecoderSpec) -> str:
+    """A decoder in a few words."""
+    return (
+        f"{spec.model_type}, {spec.num_parameters / 1e6:.1f} M parameters, "
+        f"{spec.kv.num_layers} layers"
+    )
+
+
+def encoder_title(spec: VisionSpec) -> str:
+    """A visual encoder in a few words."""
+    return f"{spec.model_type}, {spec.num_parameters / 1e6:.1f} M parameters"
+
+
+def decoder_facts(spec: DecoderSpec) -> dict[str, str]:
+    """The sizes of a decoder."""
+    images = spec.images
+    return {
+        "architecture": spec.model_type,
+        "parameters": f"{spec.num_parameters:,}",
+        "layers": str(spec.kv.num_layers),
+        "hidden size": str(spec.hidden_size),
+        "KV heads": f"{spec.kv.num_kv_heads} of {spec.kv.head_dim}",
+        "vocabulary": str(spec.vocab_size),
+        "positions": str(spec.max_positions),
+        **({"sliding window": str(spec.sliding_window)} if spec.sliding_window else {}),
+        **({"images": f"rows of a {images.model_type} encoder"} if images is not None else {}),
+    }
+
+
+def draft_facts(spec: DraftSpec) -> dict[str, str]:
+    """The sizes of a draft, and of its base."""
+    return {
+        "method": spec.method,
+        **decoder_facts(spec.decoder),
+        "draft vocabulary": str(spec.draft_vocab_size),
+        "for a base of": f"{spec.base_num_layers} layers of {spec.base_hidden_size}",
+        "hidden taps": listed(spec.hidden_taps),
+    }
+
+
+def vision_facts(spec: VisionSpec) -> dict[str, str]:
+    """The sizes of a visual encoder."""
+    tiles = f"tiles of {spec.image_size} pixels, {spec.tokens_per_tile} tokens each"
+    grid = f"patches of {spec.patch_size} pixels, {spec.merge_size} x {spec.merge_size} a token"
+    return {
+        "architecture": spec.model_type,
+        "parameters": f"{spec.num_parameters:,}",
+        "width of a token": str(spec.hidden_size),
+        "images": tiles if spec.image_size else grid,
+        "deepstack levels": str(spec.num_deepstack),
+    }
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Numbers one after another."""
+    return ", ".join(map(str, numbers)) or "none"
