@@ -263,7 +263,7 @@ class EngineManifest:
     options: dict[str, Any]
     provenance: dict[str, Any]
     hidden_taps: tuple[int, ...] = ()  # see DraftSpec
-    max_verify_tree_size: int = 0  # rows of a token tree, root included; 0: not an EAGLE base
+    max_verify_tree_size: int = 0  # rows of a token tree, root included; 0: plain decoding only
     files: dict[str, FileRecord] = field(default_factory=dict)
     kind: str = "llm_engine"
     contract_version: int = CONTRACT_VERSION

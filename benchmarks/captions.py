@@ -23,7 +23,7 @@ from edgellm.build.visual import build_visual
 from edgellm.device_runtime.backends import Plan, VisualPlan
 from edgellm.device_runtime.llm import LLM, Answer
 from edgellm.device_runtime.sampling import SamplingParams
-from edgellm.device_runtime.speculate.setup import EagleOptions
+from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
@@ -94,7 +94,7 @@ def build(work: Path, name: str, threads: int) -> LLM:
     build_draft(work / "drafted", engine, plan, "onnxruntime", lambda _: None)
     limits = VisualPlan(4, 1024, 512, threads, recipe.encoder)
     build_visual(seeing, encoder, limits, "onnxruntime", lambda _: None)
-    return LLM(engine, eagle=EagleOptions(), multimodal_engine_dir=encoder)
+    return LLM(engine, spec=SpecOptions(), multimodal_engine_dir=encoder)
 
 
 def caption(llm: LLM, picture: Path, *, speculative: bool) -> Answer:

@@ -25,8 +25,7 @@ from edgellm.build.engine import build_engine
 from edgellm.device_runtime.backends import Plan
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams
-from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.setup import EagleOptions
+from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
@@ -35,12 +34,11 @@ from edgellm.tools import smollm2
 DRAFT = Path(__file__).parents[1] / "examples" / "smollm2-135m-instruct-eagle3"
 TAPS = (2, 15, 27)
 ENGINES = {"fp32": ("fp32", "auto"), "int8": ("fp32", "int8"), "int4": ("int4", "auto")}
-SMALL = TreeLimits(top_k=8, steps=5, verify_size=16)
 MODES = {
     "plain": None,
-    "fixed 16": EagleOptions(SMALL, tree="fixed"),
-    "cost": EagleOptions(),
-    "cost+ngram": EagleOptions(ngram=True),
+    "fixed 16": SpecOptions(top_k=8, steps=5, verify_size=16, tree="fixed"),
+    "cost": SpecOptions(),
+    "cost+ngram": SpecOptions(lookups=("ngram",)),
 }
 
 
@@ -151,7 +149,7 @@ def main() -> None:
     )
     for engine in arguments.engines:
         models = {
-            name: LLM(built[engine], eagle=MODES[name]) for name in ["plain", *arguments.modes]
+            name: LLM(built[engine], spec=MODES[name]) for name in ["plain", *arguments.modes]
         }
         for temperature in arguments.temperatures:
             for name in arguments.sets:

@@ -76,7 +76,7 @@ def main() -> None:
         for bundle in bundles.values():
             plan = Plan(1024, 2048, threads, "auto", "none", max_draft_tree_size=60)
             build_draft(bundle, engine, plan, "onnxruntime", lambda _: None)
-            models = {"plain": LLM(engine), "tree": LLM(engine, eagle=MODES["fixed 16"])}
+            models = {"plain": LLM(engine), "tree": LLM(engine, spec=MODES["fixed 16"])}
             tally = measure(models, questions, arguments.tokens, 0.0)[0]["tree"]
             lengths.append(tally.emitted / tally.rounds)
         print(f"{name:10}" + "".join(f"{length:11.2f}" for length in lengths), flush=True)

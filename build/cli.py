@@ -64,7 +64,7 @@ def llm_build(
     kv_cache: KvCache = "auto",
     eagle_base: EagleBase = False,
     eagle_draft: EagleDraft = False,
-    max_verify_tree_size: MaxVerifyTreeSize = 60,
+    max_verify_tree_size: MaxVerifyTreeSize = None,
     max_draft_tree_size: MaxDraftTreeSize = 60,
     dry_run: DryRun = False,
     debug: Debug = False,
@@ -75,13 +75,7 @@ def llm_build(
     from edgellm.build.engine import build_engine, check_bundle, check_draft_bundle, predict
     from edgellm.device_runtime.backends import Plan
 
-    for flag, value, allowed in (
-        ("--prefill", prefill, ("auto", "same", "int8")),
-        ("--quantize", quantize, ("auto", "none", "int8", "int4")),
-        ("--kvCache", kv_cache, ("auto", "float", "int8")),
-    ):
-        if value not in allowed:
-            raise EdgeLLMError(f"{flag} {value}: give {', '.join(allowed[:-1])} or {allowed[-1]}")
+    _check_words(prefill, quantize, kv_cache)
     if eagle_base and eagle_draft:
         raise EdgeLLMError(
             "--eagleBase and --eagleDraft are two builds",
@@ -98,7 +92,8 @@ def llm_build(
         prefill,
         quantize,
         kv_cache,
-        max_verify_tree_size=max_verify_tree_size if eagle_base else 0,
+        is_eagle_base=eagle_base,
+        max_verify_tree_size=max_verify_tree_size or (60 if eagle_base else 0),
         max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,
     )
     if dry_run:
@@ -111,6 +106,16 @@ def llm_build(
         build = build_draft if eagle_draft else build_engine
         built = build(onnx_dir, engine_dir, plan, backend, report)
     _show(built, engine_dir, time.perf_counter() - start)
+
+
+def _check_words(prefill: str, quantize: str, kv_cache: str) -> None:
+    for flag, value, allowed in (
+        ("--prefill", prefill, ("auto", "same", "int8")),
+        ("--quantize", quantize, ("auto", "none", "int8", "int4")),
+        ("--kvCache", kv_cache, ("auto", "float", "int8")),
+    ):
+        if value not in allowed:
+            raise EdgeLLMError(f"{flag} {value}: give {', '.join(allowed[:-1])} or {allowed[-1]}")
 
 
 def _show(built: EngineManifest | DraftEngineManifest, engine_dir: Path, seconds: float) -> None:

@@ -75,7 +75,7 @@ def check_bundle(bundle: Path, plan: Plan) -> BundleManifest:
     """
     manifest = load_manifest(bundle, BundleManifest)
     _check_lengths(manifest.decoder.max_positions, plan)
-    if plan.max_verify_tree_size and not manifest.hidden_taps:
+    if plan.is_eagle_base and not manifest.hidden_taps:
         raise BrokenArtifactError(
             f"{bundle} gives no features to a draft",
             hint="export it again with edgellm-export llm --is_eagle_base",

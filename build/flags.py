@@ -62,8 +62,13 @@ EagleDraft = Annotated[
     ),
 ]
 MaxVerifyTreeSize = Annotated[
-    int,
-    typer.Option("--maxVerifyTreeSize", min=1, help="Nodes of a tree, root included (base)."),
+    int | None,
+    typer.Option(
+        "--maxVerifyTreeSize",
+        min=1,
+        help="Nodes of a tree, root included: 60 with --eagleBase; without it the engine verifies "
+        "trees that need no EAGLE draft.",
+    ),
 ]
 MaxDraftTreeSize = Annotated[
     int, typer.Option("--maxDraftTreeSize", min=1, help="Rows drafted in a round (draft).")

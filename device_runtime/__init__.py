@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edgellm.device_runtime.llm import LLM, Answer, Step
     from edgellm.device_runtime.sampling import SamplingParams
+    from edgellm.device_runtime.speculate.options import SpecOptions
 
-__all__ = ["LLM", "Answer", "SamplingParams", "Step"]
+__all__ = ["LLM", "Answer", "SamplingParams", "SpecOptions", "Step"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from edgellm.device_runtime.sampling import SamplingParams
 
         return SamplingParams
+    if name == "SpecOptions":
+        from edgellm.device_runtime.speculate.options import SpecOptions
+
+        return SpecOptions
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

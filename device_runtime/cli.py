@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,33 +19,41 @@ from edgellm.device_runtime.flags import (
     BatchSize,
     ContextReuse,
     Debug,
-    DraftStep,
-    DraftTopK,
     DumpOutput,
     DumpProfile,
-    Eagle,
     EngineDir,
     InputFile,
     MaxGenerateLength,
     MultimodalEngineDir,
-    Ngram,
     OutputFile,
     ProfileFile,
     Prove,
     Stream,
     TreeFile,
+    Verify,
+    Warmup,
+)
+from edgellm.device_runtime.spec_flags import (
+    Choices,
+    DraftStep,
+    DraftTopK,
+    DynamicTreeTopK,
+    Eagle,
+    MaxNonLeaves,
+    Ngram,
+    Spec,
+    SpecFlags,
+    Suffix,
     TreeKind,
     TypicalAcceptance,
-    Verify,
+    UseDynamicTree,
     VerifyTreeSize,
-    Warmup,
 )
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.llm import LLM, Step
     from edgellm.device_runtime.profile import Profile
     from edgellm.device_runtime.requests import Options
-    from edgellm.device_runtime.speculate.setup import EagleOptions
     from edgellm.device_runtime.tree_log import TreeLog
 
 app = typer.Typer(
@@ -68,12 +77,18 @@ def llm_inference(
     profile_file: ProfileFile = None,
     batch_size: BatchSize = None,
     max_generate_length: MaxGenerateLength = None,
+    spec: Spec = None,
     eagle: Eagle = False,
-    top_k: DraftTopK = 10,
-    steps: DraftStep = 6,
-    verify_size: VerifyTreeSize = 60,
-    tree: TreeKind = "cost",
     ngram: Ngram = False,
+    suffix: Suffix = False,
+    top_k: DraftTopK = None,
+    steps: DraftStep = None,
+    verify_size: VerifyTreeSize = None,
+    tree: TreeKind = None,
+    use_dynamic_tree: UseDynamicTree = False,
+    dynamic_top_k: DynamicTreeTopK = None,
+    choices: Choices = None,
+    max_non_leaves: MaxNonLeaves = 10,
     typical_acceptance: TypicalAcceptance = None,
     tree_file: TreeFile = None,
     prove_count: Prove = 0,
@@ -86,32 +101,24 @@ def llm_inference(
     """Answer the requests of a JSON file; a bad request gets an error object of its own."""
     del debug  # read by run_command
     from edgellm.device_runtime.llm import LLM
-    from edgellm.device_runtime.profile import Profile
-    from edgellm.device_runtime.requests import read_file
-    from edgellm.device_runtime.tree_log import TreeLog
 
-    how = _speculation(top_k, steps, verify_size, tree, ngram=ngram, typical=typical_acceptance)
-    if not eagle and (prove_count or tree_file):
+    how = SpecFlags(
+        spec, eagle, ngram, suffix, top_k, steps, verify_size, tree, use_dynamic_tree,
+        dynamic_top_k, choices, max_non_leaves, typical_acceptance,
+    ).read()  # fmt: skip
+    if how is None and (prove_count or tree_file):
         flag = "--prove" if prove_count else "--treeOutputFile"
-        raise EdgeLLMError(f"{flag} is about speculation", hint="give --eagle as well")
-    options, requests = _with_length(*read_file(input_file), max_generate_length)
-    _check_outputs([output_file, profile_file, tree_file], input_file, engine_dir)
-    if (batch_size or options.batch_size) > 1:
-        typer.echo("note: requests run one by one, whatever the batch size", err=True)
+        raise EdgeLLMError(f"{flag} is about speculation", hint="give --eagle or --spec as well")
+    options, requests = _read(input_file, max_generate_length, batch_size)
+    outputs = _Outputs(output_file, profile_file, tree_file)
+    outputs.check(input_file, engine_dir)
     llm = LLM(
-        engine_dir, verify=verify, eagle=how if eagle else None,
+        engine_dir, verify=verify, spec=how,
         multimodal_engine_dir=multimodal_engine_dir, context_reuse=context_reuse,
     )  # fmt: skip
     if prove_count:
         raise typer.Exit(_prove(llm, options, requests[:prove_count]))
-    trees, profile, responses = TreeLog(llm.tokenizer), Profile(), []
-    try:
-        _run_all(llm, options, requests, warmup, responses, profile, trees, stream=stream)
-    finally:  # an interrupt keeps what was answered
-        if responses:
-            _write_json(output_file, {"input_file": str(input_file), "responses": responses})
-            _write_if_wanted(tree_file, trees.as_json(str(input_file)))
-            _write_if_wanted(profile_file, profile.as_json())
+    profile, responses = _answer(llm, options, requests, warmup, outputs, input_file, stream=stream)
     if dump_profile:
         typer.echo(json.dumps(profile.as_json(), indent=4))
     for response in responses if dump_output else ():
@@ -119,20 +126,33 @@ def llm_inference(
     raise typer.Exit(1 if _summarize(responses, profile, output_file) else 0)
 
 
-def _write_if_wanted(path: Path | None, content: dict[str, Any]) -> None:
-    if path is not None:
-        _write_json(path, content)
+def _read(
+    path: Path, max_generate_length: int | None, batch_size: int | None
+) -> tuple[Options, list[Any]]:
+    """The request file as the flags change it."""
+    from edgellm.device_runtime.requests import read_file
+
+    options, requests = _with_length(*read_file(path), max_generate_length)
+    if (batch_size or options.batch_size) > 1:
+        typer.echo("note: requests run one by one, whatever the batch size", err=True)
+    return options, requests
 
 
-def _speculation(
-    top_k: int, steps: int, verify_size: int, tree: str, *, ngram: bool, typical: float | None
-) -> EagleOptions:
-    from edgellm.device_runtime.speculate.policy import TreeLimits
-    from edgellm.device_runtime.speculate.setup import EagleOptions
+def _answer(
+    llm: LLM, options: Options, requests: list[Any], warmup: int, outputs: _Outputs,
+    input_file: Path, *, stream: bool,
+) -> tuple[Profile, list[dict[str, Any]]]:  # fmt: skip
+    """Answer everything and write the files; an interrupt keeps what was answered."""
+    from edgellm.device_runtime.profile import Profile
+    from edgellm.device_runtime.tree_log import TreeLog
 
-    if tree not in ("cost", "fixed"):
-        raise EdgeLLMError(f"--eagleTree {tree}: give cost or fixed")
-    return EagleOptions(TreeLimits(top_k, steps, verify_size), tree, ngram, typical)
+    trees, profile, responses = TreeLog(llm.tokenizer), Profile(), []
+    try:
+        _run_all(llm, options, requests, warmup, responses, profile, trees, stream=stream)
+    finally:
+        if responses:
+            outputs.write(str(input_file), responses, profile, trees)
+    return profile, responses
 
 
 def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
@@ -148,14 +168,33 @@ def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
     return 1 if diverged else 0
 
 
-def _check_outputs(paths: list[Path | None], input_file: Path, engine_dir: Path) -> None:
-    outputs = [path for path in paths if path is not None]
-    for path in outputs:
-        check_output_file(path, input_file)
-        if path.resolve().parent == engine_dir.resolve():
-            raise EdgeLLMError(f"{path} lies in the engine's folder", hint="write elsewhere")
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        raise EdgeLLMError("the answers, the profile and the trees are files of their own")
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """The files that a run writes."""
+
+    answers: Path
+    profile: Path | None
+    trees: Path | None
+
+    def check(self, input_file: Path, engine_dir: Path) -> None:
+        """Refuse what cannot be written, before the work."""
+        paths = [path for path in (self.answers, self.profile, self.trees) if path is not None]
+        for path in paths:
+            check_output_file(path, input_file)
+            if path.resolve().parent == engine_dir.resolve():
+                raise EdgeLLMError(f"{path} lies in the engine's folder", hint="write elsewhere")
+        if len({path.resolve() for path in paths}) < len(paths):
+            raise EdgeLLMError("the answers, the profile and the trees are files of their own")
+
+    def write(
+        self, input_file: str, responses: list[Any], profile: Profile, trees: TreeLog
+    ) -> None:
+        """Write what was asked for."""
+        _write_json(self.answers, {"input_file": input_file, "responses": responses})
+        if self.trees is not None:
+            _write_json(self.trees, trees.as_json(input_file))
+        if self.profile is not None:
+            _write_json(self.profile, profile.as_json())
 
 
 def _with_length(

@@ -27,39 +27,6 @@ BatchSize = Annotated[
 MaxGenerateLength = Annotated[
     int | None, typer.Option("--maxGenerateLength", min=1, help="Overrides the file.")
 ]
-Eagle = Annotated[
-    bool, typer.Option("--eagle", "--specDecode", help="Decode with the engine's draft.")
-]
-DraftTopK = Annotated[
-    int,
-    typer.Option("--eagleDraftTopK", "--specDraftTopK", min=1, help="Children of a node."),
-]
-DraftStep = Annotated[
-    int, typer.Option("--eagleDraftStep", "--specDraftStep", min=1, help="Levels of a tree.")
-]
-VerifyTreeSize = Annotated[
-    int,
-    typer.Option("--eagleVerifyTreeSize", "--specVerifyTreeSize", min=1, help="Nodes of a tree."),
-]
-TreeKind = Annotated[
-    str,
-    typer.Option(
-        "--eagleTree",
-        help="cost: sized by measured costs, the flags above are bounds; fixed: always so.",
-    ),
-]
-Ngram = Annotated[
-    bool, typer.Option("--ngram", help="Also draft what followed the same words before.")
-]
-TypicalAcceptance = Annotated[
-    float | None,
-    typer.Option(
-        "--typicalAcceptance",
-        min=0,
-        max=1,
-        help="Posterior threshold (0.09, say); faster, but NOT the base's distribution.",
-    ),
-]
 TreeFile = Annotated[Path | None, typer.Option("--treeOutputFile", help="Write the trees as JSON.")]
 Prove = Annotated[
     int,

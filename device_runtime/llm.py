@@ -18,7 +18,8 @@ from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.session import ImageRows
 from edgellm.device_runtime.speculate.loop import Round, speculate
-from edgellm.device_runtime.speculate.setup import Drafters, EagleOptions
+from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.speculate.setup import Drafters
 from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher, TextStream
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class LLM:
         engine_dir: Path | str,
         *,
         verify: bool = False,
-        eagle: EagleOptions | None = None,
+        spec: SpecOptions | None = None,
         multimodal_engine_dir: Path | str | None = None,
         context_reuse: bool = False,
     ) -> None:
@@ -94,14 +95,14 @@ class LLM:
         Args:
             engine_dir: a folder made by llm_build on this machine.
             verify: check the hash of every file first, not only its size.
-            eagle: decode speculatively with the engine's draft; None decodes plainly.
+            spec: decode speculatively; None decodes plainly.
             multimodal_engine_dir: a folder made by visual_build, for prompts with images.
             context_reuse: do not compute again what a prompt has in common with the prompt before
                 it and its answer; this may move last bits, as reading in other pieces does.
 
         Raises:
             BrokenArtifactError: damaged, or built for another machine or library version.
-            LimitError: `eagle` exceeds what the engine was built for.
+            LimitError: `spec` exceeds what the engine was built for.
         """
         folder = Path(engine_dir)
         self.manifest = load_manifest(folder, EngineManifest)
@@ -110,7 +111,7 @@ class LLM:
         backend = backends.find(self.manifest.backend)
         self.session = RecordedSession(backend.open_session(folder, self.manifest))
         self._drafters = (
-            Drafters(folder, self.manifest, eagle, verify=verify) if eagle is not None else None
+            Drafters(folder, self.manifest, spec, verify=verify) if spec is not None else None
         )
         decoder = self.manifest.decoder
         self._no_images = None
@@ -145,7 +146,7 @@ class LLM:
             sampling: None takes the defaults.
             max_generate_length: at most this many tokens.
             stop: strings that end the answer and do not appear in it.
-            speculative: False decodes plainly although a draft is loaded.
+            speculative: False decodes plainly although `spec` was given.
             template_flags: variables of the chat template; add_generation_prompt defaults to True.
 
         Raises:
@@ -252,7 +253,7 @@ class LLM:
             answer.profile,
             prefill_rows=self.manifest.prefill_rows,
             accept=self._drafters.options.accept,
-            reused=self._reuse(answer, self.session, self._drafters.rows),
+            reused=self._reuse(answer, self.session, *self._drafters.caches),
         )
 
     def _reuse(self, answer: Answer, *caches: RowCache) -> int:
@@ -270,7 +271,7 @@ class LLM:
     def _keeping(self, answer: Answer, steps: Iterator[Step], length: int) -> Iterator[Step]:
         """The steps, then the rows of a system prompt of `length` tokens are kept."""
         yield from steps
-        caches = [self.session] if self._drafters is None else [self.session, self._drafters.rows]
+        caches = [self.session, *(self._drafters.caches if self._drafters is not None else ())]
         if not length:
             answer.warnings.append("nothing was kept: there is no system prompt of its own")
         elif not self._kept.keep(answer.prompt.keys[: length + 1], caches):

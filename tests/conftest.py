@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -121,6 +122,18 @@ def tiny_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
     engine = tmp_path_factory.mktemp("engines") / "tiny"
     build_engine(tiny_bundle, engine, Plan(48, 64, 1, "auto"), "onnxruntime", lambda _: None)
+    return engine
+
+
+@pytest.fixture(scope="session")
+def tree_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny engine, built to verify trees of 12 nodes; it gives no features to a draft."""
+    from edgellm.build.engine import build_engine
+    from edgellm.device_runtime.backends import Plan
+
+    engine, plan = tmp_path_factory.mktemp("engines") / "trees", Plan(48, 64, 1, "auto")
+    plan = dataclasses.replace(plan, max_verify_tree_size=12)
+    build_engine(tiny_bundle, engine, plan, "onnxruntime", lambda _: None)
     return engine
 
 

@@ -12,7 +12,7 @@ from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.backends import Plan
 from edgellm.device_runtime.prove import prove
 from edgellm.device_runtime.requests import Options
-from edgellm.device_runtime.speculate.setup import EagleOptions
+from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
@@ -92,7 +92,7 @@ def _build(checkpoint: Path, folder: Path, precision: str) -> Path:
 
 def test_fp32_answers_are_identical(smollm2_gguf, tmp_path):
     engine = _build(smollm2_gguf, tmp_path, "none")
-    llm = LLM(engine, eagle=EagleOptions())
+    llm = LLM(engine, spec=SpecOptions())
     assert len(set(PROMPTS)) == 50
     accepted = verified = 0
     for prompt in PROMPTS:
@@ -118,7 +118,7 @@ def test_int4_divergences_are_close_calls(smollm2_gguf, tmp_path):
 
     round_checkpoint(str(smollm2_gguf), tmp_path / "int4", 32)
     engine = _build(tmp_path / "int4", tmp_path, "auto")
-    llm = LLM(engine, eagle=EagleOptions(tree="fixed"))
+    llm = LLM(engine, spec=SpecOptions(tree="fixed"))
     requests = [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:6]]
     for comparison in prove(llm, Options(max_generate_length=TOKENS), requests):
         if comparison.divergence is not None:

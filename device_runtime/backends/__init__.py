@@ -36,7 +36,8 @@ class Plan:
     prefill: str  # "auto", "same" or "int8": how quantized engines read prompts and trees
     quantize: str = "auto"  # of float weights: "none", "int8", "int4"; "auto": int8 for drafts
     kv_cache: str = "auto"  # "float", "int8"; "auto": int8 where it was calibrated for that
-    max_verify_tree_size: int = 0  # rows of a token tree; 0 builds no EAGLE base
+    is_eagle_base: bool = False  # the bundle must give features to a draft
+    max_verify_tree_size: int = 0  # rows of a token tree; 0: for plain decoding
     max_draft_tree_size: int = 0  # rows drafted in a round; of draft engines
 
 

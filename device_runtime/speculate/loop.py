@@ -20,7 +20,7 @@ from edgellm.device_runtime.profile import (
 from edgellm.device_runtime.sampling import Sampler
 from edgellm.device_runtime.session import PassResult, Session
 from edgellm.device_runtime.speculate.accept import Accepted, accept_exactly
-from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.drafter import Drafter
 from edgellm.device_runtime.speculate.tree import Tree
 
 Accept = Callable[[Tree, PassResult, Sampler], Accepted]
@@ -38,7 +38,7 @@ class Round:
 
 def speculate(
     session: Session,
-    drafter: EagleDrafter,
+    drafter: Drafter,
     prompt: Sequence[int],
     sampler: Sampler,
     max_tokens: int,
@@ -67,9 +67,9 @@ def speculate(
     Raises:
         EdgeLLMError: the engine computed something that is not a number.
     """
-    drafter.begin(prompt[: reused + 1])
-    drafter.remember(list(prompt))
     with profile.stage(PREFILL):
+        drafter.begin(prompt[: reused + 1])
+        drafter.remember(list(prompt))
         pieces = read_prompt(session, prompt, prefill_rows, reused)
         root = _read(pieces, drafter, prompt, sampler, accept)
     yield Round((root,))
@@ -93,7 +93,7 @@ def speculate(
 
 def _read(
     pieces: Iterator[tuple[slice, PassResult]],
-    drafter: EagleDrafter,
+    drafter: Drafter,
     prompt: Sequence[int],
     sampler: Sampler,
     accept: Accept,
@@ -111,7 +111,7 @@ def _read(
 
 def _commit(
     session: Session,
-    drafter: EagleDrafter,
+    drafter: Drafter,
     tree: Tree,
     result: PassResult,
     outcome: Accepted,

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from edgellm.device_runtime.speculate.lookup import Continuation
+
+_CONFIDENCE = {2: 0.2, 3: 0.35, 4: 0.6}  # before anything was learned, by match length
+
 
 class NgramLookup:
-    """Remembers where every run of `longest` or fewer tokens last occurred."""
+    """Remembers where every run of two to four tokens last occurred in this request."""
 
-    def __init__(self, *, shortest: int = 2, longest: int = 4, most: int = 8) -> None:
+    def __init__(self, *, most: int = 8) -> None:
         """`most`: tokens of a proposal."""
-        self._sizes = range(longest, shortest - 1, -1)
-        self._most = most
+        self.most = most
+        self._sizes = sorted(_CONFIDENCE, reverse=True)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the request before."""
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
 
@@ -24,12 +32,11 @@ class NgramLookup:
                     self._ends[tuple(self._tokens[end - size :])] = end
             self._tokens.append(token_id)
 
-    def propose(self) -> tuple[list[int], int]:
-        """The tokens that followed the longest known ending, and that ending's length."""
+    def continuations(self) -> list[Continuation]:
+        """The tokens that followed the longest known ending."""
         for size in self._sizes:
-            if len(self._tokens) < size:
-                continue
-            end = self._ends.get(tuple(self._tokens[-size:]))
+            end = self._ends.get(tuple(self._tokens[-size:])) if len(self._tokens) >= size else None
             if end is not None:
-                return self._tokens[end : end + self._most], size
-        return [], 0
+                followed = self._tokens[end : end + self.most]
+                return [Continuation(followed, [_CONFIDENCE[size]] * len(followed))]
+        return []

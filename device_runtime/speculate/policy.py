@@ -8,6 +8,7 @@ tokens minus lambda times cost in every round maximizes the long-run rate).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +27,12 @@ class TreeLimits:
     top_k: int = 10  # children of a node
     steps: int = 6  # levels
     verify_size: int = 60  # nodes, root included
+    static_rows: int | None = None  # nodes with children of a static tree
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows that a network computes for a tree at most."""
+        return self.top_k * self.steps if self.static_rows is None else self.static_rows
 
     @property
     def pool_size(self) -> int:
@@ -43,16 +50,29 @@ class Costs:
 
     @classmethod
     def of(
-        cls, verify: Mapping[str, float], step: Mapping[str, float], extend: Mapping[str, float]
+        cls,
+        verify: Mapping[str, float],
+        step: Mapping[str, float] | None = None,
+        extend: Mapping[str, float] | None = None,
     ) -> Costs:
-        """From measured {rows: ms}; what lies between is interpolated."""
-        return cls(*(_table(measured) for measured in (verify, step, extend)))
+        """From measured {rows: ms}; what lies between is interpolated.
+
+        Without a network `step` and `extend` are None: drafting costs nothing.
+        """
+        nothing = {"1": 0.0}
+        return cls(*(_table(measured or nothing) for measured in (verify, step, extend)))
 
 
 def _table(measured: Mapping[str, float]) -> F64:
     rows = sorted(int(key) for key in measured)
     times = np.maximum.accumulate([measured[str(key)] for key in rows])
     return np.interp(np.arange(rows[-1] + 1), rows, times)
+
+
+def price(table: F64, rows: int) -> float:
+    """What a pass of `rows` costs by a table of `Costs`, beyond its end as passes of its length."""
+    last = len(table) - 1
+    return float(table[rows]) if rows <= last else float(table[last]) * math.ceil(rows / last)
 
 
 class Policy(Protocol):

@@ -38,6 +38,13 @@ def test_build(command, tiny_bundle, tmp_path):
     assert "a pass takes" in result.stdout
 
 
+def test_trees_without_an_eagle_base(command, tiny_bundle, tmp_path):
+    result = _build(command, tiny_bundle, tmp_path / "engine", *SMALL, "--maxVerifyTreeSize", 12)
+    assert result.returncode == 0, result.stderr
+    built = load_manifest(tmp_path / "engine", EngineManifest)
+    assert (built.max_verify_tree_size, built.hidden_taps) == (12, ())
+
+
 def test_kebab_case_and_batch_size(command, tiny_bundle, tmp_path):
     arguments = ("--onnx-dir", tiny_bundle, "--engine-dir", tmp_path / "engine")
     lengths = ("--max-input-len", 16, "--maxKVCacheCapacity", 32, "--maxBatchSize", 4)

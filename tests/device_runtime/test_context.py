@@ -12,10 +12,10 @@ from edgellm.device_runtime.context import KeptContexts
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.requests import Options
 from edgellm.device_runtime.runner import run_request
-from edgellm.device_runtime.speculate.setup import EagleOptions
+from edgellm.device_runtime.speculate.options import SpecOptions
 
 GREEDY = SamplingParams(temperature=0)
-FIXED = EagleOptions(tree="fixed")
+FIXED = SpecOptions("eagle", tree="fixed")
 Messages = list[dict[str, str]]
 
 
@@ -98,7 +98,7 @@ def test_passes_of_others_are_seen(reusing, plain):
 
 def test_plain_and_speculated_answers_in_turn(eagle_pair):
     """Behind plain answers the draft is given what it missed: the base computes it again."""
-    model = LLM(eagle_pair.engine, eagle=FIXED, context_reuse=True)
+    model = LLM(eagle_pair.engine, spec=FIXED, context_reuse=True)
     fresh = LLM(eagle_pair.engine)
     text, rounds, in_base, in_draft = "w20 w21 w22 w23", 0, 0, 0
     sampled = SamplingParams(1.0, 1.0, 0, 7)  # has a drafter of its own
@@ -132,7 +132,7 @@ LENGTH = len(["system", ":", "w50", "w51", "w52", "w53", "."])
 
 @pytest.mark.parametrize("eagle", [None, FIXED], ids=["plain", "eagle"])
 def test_a_saved_system_prompt_outlasts_other_prompts(eagle_pair, eagle):
-    model, fresh = LLM(eagle_pair.engine, eagle=eagle), LLM(eagle_pair.engine)
+    model, fresh = LLM(eagle_pair.engine, spec=eagle), LLM(eagle_pair.engine)
     first = respond(model, request(SYSTEM, say("user", "w20"), saves=True))
     assert "warnings" not in first
     found = [first]

@@ -161,9 +161,9 @@ def test_prove_shows_divergences(eagle_pair):
     from edgellm.device_runtime.prove import prove
     from edgellm.device_runtime.requests import Options
     from edgellm.device_runtime.speculate.accept import Accepted
-    from edgellm.device_runtime.speculate.setup import EagleOptions
+    from edgellm.device_runtime.speculate.options import SpecOptions
 
-    class Wrong(EagleOptions):
+    class Wrong(SpecOptions):
         @property
         def accept(self):
             def first_child(tree, result, _):
@@ -172,7 +172,7 @@ def test_prove_shows_divergences(eagle_pair):
 
             return first_child
 
-    llm = LLM(eagle_pair.engine, eagle=Wrong(tree="fixed"))
+    llm = LLM(eagle_pair.engine, spec=Wrong(tree="fixed"))
     requests = [{"messages": [USER]}, {"messages": [USER], "disable_spec_decode": True}]
     wrong, declined = prove(llm, Options(max_generate_length=30), requests)
     assert wrong.divergence is not None
@@ -199,11 +199,11 @@ def test_prove_compares_lengths(eagle_pair, monkeypatch, more):
 @pytest.mark.parametrize(
     ("flags", "messages"),
     [
-        (("--eagle", "--eagleVerifyTreeSize", 61), ("--eagleVerifyTreeSize 61 exceeds", "60")),
-        (("--eagle", "--eagleDraftTopK", 11), ("11 x --eagleDraftStep 6 = 66 rows", "60")),
+        (("--eagle", "--eagleVerifyTreeSize", 61), ("trees of 61 nodes", "the engine's 60")),
+        (("--eagle", "--eagleDraftTopK", 11), ("11 x --eagleDraftStep 6 = 66 drafted rows", "60")),
         (("--eagle", "--eagleDraftTopK", 41, "--eagleDraftStep", 1), ("vocabulary of 40",)),
         (("--eagle", "--eagleTree", "nonsense"), ("--eagleTree nonsense: give cost or fixed",)),
-        (("--prove", 1), ("--prove is about speculation", "give --eagle as well")),
+        (("--prove", 1), ("--prove is about speculation", "give --eagle or --spec as well")),
         (("--treeOutputFile", "t.json"), ("--treeOutputFile is about speculation",)),
     ],
     ids=str,

@@ -18,7 +18,7 @@ from edgellm.build.visual import build_visual
 from edgellm.device_runtime.backends import Plan, VisualPlan
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams
-from edgellm.device_runtime.speculate.setup import EagleOptions
+from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
@@ -76,7 +76,7 @@ def test_the_shipped_draft_is_accepted_and_changes_nothing(tmp_path):
     build_draft(tmp_path / "drafted", engine, plan, "onnxruntime", lambda _: None)
     limits = VisualPlan(4, 256, 64, threads=1)
     build_visual(tmp_path / "seeing", tmp_path / "encoder", limits, "onnxruntime", lambda _: None)
-    llm = LLM(engine, eagle=EagleOptions(tree="fixed"), multimodal_engine_dir=tmp_path / "encoder")
+    llm = LLM(engine, spec=SpecOptions(tree="fixed"), multimodal_engine_dir=tmp_path / "encoder")
     exact, rounds = 0, []
     for number in range(4):
         scene = fresh("one", number).asked

@@ -13,8 +13,8 @@ from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.committed import CommittedRows
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
-from edgellm.device_runtime.speculate.setup import EagleOptions
 
 GREEDY = SamplingParams(temperature=0)
 LIMITS = TreeLimits(2, 5, 11)
@@ -27,8 +27,8 @@ class Drafters:
     """As `setup.Drafters`, around a scripted draft."""
 
     drafter: EagleDrafter
-    rows: CommittedRows
-    options: EagleOptions
+    caches: tuple[CommittedRows, ...]
+    options: SpecOptions
 
     def for_requests(self, *, greedy: bool) -> EagleDrafter:
         assert greedy
@@ -61,7 +61,7 @@ def scripted(request, llm, monkeypatch):
         rows = CommittedRows(session, LIMITS.steps + 1)
         drafter = EagleDrafter(rows, policy, LIMITS, FREE, max_tree_rows=10)
         monkeypatch.setattr(llm, "session", StrictBase(capacity, logits_of))
-        monkeypatch.setattr(llm, "_drafters", Drafters(drafter, rows, EagleOptions()))
+        monkeypatch.setattr(llm, "_drafters", Drafters(drafter, (rows,), SpecOptions()))
 
     return script
 

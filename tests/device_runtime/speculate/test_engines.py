@@ -14,8 +14,7 @@ from edgellm.device_runtime.prove import prove
 from edgellm.device_runtime.requests import Options
 from edgellm.device_runtime.sampling import Sampler
 from edgellm.device_runtime.speculate.loop import speculate
-from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.setup import EagleOptions
+from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.tree import Tree
 
 TOLERANCE = 2e-4
@@ -176,11 +175,12 @@ def _equal(result, reference, log_probs, recycled) -> None:
 
 PROMPTS = ["w20", "w30 w40 w50", "w9 w10 w9 w10 w9", " ".join(f"w{i}" for i in range(10, 70))]
 WAYS = {
-    "fixed": EagleOptions(tree="fixed"),
-    "small": EagleOptions(TreeLimits(3, 2, 5), "fixed"),
-    "cost": EagleOptions(),
-    "ngram": EagleOptions(tree="fixed", ngram=True),
-    "cost_ngram": EagleOptions(ngram=True),
+    "fixed": SpecOptions(tree="fixed"),
+    "static": SpecOptions(choices=((0,), (0, 0), (1,), (2,), (0, 2), (0, 0, 0), (2, 0))),
+    "cost": SpecOptions(),
+    "lookups": SpecOptions(lookups=("ngram", "suffix"), tree="fixed"),
+    "cost_ngram": SpecOptions(lookups=("ngram",)),
+    "cost_text": SpecOptions(None, ("ngram", "suffix")),
 }
 SAMPLINGS = [SamplingParams(temperature=0), SamplingParams(1.0, 1.0, 0, 7), SamplingParams(0.5)]
 
@@ -194,7 +194,7 @@ def answer_of(llm, prompt, sampling, **options):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["eagle3", "int8_draft", "eagle1", "qwen3"])
 def test_ids_are_those_of_plain_decoding(eagle_pairs, name, way):
-    llm = LLM(eagle_pairs(name).engine, verify=True, eagle=WAYS[way])
+    llm = LLM(eagle_pairs(name).engine, verify=True, spec=WAYS[way])
     rounds = []
     for sampling in SAMPLINGS:
         for prompt in PROMPTS:
@@ -206,7 +206,7 @@ def test_ids_are_those_of_plain_decoding(eagle_pairs, name, way):
             rounds += found.profile.rounds
     assert rounds
     if "cost" not in way:
-        assert max(counts.tree_size for counts in rounds) == WAYS[way].limits.verify_size
+        assert max(counts.tree_size for counts in rounds) == WAYS[way].limits(60).verify_size
 
 
 class Knowing:
@@ -262,9 +262,9 @@ def test_long_accepted_paths_leave_a_sound_cache(pair):
         assert len(plain) < 8 or max(len(found.path) for found in rounds) > 3
 
 
-@pytest.mark.parametrize("way", ["fixed", "ngram"])
+@pytest.mark.parametrize("way", ["fixed", "lookups"])
 def test_where_an_int4_engine_diverges_the_margin_is_small(eagle_pairs, way):
-    llm = LLM(eagle_pairs("int4").engine, eagle=WAYS[way])
+    llm = LLM(eagle_pairs("int4").engine, spec=WAYS[way])
     requests = [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:3]]
     found = list(prove(llm, Options(max_generate_length=50), requests))
     assert len(found) == 3

@@ -15,9 +15,15 @@ from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.committed import CommittedRows
+from edgellm.device_runtime.speculate.drafter import TreeDrafter
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.lookup import LookupSource
 from edgellm.device_runtime.speculate.loop import Round, speculate
+from edgellm.device_runtime.speculate.ngram import NgramLookup
+from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.static_tree import StaticTree
+from edgellm.device_runtime.speculate.suffix import SuffixLookup
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(1.0, 0.9, 0, seed=11)
@@ -32,6 +38,8 @@ SHAPES = {
     "default": TreeLimits(10, 6, 60),
 }
 FREE = Costs.of({"1": 10, "64": 10.01}, {"1": 0.01, "64": 0.02}, {"1": 0.01, "64": 0.02})
+LOOKUPS = {"ngram": NgramLookup, "suffix": SuffixLookup}
+CHOICES = ((0,), (0, 0), (1,), (2,), (0, 2), (0, 0, 0), (2, 0), (2, 0, 1), (2, 0, 1, 0))
 COSTS = {
     "free": FREE,
     "fair": Costs.of({"1": 10, "8": 14, "64": 60}, {"1": 1, "64": 9}, {"1": 1, "64": 9}),
@@ -45,26 +53,28 @@ class Setup:
 
     limits: TreeLimits = SHAPES["default"]
     policy: str = "fixed"
-    ngram: bool = False
+    lookups: tuple[str, ...] = ()
     capacity: int = 128
     draft_capacity: int = 128
     prefill_rows: int = 64
-    draft: str = "oracle"
+    draft: str | None = "oracle"  # None: the text alone drafts
 
     def __post_init__(self) -> None:
         self.base = StrictBase(self.capacity)
-        self.session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
         costs = COSTS.get(self.policy, FREE)
-        policy = (
-            FixedTree(self.limits)
-            if self.policy == "fixed"
-            else CostAwareTree(self.limits, costs, Calibration())
-        )
+        policy = {
+            "fixed": lambda: FixedTree(self.limits),
+            "static": lambda: StaticTree(CHOICES),
+        }.get(self.policy, lambda: CostAwareTree(self.limits, costs, Calibration()))()
+        lookups = [LookupSource(LOOKUPS[name]()) for name in self.lookups]
+        if self.draft is None:
+            self.drafter = TreeDrafter(policy, self.limits, lookups=lookups)
+            return
+        self.session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
         self.rows = CommittedRows(self.session, self.limits.steps + 1)
         self.drafter = EagleDrafter(
             self.rows, policy, self.limits, costs,
-            max_tree_rows=self.limits.top_k * self.limits.steps,
-            lookup_calibration=Calibration() if self.ngram else None,
+            max_tree_rows=self.limits.draft_rows, lookups=lookups,
         )  # fmt: skip
 
     def rounds(self, prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[Round]:
@@ -86,16 +96,42 @@ def plain(prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[int]:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("ngram", [False, True], ids=["eagle", "ngram"])
+@pytest.mark.parametrize("lookups", [(), ("ngram", "suffix")], ids=["eagle", "and_text"])
 @pytest.mark.parametrize("policy", ["fixed", *COSTS])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_ids_are_those_of_plain_decoding(draft, shape, policy, ngram):
-    setup = Setup(SHAPES[shape], policy, ngram, draft=draft)
+def test_ids_are_those_of_plain_decoding(draft, shape, policy, lookups):
+    setup = Setup(SHAPES[shape], policy, lookups, draft=draft)
     for params in (GREEDY, SAMPLED):
         for prompt in (PROMPT, [7], list(range(20)) * 2):  # answers of one drafter, one by one
             assert setup.ids(prompt, params, 30) == plain(prompt, params, 30)
     assert max(setup.base.tree_sizes) <= SHAPES[shape].verify_size
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("capacity", [41, 128])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_ids_of_static_trees_are_those_of_plain_decoding(draft, capacity):
+    limits = SpecOptions(choices=CHOICES).limits(60)
+    setup = Setup(limits, "static", capacity=capacity, draft_capacity=60, draft=draft)
+    for params in (GREEDY, SAMPLED):
+        for prompt in (PROMPT, [7], list(range(10)) * 2):
+            most = min(capacity - len(prompt) + 1, 40)
+            assert setup.ids(prompt, params, most) == plain(prompt, params, most)
+    assert max(setup.base.tree_sizes) == len(CHOICES) + 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("lookups", [("ngram",), ("suffix",), ("ngram", "suffix")], ids=str)
+@pytest.mark.parametrize("policy", ["fixed", "fair"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ids_are_those_of_plain_decoding_without_a_network(shape, policy, lookups):
+    setup = Setup(SHAPES[shape], policy, lookups, draft=None)
+    for params in (GREEDY, SAMPLED):
+        for prompt in (PROMPT, [7], list(range(20)) * 2):
+            assert setup.ids(prompt, params, 30) == plain(prompt, params, 30)
+    assert max(setup.base.tree_sizes) <= SHAPES[shape].verify_size
+    assert shape == "one_node" or policy != "fixed" or max(setup.base.tree_sizes) > 1
 
 
 @pytest.mark.parametrize(("shape", "size"), [("one_node", 1), ("bushy", 20), ("default", 60)])
@@ -169,8 +205,8 @@ def test_prompts_of_several_pieces(rows, draft):
         TreeLimits, st.integers(1, VOCAB - 1), st.integers(1, 6), st.integers(1, 60)
     ),
     policy=st.sampled_from(["fixed", *COSTS]),
-    ngram=st.booleans(),
-    draft=st.sampled_from(sorted(DRAFTS)),
+    lookups=st.sets(st.sampled_from(sorted(LOOKUPS))).map(tuple),
+    draft=st.sampled_from([*sorted(DRAFTS), None]),
     room=st.integers(1, 40),
     draft_capacity=st.integers(1, 80),
     prefill_rows=st.integers(1, 40),
@@ -180,10 +216,10 @@ def test_prompts_of_several_pieces(rows, draft):
     ),
 )  # fmt: skip
 def test_any_combination(
-    prompt, limits, policy, ngram, draft, room, draft_capacity, prefill_rows, params
+    prompt, limits, policy, lookups, draft, room, draft_capacity, prefill_rows, params
 ):
     setup = Setup(
-        limits, policy, ngram, len(prompt) + room, draft_capacity, prefill_rows, draft
+        limits, policy, lookups, len(prompt) + room, draft_capacity, prefill_rows, draft
     )  # fmt: skip
     assert setup.ids(prompt, params, room) == plain(prompt, params, room)
 
@@ -217,16 +253,27 @@ def test_repetitive_text_is_looked_up():
         logits[(context[-1] + 1) % 6] = 9
         return logits
 
-    for ngram in (False, True):
-        setup = Setup(TreeLimits(2, 6, 16), ngram=ngram, draft="adversary")
+    for lookups, draft in (
+        ((), "adversary"), (("ngram",), "adversary"), (("ngram",), None), (("suffix",), None)
+    ):  # fmt: skip
+        setup = Setup(TreeLimits(2, 6, 16), lookups=lookups, draft=draft)
         setup.base.logits_of = loop
-        setup.session.draft = lambda _: ([23, 22], [1e-4, 1e-5])
+        if draft is not None:
+            setup.session.draft = lambda _: ([23, 22], [1e-4, 1e-5])
         rounds = setup.rounds(max_tokens=50)
         assert [t for found in rounds for t in found.token_ids] == [
             at % 6 for at in range(50)
         ]  # PROMPT ends with 5
         longest = max(len(found.path) for found in rounds)
-        assert longest == (7 if ngram else 1)
+        assert longest == (7 if lookups else 1)
+
+
+def test_an_answer_is_remembered_for_the_next_one():
+    setup = Setup(TreeLimits(2, 8, 16), lookups=("suffix",), draft=None)
+    first, again = (setup.rounds(max_tokens=40) for _ in range(2))
+    assert len(first) > 30
+    assert len(again) < 8
+    assert [t for one in first for t in one.token_ids] == plain()
 
 
 def test_the_strict_sessions_find_what_is_wrong():

@@ -11,8 +11,11 @@ from scripted_sessions import StrictBase, StrictDraft, guesser, half_right
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.committed import CommittedRows
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.lookup import Continuation
 from edgellm.device_runtime.speculate.ngram import NgramLookup
+from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.static_tree import NAMED, StaticTree
 from edgellm.device_runtime.speculate.tree import Pool, Tree
 
 FREE = Costs.of({"1": 10, "64": 10.001}, {"1": 0.001, "64": 0.002}, {"1": 0, "64": 0})
@@ -71,6 +74,50 @@ def test_fixed_trees_are_those_of_eagle2(limits, draft):
         context = (3, 1, last)
         tree = proposed(FixedTree(limits), limits, draft, context)
         assert paths(tree) == naive_eagle2(draft, context, limits)
+
+
+def naive_static(draft, context, choices) -> set[tuple[int, ...]]:
+    """Every choice as the tokens of its ranks."""
+    found = {()}
+    for choice in choices:
+        path: tuple[int, ...] = ()
+        for rank in choice:
+            path += (draft((*context, *path))[0][rank],)
+        found.add(path)
+    return found
+
+
+SMALL_TREE = ((0,), (0, 0), (0, 2), (3,), (3, 1), (3, 1, 0), (3, 1, 0, 0), (1,))
+
+
+@pytest.mark.parametrize("choices", [SMALL_TREE, SMALL_TREE[::-1], NAMED["mc_sim_7b_63"], ((2,),)])
+def test_static_trees_have_their_choices(choices):
+    limits = SpecOptions(choices=choices).limits(64)
+    for last in range(5):
+        context = (3, 1, last)
+        policy = StaticTree(choices)
+        tree = proposed(policy, limits, half_right, context, max_tree_rows=limits.draft_rows)
+        assert paths(tree) == naive_static(half_right, context, choices)
+        assert len(tree) == len(choices) + 1
+
+
+@pytest.mark.parametrize("options", [{"room": 3}, {"levels": 2}, {"capacity": 5}], ids=str)
+def test_static_trees_that_are_cut_are_trees(options):
+    limits = SpecOptions(choices=SMALL_TREE).limits(64)
+    tree = proposed(
+        StaticTree(SMALL_TREE), limits, half_right, max_tree_rows=limits.draft_rows, **options
+    )
+    assert paths(tree) < naive_static(half_right, (3, 1, 4), SMALL_TREE)
+    assert 3 < len(tree) < len(SMALL_TREE) + 1
+
+
+def test_the_named_tree_is_the_published_one():
+    """Its first and last choices in the order of their estimated worth, and its levels."""
+    tree = set(NAMED["mc_sim_7b_63"])
+    for path in [(0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (0, 0, 0, 1), (1, 6), (0, 7, 0)]:
+        assert path in tree
+    assert [sum(len(path) == level for path in tree) for level in (1, 2, 3, 4)] == [10, 28, 23, 2]
+    assert not {(10,), (1, 7), (2, 3), (0, 8, 0), (2, 1, 0)} & tree
 
 
 @settings(max_examples=60)
@@ -236,4 +283,9 @@ def test_lookup_equals_a_search(pieces, most):
     for piece in pieces:
         lookup.extend(piece)
         tokens += piece
-        assert lookup.propose() == naive_lookup(tokens, 2, 4, most)
+        followed, size = naive_lookup(tokens, 2, 4, most)
+        (found,) = lookup.continuations() or [Continuation([], [])]
+        assert found.token_ids == followed
+        assert size == 0 or list(found.confidences) == [{2: 0.2, 3: 0.35, 4: 0.6}[size]] * len(
+            followed
+        )

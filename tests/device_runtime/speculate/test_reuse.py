@@ -17,7 +17,9 @@ from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.committed import CommittedRows
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.lookup import LookupSource
 from edgellm.device_runtime.speculate.loop import speculate
+from edgellm.device_runtime.speculate.ngram import NgramLookup
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
 
 CAPACITY = 96
@@ -51,7 +53,7 @@ class Chat:
         self.drafters = {
             params: EagleDrafter(
                 self.rows, self._policy(), LIMITS, FREE, max_tree_rows=12,
-                lookup_calibration=Calibration(),
+                lookups=[LookupSource(NgramLookup())],
             )
             for params in (GREEDY, SAMPLED)
         }  # fmt: skip

@@ -17,8 +17,7 @@ from edgellm.device_runtime import backends
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.device_runtime.session import DraftSession, ImageRows
-from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.setup import EagleOptions
+from edgellm.device_runtime.speculate.options import SpecOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # The layout of public drafts of Qwen2.5-VL: M-RoPE in the draft's config, too.
@@ -64,7 +63,7 @@ def test_speculated_answers_are_the_plain_ones(engines, tmp_path, temperature, t
         picture(*size, seed=ord(name)).save(tmp_path / f"{name}.png")
     llm = LLM(
         engines.engine,
-        eagle=EagleOptions(TreeLimits(4, 3, 12), tree, ngram=True),
+        spec=SpecOptions("eagle", ("ngram",), 4, 3, 12, tree),
         multimodal_engine_dir=engines.visual_engine,
     )
 
@@ -101,8 +100,8 @@ def test_rows_of_images_are_reused_and_never_confused(engines, tmp_path):
     for name, size in (("a", (33, 21)), ("b", (33, 21)), ("c", (16, 60))):
         picture(*size, seed=ord(name)).save(tmp_path / name, "png")
     options = {"multimodal_engine_dir": engines.visual_engine}
-    eagle = EagleOptions(TreeLimits(4, 3, 12), "fixed")
-    llm = LLM(engines.engine, eagle=eagle, context_reuse=True, **options)
+    spec = SpecOptions("eagle", (), 4, 3, 12, "fixed")
+    llm = LLM(engines.engine, spec=spec, context_reuse=True, **options)
     fresh = LLM(engines.engine, **options)
     vocabulary, base, draft = llm.manifest.decoder.vocab_size, [], []
 

@@ -1,0 +1,166 @@
+"""The flags of `llm_inference` that say how to speculate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgellm.contract import EdgeLLMError
+
+if TYPE_CHECKING:
+    from edgellm.device_runtime.speculate.options import SpecOptions
+
+Spec = Annotated[
+    str | None,
+    typer.Option(
+        "--spec",
+        help="What drafts: eagle (the engine's draft), ngram (what followed the same words in the "
+        "request), suffix (what followed the longest match in this and earlier requests) or none.",
+    ),
+]
+Eagle = Annotated[bool, typer.Option("--eagle", "--specDecode", help="The same as --spec eagle.")]
+Ngram = Annotated[
+    bool, typer.Option("--ngram", help="Also draft what followed the same words before.")
+]
+Suffix = Annotated[
+    bool,
+    typer.Option("--suffix", help="Also draft what followed the longest match in all requests."),
+]
+DraftTopK = Annotated[
+    int | None,
+    typer.Option("--eagleDraftTopK", "--specDraftTopK", min=1, help="Children of a node; 10."),
+]
+DraftStep = Annotated[
+    int | None,
+    typer.Option(
+        "--eagleDraftStep", "--specDraftStep", "--maxDraftLen", min=1,
+        help="Levels of a tree; 6, without a network 16.",
+    ),
+]  # fmt: skip
+VerifyTreeSize = Annotated[
+    int | None,
+    typer.Option(
+        "--eagleVerifyTreeSize", "--specVerifyTreeSize", min=1,
+        help="Nodes of a tree, root included; as many as the engine was built for, 60 at most.",
+    ),
+]  # fmt: skip
+TreeKind = Annotated[
+    str | None,
+    typer.Option(
+        "--eagleTree",
+        help="cost: sized by measured costs, the flags above are bounds; fixed: always so. [cost]",
+    ),
+]
+UseDynamicTree = Annotated[
+    bool, typer.Option("--eagleUseDynamicTree", help="The same as --eagleTree fixed: EAGLE-2.")
+]
+DynamicTreeTopK = Annotated[
+    int | None,
+    typer.Option("--eagleDynamicTreeMaxTopK", min=1, help="Its --eagleDraftTopK."),
+]
+Choices = Annotated[
+    str | None,
+    typer.Option(
+        "--eagleChoices",
+        help="A static tree, EAGLE-1: JSON list of paths of ranks, as [[0], [0, 0], [1]], or "
+        "mc_sim_7b_63.",
+    ),
+]
+MaxNonLeaves = Annotated[
+    int,
+    typer.Option(
+        "--maxNonLeavesPerLayer", min=1, help="Nodes with children in a level of the choices."
+    ),
+]
+TypicalAcceptance = Annotated[
+    float | None,
+    typer.Option(
+        "--typicalAcceptance",
+        min=0,
+        max=1,
+        help="Posterior threshold (0.09, say); faster, but NOT the base's distribution.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SpecFlags:
+    """The flags as they were given."""
+
+    spec: str | None
+    eagle: bool
+    ngram: bool
+    suffix: bool
+    top_k: int | None
+    steps: int | None
+    verify_size: int | None
+    tree: str | None
+    use_dynamic_tree: bool
+    dynamic_top_k: int | None
+    choices: str | None
+    max_non_leaves: int
+    typical_acceptance: float | None
+
+    def read(self) -> SpecOptions | None:
+        """What they mean; None decodes plainly.
+
+        Raises:
+            EdgeLLMError: unknown words, or flags that contradict each other.
+        """
+        from edgellm.device_runtime.speculate import options
+        from edgellm.device_runtime.speculate.static_tree import read_choices
+
+        methods = (*options.NETWORKS, *options.LOOKUPS)
+        wanted = self._wanted((*methods, "none"))
+        if "none" in wanted and len(wanted) > 1:
+            raise EdgeLLMError(
+                "--spec none decodes plainly", hint=f"leave --{(wanted - {'none'}).pop()} away"
+            )
+        if not wanted - {"none"}:
+            return None
+        networks = [name for name in options.NETWORKS if name in wanted]
+        return options.SpecOptions(
+            networks[0] if networks else None,
+            tuple(name for name in options.LOOKUPS if name in wanted),
+            self._top_k(),
+            self.steps,
+            self.verify_size,
+            self._tree(options.TREES),
+            read_choices(self.choices) if self.choices is not None else (),
+            self.max_non_leaves,
+            self.typical_acceptance,
+        )
+
+    def _wanted(self, known: tuple[str, ...]) -> set[str]:
+        """The methods that were asked for, by one flag or another."""
+        if self.spec is not None and self.spec not in known:
+            words = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise EdgeLLMError(f"--spec {self.spec}: give {words}")
+        switches = {"eagle": self.eagle, "ngram": self.ngram, "suffix": self.suffix}
+        wanted = {name for name, is_on in switches.items() if is_on}
+        return wanted if self.spec is None else {*wanted, self.spec}
+
+    def _tree(self, known: tuple[str, ...]) -> str:
+        if self.tree is not None and self.tree not in known:
+            raise EdgeLLMError(f"--eagleTree {self.tree}: give {' or '.join(known)}")
+        given = {
+            "--eagleTree": self.tree,
+            "--eagleUseDynamicTree": self.use_dynamic_tree,
+            "--eagleChoices": self.choices is not None,
+        }
+        both = [flag for flag, value in given.items() if value]
+        if len(both) > 1:
+            raise EdgeLLMError(f"{' and '.join(both)} say what trees are like", hint="give one")
+        return self.tree or ("fixed" if self.use_dynamic_tree else "cost")
+
+    def _top_k(self) -> int | None:
+        if self.dynamic_top_k is None:
+            return self.top_k
+        if not self.use_dynamic_tree or self.top_k is not None:
+            raise EdgeLLMError(
+                "--eagleDynamicTreeMaxTopK is the --eagleDraftTopK of --eagleUseDynamicTree",
+                hint="give --eagleDraftTopK alone",
+            )
+        return self.dynamic_top_k

@@ -1,0 +1,60 @@
+"""What text alone foresees, and how such guesses enter a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.tree import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Tokens that may follow, and how sure one is of each, given those before it."""
+
+    token_ids: Sequence[int]
+    confidences: Sequence[float]
+
+
+class Lookup(Protocol):
+    """Foresees from the words that were said."""
+
+    most: int  # tokens of all continuations together
+
+    def begin(self) -> None:
+        """An answer begins; its prompt follows."""
+        ...
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append committed tokens."""
+        ...
+
+    def continuations(self) -> list[Continuation]:
+        """What may follow the text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LookupSource:
+    """A lookup with what was learned of how often the base accepts its guesses."""
+
+    lookup: Lookup
+    calibration: Calibration = field(default_factory=Calibration)
+
+    def merge(self, pool: Pool, levels: int) -> None:
+        """Hang the continuations into the pool; tokens that are there already stay."""
+        for found in self.lookup.continuations():
+            parent = 0
+            guesses = zip(found.token_ids, found.confidences, strict=True)
+            for token_id, confidence in list(guesses)[:levels]:
+                known = pool.find(parent, token_id)
+                if known is None:
+                    row = np.array([[confidence]])
+                    scores = self.calibration.log_rates(row)
+                    added = pool.add(np.array([parent]), np.array([[token_id]]), scores, row)
+                    known = int(added[0])
+                parent = known

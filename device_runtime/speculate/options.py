@@ -1,0 +1,92 @@
+"""How to speculate: what drafts, how large trees are, what is accepted."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+from edgellm.contract import EdgeLLMError, LimitError
+from edgellm.device_runtime.speculate.accept import accept_exactly, accept_typically
+from edgellm.device_runtime.speculate.loop import Accept
+from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.static_tree import Choice, check_choices
+
+NETWORKS = ("eagle",)
+LOOKUPS = ("ngram", "suffix")
+TREES = ("cost", "fixed")
+_DEFAULTS = {"eagle": TreeLimits(), None: TreeLimits(steps=16)}  # by network
+
+
+@dataclass(frozen=True, slots=True)
+class SpecOptions:
+    """How to speculate; a bound that is None is the method's own."""
+
+    network: str | None = "eagle"  # of `NETWORKS`; None: text alone drafts
+    lookups: tuple[str, ...] = ()  # of `LOOKUPS`; merged into the network's trees
+    top_k: int | None = None  # children of a node
+    steps: int | None = None  # levels
+    verify_size: int | None = None  # nodes, root included
+    tree: str = "cost"  # "cost": sized by measured costs; "fixed": always the bounds' size
+    choices: tuple[Choice, ...] = ()  # a static tree instead
+    max_non_leaves: int = 10  # of a level of the static tree
+    typical_acceptance: float | None = None  # a threshold; None is exact
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names and options by which nothing is drafted; raises `EdgeLLMError`."""
+        for what, names, known in (
+            ("network", () if self.network is None else (self.network,), NETWORKS),
+            ("lookup", self.lookups, LOOKUPS),
+            ("tree", (self.tree,), TREES),
+        ):
+            for name in names:
+                if name not in known:
+                    raise EdgeLLMError(
+                        f"unknown {what} {name!r} of a draft", hint=f"give {' or '.join(known)}"
+                    )
+        if self.network is None and not self.lookups:
+            raise EdgeLLMError("neither a network nor a lookup drafts")
+        if self.choices:
+            if self.network is None or self.lookups:
+                raise EdgeLLMError(
+                    "a static tree is a network's alone: its places go by the network's ranks"
+                )
+            check_choices(self.choices, self.max_non_leaves)
+
+    def limits(self, built_size: int) -> TreeLimits:
+        """The bounds for a base that was built for trees of `built_size` nodes.
+
+        Raises:
+            LimitError: a static tree exceeds the bounds that were given.
+        """
+        default = _DEFAULTS[self.network]
+        top_k = default.top_k if self.top_k is None else self.top_k
+        steps = default.steps if self.steps is None else self.steps
+        if self.choices:
+            return self._static_limits(top_k, steps)
+        size = min(default.verify_size, built_size)
+        return TreeLimits(top_k, steps, size if self.verify_size is None else self.verify_size)
+
+    def _static_limits(self, top_k: int, steps: int) -> TreeLimits:
+        """What the choices take of the bounds."""
+        widest, deepest = 1 + max(itertools.chain(*self.choices)), max(map(len, self.choices))
+        parents = {path[:-1] for path in self.choices} - {()}
+        taken = TreeLimits(widest, deepest, 1 + len(self.choices), len(parents))
+        for flag, wanted, most in (
+            ("--eagleDraftTopK", taken.top_k, top_k),
+            ("--eagleDraftStep", taken.steps, steps),
+            ("--eagleVerifyTreeSize", taken.verify_size, self.verify_size or taken.verify_size),
+        ):
+            if wanted > most:
+                raise LimitError(
+                    f"the choices take {flag} {wanted}, {most} is the bound",
+                    hint=f"give {flag} {wanted}, or fewer choices",
+                )
+        return taken
+
+    @property
+    def accept(self) -> Accept:
+        """The acceptance rule."""
+        if self.typical_acceptance is None:
+            return accept_exactly
+        return functools.partial(accept_typically, threshold=self.typical_acceptance)

@@ -1,0 +1,116 @@
+"""What all drafters of trees share: lookups merged in, outcomes told to whoever guessed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.drafter import ImageIds, TreeDrafter
+from edgellm.device_runtime.speculate.lookup import Continuation, LookupSource
+from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+
+
+@dataclass
+class Saying:
+    """A lookup that always foresees the same, and notes what it is told."""
+
+    tokens: list[int]
+    confidence: float = 0.5
+    most: int = 8
+    told: list[int] = field(default_factory=list)
+
+    def begin(self) -> None:
+        self.told = []
+
+    def extend(self, token_ids) -> None:
+        self.told += token_ids
+
+    def continuations(self) -> list[Continuation]:
+        return [Continuation(self.tokens, [self.confidence] * len(self.tokens))]
+
+
+class Noting(Calibration):
+    """Notes what it learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned: list[tuple[list[float], list[int]]] = []
+
+    def learn(self, confidences, accepted) -> None:
+        self.learned.append((confidences.tolist(), accepted.tolist()))
+
+
+def drafter_of(*said: list[int], policy=None, **options) -> TreeDrafter:
+    limits = TreeLimits(4, 6, 20)
+    chances = (0.5, 0.4, 0.3)
+    sources = [
+        LookupSource(Saying(tokens, chance), Noting())
+        for tokens, chance in zip(said, chances, strict=False)
+    ]
+    return TreeDrafter(policy or FixedTree(limits), limits, lookups=sources, **options)
+
+
+def tree_paths(tree) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*paths[parent], token) if parent >= 0 else ())
+    return paths
+
+
+def test_what_two_lookups_foresee_is_one_tree():
+    tree = drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 10)
+    assert tree.token_ids[0] == 9
+    assert sorted(tree_paths(tree)) == [(), (1,), (1, 2), (1, 2, 3), (1, 4)]
+    assert sorted(tree_paths(drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 2))) == [
+        (), (1,), (1, 2), (1, 4),
+    ]  # fmt: skip
+    assert len(drafter_of([1, 2, 3], [1, 4]).propose(9, 0, 10)) == 1
+    assert len(drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 0)) == 1
+
+
+def test_outcomes_are_told_to_whoever_guessed():
+    """A token that was there already is the first one's; a child of a rejected one is nobody's."""
+    drafter = drafter_of([1, 2, 3], [1, 4, 5], [6, 7])
+    tree = drafter.propose(9, 20, 10)
+    paths = tree_paths(tree)
+    drafter.learn(tree, [paths.index(path) for path in [(), (1,), (1, 4)]], 3)
+    first, second, third = (source.calibration.learned for source in drafter._lookups)
+    assert first == [([0.5, 0.5], [1, 0])]
+    assert [sorted(zip(*learned, strict=True)) for learned in second] == [[(0.4, 0), (0.4, 1)]]
+    assert third == [([0.3], [0])]
+    assert drafter.confidences(tree)[paths.index((6,))] == 0.3
+
+
+def test_lookups_hear_all_but_images():
+    drafter = drafter_of([1], image_ids=ImageIds(100, None))
+    drafter.remember([5, 100, 101, 6])
+    assert drafter._lookups[0].lookup.told == [5, 6]
+    drafter.begin([])
+    assert drafter._lookups[0].lookup.told == []
+
+
+@pytest.mark.parametrize(("last_ms", "size"), [(10.5, 7), (44.5, 4), (58, 1)])
+def test_chains_are_as_long_as_they_pay(last_ms, size):
+    """A token is worth 8.3 ms: 0.12 for each millisecond, a fifth more than plain decoding's."""
+    costs = Costs.of({"1": 10, "7": last_ms, "20": 99})
+    policy = CostAwareTree(TreeLimits(4, 6, 20), costs, Calibration())
+    said = Saying([1, 2, 3, 4, 5, 6], 0.9)
+    drafter = TreeDrafter(policy, TreeLimits(4, 6, 20), lookups=[LookupSource(said)])
+    assert len(drafter.propose(9, 20, 10)) == size
+
+
+def test_a_losing_lookup_is_left_alone_for_a_while():
+    costs = Costs.of({"1": 10, "2": 11, "7": 14})
+    policy = CostAwareTree(TreeLimits(4, 6, 20), costs, Calibration(prior_weight=1e6))
+    drafter = TreeDrafter(
+        policy, TreeLimits(4, 6, 20),
+        lookups=[LookupSource(Saying([1, 2, 3], 0.95), Calibration(prior_weight=1e6))],
+    )  # fmt: skip
+    sizes = []
+    for _ in range(56):  # trials of twelve rounds
+        tree = drafter.propose(9, 20, 10)
+        sizes.append(len(tree))
+        drafter.learn(tree, [0], 1)
+    assert [size > 1 for size in sizes] == [True] * 12 + [False] * 32 + [True] * 12

@@ -1,0 +1,113 @@
+"""The suffix automaton against searches of the whole text; its memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgellm.device_runtime.speculate.suffix import SuffixAutomaton, SuffixLookup
+
+TEXTS = st.one_of(
+    st.lists(st.integers(0, 2), max_size=60),
+    st.lists(st.integers(0, 7), max_size=60),
+    st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=5), st.integers(1, 9)).map(
+        lambda loop: loop[0] * loop[1]
+    ),
+)
+
+
+def earlier_places(tokens: list[int], length: int) -> list[int]:
+    """Ends before the text's own where its last `length` tokens occur."""
+    ending = tokens[len(tokens) - length :]
+    return [end for end in range(length, len(tokens)) if tokens[end - length : end] == ending]
+
+
+def longest_match(tokens: list[int]) -> int:
+    return max((size for size in range(len(tokens)) if earlier_places(tokens, size)), default=0)
+
+
+def continued(tokens: list[int], end: int, most: int) -> list[int]:
+    """What follows a place, as if the text went on as it does there."""
+    longer = list(tokens)
+    for at in range(end, end + most):
+        longer.append(longer[at])
+    return longer[len(tokens) :]
+
+
+@settings(max_examples=150)
+@given(TEXTS)
+def test_the_match_is_the_longest_at_every_token(text):
+    automaton = SuffixAutomaton()
+    for count, token_id in enumerate(text, start=1):
+        automaton.push(token_id)
+        tokens = text[:count]
+        length = automaton.length[automaton.match]
+        assert length == longest_match(tokens)
+        assert length == 0 or automaton.end[automaton.match] in earlier_places(tokens, length)
+    # What bounds the work: every step but a few for each token makes a state or a transition.
+    assert len(automaton.next) <= max(2 * len(text), 2)
+    assert sum(map(len, automaton.next)) <= 3 * len(text)
+
+
+@settings(max_examples=150)
+@given(TEXTS, st.integers(1, 9))
+def test_continuations_are_what_followed(text, longest):
+    lookup = SuffixLookup(longest=longest, branches=99)
+    lookup.extend(text)
+    found, length = lookup.continuations(), longest_match(text)
+    if length < 2:
+        assert found == []
+        return
+    places = earlier_places(text, length)
+    assert {one.token_ids[0] for one in found} == {text[end] for end in places}
+    assert len(found) == len({text[end] for end in places})
+    for one in found:
+        assert list(one.token_ids) in [continued(text, end, longest) for end in places]
+        assert len(one.confidences) == longest
+        assert all(0 < confidence < 1 for confidence in one.confidences)
+    assert found[0].confidences[0] >= max(one.confidences[0] for one in found)
+
+
+def test_the_latest_place_comes_first():
+    lookup = SuffixLookup(longest=2, branches=2)
+    lookup.extend([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 5, 9, 1, 2])
+    first, second = lookup.continuations()
+    assert (first.token_ids, second.token_ids) == ([5, 9], [4, 9])
+    assert first.confidences[0] > second.confidences[0]
+    lookup = SuffixLookup(longest=2)
+    lookup.extend([5, 1, 2, 3, 8, 6, 1, 2, 3, 7, 4, 1, 2])
+    assert [one.token_ids for one in lookup.continuations()] == [[3, 7]]
+
+
+def test_a_loop_goes_on_looping():
+    lookup = SuffixLookup(longest=8)
+    lookup.extend([7, 7, 7])
+    assert lookup.continuations()[0].token_ids == [7] * 8
+    lookup.extend([1, 2, 3, 1, 2, 3, 1])
+    assert lookup.continuations()[0].token_ids == [2, 3, 1, 2, 3, 1, 2, 3]
+
+
+def test_earlier_requests_are_remembered_but_not_beyond_their_ends():
+    lookup = SuffixLookup()
+    lookup.extend([1, 2, 3, 4, 5])
+    lookup.begin()
+    lookup.begin()
+    lookup.extend([9, 2, 3])
+    (found,) = lookup.continuations()
+    assert found.token_ids == [4, 5]
+    lookup.extend([4, 5])
+    assert lookup.continuations() == []
+
+
+@pytest.mark.parametrize("memory", [2, 7, 64])
+def test_memory_is_bounded_and_the_newest_stays(memory):
+    lookup = SuffixLookup(memory_tokens=memory)
+    for request in range(60):
+        lookup.begin()
+        for token_id in range(request % 5, 12):
+            lookup.extend([token_id])
+            assert len(lookup.automaton.tokens) <= memory
+            assert len(lookup.automaton.next) <= 2 * memory
+    lookup.extend([8, 9, 8, 9])
+    assert memory < 7 or lookup.continuations()[0].token_ids[0] in (8, 10)
