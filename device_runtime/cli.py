@@ -35,17 +35,19 @@ from edgellm.device_runtime.flags import (
 )
 from edgellm.device_runtime.spec_flags import (
     Choices,
+    DraftEngineDir,
     DraftStep,
     DraftTopK,
     DynamicTreeTopK,
     Eagle,
     MaxNonLeaves,
     Ngram,
+    PosteriorAlpha,
+    PosteriorThreshold,
     Spec,
     SpecFlags,
     Suffix,
     TreeKind,
-    TypicalAcceptance,
     UseDynamicTree,
     VerifyTreeSize,
 )
@@ -81,6 +83,7 @@ def llm_inference(
     eagle: Eagle = False,
     ngram: Ngram = False,
     suffix: Suffix = False,
+    draft_engine_dir: DraftEngineDir = None,
     top_k: DraftTopK = None,
     steps: DraftStep = None,
     verify_size: VerifyTreeSize = None,
@@ -89,7 +92,8 @@ def llm_inference(
     dynamic_top_k: DynamicTreeTopK = None,
     choices: Choices = None,
     max_non_leaves: MaxNonLeaves = 10,
-    typical_acceptance: TypicalAcceptance = None,
+    posterior_threshold: PosteriorThreshold = None,
+    posterior_alpha: PosteriorAlpha = None,
     tree_file: TreeFile = None,
     prove_count: Prove = 0,
     context_reuse: ContextReuse = False,
@@ -103,8 +107,9 @@ def llm_inference(
     from edgellm.device_runtime.llm import LLM
 
     how = SpecFlags(
-        spec, eagle, ngram, suffix, top_k, steps, verify_size, tree, use_dynamic_tree,
-        dynamic_top_k, choices, max_non_leaves, typical_acceptance,
+        spec, eagle, ngram, suffix, draft_engine_dir, top_k, steps, verify_size, tree,
+        use_dynamic_tree, dynamic_top_k, choices, max_non_leaves, posterior_threshold,
+        posterior_alpha,
     ).read()  # fmt: skip
     if how is None and (prove_count or tree_file):
         flag = "--prove" if prove_count else "--treeOutputFile"

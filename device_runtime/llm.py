@@ -75,6 +75,7 @@ class Answer:
         if rounds:
             timings["spec_verify_count"] = len(rounds)
             timings["spec_acceptance_length"] = sum(c.emitted for c in rounds) / len(rounds)
+            timings |= self.profile.acceptance()
         return timings
 
 
@@ -190,6 +191,11 @@ class LLM:
 
         With `system_prompt`, which the text begins with, its rows are kept for later answers.
         """
+        if unknown := [t for t in sampling.logit_bias if t >= self.manifest.decoder.vocab_size]:
+            raise RequestError(
+                f"logit_bias names token {unknown[0]}, the model has "
+                f"{self.manifest.decoder.vocab_size} tokens"
+            )
         profile = Profile()
         prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
         max_tokens, warnings = self._fit(len(prompt.token_ids), max_generate_length)
@@ -229,7 +235,7 @@ class LLM:
         tokens = generate(
             self.session,
             answer.prompt.token_ids,
-            Sampler(sampling),
+            Sampler(sampling, answer.prompt.token_ids),
             answer.max_tokens,
             answer.profile,
             prefill_rows=self.manifest.prefill_rows,
@@ -248,7 +254,7 @@ class LLM:
             self.session,
             drafter,
             answer.prompt.token_ids,
-            Sampler(sampling),
+            Sampler(sampling, answer.prompt.token_ids),
             answer.max_tokens,
             answer.profile,
             prefill_rows=self.manifest.prefill_rows,

@@ -115,7 +115,6 @@ class Profile:
 
     def _eagle_json(self) -> dict[str, Any]:
         emitted = sum(counts.emitted for counts in self.rounds)
-        drafted = sum(counts.tree_size - 1 for counts in self.rounds)
         deepest = max((counts.tree_depth for counts in self.rounds), default=0)
         acceptance_length = _ratio(emitted, len(self.rounds))
         return {
@@ -133,7 +132,7 @@ class Profile:
             "average_tree_size": _ratio(
                 sum(counts.tree_size for counts in self.rounds), len(self.rounds)
             ),
-            "draft_hit_rate": _ratio(sum(counts.accepted for counts in self.rounds), drafted),
+            **self.acceptance(),
             # Of the rounds whose tree is so deep, how many accepted so far down.
             "acceptance_by_depth": [
                 {
@@ -144,6 +143,16 @@ class Profile:
                 }
                 for depth in range(1, deepest + 1)
             ],
+        }
+
+    def acceptance(self) -> dict[str, float]:
+        """Drafted tokens and how many the base accepted, in the terms of Triton's perf metrics."""
+        accepted = sum(counts.accepted for counts in self.rounds)
+        drafted = sum(counts.tree_size - 1 for counts in self.rounds)
+        return {
+            "acceptance_rate": _ratio(accepted, drafted),
+            "total_accepted_draft_tokens": accepted,
+            "total_draft_tokens": drafted,
         }
 
     def _rounds_with(self, least: int, what: str) -> int:

@@ -9,14 +9,20 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from edgellm.contract import RequestError
+from edgellm.device_runtime.sampling import LARGEST_BIAS, MOST_BIASES, SamplingParams
 
 _ARTICLE = {"text": "a text", "image": "an image"}
 Role = Literal["system", "user", "assistant", "tool"]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Bias = Annotated[float, msgspec.Meta(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
+LogitBias = Annotated[  # by token id; JSON's keys are strings
+    dict[Annotated[int, msgspec.Meta(ge=0)], Bias], msgspec.Meta(max_length=MOST_BIASES)
+]
 _NOT_SUPPORTED = {
     "lora_name": "LoRA adapters",
     "available_lora_weights": "LoRA adapters",
     "num_logprobs": "log-probabilities",
-    "logit_bias": "logit biases",
     "guided_decoding": "guided decoding",
 }
 
@@ -62,6 +68,11 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     add_generation_prompt: bool = True
     enable_thinking: bool = False
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 42
+    min_p: Share = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = {}
     stop: str | list[str] = []
 
 
@@ -79,6 +90,11 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     enable_thinking: bool | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
     stop: str | list[str] | None = None
 
     def merged(self, options: Options) -> Options:
@@ -89,6 +105,21 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
             if (value := getattr(self, name, None)) is not None
         }
         return msgspec.structs.replace(options, **own)
+
+
+def sampling_of(options: Options, *, greedy: bool = False) -> SamplingParams:
+    """How tokens are chosen; `greedy` overrides the temperature."""
+    return SamplingParams(
+        0.0 if greedy else options.temperature,
+        options.top_p,
+        options.top_k,
+        options.seed,
+        options.min_p,
+        options.repetition_penalty,
+        options.presence_penalty,
+        options.frequency_penalty,
+        options.logit_bias,
+    )
 
 
 def read_file(path: Path) -> tuple[Options, list[Any]]:
@@ -142,7 +173,7 @@ def _convert(raw: Any, kind: Any, place: str) -> Any:
             if raw.pop(name, None):
                 raise RequestError(f"{place}.{name}: {what} are not supported")
     try:
-        return msgspec.convert(raw, kind)
+        return msgspec.convert(raw, kind, str_keys=True)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         where = place + path.removesuffix("`")

@@ -9,8 +9,13 @@ from typing import Any
 from edgellm.contract import RequestError
 from edgellm.device_runtime.llm import LLM, Answer, Step
 from edgellm.device_runtime.profile import Profile
-from edgellm.device_runtime.requests import ContentItem, Options, Request, parse_request
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.requests import (
+    ContentItem,
+    Options,
+    Request,
+    parse_request,
+    sampling_of,
+)
 
 OnStep = Callable[[int, Step], None]  # request index, what one pass added
 
@@ -60,12 +65,11 @@ def start_request(
             hint="give the folder of a visual engine as --multimodalEngineDir",
         )
     system, text = _format(llm, own, [_message(role, items) for role, items in turns])
-    temperature = 0.0 if greedy else own.temperature
     answer = llm.generate_text(
         text,
         images=images,
         add_special_tokens=not own.apply_chat_template,
-        sampling=SamplingParams(temperature, own.top_p, own.top_k, own.seed),
+        sampling=sampling_of(own, greedy=greedy),
         max_generate_length=own.max_generate_length,
         stop=[own.stop] if isinstance(own.stop, str) else own.stop,
         speculative=speculative and not request.disable_spec_decode,

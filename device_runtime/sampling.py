@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import RequestError
+from edgellm.device_runtime.penalties import Penalties, PenaltyRules
 from edgellm.device_runtime.session import F32, I64
 
 GREEDY_BELOW_TEMPERATURE = 1e-3
+LARGEST_BIAS, MOST_BIASES = 100, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,11 @@ class SamplingParams:
     top_p: float = 0.8
     top_k: int = 50  # 0 keeps all
     seed: int = 42
+    min_p: float = 0.0  # of the likeliest token's probability; 0 keeps all
+    repetition_penalty: float = 1.0  # see `PenaltyRules`
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Refuse values that no distribution follows from; raises `RequestError`."""
@@ -30,9 +38,25 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1),
             ("top_k", self.top_k >= 0),
             ("seed", 0 <= self.seed < 2**63),
+            ("min_p", 0 <= self.min_p <= 1),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2),
         ):
             if not allowed:
                 raise RequestError(f"{name} {getattr(self, name)} is out of range")
+        if len(self.logit_bias) > MOST_BIASES:
+            raise RequestError(f"logit_bias names {len(self.logit_bias)} tokens, at most 1024 may")
+        for token_id, bias in self.logit_bias.items():
+            if token_id < 0 or not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
+                raise RequestError(f"logit_bias {bias} of token {token_id} is out of range")
+
+    @property
+    def rules(self) -> PenaltyRules:
+        """What changes the logits themselves."""
+        return PenaltyRules(
+            self.logit_bias, self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -41,7 +65,7 @@ class SamplingParams:
 
 
 def processed_distribution(logits: F32, params: SamplingParams) -> tuple[I64, NDArray[np.float64]]:
-    """The distribution after temperature, top-k and top-p, in this order (as transformers does).
+    """The distribution after temperature, top-k, top-p and min-p (transformers' order).
 
     Args:
         logits: float32 [V].
@@ -61,6 +85,10 @@ def processed_distribution(logits: F32, params: SamplingParams) -> tuple[I64, ND
         kept = np.sort(_nucleus(probabilities, params.top_p))
         token_ids, probabilities = token_ids[kept], probabilities[kept]
         probabilities /= probabilities.sum()
+    if params.min_p > 0:
+        kept = probabilities >= params.min_p * probabilities.max()
+        token_ids, probabilities = token_ids[kept], probabilities[kept]
+        probabilities /= probabilities.sum()
     return token_ids, probabilities
 
 
@@ -75,14 +103,37 @@ def _nucleus(probabilities: NDArray[np.float64], top_p: float) -> I64:
 
 
 class Sampler:
-    """Chooses the next token of one request; the same seed gives the same answer."""
+    """Chooses the tokens of one request, one after another; a seed gives the same answer again.
 
-    def __init__(self, params: SamplingParams) -> None:
+    What was chosen is part of the text that penalties look at. Under exact acceptance every token
+    is chosen at its node, so that a node's context is its ancestors without further ado.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
+        """`prompt`: its token ids, for the repetition penalty."""
         self.params = params
+        self._penalties = None if params.rules.do_nothing else Penalties(params.rules, prompt)
         self._random = np.random.Generator(np.random.Philox(params.seed))
 
     def choose(self, logits: F32, argmax: int) -> int:
         """The next token from logits float32 [V] and their argmax."""
+        if self._penalties is None:
+            return self._pick(logits, argmax)
+        logits = self._penalties.apply(logits)
+        token_id = self._pick(logits, int(logits.argmax()))
+        self._penalties.add([token_id])
+        return token_id
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """The text goes on with tokens that were not chosen here."""
+        if self._penalties is not None:
+            self._penalties.add(token_ids)
+
+    def adjusted(self, logits: F32, path: Sequence[int] = ()) -> F32:
+        """Logits [V] with biases and penalties behind the text and `path`."""
+        return logits if self._penalties is None else self._penalties.apply(logits, path)
+
+    def _pick(self, logits: F32, argmax: int) -> int:
         if self.params.is_greedy:
             return argmax
         token_ids, probabilities = processed_distribution(logits, self.params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,14 +11,16 @@ import typer
 from edgellm.contract import EdgeLLMError
 
 if TYPE_CHECKING:
+    from edgellm.device_runtime.speculate.accept import Typical
     from edgellm.device_runtime.speculate.options import SpecOptions
 
 Spec = Annotated[
     str | None,
     typer.Option(
         "--spec",
-        help="What drafts: eagle (the engine's draft), ngram (what followed the same words in the "
-        "request), suffix (what followed the longest match in this and earlier requests) or none.",
+        help="What drafts: eagle (the engine's draft), draft (the model of --draftEngineDir), "
+        "ngram (what followed the same words in the request), suffix (what followed the longest "
+        "match in this and earlier requests) or none.",
     ),
 ]
 Eagle = Annotated[bool, typer.Option("--eagle", "--specDecode", help="The same as --spec eagle.")]
@@ -28,15 +31,24 @@ Suffix = Annotated[
     bool,
     typer.Option("--suffix", help="Also draft what followed the longest match in all requests."),
 ]
+DraftEngineDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--draftEngineDir",
+        help="Engine of a smaller model with the same tokens, which drafts: --spec draft.",
+    ),
+]
 DraftTopK = Annotated[
     int | None,
-    typer.Option("--eagleDraftTopK", "--specDraftTopK", min=1, help="Children of a node; 10."),
+    typer.Option(
+        "--eagleDraftTopK", "--specDraftTopK", min=1, help="Children of a node; 10, of a model 4."
+    ),
 ]
 DraftStep = Annotated[
     int | None,
     typer.Option(
         "--eagleDraftStep", "--specDraftStep", "--maxDraftLen", min=1,
-        help="Levels of a tree; 6, without a network 16.",
+        help="Levels of a tree; 6, of a model 8, without a network 16.",
     ),
 ]  # fmt: skip
 VerifyTreeSize = Annotated[
@@ -74,13 +86,22 @@ MaxNonLeaves = Annotated[
         "--maxNonLeavesPerLayer", min=1, help="Nodes with children in a level of the choices."
     ),
 ]
-TypicalAcceptance = Annotated[
+PosteriorThreshold = Annotated[
     float | None,
     typer.Option(
         "--typicalAcceptance",
+        "--posteriorThreshold",
         min=0,
         max=1,
         help="Posterior threshold (0.09, say); faster, but NOT the base's distribution.",
+    ),
+]
+PosteriorAlpha = Annotated[
+    float | None,
+    typer.Option(
+        "--posteriorAlpha",
+        min=0,
+        help="Of the threshold where the base is undecided; its square root.",
     ),
 ]
 
@@ -93,6 +114,7 @@ class SpecFlags:
     eagle: bool
     ngram: bool
     suffix: bool
+    draft_engine_dir: Path | None
     top_k: int | None
     steps: int | None
     verify_size: int | None
@@ -101,7 +123,8 @@ class SpecFlags:
     dynamic_top_k: int | None
     choices: str | None
     max_non_leaves: int
-    typical_acceptance: float | None
+    posterior_threshold: float | None
+    posterior_alpha: float | None
 
     def read(self) -> SpecOptions | None:
         """What they mean; None decodes plainly.
@@ -115,22 +138,23 @@ class SpecFlags:
         methods = (*options.NETWORKS, *options.LOOKUPS)
         wanted = self._wanted((*methods, "none"))
         if "none" in wanted and len(wanted) > 1:
-            raise EdgeLLMError(
-                "--spec none decodes plainly", hint=f"leave --{(wanted - {'none'}).pop()} away"
-            )
+            raise EdgeLLMError("--spec none decodes plainly", hint="leave what drafts away")
         if not wanted - {"none"}:
             return None
         networks = [name for name in options.NETWORKS if name in wanted]
+        if len(networks) > 1:
+            raise EdgeLLMError(f"{' and '.join(networks)} cannot draft together", hint="give one")
         return options.SpecOptions(
-            networks[0] if networks else None,
-            tuple(name for name in options.LOOKUPS if name in wanted),
-            self._top_k(),
-            self.steps,
-            self.verify_size,
-            self._tree(options.TREES),
-            read_choices(self.choices) if self.choices is not None else (),
-            self.max_non_leaves,
-            self.typical_acceptance,
+            network=networks[0] if networks else None,
+            draft_engine_dir=self.draft_engine_dir,
+            lookups=tuple(name for name in options.LOOKUPS if name in wanted),
+            top_k=self._top_k(),
+            steps=self.steps,
+            verify_size=self.verify_size,
+            tree=self._tree(options.TREES),
+            choices=read_choices(self.choices) if self.choices is not None else (),
+            max_non_leaves=self.max_non_leaves,
+            typical=self._typical(),
         )
 
     def _wanted(self, known: tuple[str, ...]) -> set[str]:
@@ -138,7 +162,12 @@ class SpecFlags:
         if self.spec is not None and self.spec not in known:
             words = f"{', '.join(known[:-1])} or {known[-1]}"
             raise EdgeLLMError(f"--spec {self.spec}: give {words}")
-        switches = {"eagle": self.eagle, "ngram": self.ngram, "suffix": self.suffix}
+        switches = {
+            "eagle": self.eagle,
+            "draft": self.draft_engine_dir is not None,
+            "ngram": self.ngram,
+            "suffix": self.suffix,
+        }
         wanted = {name for name, is_on in switches.items() if is_on}
         return wanted if self.spec is None else {*wanted, self.spec}
 
@@ -154,6 +183,18 @@ class SpecFlags:
         if len(both) > 1:
             raise EdgeLLMError(f"{' and '.join(both)} say what trees are like", hint="give one")
         return self.tree or ("fixed" if self.use_dynamic_tree else "cost")
+
+    def _typical(self) -> Typical | None:
+        from edgellm.device_runtime.speculate.accept import Typical
+
+        if self.posterior_threshold is not None:
+            return Typical(self.posterior_threshold, self.posterior_alpha)
+        if self.posterior_alpha is not None:
+            raise EdgeLLMError(
+                "--posteriorAlpha is of typical acceptance",
+                hint="give --posteriorThreshold as well",
+            )
+        return None
 
     def _top_k(self) -> int | None:
         if self.dynamic_top_k is None:

@@ -45,6 +45,10 @@ class ChatTokenizer:
         self._template_text = template.read_text("utf-8") if template.exists() else None
         self._environment: ImmutableSandboxedEnvironment | None = None
 
+    def vocabulary(self) -> dict[str, int]:
+        """Ids of all tokens, added ones among them."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids; a rendered chat template already holds its special tokens."""
         try:

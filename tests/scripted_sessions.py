@@ -69,7 +69,7 @@ class StrictBase:
         assert mask.dtype == np.bool_
         own = [(int(t), int(p)) for t, p in zip(token_ids, positions, strict=True)]
         self.rows = [*self.rows[:write_index], *own]
-        contexts = [self._context(write_index, row, mask) for row in range(count)]
+        self.contexts = contexts = [self._context(write_index, row, mask) for row in range(count)]
         self.valid = write_index + (count if tree_mask is None else 0)
         self.pending = write_index
         if tree_mask is not None or count == 1:
@@ -79,6 +79,9 @@ class StrictBase:
             taps[row] = feature_of(context), len(context), context[-1]
         logits = np.stack([self.logits_of(contexts[int(row)]) for row in logits_index])
         return PassResult(logits.argmax(-1), logits, taps)
+
+    def _require_room(self, write_index: int) -> None:
+        assert write_index in (0, self.valid), "the cache does not hold what the loop believes"
 
     def _context(self, write_index: int, row: int, mask: np.ndarray) -> Context:
         """The path that a row sees."""
@@ -109,6 +112,35 @@ class StrictBase:
     def load(self, rows):
         self.rows = [tuple(row) for row in rows.tolist()]
         self.valid = len(rows)
+
+
+class StrictModel(StrictBase):
+    """An ordinary model that drafts: not every round has a tree to compact."""
+
+    def __init__(self, capacity: int, draft: Draft) -> None:
+        super().__init__(capacity, functools.partial(_logits_of, draft))
+
+    @property
+    def pass_rows(self) -> list[int]:
+        """Of every pass."""
+        return [rows for _, rows in self.passes]
+
+    def keep(self, length, rows):
+        assert self.valid == self.pending == length, "only a tree needs compacting"
+        above = tuple(token for token, _ in self.rows[:length])
+        for row in rows.tolist():
+            assert self.contexts[row][:-1] == above, "no path from the committed rows"
+            above = self.contexts[row]
+        self.rows = [*self.rows[:length], *(self.rows[length + row] for row in rows.tolist())]
+        self.valid = length + len(rows)
+
+
+def _logits_of(draft: Draft, context: Context) -> np.ndarray:
+    """A model of which `draft` gives the candidates."""
+    logits = np.full(VOCAB, -30, np.float32)
+    ids, chances = draft(context)
+    logits[ids] = np.log(np.array(chances) + 1e-12)
+    return logits
 
 
 Draft = Callable[[Context], tuple[list[int], list[float]]]  # all candidates and probabilities

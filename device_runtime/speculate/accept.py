@@ -16,8 +16,8 @@ import numpy as np
 
 from edgellm.device_runtime.generate import draw
 from edgellm.device_runtime.sampling import Sampler, processed_distribution
-from edgellm.device_runtime.session import PassResult
-from edgellm.device_runtime.speculate.tree import Tree
+from edgellm.device_runtime.session import F32, PassResult
+from edgellm.device_runtime.speculate.tree import F64, Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,34 @@ def accept_exactly(tree: Tree, result: PassResult, sampler: Sampler) -> Accepted
         path.append(child)
 
 
-def accept_typically(
-    tree: Tree, result: PassResult, sampler: Sampler, threshold: float
-) -> Accepted:
-    """Take the longest path of tokens that are typical enough (Medusa, arXiv 2401.10774, 2.3.1).
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """When a token is typical enough (Medusa, arXiv 2401.10774, 2.3.1).
 
-    A child is taken if its probability exceeds min(threshold, sqrt(threshold) * exp(-entropy)).
+    Its probability exceeds min(threshold, alpha * exp(-entropy)).
+    """
+
+    threshold: float
+    alpha: float | None = None  # None: the threshold's square root
+
+    def least(self, probabilities: F64) -> float:
+        """What a probability must exceed."""
+        positive = probabilities[probabilities > 0]  # small ones underflow
+        entropy = float(-(positive * np.log(positive)).sum())
+        alpha = math.sqrt(self.threshold) if self.alpha is None else self.alpha
+        return min(self.threshold, alpha * math.exp(-entropy))
+
+
+def accept_typically(
+    tree: Tree, result: PassResult, sampler: Sampler, typical: Typical
+) -> Accepted:
+    """Take the longest path of tokens that are typical enough.
+
     This is NOT the base's distribution. Greedy requests are accepted exactly.
     """
     if sampler.params.is_greedy:
         return accept_exactly(tree, result, sampler)
+    paths: dict[int, list[int]] = {0: []}  # drafted tokens down to a node that may be taken
     likelihood = {0: 0.0}
     depths, _ = tree.layout()
     cached: dict[int, tuple[dict[int, float], float]] = {}
@@ -66,23 +84,25 @@ def accept_typically(
         if parent not in likelihood:
             continue
         if parent not in cached:
-            cached[parent] = _typical(result, parent, sampler, threshold)
+            cached[parent] = _chances(result.logits[parent], sampler, paths[parent], typical)
         probabilities, least = cached[parent]
         probability = probabilities.get(int(tree.token_ids[node]), 0.0)
         if probability > least:
             likelihood[node] = likelihood[parent] + math.log(probability)
+            paths[node] = [*paths[parent], int(tree.token_ids[node])]
     end = max(likelihood, key=lambda node: (depths[node], likelihood[node]))
     path = [end]
     while path[-1]:
         path.append(int(tree.parents[path[-1]]))
+    sampler.take(paths[end])
     return Accepted(path[::-1], draw(result, end, sampler))
 
 
-def _typical(
-    result: PassResult, node: int, sampler: Sampler, threshold: float
+def _chances(
+    logits: F32, sampler: Sampler, path: list[int], typical: Typical
 ) -> tuple[dict[int, float], float]:
-    token_ids, probabilities = processed_distribution(result.logits[node], sampler.params)
-    positive = probabilities[probabilities > 0]  # small ones underflow
-    entropy = float(-(positive * np.log(positive)).sum())
-    least = min(threshold, math.sqrt(threshold) * math.exp(-entropy))
-    return dict(zip(token_ids.tolist(), probabilities.tolist(), strict=True)), least
+    """Probabilities by token behind the text and `path`, and what they must exceed."""
+    adjusted = sampler.adjusted(logits, path)
+    token_ids, probabilities = processed_distribution(adjusted, sampler.params)
+    chances = zip(token_ids.tolist(), probabilities.tolist(), strict=True)
+    return dict(chances), typical.least(probabilities)

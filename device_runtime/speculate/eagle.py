@@ -92,7 +92,7 @@ class EagleDrafter(TreeDrafter):
         used = 0
         for level in range(1, levels):
             free = min(self._max_tree_rows, self._rows.session.capacity - self._rows.length) - used
-            nodes = policy.frontier(pool, newest, free)
+            nodes = policy.frontier(pool, newest, price(self._costs.step, np.arange(1, free + 1)))
             if not len(nodes):
                 return
             above = slots[pool.parents[nodes]]

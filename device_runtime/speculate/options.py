@@ -5,17 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
+from pathlib import Path
 
 from edgellm.contract import EdgeLLMError, LimitError
-from edgellm.device_runtime.speculate.accept import accept_exactly, accept_typically
+from edgellm.device_runtime.speculate.accept import Typical, accept_exactly, accept_typically
 from edgellm.device_runtime.speculate.loop import Accept
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.static_tree import Choice, check_choices
 
-NETWORKS = ("eagle",)
+NETWORKS = ("eagle", "draft")
 LOOKUPS = ("ngram", "suffix")
 TREES = ("cost", "fixed")
-_DEFAULTS = {"eagle": TreeLimits(), None: TreeLimits(steps=16)}  # by network
+_DEFAULTS = {  # by network
+    "eagle": TreeLimits(),
+    "draft": TreeLimits(top_k=4, steps=8),
+    None: TreeLimits(steps=16),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,7 @@ class SpecOptions:
     """How to speculate; a bound that is None is the method's own."""
 
     network: str | None = "eagle"  # of `NETWORKS`; None: text alone drafts
+    draft_engine_dir: Path | None = None  # of "draft": an engine of llm_build, of any base
     lookups: tuple[str, ...] = ()  # of `LOOKUPS`; merged into the network's trees
     top_k: int | None = None  # children of a node
     steps: int | None = None  # levels
@@ -30,7 +36,7 @@ class SpecOptions:
     tree: str = "cost"  # "cost": sized by measured costs; "fixed": always the bounds' size
     choices: tuple[Choice, ...] = ()  # a static tree instead
     max_non_leaves: int = 10  # of a level of the static tree
-    typical_acceptance: float | None = None  # a threshold; None is exact
+    typical: Typical | None = None  # None: exact acceptance
 
     def __post_init__(self) -> None:
         """Refuse unknown names and options by which nothing is drafted; raises `EdgeLLMError`."""
@@ -44,6 +50,11 @@ class SpecOptions:
                     raise EdgeLLMError(
                         f"unknown {what} {name!r} of a draft", hint=f"give {' or '.join(known)}"
                     )
+        if (self.network == "draft") != (self.draft_engine_dir is not None):
+            raise EdgeLLMError(
+                "a draft model and the folder of its engine go together",
+                hint="give --draftEngineDir for --spec draft, and only for it",
+            )
         if self.network is None and not self.lookups:
             raise EdgeLLMError("neither a network nor a lookup drafts")
         if self.choices:
@@ -87,6 +98,6 @@ class SpecOptions:
     @property
     def accept(self) -> Accept:
         """The acceptance rule."""
-        if self.typical_acceptance is None:
+        if self.typical is None:
             return accept_exactly
-        return functools.partial(accept_typically, threshold=self.typical_acceptance)
+        return functools.partial(accept_typically, typical=self.typical)

@@ -8,10 +8,9 @@ tokens minus lambda times cost in every round maximizes the long-run rate).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, overload
 
 import numpy as np
 
@@ -69,10 +68,14 @@ def _table(measured: Mapping[str, float]) -> F64:
     return np.interp(np.arange(rows[-1] + 1), rows, times)
 
 
-def price(table: F64, rows: int) -> float:
+@overload
+def price(table: F64, rows: int) -> float: ...
+@overload
+def price(table: F64, rows: I64) -> F64: ...
+def price(table: F64, rows: int | I64) -> float | F64:
     """What a pass of `rows` costs by a table of `Costs`, beyond its end as passes of its length."""
     last = len(table) - 1
-    return float(table[rows]) if rows <= last else float(table[last]) * math.ceil(rows / last)
+    return table[np.minimum(rows, last)] * np.ceil(rows / last)
 
 
 class Policy(Protocol):
@@ -86,8 +89,14 @@ class Policy(Protocol):
         """Whether this round should draft at all."""
         ...
 
-    def frontier(self, pool: Pool, newest: I64, room: int) -> I64:
-        """Which of the `newest` nodes get children; at most `room`, none to stop."""
+    def frontier(self, pool: Pool, newest: I64, prices: F64) -> I64:
+        """Which of the `newest` nodes get children; none to stop.
+
+        Args:
+            pool: what was drafted so far.
+            newest: the nodes of the latest level.
+            prices: milliseconds of a pass for one of them, for two, ...; for more is no room.
+        """
         ...
 
     def select(self, pool: Pool, room: int) -> I64:
@@ -117,9 +126,9 @@ class FixedTree:
         """Always."""
         return True
 
-    def frontier(self, pool: Pool, newest: I64, room: int) -> I64:
+    def frontier(self, pool: Pool, newest: I64, prices: F64) -> I64:
         """The best `top_k` of the newest level."""
-        return newest[top(pool.scores[newest], min(self._limits.top_k, room))]
+        return newest[top(pool.scores[newest], min(self._limits.top_k, len(prices)))]
 
     def select(self, pool: Pool, room: int) -> I64:
         """The best of the whole pool."""
@@ -162,13 +171,12 @@ class CostAwareTree:
         """False during a pause after a trial that lost against plain decoding."""
         return self._pause <= 0
 
-    def frontier(self, pool: Pool, newest: I64, room: int) -> I64:
+    def frontier(self, pool: Pool, newest: I64, prices: F64) -> I64:
         """The nodes whose likeliest child pays for its rows in draft and verification."""
-        count = min(self._limits.top_k, room, len(self._costs.step) - 1)
-        order = top(pool.scores[newest], count)
+        order = top(pool.scores[newest], min(self._limits.top_k, len(prices)))
         chances = np.exp(pool.scores[newest[order]]) * self._best_child
         gains = np.cumsum(chances - self.rate * self._row_ms())
-        gains -= self.rate * self._costs.step[1 : len(order) + 1]
+        gains -= self.rate * prices[: len(order)]
         best = int(gains.argmax()) if len(gains) else 0
         return newest[order[: best + 1]] if len(gains) and gains[best] > 0 else newest[:0]
 

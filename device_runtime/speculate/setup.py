@@ -12,13 +12,16 @@ from edgellm.contract import (
     BrokenArtifactError,
     DraftEngineManifest,
     EngineManifest,
+    FileRecord,
     LimitError,
     load_manifest,
 )
 from edgellm.device_runtime import backends
-from edgellm.device_runtime.context import RowCache
+from edgellm.device_runtime.context import RecordedSession, RowCache
+from edgellm.device_runtime.session import ImageRows
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.committed import CommittedRows, ImageIds
+from edgellm.device_runtime.speculate.draft_model import ModelDrafter
 from edgellm.device_runtime.speculate.drafter import Drafter, TreeDrafter
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.lookup import Lookup, LookupSource
@@ -33,7 +36,9 @@ from edgellm.device_runtime.speculate.policy import (
 )
 from edgellm.device_runtime.speculate.static_tree import StaticTree
 from edgellm.device_runtime.speculate.suffix import SuffixLookup
+from edgellm.device_runtime.tokenizer import ChatTokenizer
 
+_TOKENIZER = "tokenizer.json"
 _Make = Callable[[Policy, Sequence[LookupSource]], Drafter]
 _LOOKUPS: dict[str, Callable[[], Lookup]] = {"ngram": NgramLookup, "suffix": SuffixLookup}
 
@@ -45,6 +50,28 @@ class _Opened:
     costs: Costs
     make: _Make
     caches: tuple[RowCache, ...] = ()  # of drafts; they outlast an answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What is to be opened."""
+
+    engine: Path
+    base: EngineManifest
+    options: SpecOptions
+    limits: TreeLimits
+    verify: bool  # hashes, not only sizes
+
+    def check(self, folder: Path, files: dict[str, FileRecord]) -> None:
+        """Refuse damaged files; raises `BrokenArtifactError`."""
+        (verify_files if self.verify else verify_sizes)(folder, files)
+
+    def image_ids(self, *, reads_rows: bool) -> ImageIds | None:
+        """Of a base that takes images, for a draft that takes their rows or does not."""
+        images = self.base.decoder.images
+        if images is None:
+            return None
+        return ImageIds(self.base.decoder.vocab_size, None if reads_rows else images.token_id)
 
 
 class Drafters:
@@ -63,8 +90,7 @@ class Drafters:
             LimitError: the options exceed what the engines were built for.
         """
         self.options, self._limits = options, options.limits(base.max_verify_tree_size)
-        open_network = _open_eagle if options.network == "eagle" else _open_none
-        opened = open_network(engine, base, self._limits, verify=verify)
+        opened = _OPENERS[options.network](_Order(engine, base, options, self._limits, verify))
         self._costs, self._make, self.caches = opened.costs, opened.make, opened.caches
         self._lookups = [_LOOKUPS[name]() for name in options.lookups]
         self._drafters: dict[bool, Drafter] = {}
@@ -84,67 +110,110 @@ class Drafters:
         return CostAwareTree(self._limits, self._costs, Calibration())
 
 
-def _open_none(engine: Path, base: EngineManifest, limits: TreeLimits, *, verify: bool) -> _Opened:
+def _open_none(order: _Order) -> _Opened:
     """Text alone drafts."""
-    del verify  # there is nothing to load
-    if not base.max_verify_tree_size:
-        raise BrokenArtifactError(
-            f"{engine} was built for plain decoding",
-            hint="build it with --maxVerifyTreeSize 16, say",
-        )
-    check_tree_size(limits, base)
-    image_ids = None
-    if base.decoder.images is not None:
-        image_ids = ImageIds(base.decoder.vocab_size, None)
+    check_tree_size(order.limits, order.base, order.engine)
+    image_ids = order.image_ids(reads_rows=True)
 
     def make(policy: Policy, lookups: Sequence[LookupSource]) -> Drafter:
-        return TreeDrafter(policy, limits, lookups=lookups, image_ids=image_ids)
+        return TreeDrafter(policy, order.limits, lookups=lookups, image_ids=image_ids)
 
-    return _Opened(Costs.of(base.pass_cost_ms), make)
+    return _Opened(Costs.of(order.base.pass_cost_ms), make)
 
 
-def _open_eagle(engine: Path, base: EngineManifest, limits: TreeLimits, *, verify: bool) -> _Opened:
+def _open_eagle(order: _Order) -> _Opened:
     """The draft engine in the folder of its base."""
+    engine, base, folder = order.engine, order.base, order.engine / DRAFT_FOLDER
     if not base.max_verify_tree_size or not base.hidden_taps:
         raise BrokenArtifactError(
             f"{engine} is no EAGLE base",
             hint="export with --is_eagle_base and build with --eagleBase",
         )
-    folder = engine / DRAFT_FOLDER
     if not folder.is_dir():
         raise BrokenArtifactError(
             f"{engine} has no draft engine", hint="run llm_build --eagleDraft into the folder"
         )
     manifest = load_manifest(folder, DraftEngineManifest)
     require_pair(manifest.draft, base, str(engine))
-    check_tree_size(limits, base)
-    check_draft_rows(limits, manifest)
-    (verify_files if verify else verify_sizes)(folder, manifest.files)
+    check_tree_size(order.limits, base, engine)
+    check_draft_rows(order.limits, manifest)
+    order.check(folder, manifest.files)
     session = backends.find(manifest.backend).open_draft_session(folder, manifest)
     costs = Costs.of(base.pass_cost_ms, manifest.step_cost_ms, manifest.extend_cost_ms)
-    image_ids = None
-    if base.decoder.images is not None:
-        reads_rows = manifest.draft.decoder.images is not None
-        placeholder = None if reads_rows else base.decoder.images.token_id
-        image_ids = ImageIds(base.decoder.vocab_size, placeholder)
+    image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
 
-    rows = CommittedRows(session, limits.steps + 1, image_ids)
+    rows = CommittedRows(session, order.limits.steps + 1, image_ids)
 
     def make(policy: Policy, lookups: Sequence[LookupSource]) -> Drafter:
         return EagleDrafter(
-            rows, policy, limits, costs,
+            rows, policy, order.limits, costs,
             max_tree_rows=manifest.max_draft_tree_size, lookups=lookups,
         )  # fmt: skip
 
     return _Opened(costs, make, (rows,))
 
 
-def check_tree_size(limits: TreeLimits, base: EngineManifest) -> None:
+def _open_model(order: _Order) -> _Opened:
+    """Another engine of `llm_build`, whose model has the base's tokens."""
+    base, folder = order.base, order.options.draft_engine_dir
+    assert folder is not None
+    check_tree_size(order.limits, base, order.engine)
+    manifest = load_manifest(folder, EngineManifest)
+    order.check(folder, manifest.files)
+    if manifest.files.get(_TOKENIZER) != base.files.get(_TOKENIZER):
+        require_same_tokens(order.engine, folder)
+    session = RecordedSession(backends.find(manifest.backend).open_session(folder, manifest))
+    if (images := manifest.decoder.images) is not None:
+        session.show(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
+    costs = Costs.of(base.pass_cost_ms, manifest.pass_cost_ms, manifest.pass_cost_ms)
+
+    def make(policy: Policy, lookups: Sequence[LookupSource]) -> Drafter:
+        return ModelDrafter(
+            session, policy, order.limits, costs,
+            num_candidates=base.decoder.vocab_size, num_readable=manifest.decoder.vocab_size,
+            prefill_rows=manifest.prefill_rows, lookups=lookups,
+            image_ids=order.image_ids(reads_rows=False),
+        )  # fmt: skip
+
+    return _Opened(costs, make)
+
+
+_OPENERS = {None: _open_none, "eagle": _open_eagle, "draft": _open_model}
+
+
+def require_same_tokens(engine: Path, draft: Path) -> None:
+    """Refuse a draft model to which token ids mean something else.
+
+    Raises:
+        BrokenArtifactError: names a token that differs.
+    """
+    ours, theirs = (ChatTokenizer(folder).vocabulary() for folder in (engine, draft))
+    differing = ours.items() ^ theirs.items()
+    if not differing:
+        return
+    token_id = min(token_id for _, token_id in differing)
+    here, there = (
+        next((repr(token) for token, known in vocabulary.items() if known == token_id), "none")
+        for vocabulary in (ours, theirs)
+    )
+    raise BrokenArtifactError(
+        f"{draft} has other tokens than {engine}: {token_id} is {there} there, {here} here",
+        hint="take a draft model of the same family, with the same tokenizer",
+    )
+
+
+def check_tree_size(limits: TreeLimits, base: EngineManifest, engine: Path) -> None:
     """Refuse trees that the base was not built for.
 
     Raises:
+        BrokenArtifactError: it was built for none.
         LimitError: says which flag, and what the engine takes.
     """
+    if not base.max_verify_tree_size:
+        raise BrokenArtifactError(
+            f"{engine} was built for plain decoding",
+            hint="build it with --maxVerifyTreeSize 16, say",
+        )
     if min(limits.top_k, limits.steps, limits.verify_size) < 1:
         raise LimitError("top-k, steps and tree size of a draft start at 1")
     if limits.verify_size > base.max_verify_tree_size:

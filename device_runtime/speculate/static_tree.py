@@ -110,10 +110,10 @@ class StaticTree:
         """Always."""
         return True
 
-    def frontier(self, pool: Pool, newest: I64, room: int) -> I64:
+    def frontier(self, pool: Pool, newest: I64, prices: F64) -> I64:
         """The choices of the newest level that have children."""
         numbers = self._numbers(pool)[newest]
-        return newest[(numbers >= 0) & self._is_parent[numbers]][:room]
+        return newest[(numbers >= 0) & self._is_parent[numbers]][: len(prices)]
 
     def select(self, pool: Pool, room: int) -> I64:
         """All choices, level by level."""

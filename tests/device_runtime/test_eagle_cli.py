@@ -89,7 +89,9 @@ def _check_profile(report, answers) -> None:
     assert eagle["average_acceptance_rate"] == pytest.approx(emitted / eagle["total_iterations"])
     assert eagle["overall_tokens_per_second_excluding_base_prefill"] > 0
     assert 2 <= eagle["average_tree_size"] <= 60
-    assert 0 <= eagle["draft_hit_rate"] <= 1
+    accepted, drafted = eagle["total_accepted_draft_tokens"], eagle["total_draft_tokens"]
+    assert 0 < accepted < drafted
+    assert eagle["acceptance_rate"] == pytest.approx(accepted / drafted)
     depths = eagle["acceptance_by_depth"]
     assert [entry["depth"] for entry in depths] == list(range(1, len(depths) + 1))
     assert depths[0]["drafted_rounds"] >= depths[0]["accepted_rounds"]

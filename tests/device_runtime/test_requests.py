@@ -5,7 +5,7 @@ import json
 import pytest
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.requests import Options, parse_request, read_file
+from edgellm.device_runtime.requests import Options, parse_request, read_file, sampling_of
 
 USER = {"role": "user", "content": "hi"}
 
@@ -87,11 +87,25 @@ def test_missing_and_undecodable_files(tmp_path):
         ),
         ({"messages": [USER], "lora_name": "a"}, "LoRA adapters are not supported"),
         ({"messages": [USER], "temperature": True}, "temperature: expected `float"),
+        ({"messages": [USER], "min_p": 1.5}, "min_p: expected `float` <= 1"),
+        ({"messages": [USER], "repetition_penalty": 0}, "repetition_penalty: expected `float` > 0"),
+        ({"messages": [USER], "presence_penalty": 3}, "presence_penalty: expected `float` <= 2"),
+        ({"messages": [USER], "logit_bias": {"w9": 1}}, "expected `int`, got `str`.*logit_bias"),
+        ({"messages": [USER], "logit_bias": {"9": 200}}, "expected `float` <= 100"),
     ],
 )
 def test_faulty_requests_name_their_place(raw, message):
     with pytest.raises(RequestError, match=message):
         parse_request(raw, 3)
+
+
+def test_a_request_says_how_tokens_are_chosen():
+    options = Options(min_p=0.1, presence_penalty=0.5)
+    raw = {"messages": [USER], "presence_penalty": -1, "logit_bias": {"9": 2.5}}
+    found = sampling_of(parse_request(raw, 0).merged(options))
+    assert (found.min_p, found.presence_penalty, found.logit_bias) == (0.1, -1, {9: 2.5})
+    assert not found.is_greedy
+    assert sampling_of(options, greedy=True).is_greedy
 
 
 def test_the_pieces_of_a_message():

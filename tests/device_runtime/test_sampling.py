@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgellm.contract import RequestError
 from edgellm.device_runtime.sampling import Sampler, SamplingParams, processed_distribution
 
 LOGITS = np.array([1.0, 4.0, 2.0, 3.0, -5.0], np.float32)
@@ -74,3 +75,32 @@ def test_seeds_repeat_and_differ():
 
     assert draw(3) == draw(3)
     assert draw(3) != draw(4)
+
+
+def test_penalties_count_the_prompt_and_the_answer():
+    params = SamplingParams(
+        0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25,
+        logit_bias={2: 3.0},
+    )  # fmt: skip
+    sampler = Sampler(params, [4, 999])  # an image row is no token
+    np.testing.assert_allclose(sampler.adjusted(LOGITS), [1, 4, 5, 3, -10])
+    assert sampler.choose(LOGITS, 1) == 2  # biased
+    np.testing.assert_allclose(sampler.adjusted(LOGITS), [1, 4, 2.5 - 0.75, 3, -10])
+    np.testing.assert_allclose(sampler.adjusted(LOGITS, [2, 1]), [1, 2 - 0.75, 2.5 - 1, 3, -10])
+    np.testing.assert_array_equal(LOGITS, [1, 4, 2, 3, -5])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"min_p": 1.1}, "min_p 1.1 is out of range"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0 is out of range"),
+        ({"frequency_penalty": -3.0}, "frequency_penalty -3.0 is out of range"),
+        ({"logit_bias": {3: 101.0}}, "logit_bias 101.0 of token 3 is out of range"),
+        ({"logit_bias": {-1: 0.0}}, "logit_bias 0.0 of token -1 is out of range"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "names 1025 tokens"),
+    ],
+)
+def test_numbers_that_no_distribution_follows_from(given, message):
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**given)

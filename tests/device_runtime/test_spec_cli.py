@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import pytest
-from conftest import assert_one_line_error
+from conftest import assert_one_line_error, write_tokenizer
 
+from edgellm.artifact import hash_file
 from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.spec_flags import SpecFlags
@@ -78,7 +81,7 @@ def test_engines_that_were_not_built_for_it(infer, tiny_engine):
 @pytest.mark.parametrize("tree", ["cost", "fixed"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_are_the_plain_ones(tree_engine, tree, temperature):
-    llm = LLM(tree_engine, spec=SpecOptions(None, ("ngram", "suffix"), tree=tree))
+    llm = LLM(tree_engine, spec=SpecOptions(network=None, lookups=("ngram", "suffix"), tree=tree))
     for prompt in ("w20 w21", "w9 w10 w9 w10 w9", "w23"):
         ids = []
         for speculative in (False, True):
@@ -92,6 +95,44 @@ def test_answers_are_the_plain_ones(tree_engine, tree, temperature):
         assert all(counts.tree_size <= 12 for counts in answer.profile.rounds)
 
 
+def _ids(llm, temperature, *, speculative):
+    answer = llm.generate(
+        "w20 w21 w22", sampling=SamplingParams(temperature, 1.0, 0), speculative=speculative,
+        max_generate_length=60,
+    )  # fmt: skip
+    list(answer)
+    return answer.token_ids, answer.profile.rounds
+
+
+@pytest.mark.parametrize("tree", ["cost", "fixed"])
+@pytest.mark.parametrize("draft", ["tiny_engine", "tiny_int4_engine"])
+def test_a_draft_model_leaves_answers_as_they_are(tree_engine, draft, tree, request):
+    """The base's own model drafts, and that model rounded to INT4."""
+    folder = request.getfixturevalue(draft)
+    llm = LLM(tree_engine, spec=SpecOptions("draft", folder, tree=tree), verify=True)
+    for temperature in (0.0, 1.0):
+        (plain, _), (found, rounds) = (
+            _ids(llm, temperature, speculative=speculative) for speculative in (False, True)
+        )
+        assert found == plain
+        if tree == "fixed" and draft == "tiny_engine" and temperature == 0:
+            assert sum(one.accepted for one in rounds) > 4 * len(rounds)
+
+
+def test_a_draft_model_with_other_tokens_is_refused(infer, tiny_engine, tmp_path):
+    draft = shutil.copytree(tiny_engine, tmp_path / "draft")
+    write_tokenizer(draft, 95)
+    path = draft / "manifest.json"
+    manifest = json.loads(path.read_text())
+    record = hash_file(draft / "tokenizer.json")
+    manifest["files"]["tokenizer.json"] = dataclasses.asdict(record)
+    path.write_text(json.dumps(manifest))
+    result, answers = infer("--draftEngineDir", draft)
+    assert_one_line_error(result, "has other tokens than", "95 is none there, 'w95' here")
+    assert answers is None
+    assert_one_line_error(infer("--draftEngineDir", tmp_path / "no")[0], "no such folder")
+
+
 @pytest.mark.parametrize(
     ("given", "network", "lookups"),
     [
@@ -100,6 +141,7 @@ def test_answers_are_the_plain_ones(tree_engine, tree, temperature):
         ({"spec": "eagle", "eagle": True, "ngram": True}, "eagle", ("ngram",)),
         ({"spec": "ngram"}, None, ("ngram",)),
         ({"ngram": True}, None, ("ngram",)),
+        ({"draft_engine_dir": Path("d"), "ngram": True}, "draft", ("ngram",)),
         ({"spec": "suffix"}, None, ("suffix",)),
         ({"spec": "suffix", "ngram": True}, None, ("ngram", "suffix")),
     ],
@@ -119,7 +161,7 @@ def test_flags_that_decode_plainly():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"spec": "medusa"}, "--spec medusa: give eagle, ngram, suffix or none"),
+        ({"spec": "medusa"}, "--spec medusa: give eagle, draft, ngram, suffix or none"),
         ({"spec": "none", "eagle": True}, "--spec none decodes plainly"),
         ({"eagle": True, "tree": "tall"}, "--eagleTree tall: give cost or fixed"),
         (
@@ -146,6 +188,9 @@ def test_flags_that_decode_plainly():
             {"eagle": True, "choices": "mc_sim_7b_63", "max_non_leaves": 9},
             "level 1 of the choices has 10 nodes with children, --maxNonLeavesPerLayer allows 9",
         ),
+        ({"spec": "draft"}, "a draft model and the folder of its engine go together"),
+        ({"eagle": True, "draft_engine_dir": Path("d")}, "eagle and draft cannot draft together"),
+        ({"spec": "none", "draft_engine_dir": Path("d")}, "--spec none decodes plainly"),
         ({"spec": "ngram", "choices": "[[0]]"}, "a static tree is a network's alone"),
         ({"eagle": True, "ngram": True, "choices": "[[0]]"}, "a static tree is a network's alone"),
     ],
@@ -185,7 +230,7 @@ def test_choices_beyond_the_bounds(bounds, message):
 
 
 def test_bounds_are_the_methods_own_where_none_are_given():
-    eagle, text = SpecOptions(), SpecOptions(None, ("ngram",), top_k=3)
+    eagle, text = SpecOptions(), SpecOptions(network=None, lookups=("ngram",), top_k=3)
     assert (eagle.limits(60).steps, eagle.limits(60).verify_size) == (6, 60)
     assert (text.limits(12).top_k, text.limits(12).steps, text.limits(12).verify_size) == (
         3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -13,10 +14,16 @@ from hypothesis import strategies as st
 
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.session import PassResult
-from edgellm.device_runtime.speculate.accept import Accepted, accept_exactly, accept_typically
+from edgellm.device_runtime.speculate.accept import (
+    Accepted,
+    Typical,
+    accept_exactly,
+    accept_typically,
+)
 from edgellm.device_runtime.speculate.tree import Tree
 
 VOCAB, LENGTH = 4, 3
+PROMPT = (1, 2)
 GREEDY = SamplingParams(temperature=0)
 PARAMS = [
     SamplingParams(1.0, 1.0, 0),
@@ -26,6 +33,11 @@ PARAMS = [
     SamplingParams(1.3, 1.0, 2),
     SamplingParams(1.0, 0.9, 1),
     GREEDY,
+    SamplingParams(1.0, 1.0, 0, min_p=0.2),
+    SamplingParams(1.0, 0.9, 0, repetition_penalty=1.7),
+    SamplingParams(0.8, 1.0, 3, min_p=0.05, presence_penalty=1.1, frequency_penalty=0.6),
+    SamplingParams(1.0, 1.0, 0, logit_bias={0: 1.5, 3: -100}, presence_penalty=-0.7),
+    SamplingParams(0.0, repetition_penalty=1.9, frequency_penalty=0.9),
 ]
 
 
@@ -35,19 +47,36 @@ def base_logits(seed: int, context: tuple[int, ...]) -> np.ndarray:
     return random.normal(size=VOCAB).astype(np.float32) * 2
 
 
-def naive_distribution(logits, params) -> dict[int, float]:
-    """Temperature, top-k, top-p, renormalized, as their definitions say; by token id."""
+def naive_logits(logits, params, said) -> list[float]:
+    """What biases and penalties make of a row behind `PROMPT` and the answer so far."""
+    found = []
+    for token, logit in enumerate(logits.tolist()):
+        logit += params.logit_bias.get(token, 0)
+        if token in PROMPT or token in said:
+            factor = params.repetition_penalty
+            logit = logit / factor if logit > 0 else logit * factor
+        count = said.count(token)
+        logit -= params.presence_penalty * (count > 0) + params.frequency_penalty * count
+        found.append(logit)
+    return found
+
+
+def naive_distribution(logits, params, said=()) -> dict[int, float]:
+    """Penalties, temperature, top-k, top-p, min-p as their definitions say; by token id."""
+    logits = naive_logits(logits, params, said)
     order = sorted(range(VOCAB), key=lambda token: -logits[token])
     if params.is_greedy:
         return {order[0]: 1.0}
     kept = order[: params.top_k] if params.top_k else order
-    weights = {token: math.exp(float(logits[token]) / params.temperature) for token in kept}
+    weights = {token: math.exp(logits[token] / params.temperature) for token in kept}
     total = math.fsum(weights.values())
     nucleus: dict[int, float] = {}
     for token in kept:
         if math.fsum(nucleus.values()) >= params.top_p and nucleus:
             break
         nucleus[token] = weights[token] / total
+    least = params.min_p * max(nucleus.values())
+    nucleus = {token: chance for token, chance in nucleus.items() if chance >= least}
     mass = math.fsum(nucleus.values())
     return {token: chance / mass for token, chance in sorted(nucleus.items())}
 
@@ -60,12 +89,13 @@ class Exhaustive(Sampler):
     """
 
     def __init__(self, params: SamplingParams, branches: list[int]) -> None:
-        super().__init__(params)
+        super().__init__(params, PROMPT)
         self._random = self  # type: ignore[assignment]
+        self._said: tuple[int, ...] = ()
         self.branches, self.widths, self.weight, self._uniform = branches, [], 1.0, 0.0
 
     def choose(self, logits, argmax):
-        shares = list(naive_distribution(logits, self.params).items())
+        shares = list(naive_distribution(logits, self.params, self._said).items())
         if len(self.branches) == len(self.widths):
             self.branches.append(0)
         branch = self.branches[len(self.widths)]
@@ -73,11 +103,18 @@ class Exhaustive(Sampler):
         token, share = shares[branch]
         low = math.fsum(chance for _, chance in shares[:branch])
         self.weight *= share
-        for place in (0.001, 0.999, 0.5):  # constant over the whole interval
+        adjusted = self.adjusted(logits)
+        for place in (0.001, 0.999):  # constant over the whole interval
             self._uniform = low + place * share
-            chosen = super().choose(logits, argmax)
-            assert chosen == token
-        return chosen
+            assert self._pick(adjusted, int(adjusted.argmax())) == token
+        self._uniform = low + 0.5 * share
+        assert super().choose(logits, argmax) == token
+        self._said += (token,)
+        return token
+
+    def take(self, token_ids):
+        super().take(token_ids)
+        self._said += tuple(token_ids)
 
     def random(self) -> float:
         return self._uniform
@@ -129,7 +166,7 @@ def verify(seed: int, context: tuple[int, ...], tree: Tree) -> PassResult:
 
 def emitted(seed: int, accept, sampler) -> tuple[int, ...]:
     """The next tokens by rounds of speculation, as the loop runs them."""
-    context: tuple[int, ...] = (1, 2)
+    context: tuple[int, ...] = PROMPT
     while (left := LENGTH + 2 - len(context)) > 0:
         tree = tree_of(seed, context, min(left - 1, 3))
         outcome = accept(tree, verify(seed, context, tree), sampler)
@@ -147,7 +184,7 @@ def ancestral(seed: int, params) -> dict[tuple[int, ...], float]:
             (*tokens, token): mass * share
             for tokens, mass in found.items()
             for token, share in naive_distribution(
-                base_logits(seed, (1, 2, *tokens)), params
+                base_logits(seed, (*PROMPT, *tokens)), params, tokens
             ).items()
         }
     return found
@@ -200,7 +237,21 @@ def again_after_rejection(tree, result, sampler):
 
 
 def typical(tree, result, sampler):
-    return accept_typically(tree, result, sampler, 0.09)
+    return accept_typically(tree, result, sampler, Typical(0.09))
+
+
+def without_ancestors(tree, result, sampler):
+    """Biased under penalties: all nodes are judged behind the text before the tree."""
+    params, text = sampler.params, sampler._said
+    outcome = accept_exactly(tree, result, sampler)
+    shares = naive_distribution(result.logits[outcome.path[-1]], params, text)
+    return Accepted(outcome.path, max(shares, key=shares.__getitem__))
+
+
+def test_the_check_finds_penalties_that_forget_a_nodes_ancestors():
+    params = SamplingParams(0.0, frequency_penalty=1.5)
+    found = [distance(seed, params, without_ancestors) for seed in range(20)]
+    assert max(found) == 1
 
 
 @pytest.mark.parametrize(
@@ -215,8 +266,8 @@ def test_the_check_finds_biased_acceptance(accept):
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_the_same_seed_gives_the_plain_answer(params):
     for seed in range(30):
-        one = Sampler(SamplingParams(params.temperature, params.top_p, params.top_k, seed))
-        other = Sampler(SamplingParams(params.temperature, params.top_p, params.top_k, seed))
+        seeded = dataclasses.replace(params, seed=seed)
+        one, other = Sampler(seeded, PROMPT), Sampler(seeded, PROMPT)
         plain = ()
         for _ in range(LENGTH):
             logits = base_logits(seed, (1, 2, *plain))
@@ -230,36 +281,46 @@ def test_greedy_is_exact_also_when_typical(seed):
     assert distance(seed, GREEDY, typical) == 0
 
 
-def naive_typical(tree, result, params, threshold) -> list[int]:
+def naive_typical(tree, result, params, threshold, alpha) -> list[int]:
     """The end nodes that Medusa's definition allows: the longest, of equals the likeliest."""
     scores: dict[int, tuple[int, float]] = {0: (0, 0.0)}
+    paths: dict[int, tuple[int, ...]] = {0: ()}
     for node in range(1, len(tree)):
         parent = int(tree.parents[node])
         if parent not in scores:
             continue
-        chances = naive_distribution(result.logits[parent], params)
+        chances = naive_distribution(result.logits[parent], params, paths[parent])
         entropy = -sum(p * math.log(p) for p in chances.values())
-        chance = chances.get(int(tree.token_ids[node]), 0.0)
-        if chance > min(threshold, math.sqrt(threshold) * math.exp(-entropy)):
+        token = int(tree.token_ids[node])
+        chance = chances.get(token, 0.0)
+        if chance > min(threshold, alpha * math.exp(-entropy)):
             length, score = scores[parent]
             scores[node] = length + 1, score + math.log(chance)
+            paths[node] = (*paths[parent], token)
     best = max(scores.values())
     return [n for n, s in scores.items() if s[0] == best[0] and s[1] > best[1] - 1e-9]
 
 
+@pytest.mark.parametrize("alpha", [None, 0.2, 0.9])
 @pytest.mark.parametrize("threshold", [0.0, 0.05, 0.3, 1.0])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10_000))
-def test_typical_acceptance_follows_its_definition(threshold, seed):
-    params = SamplingParams(0.8, 0.95, 3)
-    tree = tree_of(seed, (1, 2), 3)
-    result = verify(seed, (1, 2), tree)
-    outcome = accept_typically(tree, result, Sampler(params), threshold)
-    assert outcome.path[-1] in naive_typical(tree, result, params, threshold)
+def test_typical_acceptance_follows_its_definition(threshold, alpha, seed):
+    params = SamplingParams(0.8, 0.95, 3, repetition_penalty=1.4, frequency_penalty=0.5)
+    tree = tree_of(seed, PROMPT, 3)
+    result, sampler = verify(seed, PROMPT, tree), Sampler(params, PROMPT)
+    outcome = accept_typically(tree, result, sampler, Typical(threshold, alpha))
+    known = math.sqrt(threshold) if alpha is None else alpha
+    assert outcome.path[-1] in naive_typical(tree, result, params, threshold, known)
     assert outcome.path[0] == 0
     for above, below in itertools.pairwise(outcome.path):
         assert tree.parents[below] == above
-    assert outcome.bonus in naive_distribution(result.logits[outcome.path[-1]], params)
+    taken = tuple(int(tree.token_ids[node]) for node in outcome.path[1:])
+    logits = result.logits[outcome.path[-1]]
+    assert outcome.bonus in naive_distribution(logits, params, taken)
+    np.testing.assert_allclose(  # the path and the bonus are part of the text
+        sampler.adjusted(logits), naive_logits(logits, params, (*taken, outcome.bonus)), atol=1e-5
+    )
 
 
 @pytest.mark.filterwarnings("error")
@@ -267,5 +328,5 @@ def test_typical_acceptance_of_vanishing_probabilities():
     logits = np.array([[0, 90, -90, 5], [1, 2, 3, 4]], np.float32)
     tree = Tree(np.array([0, 1]), np.array([-1, 0]), np.ones(2))
     result = PassResult(logits.argmax(-1), logits, logits[:, :0])
-    outcome = accept_typically(tree, result, Sampler(SamplingParams(0.01, 1.0, 0)), 0.09)
+    outcome = accept_typically(tree, result, Sampler(SamplingParams(0.01, 1.0, 0)), Typical(0.09))
     assert outcome.path == [0, 1]

@@ -180,9 +180,17 @@ WAYS = {
     "cost": SpecOptions(),
     "lookups": SpecOptions(lookups=("ngram", "suffix"), tree="fixed"),
     "cost_ngram": SpecOptions(lookups=("ngram",)),
-    "cost_text": SpecOptions(None, ("ngram", "suffix")),
+    "cost_text": SpecOptions(network=None, lookups=("ngram", "suffix")),
 }
-SAMPLINGS = [SamplingParams(temperature=0), SamplingParams(1.0, 1.0, 0, 7), SamplingParams(0.5)]
+SAMPLINGS = [
+    SamplingParams(temperature=0),
+    SamplingParams(1.0, 1.0, 0, 7),
+    SamplingParams(0.5),
+    SamplingParams(
+        0.0, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={11: -100, 12: 2}
+    ),
+    SamplingParams(0.9, 1.0, 0, 3, min_p=0.02, presence_penalty=0.8),
+]
 
 
 def answer_of(llm, prompt, sampling, **options):

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, adversary, oracle
+from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, StrictModel, adversary, oracle
 
+from edgellm.device_runtime.context import RecordedSession
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.committed import CommittedRows
+from edgellm.device_runtime.speculate.draft_model import ModelDrafter
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.lookup import LookupSource
@@ -58,6 +60,7 @@ class Setup:
     draft_capacity: int = 128
     prefill_rows: int = 64
     draft: str | None = "oracle"  # None: the text alone drafts
+    is_model: bool = False  # an ordinary model drafts, not EAGLE's
 
     def __post_init__(self) -> None:
         self.base = StrictBase(self.capacity)
@@ -69,6 +72,13 @@ class Setup:
         lookups = [LookupSource(LOOKUPS[name]()) for name in self.lookups]
         if self.draft is None:
             self.drafter = TreeDrafter(policy, self.limits, lookups=lookups)
+            return
+        if self.is_model:
+            self.session = StrictModel(self.draft_capacity, DRAFTS[self.draft])
+            self.drafter = ModelDrafter(
+                RecordedSession(self.session), policy, self.limits, costs, num_candidates=VOCAB,
+                num_readable=VOCAB, prefill_rows=self.prefill_rows, lookups=lookups,
+            )  # fmt: skip
             return
         self.session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
         self.rows = CommittedRows(self.session, self.limits.steps + 1)
@@ -106,6 +116,63 @@ def test_ids_are_those_of_plain_decoding(draft, shape, policy, lookups):
         for prompt in (PROMPT, [7], list(range(20)) * 2):  # answers of one drafter, one by one
             assert setup.ids(prompt, params, 30) == plain(prompt, params, 30)
     assert max(setup.base.tree_sizes) <= SHAPES[shape].verify_size
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("policy", ["fixed", "fair"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_ids_are_those_of_plain_decoding_with_a_draft_model(draft, shape, policy):
+    lookups = ("suffix",) if shape == "bushy" else ()
+    setup = Setup(SHAPES[shape], policy, lookups, draft=draft, is_model=True)
+    for params in (GREEDY, SAMPLED):
+        for prompt in (PROMPT, [7], list(range(20)) * 2):
+            assert setup.ids(prompt, params, 30) == plain(prompt, params, 30)
+    assert max(setup.base.tree_sizes) <= SHAPES[shape].verify_size
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_a_draft_model_that_is_the_base_is_always_right(top_k):
+    """Which it could not be if its cache did not follow the accepted path."""
+    setup = Setup(TreeLimits(top_k, 5, 1 + 5 * top_k), is_model=True)
+    rounds = setup.rounds(max_tokens=61)
+    assert [len(found.token_ids) for found in rounds] == [1, *[6] * 10]
+    assert top_k > 1 or max(setup.session.pass_rows[1:]) == 2  # the leaf and the bonus
+    assert setup.ids(params=SAMPLED, max_tokens=61) == plain(params=SAMPLED, max_tokens=61)
+
+
+def test_a_chain_is_drafted_row_by_row_and_a_tree_anew_with_every_level():
+    for top_k, passes in ((1, [1, 1, 1]), (2, [2, 4, 6])):
+        setup = Setup(TreeLimits(top_k, 4, 99), is_model=True)
+        setup.rounds(max_tokens=6)
+        assert setup.session.pass_rows == [len(PROMPT) + 1, *passes]
+
+
+@pytest.mark.parametrize(("top_k", "first"), [(1, [1, 1, 1]), (2, [1, 3, 5])])
+def test_a_level_costs_what_its_pass_computes(top_k, first):
+    """One row of a chain, whatever stands before; of a tree all rows so far."""
+    table = {str(rows): float(rows) for rows in range(1, 65)}
+    setup, told = Setup(TreeLimits(top_k, 4, 99), is_model=True), []
+    setup.drafter._costs = Costs.of({"1": 1}, table, table)
+    frontier = setup.drafter._policy.frontier
+    setup.drafter._policy.frontier = lambda pool, newest, prices: (
+        told.append(prices[:3].tolist()) or frontier(pool, newest, prices)
+    )
+    setup.rounds(max_tokens=6)
+    assert [prices[0] for prices in told] == first
+    for level, prices in enumerate(told):
+        assert prices[1:] == [level * top_k + 2, level * top_k + 3]
+
+
+def test_what_a_draft_model_cannot_read_is_answered_without_it():
+    setup = Setup(is_model=True, capacity=60)
+    setup.drafter._num_readable = 9
+    assert setup.ids() == plain()
+    assert setup.session.pass_rows == []  # the prompt has a 9
+    setup.drafter._num_readable, setup.drafter._num_candidates = VOCAB, 5
+    found = setup.rounds()
+    assert [t for one in found for t in one.token_ids] == plain()
+    assert max(int(one.tree.token_ids[1:].max()) for one in found[1:] if len(one.tree) > 1) < 5
 
 
 @pytest.mark.filterwarnings("error")
@@ -207,6 +274,7 @@ def test_prompts_of_several_pieces(rows, draft):
     policy=st.sampled_from(["fixed", *COSTS]),
     lookups=st.sets(st.sampled_from(sorted(LOOKUPS))).map(tuple),
     draft=st.sampled_from([*sorted(DRAFTS), None]),
+    is_model=st.booleans(),
     room=st.integers(1, 40),
     draft_capacity=st.integers(1, 80),
     prefill_rows=st.integers(1, 40),
@@ -216,10 +284,10 @@ def test_prompts_of_several_pieces(rows, draft):
     ),
 )  # fmt: skip
 def test_any_combination(
-    prompt, limits, policy, lookups, draft, room, draft_capacity, prefill_rows, params
+    prompt, limits, policy, lookups, draft, is_model, room, draft_capacity, prefill_rows, params
 ):
     setup = Setup(
-        limits, policy, lookups, len(prompt) + room, draft_capacity, prefill_rows, draft
+        limits, policy, lookups, len(prompt) + room, draft_capacity, prefill_rows, draft, is_model
     )  # fmt: skip
     assert setup.ids(prompt, params, room) == plain(prompt, params, room)
 
@@ -230,6 +298,13 @@ def test_pauses_end_and_the_draft_catches_up():
     assert setup.ids([5], max_tokens=300) == _plain_of(300)
     assert len(setup.session.extensions) < 100
     assert max(setup.session.extensions) >= 32
+
+
+def test_a_losing_draft_model_pauses_too():
+    setup = Setup(policy="dear", draft="adversary", capacity=400, draft_capacity=400, is_model=True)
+    assert setup.ids([5], max_tokens=300) == _plain_of(300)
+    assert len(setup.session.pass_rows) < 100
+    assert max(setup.session.pass_rows) >= 32
 
 
 def test_a_pause_across_a_prompt_is_caught_up_with_in_two_passes():

@@ -14,7 +14,13 @@ from edgellm.device_runtime.speculate.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.lookup import Continuation
 from edgellm.device_runtime.speculate.ngram import NgramLookup
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.policy import (
+    CostAwareTree,
+    Costs,
+    FixedTree,
+    TreeLimits,
+    price,
+)
 from edgellm.device_runtime.speculate.static_tree import NAMED, StaticTree
 from edgellm.device_runtime.speculate.tree import Pool, Tree
 
@@ -154,7 +160,8 @@ def test_nothing_is_drafted_when_verification_is_too_dear():
     policy = CostAwareTree(limits, DEAR, Calibration())
     assert len(proposed(policy, limits, half_right)) == 1
     pool = pool_of([0.9, 0.05], policy)
-    assert len(policy.frontier(pool, np.array([1, 2]), 50)) == 0
+    prices = price(DEAR.step, np.arange(1, 51))
+    assert len(policy.frontier(pool, np.array([1, 2]), prices)) == 0
     assert len(policy.select(pool, 50)) == 0
 
 
@@ -180,7 +187,7 @@ def test_no_tree_has_more_rows_than_were_measured():
     policy = CostAwareTree(TreeLimits(), costs, Calibration())
     pool = pool_of([0.9] * 10, policy)
     assert len(policy.select(pool, 50)) == 3
-    assert len(policy.frontier(pool, np.arange(1, 11), 50)) <= 4
+    assert len(policy.frontier(pool, np.arange(1, 11), np.zeros(4))) == 4
 
 
 def test_losing_pauses_longer_and_longer_and_wakes_again():
@@ -264,6 +271,9 @@ def test_costs_are_interpolated_and_never_fall():
     np.testing.assert_allclose(costs.verify, [10, 10, 12, 14, 16, 16, 16, 16, 16])
     np.testing.assert_allclose(costs.step, [2, 2, 3])
     np.testing.assert_allclose(costs.extend, [1, 1])
+    assert [price(costs.verify, rows) for rows in (1, 5, 8, 9, 17)] == [10, 16, 16, 32, 48]
+    np.testing.assert_allclose(price(costs.step, np.arange(1, 6)), [2, 3, 6, 6, 9])
+    np.testing.assert_allclose(Costs.of({"1": 10}).step, [0, 0])
 
 
 def naive_lookup(tokens: list[int], shortest: int, longest: int, most: int):

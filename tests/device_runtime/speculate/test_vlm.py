@@ -63,7 +63,7 @@ def test_speculated_answers_are_the_plain_ones(engines, tmp_path, temperature, t
         picture(*size, seed=ord(name)).save(tmp_path / f"{name}.png")
     llm = LLM(
         engines.engine,
-        spec=SpecOptions("eagle", ("ngram",), 4, 3, 12, tree),
+        spec=SpecOptions(lookups=("ngram",), top_k=4, steps=3, verify_size=12, tree=tree),
         multimodal_engine_dir=engines.visual_engine,
     )
 
@@ -100,7 +100,7 @@ def test_rows_of_images_are_reused_and_never_confused(engines, tmp_path):
     for name, size in (("a", (33, 21)), ("b", (33, 21)), ("c", (16, 60))):
         picture(*size, seed=ord(name)).save(tmp_path / name, "png")
     options = {"multimodal_engine_dir": engines.visual_engine}
-    spec = SpecOptions("eagle", (), 4, 3, 12, "fixed")
+    spec = SpecOptions(top_k=4, steps=3, verify_size=12, tree="fixed")
     llm = LLM(engines.engine, spec=spec, context_reuse=True, **options)
     fresh = LLM(engines.engine, **options)
     vocabulary, base, draft = llm.manifest.decoder.vocab_size, [], []
