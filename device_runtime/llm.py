@@ -19,7 +19,7 @@ from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.session import ImageRows
 from edgellm.device_runtime.speculate.loop import Round, speculate
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.speculate.setup import Drafters
+from edgellm.device_runtime.speculate.setup import Drafters, settled
 from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher, TextStream
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ class LLM:
         self.tokenizer = ChatTokenizer(folder)
         backend = backends.find(self.manifest.backend)
         self.session = RecordedSession(backend.open_session(folder, self.manifest))
+        spec = settled(spec, folder, self.manifest) if spec is not None else None
         self._drafters = (
             Drafters(folder, self.manifest, spec, verify=verify) if spec is not None else None
         )

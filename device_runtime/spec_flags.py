@@ -20,7 +20,8 @@ Spec = Annotated[
         "--spec",
         help="What drafts: eagle (the engine's draft), draft (the model of --draftEngineDir), "
         "ngram (what followed the same words in the request), suffix (what followed the longest "
-        "match in this and earlier requests) or none.",
+        "match in this and earlier requests), auto (whatever of these pays, round by round) or "
+        "none.",
     ),
 ]
 Eagle = Annotated[bool, typer.Option("--eagle", "--specDecode", help="The same as --spec eagle.")]
@@ -135,13 +136,15 @@ class SpecFlags:
         from edgellm.device_runtime.speculate import options
         from edgellm.device_runtime.speculate.static_tree import read_choices
 
-        methods = (*options.NETWORKS, *options.LOOKUPS)
+        methods = (*options.NETWORKS, *options.LOOKUPS, options.AUTO)
         wanted = self._wanted((*methods, "none"))
         if "none" in wanted and len(wanted) > 1:
             raise EdgeLLMError("--spec none decodes plainly", hint="leave what drafts away")
         if not wanted - {"none"}:
             return None
-        networks = [name for name in options.NETWORKS if name in wanted]
+        if options.AUTO in wanted:
+            wanted -= {"draft"}  # its folder says enough
+        networks = [name for name in (*options.NETWORKS, options.AUTO) if name in wanted]
         if len(networks) > 1:
             raise EdgeLLMError(f"{' and '.join(networks)} cannot draft together", hint="give one")
         return options.SpecOptions(

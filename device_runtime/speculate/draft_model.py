@@ -15,6 +15,7 @@ from edgellm.device_runtime.context import RecordedSession
 from edgellm.device_runtime.session import F32, I64
 from edgellm.device_runtime.speculate.committed import ImageIds
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
+from edgellm.device_runtime.speculate.gate import NetworkGate
 from edgellm.device_runtime.speculate.lookup import LookupSource
 from edgellm.device_runtime.speculate.policy import Costs, Policy, TreeLimits, price
 from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
@@ -36,6 +37,7 @@ class ModelDrafter(TreeDrafter):
         num_readable: int,
         prefill_rows: int,
         lookups: Sequence[LookupSource] = (),
+        gate: NetworkGate | None = None,
         image_ids: ImageIds | None = None,
     ) -> None:
         """Wire up.
@@ -50,9 +52,10 @@ class ModelDrafter(TreeDrafter):
                 goes on without it.
             prefill_rows: rows per pass while a prompt is read.
             lookups: see `TreeDrafter`.
+            gate: the same.
             image_ids: of a base that takes images.
         """
-        super().__init__(policy, limits, lookups=lookups, image_ids=image_ids)
+        super().__init__(policy, limits, lookups=lookups, gate=gate, image_ids=image_ids)
         self._session, self._costs, self._prefill_rows = session, costs, prefill_rows
         self._num_candidates, self._num_readable = num_candidates, num_readable
 
@@ -69,12 +72,9 @@ class ModelDrafter(TreeDrafter):
         ids = np.asarray(token_ids, np.int64)
         self._text += (ids if self._image_ids is None else self._image_ids.for_draft(ids)).tolist()
 
-    def catch_up(self) -> None:
-        """Read the committed text, unless drafting pauses.
-
-        The last row gives the candidates for the root's children.
-        """
-        if not self._policy.is_worthwhile() or len(self._text) > self._session.capacity:
+    def _read(self) -> None:
+        """Read the committed text; its last row gives the root's children."""
+        if len(self._text) > self._session.capacity:
             return
         if not self._length:
             self._length = min(self._session.held(self._text), len(self._text) - 1)

@@ -9,6 +9,7 @@ import numpy as np
 
 from edgellm.device_runtime.session import F32, I64, ImageRows
 from edgellm.device_runtime.speculate.committed import ImageIds
+from edgellm.device_runtime.speculate.gate import NetworkGate
 from edgellm.device_runtime.speculate.lookup import LookupSource
 from edgellm.device_runtime.speculate.policy import Policy, TreeLimits
 from edgellm.device_runtime.speculate.tree import Pool, Tree
@@ -73,6 +74,7 @@ class TreeDrafter:
         limits: TreeLimits,
         *,
         lookups: Sequence[LookupSource] = (),
+        gate: NetworkGate | None = None,
         image_ids: ImageIds | None = None,
     ) -> None:
         """Wire up.
@@ -81,12 +83,14 @@ class TreeDrafter:
             policy: sizes the tree.
             limits: the user's bounds.
             lookups: what they foresee is merged into the tree.
+            gate: closes rounds to the network, in which the lookups alone draft.
             image_ids: of a base that takes images.
         """
         self._policy, self._limits = policy, limits
-        self._lookups, self._image_ids = lookups, image_ids
+        self._lookups, self._gate, self._image_ids = lookups, gate, image_ids
         self._pool: Pool | None = None
         self._spent_ms = 0.0  # what this round's passes of a network cost
+        self._is_networked = False  # whether the network drafted in this round
 
     def begin(self, token_ids: Sequence[int]) -> None:
         """Forget the answer before."""
@@ -109,18 +113,28 @@ class TreeDrafter:
         """Text alone has no use for features."""
 
     def catch_up(self) -> None:
-        """There is nothing to compute."""
+        """Let the network read what was committed, unless it pauses."""
+        if not self._policy.is_worthwhile():
+            return
+        foreseen = max((source.expected() for source in self._lookups), default=0.0)
+        if self._gate is None or self._gate.opens(foreseen):
+            self._read()
+
+    def _read(self) -> None:
+        """Bring a network's cache up to the committed text."""
 
     def propose(self, root: int, room: int, levels: int) -> Tree:
         """See `Drafter.propose`."""
         levels = min(levels, self._limits.steps)
         room = min(room, self._limits.verify_size - 1)
-        if room < 1 or levels < 1 or not self._is_ready():
+        self._is_networked = self._is_ready()
+        if room < 1 or levels < 1 or not (self._is_networked or self._gate is not None):
             self._pool = None
             return Tree.of_root(root)
         most = sum(source.lookup.most for source in self._lookups)
         pool = self._pool = Pool(root, self._limits.pool_size + most)
-        self._grow(pool, levels)
+        if self._is_networked:
+            self._grow(pool, levels)
         self._ends = [pool.count]
         for source in self._lookups:
             source.merge(pool, levels)
@@ -149,6 +163,11 @@ class TreeDrafter:
                 if own.any():
                     learner.learn(self._pool.confidences[nodes[own]], on_path[judged[own]])
         self._policy.end_round(emitted, self._spent_ms, len(tree))
+        if self._gate is not None:
+            self._gate.learn(
+                networked=self._is_networked, tokens=emitted, drafted_ms=self._spent_ms,
+                rows=len(tree),
+            )  # fmt: skip
         self._spent_ms = 0.0
 
     def confidences(self, tree: Tree) -> list[float]:

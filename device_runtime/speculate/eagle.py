@@ -14,6 +14,7 @@ import numpy as np
 from edgellm.device_runtime.session import F32, I64, ImageRows
 from edgellm.device_runtime.speculate.committed import CommittedRows
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
+from edgellm.device_runtime.speculate.gate import NetworkGate
 from edgellm.device_runtime.speculate.lookup import LookupSource
 from edgellm.device_runtime.speculate.policy import Costs, Policy, TreeLimits, price
 from edgellm.device_runtime.speculate.tree import Pool
@@ -31,6 +32,7 @@ class EagleDrafter(TreeDrafter):
         *,
         max_tree_rows: int,
         lookups: Sequence[LookupSource] = (),
+        gate: NetworkGate | None = None,
     ) -> None:
         """Wire up.
 
@@ -41,8 +43,9 @@ class EagleDrafter(TreeDrafter):
             costs: of the engine, for the books.
             max_tree_rows: rows that the draft engine takes in one round.
             lookups: see `TreeDrafter`.
+            gate: the same.
         """
-        super().__init__(policy, limits, lookups=lookups, image_ids=rows.image_ids)
+        super().__init__(policy, limits, lookups=lookups, gate=gate, image_ids=rows.image_ids)
         self._rows, self._costs, self._max_tree_rows = rows, costs, max_tree_rows
         self._hidden_store = np.zeros((1 + max_tree_rows, 0), np.float32)
 
@@ -59,13 +62,8 @@ class EagleDrafter(TreeDrafter):
         """Committed rows: features [M, T*H] and the token that follows each, int64 [M]."""
         self._rows.observe(next_token_ids, taps)
 
-    def catch_up(self) -> None:
-        """Write the committed rows that wait into the draft's cache, unless drafting pauses.
-
-        The last row gives the candidates for the root's children.
-        """
-        if not self._policy.is_worthwhile():
-            return
+    def _read(self) -> None:
+        """Write the committed rows that wait; the last gives the root's children."""
         for rows, result in self._rows.write(self._limits.top_k):
             if rows <= self._limits.steps + 1:  # not a prompt or a pause, which no tree can change
                 self._spent_ms += price(self._costs.extend, rows)

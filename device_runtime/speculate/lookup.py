@@ -45,6 +45,13 @@ class LookupSource:
     lookup: Lookup
     calibration: Calibration = field(default_factory=Calibration)
 
+    def expected(self) -> float:
+        """Tokens that the base will accept of the likeliest continuation."""
+        for found in self.lookup.continuations()[:1]:
+            rates = self.calibration.log_rates(np.array(found.confidences))
+            return float(np.exp(np.cumsum(rates)).sum())
+        return 0.0
+
     def merge(self, pool: Pool, levels: int) -> None:
         """Hang the continuations into the pool; tokens that are there already stay."""
         for found in self.lookup.continuations():

@@ -14,6 +14,7 @@ from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.static_tree import Choice, check_choices
 
 NETWORKS = ("eagle", "draft")
+AUTO = "auto"  # the network that the engine has, and all lookups; chosen anew every round
 LOOKUPS = ("ngram", "suffix")
 TREES = ("cost", "fixed")
 _DEFAULTS = {  # by network
@@ -27,12 +28,13 @@ _DEFAULTS = {  # by network
 class SpecOptions:
     """How to speculate; a bound that is None is the method's own."""
 
-    network: str | None = "eagle"  # of `NETWORKS`; None: text alone drafts
+    network: str | None = "eagle"  # of `NETWORKS`, or `AUTO`; None: text alone drafts
     draft_engine_dir: Path | None = None  # of "draft": an engine of llm_build, of any base
     lookups: tuple[str, ...] = ()  # of `LOOKUPS`; merged into the network's trees
     top_k: int | None = None  # children of a node
     steps: int | None = None  # levels
     verify_size: int | None = None  # nodes, root included
+    adapts: bool = False  # rounds go without the network where the text alone gives more
     tree: str = "cost"  # "cost": sized by measured costs; "fixed": always the bounds' size
     choices: tuple[Choice, ...] = ()  # a static tree instead
     max_non_leaves: int = 10  # of a level of the static tree
@@ -41,7 +43,7 @@ class SpecOptions:
     def __post_init__(self) -> None:
         """Refuse unknown names and options by which nothing is drafted; raises `EdgeLLMError`."""
         for what, names, known in (
-            ("network", () if self.network is None else (self.network,), NETWORKS),
+            ("network", () if self.network is None else (self.network,), (*NETWORKS, AUTO)),
             ("lookup", self.lookups, LOOKUPS),
             ("tree", (self.tree,), TREES),
         ):
@@ -50,7 +52,8 @@ class SpecOptions:
                     raise EdgeLLMError(
                         f"unknown {what} {name!r} of a draft", hint=f"give {' or '.join(known)}"
                     )
-        if (self.network == "draft") != (self.draft_engine_dir is not None):
+        goes_with_folder = self.draft_engine_dir is not None
+        if self.network != AUTO and (self.network == "draft") != goes_with_folder:
             raise EdgeLLMError(
                 "a draft model and the folder of its engine go together",
                 hint="give --draftEngineDir for --spec draft, and only for it",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgellm.artifact import require_pair, verify_files, verify_sizes
@@ -24,9 +24,10 @@ from edgellm.device_runtime.speculate.committed import CommittedRows, ImageIds
 from edgellm.device_runtime.speculate.draft_model import ModelDrafter
 from edgellm.device_runtime.speculate.drafter import Drafter, TreeDrafter
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.gate import NetworkGate
 from edgellm.device_runtime.speculate.lookup import Lookup, LookupSource
 from edgellm.device_runtime.speculate.ngram import NgramLookup
-from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.speculate.options import AUTO, LOOKUPS, SpecOptions
 from edgellm.device_runtime.speculate.policy import (
     CostAwareTree,
     Costs,
@@ -39,7 +40,7 @@ from edgellm.device_runtime.speculate.suffix import SuffixLookup
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 
 _TOKENIZER = "tokenizer.json"
-_Make = Callable[[Policy, Sequence[LookupSource]], Drafter]
+_Make = Callable[[Policy, Sequence[LookupSource], NetworkGate | None], Drafter]
 _LOOKUPS: dict[str, Callable[[], Lookup]] = {"ngram": NgramLookup, "suffix": SuffixLookup}
 
 
@@ -74,6 +75,21 @@ class _Order:
         return ImageIds(self.base.decoder.vocab_size, None if reads_rows else images.token_id)
 
 
+def settled(options: SpecOptions, engine: Path, base: EngineManifest) -> SpecOptions | None:
+    """The options with what "auto" means for an engine; None: it decodes plainly."""
+    if options.network != AUTO:
+        return options
+    if not base.max_verify_tree_size:
+        return None
+    network = None
+    if options.draft_engine_dir is not None:
+        network = "draft"
+    elif base.hidden_taps and (engine / DRAFT_FOLDER).is_dir():
+        network = "eagle"
+    lookups = options.lookups or LOOKUPS
+    return replace(options, network=network, lookups=lookups, adapts=network is not None)
+
+
 class Drafters:
     """What drafts for an engine, with a drafter for greedy and one for sampled requests.
 
@@ -99,7 +115,8 @@ class Drafters:
         """The drafter for one kind of requests."""
         if greedy not in self._drafters:
             sources = [LookupSource(lookup) for lookup in self._lookups]
-            self._drafters[greedy] = self._make(self._policy(), sources)
+            gate = NetworkGate(self._costs) if self.options.adapts else None
+            self._drafters[greedy] = self._make(self._policy(), sources, gate)
         return self._drafters[greedy]
 
     def _policy(self) -> Policy:
@@ -115,7 +132,8 @@ def _open_none(order: _Order) -> _Opened:
     check_tree_size(order.limits, order.base, order.engine)
     image_ids = order.image_ids(reads_rows=True)
 
-    def make(policy: Policy, lookups: Sequence[LookupSource]) -> Drafter:
+    def make(policy: Policy, lookups: Sequence[LookupSource], gate: NetworkGate | None) -> Drafter:
+        del gate  # there is no network
         return TreeDrafter(policy, order.limits, lookups=lookups, image_ids=image_ids)
 
     return _Opened(Costs.of(order.base.pass_cost_ms), make)
@@ -144,10 +162,10 @@ def _open_eagle(order: _Order) -> _Opened:
 
     rows = CommittedRows(session, order.limits.steps + 1, image_ids)
 
-    def make(policy: Policy, lookups: Sequence[LookupSource]) -> Drafter:
+    def make(policy: Policy, lookups: Sequence[LookupSource], gate: NetworkGate | None) -> Drafter:
         return EagleDrafter(
             rows, policy, order.limits, costs,
-            max_tree_rows=manifest.max_draft_tree_size, lookups=lookups,
+            max_tree_rows=manifest.max_draft_tree_size, lookups=lookups, gate=gate,
         )  # fmt: skip
 
     return _Opened(costs, make, (rows,))
@@ -167,11 +185,11 @@ def _open_model(order: _Order) -> _Opened:
         session.show(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
     costs = Costs.of(base.pass_cost_ms, manifest.pass_cost_ms, manifest.pass_cost_ms)
 
-    def make(policy: Policy, lookups: Sequence[LookupSource]) -> Drafter:
+    def make(policy: Policy, lookups: Sequence[LookupSource], gate: NetworkGate | None) -> Drafter:
         return ModelDrafter(
             session, policy, order.limits, costs,
             num_candidates=base.decoder.vocab_size, num_readable=manifest.decoder.vocab_size,
-            prefill_rows=manifest.prefill_rows, lookups=lookups,
+            prefill_rows=manifest.prefill_rows, lookups=lookups, gate=gate,
             image_ids=order.image_ids(reads_rows=False),
         )  # fmt: skip
 

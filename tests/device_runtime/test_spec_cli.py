@@ -11,10 +11,11 @@ import pytest
 from conftest import assert_one_line_error, write_tokenizer
 
 from edgellm.artifact import hash_file
-from edgellm.contract import EdgeLLMError, LimitError
+from edgellm.contract import EdgeLLMError, EngineManifest, LimitError, load_manifest
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.spec_flags import SpecFlags
 from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.setup import settled
 
 REQUESTS = {
     "max_generate_length": 40,
@@ -116,7 +117,7 @@ def test_a_draft_model_leaves_answers_as_they_are(tree_engine, draft, tree, requ
         )
         assert found == plain
         if tree == "fixed" and draft == "tiny_engine" and temperature == 0:
-            assert sum(one.accepted for one in rounds) > 4 * len(rounds)
+            assert sum(one.accepted for one in rounds) > 0.9 * sum(one.tree_depth for one in rounds)
 
 
 def test_a_draft_model_with_other_tokens_is_refused(infer, tiny_engine, tmp_path):
@@ -144,6 +145,8 @@ def test_a_draft_model_with_other_tokens_is_refused(infer, tiny_engine, tmp_path
         ({"draft_engine_dir": Path("d"), "ngram": True}, "draft", ("ngram",)),
         ({"spec": "suffix"}, None, ("suffix",)),
         ({"spec": "suffix", "ngram": True}, None, ("ngram", "suffix")),
+        ({"spec": "auto"}, "auto", ()),
+        ({"spec": "auto", "draft_engine_dir": Path("d"), "suffix": True}, "auto", ("suffix",)),
     ],
     ids=str,
 )
@@ -161,7 +164,7 @@ def test_flags_that_decode_plainly():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"spec": "medusa"}, "--spec medusa: give eagle, draft, ngram, suffix or none"),
+        ({"spec": "medusa"}, "--spec medusa: give eagle, draft, ngram, suffix, auto or none"),
         ({"spec": "none", "eagle": True}, "--spec none decodes plainly"),
         ({"eagle": True, "tree": "tall"}, "--eagleTree tall: give cost or fixed"),
         (
@@ -188,6 +191,7 @@ def test_flags_that_decode_plainly():
             {"eagle": True, "choices": "mc_sim_7b_63", "max_non_leaves": 9},
             "level 1 of the choices has 10 nodes with children, --maxNonLeavesPerLayer allows 9",
         ),
+        ({"spec": "auto", "eagle": True}, "eagle and auto cannot draft together"),
         ({"spec": "draft"}, "a draft model and the folder of its engine go together"),
         ({"eagle": True, "draft_engine_dir": Path("d")}, "eagle and draft cannot draft together"),
         ({"spec": "none", "draft_engine_dir": Path("d")}, "--spec none decodes plainly"),
@@ -246,3 +250,36 @@ def test_bounds_are_the_methods_own_where_none_are_given():
 def test_options_that_mean_nothing(wrong):
     with pytest.raises(EdgeLLMError):
         SpecOptions(**wrong)
+
+
+def test_auto_takes_what_the_engine_has(tiny_engine, tree_engine, eagle_pair):
+    """Plain decoding, text, the draft in the folder; a draft model that is given."""
+    auto, both = SpecOptions("auto"), ("ngram", "suffix")
+    found = {}
+    for engine in (tiny_engine, tree_engine, eagle_pair.engine):
+        manifest = load_manifest(engine, EngineManifest)
+        found[engine] = settled(auto, engine, manifest)
+    assert found[tiny_engine] is None
+    assert found[tree_engine] == SpecOptions(None, lookups=both)
+    assert found[eagle_pair.engine] == SpecOptions("eagle", lookups=both, adapts=True)
+    given = SpecOptions("auto", tree_engine, ("suffix",))
+    assert settled(given, eagle_pair.engine, manifest) == SpecOptions(
+        "draft", tree_engine, ("suffix",), adapts=True
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("engine", ["tiny_engine", "tree_engine", "eagle_pair"])
+def test_auto_leaves_answers_as_they_are(engine, temperature, request):
+    found = request.getfixturevalue(engine)
+    llm = LLM(getattr(found, "engine", found), spec=SpecOptions("auto"))
+    for prompt in ("w20 w21", "w9 w10 w9 w10 w9") * 3:
+        ids = []
+        for speculative in (False, True):
+            answer = llm.generate(
+                prompt, sampling=SamplingParams(temperature, 1.0, 0), speculative=speculative,
+                max_generate_length=40,
+            )  # fmt: skip
+            list(answer)
+            ids.append(answer.token_ids)
+        assert ids[0] == ids[1]

@@ -19,6 +19,7 @@ from edgellm.device_runtime.speculate.committed import CommittedRows
 from edgellm.device_runtime.speculate.draft_model import ModelDrafter
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.gate import NetworkGate
 from edgellm.device_runtime.speculate.lookup import LookupSource
 from edgellm.device_runtime.speculate.loop import Round, speculate
 from edgellm.device_runtime.speculate.ngram import NgramLookup
@@ -61,6 +62,7 @@ class Setup:
     prefill_rows: int = 64
     draft: str | None = "oracle"  # None: the text alone drafts
     is_model: bool = False  # an ordinary model drafts, not EAGLE's
+    adapts: bool = False  # some rounds go without the network
 
     def __post_init__(self) -> None:
         self.base = StrictBase(self.capacity)
@@ -73,18 +75,19 @@ class Setup:
         if self.draft is None:
             self.drafter = TreeDrafter(policy, self.limits, lookups=lookups)
             return
+        gate = NetworkGate(costs) if self.adapts else None
         if self.is_model:
             self.session = StrictModel(self.draft_capacity, DRAFTS[self.draft])
             self.drafter = ModelDrafter(
                 RecordedSession(self.session), policy, self.limits, costs, num_candidates=VOCAB,
-                num_readable=VOCAB, prefill_rows=self.prefill_rows, lookups=lookups,
+                num_readable=VOCAB, prefill_rows=self.prefill_rows, lookups=lookups, gate=gate,
             )  # fmt: skip
             return
         self.session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
         self.rows = CommittedRows(self.session, self.limits.steps + 1)
         self.drafter = EagleDrafter(
             self.rows, policy, self.limits, costs,
-            max_tree_rows=self.limits.draft_rows, lookups=lookups,
+            max_tree_rows=self.limits.draft_rows, lookups=lookups, gate=gate,
         )  # fmt: skip
 
     def rounds(self, prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[Round]:
@@ -139,6 +142,17 @@ def test_a_draft_model_that_is_the_base_is_always_right(top_k):
     assert [len(found.token_ids) for found in rounds] == [1, *[6] * 10]
     assert top_k > 1 or max(setup.session.pass_rows[1:]) == 2  # the leaf and the bonus
     assert setup.ids(params=SAMPLED, max_tokens=61) == plain(params=SAMPLED, max_tokens=61)
+
+
+@pytest.mark.parametrize("is_model", [False, True])
+def test_rounds_without_the_network_are_caught_up_with(is_model):
+    """The network reads in one pass what was committed while the gate was closed to it."""
+    setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), is_model=is_model, adapts=True)
+    closed = [*[False] * 9, *[True] * 9] * 9
+    setup.drafter._gate.opens = lambda _: closed.pop()
+    rounds = setup.rounds(max_tokens=80)
+    assert [token for one in rounds for token in one.token_ids] == plain(max_tokens=80)
+    assert max(len(one.tree) for one in rounds[1:]) > 1
 
 
 def test_a_chain_is_drafted_row_by_row_and_a_tree_anew_with_every_level():
@@ -275,6 +289,7 @@ def test_prompts_of_several_pieces(rows, draft):
     lookups=st.sets(st.sampled_from(sorted(LOOKUPS))).map(tuple),
     draft=st.sampled_from([*sorted(DRAFTS), None]),
     is_model=st.booleans(),
+    adapts=st.booleans(),
     room=st.integers(1, 40),
     draft_capacity=st.integers(1, 80),
     prefill_rows=st.integers(1, 40),
@@ -284,10 +299,12 @@ def test_prompts_of_several_pieces(rows, draft):
     ),
 )  # fmt: skip
 def test_any_combination(
-    prompt, limits, policy, lookups, draft, is_model, room, draft_capacity, prefill_rows, params
-):
+    prompt, limits, policy, lookups, draft, is_model, adapts, room, draft_capacity, prefill_rows,
+    params,
+):  # fmt: skip
     setup = Setup(
-        limits, policy, lookups, len(prompt) + room, draft_capacity, prefill_rows, draft, is_model
+        limits, policy, lookups, len(prompt) + room, draft_capacity, prefill_rows, draft, is_model,
+        adapts,
     )  # fmt: skip
     assert setup.ids(prompt, params, room) == plain(prompt, params, room)
 
