@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import RequestError
+from edgellm.device_runtime.logprobs import TokenLogprobs, token_logprobs
 from edgellm.device_runtime.session import F32, I64
 
 GREEDY_BELOW_TEMPERATURE = 1e-3
@@ -22,6 +23,7 @@ class SamplingParams:
     top_p: float = 0.8
     top_k: int = 50  # 0 keeps all
     seed: int = 42
+    num_logprobs: int | None = None  # most likely tokens to record at each token; None: nothing
 
     def __post_init__(self) -> None:
         """Refuse values that no distribution follows from; raises `RequestError`."""
@@ -30,6 +32,7 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1),
             ("top_k", self.top_k >= 0),
             ("seed", 0 <= self.seed < 2**63),
+            ("num_logprobs", self.num_logprobs is None or self.num_logprobs >= 0),
         ):
             if not allowed:
                 raise RequestError(f"{name} {getattr(self, name)} is out of range")
@@ -79,7 +82,13 @@ class Sampler:
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
+        self.logprobs: list[TokenLogprobs] = []  # of the tokens of the answer, if asked for
         self._random = np.random.Generator(np.random.Philox(params.seed))
+
+    def record(self, logits: F32, token_id: int) -> None:
+        """Note that a token of the answer was taken at logits float32 [V]."""
+        if self.params.num_logprobs is not None:
+            self.logprobs.append(token_logprobs(logits, token_id, self.params.num_logprobs))
 
     def choose(self, logits: F32, argmax: int) -> int:
         """The next token from logits float32 [V] and their argmax."""
