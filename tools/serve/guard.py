@@ -44,7 +44,12 @@ class Guard:
                 await _discard(headers, receive)
             await response_for(path, error)(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if self._worker.is_ready:
+                raise
+            # The server ends, and this client did not read its answer up to now.
 
     def _require_host(self, headers: Headers) -> None:
         """A web page must not reach a local server through a name that it made up."""

@@ -15,6 +15,7 @@ from edgellm.contract import EdgeLLMError
 from edgellm.tools.serve.worker import Worker
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LAST_EVENTS_S = 3  # for clients to read what was sent before the end
 _UNREAD_S = 60  # a peer that takes nothing for so long is gone
 
 
@@ -37,13 +38,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends on a signal when all accepted requests are answered, on a second one at once."""
+    """Ends on a signal when all accepted requests are answered, on a second one without them."""
 
     def __init__(
-        self, config: uvicorn.Config, worker: Worker, on_ready: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        worker: Worker,
+        on_ready: Callable[[], None],
+        drain_timeout_s: int,
     ) -> None:
         super().__init__(config)
-        self._worker, self._on_ready = worker, on_ready
+        self._worker, self._on_ready, self._drain_timeout_s = worker, on_ready, drain_timeout_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn; tells when connections are taken."""
@@ -65,8 +70,11 @@ class DrainingServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def _end(self) -> None:
+        if self.should_exit:
+            self._worker.end()
+            return
         self._worker.drain()
-        self.force_exit = self.should_exit
+        asyncio.get_running_loop().call_later(self._drain_timeout_s, self._worker.end)
         self.should_exit = True
 
 
@@ -81,11 +89,12 @@ def serve(
     """Answer requests until a signal comes."""
     config = uvicorn.Config(
         app, http="h11", ws="none", lifespan="off", loop="asyncio", log_config=None,
-        access_log=False, server_header=False, timeout_graceful_shutdown=drain_timeout_s,
-        timeout_keep_alive=20,
+        access_log=False, server_header=False, timeout_keep_alive=20,
+        timeout_graceful_shutdown=drain_timeout_s + _LAST_EVENTS_S,
     )  # fmt: skip
     worker.start()
     try:
-        DrainingServer(config, worker, on_ready).run(sockets=[listener])
+        DrainingServer(config, worker, on_ready, drain_timeout_s).run(sockets=[listener])
     finally:
-        worker.stop()
+        worker.end()
+        worker.join()

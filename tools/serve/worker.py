@@ -97,19 +97,24 @@ class Worker:
         """Take no more jobs; those that are there are finished."""
         self._draining = True
 
-    def stop(self) -> None:
-        """End the thread before its next pass; jobs that are left fail."""
+    def end(self) -> None:
+        """Let the thread end before its next pass; jobs that are left fail with 503."""
         with self._changed:
             self._draining = self._stopping = True
             self._changed.notify()
+
+    def join(self) -> None:
+        """Wait for the thread, which `end` stops."""
         if self._thread.is_alive():
             self._thread.join(timeout=30)
 
     def _check(self) -> None:
         """Raises `AbandonedError`, or `ApiError` 504 when the running job's time is over."""
         job = self._running
-        if self._stopping or (job is not None and job.abandoned):
+        if job is not None and job.abandoned:
             raise AbandonedError
+        if self._stopping:
+            raise _stopped()
         if job is not None and time.monotonic() > self._until:
             raise ApiError(504, "the answer took too long", code="timeout")
 
@@ -134,6 +139,8 @@ class Worker:
                 job.post(Failed(error))
             self._running = None
             self._mean_s += 0.2 * (time.monotonic() - began - self._mean_s)
+        for job in self._waiting:
+            job.post(Failed(_stopped()))
 
     def _run(self, job: Job, began: float) -> None:
         self._check()
@@ -155,6 +162,10 @@ class Worker:
         finished = _figures(answer, job, began, first or time.monotonic())
         self._metrics.finished(finished, time.monotonic() - job.arrived)
         job.post(finished)
+
+
+def _stopped() -> ApiError:
+    return ApiError(503, "the server was stopped", retry_after_s=10)
 
 
 def _figures(answer: Answer, job: Job, began: float, first: float) -> Finished:

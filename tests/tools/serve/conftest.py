@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,11 @@ def roomy_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_engine(pair.bundle, pair.engine, base, "onnxruntime", lambda _: None)
     draft = Plan(1024, CAPACITY, 1, "auto", "none", max_draft_tree_size=60)
     build_draft(pair.draft_bundle, pair.engine, draft, "onnxruntime", lambda _: None)
+    # Without end tokens answers are as long as they are asked to be.
+    manifest = pair.engine / "manifest.json"
+    content = json.loads(manifest.read_text())
+    assert content.pop("eos_token_ids") == [2]
+    manifest.write_text(json.dumps({**content, "eos_token_ids": []}))
     return pair.engine
 
 
