@@ -33,24 +33,7 @@ from edgellm.device_runtime.flags import (
     Verify,
     Warmup,
 )
-from edgellm.device_runtime.spec_flags import (
-    Choices,
-    DraftEngineDir,
-    DraftStep,
-    DraftTopK,
-    DynamicTreeTopK,
-    Eagle,
-    MaxNonLeaves,
-    Ngram,
-    PosteriorAlpha,
-    PosteriorThreshold,
-    Spec,
-    SpecFlags,
-    Suffix,
-    TreeKind,
-    UseDynamicTree,
-    VerifyTreeSize,
-)
+from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.llm import LLM, Step
@@ -69,31 +52,18 @@ app = typer.Typer(
 
 
 @app.command()
+@with_spec_flags
 def llm_inference(
     engine_dir: EngineDir,
     input_file: InputFile,
     output_file: OutputFile,
+    spec_flags: SpecFlags,
     multimodal_engine_dir: MultimodalEngineDir = None,
     warmup: Warmup = 0,
     dump_profile: DumpProfile = False,
     profile_file: ProfileFile = None,
     batch_size: BatchSize = None,
     max_generate_length: MaxGenerateLength = None,
-    spec: Spec = None,
-    eagle: Eagle = False,
-    ngram: Ngram = False,
-    suffix: Suffix = False,
-    draft_engine_dir: DraftEngineDir = None,
-    top_k: DraftTopK = None,
-    steps: DraftStep = None,
-    verify_size: VerifyTreeSize = None,
-    tree: TreeKind = None,
-    use_dynamic_tree: UseDynamicTree = False,
-    dynamic_top_k: DynamicTreeTopK = None,
-    choices: Choices = None,
-    max_non_leaves: MaxNonLeaves = 10,
-    posterior_threshold: PosteriorThreshold = None,
-    posterior_alpha: PosteriorAlpha = None,
     tree_file: TreeFile = None,
     prove_count: Prove = 0,
     context_reuse: ContextReuse = False,
@@ -106,11 +76,7 @@ def llm_inference(
     del debug  # read by run_command
     from edgellm.device_runtime.llm import LLM
 
-    how = SpecFlags(
-        spec, eagle, ngram, suffix, draft_engine_dir, top_k, steps, verify_size, tree,
-        use_dynamic_tree, dynamic_top_k, choices, max_non_leaves, posterior_threshold,
-        posterior_alpha,
-    ).read()  # fmt: skip
+    how = spec_flags.read()
     if how is None and (prove_count or tree_file):
         flag = "--prove" if prove_count else "--treeOutputFile"
         raise EdgeLLMError(f"{flag} is about speculation", hint="give --eagle or --spec as well")

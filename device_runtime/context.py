@@ -101,6 +101,11 @@ class RecordedSession:
         self._session.load(rows)
         self._rows = list(keys[: rows.shape[-2]])
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that are known."""
+        return len(self._rows)
+
     def held(self, keys: Sequence[RowKey]) -> int:
         """See `RowCache.held`."""
         return count_common(self._rows, keys)

@@ -66,7 +66,7 @@ def generate(
 
 
 def draw(result: PassResult, row: int, sampler: Sampler) -> int:
-    """The token that the sampler chooses after a row of a pass.
+    """The token that the sampler chooses after a row of a pass, to be one of the answer.
 
     Raises:
         EdgeLLMError: the engine computed something that is not a number.
@@ -78,4 +78,6 @@ def draw(result: PassResult, row: int, sampler: Sampler) -> int:
             f"the engine computed {highest}",
             hint="build the engine again; if it stays, the model overflows this precision",
         )
-    return sampler.choose(result.logits[row], argmax)
+    token_id = sampler.choose(result.logits[row], argmax)
+    sampler.record(result.logits[row], token_id)
+    return token_id

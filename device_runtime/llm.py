@@ -13,6 +13,7 @@ from edgellm.contract import EdgeLLMError, EngineManifest, RequestError, load_ma
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.context import KeptContexts, RecordedSession, RowCache, count_common
 from edgellm.device_runtime.generate import generate
+from edgellm.device_runtime.logprobs import TokenLogprobs
 from edgellm.device_runtime.profile import IMAGES, PREFILL, RESTORE, Profile, RoundCounts
 from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
@@ -33,6 +34,8 @@ class Step:
     token_ids: tuple[int, ...]
     text: str  # whole characters only; may be empty
     round: Round | None = None  # the tree that gave them, when they were drafted
+    pieces: tuple[str, ...] = ()  # the text that each token completed
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens, if the sampling asks for them
 
 
 @dataclass(slots=True)
@@ -202,8 +205,10 @@ class LLM:
         max_tokens, warnings = self._fit(len(prompt.token_ids), max_generate_length)
         answer = Answer(prompt, max_tokens, warnings, profile, iter(()))
         speculates = speculative and self._drafters is not None
-        rounds = (self._speculated if speculates else self._plain)(sampling, answer)
-        answer.steps = self._steps(rounds, answer, StopMatcher(stop), speculates=speculates)
+        sampler = Sampler(sampling, prompt.token_ids)
+        rounds = (self._speculated if speculates else self._plain)(sampler, answer)
+        stops = StopMatcher(stop)
+        answer.steps = self._steps(rounds, sampler, answer, stops, speculates=speculates)
         if system_prompt is not None:
             ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
             answer.steps = self._keeping(answer, answer.steps, count_common(ids, prompt.token_ids))
@@ -231,12 +236,12 @@ class LLM:
         if self._no_images is not None:
             self.session.show(prompt.images or self._no_images)
 
-    def _plain(self, sampling: SamplingParams, answer: Answer) -> Iterator[Round]:
+    def _plain(self, sampler: Sampler, answer: Answer) -> Iterator[Round]:
         self.show(answer.prompt)
         tokens = generate(
             self.session,
             answer.prompt.token_ids,
-            Sampler(sampling, answer.prompt.token_ids),
+            sampler,
             answer.max_tokens,
             answer.profile,
             prefill_rows=self.manifest.prefill_rows,
@@ -245,9 +250,9 @@ class LLM:
         for token_id in tokens:
             yield Round((token_id,))
 
-    def _speculated(self, sampling: SamplingParams, answer: Answer) -> Iterator[Round]:
+    def _speculated(self, sampler: Sampler, answer: Answer) -> Iterator[Round]:
         assert self._drafters is not None
-        drafter = self._drafters.for_requests(greedy=sampling.is_greedy)
+        drafter = self._drafters.for_requests(greedy=sampler.params.is_greedy)
         self.show(answer.prompt)
         if self._no_images is not None:
             drafter.show(answer.prompt.images or self._no_images)
@@ -255,7 +260,7 @@ class LLM:
             self.session,
             drafter,
             answer.prompt.token_ids,
-            Sampler(sampling, answer.prompt.token_ids),
+            sampler,
             answer.max_tokens,
             answer.profile,
             prefill_rows=self.manifest.prefill_rows,
@@ -315,19 +320,28 @@ class LLM:
         return f", or build with --maxInputLen {prompt_tokens}" if fits else ""
 
     def _steps(
-        self, rounds: Iterator[Round], answer: Answer, stops: StopMatcher, *, speculates: bool
+        self,
+        rounds: Iterator[Round],
+        sampler: Sampler,
+        answer: Answer,
+        stops: StopMatcher,
+        *,
+        speculates: bool,
     ) -> Iterator[Step]:
         stream = self.tokenizer.stream()
         answer.profile.prompt_tokens.append(answer.prompt_token_count)
         self._current = answer
         stopped = False
         for found in rounds:
-            taken, text, ended, stopped = self._take(found.token_ids, stream, stops)
+            taken, pieces, ended, stopped = self._take(found.token_ids, stream, stops)
+            begin = len(answer.token_ids)
             answer.token_ids += taken
             if found.tree is not None:
                 answer.profile.rounds.append(_counts(found, len(taken)))
             if speculates or not ended or len(taken) > 1:
-                yield Step(tuple(taken), text, found if speculates else None)
+                logprobs = tuple(sampler.logprobs[begin : begin + len(taken)])
+                drafted = found if speculates else None
+                yield Step(tuple(taken), "".join(pieces), drafted, tuple(pieces), logprobs)
             if self._current is not answer:
                 raise EdgeLLMError(
                     "another answer was started, which took over the KV cache",
@@ -344,19 +358,19 @@ class LLM:
 
     def _take(
         self, token_ids: Sequence[int], stream: TextStream, stops: StopMatcher
-    ) -> tuple[list[int], str, bool, bool]:
-        """The tokens up to an end, their text, and whether an end token or a stop string came."""
+    ) -> tuple[list[int], list[str], bool, bool]:
+        """The tokens up to an end, their texts, and whether an end token or a stop string came."""
         taken: list[int] = []
-        shown = ""
+        pieces: list[str] = []
         for token_id in token_ids:
             taken.append(token_id)
             if token_id in self._end_ids:
-                return taken, shown, True, False
+                return taken, [*pieces, ""], True, False
             text, stopped = stops.push(stream.push(token_id))
-            shown += text
+            pieces.append(text)
             if stopped:
-                return taken, shown, False, True
-        return taken, shown, False, False
+                return taken, pieces, False, True
+        return taken, pieces, False, False
 
 
 def _counts(found: Round, emitted: int) -> RoundCounts:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import RequestError
+from edgellm.device_runtime.logprobs import TokenLogprobs, token_logprobs
 from edgellm.device_runtime.penalties import Penalties, PenaltyRules
 from edgellm.device_runtime.session import F32, I64
 
@@ -30,6 +31,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    num_logprobs: int | None = None  # most likely tokens to record at each token; None: nothing
 
     def __post_init__(self) -> None:
         """Refuse values that no distribution follows from; raises `RequestError`."""
@@ -42,6 +44,7 @@ class SamplingParams:
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf),
             ("presence_penalty", -2 <= self.presence_penalty <= 2),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2),
+            ("num_logprobs", self.num_logprobs is None or self.num_logprobs >= 0),
         ):
             if not allowed:
                 raise RequestError(f"{name} {getattr(self, name)} is out of range")
@@ -113,7 +116,13 @@ class Sampler:
         """`prompt`: its token ids, for the repetition penalty."""
         self.params = params
         self._penalties = None if params.rules.do_nothing else Penalties(params.rules, prompt)
+        self.logprobs: list[TokenLogprobs] = []  # of the tokens of the answer, if asked for
         self._random = np.random.Generator(np.random.Philox(params.seed))
+
+    def record(self, logits: F32, token_id: int) -> None:
+        """Note that a token of the answer was taken at logits float32 [V]."""
+        if self.params.num_logprobs is not None:
+            self.logprobs.append(token_logprobs(logits, token_id, self.params.num_logprobs))
 
     def choose(self, logits: F32, argmax: int) -> int:
         """The next token from logits float32 [V] and their argmax."""

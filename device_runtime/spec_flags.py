@@ -1,10 +1,13 @@
-"""The flags of `llm_inference` that say how to speculate."""
+"""The flags that say how to speculate, the same in all commands."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -109,23 +112,23 @@ PosteriorAlpha = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class SpecFlags:
-    """The flags as they were given."""
+    """The flags as they were given; a command takes them by `with_spec_flags`."""
 
-    spec: str | None
-    eagle: bool
-    ngram: bool
-    suffix: bool
-    draft_engine_dir: Path | None
-    top_k: int | None
-    steps: int | None
-    verify_size: int | None
-    tree: str | None
-    use_dynamic_tree: bool
-    dynamic_top_k: int | None
-    choices: str | None
-    max_non_leaves: int
-    posterior_threshold: float | None
-    posterior_alpha: float | None
+    spec: Spec = None
+    eagle: Eagle = False
+    ngram: Ngram = False
+    suffix: Suffix = False
+    draft_engine_dir: DraftEngineDir = None
+    top_k: DraftTopK = None
+    steps: DraftStep = None
+    verify_size: VerifyTreeSize = None
+    tree: TreeKind = None
+    use_dynamic_tree: UseDynamicTree = False
+    dynamic_top_k: DynamicTreeTopK = None
+    choices: Choices = None
+    max_non_leaves: MaxNonLeaves = 10
+    posterior_threshold: PosteriorThreshold = None
+    posterior_alpha: PosteriorAlpha = None
 
     def read(self) -> SpecOptions | None:
         """What they mean; None decodes plainly.
@@ -208,3 +211,22 @@ class SpecFlags:
                 hint="give --eagleDraftTopK alone",
             )
         return self.dynamic_top_k
+
+
+def with_spec_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the flags of `SpecFlags` in place of its parameter `spec_flags`."""
+    own = inspect.signature(command, eval_str=True).parameters
+    flags = inspect.signature(SpecFlags, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def taking(**given: Any) -> None:
+        spec_flags = SpecFlags(**{name: given.pop(name) for name in flags})
+        command(spec_flags=spec_flags, **given)
+
+    merged: list[inspect.Parameter] = []
+    for name, parameter in own.items():
+        merged += flags.values() if name == "spec_flags" else [parameter]
+    merged = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in merged]
+    taking.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]
+    taking.__annotations__ = {one.name: one.annotation for one in merged}
+    return taking

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +17,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from edgellm.contract import BrokenArtifactError, RequestError
+
+_CUT = "\ufdd0"  # a noncharacter, which no text may hold: what stands around it is no one token
 
 
 class ChatTokenizer:
@@ -44,6 +47,25 @@ class ChatTokenizer:
         template = folder / "chat_template.jinja"
         self._template_text = template.read_text("utf-8") if template.exists() else None
         self._environment: ImmutableSandboxedEnvironment | None = None
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special and len(token.content) > 1}
+        longest_first = sorted(special, key=len, reverse=True)
+        self._special_tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source, if the model has one."""
+        return self._template_text
+
+    def as_text(self, content: str) -> str:
+        """`content` with marks, by which `encode` does not take its words for special tokens.
+
+        What has no such words is returned as it is. The marks pass through chat templates.
+        """
+        return self._special_tokens.sub(
+            lambda found: found[0][0] + _CUT + self.as_text(found[0][1:]),
+            content.replace(_CUT, ""),
+        )
 
     def vocabulary(self) -> dict[str, int]:
         """Ids of all tokens, added ones among them."""
@@ -55,11 +77,21 @@ class ChatTokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise RequestError("half of a surrogate pair (\\ud800 to \\udfff) is no text") from None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if _CUT not in text:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        first, *parts = (
+            self._tokenizer.encode(part, add_special_tokens=add_special_tokens and not index).ids
+            for index, part in enumerate(text.split(_CUT))
+        )
+        return sum(parts, first)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens; bytes that are not UTF-8 become U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, special ones too; bytes that are no whole character become U+FFFD."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def render(self, messages: list[dict[str, Any]], **flags: Any) -> str:
         """The chat template applied to messages.

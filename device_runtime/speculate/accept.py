@@ -9,6 +9,7 @@ the sampled answer of a seed is that of plain decoding.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -95,7 +96,10 @@ def accept_typically(
     while path[-1]:
         path.append(int(tree.parents[path[-1]]))
     sampler.take(paths[end])
-    return Accepted(path[::-1], draw(result, end, sampler))
+    path.reverse()
+    for parent, node in itertools.pairwise(path):
+        sampler.record(result.logits[parent], int(tree.token_ids[node]))
+    return Accepted(path, draw(result, end, sampler))
 
 
 def _chances(

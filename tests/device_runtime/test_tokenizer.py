@@ -126,3 +126,22 @@ def test_stop_strings_never_show(text, stops, size):
     assert stopped == any(stop in text for stop in stops)
     if not stopped:
         assert shown == text
+
+
+def test_marked_words_are_text_and_not_special_tokens(tiny_engine):
+    tokenizer = ChatTokenizer(tiny_engine)
+    end = tokenizer.encode("</s>", add_special_tokens=False)
+    assert len(end) == 1
+    marked = tokenizer.as_text("w20 </s> w30")
+    ids = tokenizer.encode(f"<s> user : {marked} </s>", add_special_tokens=False)
+    assert ids.count(end[0]) == 1  # the template's own
+    assert ids[-1] == end[0]
+    word = tokenizer.encode("w30", add_special_tokens=False)[0]
+    assert word in ids
+    assert tokenizer.encode("</s>", add_special_tokens=False) == end  # nothing stays switched
+
+
+def test_text_without_special_words_is_left_as_it_is(tiny_engine):
+    tokenizer = ChatTokenizer(tiny_engine)
+    assert tokenizer.as_text("w20 <br> w30 \U0001f642") == "w20 <br> w30 \U0001f642"
+    assert tokenizer.as_text("w20\ufdd0") == "w20"

@@ -1,0 +1,107 @@
+"""A server in a process of its own, as users start it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+START_S = 60
+
+
+class ServerProcess:
+    """`edgellm-serve` on a free port of 127.0.0.1."""
+
+    def __init__(self, engine: Path, *flags: object) -> None:
+        command = [sys.executable, "-m", "edgellm.tools.serve", "--engineDir", engine, *flags]
+        self.process = subprocess.Popen(
+            [*map(str, command), "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        # What clients do wrong is their affair.
+        self.expected = {"WARNING: Invalid HTTP request received."}
+        watchdog = threading.Timer(START_S, self.process.kill)
+        watchdog.start()
+        self.greeting = self.process.stdout.readline()
+        watchdog.cancel()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", self.greeting)
+        assert found, self.process.communicate()[1]
+        self.port = int(found[1])
+        self.url = found[0]
+
+    def connect(self) -> HTTPConnection:
+        return HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def send(
+        self, path: str, body: Any = None, *, method: str | None = None, **headers: str
+    ) -> tuple[int, HTTPResponse, bytes]:
+        """One request; a body that is not bytes becomes JSON."""
+        connection = self.connect()
+        if body is not None and not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        if body is not None:
+            given = {"content-type": "application/json", **given}
+        connection.request(method or ("GET" if body is None else "POST"), path, body, given)
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
+        return response.status, response, content
+
+    def json(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        status, _, content = self.send(path, body, **headers)
+        return status, json.loads(content)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = self.send("/metrics")[2].decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[ {{]", line))
+
+    def wait_until(self, name: str, value: float, *, seconds: float = 20) -> None:
+        """Until a metric has a value."""
+        end = time.monotonic() + seconds
+        while self.metric(name) != value:
+            assert time.monotonic() < end, f"{name} is {self.metric(name)}, not {value}"
+            time.sleep(0.02)
+
+    def expects(self, line: str) -> None:
+        """A line on stderr that is no surprise."""
+        self.expected.add(line)
+
+    def rss_bytes(self) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024
+
+    def end(self) -> tuple[int, str]:
+        """SIGTERM; the exit code and what stood on stderr."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            _, errors = self.process.communicate(timeout=90)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        return self.process.returncode, errors
+
+
+@contextmanager
+def serving(engine: Path, *flags: object) -> Iterator[ServerProcess]:
+    """A server that must end without complaint."""
+    server = ServerProcess(engine, *flags)
+    try:
+        yield server
+        code, errors = server.end()
+        assert set(errors.splitlines()) <= server.expected, errors
+        assert code == 0
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.communicate()

@@ -1,0 +1,50 @@
+"""A tiny engine with a draft and room for long answers, and a server of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from eagle_engines import EAGLE3, export_pair
+from serve_process import ServerProcess, serving
+
+from edgellm.build.draft import build_draft
+from edgellm.build.engine import build_engine
+from edgellm.device_runtime import LLM
+from edgellm.device_runtime.backends import Plan
+
+CAPACITY = 4096
+FIXED_TREES = (
+    "--eagle", "--eagleTree", "fixed", "--eagleDraftTopK", 4, "--eagleDraftStep", 3,
+    "--eagleVerifyTreeSize", 12,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def roomy_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("roomy")
+    pair = export_pair(folder, EAGLE3, max_position_embeddings=CAPACITY)
+    base = Plan(1024, CAPACITY, 1, "same", "none", max_verify_tree_size=60)
+    build_engine(pair.bundle, pair.engine, base, "onnxruntime", lambda _: None)
+    draft = Plan(1024, CAPACITY, 1, "auto", "none", max_draft_tree_size=60)
+    build_draft(pair.draft_bundle, pair.engine, draft, "onnxruntime", lambda _: None)
+    # Without end tokens answers are as long as they are asked to be.
+    manifest = pair.engine / "manifest.json"
+    content = json.loads(manifest.read_text())
+    assert content.pop("eos_token_ids") == [2]
+    manifest.write_text(json.dumps({**content, "eos_token_ids": []}))
+    return pair.engine
+
+
+@pytest.fixture(scope="session")
+def offline(roomy_engine: Path) -> LLM:
+    """What the server must agree with."""
+    return LLM(roomy_engine)
+
+
+@pytest.fixture(scope="session")
+def server(roomy_engine: Path) -> Iterator[ServerProcess]:
+    with serving(roomy_engine, *FIXED_TREES, "--modelName", "tiny") as process:
+        yield process

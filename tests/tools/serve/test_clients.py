@@ -1,0 +1,259 @@
+"""Many clients, clients that leave, die or do not read, and the end of the server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from serve_process import ServerProcess, serving
+
+from edgellm.device_runtime import SamplingParams
+
+PATH = "/v1/completions"
+RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+
+# An answer of this prompt goes on for seconds: no end token comes.
+LONG = {"prompt": "w20 w30", "max_tokens": 4000, "temperature": 0, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def small(roomy_engine):
+    """A server in which two requests may wait."""
+    with serving(roomy_engine, "--queueSize", 2, "--modelName", "tiny") as process:
+        yield process
+
+
+def _begin(server: ServerProcess, body: dict) -> http.client.HTTPConnection:
+    """Send a request without reading the answer."""
+    connection = server.connect()
+    content = json.dumps(body).encode()
+    connection.request("POST", PATH, content, {"content-type": "application/json"})
+    return connection
+
+
+def _is_idle(server: ServerProcess) -> None:
+    server.wait_until(WAITING, 0)
+    server.wait_until(RUNNING, 0)
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(small):
+    running = _begin(small, LONG)
+    assert running.getresponse().status == 200  # headers come with the first token
+    waiting = [_begin(small, {**LONG, "max_tokens": 4}) for _ in range(2)]
+    small.wait_until(WAITING, 2)
+    refused_before = small.metric("edgellm:request_refused_total")
+    status, response, content = small.send(PATH, {**LONG, "max_tokens": 4})
+    assert status == 429
+    assert 1 <= int(response.headers["retry-after"]) <= 60
+    assert json.loads(content)["error"]["code"] == "queue_full"
+    assert small.metric("edgellm:request_refused_total") == refused_before + 1
+    running.close()  # the first leaves, the others are served
+    for connection in waiting:
+        assert b"[DONE]" in connection.getresponse().read()
+    _is_idle(small)
+
+
+def test_a_client_that_leaves_stops_the_engine_and_one_in_the_queue_is_forgotten(small):
+    running = _begin(small, LONG)
+    response = running.getresponse()
+    response.read(200)
+    waiting = _begin(small, LONG)
+    small.wait_until(WAITING, 1)
+    waiting.close()
+    small.wait_until(WAITING, 0)
+    generated = small.metric("vllm:generation_tokens_total")
+    response.close()
+    running.close()
+    _is_idle(small)
+    assert small.metric("vllm:generation_tokens_total") - generated < 3900
+    assert small.json(PATH, {**LONG, "stream": False, "max_tokens": 3})[0] == 200
+
+
+def test_whoever_does_not_stream_can_leave_as_well(small):
+    connection = _begin(small, {**LONG, "stream": False})
+    small.wait_until(RUNNING, 1)
+    connection.close()
+    _is_idle(small)
+
+
+def test_clients_that_are_killed(small):
+    code = (
+        "import json, sys, urllib.request\n"
+        "request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(),"
+        " {'content-type': 'application/json'})\n"
+        "answer = urllib.request.urlopen(request)\n"
+        "answer.read(100)\n"
+        "print('reads', flush=True)\n"
+        "answer.read()\n"
+    )
+    command = [sys.executable, "-c", code, small.url + PATH, json.dumps(LONG)]
+    for _ in range(3):
+        client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert client.stdout.readline() == "reads\n"
+        client.send_signal(signal.SIGKILL)
+        client.wait()
+        client.stdout.close()
+        _is_idle(small)
+    assert small.json(PATH, {**LONG, "stream": False, "max_tokens": 3})[0] == 200
+
+
+def test_a_slow_reader_keeps_nobody_waiting(small):
+    """The engine goes on; what is not read waits in the socket and in the server."""
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", small.port))
+        body = json.dumps({**LONG, "max_tokens": 1500, "logprobs": 20}).encode()
+        head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        slow.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        assert slow.recv(64).startswith(b"HTTP/1.1 200")
+        _is_idle(small)
+        assert small.json(PATH, {**LONG, "stream": False, "max_tokens": 3})[0] == 200
+        content = bytearray()
+        while not content.endswith(b"0\r\n\r\n"):
+            content += slow.recv(1 << 16)
+    assert content.count(b"data: ") == 1502  # tokens, the end, [DONE]
+
+
+def test_a_slow_reader_is_cut_off_when_its_time_is_over(roomy_engine):
+    with serving(roomy_engine, "--totalTimeout", 2) as server:
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(("127.0.0.1", server.port))
+            body = json.dumps({**LONG, "max_tokens": 600, "logprobs": 20}).encode()
+            head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            slow.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            time.sleep(3.5)
+            assert server.json("/health")[0] == 200
+        server.expects("WARNING: a client did not read its answer in time")
+
+
+def test_answers_that_take_too_long_end(roomy_engine):
+    with serving(roomy_engine, "--requestTimeout", 0.3) as server:
+        status, found = server.json(PATH, {**LONG, "stream": False})
+        assert status == 504
+        assert found["error"]["code"] == "timeout"
+        content = server.send(PATH, LONG)[2].decode()  # the status was sent before
+        events = content.strip().split("\n\n")
+        assert '"code":"timeout"' in events[-2]
+        assert events[-1] == "data: [DONE]"
+        assert server.json(PATH, {**LONG, "stream": False, "max_tokens": 3})[0] == 200
+
+
+def test_waiting_counts_into_the_total_time(roomy_engine):
+    with serving(roomy_engine, "--totalTimeout", 0.5) as server:
+        running = _begin(server, LONG)
+        status, found = server.json(PATH, {**LONG, "stream": False})
+        assert (status, found["error"]["type"]) == (504, "timeout_error")
+        assert b"timeout" in running.getresponse().read()
+        _is_idle(server)
+
+
+def test_many_at_once_get_their_own_answers_or_429(small, offline):
+    prompts = [f"w{20 + index} w{30 + index % 7} w{50 + index % 11}" for index in range(24)]
+
+    def expected(prompt):
+        sampling = SamplingParams(temperature=0.8, top_p=1.0, top_k=0, seed=len(prompt))
+        answer = offline.generate(prompt, sampling=sampling, max_generate_length=10)
+        list(answer)
+        return answer.text
+
+    def ask(prompt):
+        body = {"prompt": prompt, "max_tokens": 10, "temperature": 0.8, "seed": len(prompt)}
+        return small.json(PATH, body)
+
+    answers = [expected(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(ask, prompts))
+    assert {status for status, _ in found} == {200, 429}
+    for (status, body), answer in zip(found, answers, strict=True):
+        assert status == 429 or body["choices"][0]["text"] == answer
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_lets_everybody_finish(roomy_engine, stop):
+    server = ServerProcess(roomy_engine)
+    body = {**LONG, "max_tokens": 400}
+    connections = [_begin(server, body) for _ in range(3)]
+    server.wait_until(WAITING, 2)
+    kept = server.connect()
+    kept.request("GET", "/ready")
+    assert kept.getresponse().read() == b'{"status":"ready"}'
+    server.process.send_signal(stop)
+    for connection in connections:
+        content = connection.getresponse().read()
+        assert content.endswith(b"data: [DONE]\n\n")
+        assert b'"finish_reason":"length"' in content
+        assert content.count(b"data: ") > 350  # some tokens have no text
+    printed, errors = server.process.communicate(timeout=20)
+    assert (server.process.returncode, errors) == (0, "")
+    assert printed == "stopped\n"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port))
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_the_end_does_not_wait_for_ever(roomy_engine, second):
+    server = ServerProcess(roomy_engine, "--drainTimeout", 60 if second else 1)
+    connection = _begin(server, LONG)
+    response = connection.getresponse()
+    response.read(50)
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    if second:
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+    _, errors = server.process.communicate(timeout=20)
+    assert time.monotonic() - began < 8
+    assert (server.process.returncode, errors) == (0, "")
+    assert b"the server was stopped" in response.read()
+
+
+def test_files_and_threads_do_not_pile_up(small):
+    def state():
+        folder = f"/proc/{small.process.pid}"
+        return len(os.listdir(f"{folder}/fd")), len(os.listdir(f"{folder}/task"))
+
+    def rounds(count):
+        for _ in range(count):
+            _begin(small, LONG).close()
+            connection = _begin(small, LONG)
+            connection.getresponse().read(30)
+            connection.close()
+            small.json(PATH, {**LONG, "stream": False, "max_tokens": 2})
+        _is_idle(small)
+
+    rounds(3)
+    before = state()
+    rounds(10)
+    assert abs(state()[0] - before[0]) <= 2
+    assert state()[1] == before[1]
+
+
+def test_two_threads_share_one_connection_each(small):
+    """Connections are kept for further requests."""
+    found = []
+
+    def talk():
+        connection = small.connect()
+        for _ in range(3):
+            content = json.dumps({"prompt": "w20", "max_tokens": 2}).encode()
+            connection.request("POST", PATH, content, {"content-type": "application/json"})
+            found.append(connection.getresponse().read())
+        connection.close()
+
+    threads = [threading.Thread(target=talk) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6
+    assert all(b'"choices"' in content for content in found)

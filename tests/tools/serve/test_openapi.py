@@ -1,0 +1,46 @@
+"""schemathesis finds nothing: every answer is one that the OpenAPI document tells of."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+CHECKS = [
+    not_a_server_error, status_code_conformance, content_type_conformance,
+    response_headers_conformance, response_schema_conformance, unsupported_method,
+]  # fmt: skip
+LENGTHS = ("max_tokens", "max_completion_tokens", "sampling_param_max_tokens")
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_every_answer_is_documented(server, mode):
+    statuses = set()
+
+    def check(case):
+        for name in LENGTHS if isinstance(case.body, dict) else ():
+            if isinstance(case.body.get(name), int):
+                case.body[name] = min(case.body[name], 8)  # seconds, not minutes
+        statuses.add(case.call_and_validate(checks=CHECKS).status_code)
+
+    few = settings(
+        max_examples=12, derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operations = [found.ok() for found in document.get_all_operations()]
+    assert len(operations) == 12
+    for operation in operations:
+        if mode.is_positive or operation.body:
+            few(given(case=operation.as_strategy(generation_mode=mode))(check))()
+    assert (200 in statuses) == mode.is_positive
+    assert statuses & {400, 404}

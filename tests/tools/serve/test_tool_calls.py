@@ -1,0 +1,223 @@
+"""Calls in answers: parsers by any cut of the text, and requests with tools against a server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgellm.contract import RequestError
+from edgellm.device_runtime.llm import Step
+from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.tools.serve import tool_calls
+from edgellm.tools.serve.chat import ChatWriter, ask_of
+from edgellm.tools.serve.events import Finished
+from edgellm.tools.serve.schemas import ChatRequest
+from edgellm.tools.serve.settings import ImageRules
+from edgellm.tools.serve.tool_calls.call import Call
+from edgellm.tools.serve.tool_calls.hermes import HermesParser
+from edgellm.tools.serve.tool_calls.llama3 import Llama3Parser
+
+NAMES = {"weather", "add"}
+WEATHER = Call("weather", '{"city": "Köln"}')
+ADD = Call("add", '{"a": 1, "b": [2]}')
+_W = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+_A = '<tool_call>{"arguments": {"a": 1, "b": [2]}, "name": "add"}</tool_call>'
+_LW = '{"name": "weather", "parameters": {"city": "Köln"}}'
+_LA = '{"name": "add", "parameters": {"a": 1, "b": [2]}}'
+
+HERMES = {
+    "": [],
+    "no call at all": ["no call at all"],
+    "1 < 2 and <tool": ["1 < 2 and <tool"],
+    _W: [WEATHER],
+    f"Let me see.\n{_W}\n{_A}": ["Let me see.\n", WEATHER, ADD],
+    f"{_A}{_A} done": [ADD, ADD, " done"],
+    _W.replace("</tool_call>", ""): [WEATHER],  # the answer ended before the tag
+    "<tool_call>{nonsense</tool_call> x": ["<tool_call>{nonsense</tool_call> x"],
+    _W.replace("weather", "unknown"): [_W.replace("weather", "unknown")],
+    '<tool_call>{"name": ["add"]}</tool_call>': ['<tool_call>{"name": ["add"]}</tool_call>'],
+    '<tool_call>{"name": "add", "arguments": 5}</tool_call>': [
+        '<tool_call>{"name": "add", "arguments": 5}</tool_call>'
+    ],
+    '<tool_call>{"name": "add"}</tool_call>': [Call("add", "{}")],
+    "<tool_call>[1]</tool_call>": ["<tool_call>[1]</tool_call>"],
+    '<tool_call>{"name": "add", "arguments": {"a"': [
+        '<tool_call>{"name": "add", "arguments": {"a"'
+    ],
+}
+LLAMA3 = {
+    "": [],
+    "no call": ["no call"],
+    _LW: [WEATHER],
+    f" \n{_LW}; {_LA}": [WEATHER, ADD],
+    '{"name": "add"}': [Call("add", "{}")],
+    '{"answer": 5}': ['{"answer": 5}'],
+    '{"name": "weather", "param': ['{"name": "weather", "param'],
+    _LW.replace("weather", "unknown"): [_LW.replace("weather", "unknown")],
+    f"text before {_LW}": [f"text before {_LW}"],
+}
+CASES = [(HermesParser, *case) for case in HERMES.items()]
+CASES += [(Llama3Parser, *case) for case in LLAMA3.items()]
+
+
+def _joined(found):
+    """Texts side by side are one."""
+    joined = []
+    for item in found:
+        if isinstance(item, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += item
+        elif item:
+            joined.append(item)
+    return joined
+
+
+@pytest.mark.parametrize(("kind", "text", "expected"), CASES)
+@given(cuts=st.sets(st.integers(0, 150), max_size=8))
+def test_however_the_text_is_cut(kind, text, expected, cuts):
+    parser, found = kind(NAMES), []
+    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    for begin, end in itertools.pairwise(places):
+        found += parser.push(text[begin:end])
+    assert _joined([*found, *parser.finish()]) == expected
+
+
+@given(st.text('<tool_cal>/{}[]":name add;\n', max_size=60))
+def test_no_text_is_lost_or_breaks_a_parser(text):
+    for kind in (HermesParser, Llama3Parser):
+        parser = kind(NAMES)
+        found = [*parser.push(text), *parser.finish()]
+        if all(isinstance(item, str) for item in found):
+            assert "".join(found) == text or text.isspace()
+
+
+QWEN = (
+    "{%- if tools %}# Tools\n{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}"
+    'Answer with <tool_call>{"name": <name>, "arguments": <object>}</tool_call>{%- endif %}'
+    "{%- for m in messages %} {{ m.role }} : {{ m.content }}{%- for c in m.tool_calls or [] %}"
+    "{{ c.function.name }} {{ c.function.arguments | tojson }}{%- endfor %}{%- endfor %}"
+)
+LLAMA = (
+    '{%- if tools %}Respond with {"name": name, "parameters": object}{%- endif %}'
+    "{%- for m in messages %}{%- if m.role == 'tool' %}ipython{%- endif %}{%- endfor %}"
+)
+
+
+def test_parsers_are_found_by_the_template():
+    assert tool_calls.find(QWEN) is HermesParser
+    assert tool_calls.find(LLAMA) is Llama3Parser
+    assert tool_calls.find("{{ messages }}") is None
+    assert tool_calls.find("") is None
+
+
+class _Model:
+    """As much of an `LLM` as a chat needs to know."""
+
+    def __init__(self, folder):
+        self.tokenizer, self.images, self.manifest = ChatTokenizer(folder), None, self
+        self.eos_token_ids = (2,)
+
+
+@pytest.fixture
+def model(roomy_engine, tmp_path):
+    shutil.copy(roomy_engine / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(QWEN)
+    return _Model(tmp_path)
+
+
+BODY = {
+    "messages": [
+        {"role": "user", "content": "weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Bonn"}'},
+                }
+            ],
+        },
+        {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+        }
+    ],
+}
+
+
+def _body(**changed):
+    return ChatRequest.model_validate(json.loads(json.dumps({**BODY, **changed})))
+
+
+def _ask(body, model):
+    import anyio
+
+    return anyio.run(ask_of, body, model, ImageRules())
+
+
+def test_tools_and_earlier_calls_reach_the_template(model):
+    ask = _ask(_body(), model)
+    text = model.tokenizer.render(ask.prompt, **ask.template_flags)
+    assert '{"type": "function", "function": {"name": "weather"' in text
+    assert 'weather {"city": "Bonn"}' in text  # an object, not a string of JSON
+    assert "tool : sunny" in text
+
+
+def test_tool_choice_none_shows_the_template_no_tools(model):
+    body = _body(tool_choice="none")
+    ask = _ask(body, model)
+    assert "# Tools" not in model.tokenizer.render(ask.prompt, **ask.template_flags)
+    writer = ChatWriter(body, model, "m")
+    assert writer.step(Step((5,), _W))[0]["choices"][0]["delta"]["content"] == _W
+
+
+FIGURES = Finished("stop", 5, 0, 9, (), 0.0, 0.0, 0.0)
+
+
+def test_calls_of_a_stream_and_of_a_whole_answer(model):
+    text = f"I look.\n{_W}"
+    writer = ChatWriter(_body(), model, "m")
+    events = [*writer.begin()]
+    for index, character in enumerate(text):
+        events += writer.step(Step((index + 9,), character))
+    events += writer.end(FIGURES)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "I look.\n"
+    (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert calls[0]["index"] == 0
+    assert json.loads(calls[0]["function"]["arguments"]) == {"city": "Köln"}
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    whole = writer.whole(FIGURES)["choices"][0]
+    assert whole["finish_reason"] == "tool_calls"
+    assert whole["message"]["content"] == "I look.\n"
+    assert whole["message"]["tool_calls"][0]["id"] == calls[0]["id"]
+    assert "index" not in whole["message"]["tool_calls"][0]
+
+
+def test_an_answer_without_calls_ends_as_ever(model):
+    writer = ChatWriter(_body(), model, "m")
+    writer.step(Step((9,), "no <tool"))
+    whole = writer.whole(FIGURES)["choices"][0]
+    assert (whole["message"]["content"], whole["finish_reason"]) == ("no <tool", "stop")
+
+
+def test_arguments_that_are_no_json_are_refused(model):
+    messages = json.loads(json.dumps(BODY["messages"]))
+    messages[1]["tool_calls"][0]["function"]["arguments"] = "{city"
+    with pytest.raises(Exception, match=r"messages\.1\.tool_calls: arguments must be JSON"):
+        _ask(_body(messages=messages), model)
+
+
+def test_a_template_that_fails_on_arguments_is_a_faulty_request(model):
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(RequestError, match="chat template refuses"):
+        model.tokenizer.render(messages, tools=[{"a": object()}])

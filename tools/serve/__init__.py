@@ -1,0 +1,1 @@
+"""`edgellm-serve`: one engine behind the OpenAI and Triton interfaces."""

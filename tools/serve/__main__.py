@@ -1,0 +1,5 @@
+"""`python -m edgellm.tools.serve`."""
+
+from edgellm.tools.serve.cli import main
+
+main()

@@ -1,0 +1,156 @@
+"""The paths of the server."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from edgellm.tools.serve import chat, completions, errors
+from edgellm.tools.serve.calls import Call
+from edgellm.tools.serve.engine import Ask
+from edgellm.tools.serve.errors import ApiError
+from edgellm.tools.serve.guard import Guard
+from edgellm.tools.serve.metrics import Metrics
+from edgellm.tools.serve.openapi import document
+from edgellm.tools.serve.schemas import ChatRequest, CompletionRequest
+from edgellm.tools.serve.settings import Settings
+from edgellm.tools.serve.streams import Writer, answer
+from edgellm.tools.serve.triton import GenerateRequest, GenerateWriter
+from edgellm.tools.serve.worker import Worker
+
+
+class Server:
+    """What the paths share."""
+
+    def __init__(self, worker: Worker, metrics: Metrics, settings: Settings) -> None:
+        self.worker, self.metrics, self.settings = worker, metrics, settings
+        self.llm = worker.llm
+        self.created = int(time.time())
+
+    def require_model(self, name: str | None) -> None:
+        """Raises `ApiError` 404 for another model than the one there is."""
+        if name not in (None, self.settings.model):
+            raise ApiError(
+                404, f"there is no model {name!r} here, only {self.settings.model!r}",
+                code="model_not_found", param="model",
+            )  # fmt: skip
+
+    async def respond(
+        self, request: Request, ask: Ask, writer: Writer, *, streams: bool
+    ) -> Response:
+        """Queue a request and answer it."""
+        call = Call(self.worker, ask, request, self.settings.total_timeout_s)
+        return await answer(call, writer, request, streams=streams)
+
+    def model_card(self) -> dict[str, Any]:
+        """The model, in OpenAI's form."""
+        return {
+            "id": self.settings.model, "object": "model", "created": self.created,
+            "owned_by": "edgellm", "max_model_len": self.llm.manifest.max_kv_cache_capacity,
+        }  # fmt: skip
+
+
+def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
+    """The application; its worker must be started and stopped by the caller."""
+    version = importlib.metadata.version("edgellm")
+    # No documentation pages: they would load scripts from other hosts.
+    app = FastAPI(title="edgellm-serve", version=version, docs_url=None, redoc_url=None)
+    server = Server(worker, metrics, settings)
+    _add_openai(app, server)
+    _add_triton(app, server)
+    _add_states(app, server)
+    errors.install(app)
+    app.openapi = document(app)  # type: ignore[method-assign]
+    app.add_middleware(Guard, settings=settings, worker=worker)
+    return app
+
+
+def _add_openai(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        server.require_model(body.model)
+        writer = chat.ChatWriter(body, server.llm, server.settings.model)
+        ask = await chat.ask_of(body, server.llm, server.settings.images)
+        return await server.respond(request, ask, writer, streams=body.streams())
+
+    @app.post("/v1/completions")
+    async def text_completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue a text."""
+        server.require_model(body.model)
+        writer = completions.CompletionWriter(body, server.llm, server.settings.model)
+        ask = completions.ask_of(body)
+        return await server.respond(request, ask, writer, streams=body.streams())
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        """The one model."""
+        return JSONResponse({"object": "list", "data": [server.model_card()]})
+
+    @app.get("/v1/models/{name}")
+    async def model(name: str) -> JSONResponse:
+        """The one model, by its name."""
+        server.require_model(name)
+        return JSONResponse(server.model_card())
+
+
+def _add_triton(app: FastAPI, server: Server) -> None:
+    async def generated(
+        name: str, body: GenerateRequest, request: Request, *, streams: bool
+    ) -> Response:
+        server.require_model(name)
+        if body.streaming not in (None, streams):
+            path = "generate_stream" if body.streaming else "generate"
+            raise ApiError(400, f"streaming: this is what {path} is for", param="streaming")
+        writer = GenerateWriter(body, server.settings.model)
+        return await server.respond(request, body.ask(), writer, streams=streams)
+
+    @app.post("/v2/models/{name}/generate")
+    async def generate(name: str, body: GenerateRequest, request: Request) -> Response:
+        """Continue a text."""
+        return await generated(name, body, request, streams=False)
+
+    @app.post("/v2/models/{name}/generate_stream")
+    async def generate_stream(name: str, body: GenerateRequest, request: Request) -> Response:
+        """Continue a text, in server-sent events."""
+        return await generated(name, body, request, streams=True)
+
+    @app.get("/v2/models/{name}/ready")
+    async def model_ready(name: str) -> Response:
+        """Whether requests for the model are taken."""
+        server.require_model(name)
+        return Response(status_code=200 if server.worker.is_ready else 503)
+
+    @app.get("/v2/health/ready")
+    async def triton_ready() -> Response:
+        """Whether requests are taken."""
+        return Response(status_code=200 if server.worker.is_ready else 503)
+
+    @app.get("/v2/health/live")
+    async def triton_live() -> Response:
+        """Whether the server runs."""
+        return Response(status_code=200)
+
+
+def _add_states(app: FastAPI, server: Server) -> None:
+    def state(word: str, *, good: bool) -> JSONResponse:
+        return JSONResponse({"status": word if good else "unavailable"}, 200 if good else 503)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """Whether the server and its engine's thread run."""
+        return state("ok", good=server.worker.is_alive)
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether requests are taken; not while the server waits for its last answers."""
+        return state("ready", good=server.worker.is_ready)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        return Response(server.metrics.page(), media_type="text/plain; version=0.0.4")

@@ -1,0 +1,88 @@
+"""One request on its way through the worker, as the task that serves its client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from starlette.requests import Request
+
+from edgellm.tools.serve.engine import Ask
+from edgellm.tools.serve.errors import ApiError
+from edgellm.tools.serve.events import Event, Failed, Finished
+from edgellm.tools.serve.worker import Job, Worker
+
+
+class DisconnectedError(Exception):
+    """The client has gone; there is nobody to answer."""
+
+
+class Call:
+    """A job with what comes back from it; closing it ends the job before its next pass."""
+
+    def __init__(self, worker: Worker, ask: Ask, request: Request, total_timeout_s: float) -> None:
+        """Put the job into the queue.
+
+        Raises:
+            ApiError: 429 or 503.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        deadline = request.scope.get("arrived", self._loop.time()) + total_timeout_s
+        self._worker, self._job = worker, Job(ask, self._post, deadline)
+        worker.submit(self._job)
+        self._over = False
+        self._timer = self._loop.call_at(deadline, self._fail, _too_late())
+        self._watch = asyncio.create_task(self._wait_for_disconnect(request))
+
+    @property
+    def deadline(self) -> float:
+        """When the last byte must have gone; of the loop's clock."""
+        return self._timer.when()
+
+    async def arrived(self) -> list[Event]:
+        """All events since the last call, at least one.
+
+        Raises:
+            DisconnectedError: the client has gone.
+            Exception: the request failed, for this reason.
+        """
+        events = [await self._events.get()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        if isinstance(events[0], Failed):
+            raise events[0].error
+        if isinstance(events[-1], Failed):
+            self._events.put_nowait(events.pop())  # what came before is delivered first
+        return events
+
+    async def __aiter__(self) -> AsyncIterator[list[Event]]:
+        """Yield events until the answer is complete; raises as `arrived`."""
+        while not self._over:
+            events = await self.arrived()
+            self._over = isinstance(events[-1], Finished)
+            yield events
+
+    def close(self) -> None:
+        """Let the worker stop, whatever it is at."""
+        self._timer.cancel()
+        self._watch.cancel()
+        self._worker.abandon(self._job)
+
+    def _post(self, event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    def _fail(self, error: Exception) -> None:
+        self._job.abandoned = True
+        self._events.put_nowait(Failed(error))
+
+    async def _wait_for_disconnect(self, request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self._fail(DisconnectedError())
+
+
+def _too_late() -> ApiError:
+    return ApiError(504, "the answer took too long, waiting included", code="timeout")

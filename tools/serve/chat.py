@@ -1,0 +1,220 @@
+"""`/v1/chat/completions`: from its messages to the chat template's, and the answer's form."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from edgellm.device_runtime.llm import LLM, Step
+from edgellm.tools.serve import tool_calls
+from edgellm.tools.serve.engine import Ask
+from edgellm.tools.serve.errors import ApiError
+from edgellm.tools.serve.events import Finished
+from edgellm.tools.serve.images import image_source
+from edgellm.tools.serve.logprobs import chat_logprobs
+from edgellm.tools.serve.origins import origins
+from edgellm.tools.serve.schemas import ChatRequest, Message, StreamOptions, TextPart
+from edgellm.tools.serve.settings import ImageRules
+from edgellm.tools.serve.tool_calls.call import Call, ToolParser
+from edgellm.tools.serve.usage import timing, usage
+
+_Event = dict[str, Any]
+
+
+async def ask_of(body: ChatRequest, llm: LLM, rules: ImageRules) -> Ask:
+    """What the engine is asked.
+
+    Raises:
+        ApiError: pictures that are not allowed, tools for a model that has no template for them.
+    """
+    images: list[str] = []
+    messages = []
+    for index, message in enumerate(body.messages):
+        messages.append(_template_message(message, f"messages.{index}"))
+        parts = message.content if isinstance(message.content, list) else []
+        urls = [part.image_url.url for part in parts if not isinstance(part, TextPart)]
+        images += [await image_source(url, rules) for url in urls]
+    if images and llm.images is None:
+        raise ApiError(
+            400, "this server takes text only: it has no visual engine", param="messages"
+        )
+    flags: dict[str, Any] = {}
+    if body.tools and body.tool_choice != "none":
+        flags["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    if body.chat_template_kwargs is not None:
+        flags |= body.chat_template_kwargs.model_dump(exclude_none=True)
+    return Ask(
+        messages, body.sampling(_num_logprobs(body)), body.max_completion_tokens or body.max_tokens,
+        body.stops(), tuple(images), flags,
+    )  # fmt: skip
+
+
+def _num_logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs: give logprobs: true as well", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _template_message(message: Message, place: str) -> dict[str, Any]:
+    """A message as chat templates want it; text alone is a string."""
+    if message.content is None and not message.tool_calls:
+        raise ApiError(400, f"{place}.content: a message needs content", param=place)
+    role = "system" if message.role == "developer" else message.role
+    content: Any = message.content or ""
+    if isinstance(content, list):
+        texts = [part.text for part in content if isinstance(part, TextPart)]
+        is_text = len(texts) == len(content)
+        content = "".join(texts) if is_text else [_template_part(part) for part in content]
+    found: dict[str, Any] = {"role": role, "content": content}
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, place),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _template_part(part: Any) -> dict[str, str]:
+    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+
+
+def _arguments(text: str, place: str) -> Any:
+    """Arguments of a call as an object, which templates expect."""
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        raise ApiError(
+            400, f"{place}.tool_calls: arguments must be JSON", param=f"{place}.tool_calls"
+        ) from None
+
+
+def parser_of(body: ChatRequest, llm: LLM) -> ToolParser | None:
+    """What finds tool calls in the answer; None where none are wanted.
+
+    Raises:
+        ApiError: the model's chat template has no tools of a known kind.
+    """
+    if not body.tools or body.tool_choice == "none":
+        return None
+    parser = tool_calls.find(llm.tokenizer.chat_template or "")
+    if parser is None:
+        raise ApiError(400, "tools: this model's chat template knows no tools", param="tools")
+    return parser({tool.function.name for tool in body.tools})
+
+
+class ChatWriter:
+    """A chat completion as it grows."""
+
+    last = b"data: [DONE]\n\n"
+
+    def __init__(self, body: ChatRequest, llm: LLM, model: str) -> None:
+        self._tokenizer, self._end_ids = llm.tokenizer, frozenset(llm.manifest.eos_token_ids)
+        self._parser = parser_of(body, llm)
+        self._options = body.stream_options or StreamOptions()
+        self._wants_logprobs = bool(body.logprobs)
+        self._head: _Event = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion.chunk",
+            "created": int(time.time()), "model": model,
+        }  # fmt: skip
+        self._content = ""
+        self._calls: list[_Event] = []
+        self._logprobs: list[_Event] = []
+
+    def begin(self) -> list[_Event]:
+        """The role."""
+        return [self._chunk({"role": "assistant", "content": ""})]
+
+    def step(self, step: Step) -> list[_Event]:
+        """One event with what a step adds: text, calls, log-probabilities."""
+        delta = self._delta(step.text)
+        entries: list[_Event] = []
+        if self._wants_logprobs:
+            shown = tuple(e for e in step.logprobs if e.token_id not in self._end_ids)
+            entries = chat_logprobs(shown, self._tokenizer)
+            self._logprobs += entries
+        if not delta and not entries and not self._options.include_tokens:
+            return []
+        found = self._chunk(delta, logprobs={"content": entries} if entries else None)
+        if self._options.include_tokens:
+            found["edgellm"] = origins(step)
+        return [found]
+
+    def end(self, figures: Finished) -> list[_Event]:
+        """What was held back, the reason why the answer ends, and the usage if asked for."""
+        rest = self._rest()
+        found = [self._chunk(rest)] if rest else []
+        found.append(self._chunk({}, reason=self._reason(figures)))
+        if self._options.include_usage:
+            found.append(
+                {**self._head, "choices": [], "usage": usage(figures), "metrics": timing(figures)}
+            )
+        return found
+
+    def whole(self, figures: Finished) -> _Event:
+        """The completion in one piece."""
+        self._rest()
+        message: _Event = {"role": "assistant", "content": self._content or None, "refusal": None}
+        if self._calls:
+            message["tool_calls"] = [
+                {name: value for name, value in call.items() if name != "index"}
+                for call in self._calls
+            ]
+        else:
+            message["content"] = self._content
+        choice = {
+            "index": 0, "message": message, "finish_reason": self._reason(figures),
+            "logprobs": {"content": self._logprobs} if self._wants_logprobs else None,
+        }  # fmt: skip
+        return {
+            **self._head, "object": "chat.completion", "choices": [choice],
+            "usage": usage(figures), "metrics": timing(figures),
+        }  # fmt: skip
+
+    def _reason(self, figures: Finished) -> str:
+        return "tool_calls" if self._calls else figures.finish_reason
+
+    def _delta(self, text: str) -> _Event:
+        return self._added([text] if self._parser is None else self._parser.push(text))
+
+    def _rest(self) -> _Event:
+        return self._added(self._parser.finish() if self._parser is not None else [])
+
+    def _added(self, found: Sequence[str | Call]) -> _Event:
+        delta: _Event = {}
+        text = "".join(item for item in found if isinstance(item, str))
+        calls = [self._call(item) for item in found if not isinstance(item, str)]
+        self._content += text
+        if text:
+            delta["content"] = text
+        if calls:
+            delta["tool_calls"] = calls
+        return delta
+
+    def _call(self, call: Call) -> _Event:
+        function = {"name": call.name, "arguments": call.arguments}
+        found = {
+            "index": len(self._calls), "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
+            "function": function,
+        }  # fmt: skip
+        self._calls.append(found)
+        return found
+
+    def _chunk(
+        self, delta: _Event, *, logprobs: _Event | None = None, reason: str | None = None
+    ) -> _Event:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head, "choices": [choice]}

@@ -1,0 +1,117 @@
+"""`edgellm-serve`: answer requests over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import typer
+
+from edgellm.command import run_command
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.flags import Debug, EngineDir, MultimodalEngineDir, Verify
+from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
+from edgellm.tools.serve.flags import (
+    AllowNoKey,
+    ApiKeyFile,
+    ContextReuse,
+    DrainTimeout,
+    Host,
+    ImageFolders,
+    ImageHosts,
+    MaxBodyBytes,
+    ModelName,
+    Port,
+    QueueSize,
+    RequestTimeout,
+    TotalTimeout,
+)
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={
+        "token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)
+    },
+)
+
+
+@app.command()
+@with_spec_flags
+def edgellm_serve(
+    engine_dir: EngineDir,
+    spec_flags: SpecFlags,
+    multimodal_engine_dir: MultimodalEngineDir = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key_file: ApiKeyFile = None,
+    allow_no_key: AllowNoKey = False,
+    model_name: ModelName = None,
+    queue_size: QueueSize = 32,
+    request_timeout: RequestTimeout = 300.0,
+    total_timeout: TotalTimeout = 900.0,
+    drain_timeout: DrainTimeout = 60,
+    max_body_bytes: MaxBodyBytes = None,
+    image_folders: ImageFolders = None,
+    image_hosts: ImageHosts = None,
+    context_reuse: ContextReuse = True,
+    verify: Verify = False,
+    debug: Debug = False,
+) -> None:
+    """Answer OpenAI's and Triton's requests over HTTP, one after the other."""
+    del debug  # read by run_command
+    how = spec_flags.read()
+    from edgellm.tools.serve.settings import (
+        IMAGE_BODY_BYTES,
+        TEXT_BODY_BYTES,
+        ImageRules,
+        Settings,
+        is_loopback,
+        read_keys,
+        require_safe,
+    )
+
+    keys = read_keys(api_key_file) if api_key_file is not None else frozenset()
+    require_safe(host, has_keys=bool(keys), allow_no_key=allow_no_key)
+    most = IMAGE_BODY_BYTES if multimodal_engine_dir is not None else TEXT_BODY_BYTES
+    settings = Settings(
+        model_name or engine_dir.resolve().name, keys, is_loopback(host) and not keys, queue_size,
+        request_timeout, total_timeout, max_body_bytes=max_body_bytes or most,
+        images=ImageRules(_folders(image_folders), frozenset(map(str.lower, image_hosts or ()))),
+    )  # fmt: skip
+    from edgellm.tools.serve import engine
+    from edgellm.tools.serve.app import create_app
+    from edgellm.tools.serve.metrics import Metrics
+    from edgellm.tools.serve.server import listen, serve
+    from edgellm.tools.serve.worker import Worker
+
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    listener = listen(host, port)  # a taken port is told before the engine is loaded
+    llm = engine.load(
+        engine_dir, multimodal_engine_dir, how,
+        context_reuse=context_reuse, verify=verify,
+    )  # fmt: skip
+    metrics = Metrics(settings.model)
+    worker = Worker(llm, metrics, queue_size=queue_size, request_timeout_s=request_timeout)
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{listener.getsockname()[1]}"
+    serve(
+        create_app(worker, metrics, settings), worker, listener,
+        lambda: typer.echo(f"{settings.model} answers at {url}/v1; Ctrl-C ends it"),
+        drain_timeout_s=drain_timeout,
+    )  # fmt: skip
+    typer.echo("stopped")
+
+
+def _folders(paths: list[Path] | None) -> tuple[Path, ...]:
+    for path in paths or ():
+        if not path.is_dir():
+            raise EdgeLLMError(f"--allowImageFolder {path} is not a folder")
+    return tuple(path.resolve() for path in paths or ())
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)

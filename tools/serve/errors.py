@@ -1,0 +1,136 @@
+"""Failed requests, in the forms of OpenAI's and Triton's interfaces."""
+
+from __future__ import annotations
+
+import http
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from edgellm.contract import EdgeLLMError, LimitError, RequestError
+
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    404: "not_found_error", 405: "invalid_request_error", 408: "timeout_error",
+    413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
+    503: "service_unavailable_error", 504: "timeout_error",
+}  # fmt: skip
+
+# Where only one value of a field can be served: why, or what to do instead.
+_REMEDIES = {
+    "n": "one answer at a time; send several requests with different seeds",
+    "best_of": "one answer at a time",
+    "frequency_penalty": "penalties are not supported, leave it away",
+    "presence_penalty": "penalties are not supported, leave it away",
+    "logit_bias": "logit biases are not supported, leave it away",
+    "response_format": 'answers cannot be constrained yet, leave it away or give {"type": "text"}',
+    "tool_choice": 'give "auto" or "none"',
+    "parallel_tool_calls": "the model decides how many calls it makes, leave it away",
+    "echo": "the prompt is not repeated",
+    "suffix": "text cannot be inserted before a suffix",
+    "prompt": "give one text",
+}
+
+
+class ApiError(Exception):
+    """A request that ends with an HTTP status and a reason."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else {}
+        if status == http.HTTPStatus.UNAUTHORIZED:
+            self.headers["WWW-Authenticate"] = "Bearer"
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`."""
+        return _TYPES.get(self.status, "server_error")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of a failure; nothing of the server's inside."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, (RequestError, LimitError)):
+        hint = f" ({error.hint})" if error.hint else ""
+        return ApiError(400, f"{error}{hint}")
+    if isinstance(error, EdgeLLMError):
+        return ApiError(500, str(error), code="engine_failed")
+    return ApiError(500, "the server failed; its log says why", code="internal_error")
+
+
+def _text(error: Exception) -> str:
+    """The message; half of a surrogate pair, which a client may have sent, cannot be written."""
+    return str(error).encode("utf-8", "backslashreplace").decode()
+
+
+def openai_body(error: ApiError) -> dict[str, Any]:
+    """`{"error": ...}` as OpenAI's clients read it."""
+    detail = {"message": _text(error), "type": error.kind, "param": error.param, "code": error.code}
+    return {"error": detail}
+
+
+def body_for(path: str, error: ApiError) -> dict[str, Any]:
+    """The error's JSON in the form of the interface that a path belongs to."""
+    return {"error": _text(error)} if path.startswith("/v2/") else openai_body(error)
+
+
+def response_for(path: str, error: ApiError) -> JSONResponse:
+    """The whole answer to a failed request."""
+    return JSONResponse(body_for(path, error), error.status, error.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Give every failure of an application its form."""
+
+    async def known(request: Request, error: Exception) -> JSONResponse:
+        return response_for(request.url.path, as_api_error(error))
+
+    async def http_error(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        answer = response_for(request.url.path, ApiError(error.status_code, str(error.detail)))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return response_for(request.url.path, _invalid(request, error))
+
+    app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(EdgeLLMError, known)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, invalid)
+
+
+def _invalid(request: Request, error: RequestValidationError) -> ApiError:
+    """The first fault of a body, with its place."""
+    if "json" not in request.headers.get("content-type", "json"):
+        return ApiError(415, "the body must be JSON: send content-type: application/json")
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return ApiError(
+            400, f"the body is not valid JSON: {reason} at character {first['loc'][-1]}"
+        )
+    place = [str(part) for part in first["loc"] if part != "body"]
+    reason = first["msg"][:1].lower() + first["msg"][1:]
+    if (remedy := _REMEDIES.get(place[0] if place else "")) is not None:
+        reason += f" ({remedy})"
+    if not place:
+        return ApiError(400, f"the body: {reason}")
+    # Names of unknown fields are the client's: they stand in the message alone.
+    param = place[0] if place[0].isidentifier() and place[0].isascii() else None
+    return ApiError(400, f"{'.'.join(place)}: {reason}", param=param)

@@ -1,0 +1,39 @@
+"""What the worker tells of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgellm.device_runtime.llm import Step
+from edgellm.device_runtime.profile import RoundCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The prompt was accepted; nothing is computed yet."""
+
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The figures of a complete answer."""
+
+    finish_reason: str  # "stop" or "length"
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt: not computed again
+    completion_tokens: int
+    rounds: tuple[RoundCounts, ...]  # those in which something was drafted
+    queue_ms: float
+    first_token_ms: float  # from the arrival of the request
+    generation_ms: float  # from the first token to the last
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ends here, answered or not."""
+
+    error: Exception
+
+
+Event = Started | Step | Finished | Failed

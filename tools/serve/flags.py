@@ -1,0 +1,54 @@
+"""The flags of `edgellm-serve` that `llm_inference` does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option("--apiKeyFile", help="Keys, one in a line, of which requests must bear one."),
+]
+AllowNoKey = Annotated[
+    bool, typer.Option("--allowNoKey", help="Let other machines in without a key.")
+]
+ModelName = Annotated[
+    str | None, typer.Option("--modelName", help="Name in requests; the folder's without it.")
+]
+QueueSize = Annotated[
+    int, typer.Option("--queueSize", min=1, help="Requests that may wait; then 429.")
+]
+RequestTimeout = Annotated[
+    float, typer.Option("--requestTimeout", min=0.1, help="Seconds of the engine for a request.")
+]
+TotalTimeout = Annotated[
+    float, typer.Option("--totalTimeout", min=0.1, help="Seconds from arrival to the last byte.")
+]
+DrainTimeout = Annotated[
+    int, typer.Option("--drainTimeout", min=0, help="Seconds for answers to end on SIGTERM.")
+]
+MaxBodyBytes = Annotated[
+    int | None,
+    typer.Option(
+        "--maxBodyBytes", min=1024, help="Of a request; 1 MiB without it, 32 MiB with images."
+    ),
+]
+ImageFolders = Annotated[
+    list[Path] | None,
+    typer.Option("--allowImageFolder", help="Take file:// URLs into this folder; repeatable."),
+]
+ImageHosts = Annotated[
+    list[str] | None,
+    typer.Option("--allowImageHost", help="Take http(s) URLs of this host; repeatable."),
+]
+ContextReuse = Annotated[
+    bool,
+    typer.Option(
+        "--contextReuse/--noContextReuse",
+        help="Do not compute what a request has in common with the one before and its answer.",
+    ),
+]

@@ -1,0 +1,100 @@
+"""Running the application: the socket, signals, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from edgellm.contract import EdgeLLMError
+from edgellm.tools.serve.worker import Worker
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LAST_EVENTS_S = 3  # for clients to read what was sent before the end
+_UNREAD_S = 60  # a peer that takes nothing for so long is gone
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 takes a free one.
+
+    Raises:
+        EdgeLLMError: the address is taken, or is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        found = socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise EdgeLLMError(
+            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}",
+            hint="give another --port or --host",
+        ) from None
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
+    return found
+
+
+class DrainingServer(uvicorn.Server):
+    """Ends on a signal when all accepted requests are answered, on a second one without them."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        worker: Worker,
+        on_ready: Callable[[], None],
+        drain_timeout_s: int,
+    ) -> None:
+        super().__init__(config)
+        self._worker, self._on_ready, self._drain_timeout_s = worker, on_ready, drain_timeout_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn; tells when connections are taken."""
+        await super().startup(sockets)
+        self._on_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """See uvicorn, which would end the process by the signal again."""
+        loop = asyncio.get_running_loop()
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._end)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+
+    def _end(self) -> None:
+        if self.should_exit:
+            self._worker.end()
+            return
+        self._worker.drain()
+        asyncio.get_running_loop().call_later(self._drain_timeout_s, self._worker.end)
+        self.should_exit = True
+
+
+def serve(
+    app: ASGIApp,
+    worker: Worker,
+    listener: socket.socket,
+    on_ready: Callable[[], None],
+    *,
+    drain_timeout_s: int,
+) -> None:
+    """Answer requests until a signal comes."""
+    config = uvicorn.Config(
+        app, http="h11", ws="none", lifespan="off", loop="asyncio", log_config=None,
+        access_log=False, server_header=False, timeout_keep_alive=20,
+        timeout_graceful_shutdown=drain_timeout_s + _LAST_EVENTS_S,
+    )  # fmt: skip
+    worker.start()
+    try:
+        DrainingServer(config, worker, on_ready, drain_timeout_s).run(sockets=[listener])
+    finally:
+        worker.end()
+        worker.join()

@@ -1,0 +1,83 @@
+"""What a server allows and how long it waits."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edgellm.contract import EdgeLLMError
+
+MIN_KEY_LENGTH = 8
+TEXT_BODY_BYTES, IMAGE_BODY_BYTES = 1 << 20, 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRules:
+    """Where pictures may come from besides `data:` URIs."""
+
+    folders: tuple[Path, ...] = ()  # resolved; `file://` URIs into them
+    hosts: frozenset[str] = frozenset()  # host or host:port of http and https URLs
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything about a server but its engine."""
+
+    model: str  # its name in requests
+    key_hashes: frozenset[bytes] = frozenset()  # SHA-256 of the keys; empty: none is asked for
+    local_only: bool = True  # answer only requests that were addressed to this machine by name
+    queue_size: int = 32  # requests that wait, besides the one that runs
+    request_timeout_s: float = 300.0  # the engine's time for one request
+    total_timeout_s: float = 900.0  # from arrival to the last byte
+    body_timeout_s: float = 30.0
+    max_body_bytes: int = TEXT_BODY_BYTES
+    images: ImageRules = field(default_factory=ImageRules)
+
+
+def read_keys(path: Path) -> frozenset[bytes]:
+    """SHA-256 of the keys in a file: one in a line; empty lines and those with # are left out.
+
+    Raises:
+        EdgeLLMError: no key in it, or one that is too short to be a secret.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    except UnicodeDecodeError:
+        raise EdgeLLMError(f"{path} is not text", hint="write one key in a line") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise EdgeLLMError(f"{path} holds no key", hint="write one key in a line")
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        raise EdgeLLMError(
+            f"{path}: a key has letters that no header can bear", hint="use ASCII letters alone"
+        )
+    if min(map(len, keys)) < MIN_KEY_LENGTH:
+        raise EdgeLLMError(
+            f"{path}: a key has fewer than {MIN_KEY_LENGTH} characters",
+            hint="make one with: openssl rand -hex 24",
+        )
+    return frozenset(key_hash(key) for key in keys)
+
+
+def key_hash(key: str) -> bytes:
+    """What is kept of a key, and compared."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or a name can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def require_safe(host: str, *, has_keys: bool, allow_no_key: bool) -> None:
+    """Raises `EdgeLLMError` where strangers could use the engine without anybody's consent."""
+    if not (is_loopback(host) or has_keys or allow_no_key):
+        raise EdgeLLMError(
+            f"--host {host} lets other machines in, and no key is asked for",
+            hint="give --apiKeyFile, or --allowNoKey where everybody may use it",
+        )

@@ -1,0 +1,131 @@
+"""Answers on the wire: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import anyio
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from edgellm.device_runtime.llm import Step
+from edgellm.tools.serve.calls import Call, DisconnectedError
+from edgellm.tools.serve.errors import as_api_error, body_for
+from edgellm.tools.serve.events import Event, Finished, Started
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # proxies shall pass events on at once
+]
+
+
+class Writer(Protocol):
+    """An interface's form of one answer, told step by step."""
+
+    last: bytes  # what follows the last event of a stream
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Events before the first token."""
+        ...
+
+    def step(self, step: Step) -> list[dict[str, Any]]:
+        """Events of a step."""
+        ...
+
+    def end(self, figures: Finished) -> list[dict[str, Any]]:
+        """Events after the last token."""
+        ...
+
+    def whole(self, figures: Finished) -> dict[str, Any]:
+        """The answer in one piece, after all steps."""
+        ...
+
+
+async def answer(call: Call, writer: Writer, request: Request, *, streams: bool) -> Response:
+    """The response to a request, once it is known that there is one.
+
+    Raises:
+        Exception: the request failed before its first token.
+    """
+    try:
+        first = await call.arrived()  # a faulty request becomes an error status, not a stream
+        if streams:
+            return EventStream(call, writer, first, request.url.path)
+        return await _whole(call, writer, first)
+    except DisconnectedError:
+        call.close()
+        return Response(status_code=499)  # nobody reads it
+    except BaseException:
+        call.close()
+        raise
+
+
+async def _whole(call: Call, writer: Writer, first: list[Event]) -> Response:
+    try:
+        async for events in _all(call, first):
+            for event in events:
+                if isinstance(event, Step):
+                    writer.step(event)
+                elif isinstance(event, Finished):
+                    return JSONResponse(writer.whole(event))
+        raise AssertionError("an answer ended without its figures")
+    finally:
+        call.close()
+
+
+async def _all(call: Call, first: list[Event]) -> AsyncIterator[list[Event]]:
+    yield first
+    if not isinstance(first[-1], Finished):
+        async for events in call:
+            yield events
+
+
+class EventStream(Response):
+    """Server-sent events; a client that does not read them is cut off at the call's deadline."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, call: Call, writer: Writer, first: list[Event], path: str) -> None:
+        super().__init__()
+        self._call, self._writer, self._first, self._path = call, writer, first, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; see ASGI."""
+        del scope, receive
+        try:
+            with anyio.CancelScope(deadline=self._call.deadline + 1) as time_left:
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                async for chunk in self._chunks():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": self._writer.last})
+            if time_left.cancelled_caught:
+                _log.warning("a client did not read its answer in time")
+        finally:
+            self._call.close()
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        try:
+            yield _events(self._writer.begin())
+            async for events in _all(self._call, self._first):
+                if any(not isinstance(event, Started) for event in events):
+                    yield b"".join(_events(self._form(event)) for event in events)
+        except DisconnectedError:
+            return
+        except Exception as error:  # noqa: BLE001 - the status was sent, the reason goes behind it
+            yield _events([body_for(self._path, as_api_error(error))])
+
+    def _form(self, event: Event) -> list[dict[str, Any]]:
+        if isinstance(event, Step):
+            return self._writer.step(event)
+        return self._writer.end(event) if isinstance(event, Finished) else []
+
+
+def _events(contents: list[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + _encode(content) + b"\n\n" for content in contents)

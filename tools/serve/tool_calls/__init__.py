@@ -1,0 +1,14 @@
+"""Tool calls in answers: one module for each way in which models write them."""
+
+from __future__ import annotations
+
+from edgellm.tools.serve.tool_calls.call import ToolParser
+from edgellm.tools.serve.tool_calls.hermes import HermesParser
+from edgellm.tools.serve.tool_calls.llama3 import Llama3Parser
+
+PARSERS: tuple[type[ToolParser], ...] = (HermesParser, Llama3Parser)
+
+
+def find(template: str) -> type[ToolParser] | None:
+    """The parser for a model's chat template; None if it knows no tools, or others."""
+    return next((parser for parser in PARSERS if parser.recognises(template)), None)

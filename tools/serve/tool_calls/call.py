@@ -1,0 +1,35 @@
+"""What a parser of tool calls is, and what it finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function that the model wants to be called."""
+
+    name: str
+    arguments: str  # a JSON object
+
+
+class ToolParser(Protocol):
+    """Separates an answer's text from the calls in it, while it grows."""
+
+    def __init__(self, names: set[str]) -> None:
+        """With the names of the functions that there are."""
+        ...
+
+    @staticmethod
+    def recognises(template: str) -> bool:
+        """Whether a chat template asks for calls of this form."""
+        ...
+
+    def push(self, text: str) -> list[str | Call]:
+        """Add text; what is certainly text, and the calls that are complete."""
+        ...
+
+    def finish(self) -> list[str | Call]:
+        """The rest, when the answer ends: what became no call is text."""
+        ...

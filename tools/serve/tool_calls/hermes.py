@@ -1,0 +1,67 @@
+r"""Calls between tags, as Hermes 2 Pro, Qwen2.5 and Qwen3 write them.
+
+`<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>`, any number of them.
+"""
+
+from __future__ import annotations
+
+import json
+
+from edgellm.tools.serve.tool_calls.call import Call
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser:
+    """See `ToolParser`."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names, self._held = names, ""
+
+    @staticmethod
+    def recognises(template: str) -> bool:
+        """The template explains the tags, and JSON between them."""
+        return all(part in template for part in (_OPEN, '"arguments"', "tools"))
+
+    def push(self, text: str) -> list[str | Call]:
+        """See `ToolParser.push`."""
+        self._held += text
+        found: list[str | Call] = []
+        while (begin := self._held.find(_OPEN)) >= 0:
+            end = self._held.find(_CLOSE, begin)
+            found.append(self._held[:begin])
+            self._held = self._held[begin:]
+            if end < 0:
+                return _without_gaps(found)
+            whole = self._held[: end - begin + len(_CLOSE)]
+            self._held = self._held[len(whole) :].lstrip("\n")
+            found.append(self._read(whole))
+        keep = next(
+            (size for size in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:size])), 0
+        )
+        cut = len(self._held) - keep
+        found.append(self._held[:cut])
+        self._held = self._held[cut:]
+        return _without_gaps(found)
+
+    def finish(self) -> list[str | Call]:
+        """See `ToolParser.finish`; a call without its closing tag counts if it is complete."""
+        held, self._held = self._held, ""
+        return [self._read(held)] if held.strip() else []
+
+    def _read(self, text: str) -> str | Call:
+        """The call of a tagged text, or the text if it holds none."""
+        try:
+            found = json.loads(text.removeprefix(_OPEN).removesuffix(_CLOSE))
+            name, arguments = found["name"], found.get("arguments", {})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return text
+        if str(name) not in self._names or not isinstance(arguments, dict):
+            return text
+        return Call(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _without_gaps(found: list[str | Call]) -> list[str | Call]:
+    """Without empty texts, and the newline that parts a text from the calls behind it."""
+    has_call = any(isinstance(item, Call) for item in found)
+    return [item for item in found if item and not (has_call and item == "\n")]

@@ -1,0 +1,58 @@
+"""One call as the whole answer, as Llama 3.1 and 3.2 write it.
+
+`{"name": ..., "parameters": {...}}`, sometimes behind `<|python_tag|>`, which is a special token
+and not a part of the text.
+"""
+
+from __future__ import annotations
+
+import json
+
+from edgellm.tools.serve.tool_calls.call import Call
+
+
+class Llama3Parser:
+    """See `ToolParser`."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names, self._held, self._is_text = names, "", False
+
+    @staticmethod
+    def recognises(template: str) -> bool:
+        """The template explains calls with parameters, and has the role of their results."""
+        return all(part in template for part in ('"parameters"', "ipython", "tools"))
+
+    def push(self, text: str) -> list[str | Call]:
+        """See `ToolParser.push`."""
+        if self._is_text:
+            return [text]
+        self._held += text
+        if not self._held.lstrip() or self._held.lstrip().startswith("{"):
+            return []
+        self._is_text, held = True, self._held
+        return [held]
+
+    def finish(self) -> list[str | Call]:
+        """See `ToolParser.finish`."""
+        if self._is_text or not self._held:
+            return []
+        calls = self._read(self._held)
+        return list(calls) if calls else [self._held]
+
+    def _read(self, text: str) -> list[Call]:
+        """The calls of an answer; several are parted by semicolons."""
+        calls: list[Call] = []
+        decoder, at = json.JSONDecoder(), 0
+        while at < len(text):
+            if text[at] in " \n\r\t;":
+                at += 1
+                continue
+            try:
+                found, at = decoder.raw_decode(text, at)
+                name, arguments = found["name"], found.get("parameters", {})
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                return []
+            if str(name) not in self._names or not isinstance(arguments, dict):
+                return []
+            calls.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
+        return calls
