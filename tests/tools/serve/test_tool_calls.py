@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 
@@ -80,7 +81,7 @@ def _joined(found):
 def test_however_the_text_is_cut(kind, text, expected, cuts):
     parser, found = kind(NAMES), []
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    for begin, end in zip(places, places[1:], strict=False):
+    for begin, end in itertools.pairwise(places):
         found += parser.push(text[begin:end])
     assert _joined([*found, *parser.finish()]) == expected
 
