@@ -38,6 +38,7 @@ def test_the_wheel_holds_every_package(tmp_path):
         "edgellm/tools/trees.html",
         "edgellm/tools/demo_requests.json",
         "edgellm/tools/inspection/page.html",
+        *(f"edgellm/tools/serve/page/{name}" for name in ("index.html", "app.js", "style.css")),
     } <= set(names)
     assert {"edgellm/quantize/calibration.jsonl", "edgellm/quantize/report.html"} <= set(names)
     assert all(name.startswith(("edgellm/", "edgellm-")) for name in names)
