@@ -38,6 +38,7 @@ def test_the_wheel_holds_every_package(tmp_path):
         "edgellm/tools/trees.html",
         "edgellm/tools/demo_requests.json",
         "edgellm/tools/inspection/page.html",
+        *(f"edgellm/tools/serve/page/{name}" for name in ("index.html", "app.js", "style.css")),
     } <= set(names)
     assert {"edgellm/quantize/calibration.jsonl", "edgellm/quantize/report.html"} <= set(names)
     assert all(name.startswith(("edgellm/", "edgellm-")) for name in names)
@@ -61,11 +62,21 @@ def test_the_device_side_imports_no_training_framework(module):
     "module",
     ["edgellm.export.cli", "edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.tools.trees",
      "edgellm.tools.train_draft.cli", "edgellm.tools.synthetic_vlm.cli", "edgellm.quantize.cli",
-     "edgellm.tools.inspection.cli"],
+     "edgellm.tools.inspection.cli", "edgellm.tools.serve.cli"],
 )  # fmt: skip
 def test_help_loads_nothing_heavy(module):
     """What keeps `--help` below a third of a second."""
-    heavy = ("onnx", "onnx_ir", "onnxruntime", "numpy", "rich", "tokenizers", "jinja2", "torch")
+    heavy = (
+        "onnx",
+        "onnx_ir",
+        "onnxruntime",
+        "numpy",
+        "rich",
+        "tokenizers",
+        "jinja2",
+        "torch",
+        "fastapi",
+    )
     code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

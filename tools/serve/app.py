@@ -16,6 +16,7 @@ from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.guard import Guard
 from edgellm.tools.serve.metrics import Metrics
 from edgellm.tools.serve.openapi import document
+from edgellm.tools.serve.pages import add_page
 from edgellm.tools.serve.schemas import ChatRequest, CompletionRequest
 from edgellm.tools.serve.settings import Settings
 from edgellm.tools.serve.streams import Writer, answer
@@ -63,6 +64,7 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
     _add_openai(app, server)
     _add_triton(app, server)
     _add_states(app, server)
+    add_page(app)
     errors.install(app)
     app.openapi = document(app)  # type: ignore[method-assign]
     app.add_middleware(Guard, settings=settings, worker=worker)

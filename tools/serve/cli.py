@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -27,6 +28,12 @@ from edgellm.tools.serve.flags import (
     RequestTimeout,
     TotalTimeout,
 )
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from edgellm.device_runtime.llm import LLM
+    from edgellm.tools.serve.settings import Settings
 
 app = typer.Typer(
     add_completion=False,
@@ -63,44 +70,44 @@ def edgellm_serve(
     """Answer OpenAI's and Triton's requests over HTTP, one after the other."""
     del debug  # read by run_command
     how = spec_flags.read()
-    from edgellm.tools.serve.settings import (
-        IMAGE_BODY_BYTES,
-        TEXT_BODY_BYTES,
-        ImageRules,
-        Settings,
-        is_loopback,
-        read_keys,
-        require_safe,
-    )
+    from edgellm.tools.serve import settings
 
-    keys = read_keys(api_key_file) if api_key_file is not None else frozenset()
-    require_safe(host, has_keys=bool(keys), allow_no_key=allow_no_key)
-    most = IMAGE_BODY_BYTES if multimodal_engine_dir is not None else TEXT_BODY_BYTES
-    settings = Settings(
-        model_name or engine_dir.resolve().name, keys, is_loopback(host) and not keys, queue_size,
-        request_timeout, total_timeout, max_body_bytes=max_body_bytes or most,
-        images=ImageRules(_folders(image_folders), frozenset(map(str.lower, image_hosts or ()))),
+    keys = settings.read_keys(api_key_file) if api_key_file is not None else frozenset()
+    settings.require_safe(host, has_keys=bool(keys), allow_no_key=allow_no_key)
+    with_images = multimodal_engine_dir is not None
+    most = settings.IMAGE_BODY_BYTES if with_images else settings.TEXT_BODY_BYTES
+    wanted = settings.Settings(
+        model_name or engine_dir.resolve().name, keys, settings.is_loopback(host) and not keys,
+        queue_size, request_timeout, total_timeout, max_body_bytes=max_body_bytes or most,
+        images=settings.ImageRules(
+            _folders(image_folders), frozenset(map(str.lower, image_hosts or ()))
+        ),
     )  # fmt: skip
-    from edgellm.tools.serve import engine
-    from edgellm.tools.serve.app import create_app
-    from edgellm.tools.serve.metrics import Metrics
-    from edgellm.tools.serve.server import listen, serve
-    from edgellm.tools.serve.worker import Worker
+    from edgellm.tools.serve import engine, server
 
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    listener = listen(host, port)  # a taken port is told before the engine is loaded
+    listener = server.listen(host, port)  # a taken port is told before the engine is loaded
     llm = engine.load(
         engine_dir, multimodal_engine_dir, how,
         context_reuse=context_reuse, verify=verify,
     )  # fmt: skip
+    _run(llm, wanted, listener, host, drain_timeout)
+
+
+def _run(llm: LLM, settings: Settings, listener: socket, host: str, drain_timeout_s: int) -> None:
+    from edgellm.tools.serve.app import create_app
+    from edgellm.tools.serve.metrics import Metrics
+    from edgellm.tools.serve.server import serve
+    from edgellm.tools.serve.worker import Worker
+
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     metrics = Metrics(settings.model)
-    worker = Worker(llm, metrics, queue_size=queue_size, request_timeout_s=request_timeout)
+    worker = Worker(llm, metrics, settings.queue_size, settings.request_timeout_s)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}"
     serve(
         create_app(worker, metrics, settings), worker, listener,
         lambda: typer.echo(f"{settings.model} answers at {url}/v1; Ctrl-C ends it"),
-        drain_timeout_s=drain_timeout,
+        drain_timeout_s=drain_timeout_s,
     )  # fmt: skip
     typer.echo("stopped")
 

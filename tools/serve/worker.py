@@ -38,7 +38,7 @@ class Worker:
     """Runs jobs one after the other."""
 
     def __init__(
-        self, llm: LLM, metrics: Metrics, *, queue_size: int, request_timeout_s: float
+        self, llm: LLM, metrics: Metrics, queue_size: int, request_timeout_s: float
     ) -> None:
         self.llm, self._metrics = llm, metrics
         self._size, self._request_timeout_s = queue_size, request_timeout_s
