@@ -13,6 +13,7 @@ from edgellm.contract import EdgeLLMError, EngineManifest, RequestError, load_ma
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.context import KeptContexts, RecordedSession, RowCache, count_common
 from edgellm.device_runtime.generate import generate
+from edgellm.device_runtime.guidance import Guidance
 from edgellm.device_runtime.logprobs import TokenLogprobs
 from edgellm.device_runtime.profile import IMAGES, PREFILL, RESTORE, Profile, RoundCounts
 from edgellm.device_runtime.prompt import Prompt
@@ -130,6 +131,7 @@ class LLM:
                 Path(multimodal_engine_dir), self.manifest.decoder, verify=verify
             )
         self._end_ids = frozenset(self.manifest.eos_token_ids)
+        self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
         self._reuses_context, self._kept = context_reuse, KeptContexts()
         self._current: Answer | None = None  # whose rows the KV cache holds
 
@@ -205,7 +207,7 @@ class LLM:
         max_tokens, warnings = self._fit(len(prompt.token_ids), max_generate_length)
         answer = Answer(prompt, max_tokens, warnings, profile, iter(()))
         speculates = speculative and self._drafters is not None
-        sampler = Sampler(sampling, prompt.token_ids)
+        sampler = self.sampler(sampling, prompt)
         rounds = (self._speculated if speculates else self._plain)(sampler, answer)
         stops = StopMatcher(stop)
         answer.steps = self._steps(rounds, sampler, answer, stops, speculates=speculates)
@@ -230,6 +232,12 @@ class LLM:
         text = self.images.expand(text, seen)
         ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return self.images.prompt(ids, seen)
+
+    def sampler(self, sampling: SamplingParams, prompt: Prompt) -> Sampler:
+        """What chooses the tokens of an answer; raises as `Guidance.start`."""
+        guide = sampling.guide
+        constraint = self._guidance.start(guide) if guide is not None else None
+        return Sampler(sampling, prompt.token_ids, constraint)
 
     def show(self, prompt: Prompt) -> None:
         """Tell the session what image rows of a prompt stand for, before it is read."""

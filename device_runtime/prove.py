@@ -12,7 +12,6 @@ from edgellm.device_runtime.generate import read_prompt
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.requests import Options, parse_request, sampling_of
 from edgellm.device_runtime.runner import start_request
-from edgellm.device_runtime.sampling import Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def _explained(
     prompt = [*started.answer.prompt.token_ids, *plain[:place]]
     *_, (_, result) = read_prompt(llm.session, prompt, llm.manifest.prefill_rows)
     own = sampling_of(parse_request(raw, index).merged(options), greedy=True)
-    sampler = Sampler(own, started.answer.prompt.token_ids)
+    sampler = llm.sampler(own, started.answer.prompt)
     sampler.take(plain[:place])
     logits = sampler.adjusted(result.logits[0]).astype(np.float64)
     one, other = plain[place], speculated[place]

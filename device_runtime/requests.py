@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from edgellm.contract import RequestError
+from edgellm.device_runtime.guidance import KINDS, Guide, Kind
 from edgellm.device_runtime.sampling import LARGEST_BIAS, MOST_BIASES, SamplingParams
 
 _ARTICLE = {"text": "a text", "image": "an image"}
@@ -23,7 +24,6 @@ _NOT_SUPPORTED = {
     "lora_name": "LoRA adapters",
     "available_lora_weights": "LoRA adapters",
     "num_logprobs": "log-probabilities",
-    "guided_decoding": "guided decoding",
 }
 
 
@@ -56,6 +56,30 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
         return self.content
 
 
+class GuidedDecoding(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of an answer, one of these."""
+
+    json_object: bool = False
+    json_schema: dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
+    ebnf: str | None = None
+
+    def guide(self) -> Guide:
+        """What guides the answer; raises `RequestError` unless exactly one form is given."""
+        given: dict[Kind, str | None] = {
+            "json_object": "" if self.json_object else None,
+            "json_schema": None if self.json_schema is None else json.dumps(self.json_schema),
+            "regex": self.regex,
+            "choice": None if self.choice is None else json.dumps(self.choice),
+            "ebnf": self.ebnf,
+        }
+        found = [Guide(kind, text) for kind, text in given.items() if text is not None]
+        if len(found) != 1:
+            raise RequestError("guided_decoding: give exactly one of " + ", ".join(KINDS))
+        return found[0]
+
+
 class Options(msgspec.Struct, forbid_unknown_fields=True):
     """Fields that stand at the top of the file; a request may set most of them for itself."""
 
@@ -73,6 +97,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: LogitBias = {}
+    guided_decoding: GuidedDecoding | None = None
     stop: str | list[str] = []
 
 
@@ -95,6 +120,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
+    guided_decoding: GuidedDecoding | None = None
     stop: str | list[str] | None = None
 
     def merged(self, options: Options) -> Options:
@@ -119,6 +145,7 @@ def sampling_of(options: Options, *, greedy: bool = False) -> SamplingParams:
         options.presence_penalty,
         options.frequency_penalty,
         options.logit_bias,
+        None if options.guided_decoding is None else options.guided_decoding.guide(),
     )
 
 

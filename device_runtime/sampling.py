@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import RequestError
+from edgellm.device_runtime.guidance import Constraint, Guide
 from edgellm.device_runtime.logprobs import TokenLogprobs, token_logprobs
 from edgellm.device_runtime.penalties import Penalties, PenaltyRules
 from edgellm.device_runtime.session import F32, I64
@@ -31,6 +32,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    guide: Guide | None = None  # the form of the answer; None: free text
     num_logprobs: int | None = None  # most likely tokens to record at each token; None: nothing
 
     def __post_init__(self) -> None:
@@ -81,6 +83,7 @@ def processed_distribution(logits: F32, params: SamplingParams) -> tuple[I64, ND
     if 0 < params.top_k < len(logits):
         kth = np.partition(logits, -params.top_k)[-params.top_k]
         token_ids = np.flatnonzero(logits >= kth)
+    token_ids = token_ids[logits[token_ids] > -np.inf]  # of what may not come, none is drawn
     scaled = logits[token_ids].astype(np.float64) / params.temperature
     probabilities = np.exp(scaled - scaled.max())
     probabilities /= probabilities.sum()
@@ -112,9 +115,21 @@ class Sampler:
     is chosen at its node, so that a node's context is its ancestors without further ado.
     """
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
-        """`prompt`: its token ids, for the repetition penalty."""
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int] = (),
+        constraint: Constraint | None = None,
+    ) -> None:
+        """Begin an answer.
+
+        Args:
+            params: of the request.
+            prompt: its token ids, for the repetition penalty.
+            constraint: of the form that the answer shall have.
+        """
         self.params = params
+        self._constraint = constraint
         self._penalties = None if params.rules.do_nothing else Penalties(params.rules, prompt)
         self.logprobs: list[TokenLogprobs] = []  # of the tokens of the answer, if asked for
         self._random = np.random.Generator(np.random.Philox(params.seed))
@@ -126,21 +141,25 @@ class Sampler:
 
     def choose(self, logits: F32, argmax: int) -> int:
         """The next token from logits float32 [V] and their argmax."""
-        if self._penalties is None:
+        if self._penalties is None and self._constraint is None:
             return self._pick(logits, argmax)
-        logits = self._penalties.apply(logits)
+        logits = self.adjusted(logits)
         token_id = self._pick(logits, int(logits.argmax()))
-        self._penalties.add([token_id])
+        self.take([token_id])
         return token_id
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """The text goes on with tokens that were not chosen here."""
+        """The text goes on with these."""
         if self._penalties is not None:
             self._penalties.add(token_ids)
+        if self._constraint is not None:
+            self._constraint.take(token_ids)
 
     def adjusted(self, logits: F32, path: Sequence[int] = ()) -> F32:
-        """Logits [V] with biases and penalties behind the text and `path`."""
-        return logits if self._penalties is None else self._penalties.apply(logits, path)
+        """Logits [V] with biases, penalties and the form's bans behind the text and `path`."""
+        if self._penalties is not None:
+            logits = self._penalties.apply(logits, path)
+        return logits if self._constraint is None else self._constraint.apply(logits, path)
 
     def _pick(self, logits: F32, argmax: int) -> int:
         if self.params.is_greedy:

@@ -24,10 +24,6 @@ _TYPES = {
 _REMEDIES = {
     "n": "one answer at a time; send several requests with different seeds",
     "best_of": "one answer at a time",
-    "frequency_penalty": "penalties are not supported, leave it away",
-    "presence_penalty": "penalties are not supported, leave it away",
-    "logit_bias": "logit biases are not supported, leave it away",
-    "response_format": 'answers cannot be constrained yet, leave it away or give {"type": "text"}',
     "tool_choice": 'give "auto" or "none"',
     "parallel_tool_calls": "the model decides how many calls it makes, leave it away",
     "echo": "the prompt is not repeated",

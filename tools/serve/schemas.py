@@ -6,12 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.guidance import Guide
+from edgellm.device_runtime.sampling import LARGEST_BIAS, SamplingParams
 from edgellm.tools.serve.seeds import seed_or_any
 
 # Clients give an unused option its neutral value: that one is taken.
-_Zero = Annotated[float, Field(ge=0, le=0)] | None
 _One = Annotated[int, Field(ge=1, le=1)] | None
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
 Stop = str | Annotated[list[str], Field(max_length=16)]
 
 
@@ -29,10 +32,58 @@ class StreamOptions(Body):
     include_tokens: bool = False
 
 
-class ResponseFormat(Body):
-    """Free text; a constraint cannot be kept yet."""
+class FreeText(Body):
+    """Any text."""
 
     type: Literal["text"]
+
+    def guide(self) -> Guide | None:
+        """Nothing guides."""
+        return None
+
+
+class AnyJson(Body):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+    def guide(self) -> Guide:
+        """What guides."""
+        return Guide("json_object")
+
+
+class NamedSchema(Body):
+    """A JSON schema with the name that OpenAI asks for."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None  # the schema is always kept
+
+
+class JsonBySchema(Body):
+    """JSON by a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+    def guide(self) -> Guide:
+        """What guides."""
+        return Guide.of_schema(self.json_schema.schema_)
+
+
+class ByRegex(Body):
+    """A text that a regular expression matches, an extension."""
+
+    type: Literal["regex"]
+    regex: str
+
+    def guide(self) -> Guide:
+        """What guides."""
+        return Guide("regex", self.regex)
+
+
+ResponseFormat = Annotated[FreeText | AnyJson | JsonBySchema | ByRegex, Field(discriminator="type")]
 
 
 class Sampled(Body):
@@ -48,9 +99,12 @@ class Sampled(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | None = None
     n: _One = None
-    frequency_penalty: _Zero = None
-    presence_penalty: _Zero = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # vLLM's
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None  # vLLM's
+    logit_bias: dict[_TokenId, _Bias] | None = None
+    response_format: ResponseFormat | None = None
     # These change no answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -64,6 +118,12 @@ class Sampled(Body):
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
             seed=seed_or_any(self.seed),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            guide=self.response_format.guide() if self.response_format is not None else None,
             num_logprobs=num_logprobs,
         )
 
@@ -170,7 +230,6 @@ class ChatRequest(Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None

@@ -49,15 +49,15 @@ def base_logits(seed: int, context: tuple[int, ...]) -> np.ndarray:
 
 def naive_logits(logits, params, said) -> list[float]:
     """What biases and penalties make of a row behind `PROMPT` and the answer so far."""
-    found = []
-    for token, logit in enumerate(logits.tolist()):
-        logit += params.logit_bias.get(token, 0)
+    found, single = [], np.float32
+    for token, logit in enumerate(logits):
+        logit += single(params.logit_bias.get(token, 0))
         if token in PROMPT or token in said:
-            factor = params.repetition_penalty
+            factor = single(params.repetition_penalty)
             logit = logit / factor if logit > 0 else logit * factor
-        count = said.count(token)
-        logit -= params.presence_penalty * (count > 0) + params.frequency_penalty * count
-        found.append(logit)
+        if count := said.count(token):
+            logit -= single(params.presence_penalty) + single(params.frequency_penalty) * count
+        found.append(float(logit))
     return found
 
 
@@ -109,7 +109,6 @@ class Exhaustive(Sampler):
             assert self._pick(adjusted, int(adjusted.argmax())) == token
         self._uniform = low + 0.5 * share
         assert super().choose(logits, argmax) == token
-        self._said += (token,)
         return token
 
     def take(self, token_ids):

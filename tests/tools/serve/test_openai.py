@@ -177,9 +177,10 @@ def test_models(client):
         ({"messages": [{"role": "tool", "content": "w20"}]}, "no tools here"),  # the template's
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"presence_penalty": 1}, "penalties are not supported"),
-        ({"logit_bias": {"5": 1}}, "logit biases are not supported"),
-        ({"response_format": {"type": "json_object"}}, "answers cannot be constrained yet"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logit_bias": {"w": 1}}, "logit_bias"),
+        ({"logit_bias": {"4000": 1}}, "logit_bias names token 4000"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"top_logprobs": 2}, "logprobs: true"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"extra_body": {"temprature": 1}}, "temprature"),

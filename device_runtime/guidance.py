@@ -1,0 +1,138 @@
+"""Answers of a wanted form: JSON, a schema, a regular expression, a grammar, one of some texts.
+
+llguidance says which tokens may come next. The sampler asks at every token that it chooses, and
+under exact acceptance it chooses at every node of a path: speculation changes no guided answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from edgellm.contract import EdgeLLMError, RequestError
+from edgellm.device_runtime.session import F32, Bool
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# As json.dumps writes. Free white space would let a small model write nothing else.
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LONGEST = 1 << 20  # characters of a grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """The form of an answer."""
+
+    kind: Kind
+    text: str = ""  # the schema or the list of choices as JSON, the expression, the grammar
+
+    def __post_init__(self) -> None:
+        """Refuse huge texts; raises `RequestError`."""
+        if len(self.text) > _LONGEST:
+            raise RequestError(f"the form of the answer has more than {_LONGEST} characters")
+
+    @classmethod
+    def of_schema(cls, schema: Any) -> Guide:
+        """An answer that is JSON by a schema, which is parsed JSON."""
+        return cls("json_schema", json.dumps(schema))
+
+
+class Guidance:
+    """What guides answers of one model; the tokenizer is read when it is first asked for."""
+
+    def __init__(self, folder: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """Keep what is needed.
+
+        Args:
+            folder: of the engine, with tokenizer.json.
+            vocab_size: V of the logits.
+            end_ids: tokens that end an answer, allowed where it may end.
+        """
+        self._path, self._vocab_size = folder / "tokenizer.json", vocab_size
+        self._end_ids = sorted(end_ids)
+        self._tokenizer: LLTokenizer | None = None
+
+    def start(self, guide: Guide) -> Constraint:
+        """A constraint for one answer.
+
+        Raises:
+            EdgeLLMError: llguidance is missing, or does not know such a tokenizer.
+            RequestError: the form is faulty; says where.
+        """
+        try:
+            from llguidance import LLMatcher, LLTokenizer
+        except ImportError:
+            raise EdgeLLMError(
+                "answers of a given form need llguidance", hint="pip install llguidance"
+            ) from None
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = LLTokenizer(
+                    str(self._path), n_vocab=self._vocab_size, eos_token=self._end_ids
+                )
+            except ValueError as error:
+                raise EdgeLLMError(
+                    f"answers with this tokenizer cannot be guided: {error}"
+                ) from None
+        matcher = LLMatcher(self._tokenizer, _grammar(guide), log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"the {guide.kind} of the answer is faulty: {_fault(matcher)}")
+        return Constraint(matcher)
+
+
+def _grammar(guide: Guide) -> str:
+    from llguidance import LLMatcher, grammar_from
+
+    if guide.kind == "json_object" or guide.kind == "json_schema":
+        text = guide.text if guide.kind == "json_schema" else '{"type": "object"}'
+        try:
+            return LLMatcher.grammar_from_json_schema(text, overrides=_JSON)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise RequestError(f"the schema of the answer is no JSON: {error}") from None
+    try:
+        return grammar_from(guide.kind, guide.text)
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"the {guide.kind} of the answer is faulty: {error}") from None
+
+
+class Constraint:
+    """Which tokens may come next in one answer."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """The answer goes on with these.
+
+        Raises:
+            EdgeLLMError: it may not, or the form is too complex to go on.
+        """
+        if not self._matcher.is_stopped() and not self._matcher.consume_tokens(list(token_ids)):
+            raise EdgeLLMError(f"guiding the answer failed: {_fault(self._matcher)}")
+
+    def apply(self, logits: F32, path: Sequence[int] = ()) -> F32:
+        """Logits [V] with -inf for what may not come behind the answer and `path`; a copy."""
+        allowed = self._allowed(path)
+        if not allowed.any():
+            raise EdgeLLMError(f"guiding the answer failed: {_fault(self._matcher)}")
+        return np.where(allowed, logits, np.float32(-np.inf))
+
+    def _allowed(self, path: Sequence[int]) -> Bool:
+        matcher = self._matcher
+        if path:
+            matcher = matcher.deep_copy()
+            matcher.consume_tokens(list(path))
+        return np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
+
+
+def _fault(matcher: LLMatcher) -> str:
+    """The first line of what went wrong; the others are the parser's state."""
+    return next(iter(matcher.get_error().splitlines()), "no token may come next")
