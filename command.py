@@ -51,7 +51,8 @@ def _explain(error: BaseException) -> tuple[str, str, int]:
         return "out of memory", "close other programs or use a smaller model", 2
     if isinstance(error, ModuleNotFoundError):
         extras = (
-            "in edgellm's folder: pip install '.[export]' on the host, '.[device]' on the device"
+            "in edgellm's folder: pip install '.[export]' on the host, '.[device]' on the device, "
+            "'.[device,serve]' for edgellm-serve"
         )
         return f"{error.name} is not installed", extras, 2
     detail = str(error).splitlines()[0] if str(error) else ""

@@ -184,25 +184,43 @@ async def load(port: int, pid: int, pool: list[Question], clients: int, seconds:
     return report
 
 
-def cost(llm: LLM, port: int, wanted: list[dict], pool: list[Question], rounds: int) -> list[float]:
-    """The server's tokens per second as a share of the loop's, answer by answer.
+def cpu_s(pid: int | str) -> float:
+    """Processor time that a process has used, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Cost:
+    """The server beside the loop, answer by answer."""
+
+    rates: list[float] = field(default_factory=list)  # its tokens/s as a share of the loop's
+    cpu_s: dict[str, float] = field(default_factory=lambda: {"server": 0.0, "loop": 0.0})
+
+
+def cost(
+    llm: LLM, server: tuple[int, int], wanted: list[dict], pool: list[Question], rounds: int
+) -> Cost:
+    """What a request costs through the server, by the clock and in processor time.
 
     Server and loop take turns with every request, so that both see the same minute of the machine.
     """
-    pairs = list(zip(wanted, pool, strict=True)) * rounds
-    ratios = []
-    for number, (raw, question) in enumerate(pairs):
+    port, pid = server
+    found = Cost()
+    for number, (raw, question) in enumerate(list(zip(wanted, pool, strict=True)) * rounds):
         seconds = {}
         for mode in ("server", "loop") if number % 2 else ("loop", "server"):
-            begin = time.perf_counter()
+            process = pid if mode == "server" else "self"
+            begin, used = time.perf_counter(), cpu_s(process)
             if mode == "server":
                 status, _, text, _ = asyncio.run(ask(port, question.body))
                 assert (status, text) == (200, question.answer)
             else:
                 run_request(llm, Options(), raw, 0, Profile(), lambda *_: None)
             seconds[mode] = time.perf_counter() - begin
-        ratios.append(seconds["loop"] / seconds["server"])
-    return ratios
+            found.cpu_s[mode] += cpu_s(process) - used
+        found.rates.append(seconds["loop"] / seconds["server"])
+    return found
 
 
 def smollm2_engine(work: Path, threads: int) -> Path:
@@ -246,8 +264,10 @@ def main() -> None:
     pool = questions(llm, wanted)
     with serving(engine, *given.server_flags.split()) as (port, pid):
         if given.rounds:
-            ratios = cost(llm, port, wanted[:8], pool[:8], given.rounds)
-            print(f"tokens/s of the server over those of the loop: {_spread(ratios)}")
+            found = cost(llm, (port, pid), wanted[:8], pool[:8], given.rounds)
+            used = found.cpu_s["server"] / found.cpu_s["loop"]
+            print(f"tokens/s of the server over those of the loop: {_spread(found.rates)}")
+            print(f"processor time of the server over that of the loop: {used:.3f}")
         report = asyncio.run(load(port, pid, pool, given.clients, given.seconds))
     print(f"{given.clients} clients, {given.seconds:.0f} s: {dict(report.seen)}")
     first, last = report.rss[0][1], report.rss[-1][1]

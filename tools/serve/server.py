@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 from collections.abc import Callable, Generator
 
 import uvicorn
@@ -33,7 +34,8 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}",
             hint="give another --port or --host",
         ) from None
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
+    if sys.platform == "linux":
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
     return found
 
 

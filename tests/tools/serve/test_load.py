@@ -31,7 +31,8 @@ def test_a_wrong_answer_would_be_noticed(roomy_engine, offline):
 def test_the_cost_is_measured_on_the_same_requests(roomy_engine, offline):
     wanted = serve.requests(2, 6)
     pool = serve.questions(offline, wanted)
-    with serve.serving(roomy_engine, *FLAGS) as (port, _):
-        ratios = serve.cost(offline, port, wanted, pool, rounds=2)
-    assert len(ratios) == 4
-    assert all(ratio > 0 for ratio in ratios)
+    with serve.serving(roomy_engine, *FLAGS) as server:
+        found = serve.cost(offline, server, wanted, pool, rounds=5)
+    assert len(found.rates) == 10
+    assert all(rate > 0 for rate in found.rates)
+    assert all(seconds > 0 for seconds in found.cpu_s.values())

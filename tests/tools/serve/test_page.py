@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import test_real_eagle
 from serve_process import serving
 
 from edgellm.device_runtime import SamplingParams
@@ -59,7 +60,7 @@ def _settings(page, tokens, temperature=0):
     page.locator("summary").click()
 
 
-def test_a_conversation_by_keyboard(page, server, offline, tmp_path):
+def test_a_conversation_by_keyboard(page, server, offline):
     _open(page, server)
     assert page.inner_text("#model") == "tiny"
     _settings(page, 40)
@@ -88,7 +89,6 @@ def test_a_conversation_by_keyboard(page, server, offline, tmp_path):
     page.wait_for_function(ANSWERED)
     tokens, reused = page.inner_text("#prompt").split(", ")
     assert 40 < int(reused) < int(tokens)
-    page.screenshot(path=Path(SCREENSHOTS or tmp_path) / "serve_tiny.png")
 
 
 def test_escape_stops_an_answer_and_a_new_chat_forgets(page, server):
@@ -179,3 +179,23 @@ def test_everything_can_be_reached_by_tab(page, server):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
     assert {"file", "send", "SUMMARY", "fresh", "log", "text"} <= reached
+
+
+@pytest.mark.real
+def test_a_real_answer(page, smollm2_gguf, tmp_path):
+    """SmolLM2 with its draft: most of the answer was drafted. The README has the picture."""
+    engine = test_real_eagle._build(smollm2_gguf, tmp_path, "none")
+    flags = ["--eagle", "--eagleTree", "fixed", "--eagleVerifyTreeSize", 16]
+    with serving(engine, *flags, "--modelName", "SmolLM2-135M-Instruct") as server:
+        _open(page, server)
+        _settings(page, 60)
+        for text in ("What is the capital of France?", "Write a Python function that adds two."):
+            page.fill("#text", text)
+            page.keyboard.press("Enter")
+            page.wait_for_selector(".assistant:last-child span")
+            page.wait_for_function(ANSWERED, timeout=120_000)
+        assert "Paris" in page.locator(".assistant").first.text_content()
+        origins = page.eval_on_selector_all(".assistant span", "all => all.map(e => e.className)")
+        assert origins.count("drafted") > 0.3 * len(origins)
+        assert float(page.inner_text("#length")) > 1.5
+        page.screenshot(path=Path(SCREENSHOTS or tmp_path) / "serve.png")
