@@ -90,7 +90,7 @@ def llm_inference(
     from edgellm.device_runtime.requests import read_file
     from edgellm.device_runtime.tree_log import TreeLog
 
-    how = _speculation(top_k, steps, verify_size, tree, ngram=ngram, typical=typical_acceptance)
+    how = speculation(top_k, steps, verify_size, tree, ngram=ngram, typical=typical_acceptance)
     if not eagle and (prove_count or tree_file):
         flag = "--prove" if prove_count else "--treeOutputFile"
         raise EdgeLLMError(f"{flag} is about speculation", hint="give --eagle as well")
@@ -124,9 +124,10 @@ def _write_if_wanted(path: Path | None, content: dict[str, Any]) -> None:
         _write_json(path, content)
 
 
-def _speculation(
+def speculation(
     top_k: int, steps: int, verify_size: int, tree: str, *, ngram: bool, typical: float | None
 ) -> EagleOptions:
+    """The flags of speculation together; raises `EdgeLLMError` for an unknown kind of tree."""
     from edgellm.device_runtime.speculate.policy import TreeLimits
     from edgellm.device_runtime.speculate.setup import EagleOptions
 

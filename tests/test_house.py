@@ -38,6 +38,7 @@ def test_the_wheel_holds_every_package(tmp_path):
         "edgellm/tools/trees.html",
         "edgellm/tools/demo_requests.json",
         "edgellm/tools/inspection/page.html",
+        "edgellm/tools/bench/requests.json",
     } <= set(names)
     assert {"edgellm/quantize/calibration.jsonl", "edgellm/quantize/report.html"} <= set(names)
     assert all(name.startswith(("edgellm/", "edgellm-")) for name in names)
@@ -61,7 +62,7 @@ def test_the_device_side_imports_no_training_framework(module):
     "module",
     ["edgellm.export.cli", "edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.tools.trees",
      "edgellm.tools.train_draft.cli", "edgellm.tools.synthetic_vlm.cli", "edgellm.quantize.cli",
-     "edgellm.tools.inspection.cli"],
+     "edgellm.tools.inspection.cli", "edgellm.tools.bench.cli", "edgellm.tools.transfer.cli"],
 )  # fmt: skip
 def test_help_loads_nothing_heavy(module):
     """What keeps `--help` below a third of a second."""
