@@ -45,6 +45,11 @@ class ChatTokenizer:
         self._template_text = template.read_text("utf-8") if template.exists() else None
         self._environment: ImmutableSandboxedEnvironment | None = None
 
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return self._template_text is not None
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids; a rendered chat template already holds its special tokens."""
         try:

@@ -62,11 +62,22 @@ def test_the_device_side_imports_no_training_framework(module):
     "module",
     ["edgellm.export.cli", "edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.tools.trees",
      "edgellm.tools.train_draft.cli", "edgellm.tools.synthetic_vlm.cli", "edgellm.quantize.cli",
-     "edgellm.tools.inspection.cli", "edgellm.tools.bench.cli", "edgellm.tools.transfer.cli"],
+     "edgellm.tools.inspection.cli", "edgellm.tools.bench.cli", "edgellm.tools.transfer.cli",
+     "edgellm.tools.chat.cli"],
 )  # fmt: skip
 def test_help_loads_nothing_heavy(module):
     """What keeps `--help` below a third of a second."""
-    heavy = ("onnx", "onnx_ir", "onnxruntime", "numpy", "rich", "tokenizers", "jinja2", "torch")
+    heavy = (
+        "onnx",
+        "onnx_ir",
+        "onnxruntime",
+        "numpy",
+        "rich",
+        "tokenizers",
+        "jinja2",
+        "torch",
+        "prompt_toolkit",
+    )
     code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
