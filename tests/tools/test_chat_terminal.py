@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import re
-import select
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +14,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from pseudo_terminal import person
 from rich.console import Console
 
 from edgellm.tools.chat import cli
@@ -151,73 +147,24 @@ def test_the_history_is_private(tmp_path, monkeypatch):
         cli._history(tmp_path / "none" / "history")
 
 
-class _Person:
-    """Types into a pseudo-terminal and reads it."""
-
-    def __init__(self, *command: object) -> None:
-        self.side, inner = pty.openpty()
-        environment = {
-            **os.environ,
-            "TERM": "xterm",
-            "COLUMNS": "100",
-            "LINES": "30",
-            "PROMPT_TOOLKIT_NO_CPR": "1",
-        }
-        self.process = subprocess.Popen(
-            list(map(str, command)), stdin=inner, stdout=inner, stderr=inner, env=environment,
-            start_new_session=True, preexec_fn=_take_terminal,
-        )  # fmt: skip
-        os.close(inner)
-        self.seen = ""
-
-    def type(self, text: str) -> None:
-        os.write(self.side, text.encode())
-
-    def wait_for(self, pattern: str, seconds: float = 60) -> str:
-        """What came up to a match; later waits look behind it."""
-        deadline = time.monotonic() + seconds
-        while not (match := re.search(pattern, self.seen)):
-            assert time.monotonic() < deadline, self.seen
-            if not select.select([self.side], [], [], 1)[0]:
-                continue
-            try:
-                self.seen += os.read(self.side, 1 << 16).decode("utf-8", "replace")
-            except OSError:  # the other side has ended
-                pytest.fail(f"ended before {pattern!r}: {self.seen}")
-        before, self.seen = self.seen[: match.end()], self.seen[match.end() :]
-        return before
-
-
-def _take_terminal() -> None:
-    """Make standard input the controlling terminal, so that Ctrl-C is a signal."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
 def test_ctrl_c_in_the_middle_of_an_answer(tiny_engine, tmp_path):
-    person = _Person(
+    command = (
         sys.executable, "-c", _SLOWLY, "--engineDir", tiny_engine, "--temperature", 0,
         "--historyFile", tmp_path / "history",
     )  # fmt: skip
-    try:
-        person.wait_for(r"/help lists commands[\s\S]*>")
-        person.type("w20 w21\r")
-        person.wait_for(r"\b[3-9] tokens, [\d.]+ tokens/s · Ctrl-C stops")
-        person.type(CTRL_C)
-        person.wait_for("stopped; what came of the answer is kept")
-        person.type("/stats\r")
-        count = re.search(r"answers: 1, (\d+) tokens", person.wait_for(r"answers: 1, \d+ tokens"))
-        assert count is not None
-        assert 3 <= int(count[1]) < 40
-        assert person.process.poll() is None
-        person.wait_for(">")
-        person.type(CTRL_C)
-        person.wait_for("Ctrl-C again leaves")
-        person.type(CTRL_C)
-        assert person.process.wait(30) == 0
-    finally:
-        person.process.kill()
-        os.close(person.side)
+    with person(*command) as someone:
+        someone.wait_for(r"/help lists commands[\s\S]*>")
+        someone.type("w20 w21\r")
+        someone.wait_for(r"\b[3-9] tokens, [\d.]+ tokens/s · Ctrl-C stops")
+        someone.type(CTRL_C)
+        someone.wait_for("stopped; what came of the answer is kept")
+        someone.type("/stats\r")
+        shown = someone.wait_for(r"answers: 1, \d+ tokens")
+        assert 3 <= int(shown.rpartition("answers: 1, ")[2].split()[0]) < 40
+        assert someone.process.poll() is None
+        someone.wait_for(">")
+        someone.type(CTRL_C)
+        someone.wait_for("Ctrl-C again leaves")
+        someone.type(CTRL_C)
+        assert someone.process.wait(60) == 0
     assert "+w20 w21" in (tmp_path / "history").read_text()

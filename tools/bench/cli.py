@@ -32,7 +32,7 @@ REQUESTS = Path(__file__).with_name("requests.json")
 _DEFAULT_PROMPTS = (128, 512)
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings=ONE_CASE,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _SEED_BYTES = 4
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings=ONE_CASE,
