@@ -5,19 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from installed import SCRIPTS, install
 from pseudo_terminal import person
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-ROOT = Path(__file__).parent.parent
-SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["scripts"]
 FLAGS = {
     "edgellm-quantize": ("edgellm-quantize llm --model", "--model_dir"),
     "edgellm-export": ("edgellm-export draft --base", "--base_model_dir"),
@@ -34,24 +27,15 @@ FLAGS = {
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory) -> Path:
-    """A folder with all commands, as pip would install them."""
-    folder = tmp_path_factory.mktemp("bin")
-    for name, place in SCRIPTS.items():
-        module, function = place.split(":")
-        path = folder / name
-        path.write_text(f"#!{sys.executable}\nfrom {module} import {function}\n{function}()\n")
-        path.chmod(0o755)
-    return folder
+def commands(tmp_path_factory) -> dict[str, str]:
+    return install(tmp_path_factory.mktemp("bin"))
 
 
 @pytest.fixture
-def shell(commands, tmp_path):
-    """Environment and folder of a person who completes; there is a folder `engines`."""
+def shell(commands, tmp_path) -> dict[str, str]:
+    """Environment of a person who completes; at home there is a folder `engines`."""
     (tmp_path / "engines").mkdir()
-    path = f"{commands}{os.pathsep}{os.environ['PATH']}"
-    python = os.pathsep.join([str(ROOT / ".src"), os.environ.get("PYTHONPATH", "")])
-    return {"PATH": path, "PYTHONPATH": python, "HOME": str(tmp_path)}
+    return {**commands, "HOME": str(tmp_path)}
 
 
 def _script(shell: dict[str, str], command: str, name: str) -> str:

@@ -11,14 +11,8 @@ import venv
 from pathlib import Path
 
 import pytest
+from installed import PROJECT, ROOT
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 _WORDS = ("ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "USER", "WORKDIR")
 
