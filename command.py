@@ -12,6 +12,18 @@ from collections.abc import Callable
 from edgellm.contract import EdgeLLMError
 
 
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """The value of a flag that takes whole numbers; () for "".
+
+    Raises:
+        EdgeLLMError: it is something else.
+    """
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise EdgeLLMError(f"{flag} {text}: give whole numbers, such as 2,15,27") from None
+
+
 def run_command(command: Callable[[], object]) -> None:
     """Run a command line; a failure becomes one line and its remedy on stderr, exit code not 0.
 

@@ -43,7 +43,7 @@ from edgellm.contract import (
 # --onnx-dir is --onnxDir
 ONE_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings=ONE_CASE,

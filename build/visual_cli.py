@@ -13,7 +13,7 @@ from edgellm.command import run_command
 from edgellm.contract import EdgeLLMError
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings=ONE_CASE,

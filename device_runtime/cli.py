@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from edgellm.device_runtime.tree_log import TreeLog
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={

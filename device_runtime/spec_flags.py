@@ -119,7 +119,7 @@ class SpecFlags:
     ngram: Ngram = False
     suffix: Suffix = False
     draft_engine_dir: DraftEngineDir = None
-    top_k: DraftTopK = None
+    draft_top_k: DraftTopK = None
     steps: DraftStep = None
     verify_size: VerifyTreeSize = None
     tree: TreeKind = None
@@ -204,8 +204,8 @@ class SpecFlags:
 
     def _top_k(self) -> int | None:
         if self.dynamic_top_k is None:
-            return self.top_k
-        if not self.use_dynamic_tree or self.top_k is not None:
+            return self.draft_top_k
+        if not self.use_dynamic_tree or self.draft_top_k is not None:
             raise EdgeLLMError(
                 "--eagleDynamicTreeMaxTopK is the --eagleDraftTopK of --eagleUseDynamicTree",
                 hint="give --eagleDraftTopK alone",

@@ -71,6 +71,11 @@ class ChatTokenizer:
         """Ids of all tokens, added ones among them."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return self._template_text is not None
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids; a rendered chat template already holds its special tokens."""
         try:

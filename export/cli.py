@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from edgellm.command import run_command
+from edgellm.command import numbers, run_command
 from edgellm.contract import (
     BundleManifest,
     DraftBundleManifest,
@@ -81,7 +81,7 @@ def llm(
         num_layers,
         _split(ignore_config_keys),
         is_eagle_base,
-        _numbers("--hidden_taps", hidden_taps),
+        numbers("--hidden_taps", hidden_taps),
         draft_model_dir,
     )
     checkpoint = open_checkpoint(model_dir)
@@ -185,13 +185,6 @@ def _expect_dtype(dtype: str) -> None:
 
 def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",")) if text else ()
-    except ValueError:
-        raise EdgeLLMError(f"{flag} {text}: give whole numbers, such as 2,15,27") from None
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ def test_the_wheel_holds_every_package(tmp_path):
         "edgellm/tools/demo_requests.json",
         "edgellm/tools/inspection/page.html",
         *(f"edgellm/tools/serve/page/{name}" for name in ("index.html", "app.js", "style.css")),
+        "edgellm/tools/bench/requests.json",
     } <= set(names)
     assert {"edgellm/quantize/calibration.jsonl", "edgellm/quantize/report.html"} <= set(names)
     assert all(name.startswith(("edgellm/", "edgellm-")) for name in names)
@@ -62,7 +63,8 @@ def test_the_device_side_imports_no_training_framework(module):
     "module",
     ["edgellm.export.cli", "edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.tools.trees",
      "edgellm.tools.train_draft.cli", "edgellm.tools.synthetic_vlm.cli", "edgellm.quantize.cli",
-     "edgellm.tools.inspection.cli", "edgellm.tools.serve.cli"],
+     "edgellm.tools.inspection.cli", "edgellm.tools.serve.cli", "edgellm.tools.bench.cli",
+      "edgellm.tools.transfer.cli", "edgellm.tools.chat.cli"],
 )  # fmt: skip
 def test_help_loads_nothing_heavy(module):
     """What keeps `--help` below a third of a second."""
@@ -76,6 +78,7 @@ def test_help_loads_nothing_heavy(module):
         "jinja2",
         "torch",
         "fastapi",
+        "prompt_toolkit",
     )
     code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run(

@@ -21,7 +21,7 @@ _OF_A_TREE = ("tokens", "parents", "expected", "confidence", "path", "bonus")
 _HOW = "give the file that llm_inference --eagle --treeOutputFile wrote"
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},

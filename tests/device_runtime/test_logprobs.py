@@ -8,8 +8,8 @@ import pytest
 from edgellm.contract import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.logprobs import token_logprobs
-from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.setup import EagleOptions
+from edgellm.device_runtime.speculate.accept import Typical
+from edgellm.device_runtime.speculate.options import SpecOptions
 
 
 def test_they_are_those_of_a_softmax():
@@ -43,11 +43,11 @@ def _answer(llm, sampling):
     return answer, [entry for step in steps for entry in step.logprobs], steps
 
 
-@pytest.mark.parametrize("typical", [None, 0.3])
+@pytest.mark.parametrize("typical", [None, Typical(0.3)])
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_one_entry_for_each_token_of_a_speculated_answer(eagle_pair, temperature, typical):
-    options = EagleOptions(TreeLimits(4, 3, 12), "fixed", typical_acceptance=typical)
-    llm = LLM(eagle_pair.engine, eagle=options)
+    options = SpecOptions(top_k=4, steps=3, verify_size=12, tree="fixed", typical=typical)
+    llm = LLM(eagle_pair.engine, spec=options)
     sampling = SamplingParams(temperature=temperature, num_logprobs=2)
     answer, entries, steps = _answer(llm, sampling)
     assert [entry.token_id for entry in entries] == answer.token_ids

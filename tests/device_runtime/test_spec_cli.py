@@ -177,7 +177,7 @@ def test_flags_that_decode_plainly():
         ),
         ({"eagle": True, "dynamic_top_k": 3}, "is the --eagleDraftTopK of --eagleUseDynamicTree"),
         (
-            {"eagle": True, "use_dynamic_tree": True, "dynamic_top_k": 3, "top_k": 4},
+            {"eagle": True, "use_dynamic_tree": True, "dynamic_top_k": 3, "draft_top_k": 4},
             "is the --eagleDraftTopK of --eagleUseDynamicTree",
         ),
         ({"eagle": True, "choices": "[[0], [0, 1]"}, r"is no JSON: \[\[0\], \[0, 1\]"),
@@ -221,7 +221,7 @@ def test_flags_of_trees():
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ({"top_k": 2}, "take --eagleDraftTopK 3, 2 is the bound"),
+        ({"draft_top_k": 2}, "take --eagleDraftTopK 3, 2 is the bound"),
         ({"steps": 1}, "take --eagleDraftStep 2, 1 is the bound"),
         ({"verify_size": 3}, "take --eagleVerifyTreeSize 4, 3 is the bound"),
     ],

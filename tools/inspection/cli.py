@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from edgellm.tools.tables import Table
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},

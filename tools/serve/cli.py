@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from edgellm.tools.serve.settings import Settings
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={

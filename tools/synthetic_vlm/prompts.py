@@ -20,7 +20,7 @@ from edgellm.tools.synthetic_vlm.conversations import KINDS, Conversation, conve
 PROMPTS = "prompts.jsonl"
 _DRAFT = 2  # first number of these scenes' seeds; no training of the base and no test has it
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command()

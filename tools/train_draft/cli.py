@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from edgellm.command import run_command
+from edgellm.command import numbers, run_command
 from edgellm.contract import EdgeLLMError
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
@@ -116,7 +116,7 @@ def train_draft(
         work_dir=work_dir or output_dir.parent / (output_dir.resolve().name + ".training"),
         init_from=init_from,
         draft_vocab_size=draft_vocab_size,
-        hidden_taps=_taps(hidden_taps),
+        hidden_taps=numbers("--hidden_taps", hidden_taps),
         held_out=held_out,
         cache_features=cache_features,
         save_every=save_every,
@@ -128,13 +128,6 @@ def train_draft(
         generation=Generation(max_new_tokens, sampled_share, temperature, generation_batch, seed),
     )  # fmt: skip
     run(job)
-
-
-def _taps(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part)
-    except ValueError:
-        raise EdgeLLMError(f"--hidden_taps {text}: give whole numbers, such as 2,15,27") from None
 
 
 def _require_host() -> None:

@@ -1,0 +1,34 @@
+# Where bundles become engines and answer:
+#   docker build -f docker/device.Dockerfile -t edgellm-device .
+#   docker run --rm -v "$PWD:/models" edgellm-device llm_build --onnxDir bundle --engineDir engine
+# On a Jetson, on NVIDIA's image of its release, which brings CUDA and TensorRT:
+#   docker build -f docker/device.Dockerfile --build-arg BASE=<l4t-jetpack image> -t edgellm-device .
+#   docker run --rm --runtime nvidia ...
+# Engines belong to the machine: build them in a container on the device, not in the image.
+ARG BASE=python:3.12-slim
+
+FROM python:3.12-slim AS wheel
+WORKDIR /source
+COPY pyproject.toml README.md LICENSE contract.py artifact.py command.py ./
+COPY quantize quantize
+COPY export export
+COPY build build
+COPY device_runtime device_runtime
+COPY multimodal multimodal
+COPY tools tools
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM ${BASE}
+ARG EXTRAS=device,chat
+COPY --from=wheel /wheels /wheels
+# JetPack images have Python without venv, and TensorRT's bindings among the system's packages.
+RUN if ! python3 -m venv --help >/dev/null 2>&1 || ! python3 -c "import ensurepip" 2>/dev/null; then \
+        apt-get update && apt-get install -y --no-install-recommends python3 python3-venv \
+        && rm -rf /var/lib/apt/lists/*; fi \
+    && python3 -m venv --system-site-packages /opt/edgellm \
+    && /opt/edgellm/bin/pip install --no-cache-dir "$(ls /wheels/*.whl)[${EXTRAS}]" \
+    && useradd --create-home edgellm
+ENV PATH=/opt/edgellm/bin:${PATH}
+USER edgellm
+WORKDIR /models
+CMD ["llm_inference", "--help"]

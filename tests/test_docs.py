@@ -1,0 +1,162 @@
+"""The docs site: it builds, its commands exist, its tutorial runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from installed import PROJECT, ROOT, SCRIPTS, install
+from typer.core import TyperGroup
+
+from edgellm.tools.site.files import comments, manifest_page, request_page
+from edgellm.tools.site.flags import command_page, commands
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+_BLOCK = re.compile(r"(?P<real><!-- real -->\n)?```(?P<kind>\w*)\n(?P<text>.*?)```", re.DOTALL)
+# Sizes of the tiny models in place of the tutorial's.
+_TINY = {"1024": "64", "2048": "128"}
+
+
+def _blocks(path: Path) -> list[re.Match[str]]:
+    return list(_BLOCK.finditer(path.read_text("utf-8")))
+
+
+def _command_lines(text: str) -> list[list[str]]:
+    """Words of the lines of a block that call one of our commands."""
+    without = re.sub(r"<<'EOF'\n.*?\nEOF\n", "\n", text, flags=re.DOTALL)
+    joined = re.sub(r"\s*\\\n\s*", " ", without)
+    pieces = [part for line in joined.splitlines() for part in line.split(" | ")]
+    lines = [shlex.split(piece, comments=True) for piece in pieces if "<" not in piece]
+    return [words for words in lines if words and words[0] in SCRIPTS]
+
+
+@pytest.fixture(scope="module")
+def apps() -> dict[str, typer.core.TyperCommand]:
+    return dict(commands((ROOT / "pyproject.toml").read_text("utf-8")))
+
+
+def test_the_site_builds_and_needs_no_other_host(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / ".src"), "NO_MKDOCS_2_WARNING": "1"}
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        cwd=ROOT, env=environment, check=True, capture_output=True,
+    )  # fmt: skip
+    for page in ("index", "tutorial/index", "reference/commands/index", "architecture/index"):
+        html = (tmp_path / f"{page}.html").read_text("utf-8")
+        assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(?:https?:)?//[^>]+", html)
+    assert "scp -r" not in (tmp_path / "index.html").read_text("utf-8")
+    assert "From host to device" in (tmp_path / "index.html").read_text("utf-8")
+
+
+def test_every_command_is_in_the_reference(apps):
+    page = command_page((ROOT / "pyproject.toml").read_text("utf-8"))
+    assert {name.split()[0] for name in apps} == set(SCRIPTS)
+    assert set(re.findall(r"^## (.+)$", page, re.MULTILINE)) == set(apps)
+    assert "| `--engineDir <path>` | Folder made by llm_build. [required] |" in page
+    assert "\\" not in page
+
+
+def test_fields_and_what_stands_behind_them():
+    page = manifest_page()
+    assert "| machine | `str` | what the compiled graphs depend on, e.g. the CPU's" in page
+    assert "`draft_engine`: What `llm_build --eagleDraft` wrote" in page
+    requests = request_page()
+    assert "| top_p | `number > 0, <= 1` | `0.8` |" in requests
+    assert "| add_generation_prompt | `boolean` | `true` |" in requests
+    assert '| role | `"assistant" or "system" or "tool" or "user"`' in requests
+
+
+def test_comments_of_fields():
+    from edgellm.contract import KVCacheSpec
+
+    assert comments(KVCacheSpec) == {"ranges": "None: nobody calibrated a cache of bytes"}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands_have_these_flags(path, apps):
+    """They are parsed, not run."""
+    for block in _blocks(path):
+        for words in _command_lines(block["text"]):
+            name, arguments = words[0], words[1:]
+            if f"{name} {arguments[0]}" in apps:
+                name, arguments = f"{name} {arguments[0]}", arguments[1:]
+            command = apps[name]
+            assert not isinstance(command, TyperGroup)
+            command.make_context(name, arguments)  # raises what a user would be told
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_json_is_json(path):
+    for block in _blocks(path):
+        if block["kind"] == "json":
+            json.loads(block["text"])
+
+
+def test_extras_that_pages_name_exist():
+    for path in PAGES:
+        for named in re.findall(r"pip install '\.\[([\w,]+)\]'", path.read_text("utf-8")):
+            assert set(named.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+
+
+@pytest.fixture(scope="module")
+def followed(eagle_pair, tmp_path_factory) -> tuple[Path, dict[str, str], str]:
+    """A folder in which the tutorial was followed with tiny models, and what was printed."""
+    folder = tmp_path_factory.mktemp("tutorial")
+    shell = {
+        **os.environ, **install(tmp_path_factory.mktemp("bin")),
+        "MODEL": str(eagle_pair.base_checkpoint), "DRAFT": str(eagle_pair.draft_checkpoint),
+    }  # fmt: skip
+    blocks = [one for one in _blocks(DOCS / "tutorial.md") if one["kind"] == "shell"]
+    assert [bool(one["real"]) for one in blocks].count(True) == 1
+    script = "set -e\n" + "".join(one["text"] for one in blocks if not one["real"])
+    for real, tiny in _TINY.items():
+        assert real in script
+        script = script.replace(real, tiny)
+    result = subprocess.run(
+        ["bash", "-c", script], cwd=folder, env=shell, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder, shell, result.stdout
+
+
+def test_the_tutorial_runs(followed):
+    folder, _, printed = followed
+    assert "1 of 1 answers identical, token by token" in printed
+    assert (folder / "engine/draft/manifest.json").exists()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_python_runs(path, followed):
+    folder, shell, _ = followed
+    for block in _blocks(path):
+        if block["kind"] == "python":
+            result = subprocess.run(
+                [sys.executable, "-c", block["text"]], cwd=folder, env=shell, capture_output=True,
+                text=True, check=False,
+            )  # fmt: skip
+            assert result.returncode == 0, result.stderr
+            assert result.stdout.strip()
+
+
+def test_a_flag_that_does_not_exist_is_found(apps):
+    (words,) = _command_lines("cat x | llm_inference --engineDir \\\n  engine --nope\n")
+    with pytest.raises(Exception, match="--nope"):
+        apps["llm_inference"].make_context(words[0], words[1:])
+
+
+def test_the_reference_of_answers_is_complete(followed):
+    folder, _, _ = followed
+    (response,) = json.loads((folder / "answers.json").read_text("utf-8"))["responses"]
+    page = (DOCS / "reference/answers.md").read_text("utf-8")
+    rows = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert {*response, *response["timings"]} - named == set()
+    assert named - {*response, *response["timings"]} == {"error", "warnings"}

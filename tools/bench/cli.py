@@ -1,0 +1,133 @@
+"""`edgellm-bench`: prompts, decoding and speculation of an engine, measured in turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from edgellm.build.cli import ONE_CASE, status
+from edgellm.command import numbers, run_command
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.flags import Debug, EngineDir
+from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
+from edgellm.tools.bench.flags import Depth, Generate, InputFile, Output, Prompt, Repetitions
+
+if TYPE_CHECKING:
+    from edgellm.contract import EngineManifest
+    from edgellm.device_runtime.speculate.options import SpecOptions
+    from edgellm.tools.bench.results import Results
+    from edgellm.tools.bench.run import Texts
+
+REQUESTS = Path(__file__).with_name("requests.json")
+_DEFAULT_PROMPTS = (128, 512)
+
+app = typer.Typer(
+    add_completion=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings=ONE_CASE,
+)
+
+
+@app.command()
+@with_spec_flags
+def bench(
+    engine_dir: EngineDir,
+    spec_flags: SpecFlags,
+    prompt: Prompt = "",
+    generate: Generate = 64,
+    depth: Depth = "0",
+    repetitions: Repetitions = 5,
+    input_file: InputFile = None,
+    output: Output = "text",
+    debug: Debug = False,
+) -> None:
+    """Measure an engine in turns; --eagle or --spec compares with plain decoding."""
+    del debug  # read by run_command
+    from edgellm.device_runtime.llm import LLM
+    from edgellm.tools.bench.formats import NAMES
+    from edgellm.tools.bench.machine import busy_warning, facts
+    from edgellm.tools.bench.measure import check_sizes
+    from edgellm.tools.bench.results import Results
+    from edgellm.tools.bench.run import Work, run
+
+    if output not in NAMES:
+        raise EdgeLLMError(f"--output {output}: give {', '.join(NAMES[:-1])} or {NAMES[-1]}")
+    how = spec_flags.read()
+    if input_file is not None and how is None:
+        raise EdgeLLMError("--inputFile is for speculation", hint="give --eagle or --spec as well")
+    depths = numbers("--depth", depth) if generate else ()
+    texts = _texts(input_file or REQUESTS) if how is not None else None
+    llm = LLM(engine_dir, spec=how)
+    prompts = _prompts(prompt, llm.manifest)
+    check_sizes(llm.manifest, prompts, depths, generate)
+    if warning := busy_warning():
+        typer.echo(f"warning: {warning}", err=True)
+    settings = {"repetitions": str(repetitions), "speculation": _described(how)}
+    results = Results(_engine(engine_dir, llm.manifest), facts(), settings)
+    try:
+        with status() as report:
+            run(llm, Work(prompts, depths, generate, texts), results, repetitions, report)
+    finally:  # an interrupt keeps what was measured
+        if results.repetitions:
+            _print(results, output)
+
+
+def _prompts(text: str, manifest: EngineManifest) -> tuple[int, ...]:
+    """The lengths that were asked for, or those of the default that the engine takes."""
+    if text:
+        return tuple(length for length in numbers("--prompt", text) if length)
+    fitting = tuple(length for length in _DEFAULT_PROMPTS if length <= manifest.max_input_len)
+    return fitting or (manifest.max_input_len,)
+
+
+def _texts(path: Path) -> Texts:
+    from edgellm.device_runtime.requests import read_file
+    from edgellm.tools.bench.run import Texts
+
+    return Texts(*read_file(path))
+
+
+def _described(how: SpecOptions | None) -> str:
+    if how is None:
+        return "none"
+    drafters = " + ".join(filter(None, (how.network, *how.lookups)))
+    bounds = {"top-k": how.top_k, "steps": how.steps, "nodes": how.verify_size}
+    given = [f"{name} {value}" for name, value in bounds.items() if value is not None]
+    trees = f"{len(how.choices)} choices" if how.choices else how.tree
+    return ", ".join((drafters, f"trees {trees}", *given))
+
+
+def _engine(folder: Path, manifest: EngineManifest) -> dict[str, str]:
+    """What was measured; a manifest has the hashes of all files of an engine."""
+    from edgellm.artifact import hash_file
+    from edgellm.contract import DRAFT_FOLDER, MANIFEST_NAME
+
+    draft = folder / DRAFT_FOLDER / MANIFEST_NAME
+    return {
+        "engine": str(folder),
+        "engine manifest sha256": hash_file(folder / MANIFEST_NAME).sha256,
+        **({"draft manifest sha256": hash_file(draft).sha256} if draft.exists() else {}),
+        "model": f"{manifest.decoder.model_type}, {manifest.decoder.num_parameters / 1e6:.1f} M",
+        "backend": f"{manifest.backend} {manifest.backend_version}",
+        "precision": ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in manifest.graphs),
+        "threads": str(manifest.options["threads"] or "all"),
+    }
+
+
+def _print(results: Results, output: str) -> None:
+    from edgellm.tools.bench import formats
+    from edgellm.tools.tables import show
+
+    if output == "text":
+        show(f"edgellm-bench, {results.repetitions} repetitions", formats.tables(results))
+        return
+    written = {"markdown": formats.as_markdown, "csv": formats.as_csv, "json": formats.as_json}
+    typer.echo(written[output](results), nl=False)
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)

@@ -1,0 +1,139 @@
+"""Results as tables, Markdown, CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import statistics
+from typing import Any
+
+from edgellm.tools.bench.results import Results, Series
+from edgellm.tools.tables import Table, markdown
+
+NAMES = ("text", "markdown", "csv", "json")
+
+
+def tables(results: Results) -> list[Table]:
+    """For people."""
+    found = [_speeds(results)] if results.series else []
+    found += [_texts(results)] if results.pairs else []
+    facts = {**results.facts, "peak memory": f"{results.peak_memory_bytes / 1e6:.0f} MB"}
+    return [*found, Table("Engine and machine", ("", ""), tuple(facts.items()), is_numeric=False)]
+
+
+def as_markdown(results: Results) -> str:
+    """Tables for a page."""
+    return "\n".join(markdown(table) for table in tables(results))
+
+
+def as_csv(results: Results) -> str:
+    """A line for each series, with what it was taken on."""
+    rows = [{**_series_row(one), **results.facts} for one in _all(results)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def as_json(results: Results) -> str:
+    """Everything, every sample included."""
+    content = {
+        "engine": results.engine,
+        "machine": results.machine,
+        "settings": results.settings,
+        "complete_repetitions": results.repetitions,
+        "peak_memory_bytes": results.peak_memory_bytes,
+        "series": [{**_series_row(one), "samples": one.samples} for one in _all(results)],
+        "texts": [
+            {
+                "name": pair.plain.name,
+                "ratios": pair.ratios,
+                "median_ratio": _median(pair.ratios),
+                "acceptance_length": pair.acceptance_length,
+                "verified_nodes": pair.tree_size,
+                "same_answers": pair.same_answers,
+            }
+            for pair in results.pairs
+        ],
+        "median_ratio": _median(results.ratios),
+    }
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def _all(results: Results) -> list[Series]:
+    return [*results.series, *(one for pair in results.pairs for one in (pair.plain, pair.eagle))]
+
+
+def _series_row(series: Series) -> dict[str, Any]:
+    """One series, without its samples."""
+    row = dataclasses.asdict(series)
+    del row["samples"]
+    return {
+        **row,
+        "repetitions": len(series.samples),
+        "median_tokens_per_s": round(series.median, 4),
+        "mean_tokens_per_s": round(series.mean, 4),
+        "stdev_tokens_per_s": round(series.deviation, 4),
+    }
+
+
+def _speeds(results: Results) -> Table:
+    rows = tuple(
+        (one.name, _rate(one.median), _spread(one), _milliseconds(one), str(len(one.samples)))
+        for one in results.series
+    )
+    return Table(
+        "Random tokens, plain",
+        ("", "tokens/s, median", "mean ± sd", "ms a token", "samples"),
+        rows,
+        "samples taken in turns; decoding behind N: with N tokens in the cache, at least one",
+    )
+
+
+def _texts(results: Results) -> Table:
+    """Every prompt, and all of them."""
+    rows = [
+        (
+            pair.plain.name,
+            f"{pair.plain.tokens}",
+            _rate(pair.plain.median),
+            _rate(pair.eagle.median),
+            f"{_median(pair.ratios):.2f}",
+            f"{pair.acceptance_length:.2f}",
+            f"{pair.tree_size:.1f}",
+            f"{pair.same_answers} of {len(pair.eagle.samples)}",
+        )
+        for pair in results.pairs
+    ]
+    ratios = results.ratios
+    spread = f" ± {statistics.stdev(ratios):.2f}" if len(ratios) > 1 else ""
+    mean = f"mean {statistics.fmean(ratios):.2f}{spread}" if ratios else "none"
+    rounds = sum(pair.rounds for pair in results.pairs)
+    emitted = sum(pair.emitted for pair in results.pairs)
+    return Table(
+        "Texts, plain and with EAGLE in turns",
+        ("prompt", "tokens", "plain tokens/s", "EAGLE tokens/s", "ratio", "acceptance", "nodes",
+         "same answer"),
+        tuple(rows),
+        f"all: ratio {_median(ratios):.2f} (median of {len(ratios)} pairs, {mean}), "
+        f"acceptance length {emitted / max(rounds, 1):.2f}",
+    )  # fmt: skip
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else 0.0
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:.1f}"
+
+
+def _spread(series: Series) -> str:
+    return f"{series.mean:.1f} ± {series.deviation:.1f}"
+
+
+def _milliseconds(series: Series) -> str:
+    return f"{1e3 / series.median:.2f}" if series.median else "-"

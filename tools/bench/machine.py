@@ -1,0 +1,89 @@
+"""What a benchmark ran on; what cannot be read is left out."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_PACKAGES = (
+    "edgellm", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "numpy",
+)  # fmt: skip
+_CPU = Path("/sys/devices/system/cpu")
+_COMMAND_S = 10.0
+_BUSY = 0.5  # load of a core above which others disturb the figures
+
+
+def facts() -> dict[str, str]:
+    """Processor, memory, clocks, power mode, load and versions."""
+    found = {
+        "board": _read(Path("/proc/device-tree/model")),
+        "CPU": _cpu_name(),
+        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.1f} GB",
+        "governor": _read(_CPU / "cpu0/cpufreq/scaling_governor"),
+        "highest clock": _megahertz(_read(_CPU / "cpu0/cpufreq/scaling_max_freq")),
+        "power mode": _first_line("nvpmodel", "-q"),
+        "GPU": _first_line(
+            "nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"
+        ),
+        "load": f"{os.getloadavg()[0]:.2f}",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def busy_warning() -> str:
+    """What to say when others use the processor, else ""."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < _BUSY * cores:
+        return ""
+    return f"the load is {load:.1f} on {cores} cores: other programs disturb the figures"
+
+
+def _cpu_name() -> str:
+    """The model name, or on ARM, where there is none, what names the core."""
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    fields = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
+    if name := fields.get("model name"):
+        return name
+    part = fields.get("CPU part", "")
+    return f"{platform.machine()} part {part}" if part else platform.machine()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", errors="replace").strip("\x00\n ")
+    except OSError:
+        return ""
+
+
+def _megahertz(kilohertz: str) -> str:
+    return f"{int(kilohertz) / 1e3:.0f} MHz" if kilohertz.isdigit() else ""
+
+
+def _first_line(*command: str) -> str:
+    """What a tool of the board says, "" where there is no such tool."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMMAND_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip().partition("\n")[0] if result.returncode == 0 else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

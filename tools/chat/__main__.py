@@ -1,0 +1,5 @@
+"""`python -m edgellm.tools.chat`."""
+
+from edgellm.tools.chat.cli import main
+
+main()

@@ -1,0 +1,139 @@
+"""`edgellm-chat`: a conversation with an engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from edgellm.build.cli import ONE_CASE
+from edgellm.command import run_command
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.flags import Debug, EngineDir, MultimodalEngineDir, Verify
+from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
+from edgellm.tools.chat.flags import (
+    EnableThinking,
+    HistoryFile,
+    MaxGenerateLength,
+    Seed,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+)
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+
+    from edgellm.tools.chat.conversation import Conversation
+    from edgellm.tools.chat.repl import Screen
+
+_SEED_BYTES = 4
+
+app = typer.Typer(
+    add_completion=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings=ONE_CASE,
+)
+
+
+@app.command()
+@with_spec_flags
+def chat(
+    engine_dir: EngineDir,
+    spec_flags: SpecFlags,
+    multimodal_engine_dir: MultimodalEngineDir = None,
+    system: System = "",
+    temperature: Temperature = 1.0,
+    top_p: TopP = 0.8,
+    top_k: TopK = 50,
+    seed: Seed = None,
+    max_generate_length: MaxGenerateLength = 512,
+    enable_thinking: EnableThinking = False,
+    history_file: HistoryFile = None,
+    verify: Verify = False,
+    debug: Debug = False,
+) -> None:
+    """Talk with an engine; /help lists what else a line may say.
+
+    Without a terminal every line of standard input is a message, and its answer is printed.
+    """
+    del debug  # read by run_command
+    from edgellm.device_runtime.llm import LLM
+    from edgellm.device_runtime.sampling import SamplingParams
+    from edgellm.tools.chat.conversation import Conversation, Settings
+    from edgellm.tools.chat.repl import run
+
+    seed = seed if seed is not None else int.from_bytes(os.urandom(_SEED_BYTES), "little")
+    sampling = SamplingParams(temperature, top_p, top_k, seed)
+    llm = LLM(
+        engine_dir, verify=verify, spec=spec_flags.read(),
+        multimodal_engine_dir=multimodal_engine_dir, context_reuse=True,
+    )  # fmt: skip
+    if not llm.tokenizer.has_template:
+        raise EdgeLLMError(
+            "the model has no chat template, so it cannot chat",
+            hint='llm_inference continues texts: "apply_chat_template": false in its file',
+        )
+    settings = Settings(sampling, max_generate_length, enable_thinking)
+    conversation = Conversation(llm, settings, system)
+    raise typer.Exit(1 if run(conversation, _screen(conversation, history_file)) else 0)
+
+
+def _screen(conversation: Conversation, history_file: Path | None) -> Screen:
+    """A terminal where there is one at both ends, else lines."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        from edgellm.tools.chat.pipe import Pipe
+
+        return Pipe()
+    from rich.console import Console
+
+    from edgellm.tools.chat.figures import context
+    from edgellm.tools.chat.terminal import Terminal
+
+    def footer() -> str:
+        latest, used = conversation.totals.latest, conversation.context_tokens
+        sizes = context(used, conversation.llm.manifest)
+        return f"{latest} · {sizes}" if latest else sizes
+
+    console = Console(highlight=False, markup=False)
+    terminal = Terminal(_history(history_file), footer, console)
+    decoder = conversation.llm.manifest.decoder
+    terminal.say(
+        f"{decoder.model_type}, {decoder.num_parameters / 1e6:.1f} M parameters; "
+        "/help lists commands, Alt-Enter begins another line, Ctrl-D leaves"
+    )
+    return terminal
+
+
+def _history(path: Path | None) -> History:
+    """Of the file, readable by its owner alone; the default file is made where it can be."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    from edgellm.artifact import check_output_file
+
+    place = path or _state_folder() / "chat_history"
+    try:
+        if path is None:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        check_output_file(place)
+        place.touch(mode=0o600)
+    except (OSError, EdgeLLMError):
+        if path is not None:
+            raise
+        return InMemoryHistory()  # a home that cannot be written is no reason not to talk
+    return FileHistory(str(place))
+
+
+def _state_folder() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "edgellm"
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)

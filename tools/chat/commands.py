@@ -1,0 +1,92 @@
+"""Lines that begin with a slash."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgellm.contract import RequestError
+from edgellm.tools.chat.conversation import Conversation
+from edgellm.tools.chat.figures import statistics
+
+_COMMAND = re.compile(r"/(?P<name>\w+)(?:\s+(?P<value>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One of them; `run` gives the lines to show."""
+
+    value: str  # what follows it, "" for nothing
+    about: str
+    run: Callable[[Conversation, str], list[str]]
+
+    @property
+    def takes_path(self) -> bool:
+        """Whether a file is named behind it."""
+        return self.value == "FILE"
+
+
+def parse(line: str) -> tuple[str, str] | None:
+    """Name and value of a command; None for a message, such as `/etc/hosts is what?`."""
+    match = _COMMAND.fullmatch(line.strip())
+    return (match["name"], (match["value"] or "").strip()) if match else None
+
+
+def run(conversation: Conversation, name: str, value: str) -> list[str]:
+    """Carry out a command other than /quit.
+
+    Raises:
+        EdgeLLMError: there is no such command, or it fails.
+    """
+    command = COMMANDS.get(name)
+    if command is None:
+        raise RequestError(f"no such command: /{name}", hint="/help lists them")
+    if command.takes_path and not value:
+        raise RequestError(f"/{name} needs a file", hint=f"/{name} {command.value}")
+    if value and not command.value:
+        raise RequestError(f"/{name} takes nothing behind it", hint=f"/{name} alone")
+    return command.run(conversation, value)
+
+
+def _image(conversation: Conversation, value: str) -> list[str]:
+    conversation.attach(Path(value))
+    return [f"{Path(value).name}: goes with the next message ({len(conversation.images)} in all)"]
+
+
+def _system(conversation: Conversation, value: str) -> list[str]:
+    if value:
+        conversation.system = value
+    return [f"system: {conversation.system}" if conversation.system else "no system prompt"]
+
+
+def _reset(conversation: Conversation, _: str) -> list[str]:
+    conversation.reset()
+    return ["a new conversation"]
+
+
+def _stats(conversation: Conversation, _: str) -> list[str]:
+    manifest = conversation.llm.manifest
+    return statistics(conversation.totals, conversation.context_tokens, manifest)
+
+
+def _save(conversation: Conversation, value: str) -> list[str]:
+    conversation.save(Path(value))
+    return [f"{value}: {len(conversation.messages)} messages"]
+
+
+def _help(_: Conversation, __: str) -> list[str]:
+    names = {f"/{name} {command.value}": command.about for name, command in COMMANDS.items()}
+    return [f"{name:<14}{about}" for name, about in names.items()]
+
+
+COMMANDS = {
+    "image": Command("FILE", "show a picture with the next message", _image),
+    "system": Command("TEXT", "set the system prompt; alone, show it", _system),
+    "reset": Command("", "forget the conversation, keep the system prompt", _reset),
+    "stats": Command("", "speeds, tokens and context so far", _stats),
+    "save": Command("FILE", "write the conversation, as a request file of llm_inference", _save),
+    "help": Command("", "this list", _help),
+    "quit": Command("", "leave, as Ctrl-D does", lambda *_: []),
+}

@@ -1,0 +1,122 @@
+"""The turns of a conversation, and the answers of an engine to them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgellm.artifact import check_output_file, replace_file
+from edgellm.contract import RequestError
+from edgellm.device_runtime.llm import LLM, Answer
+from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.tools.chat.figures import Totals
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How answers are made."""
+
+    sampling: SamplingParams
+    max_generate_length: int
+    enable_thinking: bool
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages and what their answers cost; a message that fails leaves no trace."""
+
+    llm: LLM
+    settings: Settings
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)  # for the next message
+    totals: Totals = field(default_factory=Totals)
+    context_tokens: int = 0  # of the latest prompt and its answer
+
+    @property
+    def messages(self) -> list[Message]:
+        """What the model reads."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self.turns]
+
+    def ask(self, text: str) -> Answer:
+        """Start the answer to a message; `keep` it when it has ended, or forget it.
+
+        Raises:
+            RequestError: the message does not fit, or not behind this conversation.
+        """
+        message = self._message(text)
+        try:
+            return self._start([*self.messages, message])
+        except RequestError as error:
+            if self.turns and self._fits_alone(message):
+                raise RequestError(
+                    f"the conversation is too long: {error}",
+                    hint="/reset begins anew; /save FILE keeps what was said",
+                ) from None
+            raise
+
+    def keep(self, text: str, answer: Answer) -> None:
+        """Add a message and its answer, whole or as far as it came."""
+        reply = {"role": "assistant", "content": answer.text}
+        self.turns += [self._message(text), reply]
+        self.images.clear()
+        self.totals.add(answer)
+        self.context_tokens = answer.prompt_token_count + len(answer.token_ids)
+
+    def attach(self, path: Path) -> None:
+        """Add an image to the next message; its features are computed at once.
+
+        Raises:
+            RequestError: it cannot be read, or the engine takes text only.
+        """
+        if self.llm.images is None:
+            raise RequestError(
+                "the engine takes text only", hint="give the folder of a visual engine as "
+                "--multimodalEngineDir",
+            )  # fmt: skip
+        found = str(path.expanduser().absolute())
+        self.llm.images.see([found], Path.cwd())
+        self.images.append(found)
+
+    def reset(self) -> None:
+        """Forget the turns and waiting images; the system prompt stays."""
+        self.turns.clear()
+        self.images.clear()
+        self.context_tokens = 0
+
+    def save(self, path: Path) -> None:
+        """Write a request file of llm_inference, a request whose messages are all so far.
+
+        Raises:
+            EdgeLLMError: nothing can be written there.
+        """
+        path = path.expanduser()
+        check_output_file(path)
+        content = {"requests": [{"messages": self.messages}]}
+        replace_file(path, json.dumps(content, indent=4, ensure_ascii=False) + "\n")
+
+    def _message(self, text: str) -> Message:
+        if not self.images:
+            return {"role": "user", "content": text}
+        images = [{"type": "image", "image": path} for path in self.images]
+        return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
+
+    def _start(self, messages: list[Message]) -> Answer:
+        return self.llm.generate(
+            messages,
+            sampling=self.settings.sampling,
+            max_generate_length=self.settings.max_generate_length,
+            enable_thinking=self.settings.enable_thinking,
+        )
+
+    def _fits_alone(self, message: Message) -> bool:
+        try:
+            self._start([*self.messages[: -len(self.turns)], message])  # computes nothing
+        except RequestError:
+            return False
+        return True

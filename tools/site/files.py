@@ -1,0 +1,109 @@
+"""The fields of manifests and request files, as the code declares them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import json
+import tokenize
+from typing import Any
+
+import msgspec
+
+from edgellm import contract
+from edgellm.device_runtime import requests
+from edgellm.tools.tables import Table, markdown
+
+_MANIFESTS = (
+    contract.BundleManifest, contract.DraftBundleManifest, contract.VisualBundleManifest,
+    contract.EngineManifest, contract.DraftEngineManifest, contract.VisualEngineManifest,
+)  # fmt: skip
+_PARTS = (
+    contract.DecoderSpec, contract.KVCacheSpec, contract.CacheRanges, contract.ImageSpec,
+    contract.DraftSpec, contract.VisionSpec, contract.PassGraph, contract.FileRecord,
+)  # fmt: skip
+
+
+def manifest_page() -> str:
+    """Markdown of every `manifest.json`, and of what is inside."""
+    head = (
+        "# Manifests\n\n`manifest.json` of a bundle or engine lists all of its files. This is "
+        f"contract version {contract.CONTRACT_VERSION}; what has another is refused.\n"
+    )
+    whole = [_dataclass(one, f"`{_kind(one)}`: ") for one in _MANIFESTS]
+    return "\n".join([head, *whole, *(_dataclass(one, "") for one in _PARTS)])
+
+
+def request_page() -> str:
+    """Markdown of the request file."""
+    head = (
+        "# Request files\n\nWhat `llm_inference --inputFile` reads: the fields of `Options`, and "
+        "`requests`, a list of `Request`. Unknown fields are refused; "
+        "[answers](answers.md) says what comes back.\n"
+    )
+    kinds = (requests.Options, requests.Request, requests.Message, requests.ContentItem)
+    return "\n".join([head, *map(_struct, kinds)])
+
+
+def _kind(manifest: type) -> str:
+    return manifest.__dataclass_fields__["kind"].default
+
+
+def _dataclass(kind: type, prefix: str) -> str:
+    notes = comments(kind)
+    rows = tuple(
+        (one.name, f"`{one.type}`", notes.get(one.name, "")) for one in dataclasses.fields(kind)
+    )
+    return _section(kind, prefix, ("field", "type", ""), rows)
+
+
+def _struct(kind: type[msgspec.Struct]) -> str:
+    notes, declared = comments(kind), msgspec.json.schema(kind)["$defs"][kind.__name__]
+    rows = tuple(
+        (name, f"`{_schema(field)}`", _default(field), notes.get(name, ""))
+        for name, field in declared["properties"].items()
+    )
+    return _section(kind, "", ("field", "type", "default", ""), rows)
+
+
+def _schema(field: dict[str, Any]) -> str:
+    """A field of a JSON schema in a few words."""
+    if "anyOf" in field:
+        return " or ".join(_schema(one) for one in field["anyOf"])
+    if "enum" in field:
+        return " or ".join(f'"{value}"' for value in field["enum"])
+    if "$ref" in field:
+        return field["$ref"].rpartition("/")[2]
+    if field["type"] == "array":
+        return f"list of {_schema(field['items'])}"
+    words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<="}
+    limits = [f" {sign} {field[key]}" for key, sign in words.items() if key in field]
+    return field["type"] + ",".join(limits)
+
+
+def _default(field: dict[str, Any]) -> str:
+    default = field.get("default")
+    return f"`{json.dumps(default)}`" if default is not None else ""
+
+
+def comments(kind: type) -> dict[str, str]:
+    """What the comments behind the fields of a class say, by field."""
+    found: dict[str, str] = {}
+    line: list[str] = []
+    for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(kind)).readline):
+        if token.type == tokenize.COMMENT and line:
+            found[line[0]] = token.string.removeprefix("#").strip()
+        elif token.type in (tokenize.NEWLINE, tokenize.NL):
+            line = []
+        elif token.type == tokenize.NAME:
+            line.append(token.string)
+    return found
+
+
+def _section(
+    kind: type, prefix: str, columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]
+) -> str:
+    about = prefix + inspect.cleandoc(kind.__doc__ or "")
+    table = markdown(Table("", columns, rows, is_numeric=False)).partition("\n\n")[2]
+    return f"## {kind.__name__}\n\n{about}\n\n{table}"

@@ -1,0 +1,67 @@
+"""The flags of all commands, as they say them themselves."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import re
+from collections.abc import Iterator
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from edgellm.tools.tables import Table, markdown
+
+_SCRIPT = re.compile(r'^([\w-]+) = "([\w.]+):main"$', re.MULTILINE)
+# The same for every command.
+_COMMON = {"debug", "install_completion", "show_completion", "help"}
+
+_HEAD = """# Commands
+
+Kebab-case works as well: `--max-input-len` for `--maxInputLen`. Every command has `--help`,
+`--debug` (tracebacks instead of one line), `--install-completion` and `--show-completion`. Exit
+codes: 0; 1 where a part failed; 2 for what the user can mend; 3 for a defect; 130 after an
+interrupt.
+"""
+
+
+def command_page(project: str) -> str:
+    """Markdown of every command of a pyproject.toml's text, with a table of its flags."""
+    parts = [_HEAD]
+    for name, command in commands(project):
+        parts += [f"## {name}\n", _about(command), _flags(name, command)]
+    return "\n".join(parts)
+
+
+def commands(project: str) -> Iterator[tuple[str, TyperCommand]]:
+    """Name and command of every script; those with subcommands once for each."""
+    section = project.partition("[project.scripts]")[2].partition("\n[")[0]
+    for name, module in _SCRIPT.findall(section):
+        command = typer.main.get_command(importlib.import_module(module).app)
+        if isinstance(command, TyperGroup):
+            for sub, inner in command.commands.items():
+                assert isinstance(inner, TyperCommand)
+                yield f"{name} {sub}", inner
+        else:
+            assert isinstance(command, TyperCommand)
+            yield name, command
+
+
+def _about(command: TyperCommand) -> str:
+    return re.sub(r"\s*\n\s*\n\s*", "\n\n", (command.help or "").strip()) + "\n"
+
+
+def _flags(name: str, command: TyperCommand) -> str:
+    context = typer.Context(command, info_name=name)
+    records = [
+        record
+        for parameter in command.params
+        if parameter.name not in _COMMON and (record := parameter.get_help_record(context))
+    ]
+    rows = tuple((f"`{flag}`", _plain(text)) for flag, text in records)
+    return markdown(Table("", ("flag", ""), rows, is_numeric=False)).partition("\n\n")[2]
+
+
+def _plain(text: str) -> str:
+    """One line that is no markup."""
+    return html.escape(" ".join(text.split()), quote=False).replace("*", "&#42;")

@@ -1,0 +1,1 @@
+"""`edgellm-transfer`: bundles to devices, only what differs, checked by hash on arrival."""

@@ -1,0 +1,126 @@
+"""From a folder here to the same folder there: compare, send, check, move into place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from edgellm.contract import MANIFEST_NAME, BrokenArtifactError, EdgeLLMError, LimitError
+from edgellm.tools.transfer import scripts
+from edgellm.tools.transfer.cargo import Cargo, listing
+from edgellm.tools.transfer.send import Sent, require_tools, send
+from edgellm.tools.transfer.target import Target, run_script
+
+_SHOWN = 4  # names in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a transfer did."""
+
+    changed: tuple[str, ...]  # files that were missing or differed
+    sent: Sent
+
+
+def check(cargo: Cargo, target: Target) -> tuple[str, ...]:
+    """The files that the target lacks or has otherwise, found by its own sha256sum.
+
+    Raises:
+        EdgeLLMError: the target cannot be reached, or has no sha256sum.
+    """
+    _require_there(target, "sha256sum")
+    right, _ = _state(target, target.folder, cargo)
+    return tuple(name for name in cargo.files if name not in right)
+
+
+def deliver(cargo: Cargo, target: Target) -> Delivery:
+    """Bring the target to what `cargo` is; interrupted, it goes on where it was.
+
+    Files arrive in a folder beside the target's, are checked there and then moved, so that the
+    target holds what it held before until everything has arrived. Foreign files stay.
+
+    Raises:
+        EdgeLLMError: the target cannot be reached or written, or holds something else.
+        LimitError: its disk is too small.
+        BrokenArtifactError: a file of `cargo` is not what its manifest says, or did not arrive so.
+    """
+    require_tools(target)
+    _require_there(target, "sha256sum", *(["rsync"] if target.host else []))
+    printed = run_script(target, scripts.prepare(target.folder, target.stage, cargo.kinds))
+    disk, *manifests = printed.split(f"\n{scripts.MANIFEST_MARK}\n")
+    right, there = _state(target, target.folder, cargo)
+    changed = tuple(name for name in cargo.files if name not in right)
+    old = _own_files(manifests, cargo)
+    _refuse_foreign(target, [name for name in changed if name in there and name not in old])
+    arrived, _ = _state(target, target.stage, cargo)
+    missing = [name for name in changed if name not in arrived]
+    cargo.verify(missing)
+    _require_space(target, sum(cargo.files[name].num_bytes for name in missing), disk)
+    sent = Sent(0, 0)
+    if missing:
+        sent = send(cargo.folder, missing, target, has_others=not there.isdisjoint(missing))
+    _check_arrived(cargo, target, missing)
+    gone = sorted(old - set(cargo.files))
+    run_script(target, scripts.publish(target.folder, target.stage, changed, gone))
+    return Delivery(changed, sent)
+
+
+def _require_there(target: Target, *names: str) -> None:
+    if lacking := run_script(target, scripts.tools(*names)).split():
+        where = target.host or "this machine"
+        raise EdgeLLMError(
+            f"{where} has no {' and no '.join(lacking)}", hint="install it there (apt install)"
+        )
+
+
+def _state(target: Target, folder: str, cargo: Cargo) -> tuple[set[str], set[str]]:
+    """The files of `cargo` that are right in a folder of the target, and those that are there."""
+    lines = run_script(target, scripts.check(folder, cargo.files)).splitlines()
+    right = {line.removesuffix(": OK") for line in lines if line.endswith(": OK")}
+    return right, {line.removeprefix("there ") for line in lines if line.startswith("there ")}
+
+
+def _own_files(manifests: list[str], cargo: Cargo) -> set[str]:
+    """The files that the target's manifests name, where they are of the kinds of `cargo`."""
+    own: set[str] = set()
+    for text, (path, kind) in zip(manifests, cargo.kinds.items(), strict=True):
+        found, files = listing(text)
+        if found == kind:
+            prefix = path.removesuffix(MANIFEST_NAME)
+            own |= {path, *(prefix + name for name in files)}
+    return own
+
+
+def _refuse_foreign(target: Target, names: list[str]) -> None:
+    if names:
+        raise EdgeLLMError(
+            f"{target} has files that are not of an earlier transfer: {_listed(names)}",
+            hint="give another folder, or move them away",
+        )
+
+
+def _require_space(target: Target, needed: int, disk: str) -> None:
+    """Compare with the available kilobytes, the fourth column of `df -Pk`."""
+    fields = disk.split()
+    free = int(fields[3]) * 1024 if len(fields) > 3 and fields[3].isdigit() else needed
+    if needed > free:
+        raise LimitError(
+            f"{target} has {free / 1e6:.0f} MB free, the files need {needed / 1e6:.0f} MB",
+            hint="free some space there, or give a folder on another disk",
+        )
+
+
+def _check_arrived(cargo: Cargo, target: Target, names: list[str]) -> None:
+    right, _ = _state(target, target.stage, cargo)
+    if broken := [name for name in names if name not in right]:
+        run_script(target, scripts.forget(target.stage, broken))
+        raise BrokenArtifactError(
+            f"{target}: {_listed(broken)} arrived with another sha256 than the manifest's",
+            hint="run it again; if it stays so, check the disk there",
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    found = list(names)
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(found[:_SHOWN]) + more
