@@ -136,8 +136,9 @@ def test_a_draft_model_with_other_tokens_is_refused(infer, tiny_engine, tmp_path
 @pytest.mark.parametrize(
     ("given", "network", "lookups"),
     [
-        ({"eagle": True}, "eagle", ()),
+        ({"eagle": True}, "own", ()),
         ({"spec": "eagle"}, "eagle", ()),
+        ({"spec": "medusa", "eagle": True}, "medusa", ()),
         ({"spec": "eagle", "eagle": True, "ngram": True}, "eagle", ("ngram",)),
         ({"spec": "ngram"}, None, ("ngram",)),
         ({"ngram": True}, None, ("ngram",)),
@@ -161,7 +162,7 @@ def test_flags_that_decode_plainly():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"spec": "medusa"}, "--spec medusa: give eagle, draft, ngram, suffix or none"),
+        ({"spec": "hydra"}, "--spec hydra: give eagle, medusa, draft, ngram, suffix or none"),
         ({"spec": "none", "eagle": True}, "--spec none decodes plainly"),
         ({"eagle": True, "tree": "tall"}, "--eagleTree tall: give cost or fixed"),
         (
