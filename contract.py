@@ -59,6 +59,7 @@ HIDDEN_TAPS = "hidden_taps"  # activations [1, S, T*H]; features that the base g
 # A draft has the decoder's inputs and these; its rows of logits stay inside the graph.
 DRAFT_HIDDEN = "draft_hidden"  # activations [1, S, D]; fused features, or recycled rows
 TOP_K = "top_k"  # int64 [1]; K, candidates wanted for each row
+# Medusa heads take HIDDEN_TAPS [1, 1, H] of the newest committed row, and R are the heads.
 CANDIDATE_IDS = "candidate_ids"  # int64 [1, R, K]; of the base's vocabulary, best first
 CANDIDATE_LOG_PROBS = "candidate_log_probs"  # float32 [1, R, K]; log-softmax, draft vocabulary
 RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of a row's children
@@ -146,13 +147,14 @@ class DraftSpec:
     `hidden_states[i]`), i = num_layers is the output of the final norm.
     """
 
-    method: str  # "eagle3" or "eagle"
+    method: str  # "eagle3", "eagle", or "medusa", whose `decoder` has no layers and no cache
     decoder: DecoderSpec  # the draft's own sizes and KV cache; `vocab_size` is the base's
     draft_vocab_size: int
     base_hidden_size: int
     base_num_layers: int
     hidden_taps: tuple[int, ...]
     fuses: bool  # features pass through the `fuse` graph; if not, they are `draft_hidden`
+    num_heads: int = 0  # of "medusa": head d gives the candidates of a tree's level d + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +280,10 @@ class DraftEngineManifest:
     backend_version: str
     machine: str
     max_kv_cache_capacity: int
-    max_draft_tree_size: int  # rows that may be drafted in one round
+    max_draft_tree_size: int  # rows that may be drafted in one round; of heads 0, as the cache
     graphs: tuple[PassGraph, ...]
     fuse_graph: str  # path, "" when the features need no fusing
-    step_cost_ms: dict[str, float]  # rows of one growth pass -> milliseconds
+    step_cost_ms: dict[str, float]  # rows of one growth pass -> milliseconds; {} of heads
     extend_cost_ms: dict[str, float]  # rows fused and committed -> milliseconds
     quantization: str
     options: dict[str, Any]

@@ -87,7 +87,7 @@ def check_bundle(bundle: Path, plan: Plan) -> BundleManifest:
 def check_draft_bundle(bundle: Path, plan: Plan) -> DraftBundleManifest:
     """As `check_bundle`, for a draft's bundle."""
     manifest = load_manifest(bundle, DraftBundleManifest)
-    if plan.max_draft_tree_size >= plan.kv_capacity:
+    if not manifest.draft.num_heads and plan.max_draft_tree_size >= plan.kv_capacity:
         raise LimitError(
             f"--maxDraftTreeSize {plan.max_draft_tree_size} does not fit into "
             f"--maxKVCacheCapacity {plan.kv_capacity}",

@@ -156,6 +156,23 @@ class DraftSession(Protocol):
         ...
 
 
+class HeadsSession(Protocol):
+    """Loaded Medusa heads."""
+
+    def candidates(self, feature: F32, top_k: int) -> tuple[I64, F32]:
+        """What may follow the newest token, one head for each further token.
+
+        Args:
+            feature: float32 [H], of the newest row of the base's cache, whose logits gave the
+                newest token.
+            top_k: K, candidates of a head.
+
+        Returns:
+            Token ids int64 [N, K], best first, and their log-probabilities float32 [N, K].
+        """
+        ...
+
+
 class VisualSession(Protocol):
     """A loaded visual encoder."""
 

@@ -21,13 +21,16 @@ Spec = Annotated[
     str | None,
     typer.Option(
         "--spec",
-        help="What drafts: eagle (the engine's draft), draft (the model of --draftEngineDir), "
+        help="What drafts: eagle or medusa (the engine's draft, which must be of that kind), draft "
+        "(the model of --draftEngineDir), "
         "ngram (what followed the same words in the request), suffix (what followed the longest "
         "match in this and earlier requests), auto (whatever of these pays, round by round) or "
         "none.",
     ),
 ]
-Eagle = Annotated[bool, typer.Option("--eagle", "--specDecode", help="The same as --spec eagle.")]
+Eagle = Annotated[
+    bool, typer.Option("--eagle", "--specDecode", help="The draft in the engine's folder drafts.")
+]
 Ngram = Annotated[
     bool, typer.Option("--ngram", help="Also draft what followed the same words before.")
 ]
@@ -80,8 +83,9 @@ Choices = Annotated[
     str | None,
     typer.Option(
         "--eagleChoices",
-        help="A static tree, EAGLE-1: JSON list of paths of ranks, as [[0], [0, 0], [1]], or "
-        "mc_sim_7b_63.",
+        "--medusaChoices",
+        help="A static tree, of EAGLE-1 and Medusa: JSON list of paths of ranks, as "
+        "[[0], [0, 0], [1]], or mc_sim_7b_63.",
     ),
 ]
 MaxNonLeaves = Annotated[
@@ -147,9 +151,12 @@ class SpecFlags:
             return None
         if options.AUTO in wanted:
             wanted -= {"draft"}  # its folder says enough
-        networks = [name for name in (*options.NETWORKS, options.AUTO) if name in wanted]
+        networks = [
+            name for name in (options.OWN, *options.NETWORKS, options.AUTO) if name in wanted
+        ]
         if len(networks) > 1:
-            raise EdgeLLMError(f"{' and '.join(networks)} cannot draft together", hint="give one")
+            names = ("--eagle" if name == options.OWN else name for name in networks)
+            raise EdgeLLMError(f"{' and '.join(names)} cannot draft together", hint="give one")
         return options.SpecOptions(
             network=networks[0] if networks else None,
             draft_engine_dir=self.draft_engine_dir,
@@ -165,11 +172,13 @@ class SpecFlags:
 
     def _wanted(self, known: tuple[str, ...]) -> set[str]:
         """The methods that were asked for, by one flag or another."""
+        from edgellm.device_runtime.speculate.options import OWN
+
         if self.spec is not None and self.spec not in known:
             words = f"{', '.join(known[:-1])} or {known[-1]}"
             raise EdgeLLMError(f"--spec {self.spec}: give {words}")
         switches = {
-            "eagle": self.eagle,
+            OWN: self.eagle and self.spec not in ("eagle", "medusa"),
             "draft": self.draft_engine_dir is not None,
             "ngram": self.ngram,
             "suffix": self.suffix,

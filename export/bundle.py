@@ -26,8 +26,9 @@ from edgellm.export.graph_files import (
     write_graphs,
 )
 from edgellm.export.kv_cache import read_ranges
+from edgellm.export.medusa_config import head_names
 from edgellm.export.op import OPSET
-from edgellm.export.source import open_checkpoint
+from edgellm.export.source import open_draft
 from edgellm.export.taps import check_taps, default_taps
 from edgellm.export.vlm import text_tower
 from edgellm.export.weights import Weights
@@ -116,7 +117,7 @@ def _choose_taps(
             "hidden_taps": "--hidden_taps"
         }
     if options.draft_model_dir is not None:
-        draft = open_checkpoint(options.draft_model_dir, tokenizer=False)
+        draft = open_draft(options.draft_model_dir)
         facts = read_draft(draft, config, options.ignore_config_keys)
         return facts.hidden_taps, {"hidden_taps": f"{draft.label}: {facts.taps_meaning}"}
     if options.is_eagle_base:
@@ -147,12 +148,15 @@ def read_architecture(
 
 
 def _unused(weights: Weights, config: DecoderConfig) -> list[str]:
-    """Tensors that nobody took, but for layers that were cut and a tied head's second copy."""
+    """Tensors that nobody took, but for cut layers, a tied head's second copy and Medusa heads."""
     layers = tuple(f"model.layers.{index}." for index in range(config.num_hidden_layers))
+    unused = weights.unused()
+    heads = {*head_names(unused)}
     return [
         name
-        for name in weights.unused()
-        if not (name.startswith("model.layers.") and not name.startswith(layers))
+        for name in unused
+        if name not in heads
+        and not (name.startswith("model.layers.") and not name.startswith(layers))
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
     ]
 

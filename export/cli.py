@@ -12,6 +12,7 @@ from edgellm.command import numbers, run_command
 from edgellm.contract import (
     BundleManifest,
     DraftBundleManifest,
+    DraftSpec,
     EdgeLLMError,
     VisualBundleManifest,
 )
@@ -51,7 +52,7 @@ def llm(
     ] = None,
     ignore_config_keys: IgnoredKeys = "",
     is_eagle_base: Annotated[
-        bool, typer.Option("--is_eagle_base", help="Give hidden taps to an EAGLE draft.")
+        bool, typer.Option("--is_eagle_base", help="Give hidden taps to an EAGLE-3 draft.")
     ] = False,
     hidden_taps: Annotated[
         str, typer.Option("--hidden_taps", help="Which: i enters layer i; default 2,n/2,n-3.")
@@ -105,7 +106,10 @@ def llm(
 @app.command()
 def draft(
     draft_model_dir: Annotated[
-        str, typer.Option("--draft_model_dir", help="EAGLE draft: HF folder or a cached hub id.")
+        str,
+        typer.Option(
+            "--draft_model_dir", help="EAGLE draft or Medusa heads: HF folder or cached hub id."
+        ),
     ],
     base_model_dir: Annotated[
         str, typer.Option("--base_model_dir", help="The model it drafts for: as --model_dir.")
@@ -115,15 +119,15 @@ def draft(
     ignore_config_keys: IgnoredKeys = "",
     debug: Debug = False,
 ) -> None:
-    """Export an EAGLE draft for a base that was exported with --is_eagle_base."""
+    """Export an EAGLE draft or Medusa heads for a base exported with --draft_model_dir."""
     del debug  # read by run_command
     from edgellm.export.draft import DraftOptions, export_draft
     from edgellm.export.progress import byte_progress
-    from edgellm.export.source import open_checkpoint
+    from edgellm.export.source import open_checkpoint, open_draft
 
     _expect_dtype(dtype)
     start = time.perf_counter()
-    checkpoint = open_checkpoint(draft_model_dir, tokenizer=False)
+    checkpoint = open_draft(draft_model_dir)
     base = open_checkpoint(base_model_dir, tokenizer=False)
     options = DraftOptions(dtype, _split(ignore_config_keys))
     with byte_progress("exporting") as progress:
@@ -131,8 +135,8 @@ def draft(
     spec = manifest.draft
     typer.echo(
         f"{output_dir}: {spec.method} draft ({manifest.provenance['exporter']}), "
-        f"{spec.decoder.num_parameters / 1e6:.1f} M parameters, {spec.draft_vocab_size} of "
-        f"{spec.decoder.vocab_size} tokens, {dtype}, {_cost(manifest, start)}"
+        f"{spec.decoder.num_parameters / 1e6:.1f} M parameters, {_foresees(spec)}, {dtype}, "
+        f"{_cost(manifest, start)}"
     )
     taps = ", ".join(map(str, spec.hidden_taps))
     typer.echo(f"hidden taps {taps} ({manifest.provenance['hidden_taps']})")
@@ -168,6 +172,12 @@ def visual(
         f"{output_dir}: visual encoder of {spec.model_type}, "
         f"{spec.num_parameters / 1e6:.1f} M parameters, {dtype}, {_cost(manifest, start)}"
     )
+
+
+def _foresees(spec: DraftSpec) -> str:
+    if spec.num_heads:
+        return f"{spec.num_heads} heads"
+    return f"{spec.draft_vocab_size} of {spec.decoder.vocab_size} tokens"
 
 
 def _cost(

@@ -6,25 +6,36 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+import onnx_ir as ir
+
 from edgellm.artifact import check_output, publish, temporary_folder
-from edgellm.contract import DraftBundleManifest, DraftSpec, EdgeLLMError
+from edgellm.contract import (
+    DecoderSpec,
+    DraftBundleManifest,
+    DraftSpec,
+    EdgeLLMError,
+    KVCacheSpec,
+    UnsupportedModelError,
+)
 from edgellm.export.bundle import ExportOptions, read_architecture
-from edgellm.export.checkpoint import Checkpoint
+from edgellm.export.checkpoint import Checkpoint, TensorSource
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.draft_config import DraftConfig, read_draft
-from edgellm.export.draft_decoder import build_draft, build_fuse
-from edgellm.export.draft_tensors import DraftTensors, complete, read_target_ids
+from edgellm.export.draft_decoder import build_draft, build_fuse, build_heads
+from edgellm.export.draft_tensors import complete, read_target_ids
 from edgellm.export.graph_files import (
     DTYPES,
     Graphs,
     Progress,
+    count_parameters,
     decoder_spec,
     file_names,
     refuse_leftovers,
     versions,
     write_graphs,
 )
-from edgellm.export.op import OPSET
+from edgellm.export.medusa_config import MedusaConfig, head_names, is_medusa
+from edgellm.export.op import OPSET, Op
 from edgellm.export.weights import Weights
 
 _MODEL, _FUSE = "model", "fuse"
@@ -48,7 +59,7 @@ def export_draft(
     """Export a draft to `output`, which afterwards holds a whole bundle or what it held before.
 
     Args:
-        draft: checkpoint of an EAGLE-1, 2 or 3 draft in any public layout.
+        draft: checkpoint of an EAGLE-1, 2 or 3 draft or of Medusa heads in any public layout.
         base: the model that it drafts for; gives its sizes, the embedding, perhaps the head.
         output: the bundle's folder.
         options: what the user chose.
@@ -64,17 +75,8 @@ def export_draft(
     ops = [op for _, op in graphs.values()]
     with temporary_folder(output) as folder:
         records = write_graphs(folder, graphs, progress)
-        spec = DraftSpec(
-            method=config.method,
-            decoder=decoder_spec(config.decoder, config.method, ops, tensors),
-            draft_vocab_size=config.draft_vocab_size,
-            base_hidden_size=config.base_hidden_size,
-            base_num_layers=config.base_num_layers,
-            hidden_taps=config.hidden_taps,
-            fuses=config.fuses,
-        )
         manifest = DraftBundleManifest(
-            draft=spec,
+            draft=_spec(config, ops, tensors),
             dtype=DTYPES[options.dtype].numpy().name,
             quantization=draft.quantization,
             opset=OPSET,
@@ -85,7 +87,9 @@ def export_draft(
         return publish(folder, output, manifest)
 
 
-def understand_draft(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> DraftConfig:
+def understand_draft(
+    draft: Checkpoint, base: Checkpoint, options: DraftOptions
+) -> DraftConfig | MedusaConfig:
     """The facts of a draft that `export_draft` takes; stops where it would, reads no weights.
 
     Raises:
@@ -96,25 +100,83 @@ def understand_draft(draft: Checkpoint, base: Checkpoint, options: DraftOptions)
 
 def _build(
     draft: Checkpoint, base: Checkpoint, options: DraftOptions
-) -> tuple[DraftConfig, DraftTensors, Graphs]:
+) -> tuple[DraftConfig | MedusaConfig, TensorSource, Graphs]:
     """Check both checkpoints and record the graphs; nothing is written yet."""
-    if "fc.weight" in base.tensors.infos():
+    names = base.tensors.infos()
+    if "fc.weight" in names or (is_medusa(base) and len(head_names(names)) == len(names)):
         raise EdgeLLMError(
             f"{base.label} is a draft, not a base",
             hint="give the model that it drafts for as --base_model_dir",
         )
     keys = options.ignore_config_keys
     tower, _, base_config = read_architecture(base, ExportOptions(ignore_config_keys=keys))
-    config = _seeing(read_draft(draft, base_config, keys), base_config)
+    config = read_draft(draft, base_config, keys)
+    dtype = DTYPES[options.dtype]
+    if isinstance(config, MedusaConfig):
+        return config, draft.tensors, {_MODEL: _build_heads(draft, base, config, dtype)}
+    config = _seeing(config, base_config)
     tensors = complete(draft.tensors, tower.tensors, config)
     weights = Weights(tensors, draft.quant_config or base.quant_config)
     target_ids = read_target_ids(weights, config, base_config)
-    dtype = DTYPES[options.dtype]
     graphs = {_MODEL: build_draft(config, weights, target_ids, dtype)}
     if config.fuses:
         graphs[_FUSE] = build_fuse(config, weights, dtype)
     refuse_leftovers(weights.unused(), "draft")
     return config, tensors, graphs
+
+
+def _build_heads(
+    draft: Checkpoint, base: Checkpoint, config: MedusaConfig, dtype: ir.DataType
+) -> tuple[ir.Model, Op]:
+    weights = Weights(draft.tensors, draft.quant_config)
+    graph = build_heads(config, weights, dtype)
+    left = weights.unused()
+    if len(head_names(draft.tensors.infos())) < len(draft.tensors.infos()):
+        # Beside a model. Heads are trained with its weights, which may differ from the base's.
+        if draft.label != base.label:
+            raise UnsupportedModelError(
+                f"{draft.label} holds more than Medusa heads: {left[0]}",
+                hint="if it is the model that they were trained with, export the base from the "
+                "same folder, and give it as --base_model_dir, too",
+            )
+        left = head_names(left)
+    refuse_leftovers(left, "draft")
+    return graph
+
+
+def _spec(config: DraftConfig | MedusaConfig, ops: list[Op], tensors: TensorSource) -> DraftSpec:
+    if isinstance(config, MedusaConfig):
+        return _heads_spec(config, ops[0], tensors)
+    return DraftSpec(
+        method=config.method,
+        decoder=decoder_spec(config.decoder, config.method, ops, tensors),
+        draft_vocab_size=config.draft_vocab_size,
+        base_hidden_size=config.base_hidden_size,
+        base_num_layers=config.base_num_layers,
+        hidden_taps=config.hidden_taps,
+        fuses=config.fuses,
+    )
+
+
+def _heads_spec(config: MedusaConfig, op: Op, tensors: TensorSource) -> DraftSpec:
+    decoder = DecoderSpec(
+        model_type=config.method,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        max_positions=config.max_positions,
+        num_parameters=count_parameters([op], tensors),
+        kv=KVCacheSpec(0, 0, 0, op.dtype.numpy().name),
+    )
+    return DraftSpec(
+        method=config.method,
+        decoder=decoder,
+        draft_vocab_size=config.vocab_size,
+        base_hidden_size=config.hidden_size,
+        base_num_layers=config.base_num_layers,
+        hidden_taps=config.hidden_taps,
+        fuses=False,
+        num_heads=config.num_heads,
+    )
 
 
 def _seeing(config: DraftConfig, base: DecoderConfig) -> DraftConfig:
@@ -129,7 +191,9 @@ def _seeing(config: DraftConfig, base: DecoderConfig) -> DraftConfig:
     return dataclasses.replace(config, decoder=dataclasses.replace(decoder, images=images))
 
 
-def _provenance(draft: Checkpoint, base: Checkpoint, config: DraftConfig) -> dict[str, str]:
+def _provenance(
+    draft: Checkpoint, base: Checkpoint, config: DraftConfig | MedusaConfig
+) -> dict[str, str]:
     return {
         "checkpoint": draft.label,
         "base": base.label,

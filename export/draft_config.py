@@ -15,6 +15,7 @@ from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.export.checkpoint import Checkpoint, TensorInfo
 from edgellm.export.config import ConfigReader
 from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.medusa_config import MedusaConfig, is_medusa, read_medusa
 from edgellm.export.taps import check_taps, default_taps
 
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -58,7 +59,7 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """What a draft computes and which base it was trained for."""
+    """What an EAGLE draft computes and which base it was trained for."""
 
     method: str  # "eagle3" or "eagle"
     exporter: str
@@ -81,7 +82,7 @@ class DraftConfig:
 
 def read_draft(
     checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] = ()
-) -> DraftConfig:
+) -> DraftConfig | MedusaConfig:
     """Read a draft's config, with its tensors' names as witnesses, and check it against the base.
 
     Args:
@@ -93,6 +94,14 @@ def read_draft(
         EdgeLLMError: the folder holds something else than a draft.
         UnsupportedModelError: a layout that is not understood, or a draft for another base.
     """
+    if is_medusa(checkpoint):
+        return read_medusa(checkpoint, base, ignored)
+    return _read_eagle(checkpoint, base, ignored)
+
+
+def _read_eagle(
+    checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...]
+) -> DraftConfig:
     infos = checkpoint.tensors.infos()
     _refuse_other_models(checkpoint, infos)
     exporter = _exporter(checkpoint.config, infos)
@@ -136,10 +145,11 @@ def _refuse_other_models(checkpoint: Checkpoint, infos: Infos) -> None:
         return
     whole = any(name.startswith("model.layers.") for name in infos)
     raise EdgeLLMError(
-        f"{checkpoint.label} is not an EAGLE draft: it has no tensor fc.weight",
+        f"{checkpoint.label} is not a draft: it has neither fc.weight, which EAGLE drafts have, "
+        "nor Medusa heads",
         hint="it looks like a whole language model; give the draft's folder"
         if whole
-        else "give the folder of an EAGLE-1, EAGLE-2 or EAGLE-3 draft",
+        else "give the folder of an EAGLE-1, EAGLE-2 or EAGLE-3 draft, or of Medusa heads",
     )
 
 

@@ -1,5 +1,7 @@
 """The graphs of a draft: `fuse` turns the base's features into hidden rows, `model` drafts.
 
+Medusa heads are one graph from the base's feature to candidates.
+
 Inputs and outputs are those of `edgellm.contract`; opset 24. The candidates of a row are picked
 inside the graph and already named by the base's token ids, so that no logits leave it.
 """
@@ -16,6 +18,7 @@ from edgellm import contract
 from edgellm.export import drafts
 from edgellm.export.draft_config import DraftConfig
 from edgellm.export.graph import HEAD_ROWS, ROWS, PassInputs, cache_shape, declare, finish, typed
+from edgellm.export.medusa_config import MedusaConfig
 from edgellm.export.op import Op
 from edgellm.export.weights import StoredTensor, Weights, as_bytes
 
@@ -72,6 +75,21 @@ def build_draft(
     own = [inputs.input_ids, hidden, inputs.position_ids, inputs.write_index, inputs.tree_mask,
            inputs.logits_index, top_k, *inputs.images]  # fmt: skip
     return finish(op, "draft", [*own, *inputs.past.values()], outputs), op
+
+
+def build_heads(config: MedusaConfig, weights: Weights, dtype: ir.DataType) -> tuple[ir.Model, Op]:
+    """The graph of Medusa heads: HIDDEN_TAPS [1, 1, H] to candidates [1, N, K], a row a head."""
+    op = Op(dtype)
+    feature = declare(contract.HIDDEN_TAPS, dtype, [1, 1, config.hidden_size])
+    top_k = declare(contract.TOP_K, ir.DataType.INT64, [1])
+    logits = drafts.find(config.method).Model(config, weights)(op, feature)
+    ids, log_probs = _candidates(op, logits, top_k, None)
+    shape = [1, config.num_heads, CANDIDATES]
+    outputs = [
+        typed(ids, ir.DataType.INT64, shape, contract.CANDIDATE_IDS),
+        typed(log_probs, ir.DataType.FLOAT, shape, contract.CANDIDATE_LOG_PROBS),
+    ]
+    return finish(op, "heads", [feature, top_k], outputs), op
 
 
 def _candidates(

@@ -12,6 +12,21 @@ from edgellm.export.tokenizer_files import read_tokenizer
 
 PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json"
 _TOKENS = "tokenizer_config.json"
+_WHOLE = "model.safetensors", "pytorch_model.bin"  # safetensors win over torch's own format
+_HEADS = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # of Medusa, perhaps beside a model
+
+
+def open_draft(model_dir: str) -> Checkpoint:
+    """Open a draft's checkpoint; Medusa heads are taken from beside their model.
+
+    Raises:
+        EdgeLLMError: as `open_checkpoint`.
+    """
+    path = Path(model_dir).expanduser()
+    if path.is_file():
+        return open_checkpoint(model_dir, tokenizer=False)
+    folder = path if path.is_dir() else _cached_snapshot(model_dir)
+    return _open_folder(folder, tokenizer=False, weights=(*_HEADS, *_WHOLE))
 
 
 def open_checkpoint(model_dir: str, *, tokenizer: bool = True) -> Checkpoint:
@@ -19,7 +34,7 @@ def open_checkpoint(model_dir: str, *, tokenizer: bool = True) -> Checkpoint:
 
     Args:
         model_dir: folder, file or id.
-        tokenizer: false for a checkpoint that needs none, as drafts.
+        tokenizer: false for a checkpoint that needs none.
 
     Raises:
         EdgeLLMError: nothing there, not a checkpoint, or a damaged one.
@@ -65,7 +80,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _open_folder(folder: Path, *, tokenizer: bool) -> Checkpoint:
+def _open_folder(
+    folder: Path, *, tokenizer: bool, weights: tuple[str, ...] = (*_WHOLE, *_HEADS)
+) -> Checkpoint:
     config = read_json(folder / "config.json")
     if not config:
         raise EdgeLLMError(
@@ -76,7 +93,7 @@ def _open_folder(folder: Path, *, tokenizer: bool) -> Checkpoint:
         label=str(folder),
         config=config,
         generation_config=read_json(folder / "generation_config.json"),
-        tensors=_open_tensors(folder),
+        tensors=_open_tensors(folder, weights),
         tokenizer_files=read_tokenizer(folder) if tokenizer else {},
         quant_config=_quantization(folder, config),
         processor_files=_processor_files(folder),
@@ -99,14 +116,15 @@ def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return found or {}
 
 
-def _open_tensors(folder: Path) -> TensorSource:
-    """The folder's weights; safetensors win over torch's own format."""
-    if paths := _weight_files(folder, "model.safetensors"):
-        return Safetensors(paths)
-    if paths := _weight_files(folder, "pytorch_model.bin"):
-        from edgellm.export.torch_files import TorchFiles  # imports torch
+def _open_tensors(folder: Path, names: tuple[str, ...]) -> TensorSource:
+    """The first of these weights that the folder has."""
+    for name in names:
+        if paths := _weight_files(folder, name):
+            if name.endswith(".safetensors"):
+                return Safetensors(paths)
+            from edgellm.export.torch_files import TorchFiles  # imports torch
 
-        return TorchFiles(paths)
+            return TorchFiles(paths)
     raise EdgeLLMError(
         f"{folder} has no model.safetensors and no pytorch_model.bin (nor a sharded one)",
         hint="give the folder that holds config.json and the weights",

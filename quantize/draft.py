@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from edgellm.contract import UnsupportedModelError
 from edgellm.export.checkpoint import Checkpoint, TensorSource
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.draft import DraftOptions, understand_draft
 from edgellm.export.draft_config import DraftConfig
 from edgellm.export.draft_tensors import complete, read_target_ids
-from edgellm.export.source import open_checkpoint
+from edgellm.export.source import open_checkpoint, open_draft
 from edgellm.export.weights import Weights
 from edgellm.quantize.block import draft_layer_model, head_model, run_layer
 from edgellm.quantize.calibration import Calibration
@@ -64,10 +65,14 @@ class Draft:
         Raises:
             EdgeLLMError: one is no such thing, quantized already, or they do not belong together.
         """
-        checkpoint, base = (
-            open_checkpoint(path, tokenizer=False) for path in (draft_dir, base_dir)
-        )
+        checkpoint = open_draft(draft_dir)
+        base = open_checkpoint(base_dir, tokenizer=False)
         facts = understand_draft(checkpoint, base, DraftOptions(ignore_config_keys=ignored_keys))
+        if not isinstance(facts, DraftConfig):
+            raise UnsupportedModelError(
+                f"{checkpoint.label} holds Medusa heads, which are not calibrated here",
+                hint="llm_build rounds their weights: --quantize int8 or int4",
+            )
         check_floats(checkpoint)
         return cls(checkpoint, facts, LanguageModel.open(base_dir, ignored_keys))
 

@@ -149,6 +149,7 @@ def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Eag
         "int8_draft": lambda folder: eagle_engines.with_int8_draft(get("eagle3"), folder / "e"),
         "int4": lambda folder: build(folder, int4=True),
         "eagle1": lambda folder: build(folder, eagle_engines.EAGLE1),
+        "medusa": eagle_engines.build_medusa,
         "qwen3": lambda folder: build(folder, model_type="qwen3"),
     }
 

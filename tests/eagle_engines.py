@@ -8,6 +8,7 @@ from pathlib import Path
 
 from conftest import make_checkpoint
 from eagle_reference import VOCAB, Layout, make_draft
+from medusa_heads import make_heads
 
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
@@ -15,7 +16,7 @@ from edgellm.device_runtime.backends import Plan
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
-from edgellm.export.source import open_checkpoint
+from edgellm.export.source import open_checkpoint, open_draft
 
 EAGLE3 = Layout({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40})
 EAGLE1 = Layout(
@@ -70,6 +71,21 @@ def build_pair(
 ) -> EaglePair:
     """Checkpoints, bundles and an engine with its draft."""
     pair = export_pair(folder, layout, **options)  # type: ignore[arg-type]
+    build_engine(pair.bundle, pair.engine, BASE_PLAN, "onnxruntime", _silent)
+    build_draft(pair.draft_bundle, pair.engine, draft_plan(precision), "onnxruntime", _silent)
+    return pair
+
+
+def build_medusa(folder: Path, precision: str = "none") -> EaglePair:
+    """A base of eight layers with three Medusa heads."""
+    sizes = {**models.find("llama").TINY, "num_hidden_layers": 8}
+    base, heads = make_checkpoint(folder / "base", **sizes), make_heads(folder / "heads")
+    source = open_checkpoint(str(base))
+    export_llm(source, folder / "bundle", ExportOptions("fp32", draft_model_dir=str(heads)))
+    export_draft(open_draft(str(heads)), source, folder / "draft_bundle", DraftOptions("fp32"))
+    pair = EaglePair(
+        EAGLE1, base, heads, folder / "bundle", folder / "draft_bundle", folder / "engine"
+    )
     build_engine(pair.bundle, pair.engine, BASE_PLAN, "onnxruntime", _silent)
     build_draft(pair.draft_bundle, pair.engine, draft_plan(precision), "onnxruntime", _silent)
     return pair

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from eagle_reference import BASE_HIDDEN, BASE_LAYERS, Layout, make_draft
 from image_checkpoints import IDEFICS, INTERNVL, QWEN
+from medusa_heads import make_heads
 from visual_checkpoints import make_visual_checkpoint
 
 from edgellm.build.draft import build_draft
@@ -19,7 +20,7 @@ from edgellm.device_runtime.backends import Plan, VisualPlan
 from edgellm.export import visual
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
-from edgellm.export.source import open_checkpoint
+from edgellm.export.source import open_checkpoint, open_draft
 from edgellm.export.visual_bundle import VisualOptions, export_visual
 
 WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant"]
@@ -101,7 +102,9 @@ class Engines:
     visual_engine: Path
 
 
-def build_vlm(folder: Path, model_type: str, draft: Layout | None = None, **limits: int) -> Engines:
+def build_vlm(
+    folder: Path, model_type: str, draft: Layout | Literal["medusa"] | None = None, **limits: int
+) -> Engines:
     """Checkpoint, bundles and float32 engines; under a draft a base of eight layers."""
     base = _UNDER_DRAFT if draft is not None else {}
     checkpoint = make_vlm(folder / "checkpoint", model_type, **base)
@@ -109,8 +112,11 @@ def build_vlm(folder: Path, model_type: str, draft: Layout | None = None, **limi
     found = Engines(model_type, checkpoint, folder / "engine", folder / "visual_engine")
     plan = Plan(512, 576, 1, "same", "none")
     if draft is not None:
-        make_draft(folder / "draft", draft)
-        network = open_checkpoint(str(folder / "draft"), tokenizer=False)
+        if draft == "medusa":
+            make_heads(folder / "draft")
+        else:
+            make_draft(folder / "draft", draft)
+        network = open_draft(str(folder / "draft"))
         export_draft(network, source, folder / "draft_bundle", DraftOptions("fp32"))
         plan = replace(plan, max_verify_tree_size=40, max_draft_tree_size=40)
         build_draft(folder / "draft_bundle", found.engine, plan, "onnxruntime", _silent)

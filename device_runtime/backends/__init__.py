@@ -23,7 +23,7 @@ from edgellm.contract import (
     VisualBundleManifest,
     VisualEngineManifest,
 )
-from edgellm.device_runtime.session import DraftSession, Session, VisualSession
+from edgellm.device_runtime.session import DraftSession, HeadsSession, Session, VisualSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,10 @@ class Backend(Protocol):
 
     def open_draft_session(self, engine: Path, manifest: DraftEngineManifest) -> DraftSession:
         """Load a draft engine that was built on this machine."""
+        ...
+
+    def open_heads(self, engine: Path, manifest: DraftEngineManifest) -> HeadsSession:
+        """Load a draft engine of Medusa heads that was built on this machine."""
         ...
 
     def open_visual_session(self, engine: Path, manifest: VisualEngineManifest) -> VisualSession:

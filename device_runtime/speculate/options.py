@@ -13,12 +13,15 @@ from edgellm.device_runtime.speculate.loop import Accept
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.static_tree import Choice, check_choices
 
-NETWORKS = ("eagle", "draft")
+OWN = "own"  # the draft in the engine's folder, whichever it is
+NETWORKS = ("eagle", "medusa", "draft")
 AUTO = "auto"  # the network that the engine has, and all lookups; chosen anew every round
 LOOKUPS = ("ngram", "suffix")
 TREES = ("cost", "fixed")
 _DEFAULTS = {  # by network
+    OWN: TreeLimits(),
     "eagle": TreeLimits(),
+    "medusa": TreeLimits(),  # with as many steps as there are heads
     "draft": TreeLimits(top_k=4, steps=8),
     None: TreeLimits(steps=16),
 }
@@ -28,7 +31,7 @@ _DEFAULTS = {  # by network
 class SpecOptions:
     """How to speculate; a bound that is None is the method's own."""
 
-    network: str | None = "eagle"  # of `NETWORKS`, or `AUTO`; None: text alone drafts
+    network: str | None = OWN  # or of `NETWORKS`, or `AUTO`; None: text alone drafts
     draft_engine_dir: Path | None = None  # of "draft": an engine of llm_build, of any base
     lookups: tuple[str, ...] = ()  # of `LOOKUPS`; merged into the network's trees
     top_k: int | None = None  # children of a node
@@ -43,7 +46,7 @@ class SpecOptions:
     def __post_init__(self) -> None:
         """Refuse unknown names and options by which nothing is drafted; raises `EdgeLLMError`."""
         for what, names, known in (
-            ("network", () if self.network is None else (self.network,), (*NETWORKS, AUTO)),
+            ("network", () if self.network in (None, OWN, AUTO) else (self.network,), NETWORKS),
             ("lookup", self.lookups, LOOKUPS),
             ("tree", (self.tree,), TREES),
         ):

@@ -36,6 +36,8 @@ class TreeLimits:
     @property
     def pool_size(self) -> int:
         """Candidates of a round at most."""
+        if self.static_rows is not None:
+            return 1 + self.top_k * (1 + self.static_rows)
         return 1 + self.top_k + (self.steps - 1) * self.top_k * self.top_k
 
 

@@ -11,6 +11,7 @@ from edgellm.contract import (
     DRAFT_FOLDER,
     BrokenArtifactError,
     DraftEngineManifest,
+    DraftSpec,
     EngineManifest,
     FileRecord,
     LimitError,
@@ -26,8 +27,9 @@ from edgellm.device_runtime.speculate.drafter import Drafter, TreeDrafter
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.gate import NetworkGate
 from edgellm.device_runtime.speculate.lookup import Lookup, LookupSource
+from edgellm.device_runtime.speculate.medusa import MedusaDrafter
 from edgellm.device_runtime.speculate.ngram import NgramLookup
-from edgellm.device_runtime.speculate.options import AUTO, LOOKUPS, SpecOptions
+from edgellm.device_runtime.speculate.options import AUTO, LOOKUPS, OWN, SpecOptions
 from edgellm.device_runtime.speculate.policy import (
     CostAwareTree,
     Costs,
@@ -85,7 +87,7 @@ def settled(options: SpecOptions, engine: Path, base: EngineManifest) -> SpecOpt
     if options.draft_engine_dir is not None:
         network = "draft"
     elif base.hidden_taps and (engine / DRAFT_FOLDER).is_dir():
-        network = "eagle"
+        network = OWN
     lookups = options.lookups or LOOKUPS
     return replace(options, network=network, lookups=lookups, adapts=network is not None)
 
@@ -99,7 +101,7 @@ class Drafters:
     def __init__(
         self, engine: Path, base: EngineManifest, options: SpecOptions, *, verify: bool
     ) -> None:
-        """Load what the options ask for; of EAGLE that is `engine`/draft.
+        """Load what the options ask for; of EAGLE and Medusa that is `engine`/draft.
 
         Raises:
             BrokenArtifactError: no draft engine, a damaged one, or one for another base.
@@ -139,23 +141,36 @@ def _open_none(order: _Order) -> _Opened:
     return _Opened(Costs.of(order.base.pass_cost_ms), make)
 
 
-def _open_eagle(order: _Order) -> _Opened:
-    """The draft engine in the folder of its base."""
+def _open_own(order: _Order) -> _Opened:
+    """The draft engine in the folder of its base: an EAGLE network, or Medusa heads."""
     engine, base, folder = order.engine, order.base, order.engine / DRAFT_FOLDER
     if not base.max_verify_tree_size or not base.hidden_taps:
         raise BrokenArtifactError(
             f"{engine} is no EAGLE base",
-            hint="export with --is_eagle_base and build with --eagleBase",
+            hint="export with --is_eagle_base or --draft_model_dir, and build with --eagleBase",
         )
     if not folder.is_dir():
         raise BrokenArtifactError(
             f"{engine} has no draft engine", hint="run llm_build --eagleDraft into the folder"
         )
     manifest = load_manifest(folder, DraftEngineManifest)
+    name, open_draft = "eagle", _open_eagle
+    if manifest.draft.num_heads:
+        name, open_draft = "medusa", _open_medusa
+    if order.options.network not in (OWN, name):
+        raise BrokenArtifactError(
+            f"--spec {order.options.network}: the draft of {engine} is of {manifest.draft.method}",
+            hint=f"give --spec {name}, or --eagle for whatever draft an engine has",
+        )
     require_pair(manifest.draft, base, str(engine))
     check_tree_size(order.limits, base, engine)
-    check_draft_rows(order.limits, manifest)
     order.check(folder, manifest.files)
+    return open_draft(order, folder, manifest)
+
+
+def _open_eagle(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _Opened:
+    base = order.base
+    check_draft_rows(order.limits, manifest)
     session = backends.find(manifest.backend).open_draft_session(folder, manifest)
     costs = Costs.of(base.pass_cost_ms, manifest.step_cost_ms, manifest.extend_cost_ms)
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
@@ -169,6 +184,20 @@ def _open_eagle(order: _Order) -> _Opened:
         )  # fmt: skip
 
     return _Opened(costs, make, (rows,))
+
+
+def _open_medusa(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _Opened:
+    limits = heads_limits(order.options, order.limits, manifest.draft)
+    session = backends.find(manifest.backend).open_heads(folder, manifest)
+    costs = Costs.of(order.base.pass_cost_ms, None, manifest.extend_cost_ms)
+    image_ids = order.image_ids(reads_rows=True)
+
+    def make(policy: Policy, lookups: Sequence[LookupSource], gate: NetworkGate | None) -> Drafter:
+        return MedusaDrafter(
+            session, policy, limits, costs, lookups=lookups, gate=gate, image_ids=image_ids
+        )
+
+    return _Opened(costs, make)
 
 
 def _open_model(order: _Order) -> _Opened:
@@ -196,7 +225,9 @@ def _open_model(order: _Order) -> _Opened:
     return _Opened(costs, make)
 
 
-_OPENERS = {None: _open_none, "eagle": _open_eagle, "draft": _open_model}
+_OPENERS = {
+    None: _open_none, OWN: _open_own, "eagle": _open_own, "medusa": _open_own, "draft": _open_model
+}  # fmt: skip
 
 
 def require_same_tokens(engine: Path, draft: Path) -> None:
@@ -257,8 +288,30 @@ def check_draft_rows(limits: TreeLimits, draft: DraftEngineManifest) -> None:
             f"exceed the draft engine's {draft.max_draft_tree_size}",
             hint="take less, or build with a larger --maxDraftTreeSize",
         )
-    if limits.top_k > draft.draft.draft_vocab_size:
+    _check_candidates(limits, draft.draft)
+
+
+def heads_limits(options: SpecOptions, limits: TreeLimits, draft: DraftSpec) -> TreeLimits:
+    """The limits with as many levels as there are heads, unless the user wants fewer.
+
+    Raises:
+        LimitError: the user wants more.
+    """
+    _check_candidates(limits, draft)
+    if limits.steps <= draft.num_heads:
+        return limits
+    if options.choices or options.steps is not None:
+        what = "the choices are" if options.choices else "--eagleDraftStep is"
+        raise LimitError(
+            f"{what} {limits.steps} levels deep, the draft has {draft.num_heads} heads",
+            hint="a head foresees one level; take fewer",
+        )
+    return replace(limits, steps=draft.num_heads)
+
+
+def _check_candidates(limits: TreeLimits, draft: DraftSpec) -> None:
+    if limits.top_k > draft.draft_vocab_size:
         raise LimitError(
             f"--eagleDraftTopK {limits.top_k} exceeds the draft's vocabulary of "
-            f"{draft.draft.draft_vocab_size}"
+            f"{draft.draft_vocab_size}"
         )

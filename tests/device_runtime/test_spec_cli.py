@@ -137,8 +137,9 @@ def test_a_draft_model_with_other_tokens_is_refused(infer, tiny_engine, tmp_path
 @pytest.mark.parametrize(
     ("given", "network", "lookups"),
     [
-        ({"eagle": True}, "eagle", ()),
+        ({"eagle": True}, "own", ()),
         ({"spec": "eagle"}, "eagle", ()),
+        ({"spec": "medusa", "eagle": True}, "medusa", ()),
         ({"spec": "eagle", "eagle": True, "ngram": True}, "eagle", ("ngram",)),
         ({"spec": "ngram"}, None, ("ngram",)),
         ({"ngram": True}, None, ("ngram",)),
@@ -164,7 +165,7 @@ def test_flags_that_decode_plainly():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"spec": "medusa"}, "--spec medusa: give eagle, draft, ngram, suffix, auto or none"),
+        ({"spec": "hydra"}, "--spec hydra: give eagle, medusa, draft, ngram, suffix, auto or none"),
         ({"spec": "none", "eagle": True}, "--spec none decodes plainly"),
         ({"eagle": True, "tree": "tall"}, "--eagleTree tall: give cost or fixed"),
         (
@@ -191,7 +192,7 @@ def test_flags_that_decode_plainly():
             {"eagle": True, "choices": "mc_sim_7b_63", "max_non_leaves": 9},
             "level 1 of the choices has 10 nodes with children, --maxNonLeavesPerLayer allows 9",
         ),
-        ({"spec": "auto", "eagle": True}, "eagle and auto cannot draft together"),
+        ({"spec": "auto", "eagle": True}, "--eagle and auto cannot draft together"),
         ({"spec": "draft"}, "a draft model and the folder of its engine go together"),
         ({"eagle": True, "draft_engine_dir": Path("d")}, "eagle and draft cannot draft together"),
         ({"spec": "none", "draft_engine_dir": Path("d")}, "--spec none decodes plainly"),
@@ -221,7 +222,7 @@ def test_flags_of_trees():
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ({"draft_top_k": 2}, "take --eagleDraftTopK 3, 2 is the bound"),
+        ({"top_k": 2}, "take --eagleDraftTopK 3, 2 is the bound"),
         ({"steps": 1}, "take --eagleDraftStep 2, 1 is the bound"),
         ({"verify_size": 3}, "take --eagleVerifyTreeSize 4, 3 is the bound"),
     ],
@@ -261,7 +262,7 @@ def test_auto_takes_what_the_engine_has(tiny_engine, tree_engine, eagle_pair):
         found[engine] = settled(auto, engine, manifest)
     assert found[tiny_engine] is None
     assert found[tree_engine] == SpecOptions(None, lookups=both)
-    assert found[eagle_pair.engine] == SpecOptions("eagle", lookups=both, adapts=True)
+    assert found[eagle_pair.engine] == SpecOptions("own", lookups=both, adapts=True)
     given = SpecOptions("auto", tree_engine, ("suffix",))
     assert settled(given, eagle_pair.engine, manifest) == SpecOptions(
         "draft", tree_engine, ("suffix",), adapts=True

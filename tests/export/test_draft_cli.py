@@ -84,9 +84,7 @@ def test_export(export, draft, tmp_path):
 
 def test_wrong_folders(export, draft, draft_base, tmp_path):
     assert_one_line_error(export(tmp_path / "none"), "no such folder", "check the path")
-    assert_one_line_error(
-        export(draft_base), "is not an EAGLE draft", "looks like a whole language model"
-    )
+    assert_one_line_error(export(draft_base), "is not a draft", "looks like a whole language model")
     assert_one_line_error(export(draft, base=draft), "is a draft, not a base", "--base_model_dir")
     (tmp_path / "empty").mkdir()
     assert_one_line_error(export(tmp_path / "empty"), "has no config.json")

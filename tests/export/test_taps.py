@@ -126,7 +126,7 @@ def test_flag_faults(command, tiny_checkpoint, tmp_path):
         result = _export(command, tiny_checkpoint, out, "--hidden_taps", text)
         assert_one_line_error(result, message)
     result = _export(command, tiny_checkpoint, out, "--draft_model_dir", tiny_checkpoint)
-    assert_one_line_error(result, "is not an EAGLE draft")
+    assert_one_line_error(result, "is not a draft")
     assert not out.exists()
 
 

@@ -14,6 +14,7 @@ from conftest import make_checkpoint
 from draft_runs import DraftRun, drive
 from eagle_engines import EAGLE1, EAGLE3
 from eagle_reference import Layout, Reference, make_draft
+from medusa_heads import make_heads
 from quantize_cases import decode, load, write_text
 from transformers import AutoModelForCausalLM
 
@@ -200,7 +201,8 @@ def test_what_will_not_do(make, place, tmp_path):
     quantized = make("eagle3", "int8_sq")
     run_job(quantized, _quiet)
     for change, error, words in (
-        ({"model_dir": job.base_model_dir}, EdgeLLMError, "is not an EAGLE draft"),
+        ({"model_dir": job.base_model_dir}, EdgeLLMError, "is not a draft"),
+        ({"model_dir": str(make_heads(place / "heads"))}, UnsupportedModelError, "Medusa heads"),
         ({"base_model_dir": job.model_dir}, EdgeLLMError, "is a draft, not a base"),
         ({"model_dir": str(quantized.output_dir)}, UnsupportedModelError, "quantized already"),
         ({"base_model_dir": str(place / "small")}, UnsupportedModelError, "too small|taps|layers"),

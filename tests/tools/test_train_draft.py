@@ -24,6 +24,7 @@ from edgellm.export import models
 from edgellm.tools.train_draft import run as run_module
 from edgellm.tools.train_draft.base import Prompt
 from edgellm.tools.train_draft.corpus import Generation
+from edgellm.tools.train_draft.eagle3 import Eagle3
 from edgellm.tools.train_draft.features import FeatureCache
 from edgellm.tools.train_draft.layout import read_draft
 from edgellm.tools.train_draft.network import Draft, DraftShape
@@ -209,9 +210,8 @@ def test_ctrl_c_prints_one_line_and_the_same_command_goes_on(job):
     assert "Traceback" not in printed
     assert not job.output_dir.exists()
     base = run_module.load_base(job.base_model_dir, torch.device("cpu"))
-    draft = Draft(run_module.draft_shape(base.config, HEAD, 3))
-    frozen = run_module._frozen(base, (2, 4, 5), np.arange(HEAD))
-    trainer = Trainer(draft, frozen, job.recipe, job.work_dir, torch.device("cpu"))
+    learner = Eagle3(base, (2, 4, 5), HEAD, 3, 0.9)
+    trainer = Trainer(learner, job.recipe, job.work_dir, torch.device("cpu"))
     assert trainer.resume()
     assert trainer.step > 0
 

@@ -29,7 +29,8 @@ from edgellm.tools.train_draft.features import (
     row_lengths,
 )
 from edgellm.tools.train_draft.generate import generate
-from edgellm.tools.train_draft.network import Draft, DraftShape, _HeadLoss, head_loss
+from edgellm.tools.train_draft.losses import PIECE, head_loss
+from edgellm.tools.train_draft.network import Draft, DraftShape
 
 CPU = torch.device("cpu")
 STOPS = frozenset([2, 17, 33, 50, 71])
@@ -273,7 +274,7 @@ def test_padding_on_the_right_changes_nothing():
         torch.testing.assert_close(one[:, :6], other, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 2 * _HeadLoss.PIECE + 3])
+@pytest.mark.parametrize("rows", [1, 5, 2 * PIECE + 3])
 def test_the_loss_has_the_gradients_of_autograd(rows):
     torch.manual_seed(0)
     hidden = torch.randn(3, rows, 16, requires_grad=True)

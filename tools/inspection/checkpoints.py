@@ -9,6 +9,7 @@ from typing import Any
 
 from edgellm.contract import KVCacheSpec
 from edgellm.export.checkpoint import Checkpoint, TensorInfo
+from edgellm.export.medusa_config import head_names
 from edgellm.export.source import open_checkpoint
 from edgellm.tools.inspection.origins import of_checkpoint
 from edgellm.tools.inspection.report import Graph, Report, flat
@@ -38,8 +39,11 @@ def inspect_checkpoint(folder: Path) -> Report:
     infos = checkpoint.tensors.infos()
     tensors = tuple(_tensors(checkpoint, infos))
     sees = any(tensor.part == VISION for tensor in tensors)
-    is_draft = _FUSE in infos
-    kind = "EAGLE draft" if is_draft else "vision-language model" if sees else "language model"
+    is_medusa = len(head_names(infos)) == len(infos)
+    is_draft = _FUSE in infos or is_medusa
+    kind = "vision-language model" if sees else "language model"
+    if is_draft:
+        kind = "Medusa heads" if is_medusa else "EAGLE draft"
     facts = {"architecture": str(config.get("model_type")), "contents": kind}
     facts |= {key: str(text[key]) for key in _SHOWN if text.get(key) is not None}
     facts["quantization"] = checkpoint.quantization

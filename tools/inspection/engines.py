@@ -77,8 +77,7 @@ def inspect_draft_engine(folder: Path, check: Check) -> Report:
         facts={
             **draft_facts(spec),
             **_build_facts(manifest),
-            "KV cache": f"{manifest.max_kv_cache_capacity} tokens, {spec.decoder.kv.dtype}",
-            "largest drafted tree": _nodes(manifest.max_draft_tree_size),
+            **({} if spec.num_heads else _growth_facts(manifest)),
         },
         description=described(manifest),
         graphs=(*_graphs(folder, manifest), *fuse),
@@ -87,11 +86,20 @@ def inspect_draft_engine(folder: Path, check: Check) -> Report:
         files=manifest.files,
         kv=spec.decoder.kv,
         capacity=manifest.max_kv_cache_capacity,
-        costs=(
+        costs=(_costs("all heads", manifest.extend_cost_ms),)
+        if spec.num_heads
+        else (
             _costs("a draft step", manifest.step_cost_ms),
             _costs("fusing and committing", manifest.extend_cost_ms),
         ),
     )
+
+
+def _growth_facts(manifest: DraftEngineManifest) -> dict[str, str]:
+    return {
+        "KV cache": f"{manifest.max_kv_cache_capacity} tokens, {manifest.draft.decoder.kv.dtype}",
+        "largest drafted tree": _nodes(manifest.max_draft_tree_size),
+    }
 
 
 def inspect_visual_engine(folder: Path, check: Check) -> Report:

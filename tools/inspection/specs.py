@@ -67,10 +67,17 @@ def decoder_facts(spec: DecoderSpec) -> dict[str, str]:
 
 def draft_facts(spec: DraftSpec) -> dict[str, str]:
     """The sizes of a draft, and of its base."""
+    if spec.num_heads:
+        own = {
+            "heads": str(spec.num_heads),
+            "parameters": f"{spec.decoder.num_parameters:,}",
+            "vocabulary": str(spec.decoder.vocab_size),
+        }
+    else:
+        own = {**decoder_facts(spec.decoder), "draft vocabulary": str(spec.draft_vocab_size)}
     return {
         "method": spec.method,
-        **decoder_facts(spec.decoder),
-        "draft vocabulary": str(spec.draft_vocab_size),
+        **own,
         "for a base of": f"{spec.base_num_layers} layers of {spec.base_hidden_size}",
         "hidden taps": listed(spec.hidden_taps),
     }

@@ -1,7 +1,8 @@
-"""`edgellm-train-draft`: an EAGLE3 draft for a base, from conversations or from prompts alone."""
+"""`edgellm-train-draft`: a draft for a base, from conversations or from prompts alone."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -36,14 +37,36 @@ InitFrom = Annotated[
     Path | None, typer.Option("--init_from", help="Go on with this draft's weights.")
 ]
 Taps = Annotated[
-    str, typer.Option("--hidden_taps", help="Layers whose input is read; default 2,n/2,n-3.")
+    str,
+    typer.Option("--hidden_taps", help="Of eagle3: layers whose input is read. [2,n/2,n-3]"),
+]
+Method = Annotated[
+    str,
+    typer.Option("--method", help="eagle3; eagle (EAGLE-1, which EAGLE-2 uses, too); medusa."),
+]
+DraftVocabSize = Annotated[
+    int | None,
+    typer.Option("--draft_vocab_size", min=1, help="Of eagle3: tokens of its head. [8192]"),
+]
+NumHeads = Annotated[int | None, typer.Option("--num_heads", min=1, max=16, help="Of medusa. [4]")]
+FeatureNoise = Annotated[
+    float | None,
+    typer.Option("--feature_noise", min=0, help="Of eagle: width of uniform noise. [0.2]"),
 ]
 Unrolls = Annotated[
-    int, typer.Option("--unrolls", min=1, max=16, help="Draft steps trained in a row.")
-]
+    int | None,
+    typer.Option(
+        "--unrolls", min=1, max=16,
+        help="Draft steps in a row: of eagle3 those trained, of eagle those estimated. [5]",
+    ),
+]  # fmt: skip
 UnrollWeight = Annotated[
-    float, typer.Option("--unroll_weight", min=0, help="Loss weight of step j: this to the j.")
-]
+    float | None,
+    typer.Option(
+        "--unroll_weight", min=0,
+        help="Loss weight of step j, of heads head j: this to the j. [0.9, of medusa 0.8]",
+    ),
+]  # fmt: skip
 MaxTokens = Annotated[
     int, typer.Option("--max_tokens", min=16, help="Longer conversations are cut.")
 ]
@@ -68,19 +91,56 @@ CacheFeatures = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class MethodFlags:
+    """The flags that not all methods have; None: not given, or of other methods."""
+
+    draft_vocab_size: int | None
+    hidden_taps: str | None
+    unrolls: int | None
+    unroll_weight: float | None
+    num_heads: int | None
+    feature_noise: float | None
+
+    def completed(self, method: str) -> MethodFlags:
+        """With what `method` takes by default; raises `EdgeLLMError` for flags of another one."""
+        default = _DEFAULTS.get(method)
+        if default is None:
+            *others, last = _DEFAULTS
+            raise EdgeLLMError(f"--method {method}: give {', '.join(others)} or {last}")
+        chosen = {}
+        for name in self.__slots__:
+            given, usual = getattr(self, name), getattr(default, name)
+            if given is not None and usual is None:
+                owners = [one for one, of in _DEFAULTS.items() if getattr(of, name) is not None]
+                raise EdgeLLMError(f"--{name} is of --method {' and '.join(owners)}, not {method}")
+            chosen[name] = usual if given is None else given
+        return MethodFlags(**chosen)
+
+
+_DEFAULTS = {  # of no taps: default_taps
+    "eagle3": MethodFlags(8192, "", 5, 0.9, None, None),
+    "eagle": MethodFlags(None, None, 5, None, None, 0.2),
+    "medusa": MethodFlags(None, None, None, 0.8, 4, None),
+}
+
+
 @app.command()
 def train_draft(
     base_model_dir: BaseModel,
     output_dir: Output,
+    method: Method = "eagle3",
     data: Data = None,
     self_prompts: SelfPrompts = 0,
     work_dir: Work = None,
     init_from: InitFrom = None,
-    draft_vocab_size: Annotated[int, typer.Option("--draft_vocab_size", min=1)] = 8192,
+    draft_vocab_size: DraftVocabSize = None,
+    num_heads: NumHeads = None,
+    feature_noise: FeatureNoise = None,
     hidden_taps: Taps = "",
     epochs: Annotated[int, typer.Option("--epochs", min=1)] = 6,
-    unrolls: Unrolls = 5,
-    unroll_weight: UnrollWeight = 0.9,
+    unrolls: Unrolls = None,
+    unroll_weight: UnrollWeight = None,
     learning_rate: Annotated[float, typer.Option("--learning_rate", min=0)] = 1e-3,
     warmup_steps: Annotated[int, typer.Option("--warmup_steps", min=1)] = 100,
     batch_tokens: Annotated[int, typer.Option("--batch_tokens", min=64)] = 4096,
@@ -96,13 +156,13 @@ def train_draft(
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Train an EAGLE3 draft; run the same command again after an interrupt to go on."""
+    """Train a draft; run the same command again after an interrupt to go on."""
     del debug  # read by run_command
-    if not data and not self_prompts:
-        raise EdgeLLMError(
-            "no conversations to learn from",
-            hint="give --data FILE.jsonl, or --self_prompts N to let the base write N prompts",
-        )
+    _require_data(data, self_prompts)
+    given = MethodFlags(
+        draft_vocab_size, hidden_taps or None, unrolls, unroll_weight, num_heads, feature_noise
+    )
+    own = given.completed(method)
     _require_host()
     from edgellm.tools.train_draft.corpus import Generation
     from edgellm.tools.train_draft.run import Job, run
@@ -115,19 +175,25 @@ def train_draft(
         self_prompts=self_prompts,
         work_dir=work_dir or output_dir.parent / (output_dir.resolve().name + ".training"),
         init_from=init_from,
-        draft_vocab_size=draft_vocab_size,
-        hidden_taps=numbers("--hidden_taps", hidden_taps),
-        held_out=held_out,
-        cache_features=cache_features,
-        save_every=save_every,
-        device=device,
+        draft_vocab_size=own.draft_vocab_size or 0,
+        hidden_taps=numbers("--hidden_taps", own.hidden_taps or ""),
+        held_out=held_out, cache_features=cache_features, save_every=save_every, device=device,
         recipe=Recipe(
-            epochs, unrolls, unroll_weight, learning_rate, warmup_steps, batch_tokens, max_tokens,
-            max_gradient_norm=1.0, seed=seed,
+            epochs, own.unrolls or 0, own.unroll_weight or 0.0, learning_rate, warmup_steps,
+            batch_tokens, max_tokens, 1.0, seed, own.feature_noise or 0.0,
         ),
         generation=Generation(max_new_tokens, sampled_share, temperature, generation_batch, seed),
+        method=method, num_heads=own.num_heads or 0,
     )  # fmt: skip
     run(job)
+
+
+def _require_data(data: list[Path] | None, self_prompts: int) -> None:
+    if not data and not self_prompts:
+        raise EdgeLLMError(
+            "no conversations to learn from",
+            hint="give --data FILE.jsonl, or --self_prompts N to let the base write N prompts",
+        )
 
 
 def _require_host() -> None:

@@ -1,10 +1,10 @@
-"""A draft on disk, in the layout that the public EAGLE3 runtimes read."""
+"""A draft on disk, in the layouts that the public runtimes read."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from transformers import PretrainedConfig
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.tools.train_draft.base import Base
-from edgellm.tools.train_draft.network import Draft, DraftShape
+from edgellm.tools.train_draft.network import Draft, DraftShape, Layer
 
 TRAINING = "training.json"  # tells that the others are this command's
-FILES = (TRAINING, "config.json", "model.safetensors")
+HEADS = "medusa_lm_head.safetensors"
+FILES = (TRAINING, "config.json", "model.safetensors", HEADS)  # one of the weights
+EAGLE1_EMBEDDING = "embed_tokens.weight"
 _EAGLE, _TAP_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
 
 
@@ -52,18 +54,24 @@ def start_from_base(draft: Draft, base: Base, vocabulary: np.ndarray) -> None:
     size = draft.shape.hidden_size
     torch.nn.init.normal_(draft.fc.weight, std=0.01)
     draft.fc.weight[:, -size:] += torch.eye(size)
-    last = base.layers[-1]
-    for name in ("q_proj", "k_proj", "v_proj"):
-        weight = draft.midlayer.get_parameter(f"self_attn.{name}.weight")
-        nn.init.normal_(weight[:, :size], std=0.01)
-        weight[:, size:] = last.get_parameter(f"self_attn.{name}.weight")
-    for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-                 "post_attention_layernorm"):  # fmt: skip
-        weight = last.get_parameter(f"{name}.weight")
-        draft.midlayer.get_parameter(f"{name}.weight").copy_(weight)
-    draft.midlayer.hidden_norm.weight.copy_(last.get_parameter("input_layernorm.weight"))
+    copy_layer(draft.layer, base)
+    weight = base.layers[-1].get_parameter("input_layernorm.weight")
+    draft.midlayer.hidden_norm.weight.copy_(weight)
     draft.norm.weight.copy_(base.decoder.get_parameter("norm.weight"))
     draft.lm_head.weight.copy_(base.head[torch.from_numpy(vocabulary).to(base.head.device)])
+
+
+@torch.no_grad()
+def copy_layer(layer: Layer, base: Base) -> None:
+    """Take the base's last layer; a wider attention reads it from the columns at the end."""
+    last = base.layers[-1]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight, theirs = (one.get_parameter(f"self_attn.{name}.weight") for one in (layer, last))
+        nn.init.normal_(weight[:, : -theirs.shape[1]], std=0.01)
+        weight[:, -theirs.shape[1] :] = theirs
+    for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+                 "post_attention_layernorm"):  # fmt: skip
+        layer.get_parameter(f"{name}.weight").copy_(last.get_parameter(f"{name}.weight"))
 
 
 def write_draft(
@@ -74,19 +82,25 @@ def write_draft(
     base: PretrainedConfig,
     training: dict[str, Any],
 ) -> None:
-    """Write config.json and model.safetensors (bfloat16) into the existing `folder`."""
-    shape = draft.shape
+    """Write an EAGLE-3 draft into the existing `folder`."""
     ids = torch.from_numpy(vocabulary)
     known = torch.zeros(base.vocab_size, dtype=torch.bool)
     known[ids] = True
-    tensors: dict[str, Tensor] = {
-        name: value.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, value in draft.state_dict().items()
-    }
-    tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tables = {"d2t": ids - torch.arange(len(ids)), "t2d": known}
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        **draft_config(draft.shape, base, "LlamaForCausalLMEagle3"),
+        "draft_vocab_size": draft.shape.draft_vocab_size,
+        # In this key an id names the layer whose output is read, hence the - 1.
+        _EAGLE: {_TAP_IDS: [tap - 1 for tap in taps], "use_aux_hidden_state": True},
+    }
+    tensors = {**draft.state_dict(), **tables}
+    write_checkpoint(folder, "model.safetensors", tensors, config, training)
+
+
+def draft_config(shape: DraftShape, base: PretrainedConfig, architecture: str) -> dict[str, Any]:
+    """What both kinds of EAGLE say of their layer and their base."""
+    return {
+        "architectures": [architecture],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "hidden_size": shape.hidden_size,
@@ -99,16 +113,46 @@ def write_draft(
         **shape.rope_config,
         "max_position_embeddings": base.max_position_embeddings,
         "vocab_size": base.vocab_size,
-        "draft_vocab_size": shape.draft_vocab_size,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
-        # In this key an id names the layer whose output is read, hence the - 1.
-        _EAGLE: {_TAP_IDS: [tap - 1 for tap in taps], "use_aux_hidden_state": True},
     }
+
+
+def write_checkpoint(
+    folder: Path,
+    weights: str,
+    tensors: Mapping[str, Tensor],
+    config: dict[str, Any],
+    training: dict[str, Any],
+) -> None:
+    """Write config.json, the file `weights` (floats as bfloat16) and training.json."""
+    stored = {
+        name: (value.detach().bfloat16() if value.is_floating_point() else value).cpu().contiguous()
+        for name, value in tensors.items()
+    }
+    save_file(stored, folder / weights, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     # safetensors makes files that nobody but their owner may read.
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")
+    shutil.copymode(folder / "config.json", folder / weights)
     (folder / TRAINING).write_text(json.dumps(training, indent=2) + "\n")
+
+
+def read_weights(module: nn.Module, path: Path, besides: tuple[str, ...] = ()) -> None:
+    """Load what `write_checkpoint` wrote of a module; `besides` were not the module's.
+
+    Raises:
+        BrokenArtifactError: no such file, or of other sizes.
+    """
+    try:
+        tensors = {name: value.float() for name, value in load_file(path).items()}
+        for name in besides:
+            del tensors[name]
+        module.load_state_dict(tensors)
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        raise BrokenArtifactError(
+            f"{path} holds no draft of these sizes: {str(error).splitlines()[0]}",
+            hint="give a draft that this command made for this base, with the same --method",
+        ) from None
 
 
 def read_draft(draft: Draft, folder: Path, taps: Sequence[int], vocab_size: int) -> np.ndarray:

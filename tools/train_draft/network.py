@@ -1,7 +1,8 @@
-"""The EAGLE3 draft as a torch module, with the training-time test of its paper.
+"""EAGLE drafts as torch modules, with the training-time test of EAGLE3's paper.
 
 Layout and names are the public ones (github.com/SafeAILab/EAGLE): `fc`, `midlayer.*`, `norm`,
-`lm_head`. Shapes: B rows, S tokens, H hidden size, D head size, V draft vocabulary.
+`lm_head`; of EAGLE-1 `fc`, `layers.0.*`. Shapes: B rows, S tokens, H hidden size, D head size,
+V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class _Norm(nn.RMSNorm):
 
 
 class _Attention(nn.Module):
-    """Projections of the draft's attention; the input is embedding and hidden side by side."""
+    """Projections of the draft's attention, whose input is `wide`."""
 
-    def __init__(self, shape: DraftShape) -> None:
+    def __init__(self, shape: DraftShape, wide: int) -> None:
         super().__init__()
-        wide, hidden = 2 * shape.hidden_size, shape.hidden_size
+        hidden = shape.hidden_size
         queries = shape.num_attention_heads * shape.head_dim
         keys = shape.num_key_value_heads * shape.head_dim
         self.q_proj = nn.Linear(wide, queries, bias=False)
@@ -80,27 +81,41 @@ class _MLP(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class _Layer(nn.Module):
-    def __init__(self, shape: DraftShape) -> None:
+class Layer(nn.Module):
+    """The layer of a draft."""
+
+    def __init__(self, shape: DraftShape, wide: int) -> None:
+        """`wide`: of the input of its attention."""
         super().__init__()
-        self.self_attn, self.mlp = _Attention(shape), _MLP(shape)
-        norms = [_Norm(shape.hidden_size, shape.rms_norm_eps) for _ in range(3)]
-        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = norms
+        self.self_attn, self.mlp = _Attention(shape, wide), _MLP(shape)
+        self.post_attention_layernorm = _Norm(shape.hidden_size, shape.rms_norm_eps)
 
 
-class Draft(nn.Module):
-    """The trained parameters; the embedding is the base's and stays frozen outside."""
+class Unrolled(nn.Module):
+    """What the drafts share: one layer that goes on from its own hidden states.
+
+    The embedding is the base's and stays frozen outside.
+    """
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
         self.shape = shape
-        self.fc = nn.Linear(shape.num_taps * shape.hidden_size, shape.hidden_size, bias=False)
-        self.midlayer = _Layer(shape)
         rope = Rope.read(ConfigReader(shape.rope_config), shape.head_dim, 0)
         self._inverse_frequencies = torch.from_numpy(rope.inv_freq)  # [D/2]
         self._axes = torch.tensor(rope.axes or (0,) * len(rope.inv_freq))
-        self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+
+    @property
+    def layer(self) -> Layer:
+        """The layer."""
+        raise NotImplementedError
+
+    def first_hidden(self, taps: Tensor) -> Tensor:
+        """The base's features [B, S, num_taps * H] as hidden rows [B, S, H]."""
+        raise NotImplementedError
+
+    def enter(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the attention reads [B, S, wide], and what it is added to [B, S, H]."""
+        raise NotImplementedError
 
     def unroll(
         self, taps: Tensor, embeddings: Tensor, positions: Tensor, steps: int, first: int = 0
@@ -116,7 +131,7 @@ class Draft(nn.Module):
                 true rows 0..i and to its own earlier steps.
             first: the rows before it are only attended to.
         """
-        hidden, length, skipped = self.fc(taps), taps.shape[1], 0
+        hidden, length, skipped = self.first_hidden(taps), taps.shape[1], 0
         keys: list[Tensor] = []
         values: list[Tensor] = []
         turns = self._turns(positions, hidden.dtype)
@@ -143,8 +158,8 @@ class Draft(nn.Module):
         skip: int,
     ) -> Tensor:
         """One step, whose rows from `skip` on give a state."""
-        layer, attention, shape = self.midlayer, self.midlayer.self_attn, self.shape
-        wide = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(hidden)], -1)
+        layer, attention, shape = self.layer, self.layer.self_attn, self.shape
+        wide, residual = self.enter(embedding, hidden)
         query, key, value = (
             projection(rows).unflatten(2, (-1, shape.head_dim)).transpose(1, 2)
             for projection, rows in (
@@ -158,8 +173,68 @@ class Draft(nn.Module):
         values.append(value.repeat_interleave(groups, 1))
         own_turn = (part[:, :, skip:] for part in turn)
         mixed = _attend(_rotate(query, *own_turn), keys, values)
-        hidden = hidden[:, skip:] + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+        hidden = residual[:, skip:] + attention.o_proj(mixed.transpose(1, 2).flatten(2))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+
+class _WideLayer(Layer):
+    """EAGLE3's: its attention reads the normed embedding and hidden row side by side."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__(shape, 2 * shape.hidden_size)
+        self.input_layernorm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+
+
+class Draft(Unrolled):
+    """The trained parameters of EAGLE3."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__(shape)
+        self.fc = nn.Linear(shape.num_taps * shape.hidden_size, shape.hidden_size, bias=False)
+        self.midlayer = _WideLayer(shape)
+        self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+
+    @property
+    def layer(self) -> Layer:
+        """See `Unrolled`."""
+        return self.midlayer
+
+    def first_hidden(self, taps: Tensor) -> Tensor:
+        """See `Unrolled`."""
+        return self.fc(taps)
+
+    def enter(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Unrolled`."""
+        layer = self.midlayer
+        parts = layer.input_layernorm(embedding), layer.hidden_norm(hidden)
+        return torch.cat(parts, -1), hidden
+
+
+class Eagle1Draft(Unrolled):
+    """The trained parameters of EAGLE-1, whose hidden rows are features of the base."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__(shape)
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size)
+        self.layers = nn.ModuleList([Layer(shape, shape.hidden_size)])
+
+    @property
+    def layer(self) -> Layer:
+        """See `Unrolled`."""
+        (layer,) = self.layers
+        assert isinstance(layer, Layer)
+        return layer
+
+    def first_hidden(self, taps: Tensor) -> Tensor:
+        """See `Unrolled`."""
+        return taps
+
+    def enter(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Unrolled`."""
+        both = self.fc(torch.cat([embedding, hidden], -1))
+        return both, both
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -184,54 +259,3 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     for own, value in enumerate(values[1:]):
         mixed = mixed + weights[..., seen + own, None] * value
     return mixed
-
-
-def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, importance: Tensor) -> Tensor:
-    """Soft cross entropy behind the draft's head, for all unrolls at once: the weighted mean.
-
-    Args:
-        hidden: normed hidden states [unrolls, rows, H].
-        weight: the head [V, H], of hidden's dtype.
-        targets: the base's probabilities over the draft vocabulary [rows, V].
-        importance: of each unroll, float32 [unrolls], of sum 1.
-    """
-    loss = _HeadLoss.apply(hidden, weight, targets, importance)
-    assert isinstance(loss, Tensor)
-    return loss
-
-
-class _HeadLoss(torch.autograd.Function):
-    """`head_loss`, whose forward computes the gradients as well, a piece of the rows at a time.
-
-    So float32 logits, log-probabilities and targets of all rows never exist together; of all rows
-    only the gradient of the logits does, in hidden's type.
-    """
-
-    PIECE = 256
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, importance: Tensor
-    ) -> Tensor:
-        """See `head_loss`."""
-        unrolls, rows, _ = hidden.shape
-        loss = torch.zeros((), device=hidden.device)
-        logit_grad = hidden.new_empty(unrolls, rows, weight.shape[0])
-        for start in range(0, rows, _HeadLoss.PIECE):
-            piece = slice(start, start + _HeadLoss.PIECE)
-            target = targets[piece].float()
-            for unroll in range(unrolls):
-                log_q = (hidden[unroll, piece] @ weight.T).float().log_softmax(-1)
-                share = importance[unroll] / rows
-                loss -= torch.dot(target.flatten(), log_q.flatten()) * share
-                logit_grad[unroll, piece] = log_q.exp_().sub_(target).mul_(share)
-        flat = logit_grad.flatten(0, 1)
-        ctx.save_for_backward((flat @ weight).view_as(hidden), flat.T @ hidden.flatten(0, 1))
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, None, None]:
-        """Scale the gradients that forward left."""
-        hidden_grad, weight_grad = ctx.saved_tensors
-        scale = grad_outputs[0].to(hidden_grad.dtype)
-        return hidden_grad * scale, weight_grad * scale, None, None

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from edgellm.artifact import temporary_folder
+from edgellm.artifact import move_files, temporary_folder
 from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.export.taps import check_taps, default_taps
 from edgellm.quantize.device import choose_device
@@ -22,22 +23,17 @@ from edgellm.tools.train_draft.corpus import (
     Generation,
     Sample,
     answer_prompts,
-    draft_vocabulary,
     read_conversations,
     stored_answers,
     write_prompts,
 )
-from edgellm.tools.train_draft.features import FeatureCache, TappedBase, row_lengths
-from edgellm.tools.train_draft.layout import (
-    FILES,
-    TRAINING,
-    draft_shape,
-    read_draft,
-    start_from_base,
-    write_draft,
-)
-from edgellm.tools.train_draft.network import Draft
-from edgellm.tools.train_draft.train import Frozen, Progress, Recipe, Trainer
+from edgellm.tools.train_draft.eagle1 import Eagle1
+from edgellm.tools.train_draft.eagle3 import Eagle3
+from edgellm.tools.train_draft.features import FeatureCache, row_lengths
+from edgellm.tools.train_draft.layout import FILES, TRAINING
+from edgellm.tools.train_draft.learner import Learner
+from edgellm.tools.train_draft.medusa import Medusa
+from edgellm.tools.train_draft.train import Progress, Recipe, Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +54,8 @@ class Job:
     device: str
     recipe: Recipe
     generation: Generation
+    method: str = "eagle3"  # "eagle3", "eagle" or "medusa"
+    num_heads: int = 0  # of "medusa"
 
 
 def run(job: Job) -> None:
@@ -70,39 +68,44 @@ def run(job: Job) -> None:
     _check_output(job.output_dir)
     _check_owner(job)
     base = load_base(job.base_model_dir, device)
-    taps = _taps(job, base.config.num_hidden_layers)
+    taps = _taps(job, base.config.num_hidden_layers) if job.method == "eagle3" else ()
     samples, prompts = read_conversations(job.data, base)
     limit, vocab_size = job.recipe.max_tokens, base.config.vocab_size
     samples = [sample for sample in samples if len(sample.prompt.ids) < limit]
     prompts = [prompt for prompt in prompts if len(prompt.ids) < limit]
     _check_sizes(job, vocab_size, len(samples) + len(prompts) + job.self_prompts)
     torch.manual_seed(job.recipe.seed)
-    draft = Draft(draft_shape(base.config, job.draft_vocab_size, len(taps)))
-    given: np.ndarray | None = None
+    learner = _learner(job, base, taps)
     if job.init_from is not None:
-        given = read_draft(draft, job.init_from, taps, vocab_size)
+        learner.load(job.init_from)
     _claim(job)
     if job.self_prompts:
         prompts += _self_prompts(job, base)
     if prompts:
         samples += _answered(job, base, prompts)
     samples = _shuffled(job, samples)
-    if given is None:
-        vocabulary = draft_vocabulary(samples, vocab_size, job.draft_vocab_size)
-        start_from_base(draft, base, vocabulary)
-    else:
-        vocabulary = given
-    trainer = Trainer(draft, _frozen(base, taps, vocabulary), job.recipe, job.work_dir, device)
+    if job.init_from is None:
+        learner.start(samples)
+    trainer = Trainer(learner, job.recipe, job.work_dir, device)
     if trainer.resume():
         _say(f"going on at step {trainer.step}")
     estimate = _train(job, trainer, samples)
     training = {"acceptance_length_estimate": estimate, **_facts(job)}
     with temporary_folder(job.output_dir) as folder:
-        write_draft(draft, folder, vocabulary, taps, base.config, training)
-        job.output_dir.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            (folder / name).replace(job.output_dir / name)
-    _say(f"{job.output_dir}: draft of {_count(draft) / 1e6:.1f} M parameters, {_show(estimate)}")
+        learner.write(folder, training)
+        written = {path.name for path in folder.iterdir()}
+        move_files(folder, job.output_dir, sorted(written), {*FILES})
+    size = _count(learner.module) / 1e6
+    _say(f"{job.output_dir}: {job.method} draft of {size:.1f} M parameters, {_show(estimate)}")
+
+
+def _learner(job: Job, base: Base, taps: tuple[int, ...]) -> Learner:
+    recipe = job.recipe
+    if job.method == "medusa":
+        return Medusa(base, job.base_model_dir, job.num_heads, recipe.unroll_weight)
+    if job.method == "eagle":
+        return Eagle1(base, recipe.unrolls, recipe.feature_noise)
+    return Eagle3(base, taps, job.draft_vocab_size, recipe.unrolls, recipe.unroll_weight)
 
 
 def _check_output(output: Path) -> None:
@@ -227,20 +230,14 @@ def _shuffled(job: Job, samples: list[Sample]) -> list[Sample]:
     return [samples[index] for index in order]
 
 
-def _frozen(base: Base, taps: tuple[int, ...], vocabulary: np.ndarray) -> Frozen:
-    ids = torch.from_numpy(vocabulary).to(base.head.device)
-    known = torch.zeros(len(base.head), dtype=torch.bool, device=ids.device)
-    known[ids] = True
-    return Frozen(TappedBase(base, taps), base.head[ids], known)
-
-
 def _train(job: Job, trainer: Trainer, samples: list[Sample]) -> float:
     """Train to the end; the last estimate on held-out text."""
     held_out, learned = samples[: job.held_out], samples[job.held_out :]
     cache = None
     if job.cache_features:
         lengths = row_lengths(learned, job.recipe.max_tokens)
-        width = trainer.frozen.tapped.num_streams, trainer.draft.shape.hidden_size
+        tapped = trainer.learner.tapped
+        width = tapped.num_streams, tapped.base.config.hidden_size
         cache = FeatureCache(job.work_dir / "features.bin", lengths, width)
     estimate: float | None = None
 
@@ -261,8 +258,8 @@ def _show(estimate: float) -> str:
     return f"acceptance length {estimate:.2f} (estimate, chain, held-out text)"
 
 
-def _count(draft: Draft) -> int:
-    return sum(parameter.numel() for parameter in draft.parameters())
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _say(line: str) -> None:

@@ -16,12 +16,11 @@ from edgellm.tools.train_draft.corpus import Sample
 from edgellm.tools.train_draft.features import (
     Batch,
     FeatureCache,
-    TappedBase,
     make_batch,
     plan,
     row_lengths,
 )
-from edgellm.tools.train_draft.network import Draft, head_loss
+from edgellm.tools.train_draft.learner import Learner
 
 _STATE = "training.pt"
 
@@ -31,30 +30,15 @@ class Recipe:
     """What the user chose; the defaults suit a base of some hundred million parameters."""
 
     epochs: int
-    unrolls: int  # draft steps of the training-time test
-    unroll_weight: float  # loss weight of step j is unroll_weight ** j
+    unrolls: int  # draft steps of the training-time test; of "eagle" those of the estimate
+    unroll_weight: float  # loss weight of step j is unroll_weight ** j; of heads ** (j + 1)
     learning_rate: float
     warmup_steps: int
     batch_tokens: int
     max_tokens: int
     max_gradient_norm: float
     seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    """What the draft takes from its base and does not train."""
-
-    tapped: TappedBase
-    head: Tensor  # the base's head over the draft vocabulary [Vd, H]
-    in_vocabulary: Tensor  # bool [V]
-
-    def embeddings(self, batch: Batch, features: Tensor) -> Tensor:
-        """What the base reads, [B, S, H]; a picture has rows that are in the features."""
-        base = self.tapped.base
-        if base.pictures is not None:
-            return features[:, :, -1]
-        return nn.functional.embedding(batch.rows.ids.to(features.device), base.embedding)
+    feature_noise: float = 0.0  # of "eagle"; width of uniform noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +56,12 @@ class Trainer:
     """A draft in training; `folder` keeps its state and the features."""
 
     def __init__(
-        self, draft: Draft, frozen: Frozen, recipe: Recipe, folder: Path, device: torch.device
+        self, learner: Learner, recipe: Recipe, folder: Path, device: torch.device
     ) -> None:
-        self.draft, self.frozen, self.recipe = draft.to(device), frozen, recipe
+        self.learner, self.recipe = learner, recipe
         self.folder, self.device = folder, device
-        self.optimizers = _optimizers(draft, recipe.learning_rate)
+        self._module = learner.module.to(device)
+        self.optimizers = _optimizers(learner, recipe.learning_rate)
         self.step = 0
 
     def resume(self) -> bool:
@@ -85,7 +70,7 @@ class Trainer:
         if not path.exists():
             return False
         state = torch.load(path, map_location=self.device, weights_only=True)
-        self.draft.load_state_dict(state["draft"])
+        self._module.load_state_dict(state["draft"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step = state["step"]
@@ -94,7 +79,7 @@ class Trainer:
     def save(self) -> None:
         """Write the state; a crash leaves the old one."""
         state = {
-            "draft": self.draft.state_dict(),
+            "draft": self._module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
         }
@@ -134,7 +119,7 @@ class Trainer:
     def _features(self, batch: Batch, cache: FeatureCache | None) -> Tensor:
         if cache is not None and cache.has(batch):
             return cache.load(batch).to(self.device)
-        features = self.frozen.tapped(batch.rows)
+        features = self.learner.tapped(batch.rows)
         if cache is not None:
             cache.store(batch, features)
         return features.clone()  # inference tensors cannot enter autograd
@@ -145,64 +130,30 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.param_groups[0]["lr"] = rate
             optimizer.zero_grad(set_to_none=True)
-        hidden, targets = self._predictions(batch, features)
-        importance = recipe.unroll_weight ** torch.arange(recipe.unrolls, device=self.device)
-        head = self.draft.lm_head.weight.to(hidden.dtype)
-        loss = head_loss(hidden, head, targets, importance / importance.sum())
+        loss = self.learner.loss(batch, features, self.step)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.draft.parameters(), recipe.max_gradient_norm)
+        nn.utils.clip_grad_norm_(self._module.parameters(), recipe.max_gradient_norm)
         for optimizer in self.optimizers:
             optimizer.step()
         return loss.item()
 
-    def _predictions(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed hidden states [unrolls, rows, H], and what the base says there [rows, Vd].
-
-        The state of token p gives the base's distribution of token p + 1. Unroll j predicts it
-        from row p - 1 - j: the last true feature it reads is that much older.
-        """
-        ids, learned = batch.rows.ids.to(self.device), batch.learned.to(self.device)
-        unrolls, num_taps = self.recipe.unrolls, self.draft.shape.num_taps
-        known = learned[:, 1:] & self.frozen.in_vocabulary[ids[:, 1:]]
-        known[:, :unrolls] = False
-        rows, places = known.nonzero(as_tuple=True)
-        dtype = self.frozen.head.dtype
-        with torch.no_grad():
-            state = features[rows, places, num_taps].to(dtype)
-            targets = (state @ self.frozen.head.T).softmax(-1)
-        ahead = (0, unrolls - 1)
-        embeddings = self.frozen.embeddings(batch, features)[:, 1:].to(dtype)
-        embeddings = nn.functional.pad(embeddings, (0, 0, *ahead))
-        positions = self.frozen.tapped.base.positions(batch.rows)[..., :-1].to(self.device)
-        positions = nn.functional.pad(positions, ahead)
-        taps = features[:, :-1, :num_taps].flatten(2).to(dtype)
-        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            first = int(places.min()) - unrolls if len(places) else 0
-            unrolled = self.draft.unroll(taps, embeddings, positions, unrolls, first)
-            newest = places - 1 - first
-            chosen = [hidden[rows, newest - step] for step, hidden in enumerate(unrolled)]
-            return self.draft.norm(torch.stack(chosen)), targets
-
     @torch.no_grad()
     def acceptance_length(self, held_out: Sequence[Sample]) -> float:
-        """Expected tokens a round of a greedy chain of `unrolls` steps (bonus token included)."""
-        hits, count = torch.zeros(self.recipe.unrolls, device=self.device), 0
+        """Expected tokens a round of a greedy chain of all steps (bonus token included)."""
+        totals = torch.zeros(2, self.learner.steps, device=self.device)
         lengths = row_lengths(held_out, self.recipe.max_tokens)
         for numbers in plan(lengths, self.recipe.batch_tokens, None):
             batch = make_batch(held_out, numbers, self.recipe.max_tokens)
-            hidden, targets = self._predictions(batch, self._features(batch, None))
-            for unroll in range(self.recipe.unrolls):
-                logits = hidden[unroll] @ self.draft.lm_head.weight.to(hidden.dtype).T
-                hits[unroll] += (logits.argmax(-1) == targets.argmax(-1)).sum()
-            count += int(batch.learned[:, self.recipe.unrolls + 1 :].sum())
-        return 1 + float((hits / max(count, 1)).cumprod(0).sum())
+            totals += torch.stack(self.learner.hits(batch, self._features(batch, None)))
+        hits, counts = totals
+        return 1 + float((hits / counts.clamp(min=1)).cumprod(0).sum())
 
 
-def _optimizers(draft: Draft, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon (arXiv 2502.16982) for the matrices of fc and layer, AdamW for norms and the head."""
-    named = list(draft.named_parameters())
-    matrices = [value for name, value in named if value.ndim == 2 and name != "lm_head.weight"]
-    others = [value for name, value in named if value.ndim != 2 or name == "lm_head.weight"]
+def _optimizers(learner: Learner, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon (arXiv 2502.16982) for inner matrices, AdamW for vectors and heads over tokens."""
+    named, outputs = list(learner.module.named_parameters()), learner.outputs
+    matrices = [value for name, value in named if value.ndim == 2 and name not in outputs]
+    others = [value for name, value in named if value.ndim != 2 or name in outputs]
     return [
         torch.optim.Muon(
             matrices, lr=learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"

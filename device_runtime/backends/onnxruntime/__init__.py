@@ -24,7 +24,7 @@ from edgellm.device_runtime.backends import (
     VisualPlan,
 )
 from edgellm.device_runtime.backends.onnxruntime.cpu import instruction_sets
-from edgellm.device_runtime.session import DraftSession, Session, VisualSession
+from edgellm.device_runtime.session import DraftSession, HeadsSession, Session, VisualSession
 
 MINIMUM_VERSION = (1, 22)
 
@@ -93,6 +93,15 @@ def open_draft_session(engine: Path, manifest: DraftEngineManifest) -> DraftSess
     )
 
 
+def open_heads(engine: Path, manifest: DraftEngineManifest) -> HeadsSession:
+    """Load an engine of Medusa heads; raises as `open_session` does."""
+    from edgellm.device_runtime.backends.onnxruntime import heads, session
+
+    _check_origin(engine, manifest)
+    threads, path = int(manifest.options["threads"]), engine / manifest.graphs[0].path
+    return heads.OnnxRuntimeHeads(session.load_graph(path, threads=threads, optimize=False))
+
+
 def open_visual_session(engine: Path, manifest: VisualEngineManifest) -> VisualSession:
     """Load a visual engine; raises as `open_session` does."""
     from edgellm.device_runtime.backends.onnxruntime import session, visual
@@ -144,6 +153,10 @@ def compile_draft(
     bundle: Path, manifest: DraftBundleManifest, plan: Plan, folder: Path, report: Report
 ) -> CompiledDraft:
     """See `Backend.compile_draft`."""
+    if manifest.draft.num_heads:
+        from edgellm.device_runtime.backends.onnxruntime import heads_compiler
+
+        return heads_compiler.compile_heads(bundle, manifest, plan, folder, report)
     from edgellm.device_runtime.backends.onnxruntime import draft_compiler
 
     return draft_compiler.compile_draft(bundle, manifest, plan, folder, report)

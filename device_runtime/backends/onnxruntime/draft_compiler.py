@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -34,13 +35,13 @@ from edgellm.device_runtime.backends.onnxruntime.linears import (
     RowInt8Kernel,
     StoredKernel,
 )
-from edgellm.device_runtime.backends.onnxruntime.lowering import lower_decoder, lower_fuse
+from edgellm.device_runtime.backends.onnxruntime.lowering import lower_decoder, lower_rowwise
 from edgellm.device_runtime.backends.onnxruntime.round_weights import round_to_int4
 from edgellm.device_runtime.backends.onnxruntime.session import OnnxRuntimeDraftSession
 from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
 
 _MODEL, _FUSE = "draft", "fuse"
-_CANDIDATES = 10
+CANDIDATES = 10  # of a row, while costs are measured
 
 
 def compile_draft(
@@ -60,14 +61,15 @@ def compile_draft(
     model = _compile(bundle, folder, plan, spec, rounded)
     fuse = None
     if manifest.draft.fuses:
-        fuse = _compile_fuse(bundle, folder, plan, manifest.draft, rounded)
+        fuse = compile_rowwise(
+            bundle / "fuse.onnx", _FUSE, folder, plan, rounded,
+            probe=partial(_fused, features=_features(manifest.draft, 5)),
+        )  # fmt: skip
     close_rounded(rounded)
     report("measuring the cost of a draft step")
     runner = OnnxRuntimeDraftSession(model, fuse, spec, plan.kv_capacity)
-    stored = "int4" if plan.quantize == "int4" else "+".join(sorted(kinds - {"dense"})) or "fp32"
-    precision = "int8" if _is_int8(plan) else stored
     return CompiledDraft(
-        graphs=(PassGraph(f"{_MODEL}.onnx", plan.max_input_len, precision),),
+        graphs=(PassGraph(f"{_MODEL}.onnx", plan.max_input_len, precision(kinds, plan)),),
         fuse_graph=f"{_FUSE}.onnx" if fuse is not None else "",
         kv_dtype=spec.kv.dtype,
         step_cost_ms=_costs(runner, manifest.draft, fused=False),
@@ -79,7 +81,7 @@ def estimate(bundle: Path, manifest: DraftBundleManifest, plan: Plan) -> Estimat
     """See `edgellm.device_runtime.backends.Backend.estimate`."""
     model = ir.load(bundle / "model.onnx")
     linears = linear_sizes(model, plan.quantize)
-    kind = "int8" if _is_int8(plan) else "decode"
+    kind = "int8" if is_int8(plan) else "decode"
     read = sum(linears[kind].values())
     fuse = 0
     if manifest.draft.fuses:
@@ -93,13 +95,21 @@ def estimate(bundle: Path, manifest: DraftBundleManifest, plan: Plan) -> Estimat
     )
 
 
-def _is_int8(plan: Plan) -> bool:
+def is_int8(plan: Plan) -> bool:
+    """Whether weights are rounded to int8."""
     return plan.quantize == "int8" or (plan.quantize == "auto" and has_fast_int8())
+
+
+def precision(kinds: set[str], plan: Plan) -> str:
+    """What the weights become, by how the bundle stores them."""
+    if is_int8(plan):
+        return "int8"
+    return "int4" if plan.quantize == "int4" else "+".join(sorted(kinds - {"dense"})) or "fp32"
 
 
 def _kernel(plan: Plan) -> LinearKernel:
     # A draft's last bits decide nothing, its steps are many.
-    return RowInt8Kernel(ALL_INPUTS) if _is_int8(plan) else StoredKernel()
+    return RowInt8Kernel(ALL_INPUTS) if is_int8(plan) else StoredKernel()
 
 
 def _portable(path: Path, rounded: WeightFile | None) -> tuple[ir.Model, bool]:
@@ -128,29 +138,36 @@ def _compile(
         return np.concatenate([result.log_probs, result.hidden], axis=1)
 
     return optimize(
-        lowered, folder / f"{_MODEL}.onnx", plan.threads, prepacks=is_dense or _is_int8(plan),
+        lowered, folder / f"{_MODEL}.onnx", plan.threads, prepacks=is_dense or is_int8(plan),
         probe=probe,
     )  # fmt: skip
 
 
-def _compile_fuse(
-    bundle: Path, folder: Path, plan: Plan, spec: DraftSpec, rounded: WeightFile | None
+def compile_rowwise(
+    graph: Path,
+    name: str,
+    folder: Path,
+    plan: Plan,
+    rounded: WeightFile | None,
+    *,
+    probe: Callable[[ort.InferenceSession], np.ndarray],
 ) -> ort.InferenceSession:
-    model, is_dense = _portable(bundle / "fuse.onnx", rounded)
-    weights = WeightFile(folder / f"{_FUSE}.lowered.data")
-    lower_fuse(model, _kernel(plan), weights)
+    """Lower a graph without cache and attention, and let ONNX Runtime keep it as `name`.onnx."""
+    model, is_dense = _portable(graph, rounded)
+    weights = WeightFile(folder / f"{name}.lowered.data")
+    lower_rowwise(model, _kernel(plan), weights)
     weights.close()
-    lowered = folder / f"{_FUSE}.lowered.onnx"
+    lowered = folder / f"{name}.lowered.onnx"
     ir.save(model, lowered)
-
-    def probe(session: ort.InferenceSession) -> np.ndarray:
-        (hidden,) = session.run(None, {contract.HIDDEN_TAPS: _features(spec, 5)[None]})
-        return np.asarray(hidden)
-
     return optimize(
-        lowered, folder / f"{_FUSE}.onnx", plan.threads, prepacks=is_dense or _is_int8(plan),
+        lowered, folder / f"{name}.onnx", plan.threads, prepacks=is_dense or is_int8(plan),
         probe=probe,
     )  # fmt: skip
+
+
+def _fused(session: ort.InferenceSession, features: np.ndarray) -> np.ndarray:
+    (hidden,) = session.run(None, {contract.HIDDEN_TAPS: features[None]})
+    return np.asarray(hidden)
 
 
 def _features(spec: DraftSpec, rows: int) -> np.ndarray:
@@ -168,7 +185,7 @@ def _costs(runner: OnnxRuntimeDraftSession, spec: DraftSpec, *, fused: bool) -> 
         taps = _features(spec, rows)
         hidden = np.zeros((rows, spec.decoder.hidden_size), np.float32)
         outputs = np.array([rows - 1]) if fused else np.arange(rows)
-        top_k = min(_CANDIDATES, spec.draft_vocab_size)
+        top_k = min(CANDIDATES, spec.draft_vocab_size)
         step = partial(
             runner.run, np.arange(rows) % spec.decoder.vocab_size, write_index=context,
             output_rows=outputs, top_k=top_k,

@@ -64,24 +64,22 @@ def lower_decoder(
     _finish(model)
 
 
-def lower_fuse(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> None:
-    """Rewrite a draft's fuse graph in place: no cache, no attention."""
+def lower_rowwise(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> None:
+    """Rewrite a graph without cache and attention in place: a draft's fuse graph, or its heads."""
     graph = GraphEditor(model.graph, weights)
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        value.type = ir.TensorType(ir.DataType.FLOAT)
+    _lower_signature(model.graph)
     lower_inputs(model)
     _lower_floats(graph)
     _lower_linears(graph, kernel)
     _lower_norms(graph)
+    _lower_activations(graph)
     _finish(model)
 
 
 def lower_visual(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> None:
     """Rewrite a visual encoder's graph in place."""
     graph = GraphEditor(model.graph, weights)
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        if value.dtype in _HALF_TYPES:
-            value.type = ir.TensorType(ir.DataType.FLOAT)
+    _lower_signature(model.graph)
     lower_inputs(model)
     _lower_floats(graph)
     _lower_linears(graph, kernel)
@@ -104,6 +102,11 @@ def _bind_capacity(graph: ir.Graph, capacity: int) -> None:
         if value.name and value.name.startswith(CACHE_NAMES):
             shape = list(value.shape or ())
             value.shape = ir.Shape([*shape[:2], capacity, shape[3]])
+    _lower_signature(graph)
+
+
+def _lower_signature(graph: ir.Graph) -> None:
+    for value in (*graph.inputs, *graph.outputs):
         if value.dtype in _HALF_TYPES:
             value.type = ir.TensorType(ir.DataType.FLOAT)
 

@@ -200,7 +200,7 @@ def answer_of(llm, prompt, sampling, **options):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["eagle3", "int8_draft", "eagle1", "qwen3"])
+@pytest.mark.parametrize("name", ["eagle3", "int8_draft", "eagle1", "qwen3", "medusa"])
 def test_ids_are_those_of_plain_decoding(eagle_pairs, name, way):
     llm = LLM(eagle_pairs(name).engine, verify=True, spec=WAYS[way])
     rounds = []

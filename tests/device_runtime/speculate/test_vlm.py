@@ -1,4 +1,4 @@
-"""EAGLE drafts of vision-language bases: lossless, and they see images and their positions."""
+"""Drafts of vision-language bases: lossless; EAGLE's see images and their positions."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ PAIRS = {
     "qwen3_vl": ("qwen3_vl", EAGLE3),
     "internvl": ("internvl", EAGLE3),
     "smolvlm_narrow_draft": ("smolvlm", NARROW),
+    "qwen2_5_vl_heads": ("qwen2_5_vl", "medusa"),
 }
 
 
@@ -103,6 +104,8 @@ def test_rows_of_images_are_reused_and_never_confused(engines, tmp_path):
     spec = SpecOptions(top_k=4, steps=3, verify_size=12, tree="fixed")
     llm = LLM(engines.engine, spec=spec, context_reuse=True, **options)
     fresh = LLM(engines.engine, **options)
+    assert llm._drafters is not None
+    has_cache = bool(llm._drafters.caches)  # the draft; heads have none
     vocabulary, base, draft = llm.manifest.decoder.vocab_size, [], []
 
     def ask(images: str, messages: list, *, speculative: bool) -> int:
@@ -128,7 +131,7 @@ def test_rows_of_images_are_reused_and_never_confused(engines, tmp_path):
             for token in found.prompt.token_ids
         ]
         held = _common(keys, base)
-        if speculative:
+        if speculative and has_cache:
             held = min(held, max(_common(keys, draft) - 1, 0))
         (reused,) = found.profile.reused_tokens
         assert reused == min(held, len(keys) - 1)
@@ -157,7 +160,8 @@ def test_rows_of_images_are_reused_and_never_confused(engines, tmp_path):
         assert ask("", [user("w3")], speculative=speculative) == 0
     ask("a", [user("a", "w3")], speculative=True)
     ask("b", [user("b", "w3")], speculative=False)
-    assert ask("b", [user("b", "w6")], speculative=True) == 0, "the draft holds rows of `a`"
+    reused = ask("b", [user("b", "w6")], speculative=True)
+    assert (reused == 0) is has_cache, "the draft's cache holds rows of `a`"
 
 
 def _candidates(draft: DraftSession, ids: np.ndarray, shown: ImageRows) -> np.ndarray:

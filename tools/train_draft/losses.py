@@ -1,0 +1,82 @@
+"""The losses of the methods; logits of all rows never exist together.
+
+U unrolls or heads, R rows, H hidden size, V tokens of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+PIECE = 256  # rows whose logits exist at once
+
+
+def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, importance: Tensor) -> Tensor:
+    """Soft cross entropy behind the draft's head, for all unrolls at once: the weighted mean.
+
+    Args:
+        hidden: normed hidden states [unrolls, rows, H].
+        weight: the head [V, H], of hidden's dtype.
+        targets: the base's probabilities over the draft vocabulary [rows, V].
+        importance: of each unroll, float32 [unrolls], of sum 1.
+    """
+    loss = _HeadLoss.apply(hidden, weight, targets, importance)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+class _HeadLoss(torch.autograd.Function):
+    """`head_loss`, whose forward computes the gradients as well, a piece of the rows at a time.
+
+    So float32 logits, log-probabilities and targets of all rows never exist together; of all rows
+    only the gradient of the logits does, in hidden's type.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, importance: Tensor
+    ) -> Tensor:
+        """See `head_loss`."""
+        unrolls, rows, _ = hidden.shape
+        loss = torch.zeros((), device=hidden.device)
+        logit_grad = hidden.new_empty(unrolls, rows, weight.shape[0])
+        for start in range(0, rows, PIECE):
+            piece = slice(start, start + PIECE)
+            target = targets[piece].float()
+            for unroll in range(unrolls):
+                log_q = (hidden[unroll, piece] @ weight.T).float().log_softmax(-1)
+                share = importance[unroll] / rows
+                loss -= torch.dot(target.flatten(), log_q.flatten()) * share
+                logit_grad[unroll, piece] = log_q.exp_().sub_(target).mul_(share)
+        flat = logit_grad.flatten(0, 1)
+        ctx.save_for_backward((flat @ weight).view_as(hidden), flat.T @ hidden.flatten(0, 1))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, None, None]:
+        """Scale the gradients that forward left."""
+        hidden_grad, weight_grad = ctx.saved_tensors
+        scale = grad_outputs[0].to(hidden_grad.dtype)
+        return hidden_grad * scale, weight_grad * scale, None, None
+
+
+def token_loss(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
+    """Mean cross entropy of tokens, int64 [R], behind a head [V, H] over hidden states [R, H].
+
+    The backward pass computes the logits again.
+    """
+    total = torch.zeros((), device=hidden.device)
+    for start in range(0, len(hidden), PIECE):
+        piece = slice(start, start + PIECE)
+        part = checkpoint(_token_loss, hidden[piece], weight, tokens[piece], use_reentrant=False)
+        assert isinstance(part, Tensor)
+        total = total + part
+    return total / max(len(hidden), 1)
+
+
+def _token_loss(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
+    return functional.cross_entropy((hidden @ weight.T).float(), tokens, reduction="sum")
