@@ -1,9 +1,10 @@
-"""Confidence intervals by drawing questions with replacement (Efron 1979), paired by question."""
+"""Confidence intervals: draws of questions with replacement (Efron 1979), paired by question."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
 import msgspec
 import numpy as np
@@ -52,6 +53,20 @@ def bootstrap(
 def mean_of(values: Sequence[float]) -> Interval | None:
     """The mean of a figure over questions."""
     return bootstrap([values, [1.0] * len(values)], lambda sums: sums[0] / sums[1])
+
+
+def share_of(values: Sequence[float]) -> Interval | None:
+    """The mean of rights and wrongs, 1 and 0, with Wilson's interval (1927).
+
+    A bootstrap of nothing but wrongs would be sure of itself. Other values are as in `mean_of`.
+    """
+    if not values or not set(values) <= {0.0, 1.0}:
+        return mean_of(values)
+    count, share, z = len(values), sum(values) / len(values), NormalDist().inv_cdf((1 + LEVEL) / 2)
+    weight = 1 + z * z / count
+    centre = (share + z * z / (2 * count)) / weight
+    half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2) / weight
+    return Interval(share, max(centre - half, 0.0), min(centre + half, 1.0))
 
 
 def ratio_of(parts: Sequence[float], wholes: Sequence[float]) -> Interval | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from edgellm.contract import EdgeLLMError
-from edgellm.tools.evaluate.bootstrap import bootstrap, mean_of, rate_ratio
+from edgellm.tools.evaluate.bootstrap import bootstrap, mean_of, rate_ratio, share_of
 from edgellm.tools.evaluate.report import acceptance_length, rate, rates, shown, whole_rates
 from edgellm.tools.evaluate.scores import Measure, Scores, read_scores
 from edgellm.tools.evaluate.settings import Settings, read_settings
@@ -79,7 +79,7 @@ def _scores(runs: Pair) -> list[tuple[str, ...]]:
             for a, b in zip(*runs, strict=True)
             if name in a.scores and name in b.scores
         ]
-        means = [shown(mean_of([pair[at] for pair in values]), "{:.3f}") for at in (0, 1)]
+        means = [shown(share_of([pair[at] for pair in values]), "{:.3f}") for at in (0, 1)]
         change = shown(mean_of([b - a for a, b in values]), "{:+.3f}")
         rows.append((name, *means, change))
     return rows

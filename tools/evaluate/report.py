@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from edgellm.tools.evaluate.bootstrap import Interval, mean_of, rate_ratio, ratio_of
+from edgellm.tools.evaluate.bootstrap import Interval, mean_of, rate_ratio, ratio_of, share_of
 from edgellm.tools.evaluate.plots import intervals
 from edgellm.tools.evaluate.scores import Measure, Scored, Scores
 from edgellm.tools.evaluate.settings import Settings
@@ -16,12 +16,11 @@ ALL = "all"
 SPEED_TITLE, ACCEPTANCE_TITLE, SCORES_TITLE = "Speed", "Acceptance", "Scores"
 SAME_TITLE, RUN_TITLE = "Greedy answers, speculated against plain", "The run"
 _SHOWN_DIVERGENCES = 20
-_NOTE = (
-    "in brackets 95 % of 4000 bootstraps over questions, paired; a tiny set has no honest interval"
-)
+_NOTE = "in brackets 95 % of 4000 bootstraps over questions, paired; of few they say little"
 _RULES = (
     "pass@1: the program ends without an error in its test; number exact: the last number equals "
-    "the reference's; text exact: but for spaces; ROUGE: F1, lower case, no stemming"
+    "the reference's; text exact: but for spaces; ROUGE: F1, lower case, no stemming; "
+    "intervals of right and wrong are Wilson's"
 )
 
 
@@ -141,7 +140,7 @@ def _scores(names: Sequence[str], settings: Settings, questions: Sequence[Scored
                    if name in one.modes[mode].scores]
             for mode in settings.modes
         }  # fmt: skip
-        cells = [shown(mean_of(values[mode]), "{:.3f}") for mode in settings.modes]
+        cells = [shown(share_of(values[mode]), "{:.3f}") for mode in settings.modes]
         if settings.spec is not None:
             differences = [b - a for a, b in zip(values["plain"], values["spec"], strict=True)]
             cells.append(shown(mean_of(differences), "{:+.3f}"))

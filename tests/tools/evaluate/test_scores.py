@@ -13,7 +13,7 @@ from html_pages import Page
 
 from edgellm.contract import EdgeLLMError
 from edgellm.tools.evaluate.answers import Choice, Record
-from edgellm.tools.evaluate.bootstrap import mean_of, rate_ratio, ratio_of
+from edgellm.tools.evaluate.bootstrap import mean_of, rate_ratio, ratio_of, share_of
 from edgellm.tools.evaluate.comparison import compare_runs
 from edgellm.tools.evaluate.divergence import Divergence
 from edgellm.tools.evaluate.evaluation import _write
@@ -100,6 +100,17 @@ def test_intervals_of_ratios():
     assert ratio_of([0.0, 0.0], [0.0, 0.0]) is None
 
 
+def test_intervals_of_shares():
+    """Wilson's, of 0 and 5 out of 10."""
+    none, half = share_of([0.0] * 10), share_of([0.0, 1.0] * 5)
+    assert none is not None
+    assert half is not None
+    assert (none.low, none.high) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert (half.low, half.high) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert share_of([]) is None
+    assert share_of([0.5, 0.5, 1.0]) == mean_of([0.5, 0.5, 1.0])
+
+
 QUESTIONS = [
     Question(turns=["1 + 1?"], question_id=1, category="maths", scoring="number", reference="2"),
     Question(turns=["2 + 2?"], question_id=2, category="maths", scoring="number", reference="4"),
@@ -158,7 +169,7 @@ def test_the_tables_say_what_was_measured():
     )  # fmt: skip
     assert cells(found, "Acceptance", "maths")[1:] == ("2.50 (2.50 to 2.50)", "0.250", "10", "40")
     _, count, plain, spec, difference = cells(found, "Scores", "number exact")
-    assert (count, plain) == ("2", "1.000 (1.000 to 1.000)")
+    assert (count, plain) == ("2", "1.000 (0.342 to 1.000)")
     assert spec.startswith("0.500 (")
     assert difference.startswith("-0.500 (")
     same = next(table for table in found if table.title.startswith("Greedy answers"))
