@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgellm.device_runtime.generate import read_prompt
 from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.requests import Options, parse_request, sampling_of
 from edgellm.device_runtime.runner import start_request
+from edgellm.device_runtime.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,7 @@ def prove(llm: LLM, options: Options, requests: list[Any]) -> Iterator[Compariso
             _token_ids(llm, options, raw, index, speculative=speculative)
             for speculative in (False, True)
         )
-        pairs = enumerate(zip(plain, speculated, strict=False))
-        place = next((at for at, (one, other) in pairs if one != other), None)
+        place = first_difference(plain, speculated)
         if plain == speculated:
             yield Comparison(index, len(plain))
         elif place is None:
@@ -84,15 +86,28 @@ def _explained(
 ) -> Comparison:
     """Recompute the logits of the place where the answers part."""
     started = start_request(llm, options, raw, index, greedy=True, speculative=False)
-    llm.show(started.answer.prompt)
-    prompt = [*started.answer.prompt.token_ids, *plain[:place]]
-    *_, (_, result) = read_prompt(llm.session, prompt, llm.manifest.prefill_rows)
     own = sampling_of(parse_request(raw, index).merged(options), greedy=True)
-    sampler = llm.sampler(own, started.answer.prompt)
-    sampler.take(plain[:place])
-    logits = sampler.adjusted(result.logits[0]).astype(np.float64)
+    logits = logits_behind(llm, started.answer.prompt, plain[:place], own)
     one, other = plain[place], speculated[place]
     return Comparison(
         index, len(plain), place, one, other, float(logits[one] - logits[other]),
         float(logits.std()),
     )  # fmt: skip
+
+
+def logits_behind(
+    llm: LLM, prompt: Prompt, taken: Sequence[int], sampling: SamplingParams
+) -> NDArray[np.float64]:
+    """The logits [V] behind a prompt and the first tokens of its answer, penalties applied."""
+    llm.show(prompt)
+    ids = [*prompt.token_ids, *taken]
+    *_, (_, result) = read_prompt(llm.session, ids, llm.manifest.prefill_rows)
+    sampler = llm.sampler(sampling, prompt)
+    sampler.take(taken)
+    return sampler.adjusted(result.logits[0]).astype(np.float64)
+
+
+def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place where both go on and differ."""
+    pairs = enumerate(zip(plain, other, strict=False))
+    return next((at for at, (one, another) in pairs if one != another), None)

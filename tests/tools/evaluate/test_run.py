@@ -1,0 +1,237 @@
+"""Answers of `edgellm-eval`: both modes in turns, interrupts, other options, damaged files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import assert_one_line_error
+
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.llm import LLM
+from edgellm.tools.evaluate import divergence
+from edgellm.tools.evaluate.answers import AnswerLog
+from edgellm.tools.evaluate.questions import Question
+from edgellm.tools.evaluate.run import conversation
+
+EAGLE_FIELDS = {"question_id", "answer_id", "model_id", "choices", "tstamp"}
+QUESTIONS = [
+    {"turns": ["w20 w21", "w22"], "category": "talk", "question_id": 81},
+    {"turns": ["w30"], "category": "talk"},
+    {"turns": ["w40 w41 w42"], "category": "sums", "scoring": "number", "reference": "3"},
+    {"turns": ["w23 w24"], "category": "words", "scoring": "rouge", "reference": "w12 w13"},
+]
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    return path
+
+
+@pytest.fixture
+def evaluation(tmp_path, eagle_pair, questions):
+    """The command line of a run, and where it writes."""
+    out = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "edgellm.tools.evaluate", "--engineDir", str(eagle_pair.engine),
+        "--dataset", str(questions), "--outputDir", str(out), "--maxGenerateLength", "12",
+        "--eagle",
+    ]  # fmt: skip
+    return command, out
+
+
+def run(command, *more):
+    return subprocess.run([*command, *more], capture_output=True, text=True, check=False)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_in_the_layout_of_eagle(evaluation, eagle_pair):
+    command, out = evaluation
+    result = run(command, "--repeats", "2")
+    assert result.returncode == 0, result.stderr
+    plain, spec = read(out / "plain.jsonl"), read(out / "spec.jsonl")
+    assert [row["question_id"] for row in plain] == [81, 2, 3, 4]
+    # What is first changes from question to question.
+    stamps = [one["tstamp"] < other["tstamp"] for one, other in zip(plain, spec, strict=True)]
+    assert stamps == [False, True, False, True]  # of the second repeat
+    for one, other in zip(plain, spec, strict=True):
+        assert set(one) == EAGLE_FIELDS
+        assert [choice["index"] for choice in one["choices"]] == [0, 1]
+        assert one["choices"][0]["token_ids"] == other["choices"][0]["token_ids"]
+        assert one["choices"][0]["turns"] == one["choices"][1]["turns"]
+        for choice in (*one["choices"], *other["choices"]):
+            sizes = {len(value) for value in choice.values() if isinstance(value, list)}
+            assert sizes == {len(choice["turns"])}
+            assert choice["new_tokens"] == [len(ids) for ids in choice["token_ids"]]
+        assert one["model_id"] == f"{eagle_pair.engine.name}-plain"
+    turns = plain[0]["choices"][0]
+    assert len(turns["turns"]) == 2
+    llm = LLM(eagle_pair.engine)
+    messages = conversation(Question(turns=QUESTIONS[0]["turns"]), turns["turns"][:1])
+    prompt = llm.tokenizer.encode(
+        llm.tokenizer.render(messages, add_generation_prompt=True), add_special_tokens=False
+    )
+    assert turns["prompt_tokens"][1] == len(prompt)
+
+
+def test_turns_that_do_not_fit_say_so(evaluation, questions):
+    command, out = evaluation
+    questions.write_text(json.dumps({"turns": ["w20", "w9 " * 70, "w21"]}) + "\n")
+    result = run(command)
+    assert result.returncode == 0, result.stderr
+    (row,) = read(out / "plain.jsonl")
+    assert len(row["choices"][0]["turns"]) == 1
+    assert "the engine takes 64" in row["choices"][0]["error"]
+    assert re.search(r"turns not answered +2: the prompt has \d+ tokens", result.stdout)
+
+
+def kill_after(command, path, lines):
+    """Kill -9 when the file has so many lines."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") < lines:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_killed_run_goes_on(evaluation, questions):
+    """No answer is lost or doubled, and those that were there are not made again."""
+    command, out = evaluation
+    rows = [{"turns": [f"w{20 + index} w{30 + index}"]} for index in range(24)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kill_after(command, out / "spec.jsonl", 3)
+    before = (out / "spec.jsonl").read_bytes()
+    assert before.count(b"\n") < 24
+    with (out / "plain.jsonl").open("ab") as stream:
+        stream.write(b'{"question_id": 24, "answer_id": "torn')
+    result = run(command)
+    assert result.returncode == 0, result.stderr
+    for mode in ("plain", "spec"):
+        assert [row["question_id"] for row in read(out / f"{mode}.jsonl")] == list(range(1, 25))
+    assert (out / "spec.jsonl").read_bytes().startswith(before)
+    again = (out / "plain.jsonl").read_bytes()
+    assert run(command).returncode == 0
+    assert (out / "plain.jsonl").read_bytes() == again
+
+
+OTHERS = [
+    (("--maxGenerateLength", "13"), "--maxGenerateLength: 12, now 13"),
+    (("--temperature", "0.5"), "--temperature: 0.0, now 0.5"),
+    (("--limit", "2"), "questions (--limit, or the data changed)"),
+    (("--eagleDraftTopK", "2"), "ways to speculate"),
+]
+
+
+def test_other_options_are_refused(evaluation):
+    command, out = evaluation
+    assert run(command).returncode == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for more, named in OTHERS:
+        result = run(command, *more)
+        assert_one_line_error(result, f"was begun with other {named}", "another --outputDir")
+        assert result.returncode == 2
+        assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_two_at_once_are_refused(evaluation):
+    command, out = evaluation
+    assert run(command).returncode == 0
+    import fcntl
+
+    with (out / "run.json").open("rb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        assert_one_line_error(run(command), "another edgellm-eval works in")
+
+
+def test_damaged_answers_are_named_by_line(tmp_path):
+    path = tmp_path / "plain.jsonl"
+    record = {"question_id": 1, "answer_id": "a", "model_id": "m", "choices": [], "tstamp": 1.0}
+    line = json.dumps(record) + "\n"
+    for text, message in (
+        (line + "{}\n", "line 2 is no answer"),
+        ("\0\0\n" + line, "line 1 is no answer"),
+        (line + line, "line 2: question 1 is answered twice"),
+    ):
+        path.write_text(text)
+        with pytest.raises(EdgeLLMError, match=message) as caught:
+            AnswerLog(path)
+        assert caught.value.hint
+        assert path.read_text() == text
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
+    path = tmp_path / "plain.jsonl"
+    log = AnswerLog(path)
+    row = {"question_id": 1, "answer_id": "a", "model_id": "m", "choices": [], "tstamp": 1.0}
+    path.write_text(json.dumps(row) + "\n")
+    log.close()
+    log = AnswerLog(path)
+    whole, write = path.read_bytes(), os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, bytes(data[:5])))
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(OSError, match="full"):
+        log.append(log.records[1])
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("plain", "spec", "place"),
+    [
+        ([[1, 2]], [[1, 2]], None),
+        ([[1, 2], [3]], [[1, 2], [4]], (1, 0)),
+        ([[1, 2]], [[1]], (0, 1)),
+        ([[1, 2], [3]], [[1, 5], [3]], (0, 1)),
+        ([[1]], [[1], [2]], (1, 0)),
+    ],
+)
+def test_where_answers_part(plain, spec, place):
+    assert divergence.locate(plain, spec) == place
+
+
+@pytest.mark.parametrize(
+    ("more", "fragments"),
+    [
+        (("--spec", "magic"), ("--spec magic",)),
+        (("--multimodalEngineDir", "nowhere"), ("nowhere",)),
+        (("--engineDir", "nowhere"), ("nowhere",)),
+        (("--dataset", "mtbench"), ("unknown dataset 'mtbench'", "mt_bench")),
+        (("--compare", "a", "b"), ("reads two finished runs",)),
+    ],
+)
+def test_wrong_arguments(evaluation, more, fragments):
+    command, out = evaluation
+    result = run(command, *more)
+    assert_one_line_error(result, *fragments)
+    assert result.returncode == 2
+    assert not out.exists()
+
+
+def test_outputs_in_the_engine_are_refused(evaluation, eagle_pair):
+    command, _ = evaluation
+    inside = eagle_pair.engine / "draft" / "run"
+    assert_one_line_error(run(command, "--outputDir", str(inside)), "lies in the engine's folder")
+
+
+def test_images_need_an_encoder(evaluation, tmp_path):
+    command, _ = evaluation
+    (tmp_path / "a.png").write_bytes(b"x")
+    path = tmp_path / "pictures.jsonl"
+    path.write_text('{"image": "a.png", "caption": "A cat."}\n')
+    result = run(command, "--dataset", "captions", "--dataFile", str(path))
+    assert_one_line_error(result, "has images", "--multimodalEngineDir")

@@ -1,0 +1,102 @@
+"""Files of answers in the layout of the EAGLE repository, which grow by whole lines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from edgellm.contract import EdgeLLMError
+
+
+class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One answer to all turns of a question: a list item for each turn.
+
+    The first five fields are EAGLE's. Times: `wall_time` in s with the prompt, `decode_ms` without.
+    """
+
+    index: int  # which repeat
+    turns: list[str]
+    idxs: list[int]  # passes of the base behind the prompt
+    new_tokens: list[int]
+    wall_time: list[float]
+    token_ids: list[list[int]]
+    prompt_tokens: list[int]
+    decode_ms: list[float]
+    emitted_tokens: list[int]  # of rounds that verified a tree
+    rounds: list[int]
+    draft_tokens: list[int]
+    accepted_draft_tokens: list[int]
+    finish_reasons: list[str]
+    error: str = ""  # why the turn after these was not answered
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens that `decode_ms` were spent on: a prompt's pass gives the first of its answer."""
+        return sum(max(count - 1, 0) for count in self.new_tokens)
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """All answers to one question in one mode: a line."""
+
+    question_id: int | str
+    answer_id: str
+    model_id: str
+    choices: list[Choice]
+    tstamp: float
+
+
+class AnswerLog:
+    """A file of answers, open for more."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what is there; a last line that an interrupt cut is cut off.
+
+        Raises:
+            EdgeLLMError: a line is damaged, or a question is answered twice.
+        """
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.ftruncate(self._file, whole)
+        self.records = read_records(path, content[:whole])
+
+    def append(self, record: Record) -> None:
+        """Add a line; it is on the disk when this returns, or not there at all."""
+        line = memoryview(msgspec.json.encode(record) + b"\n")
+        size = os.fstat(self._file).st_size
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+            os.fsync(self._file)
+        except BaseException:
+            os.ftruncate(self._file, size)
+            raise
+        self.records[record.question_id] = record
+
+    def close(self) -> None:
+        """No more answers come."""
+        os.close(self._file)
+
+
+def read_records(path: Path, content: bytes) -> dict[int | str, Record]:
+    """The answers by question; raises `EdgeLLMError` as `AnswerLog` does."""
+    records: dict[int | str, Record] = {}
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            record = msgspec.json.decode(line, type=Record)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise EdgeLLMError(
+                f"{path} line {number} is no answer: {error}",
+                hint="delete the line, and the question is answered again",
+            ) from None
+        if record.question_id in records:
+            raise EdgeLLMError(
+                f"{path} line {number}: question {record.question_id!r} is answered twice",
+                hint="delete one of the lines",
+            )
+        records[record.question_id] = record
+    return records

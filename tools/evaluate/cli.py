@@ -1,0 +1,91 @@
+"""`edgellm-eval`: an engine on a dataset, plainly and speculating."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import typer
+
+from edgellm.command import run_command
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
+from edgellm.tools.evaluate.flags import (
+    Compare,
+    DataFile,
+    Dataset,
+    Debug,
+    EngineDir,
+    Limit,
+    MaxGenerateLength,
+    MultimodalEngineDir,
+    OutputDir,
+    Repeats,
+    RunCode,
+    Seed,
+    Temperature,
+)
+
+app = typer.Typer(
+    add_completion=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={
+        "token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)
+    },
+)
+
+
+@app.command()
+@with_spec_flags
+def evaluate(
+    spec_flags: SpecFlags,
+    engine_dir: EngineDir = None,
+    dataset: Dataset = None,
+    data_file: DataFile = None,
+    output_dir: OutputDir = None,
+    multimodal_engine_dir: MultimodalEngineDir = None,
+    limit: Limit = None,
+    max_generate_length: MaxGenerateLength = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    repeats: Repeats = 1,
+    run_code: RunCode = False,
+    compare: Compare = None,
+    debug: Debug = False,
+) -> None:
+    """Answer a dataset with and without speculation in turns, score both, write a report.
+
+    Without flags that say what drafts, there are plain answers alone. The same command again goes
+    on with an interrupted run.
+    """
+    del debug  # read by run_command
+    how = spec_flags.read()
+    if compare is not None:
+        _compare(*compare, engine_dir or dataset or output_dir)
+        return
+    given = {"--engineDir": engine_dir, "--dataset": dataset, "--outputDir": output_dir}
+    if missing := [flag for flag, value in given.items() if value is None]:
+        raise EdgeLLMError(f"{missing[0]} is missing", hint="edgellm-eval --help says all")
+    assert engine_dir is not None and dataset is not None and output_dir is not None  # noqa: PT018
+    from edgellm.tools.evaluate.evaluation import Job, evaluate
+
+    job = Job(
+        engine_dir, multimodal_engine_dir, dataset, data_file, output_dir, limit, how,
+        max_generate_length, temperature, seed, repeats, run_code,
+    )  # fmt: skip
+    evaluate(job)
+
+
+def _compare(one: Path, other: Path, foreign: object) -> None:
+    if foreign:
+        raise EdgeLLMError("--compare A B reads two finished runs", hint="give nothing else")
+    from edgellm.tools.evaluate.comparison import compare_runs
+    from edgellm.tools.tables import show
+
+    show(f"{one} (A) and {other} (B)", compare_runs(one, other))
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)

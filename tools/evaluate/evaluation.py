@@ -1,0 +1,125 @@
+"""A whole evaluation: questions, answers, scores, report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from edgellm.artifact import replace_file
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.tools.evaluate import divergence
+from edgellm.tools.evaluate.questions import FILED, Question, fingerprint, load
+from edgellm.tools.evaluate.report import report_markdown, report_page, tables
+from edgellm.tools.evaluate.run import answer_all, open_logs
+from edgellm.tools.evaluate.sandbox import open_sandbox
+from edgellm.tools.evaluate.scores import SCORES_FILE, Scores, score
+from edgellm.tools.evaluate.settings import Settings, hash_engines, run_folder
+from edgellm.tools.tables import show
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the user asked for."""
+
+    engine_dir: Path
+    multimodal_engine_dir: Path | None
+    dataset: str
+    data_file: Path | None
+    output_dir: Path
+    limit: int | None
+    spec: SpecOptions | None
+    max_generate_length: int
+    temperature: float
+    seed: int
+    repeats: int
+    run_code: bool
+
+
+def evaluate(job: Job) -> None:
+    """Do what is not done yet, and print the tables.
+
+    Raises:
+        EdgeLLMError: wrong data, an engine that does not fit, a run with other settings.
+    """
+    questions = load(job.dataset, job.data_file)[: job.limit]
+    _check(job, questions)
+    llm = LLM(job.engine_dir, spec=job.spec, multimodal_engine_dir=job.multimodal_engine_dir)
+    settings = settings_of(job, questions)
+    sandbox = None
+    if job.run_code and any(question.scoring == "code" for question in questions):
+        sandbox = open_sandbox()
+    with run_folder(job.output_dir, settings), open_logs(job.output_dir, settings) as logs:
+        done = sum(len(log.records) for log in logs.values())
+        with _progress(len(questions) * len(logs), done) as advance:
+            answer_all(llm, questions, settings, logs, advance)
+        records = {mode: log.records for mode, log in logs.items()}
+        parted = (
+            divergence.compare(llm, questions, settings, records) if settings.is_exact else None
+        )
+        scores = score(questions, records, parted, sandbox)
+        _write(job.output_dir, settings, scores)
+    show(f"{job.output_dir}: answers, {SCORES_FILE}, report.md, report.html",
+         tables(settings, scores))  # fmt: skip
+
+
+def _write(folder: Path, settings: Settings, scores: Scores) -> None:
+    """Scores and report, each whole or not at all."""
+    text = json.dumps(msgspec.to_builtins(scores), indent=1, ensure_ascii=False)
+    replace_file(folder / SCORES_FILE, text + "\n")
+    replace_file(folder / "report.md", report_markdown(settings, scores))
+    replace_file(folder / "report.html", report_page(settings, scores))
+
+
+def _check(job: Job, questions: Sequence[Question]) -> None:
+    """Refuse what would fail later."""
+    if job.multimodal_engine_dir is None and any(question.images for question in questions):
+        raise EdgeLLMError(
+            f"{job.dataset} has images, which a text engine does not see",
+            hint="give a --multimodalEngineDir, made by visual_build",
+        )
+    output, engine = job.output_dir.resolve(), job.engine_dir.resolve()
+    if engine in (output, *output.parents):
+        raise EdgeLLMError(f"{job.output_dir} lies in the engine's folder", hint="write elsewhere")
+
+
+def settings_of(job: Job, questions: Sequence[Question]) -> Settings:
+    """What the answers depend on."""
+    spec = None
+    if job.spec is not None:  # as JSON has it: paths are texts, tuples are lists
+        spec = json.loads(json.dumps(dataclasses.asdict(job.spec), default=str))
+    draft_model = job.spec.draft_engine_dir if job.spec is not None else None
+    return Settings(
+        dataset=job.dataset if job.dataset not in FILED else f"{job.dataset} of {job.data_file}",
+        num_questions=len(questions),
+        data_sha256=fingerprint(questions),
+        model=job.engine_dir.resolve().name,
+        engines=hash_engines(job.engine_dir, job.multimodal_engine_dir, draft_model),
+        spec=spec,
+        max_generate_length=job.max_generate_length,
+        temperature=job.temperature,
+        seed=job.seed,
+        repeats=job.repeats,
+    )
+
+
+@contextlib.contextmanager
+def _progress(total: int, done: int) -> Iterator[Callable[[], None]]:
+    """A bar over the answers; silent when stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("answers", total=total, completed=done)
+        yield lambda: bar.advance(task)
