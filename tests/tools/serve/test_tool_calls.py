@@ -7,7 +7,7 @@ import json
 import shutil
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from edgellm.contract import RequestError
@@ -78,6 +78,8 @@ def _joined(found):
 
 @pytest.mark.parametrize(("kind", "text", "expected"), CASES)
 @given(cuts=st.sets(st.integers(0, 150), max_size=8))
+@example(cuts=set(range(150)))
+@example(cuts=set(range(0, 150, 11)))
 def test_however_the_text_is_cut(kind, text, expected, cuts):
     parser, found = kind(NAMES), []
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]

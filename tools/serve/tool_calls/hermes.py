@@ -13,10 +13,10 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """See `ToolParser`."""
+    """See `ToolParser`; newlines behind a call are no text."""
 
     def __init__(self, names: set[str]) -> None:
-        self._names, self._held = names, ""
+        self._names, self._held, self._is_behind_call = names, "", False
 
     @staticmethod
     def recognises(template: str) -> bool:
@@ -26,28 +26,36 @@ class HermesParser:
     def push(self, text: str) -> list[str | Call]:
         """See `ToolParser.push`."""
         self._held += text
+        self._skip_newlines()
         found: list[str | Call] = []
         while (begin := self._held.find(_OPEN)) >= 0:
             end = self._held.find(_CLOSE, begin)
             found.append(self._held[:begin])
             self._held = self._held[begin:]
             if end < 0:
-                return _without_gaps(found)
+                return [item for item in found if item]
             whole = self._held[: end - begin + len(_CLOSE)]
-            self._held = self._held[len(whole) :].lstrip("\n")
+            self._held = self._held[len(whole) :]
             found.append(self._read(whole))
+            self._is_behind_call = isinstance(found[-1], Call)
+            self._skip_newlines()
         keep = next(
             (size for size in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:size])), 0
         )
         cut = len(self._held) - keep
         found.append(self._held[:cut])
         self._held = self._held[cut:]
-        return _without_gaps(found)
+        return [item for item in found if item]
 
     def finish(self) -> list[str | Call]:
         """See `ToolParser.finish`; a call without its closing tag counts if it is complete."""
         held, self._held = self._held, ""
-        return [self._read(held)] if held.strip() else []
+        return [self._read(held)] if held else []
+
+    def _skip_newlines(self) -> None:
+        if self._is_behind_call:
+            self._held = self._held.lstrip("\n")
+            self._is_behind_call = not self._held
 
     def _read(self, text: str) -> str | Call:
         """The call of a tagged text, or the text if it holds none."""
@@ -59,9 +67,3 @@ class HermesParser:
         if str(name) not in self._names or not isinstance(arguments, dict):
             return text
         return Call(name, json.dumps(arguments, ensure_ascii=False))
-
-
-def _without_gaps(found: list[str | Call]) -> list[str | Call]:
-    """Without empty texts, and the newline that parts a text from the calls behind it."""
-    has_call = any(isinstance(item, Call) for item in found)
-    return [item for item in found if item and not (has_call and item == "\n")]
