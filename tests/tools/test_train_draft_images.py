@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from vlm_engines import Reference, make_vlm
 from edgellm.contract import EdgeLLMError
 from edgellm.export import models
 from edgellm.export.draft import DraftOptions, export_draft
-from edgellm.export.source import open_checkpoint
+from edgellm.export.source import open_checkpoint, open_draft
 from edgellm.multimodal import processors
 from edgellm.multimodal.images import open_image
 from edgellm.tools.train_draft import base as base_module
@@ -175,6 +176,17 @@ def test_a_draft_of_a_vision_language_model(deep_checkpoint, data, tmp_path):
     before = (tmp_path / "draft/model.safetensors").read_bytes()
     run(_job(deep_checkpoint, data, tmp_path))  # the run is over: the same draft is written
     assert (tmp_path / "draft/model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+def test_the_other_methods_see_pictures_too(deep_checkpoint, data, tmp_path, method):
+    job = replace(_job(deep_checkpoint, data, tmp_path), method=method, num_heads=2)
+    run(replace(job, draft_vocab_size=0))
+    base = open_checkpoint(str(deep_checkpoint))
+    draft = open_draft(str(tmp_path / "draft"))
+    manifest = export_draft(draft, base, tmp_path / "bundle", DraftOptions("fp32"))
+    assert manifest.draft.method == method
+    assert (manifest.draft.decoder.images is not None) is (method == "eagle")
 
 
 def test_the_export_turns_as_the_network(deep_checkpoint, tmp_path):
