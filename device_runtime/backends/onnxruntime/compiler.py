@@ -22,10 +22,8 @@ from edgellm.contract import (
 )
 from edgellm.device_runtime.backends import Compiled, Estimate, Plan, Report
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
-from edgellm.device_runtime.backends.onnxruntime.linear_weights import LinearWeight
 from edgellm.device_runtime.backends.onnxruntime.linears import (
     COARSE_INPUTS,
-    LinearKernel,
     RowInt8Kernel,
     StoredKernel,
 )
@@ -38,7 +36,9 @@ from edgellm.device_runtime.backends.onnxruntime.session import (
     load_graph,
     set_threads,
 )
-from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
+from edgellm.device_runtime.lowering.linear_groups import LinearKernel
+from edgellm.device_runtime.lowering.linear_weights import LinearWeight
+from edgellm.device_runtime.lowering.weights import WeightFile
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _PREFILL_ROWS = (64, 128, 256)

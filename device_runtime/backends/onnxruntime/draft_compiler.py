@@ -30,14 +30,14 @@ from edgellm.device_runtime.backends.onnxruntime.compiler import (
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
 from edgellm.device_runtime.backends.onnxruntime.linears import (
     ALL_INPUTS,
-    LinearKernel,
     RowInt8Kernel,
     StoredKernel,
 )
 from edgellm.device_runtime.backends.onnxruntime.lowering import lower_decoder, lower_fuse
 from edgellm.device_runtime.backends.onnxruntime.round_weights import round_to_int4
 from edgellm.device_runtime.backends.onnxruntime.session import OnnxRuntimeDraftSession
-from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
+from edgellm.device_runtime.lowering.linear_groups import LinearKernel
+from edgellm.device_runtime.lowering.weights import WeightFile
 
 _MODEL, _FUSE = "draft", "fuse"
 _CANDIDATES = 10

@@ -25,7 +25,7 @@ from edgellm.device_runtime.backends.onnxruntime.linears import (
 )
 from edgellm.device_runtime.backends.onnxruntime.lowering import lower_visual
 from edgellm.device_runtime.backends.onnxruntime.visual import OnnxRuntimeVisualSession
-from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
+from edgellm.device_runtime.lowering.weights import WeightFile
 from edgellm.multimodal.grids import grid_inputs
 
 _NAME = "encoder"
