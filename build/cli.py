@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,14 +22,19 @@ from edgellm.build.flags import (
     EngineDir,
     KvCache,
     KvCapacity,
+    LayerReport,
     MaxBatchSize,
     MaxDraftTreeSize,
     MaxInputLen,
     MaxVerifyTreeSize,
     OnnxDir,
+    OptLevel,
     Prefill,
     Quantize,
+    TargetSm,
     Threads,
+    TimingCache,
+    Workspace,
 )
 from edgellm.command import run_command
 from edgellm.contract import (
@@ -39,6 +44,9 @@ from edgellm.contract import (
     EngineManifest,
     FileRecord,
 )
+
+if TYPE_CHECKING:
+    from edgellm.device_runtime.backends import Plan
 
 # --onnx-dir is --onnxDir
 ONE_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
@@ -66,22 +74,21 @@ def llm_build(
     eagle_draft: EagleDraft = False,
     max_verify_tree_size: MaxVerifyTreeSize = 60,
     max_draft_tree_size: MaxDraftTreeSize = 60,
+    target_sm: TargetSm = "",
+    workspace: Workspace = 0,
+    opt_level: OptLevel = None,
+    timing_cache: TimingCache = None,
+    layer_report: LayerReport = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Build an engine for this machine from an ONNX bundle."""
     del debug  # read by run_command
-    from edgellm.build.draft import build_draft
-    from edgellm.build.engine import build_engine, check_bundle, check_draft_bundle, predict
-    from edgellm.device_runtime.backends import Plan
+    from edgellm.device_runtime.backends import CompilerOptions, Plan
 
-    for flag, value, allowed in (
-        ("--prefill", prefill, ("auto", "same", "int8")),
-        ("--quantize", quantize, ("auto", "none", "int8", "int4")),
-        ("--kvCache", kv_cache, ("auto", "float", "int8")),
-    ):
-        if value not in allowed:
-            raise EdgeLLMError(f"{flag} {value}: give {', '.join(allowed[:-1])} or {allowed[-1]}")
+    _check_choice("--prefill", prefill, "auto", "same", "int8")
+    _check_choice("--quantize", quantize, "auto", "none", "int8", "int4")
+    _check_choice("--kvCache", kv_cache, "auto", "float", "int8")
     if eagle_base and eagle_draft:
         raise EdgeLLMError(
             "--eagleBase and --eagleDraft are two builds",
@@ -100,15 +107,30 @@ def llm_build(
         kv_cache,
         max_verify_tree_size=max_verify_tree_size if eagle_base else 0,
         max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,
+        compiler=CompilerOptions(target_sm, workspace, opt_level, timing_cache, layer_report),
     )
+    _run(onnx_dir, engine_dir, plan, backend, is_draft=eagle_draft, dry_run=dry_run)
+
+
+def _check_choice(flag: str, value: str, *allowed: str) -> None:
+    if value not in allowed:
+        raise EdgeLLMError(f"{flag} {value}: give {', '.join(allowed[:-1])} or {allowed[-1]}")
+
+
+def _run(
+    onnx_dir: Path, engine_dir: Path, plan: Plan, backend: str, *, is_draft: bool, dry_run: bool
+) -> None:
+    from edgellm.build.draft import build_draft
+    from edgellm.build.engine import build_engine, check_bundle, check_draft_bundle, predict
+
     if dry_run:
-        manifest = (check_draft_bundle if eagle_draft else check_bundle)(onnx_dir, plan)
+        manifest = (check_draft_bundle if is_draft else check_bundle)(onnx_dir, plan)
         for line in predict(onnx_dir, manifest, plan, backend).lines():
             typer.echo(line)
         return
     start = time.perf_counter()
     with status() as report:
-        build = build_draft if eagle_draft else build_engine
+        build = build_draft if is_draft else build_engine
         built = build(onnx_dir, engine_dir, plan, backend, report)
     _show(built, engine_dir, time.perf_counter() - start)
 
@@ -120,13 +142,20 @@ def _show(built: EngineManifest | DraftEngineManifest, engine_dir: Path, seconds
         f"{where}: {built.backend} {built.backend_version}, {graphs}; "
         f"{show_size(built.files, seconds)}"
     )
-    if isinstance(built, EngineManifest):
+    show_notes(built.options)
+    if isinstance(built, EngineManifest) and built.pass_cost_ms:
         typer.echo(
             f"a pass takes (rows: ms) {_listed(built.pass_cost_ms)}; "
             f"prompts in passes of {built.prefill_rows} rows"
         )
-    else:
+    elif isinstance(built, DraftEngineManifest) and built.step_cost_ms:
         typer.echo(f"a draft step takes (rows: ms) {_listed(built.step_cost_ms)}")
+
+
+def show_notes(options: Mapping[str, Any]) -> None:
+    """What a backend wants people to know of an engine."""
+    for note in options.get("notes", ()):
+        typer.echo(f"note: {note}", err=True)
 
 
 def show_size(files: Mapping[str, FileRecord], seconds: float) -> str:

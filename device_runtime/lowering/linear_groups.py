@@ -34,7 +34,7 @@ def split_columns(
 
 
 def _stored_alike(weight: LinearWeight) -> Hashable:
-    return weight.kind, weight.parts[0].block_size
+    return weight.key
 
 
 def lower_linears(

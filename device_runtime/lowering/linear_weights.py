@@ -106,7 +106,7 @@ class WeightPart:
         return np.atleast_2d(scales.astype(np.float32))
 
     def dense(self) -> np.ndarray:
-        """float32 [in, out]."""
+        """[in, out], float32 where it is decoded."""
         if self.dequantize is None:
             array = constant_array(self.operand)
             assert array is not None
@@ -196,6 +196,11 @@ class LinearWeight:
         return self.parts[0].kind
 
     @property
+    def key(self) -> tuple[str, int]:
+        """Kind and block size; weights are alike when their keys are equal."""
+        return self.kind, self.parts[0].block_size
+
+    @property
     def has_zero_points(self) -> bool:
         """Whether `blocks` has zero points."""
         return any(part.is_unsigned and not part.is_rerounded for part in self.parts)
@@ -262,6 +267,17 @@ class LinearWeight:
             np.concatenate([blocks.scales for blocks in found]),
             zeros,
         )
+
+
+def weight_kinds(model: ir.Model) -> set[str]:
+    """How the linear weights of a portable graph are stored, see `LinearWeight.kind`."""
+    return {kind for kind, _ in weight_keys(model)}
+
+
+def weight_keys(model: ir.Model) -> set[tuple[str, int]]:
+    """As `weight_kinds`, with the sizes of blocks, see `LinearWeight.key`."""
+    weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
+    return {weight.key for weight in weights if weight is not None}
 
 
 def _zero_points(blocks: Blocks) -> U8:

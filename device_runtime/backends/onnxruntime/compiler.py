@@ -37,7 +37,7 @@ from edgellm.device_runtime.backends.onnxruntime.session import (
     set_threads,
 )
 from edgellm.device_runtime.lowering.linear_groups import LinearKernel
-from edgellm.device_runtime.lowering.linear_weights import LinearWeight
+from edgellm.device_runtime.lowering.linear_weights import LinearWeight, weight_kinds
 from edgellm.device_runtime.lowering.weights import WeightFile
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -175,17 +175,6 @@ def _variants(model: ir.Model, spec: DecoderSpec, plan: Plan) -> list[_Variant]:
         dataclasses.replace(decode, max_rows=1, needs_mask=needs_mask),
         _Variant("prefill", "int8", RowInt8Kernel(COARSE_INPUTS), prepacks=True, max_rows=largest),
     ]
-
-
-def weight_kinds(model: ir.Model) -> set[str]:
-    """How the linear weights of a portable graph are stored, see `LinearWeight.kind`."""
-    return {kind for kind, _ in weight_keys(model)}
-
-
-def weight_keys(model: ir.Model) -> set[tuple[str, int]]:
-    """As `weight_kinds`, with the sizes of blocks, see `LinearWeight.key`."""
-    weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
-    return {weight.key for weight in weights if weight is not None}
 
 
 def check_quantize(kinds: set[str], quantize: str) -> None:

@@ -25,7 +25,6 @@ from edgellm.device_runtime.backends.onnxruntime.compiler import (
     open_rounded,
     optimize,
     table_bytes,
-    weight_kinds,
 )
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
 from edgellm.device_runtime.backends.onnxruntime.linears import (
@@ -37,6 +36,7 @@ from edgellm.device_runtime.backends.onnxruntime.lowering import lower_decoder, 
 from edgellm.device_runtime.backends.onnxruntime.round_weights import round_to_int4
 from edgellm.device_runtime.backends.onnxruntime.session import OnnxRuntimeDraftSession
 from edgellm.device_runtime.lowering.linear_groups import LinearKernel
+from edgellm.device_runtime.lowering.linear_weights import weight_kinds
 from edgellm.device_runtime.lowering.weights import WeightFile
 
 _MODEL, _FUSE = "draft", "fuse"
