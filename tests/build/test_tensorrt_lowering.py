@@ -167,8 +167,9 @@ def test_passes_of_a_draft():
 
 
 def _spec(**changes: int) -> VisionSpec:
-    sizes = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "window_size": 8,
-             "position_grid": 0, "num_deepstack": 0, "image_size": 0, "tokens_per_tile": 0}  # fmt: skip
+    grid = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "window_size": 8}
+    none = {"position_grid": 0, "num_deepstack": 0, "image_size": 0, "tokens_per_tile": 0}
+    sizes = {**grid, **none}
     return VisionSpec(model_type="any", hidden_size=64, num_parameters=1, **{**sizes, **changes})
 
 
