@@ -71,7 +71,7 @@ MaxDraftTreeSize = Annotated[
 TargetSm = Annotated[
     str,
     typer.Option(
-        "--targetSm",
+        "--gpu",
         help="tensorrt: compute capability of the GPU to compile for, e.g. 8.9, ahead of time with "
         "TensorRT-RTX; this machine's GPU if not given.",
     ),

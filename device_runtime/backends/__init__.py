@@ -39,7 +39,7 @@ class CompilerOptions:
     def given(self) -> dict[str, str | int]:
         """The flags that were given, with their values."""
         flags = {
-            "--targetSm": self.target_sm or None,
+            "--gpu": self.target_sm or None,
             "--workspace": self.workspace_mib or None,
             "--optLevel": self.opt_level,
             "--timingCache": None if self.timing_cache is None else str(self.timing_cache),

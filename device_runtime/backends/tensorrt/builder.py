@@ -84,7 +84,7 @@ def build(
         del monitor
         caches = _caches_in_place(trt, network)
         _save_timing_cache(config, options)
-    log.refuse_ignored_inputs()
+    log.refuse_ignored_inputs()  # they are named when the network is compiled
     return Built(tuple(read_kernels(log.layers)), caches, attentions)
 
 

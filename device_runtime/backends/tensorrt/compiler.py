@@ -246,8 +246,8 @@ def _notes(built: Built, passes: Sequence[Pass]) -> tuple[str, ...]:
             notes.append(f"{each.name}: {fused} of {built.attentions} attentions are one kernel")
         if decoded and each.name != "prefill":
             notes.append(
-                f"{each.name}: {decoded} weights are decoded to memory in every pass; int4 and "
-                "nvfp4, and 8 bits with a scale for each channel, are read as they are"
+                f"{each.name}: {decoded} weights are decoded to memory in every pass; int4, "
+                "nvfp4 with rounded inputs, and 8 bits with a scale for each channel are not"
             )
     return tuple(notes)
 

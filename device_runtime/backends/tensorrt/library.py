@@ -17,7 +17,7 @@ from edgellm.device_runtime.backends import Origin
 from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
 
 _MINIMUM = (10, 15)  # of TensorRT: caches that are updated in place, rotary embeddings
-_FEATURES = ("IAttention", "IKVCacheUpdateLayer", "IRotaryEmbeddingLayer", "IStreamWriter")
+FEATURES = ("IAttention", "IKVCacheUpdateLayer", "IRotaryEmbeddingLayer", "IStreamWriter")
 _NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}
 _HINT = (
     "in edgellm's folder: pip install '.[tensorrt-rtx]' compiles without a GPU; "
@@ -83,11 +83,11 @@ def find_target(wanted: str) -> Target:
             not compile for.
     """
     library = find_library(ahead_of_time=bool(wanted))
-    sm = _parse(wanted) if wanted else compute_capability()
+    sm = parse_sm(wanted) if wanted else compute_capability()
     if sm is None:
         raise EdgeLLMError(
             "there is no NVIDIA GPU here to compile for",
-            hint="--targetSm 89 compiles ahead of time for GPUs of compute capability 8.9",
+            hint="--gpu 89 compiles ahead of time for GPUs of compute capability 8.9",
         )
     if library.is_ahead_of_time and sm not in (known := _targets(library.trt)):
         shown = ", ".join(f"{each // 10}.{each % 10}" for each in known)
@@ -119,7 +119,7 @@ def _load(name: str) -> Library | str:
     if not is_rtx and tuple(int(part) for part in trt.__version__.split(".")[:2]) < _MINIMUM:
         needed = ".".join(map(str, _MINIMUM))
         return f"TensorRT {trt.__version__} is too old, {needed} is needed"
-    missing = [feature for feature in _FEATURES if not hasattr(trt, feature)]
+    missing = [feature for feature in FEATURES if not hasattr(trt, feature)]
     if missing:
         return f"{_NAMES[name]} {trt.__version__} has no {missing[0]}"
     if not is_rtx and compute_capability() is None:  # its builder would end the process
@@ -127,11 +127,12 @@ def _load(name: str) -> Library | str:
     return Library(trt, is_rtx)
 
 
-def _parse(wanted: str) -> int:
+def parse_sm(wanted: str) -> int:
+    """The compute capability that a user writes as 89, 8.9 or sm89; raises `EdgeLLMError`."""
     match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", wanted.lower())
     if match is None:
         raise EdgeLLMError(
-            f"--targetSm {wanted} is no compute capability", hint="give 89 or 8.9, for example"
+            f"--gpu {wanted} is no compute capability", hint="give 89 or 8.9, for example"
         )
     return 10 * int(match[1]) + int(match[2])
 
