@@ -72,10 +72,12 @@ def draw(result: PassResult, row: int, sampler: Sampler) -> int:
         EdgeLLMError: the engine computed something that is not a number.
     """
     argmax = int(result.token_ids[row])
-    highest = result.logits[row, argmax]
+    highest = result.highest[row]
     if not np.isfinite(highest):
         raise EdgeLLMError(
             f"the engine computed {highest}",
             hint="build the engine again; if it stays, the model overflows this precision",
         )
+    if sampler.params.is_greedy:  # a device then keeps its logits
+        return argmax
     return sampler.choose(result.logits[row], argmax)

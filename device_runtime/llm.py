@@ -108,10 +108,11 @@ class LLM:
         (verify_files if verify else verify_sizes)(folder, self.manifest.files)
         self.tokenizer = ChatTokenizer(folder)
         backend = backends.find(self.manifest.backend)
-        self.session = RecordedSession(backend.open_session(folder, self.manifest))
-        self._drafters = (
-            Drafters(folder, self.manifest, eagle, verify=verify) if eagle is not None else None
-        )
+        session = backend.open_session(folder, self.manifest)
+        self.session = RecordedSession(session)
+        self._drafters = None
+        if eagle is not None:
+            self._drafters = Drafters(folder, self.manifest, session, eagle, verify=verify)
         decoder = self.manifest.decoder
         self._no_images = None
         if decoder.images is not None:

@@ -16,6 +16,8 @@ from edgellm.contract import (
     load_manifest,
 )
 from edgellm.device_runtime import backends
+from edgellm.device_runtime.measure import draft_costs, pass_costs
+from edgellm.device_runtime.session import DraftSession, Session
 from edgellm.device_runtime.speculate.accept import accept_exactly, accept_typically
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.committed import CommittedRows, ImageIds
@@ -54,9 +56,15 @@ class Drafters:
     """
 
     def __init__(
-        self, engine: Path, base: EngineManifest, options: EagleOptions, *, verify: bool
+        self,
+        engine: Path,
+        base: EngineManifest,
+        base_session: Session,
+        options: EagleOptions,
+        *,
+        verify: bool,
     ) -> None:
-        """Load `engine`/draft.
+        """Load `engine`/draft; measures passes that no one has measured.
 
         Raises:
             BrokenArtifactError: no draft engine, a damaged one, or one for another base.
@@ -79,9 +87,7 @@ class Drafters:
         (verify_files if verify else verify_sizes)(folder, self.manifest.files)
         backend = backends.find(self.manifest.backend)
         session = backend.open_draft_session(folder, self.manifest)
-        self._costs = Costs.of(
-            base.pass_cost_ms, self.manifest.step_cost_ms, self.manifest.extend_cost_ms
-        )
+        self._costs = _costs(base, self.manifest, base_session, session)
         image_ids = None
         if base.decoder.images is not None:
             reads_rows = self.manifest.draft.decoder.images is not None
@@ -107,6 +113,20 @@ class Drafters:
         if self.options.tree == "fixed":
             return FixedTree(self.options.limits)
         return CostAwareTree(self.options.limits, self._costs, Calibration())
+
+
+def _costs(
+    base: EngineManifest, draft: DraftEngineManifest, session: Session, drafting: DraftSession
+) -> Costs:
+    """What was measured when the engines were built, or is now: ahead of time no pass runs."""
+    verify, most = base.pass_cost_ms, draft.max_draft_tree_size
+    step, extend = draft.step_cost_ms, draft.extend_cost_ms
+    if not verify:
+        verify = pass_costs(session, base.decoder, base.max_verify_tree_size)
+    if not step:
+        step = draft_costs(drafting, draft.draft, fused=False, most_rows=most)
+        extend = draft_costs(drafting, draft.draft, fused=True, most_rows=most)
+    return Costs.of(verify, step, extend)
 
 
 def check_limits(limits: TreeLimits, base: EngineManifest, draft: DraftEngineManifest) -> None:

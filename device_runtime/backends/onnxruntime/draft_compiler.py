@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,10 @@ from edgellm import contract
 from edgellm.contract import DecoderSpec, DraftBundleManifest, DraftSpec, PassGraph
 from edgellm.device_runtime.backends import CompiledDraft, Estimate, Plan, Report
 from edgellm.device_runtime.backends.onnxruntime.compiler import (
-    MEASURED_CONTEXT_ROWS,
-    MEASURED_ROWS,
     RUNTIME_BYTES,
     check_heads,
     check_quantize,
     close_rounded,
-    fastest_ms,
     float32_spec,
     linear_sizes,
     open_rounded,
@@ -38,9 +34,9 @@ from edgellm.device_runtime.backends.onnxruntime.session import OnnxRuntimeDraft
 from edgellm.device_runtime.lowering.linear_groups import LinearKernel
 from edgellm.device_runtime.lowering.linear_weights import weight_kinds
 from edgellm.device_runtime.lowering.weights import WeightFile
+from edgellm.device_runtime.measure import draft_costs, features
 
 _MODEL, _FUSE = "draft", "fuse"
-_CANDIDATES = 10
 
 
 def compile_draft(
@@ -70,8 +66,8 @@ def compile_draft(
         graphs=(PassGraph(f"{_MODEL}.onnx", plan.max_input_len, precision),),
         fuse_graph=f"{_FUSE}.onnx" if fuse is not None else "",
         kv_dtype=spec.kv.dtype,
-        step_cost_ms=_costs(runner, manifest.draft, fused=False),
-        extend_cost_ms=_costs(runner, manifest.draft, fused=True),
+        step_cost_ms=draft_costs(runner, manifest.draft, fused=False),
+        extend_cost_ms=draft_costs(runner, manifest.draft, fused=True),
     )
 
 
@@ -144,38 +140,10 @@ def _compile_fuse(
     ir.save(model, lowered)
 
     def probe(session: ort.InferenceSession) -> np.ndarray:
-        (hidden,) = session.run(None, {contract.HIDDEN_TAPS: _features(spec, 5)[None]})
+        (hidden,) = session.run(None, {contract.HIDDEN_TAPS: features(spec, 5)[None]})
         return np.asarray(hidden)
 
     return optimize(
         lowered, folder / f"{_FUSE}.onnx", plan.threads, prepacks=is_dense or _is_int8(plan),
         probe=probe,
     )  # fmt: skip
-
-
-def _features(spec: DraftSpec, rows: int) -> np.ndarray:
-    width = len(spec.hidden_taps) * spec.base_hidden_size
-    return np.random.default_rng(1).standard_normal((rows, width), np.float32)
-
-
-def _costs(runner: OnnxRuntimeDraftSession, spec: DraftSpec, *, fused: bool) -> dict[str, float]:
-    """Milliseconds by rows: growth passes, whose rows all get candidates, or extensions."""
-    context = min(MEASURED_CONTEXT_ROWS, runner.capacity // 2)
-    costs = {}
-    for rows in MEASURED_ROWS:
-        if rows > runner.capacity - context:
-            break
-        taps = _features(spec, rows)
-        hidden = np.zeros((rows, spec.decoder.hidden_size), np.float32)
-        outputs = np.array([rows - 1]) if fused else np.arange(rows)
-        top_k = min(_CANDIDATES, spec.draft_vocab_size)
-        step = partial(
-            runner.run, np.arange(rows) % spec.decoder.vocab_size, write_index=context,
-            output_rows=outputs, top_k=top_k,
-        )  # fmt: skip
-
-        def extend(step: partial = step, taps: np.ndarray = taps) -> None:
-            step(hidden=runner.fuse(taps))
-
-        costs[str(rows)] = fastest_ms(extend if fused else partial(step, hidden=hidden), 7)
-    return costs

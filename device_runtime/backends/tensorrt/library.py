@@ -98,12 +98,13 @@ def find_target(wanted: str) -> Target:
     return Target(library, sm)
 
 
-def installed() -> list[str]:
-    """The labels of the libraries that can be imported."""
-    found = []
+def installed() -> dict[str, Any]:
+    """The modules that can be imported, by their labels."""
+    found = {}
     for name in _NAMES:
         with contextlib.suppress(ImportError):
-            found.append(Library(importlib.import_module(name), name == "tensorrt_rtx").label)
+            trt = importlib.import_module(name)
+            found[Library(trt, name == "tensorrt_rtx").label] = trt
     return found
 
 

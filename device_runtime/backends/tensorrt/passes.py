@@ -31,10 +31,11 @@ def base_passes(plan: Plan) -> list[Pass]:
     A single row is a pass of its own, since attention then reads the cache where it lies.
     """
     prompt, tree = plan.max_input_len, plan.max_verify_tree_size
-    passes = [_base_pass("decode", _ONE, _ONE, _ONE)]
+    passes, has_prefill = [_base_pass("decode", _ONE, _ONE, _ONE)], prompt > max(tree, 1)
     if tree > 1:
-        passes.append(_base_pass("verify", (1, tree), (1, tree), _ONE))
-    if prompt > max(tree, 1):
+        images = _ONE if has_prefill else (1, prompt)
+        passes.append(_base_pass("verify", (1, tree), (1, tree), images))
+    if has_prefill:
         passes.append(_base_pass("prefill", (1, prompt), _ONE, (1, prompt)))
     return passes
 
@@ -48,7 +49,8 @@ def draft_passes(plan: Plan) -> list[Pass]:
     """Growing a tree, which also takes the rows that a round accepted, and reading a prompt."""
     prompt, tree = plan.max_input_len, plan.max_draft_tree_size
     step = {"rows": (1, tree), "mask_columns": (1, tree), "head_rows": (1, tree)}
-    passes = [Pass("step", tree, {**step, "image_rows": _ONE})]
+    images = _ONE if prompt > tree else (1, prompt)
+    passes = [Pass("step", tree, {**step, "image_rows": images})]
     if prompt > tree:
         prefill = {"rows": (1, prompt), "mask_columns": (1, prompt), "head_rows": _ONE}
         passes.append(Pass("prefill", prompt, {**prefill, "image_rows": (1, prompt)}))

@@ -74,7 +74,9 @@ def test_spellings_of_a_gpu(text, sm):
     assert library.parse_sm(text) == sm
 
 
-MANIFEST = SimpleNamespace(backend_version="TensorRT 10.16.2.10", machine="sm110")
+MANIFEST = SimpleNamespace(
+    backend_version="TensorRT 10.16.2.10", machine="sm110", decoder=None, max_kv_cache_capacity=0
+)
 
 
 @pytest.mark.parametrize(
