@@ -109,8 +109,8 @@ def _memory(machine: Machine) -> Iterator[Finding]:
     free = sizes["MemAvailable"]
     found = f"{free / 1e9:.1f} of {sizes['MemTotal'] / 1e9:.1f} GB are free"
     if free < _LITTLE_MEMORY_BYTES:
-        yield Finding("memory", FAULT, found,
-                      "close other programs; llm_build --dryRun says what an engine needs")  # fmt: skip
+        remedy = "close other programs; llm_build --dryRun says what an engine needs"
+        yield Finding("memory", FAULT, found, remedy)
     else:
         yield Finding("memory", OK, found)
 
