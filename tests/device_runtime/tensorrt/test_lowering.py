@@ -80,6 +80,8 @@ def test_quantized_graphs_compute_the_same(tiny_source, tmp_path, layout):
     write_checkpoint(tiny_source, tmp_path / "checkpoint", LAYOUTS[layout])
     portable = _bundle(tmp_path / "checkpoint", tmp_path)
     expected, found = _run(portable), _run(_lowered(portable, tmp_path))
+    top = found.pop(contract.TOP_LOGITS)
+    np.testing.assert_array_equal(top, found[contract.LOGITS].max(-1))
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, atol=2e-4, err_msg=name)
