@@ -89,7 +89,7 @@ def publish(temporary: Path, output: Path, manifest: Manifest) -> Manifest:
 
 def move_files(temporary: Path, output: Path, names: list[str], old: set[str]) -> None:
     """Move finished files to `output`, not to be cut by Ctrl-C; `old` ones of ours go."""
-    with _defer_interrupt():
+    with defer_interrupt():
         output.mkdir(parents=True, exist_ok=True)
         for name in names:
             target = output / name
@@ -105,7 +105,7 @@ def temporary_folder(output: Path) -> Iterator[Path]:
     parent = output.absolute().parent
     path: Path | None = None
     try:
-        with _defer_interrupt():
+        with defer_interrupt():
             path = _make_folder(parent, f".{output.name}.partial-")
         yield path
     finally:
@@ -183,19 +183,23 @@ def _listed_files(folder: Path, kind: str) -> set[str]:
 
 
 @contextlib.contextmanager
-def _defer_interrupt() -> Iterator[None]:
-    """Let Ctrl-C and its kin wait for the end of the block, so that it is not cut in the middle."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals go to the main thread
-        return
+def defer_interrupt() -> Iterator[list[int]]:
+    """Let Ctrl-C and its kin wait for the end of the block, so that it is not cut in the middle.
+
+    Yields:
+        The signals that wait; it grows.
+    """
     pending: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield pending  # signals go to the main thread
+        return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     previous = {
         number: signal.signal(number, lambda number, _frame: pending.append(number))
         for number in numbers
     }
     try:
-        yield
+        yield pending
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -54,6 +54,7 @@ TREE_MASK = "tree_mask"  # bool [S, S]; row i may see new row j; a draft's is [S
 LOGITS_INDEX = "logits_index"  # int64 [R]; the rows that get logits
 LOGITS = "logits"  # float32 [1, R, V]
 TOKEN_IDS = "token_ids"  # int64 [1, R]; argmax of the logits
+TOP_LOGITS = "top_logits"  # float32 [1, R]; the logits of `token_ids`; of engines on a GPU only
 HIDDEN_TAPS = "hidden_taps"  # activations [1, S, T*H]; features that the base gives to a draft
 
 # A draft has the decoder's inputs and these; its rows of logits stay inside the graph.

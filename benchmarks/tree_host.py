@@ -16,7 +16,7 @@ import numpy as np
 from edgellm.contract import KVCacheSpec
 from edgellm.device_runtime.backends.onnxruntime.session import _Cache
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
-from edgellm.device_runtime.session import DraftResult, PassResult
+from edgellm.device_runtime.session import DraftResult, HostResult
 from edgellm.device_runtime.speculate.accept import accept_exactly
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.committed import CommittedRows
@@ -66,7 +66,7 @@ def measure(limits: TreeLimits, *, fixed: bool) -> tuple[float, float]:
         tree = drafter.propose(5, 1000, 100)
         tree.layout()
         picks[0] = tree.token_ids[1]  # the path has a node or two
-        result = PassResult(picks, logits, logits)
+        result = HostResult(picks, logits, logits)
         outcome = accept_exactly(tree, result, sampler)
         path = np.asarray(outcome.path)
         cache.keep(100, np.array([0, 3, 7]))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,14 +22,19 @@ from edgellm.build.flags import (
     EngineDir,
     KvCache,
     KvCapacity,
+    LayerReport,
     MaxBatchSize,
     MaxDraftTreeSize,
     MaxInputLen,
     MaxVerifyTreeSize,
     OnnxDir,
+    OptLevel,
     Prefill,
     Quantize,
+    TargetSm,
     Threads,
+    TimingCache,
+    Workspace,
 )
 from edgellm.command import run_command
 from edgellm.contract import (
@@ -39,6 +44,9 @@ from edgellm.contract import (
     EngineManifest,
     FileRecord,
 )
+
+if TYPE_CHECKING:
+    from edgellm.device_runtime.backends import Plan
 
 # --onnx-dir is --onnxDir
 ONE_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
@@ -66,14 +74,17 @@ def llm_build(
     eagle_draft: EagleDraft = False,
     max_verify_tree_size: MaxVerifyTreeSize = None,
     max_draft_tree_size: MaxDraftTreeSize = 60,
+    target_sm: TargetSm = "",
+    workspace: Workspace = 0,
+    opt_level: OptLevel = None,
+    timing_cache: TimingCache = None,
+    layer_report: LayerReport = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Build an engine for this machine from an ONNX bundle."""
     del debug  # read by run_command
-    from edgellm.build.draft import build_draft
-    from edgellm.build.engine import build_engine, check_bundle, check_draft_bundle, predict
-    from edgellm.device_runtime.backends import Plan
+    from edgellm.device_runtime.backends import CompilerOptions, Plan
 
     _check_words(prefill, quantize, kv_cache)
     if eagle_base and eagle_draft:
@@ -95,15 +106,30 @@ def llm_build(
         is_eagle_base=eagle_base,
         max_verify_tree_size=max_verify_tree_size or (60 if eagle_base else 0),
         max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,
+        compiler=CompilerOptions(target_sm, workspace, opt_level, timing_cache, layer_report),
     )
+    _run(onnx_dir, engine_dir, plan, backend, is_draft=eagle_draft, dry_run=dry_run)
+
+
+def _check_choice(flag: str, value: str, *allowed: str) -> None:
+    if value not in allowed:
+        raise EdgeLLMError(f"{flag} {value}: give {', '.join(allowed[:-1])} or {allowed[-1]}")
+
+
+def _run(
+    onnx_dir: Path, engine_dir: Path, plan: Plan, backend: str, *, is_draft: bool, dry_run: bool
+) -> None:
+    from edgellm.build.draft import build_draft
+    from edgellm.build.engine import build_engine, check_bundle, check_draft_bundle, predict
+
     if dry_run:
-        manifest = (check_draft_bundle if eagle_draft else check_bundle)(onnx_dir, plan)
+        manifest = (check_draft_bundle if is_draft else check_bundle)(onnx_dir, plan)
         for line in predict(onnx_dir, manifest, plan, backend).lines():
             typer.echo(line)
         return
     start = time.perf_counter()
     with status() as report:
-        build = build_draft if eagle_draft else build_engine
+        build = build_draft if is_draft else build_engine
         built = build(onnx_dir, engine_dir, plan, backend, report)
     _show(built, engine_dir, time.perf_counter() - start)
 
@@ -125,15 +151,23 @@ def _show(built: EngineManifest | DraftEngineManifest, engine_dir: Path, seconds
         f"{where}: {built.backend} {built.backend_version}, {graphs}; "
         f"{show_size(built.files, seconds)}"
     )
+    show_notes(built.options)
     if isinstance(built, EngineManifest):
-        typer.echo(
-            f"a pass takes (rows: ms) {_listed(built.pass_cost_ms)}; "
-            f"prompts in passes of {built.prefill_rows} rows"
-        )
+        if built.pass_cost_ms:
+            typer.echo(
+                f"a pass takes (rows: ms) {_listed(built.pass_cost_ms)}; "
+                f"prompts in passes of {built.prefill_rows} rows"
+            )
     elif built.draft.num_heads:
         typer.echo(f"{built.draft.num_heads} heads take {built.extend_cost_ms['1']:.2f} ms")
-    else:
+    elif built.step_cost_ms:
         typer.echo(f"a draft step takes (rows: ms) {_listed(built.step_cost_ms)}")
+
+
+def show_notes(options: Mapping[str, Any]) -> None:
+    """What a backend wants people to know of an engine."""
+    for note in options.get("notes", ()):
+        typer.echo(f"note: {note}", err=True)
 
 
 def show_size(files: Mapping[str, FileRecord], seconds: float) -> str:

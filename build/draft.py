@@ -29,7 +29,7 @@ def build_draft(
         EdgeLLMError: anything that the backend finds.
     """
     backend = backends.find(backend_name)
-    backend_version = backend.available()
+    origin = backend.origin(plan.compiler)
     folder = engine / DRAFT_FOLDER
     check_output(folder, "draft_engine", [])
     report("checking the bundle")
@@ -46,8 +46,8 @@ def build_draft(
                 draft, decoder=with_kv_dtype(draft.decoder, compiled.kv_dtype)
             ),
             backend=backend.__name__.rsplit(".", 1)[-1],
-            backend_version=backend_version,
-            machine=backend.machine(),
+            backend_version=origin.version,
+            machine=origin.machine,
             max_kv_cache_capacity=0 if draft.num_heads else plan.kv_capacity,
             max_draft_tree_size=0 if draft.num_heads else plan.max_draft_tree_size,
             graphs=compiled.graphs,
@@ -55,8 +55,11 @@ def build_draft(
             step_cost_ms=compiled.step_cost_ms,
             extend_cost_ms=compiled.extend_cost_ms,
             quantization=manifest.quantization,
-            options={"threads": plan.threads, "quantize": plan.quantize},
+            options={
+                "threads": plan.threads, "quantize": plan.quantize, **plan.compiler.given(),
+                "notes": list(compiled.notes),
+            },
             provenance=provenance(bundle, manifest.provenance),
-        )
+        )  # fmt: skip
         report("hashing the engine")
         return publish(temporary, folder, built)

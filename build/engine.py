@@ -46,7 +46,7 @@ class Prediction:
 
     estimate: Estimate
     available_memory_bytes: int
-    bandwidth_bytes_per_s: float
+    bandwidth_bytes_per_s: float  # 0: the engine is for another memory than this machine's
 
     @property
     def tokens_per_s(self) -> float:
@@ -56,11 +56,17 @@ class Prediction:
     def lines(self) -> list[str]:
         """For people."""
         mega = 1e6
-        return [
+        lines = [
             f"engine            {self.estimate.engine_bytes / mega:10.1f} MB",
             f"KV cache          {self.estimate.kv_bytes / mega:10.1f} MB",
             f"peak build memory {self.estimate.peak_build_bytes / mega:10.1f} MB"
             f" (available {self.available_memory_bytes / mega:.1f} MB)",
+            f"read for a token  {self.estimate.decode_bytes / mega:10.1f} MB",
+        ]
+        if not self.bandwidth_bytes_per_s:
+            return lines
+        return [
+            *lines,
             f"memory bandwidth  {self.bandwidth_bytes_per_s / 1e9:10.1f} GB/s",
             f"decode, at most   {self.tokens_per_s:10.1f} tokens/s",
         ]
@@ -120,8 +126,11 @@ def predict(
     bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan: Plan, backend: str
 ) -> Prediction:
     """Sizes and speed before anything is built."""
-    estimate = backends.find(backend).estimate(bundle, manifest, plan)
-    return Prediction(estimate, available_memory_bytes(), read_bandwidth_bytes_per_s())
+    found = backends.find(backend)
+    found.origin(plan.compiler)
+    estimate = found.estimate(bundle, manifest, plan)
+    bandwidth = read_bandwidth_bytes_per_s() if estimate.runs_on_cpu else 0.0
+    return Prediction(estimate, available_memory_bytes(), bandwidth)
 
 
 def build_engine(
@@ -134,7 +143,7 @@ def build_engine(
         EdgeLLMError: anything that `check_bundle` or the backend finds.
     """
     backend = backends.find(backend_name)
-    backend_version = backend.available()
+    origin = backend.origin(plan.compiler)
     check_output(engine, "llm_engine", [*TOKENIZER_FILES])
     report("checking the bundle")
     manifest = check_bundle(bundle, plan)
@@ -148,8 +157,8 @@ def build_engine(
         built = EngineManifest(
             decoder=with_kv_dtype(manifest.decoder, compiled.kv_dtype),
             backend=backend.__name__.rsplit(".", 1)[-1],
-            backend_version=backend_version,
-            machine=backend.machine(),
+            backend_version=origin.version,
+            machine=origin.machine,
             max_input_len=plan.max_input_len,
             max_kv_cache_capacity=plan.kv_capacity,
             graphs=compiled.graphs,
@@ -159,6 +168,7 @@ def build_engine(
             eos_token_ids=manifest.eos_token_ids,
             options={
                 "threads": plan.threads, "prefill": plan.prefill, "quantize": plan.quantize,
+                **plan.compiler.given(), "notes": list(compiled.notes),
             },
             provenance=provenance(bundle, manifest.provenance),
             hidden_taps=manifest.hidden_taps,

@@ -23,7 +23,7 @@ KvCapacity = Annotated[
 MaxBatchSize = Annotated[
     int, typer.Option("--maxBatchSize", min=1, help="Requests at a time; engines run one.")
 ]
-Backend = Annotated[str, typer.Option("--backend", help="auto or onnxruntime.")]
+Backend = Annotated[str, typer.Option("--backend", help="auto, onnxruntime or tensorrt.")]
 Threads = Annotated[
     int, typer.Option("--threads", min=0, max=os.cpu_count(), help="CPU threads, 0 takes all.")
 ]
@@ -72,6 +72,29 @@ MaxVerifyTreeSize = Annotated[
 ]
 MaxDraftTreeSize = Annotated[
     int, typer.Option("--maxDraftTreeSize", min=1, help="Rows drafted in a round (draft).")
+]
+TargetSm = Annotated[
+    str,
+    typer.Option(
+        "--gpu",
+        help="tensorrt: compute capability of the GPU to compile for, e.g. 8.9, ahead of time with "
+        "TensorRT-RTX; this machine's GPU if not given.",
+    ),
+]
+Workspace = Annotated[
+    int, typer.Option("--workspace", min=0, help="tensorrt: scratch memory, MiB; 0: no limit.")
+]
+OptLevel = Annotated[
+    int | None,
+    typer.Option("--optLevel", min=0, max=5, help="tensorrt: how long it may search; 3 is usual."),
+]
+TimingCache = Annotated[
+    Path | None,
+    typer.Option("--timingCache", help="tensorrt: file that remembers measured kernels."),
+]
+LayerReport = Annotated[
+    bool,
+    typer.Option("--layerReport", help="tensorrt: write every kernel to <graph>.layers.json."),
 ]
 DryRun = Annotated[
     bool, typer.Option("--dryRun", "--dry-run", help="Predict sizes and speed, build nothing.")

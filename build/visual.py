@@ -53,7 +53,7 @@ def build_visual(
         EdgeLLMError: anything that `check_visual_bundle` or the backend finds.
     """
     backend = backends.find(backend_name)
-    backend_version = backend.available()
+    origin = backend.origin(plan.compiler)
     check_output(engine, "visual_engine", [*PROCESSOR_FILES])
     report("checking the bundle")
     manifest = check_visual_bundle(bundle, plan)
@@ -66,16 +66,19 @@ def build_visual(
         built = VisualEngineManifest(
             vision=manifest.vision,
             backend=backend.__name__.rsplit(".", 1)[-1],
-            backend_version=backend_version,
-            machine=backend.machine(),
+            backend_version=origin.version,
+            machine=origin.machine,
             graph=compiled.graph,
             precision=compiled.precision,
             min_image_tokens=plan.min_image_tokens,
             max_image_tokens=plan.max_image_tokens,
             max_image_tokens_per_image=plan.max_image_tokens_per_image,
             quantization=manifest.quantization,
-            options={"threads": plan.threads, "quantize": plan.quantize},
+            options={
+                "threads": plan.threads, "quantize": plan.quantize, **plan.compiler.given(),
+                "notes": list(compiled.notes),
+            },
             provenance=provenance(bundle, manifest.provenance),
-        )
+        )  # fmt: skip
         report("hashing the engine")
         return publish(folder, engine, built)

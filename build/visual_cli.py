@@ -7,8 +7,19 @@ from typing import Annotated
 
 import typer
 
-from edgellm.build.cli import ONE_CASE, show_size, status
-from edgellm.build.flags import Backend, Debug, EngineDir, OnnxDir, Threads
+from edgellm.build.cli import ONE_CASE, show_notes, show_size, status
+from edgellm.build.flags import (
+    Backend,
+    Debug,
+    EngineDir,
+    LayerReport,
+    OnnxDir,
+    OptLevel,
+    TargetSm,
+    Threads,
+    TimingCache,
+    Workspace,
+)
 from edgellm.command import run_command
 from edgellm.contract import EdgeLLMError
 
@@ -46,16 +57,24 @@ def visual_build(
     backend: Backend = "auto",
     threads: Threads = 0,
     quantize: Quantize = "none",
+    target_sm: TargetSm = "",
+    workspace: Workspace = 0,
+    opt_level: OptLevel = None,
+    timing_cache: TimingCache = None,
+    layer_report: LayerReport = False,
     debug: Debug = False,
 ) -> None:
     """Build a visual engine for this machine from the bundle of an encoder."""
     del debug  # read by run_command
     from edgellm.build.visual import build_visual
-    from edgellm.device_runtime.backends import VisualPlan
+    from edgellm.device_runtime.backends import CompilerOptions, VisualPlan
 
     if quantize not in ("none", "int8"):
         raise EdgeLLMError(f"--quantize {quantize}: give none or int8")
-    plan = VisualPlan(min_image_tokens, max_image_tokens, max_per_image, threads, quantize)
+    compiler = CompilerOptions(target_sm, workspace, opt_level, timing_cache, layer_report)
+    plan = VisualPlan(
+        min_image_tokens, max_image_tokens, max_per_image, threads, quantize, compiler
+    )
     start = time.perf_counter()
     with status() as report:
         built = build_visual(onnx_dir, engine_dir, plan, backend, report)
@@ -64,6 +83,7 @@ def visual_build(
         f"{built.backend_version}, {built.precision}; "
         f"{show_size(built.files, time.perf_counter() - start)}"
     )
+    show_notes(built.options)
 
 
 def main() -> None:

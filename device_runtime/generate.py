@@ -72,12 +72,15 @@ def draw(result: PassResult, row: int, sampler: Sampler) -> int:
         EdgeLLMError: the engine computed something that is not a number.
     """
     argmax = int(result.token_ids[row])
-    highest = result.logits[row, argmax]
+    highest = result.highest[row]
     if not np.isfinite(highest):
         raise EdgeLLMError(
             f"the engine computed {highest}",
             hint="build the engine again; if it stays, the model overflows this precision",
         )
-    token_id = sampler.choose(result.logits[row], argmax)
-    sampler.record(result.logits[row], token_id)
+    if not sampler.needs_logits:  # a device then keeps them
+        return argmax
+    logits = result.logits[row]
+    token_id = sampler.choose(logits, argmax)
+    sampler.record(logits, token_id)
     return token_id

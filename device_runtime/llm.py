@@ -114,11 +114,12 @@ class LLM:
         (verify_files if verify else verify_sizes)(folder, self.manifest.files)
         self.tokenizer = ChatTokenizer(folder)
         backend = backends.find(self.manifest.backend)
-        self.session = RecordedSession(backend.open_session(folder, self.manifest))
+        session = backend.open_session(folder, self.manifest)
+        self.session = RecordedSession(session)
+        self._drafters = None
         spec = settled(spec, folder, self.manifest) if spec is not None else None
-        self._drafters = (
-            Drafters(folder, self.manifest, spec, verify=verify) if spec is not None else None
-        )
+        if spec is not None:
+            self._drafters = Drafters(folder, self.manifest, session, spec, verify=verify)
         decoder = self.manifest.decoder
         self._no_images = None
         if decoder.images is not None:

@@ -134,6 +134,12 @@ class Sampler:
         self.logprobs: list[TokenLogprobs] = []  # of the tokens of the answer, if asked for
         self._random = np.random.Generator(np.random.Philox(params.seed))
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether more than the argmax counts."""
+        is_plain = self._penalties is None and self._constraint is None
+        return not (self.params.is_greedy and is_plain and self.params.num_logprobs is None)
+
     def record(self, logits: F32, token_id: int) -> None:
         """Note that a token of the answer was taken at logits float32 [V]."""
         if self.params.num_logprobs is not None:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.contract import LimitError
+
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
@@ -33,13 +35,51 @@ class ImageRows:
         return cls(*zeros, keys={})
 
 
-@dataclass(frozen=True, slots=True)
-class PassResult:
-    """Outputs of one pass; arrays are valid until the session runs again."""
+class PassResult(Protocol):
+    """Outputs of one pass; arrays are valid until the session runs again.
 
-    token_ids: I64  # [R], argmax
-    logits: F32  # [R, V]
-    taps: F32  # [S, T*H], features for a draft; [S, 0] when the engine gives none
+    A backend may fetch an array from its device when it is first read.
+    """
+
+    @property
+    def token_ids(self) -> I64:
+        """[R], argmax of the logits."""
+        ...
+
+    @property
+    def highest(self) -> F32:
+        """[R], the logit of each of `token_ids`."""
+        ...
+
+    @property
+    def logits(self) -> F32:
+        """[R, V]."""
+        ...
+
+    @property
+    def taps(self) -> F32:
+        """[S, T*H], features for a draft; [S, 0] when the engine gives none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostResult:
+    """A `PassResult` that lies in the host's memory."""
+
+    token_ids: I64
+    logits: F32
+    taps: F32
+
+    @property
+    def highest(self) -> F32:
+        """See `PassResult.highest`."""
+        return self.logits[np.arange(len(self.token_ids)), self.token_ids]
+
+
+def require_room(capacity: int, write_index: int, rows: int) -> None:
+    """Refuse rows that do not fit into a KV cache; raises `LimitError`."""
+    if write_index + rows > capacity:
+        raise LimitError(f"{write_index} + {rows} rows exceed the KV capacity of {capacity}")
 
 
 class Session(Protocol):

@@ -57,6 +57,8 @@ class Op:
         **attributes: Any,
     ) -> tuple[ir.Value, ...]:
         """Append a node of several outputs; `name` is that of the first."""
+        while inputs and inputs[-1] is None:  # TensorRT's parser stumbles over one that is named ""
+            inputs = inputs[:-1]
         node = ir.Node(
             domain,
             op_type,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edgellm.contract import LimitError
-from edgellm.device_runtime.session import DraftResult, PassResult
+from edgellm.device_runtime.session import DraftResult, HostResult
 
 Context = tuple[int, ...]
 VOCAB = 24
@@ -78,7 +78,7 @@ class StrictBase:
         for row, context in enumerate(contexts):
             taps[row] = feature_of(context), len(context), context[-1]
         logits = np.stack([self.logits_of(contexts[int(row)]) for row in logits_index])
-        return PassResult(logits.argmax(-1), logits, taps)
+        return HostResult(logits.argmax(-1), logits, taps)
 
     def _require_room(self, write_index: int) -> None:
         assert write_index in (0, self.valid), "the cache does not hold what the loop believes"

@@ -21,6 +21,7 @@ FLAGS = {
     "edgellm-inspect": ("edgellm-inspect --di", "--diff"),
     "edgellm-chat": ("edgellm-chat --hist", "--historyFile"),
     "edgellm-bench": ("edgellm-bench --repe", "--repetitions"),
+    "edgellm-doctor": ("edgellm-doctor --de", "--debug"),
     "edgellm-eval": ("edgellm-eval --runC", "--runCode"),
     "edgellm-serve": ("edgellm-serve --queue", "--queueSize"),
     "edgellm-transfer": ("edgellm-transfer --ch", "--check"),

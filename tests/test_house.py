@@ -64,7 +64,8 @@ def test_the_device_side_imports_no_training_framework(module):
     ["edgellm.export.cli", "edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.tools.trees",
      "edgellm.tools.train_draft.cli", "edgellm.tools.synthetic_vlm.cli", "edgellm.quantize.cli",
      "edgellm.tools.inspection.cli", "edgellm.tools.serve.cli", "edgellm.tools.bench.cli",
-      "edgellm.tools.transfer.cli", "edgellm.tools.chat.cli", "edgellm.tools.evaluate.cli"],
+      "edgellm.tools.transfer.cli", "edgellm.tools.chat.cli", "edgellm.tools.evaluate.cli",
+      "edgellm.tools.doctor.cli"],
 )  # fmt: skip
 def test_help_loads_nothing_heavy(module):
     """What keeps `--help` below a third of a second."""

@@ -70,10 +70,8 @@ def is_built(engine: Path, bundle: Path, kind: type[Engine]) -> bool:
         manifest = load_manifest(engine, kind)
     except EdgeLLMError:
         return False
-    backend = backends.find(manifest.backend)
-    built_here = (manifest.backend_version, manifest.machine) == (
-        backend.available(), backend.machine(),
-    )  # fmt: skip
+    here = backends.find(manifest.backend).origin(backends.CompilerOptions())
+    built_here = (manifest.backend_version, manifest.machine) == (here.version, here.machine)
     source = manifest.provenance["bundle_manifest_sha256"]
     return built_here and source == hash_file(bundle / MANIFEST_NAME).sha256
 

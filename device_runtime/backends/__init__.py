@@ -27,6 +27,28 @@ from edgellm.device_runtime.session import DraftSession, HeadsSession, Session, 
 
 
 @dataclass(frozen=True, slots=True)
+class CompilerOptions:
+    """For backends that compile for a GPU."""
+
+    target_sm: str = ""  # compute capability, "89" for 8.9; "": that of this machine's GPU
+    workspace_mib: int = 0  # scratch memory on the GPU; 0: no limit
+    opt_level: int | None = None  # 0 to 5; None: the library's
+    timing_cache: Path | None = None  # read where it exists, written at the end
+    layer_report: bool = False  # write every kernel to a file of the engine
+
+    def given(self) -> dict[str, str | int]:
+        """The flags that were given, with their values."""
+        flags = {
+            "--gpu": self.target_sm or None,
+            "--workspace": self.workspace_mib or None,
+            "--optLevel": self.opt_level,
+            "--timingCache": None if self.timing_cache is None else str(self.timing_cache),
+            "--layerReport": self.layer_report or None,
+        }
+        return {flag: value for flag, value in flags.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What an engine is built for."""
 
@@ -39,6 +61,7 @@ class Plan:
     is_eagle_base: bool = False  # the bundle must give features to a draft
     max_verify_tree_size: int = 0  # rows of a token tree; 0: for plain decoding
     max_draft_tree_size: int = 0  # rows drafted in a round; of draft engines
+    compiler: CompilerOptions = CompilerOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +72,15 @@ class Estimate:
     kv_bytes: int
     peak_build_bytes: int
     decode_bytes: int  # read from memory for one token, without the KV cache
+    runs_on_cpu: bool = True  # this machine's memory is what it is read from
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What compiled graphs depend on; an engine of another origin is refused."""
+
+    version: str  # of the library, with its name where a backend has several
+    machine: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +89,9 @@ class Compiled:
 
     graphs: tuple[PassGraph, ...]
     kv_dtype: str
-    pass_cost_ms: dict[str, float]
+    pass_cost_ms: dict[str, float]  # empty where nothing could be measured
     prefill_rows: int
+    notes: tuple[str, ...] = ()  # what people should know of the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +103,7 @@ class CompiledDraft:
     kv_dtype: str
     step_cost_ms: dict[str, float]
     extend_cost_ms: dict[str, float]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +115,7 @@ class VisualPlan:
     max_image_tokens_per_image: int
     threads: int  # 0 takes all cores
     quantize: str = "none"  # of float weights: "none", "int8"
+    compiler: CompilerOptions = CompilerOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +124,7 @@ class CompiledVisual:
 
     graph: str
     precision: str
+    notes: tuple[str, ...] = ()
 
 
 Report = Callable[[str], None]  # told what is being done
@@ -103,8 +139,8 @@ class Backend(Protocol):
         """The library's version; raises `EdgeLLMError` with the remedy when it cannot run."""
         ...
 
-    def machine(self) -> str:
-        """What compiled graphs depend on; an engine of another machine is refused."""
+    def origin(self, compiler: CompilerOptions) -> Origin:
+        """What graphs that are compiled so depend on; raises as `available`, and for flags."""
         ...
 
     def estimate(

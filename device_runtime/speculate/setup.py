@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from edgellm.contract import (
 )
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.context import RecordedSession, RowCache
-from edgellm.device_runtime.session import ImageRows
+from edgellm.device_runtime.measure import draft_costs, pass_costs
+from edgellm.device_runtime.session import DraftSession, ImageRows, Session
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.committed import CommittedRows, ImageIds
 from edgellm.device_runtime.speculate.draft_model import ModelDrafter
@@ -61,6 +62,7 @@ class _Order:
 
     engine: Path
     base: EngineManifest
+    session: Session  # of the base
     options: SpecOptions
     limits: TreeLimits
     verify: bool  # hashes, not only sizes
@@ -68,6 +70,11 @@ class _Order:
     def check(self, folder: Path, files: dict[str, FileRecord]) -> None:
         """Refuse damaged files; raises `BrokenArtifactError`."""
         (verify_files if self.verify else verify_sizes)(folder, files)
+
+    def pass_costs(self) -> Mapping[str, float]:
+        """Of the base: what the build measured, or passes now if it was compiled ahead of time."""
+        most = self.base.max_verify_tree_size
+        return self.base.pass_cost_ms or pass_costs(self.session, self.base.decoder, most)
 
     def image_ids(self, *, reads_rows: bool) -> ImageIds | None:
         """Of a base that takes images, for a draft that takes their rows or does not."""
@@ -99,16 +106,26 @@ class Drafters:
     """
 
     def __init__(
-        self, engine: Path, base: EngineManifest, options: SpecOptions, *, verify: bool
+        self,
+        engine: Path,
+        base: EngineManifest,
+        session: Session,
+        options: SpecOptions,
+        *,
+        verify: bool,
     ) -> None:
         """Load what the options ask for; of EAGLE and Medusa that is `engine`/draft.
+
+        Passes that no one has measured are measured with `session`, the base.
 
         Raises:
             BrokenArtifactError: no draft engine, a damaged one, or one for another base.
             LimitError: the options exceed what the engines were built for.
         """
         self.options, self._limits = options, options.limits(base.max_verify_tree_size)
-        opened = _OPENERS[options.network](_Order(engine, base, options, self._limits, verify))
+        opened = _OPENERS[options.network](
+            _Order(engine, base, session, options, self._limits, verify)
+        )
         self._costs, self._make, self.caches = opened.costs, opened.make, opened.caches
         self._lookups = [_LOOKUPS[name]() for name in options.lookups]
         self._drafters: dict[bool, Drafter] = {}
@@ -138,7 +155,7 @@ def _open_none(order: _Order) -> _Opened:
         del gate  # there is no network
         return TreeDrafter(policy, order.limits, lookups=lookups, image_ids=image_ids)
 
-    return _Opened(Costs.of(order.base.pass_cost_ms), make)
+    return _Opened(Costs.of(order.pass_costs()), make)
 
 
 def _open_own(order: _Order) -> _Opened:
@@ -169,12 +186,10 @@ def _open_own(order: _Order) -> _Opened:
 
 
 def _open_eagle(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _Opened:
-    base = order.base
     check_draft_rows(order.limits, manifest)
     session = backends.find(manifest.backend).open_draft_session(folder, manifest)
-    costs = Costs.of(base.pass_cost_ms, manifest.step_cost_ms, manifest.extend_cost_ms)
+    costs = _eagle_costs(order, session, manifest)
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
-
     rows = CommittedRows(session, order.limits.steps + 1, image_ids)
 
     def make(policy: Policy, lookups: Sequence[LookupSource], gate: NetworkGate | None) -> Drafter:
@@ -186,10 +201,19 @@ def _open_eagle(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _
     return _Opened(costs, make, (rows,))
 
 
+def _eagle_costs(order: _Order, session: DraftSession, draft: DraftEngineManifest) -> Costs:
+    step, extend = draft.step_cost_ms, draft.extend_cost_ms
+    if not step:
+        most = draft.max_draft_tree_size
+        step = draft_costs(session, draft.draft, fused=False, most_rows=most)
+        extend = draft_costs(session, draft.draft, fused=True, most_rows=most)
+    return Costs.of(order.pass_costs(), step, extend)
+
+
 def _open_medusa(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _Opened:
     limits = heads_limits(order.options, order.limits, manifest.draft)
     session = backends.find(manifest.backend).open_heads(folder, manifest)
-    costs = Costs.of(order.base.pass_cost_ms, None, manifest.extend_cost_ms)
+    costs = Costs.of(order.pass_costs(), None, manifest.extend_cost_ms)
     image_ids = order.image_ids(reads_rows=True)
 
     def make(policy: Policy, lookups: Sequence[LookupSource], gate: NetworkGate | None) -> Drafter:
@@ -212,7 +236,8 @@ def _open_model(order: _Order) -> _Opened:
     session = RecordedSession(backends.find(manifest.backend).open_session(folder, manifest))
     if (images := manifest.decoder.images) is not None:
         session.show(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
-    costs = Costs.of(base.pass_cost_ms, manifest.pass_cost_ms, manifest.pass_cost_ms)
+    drafting = manifest.pass_cost_ms or pass_costs(session, manifest.decoder)
+    costs = Costs.of(order.pass_costs(), drafting, drafting)
 
     def make(policy: Policy, lookups: Sequence[LookupSource], gate: NetworkGate | None) -> Drafter:
         return ModelDrafter(

@@ -17,15 +17,15 @@ from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Plan
 from edgellm.device_runtime.backends.onnxruntime import linears
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
-from edgellm.device_runtime.backends.onnxruntime.graph import GraphEditor
-from edgellm.device_runtime.backends.onnxruntime.linear_weights import LinearWeight
 from edgellm.device_runtime.backends.onnxruntime.linears import (
     ALL_INPUTS,
     COARSE_INPUTS,
     RowInt8Kernel,
 )
 from edgellm.device_runtime.backends.onnxruntime.round_weights import nearest_int4
-from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
+from edgellm.device_runtime.lowering.graph import GraphEditor
+from edgellm.device_runtime.lowering.linear_weights import LinearWeight
+from edgellm.device_runtime.lowering.weights import WeightFile
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint

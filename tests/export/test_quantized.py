@@ -24,7 +24,7 @@ from edgellm.contract import (
 )
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Plan
-from edgellm.device_runtime.backends.onnxruntime.linear_weights import LinearWeight
+from edgellm.device_runtime.lowering.linear_weights import LinearWeight
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint

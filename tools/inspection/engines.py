@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from edgellm.contract import (
@@ -59,7 +60,7 @@ def inspect_engine(folder: Path, check: Check) -> Report:
         kv=spec.kv,
         capacity=manifest.max_kv_cache_capacity,
         is_decoder=True,
-        costs=(_costs("a pass", manifest.pass_cost_ms),),
+        costs=_costs({"a pass": manifest.pass_cost_ms}),
         draft=draft,
     )
 
@@ -86,11 +87,13 @@ def inspect_draft_engine(folder: Path, check: Check) -> Report:
         files=manifest.files,
         kv=spec.decoder.kv,
         capacity=manifest.max_kv_cache_capacity,
-        costs=(_costs("all heads", manifest.extend_cost_ms),)
-        if spec.num_heads
-        else (
-            _costs("a draft step", manifest.step_cost_ms),
-            _costs("fusing and committing", manifest.extend_cost_ms),
+        costs=_costs(
+            {"all heads": manifest.extend_cost_ms}
+            if spec.num_heads
+            else {
+                "a draft step": manifest.step_cost_ms,
+                "fusing and committing": manifest.extend_cost_ms,
+            }
         ),
     )
 
@@ -126,11 +129,17 @@ def inspect_visual_engine(folder: Path, check: Check) -> Report:
 
 
 def _graphs(folder: Path, manifest: EngineManifest | DraftEngineManifest) -> tuple[Graph, ...]:
-    return tuple(read_graph(folder / graph.path) for graph in manifest.graphs)
+    """One for each file; the kinds of passes of a compiled plan share theirs."""
+    paths = dict.fromkeys(graph.path for graph in manifest.graphs)
+    return tuple(read_graph(folder / path) for path in paths)
 
 
-def _costs(what: str, measured: dict[str, float]) -> Costs:
-    return Costs(what, {int(rows): ms for rows, ms in measured.items()})
+def _costs(measured: Mapping[str, dict[str, float]]) -> tuple[Costs, ...]:
+    """What was measured, by its name; an engine that was compiled ahead of time has nothing."""
+    return tuple(
+        Costs(what, {int(rows): ms for rows, ms in times.items()})
+        for what, times in measured.items() if times
+    )  # fmt: skip
 
 
 def _build_facts(

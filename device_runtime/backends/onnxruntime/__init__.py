@@ -18,7 +18,9 @@ from edgellm.device_runtime.backends import (
     Compiled,
     CompiledDraft,
     CompiledVisual,
+    CompilerOptions,
     Estimate,
+    Origin,
     Plan,
     Report,
     VisualPlan,
@@ -49,9 +51,17 @@ def available() -> str:
     return version
 
 
-def machine() -> str:
-    """Processor architecture and the instruction sets that choose the kernels."""
-    return instruction_sets()
+def origin(compiler: CompilerOptions) -> Origin:
+    """This version, and the instruction sets that choose the kernels.
+
+    Raises:
+        EdgeLLMError: not usable, or options that only compilers for GPUs have.
+    """
+    if given := compiler.given():
+        raise EdgeLLMError(
+            f"{next(iter(given))} is not for ONNX Runtime", hint="it goes with --backend tensorrt"
+        )
+    return Origin(available(), instruction_sets())
 
 
 def open_session(engine: Path, manifest: EngineManifest) -> Session:
@@ -118,13 +128,14 @@ def _check_origin(
     engine: Path, manifest: EngineManifest | DraftEngineManifest | VisualEngineManifest
 ) -> None:
     maker = "visual_build" if isinstance(manifest, VisualEngineManifest) else "llm_build"
-    for what, built, here in (
-        ("ONNX Runtime", manifest.backend_version, available()),
-        ("processor", manifest.machine, machine()),
+    here = origin(CompilerOptions())
+    for what, built, found in (
+        ("ONNX Runtime", manifest.backend_version, here.version),
+        ("processor", manifest.machine, here.machine),
     ):
-        if built != here:
+        if built != found:
             raise BrokenArtifactError(
-                f"{engine} was built for {what} {built}, this machine has {here}",
+                f"{engine} was built for {what} {built}, this machine has {found}",
                 hint=f"run {maker} on this machine",
             )
 

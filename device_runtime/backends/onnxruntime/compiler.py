@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,10 +21,8 @@ from edgellm.contract import (
 )
 from edgellm.device_runtime.backends import Compiled, Estimate, Plan, Report
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
-from edgellm.device_runtime.backends.onnxruntime.linear_weights import LinearWeight
 from edgellm.device_runtime.backends.onnxruntime.linears import (
     COARSE_INPUTS,
-    LinearKernel,
     RowInt8Kernel,
     StoredKernel,
 )
@@ -38,11 +35,12 @@ from edgellm.device_runtime.backends.onnxruntime.session import (
     load_graph,
     set_threads,
 )
-from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
+from edgellm.device_runtime.lowering.linear_groups import LinearKernel
+from edgellm.device_runtime.lowering.linear_weights import LinearWeight, weight_kinds
+from edgellm.device_runtime.lowering.weights import WeightFile
+from edgellm.device_runtime.measure import CONTEXT_ROWS, MEASURED_ROWS, fastest_ms, pass_costs
 
-MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _PREFILL_ROWS = (64, 128, 256)
-MEASURED_CONTEXT_ROWS = 512
 RUNTIME_BYTES = 150 << 20  # interpreter, libraries, activations of a pass
 
 
@@ -87,7 +85,7 @@ def compile_engine(
         for variant in variants
     )
     return Compiled(
-        graphs, spec.kv.dtype, _pass_costs(runner, spec), _best_prefill_rows(runner, spec, plan)
+        graphs, spec.kv.dtype, pass_costs(runner, spec), _best_prefill_rows(runner, spec, plan)
     )
 
 
@@ -175,17 +173,6 @@ def _variants(model: ir.Model, spec: DecoderSpec, plan: Plan) -> list[_Variant]:
         dataclasses.replace(decode, max_rows=1, needs_mask=needs_mask),
         _Variant("prefill", "int8", RowInt8Kernel(COARSE_INPUTS), prepacks=True, max_rows=largest),
     ]
-
-
-def weight_kinds(model: ir.Model) -> set[str]:
-    """How the linear weights of a portable graph are stored, see `LinearWeight.kind`."""
-    return {kind for kind, _ in weight_keys(model)}
-
-
-def weight_keys(model: ir.Model) -> set[tuple[str, int]]:
-    """As `weight_kinds`, with the sizes of blocks, see `LinearWeight.key`."""
-    weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
-    return {weight.key for weight in weights if weight is not None}
 
 
 def check_quantize(kinds: set[str], quantize: str) -> None:
@@ -320,36 +307,13 @@ def _probe(
     return np.concatenate([first, second])
 
 
-def fastest_ms(run: Callable[[], object], repeats: int) -> float:
-    """Time of the fastest call after one that is not counted: what else runs only adds to it."""
-    run()
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return round(min(samples), 4)
-
-
-def _pass_costs(runner: OnnxRuntimeSession, spec: DecoderSpec) -> dict[str, float]:
-    """Milliseconds of a pass by its rows, over a half-full context at most."""
-    context = min(MEASURED_CONTEXT_ROWS, runner.capacity // 2)
-    costs = {}
-    for rows in MEASURED_ROWS:
-        if rows <= runner.capacity - context:
-            token_ids, head_rows = np.arange(rows) % spec.vocab_size, np.arange(rows)
-            run = partial(runner.run, token_ids, context, head_rows)
-            costs[str(rows)] = fastest_ms(run, 7)
-    return costs
-
-
 def _best_prefill_rows(runner: OnnxRuntimeSession, spec: DecoderSpec, plan: Plan) -> int:
     """Rows per pass at which a long prompt is fastest.
 
     Large passes make better use of the GEMM kernels; small ones save attention, which computes
     the whole square of a pass, also what the causal mask then hides.
     """
-    prompt = np.arange(min(MEASURED_CONTEXT_ROWS, plan.max_input_len)) % spec.vocab_size
+    prompt = np.arange(min(CONTEXT_ROWS, plan.max_input_len)) % spec.vocab_size
     smaller = [rows for rows in _PREFILL_ROWS if rows < len(prompt)]
 
     def prefill(rows: int) -> None:

@@ -11,34 +11,32 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from edgellm import contract
-from edgellm.contract import DecoderSpec, DraftBundleManifest, DraftSpec, PassGraph
+from edgellm.contract import DecoderSpec, DraftBundleManifest, PassGraph
 from edgellm.device_runtime.backends import CompiledDraft, Estimate, Plan, Report
 from edgellm.device_runtime.backends.onnxruntime.compiler import (
-    MEASURED_CONTEXT_ROWS,
-    MEASURED_ROWS,
     RUNTIME_BYTES,
     check_heads,
     check_quantize,
     close_rounded,
-    fastest_ms,
     float32_spec,
     linear_sizes,
     open_rounded,
     optimize,
     table_bytes,
-    weight_kinds,
 )
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
 from edgellm.device_runtime.backends.onnxruntime.linears import (
     ALL_INPUTS,
-    LinearKernel,
     RowInt8Kernel,
     StoredKernel,
 )
 from edgellm.device_runtime.backends.onnxruntime.lowering import lower_decoder, lower_rowwise
 from edgellm.device_runtime.backends.onnxruntime.round_weights import round_to_int4
 from edgellm.device_runtime.backends.onnxruntime.session import OnnxRuntimeDraftSession
-from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
+from edgellm.device_runtime.lowering.linear_groups import LinearKernel
+from edgellm.device_runtime.lowering.linear_weights import weight_kinds
+from edgellm.device_runtime.lowering.weights import WeightFile
+from edgellm.device_runtime.measure import draft_costs, features
 
 _MODEL, _FUSE = "draft", "fuse"
 CANDIDATES = 10  # of a row, while costs are measured
@@ -63,7 +61,7 @@ def compile_draft(
     if manifest.draft.fuses:
         fuse = compile_rowwise(
             bundle / "fuse.onnx", _FUSE, folder, plan, rounded,
-            probe=partial(_fused, features=_features(manifest.draft, 5)),
+            probe=partial(_fused, taps=features(manifest.draft, 5)),
         )  # fmt: skip
     close_rounded(rounded)
     report("measuring the cost of a draft step")
@@ -72,8 +70,8 @@ def compile_draft(
         graphs=(PassGraph(f"{_MODEL}.onnx", plan.max_input_len, precision(kinds, plan)),),
         fuse_graph=f"{_FUSE}.onnx" if fuse is not None else "",
         kv_dtype=spec.kv.dtype,
-        step_cost_ms=_costs(runner, manifest.draft, fused=False),
-        extend_cost_ms=_costs(runner, manifest.draft, fused=True),
+        step_cost_ms=draft_costs(runner, manifest.draft, fused=False),
+        extend_cost_ms=draft_costs(runner, manifest.draft, fused=True),
     )
 
 
@@ -159,40 +157,13 @@ def compile_rowwise(
     weights.close()
     lowered = folder / f"{name}.lowered.onnx"
     ir.save(model, lowered)
+
     return optimize(
         lowered, folder / f"{name}.onnx", plan.threads, prepacks=is_dense or is_int8(plan),
         probe=probe,
     )  # fmt: skip
 
 
-def _fused(session: ort.InferenceSession, features: np.ndarray) -> np.ndarray:
-    (hidden,) = session.run(None, {contract.HIDDEN_TAPS: features[None]})
+def _fused(session: ort.InferenceSession, taps: np.ndarray) -> np.ndarray:
+    (hidden,) = session.run(None, {contract.HIDDEN_TAPS: taps[None]})
     return np.asarray(hidden)
-
-
-def _features(spec: DraftSpec, rows: int) -> np.ndarray:
-    width = len(spec.hidden_taps) * spec.base_hidden_size
-    return np.random.default_rng(1).standard_normal((rows, width), np.float32)
-
-
-def _costs(runner: OnnxRuntimeDraftSession, spec: DraftSpec, *, fused: bool) -> dict[str, float]:
-    """Milliseconds by rows: growth passes, whose rows all get candidates, or extensions."""
-    context = min(MEASURED_CONTEXT_ROWS, runner.capacity // 2)
-    costs = {}
-    for rows in MEASURED_ROWS:
-        if rows > runner.capacity - context:
-            break
-        taps = _features(spec, rows)
-        hidden = np.zeros((rows, spec.decoder.hidden_size), np.float32)
-        outputs = np.array([rows - 1]) if fused else np.arange(rows)
-        top_k = min(CANDIDATES, spec.draft_vocab_size)
-        step = partial(
-            runner.run, np.arange(rows) % spec.decoder.vocab_size, write_index=context,
-            output_rows=outputs, top_k=top_k,
-        )  # fmt: skip
-
-        def extend(step: partial = step, taps: np.ndarray = taps) -> None:
-            step(hidden=runner.fuse(taps))
-
-        costs[str(rows)] = fastest_ms(extend if fused else partial(step, hidden=hidden), 7)
-    return costs

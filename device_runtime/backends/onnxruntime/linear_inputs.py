@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import unused_removal
 
-from edgellm.device_runtime.backends.onnxruntime.weights import constant_array
+from edgellm.device_runtime.lowering.weights import constant_array, parameter_name
 
 _SMOOTHING = ".pre_quant_scale"
 
@@ -45,17 +45,10 @@ def _share_smoothing(graph: ir.Graph) -> None:
     for node in tuple(graph):
         factor = node.inputs[1] if node.op_type == "Mul" else None
         array = constant_array(factor) if factor is not None else None
-        if array is None or not _name(factor).endswith(_SMOOTHING):
+        if factor is None or array is None or not parameter_name(factor).endswith(_SMOOTHING):
             continue
         assert node.inputs[0] is not None
         kept = first.setdefault((node.inputs[0], array.tobytes()), node.outputs[0])
         if kept is not node.outputs[0]:
             for user, index in tuple(node.outputs[0].uses()):
                 user.replace_input_with(index, kept)
-
-
-def _name(value: ir.Value | None) -> str:
-    """That of the parameter behind a Cast."""
-    while value is not None and (node := value.producer()) is not None:
-        value = node.inputs[0]
-    return str(value.name) if value is not None else ""

@@ -5,22 +5,13 @@ Each `emit` appends nodes for `y = x W` and names its weights so that graphs can
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import onnx_ir as ir
 
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
-from edgellm.device_runtime.backends.onnxruntime.graph import GraphEditor
-from edgellm.device_runtime.backends.onnxruntime.linear_weights import Blocks, LinearWeight
-
-
-class LinearKernel(Protocol):
-    """A way to compute linear layers."""
-
-    def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
-        """Nodes for x [..., in] -> [..., out]."""
-        ...
+from edgellm.device_runtime.lowering.graph import GraphEditor
+from edgellm.device_runtime.lowering.linear_groups import LinearKernel
+from edgellm.device_runtime.lowering.linear_weights import Blocks, LinearWeight
 
 
 class StoredKernel:

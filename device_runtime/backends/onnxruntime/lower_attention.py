@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from edgellm import contract
 from edgellm.contract import CacheRanges
-from edgellm.device_runtime.backends.onnxruntime.graph import GraphEditor
+from edgellm.device_runtime.lowering.graph import GraphEditor
 
 CACHE_NAMES = ("past_key_values.", "present.")
 _CONTRIB = "com.microsoft"

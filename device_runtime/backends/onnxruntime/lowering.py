@@ -14,17 +14,16 @@ from onnx_ir.passes.common import unused_removal
 
 from edgellm import contract
 from edgellm.contract import CacheRanges
-from edgellm.device_runtime.backends.onnxruntime.graph import GraphEditor
 from edgellm.device_runtime.backends.onnxruntime.linear_inputs import lower_inputs
-from edgellm.device_runtime.backends.onnxruntime.linear_weights import LinearWeight
-from edgellm.device_runtime.backends.onnxruntime.linears import LinearKernel
 from edgellm.device_runtime.backends.onnxruntime.lower_attention import (
     CACHE_NAMES,
     lower_attention,
     lower_encoder_attention,
     narrow_cache,
 )
-from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile, constant_array
+from edgellm.device_runtime.lowering.graph import GraphEditor
+from edgellm.device_runtime.lowering.linear_groups import LinearKernel, lower_linears
+from edgellm.device_runtime.lowering.weights import WeightFile, constant_array, parameter_name
 
 LOWERED_OPSET = 21
 _CONTRIB = "com.microsoft"
@@ -54,7 +53,7 @@ def lower_decoder(
     _bind_capacity(model.graph, capacity)
     lower_inputs(model)
     _lower_floats(graph)
-    _lower_linears(graph, kernel)
+    lower_linears(graph, kernel)
     lower_attention(graph, needs_mask=needs_mask)
     if int8_cache is not None:
         narrow_cache(graph, int8_cache)
@@ -70,7 +69,7 @@ def lower_rowwise(model: ir.Model, kernel: LinearKernel, weights: WeightFile) ->
     _lower_signature(model.graph)
     lower_inputs(model)
     _lower_floats(graph)
-    _lower_linears(graph, kernel)
+    lower_linears(graph, kernel)
     _lower_norms(graph)
     _lower_activations(graph)
     _finish(model)
@@ -82,7 +81,7 @@ def lower_visual(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> 
     _lower_signature(model.graph)
     lower_inputs(model)
     _lower_floats(graph)
-    _lower_linears(graph, kernel)
+    lower_linears(graph, kernel)
     lower_encoder_attention(graph)
     _lower_norms(graph)
     _lower_activations(graph)
@@ -120,55 +119,6 @@ def _drop_unused_inputs(graph: ir.Graph) -> None:
     graph.inputs[:] = [value for value in graph.inputs if any(True for _ in value.uses())]
 
 
-# -------------------------------------------------------------------------- linear layers
-def _lower_linears(graph: GraphEditor, kernel: LinearKernel) -> None:
-    groups: dict[tuple[ir.Value, tuple[str, int]], list[ir.Node]] = {}
-    for node in graph.find("MatMul"):
-        x, operand = node.inputs
-        weight = LinearWeight.of(operand)
-        if weight is not None and x is not None:
-            groups.setdefault((x, weight.key), []).append(node)
-    for nodes in groups.values():
-        _emit_group(graph, kernel, nodes)
-
-
-def _emit_group(graph: GraphEditor, kernel: LinearKernel, nodes: list[ir.Node]) -> None:
-    """Replace MatMuls (and their biases) that read the same input by one."""
-    x = nodes[0].inputs[0]  # now: it was replaced if another linear layer gave it
-    assert x is not None
-    weight = LinearWeight.of(*(node.inputs[1] for node in nodes))
-    assert weight is not None
-    biases = [_bias_of(node) for node in nodes]
-    if len({bias is None for bias in biases}) > 1:
-        for node in nodes:
-            _emit_group(graph, kernel, [node])
-        return
-    graph.cursor = nodes[0]
-    name = "+".join(str(node.name).removesuffix(".MatMul") for node in nodes)
-    y = kernel.emit(graph, x, weight, name)
-    olds = [node.outputs[0] for node in nodes]
-    if biases[0] is not None:
-        arrays = [bias[1].astype(np.float32) for bias in biases if bias is not None]
-        y = graph.node("Add", [y, graph.weight(f"{name}.biases", lambda: np.concatenate(arrays))])
-        olds = [bias[0].outputs[0] for bias in biases if bias is not None]
-    news = [y]
-    if len(nodes) > 1:
-        sizes = graph.constant(f"{name}.sizes", np.array(weight.widths, np.int64))
-        news = list(graph.nodes("Split", [y, sizes], len(nodes), axis=-1))
-    for old, new in zip(olds, news, strict=True):
-        graph.replace(old, new)
-
-
-def _bias_of(node: ir.Node) -> tuple[ir.Node, np.ndarray] | None:
-    """The Add that follows a MatMul with a constant, and the constant."""
-    uses = tuple(node.outputs[0].uses())
-    if len(uses) != 1 or uses[0].node.op_type != "Add":
-        return None
-    other = uses[0].node.inputs[1 - uses[0].idx]
-    array = constant_array(other) if other is not None else None
-    return None if array is None else (uses[0].node, array)
-
-
 # ----------------------------------------------------------------------------- float types
 def _lower_floats(graph: GraphEditor) -> None:
     """Compute in float32: the CPU has no fast float16 or bfloat16 kernels."""
@@ -185,7 +135,7 @@ def _lower_floats(graph: GraphEditor) -> None:
                 if value is not None and _is_half_constant(value):
                     array = constant_array(value)
                     assert array is not None
-                    name = f"{_parameter_name(value)}.fp32"
+                    name = f"{parameter_name(value)}.fp32"
                     floats = array.astype(np.float32)
                     node.replace_input_with(index, graph.weight(name, lambda floats=floats: floats))
     for node in graph.find("Cast"):
@@ -226,13 +176,6 @@ def _is_half_constant(value: ir.Value) -> bool:
     if tensor is None or not tensor.dtype.is_floating_point():
         return False
     return tensor.dtype in _HALF_TYPES or isinstance(tensor, ir.ExternalTensor)
-
-
-def _parameter_name(value: ir.Value) -> str:
-    node = value.producer()
-    if node is not None and node.inputs[0] is not None:
-        return _parameter_name(node.inputs[0])
-    return str(value.name)
 
 
 # --------------------------------------------------------------------- norms, activations

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.device_runtime.backends.onnxruntime.graph import GraphEditor
-from edgellm.device_runtime.backends.onnxruntime.linear_weights import F32, LinearWeight
-from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
+from edgellm.device_runtime.lowering.graph import GraphEditor
+from edgellm.device_runtime.lowering.linear_weights import F32, LinearWeight
+from edgellm.device_runtime.lowering.weights import WeightFile
 
 BLOCK_SIZE = 32
 _CLIPPING = np.linspace(1, 0.7, 7, dtype=np.float32)  # of a block's largest weight

@@ -11,8 +11,17 @@ import numpy as np
 import onnxruntime as ort
 
 from edgellm import contract
-from edgellm.contract import BrokenArtifactError, DecoderSpec, KVCacheSpec, LimitError
-from edgellm.device_runtime.session import F32, I64, Bool, DraftResult, ImageRows, PassResult
+from edgellm.contract import BrokenArtifactError, DecoderSpec, KVCacheSpec
+from edgellm.device_runtime.positions import PromptPositions
+from edgellm.device_runtime.session import (
+    F32,
+    I64,
+    Bool,
+    DraftResult,
+    HostResult,
+    ImageRows,
+    require_room,
+)
 
 _KEPT_ROWS = 128  # bindings of larger passes (prefills) are not kept
 
@@ -79,12 +88,6 @@ class _Cache:
             for name, rows in zip(names, self._rows, strict=True)
         }
 
-    def check(self, write_index: int, rows: int) -> None:
-        if write_index + rows > self.capacity:
-            raise LimitError(
-                f"{write_index} + {rows} rows exceed the KV capacity of {self.capacity}"
-            )
-
     def keep(self, length: int, rows: I64) -> None:
         if rows[-1] + 1 > len(rows):  # otherwise they stand where they belong
             # The right side is a copy, so that overlapping rows are safe.
@@ -117,14 +120,14 @@ class _Shown:
     def __init__(self, spec: DecoderSpec) -> None:
         self._takes_images = spec.images is not None
         self._num_deepstack = spec.images.num_deepstack if spec.images is not None else 0
-        self._positions: I64 | None = None
+        self._positions = PromptPositions()
         self._arrays: dict[str, F32] = {}
         self.values: dict[str, ort.OrtValue] = {}
         self.version = 0
         self.put(ImageRows.none(spec.hidden_size, self._num_deepstack))
 
     def put(self, images: ImageRows) -> None:
-        self._positions = images.positions
+        self._positions.show(images)
         if not self._takes_images:
             return
         arrays = {contract.IMAGE_EMBEDS: images.embeds}
@@ -140,14 +143,7 @@ class _Shown:
         self.version += 1
 
     def place(self, rows: I64, out: I64) -> None:
-        """Positions [A, S] of rows that are counted as in text, int64 [S]."""
-        if self._positions is None or len(out) == 1:  # a draft may count them as in text
-            out[:] = rows
-            return
-        prompt = self._positions.shape[1]
-        known = self._positions[:, np.minimum(rows, prompt - 1)]
-        behind = rows + (self._positions.max() + 1 - prompt)
-        out[:] = np.where(rows < prompt, known, behind)
+        self._positions.place(rows, out)
 
 
 class _BoundPass:
@@ -246,17 +242,17 @@ class OnnxRuntimeSession:
         *,
         position_ids: I64 | None = None,
         tree_mask: Bool | None = None,
-    ) -> PassResult:
+    ) -> HostResult:
         """See `edgellm.device_runtime.session.Session.run`."""
         rows = len(token_ids)
-        self._cache.check(write_index, rows)
+        require_room(self.capacity, write_index, rows)
         bound = self._passes.get((rows, len(logits_index))) or self._bind(rows, len(logits_index))
         bound.place(write_index, position_ids, tree_mask)
         bound.inputs[contract.INPUT_IDS][0] = token_ids
         bound.inputs[contract.LOGITS_INDEX][:] = logits_index
         bound.run()
         logits = bound.outputs[contract.LOGITS][0]
-        return PassResult(logits.argmax(axis=-1), logits, bound.outputs[contract.HIDDEN_TAPS][0])
+        return HostResult(logits.argmax(axis=-1), logits, bound.outputs[contract.HIDDEN_TAPS][0])
 
     def show(self, images: ImageRows) -> None:
         """See `edgellm.device_runtime.session.Session.show`."""
@@ -342,7 +338,7 @@ class OnnxRuntimeDraftSession:
     ) -> DraftResult:
         """See `edgellm.device_runtime.session.DraftSession.run`."""
         rows = len(token_ids)
-        self._cache.check(write_index, rows)
+        require_room(self.capacity, write_index, rows)
         columns = rows if tree_mask is None else tree_mask.shape[1]
         sizes = rows, columns, len(output_rows), top_k
         bound = self._passes.get(sizes) or self._bind(*sizes)

@@ -16,16 +16,13 @@ from edgellm.device_runtime.backends.onnxruntime.compiler import (
     check_quantize,
     linear_sizes,
     optimize,
-    weight_keys,
 )
-from edgellm.device_runtime.backends.onnxruntime.linears import (
-    LinearKernel,
-    RowInt8Kernel,
-    StoredKernel,
-)
+from edgellm.device_runtime.backends.onnxruntime.linears import RowInt8Kernel, StoredKernel
 from edgellm.device_runtime.backends.onnxruntime.lowering import lower_visual
 from edgellm.device_runtime.backends.onnxruntime.visual import OnnxRuntimeVisualSession
-from edgellm.device_runtime.backends.onnxruntime.weights import WeightFile
+from edgellm.device_runtime.lowering.linear_groups import LinearKernel
+from edgellm.device_runtime.lowering.linear_weights import weight_keys
+from edgellm.device_runtime.lowering.weights import WeightFile
 from edgellm.multimodal.grids import grid_inputs
 
 _NAME = "encoder"

@@ -26,6 +26,14 @@ def constant_array(value: ir.Value) -> np.ndarray | None:
     return array.astype(ir.DataType(node.attributes["to"].as_int()).numpy())
 
 
+def parameter_name(value: ir.Value) -> str:
+    """The name of the initializer behind Casts and Transposes."""
+    node = value.producer()
+    if node is not None and node.inputs[0] is not None:
+        return parameter_name(node.inputs[0])
+    return str(value.name)
+
+
 class WeightFile:
     """One external data file; what is added twice under a name is stored once."""
 

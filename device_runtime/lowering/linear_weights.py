@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.backends.onnxruntime.weights import constant_array
+from edgellm.device_runtime.lowering.weights import constant_array
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -42,7 +42,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class WeightPart:
     """One weight [in, out] and its chain."""
 
     kind: str  # "dense", or one of _KINDS
@@ -52,7 +52,8 @@ class _Part:
     operand: ir.Value
 
     @classmethod
-    def of(cls, operand: ir.Value) -> _Part | None:
+    def of(cls, operand: ir.Value) -> WeightPart | None:
+        """The weight behind the operand of a MatMul, None if it is none."""
         node = operand.producer()
         if node is None:
             return None
@@ -70,7 +71,7 @@ class _Part:
         return cls("dense", (columns, rows), 0, None, operand)
 
     @classmethod
-    def _quantized(cls, operand: ir.Value, node: ir.Node, *, is_transposed: bool) -> _Part:
+    def _quantized(cls, operand: ir.Value, node: ir.Node, *, is_transposed: bool) -> WeightPart:
         codes = node.inputs[0]
         assert codes is not None
         assert codes.const_value is not None
@@ -81,14 +82,14 @@ class _Part:
 
     def codes(self) -> np.ndarray:
         """Less their zero points: int16 [in, out]; FP8 as float32, FP4 doubled to integers."""
-        tensor = self._stored(0)
+        tensor = self.stored(0)
         if self.kind == "fp4":
             nibbles = _nibbles(tensor).reshape(self.shape[::-1]).T
             magnitudes = _E2M1_DOUBLED[nibbles & 7]
             return np.where(nibbles & 8, -magnitudes, magnitudes)
         if self.kind == "fp8":
             return tensor.numpy().astype(np.float32)
-        return _integers(tensor).reshape(self.shape) - self._repeated(self._zero_points())
+        return _integers(tensor).reshape(self.shape) - self.repeated(self.zero_points())
 
     def scales(self) -> F32:
         """[in / block, out], [1, out] or [1, 1]; those of doubled FP4 codes."""
@@ -105,22 +106,22 @@ class _Part:
         return np.atleast_2d(scales.astype(np.float32))
 
     def dense(self) -> np.ndarray:
-        """float32 [in, out]."""
+        """[in, out], float32 where it is decoded."""
         if self.dequantize is None:
             array = constant_array(self.operand)
             assert array is not None
             return array
-        return self.codes().astype(np.float32) * self._repeated(self.scales())
+        return self.codes().astype(np.float32) * self.repeated(self.scales())
 
-    def _zero_points(self) -> np.ndarray:
-        """[in / block, out], or a single one."""
+    def zero_points(self) -> np.ndarray:
+        """int16 [in / block, out], or a single one."""
         assert self.dequantize is not None
         if len(self.dequantize.inputs) < 3:
             return np.zeros((1, 1), np.int16)
-        tensor = self._stored(2)
+        tensor = self.stored(2)
         return _integers(tensor).reshape(_dims(tensor))
 
-    def _stored(self, index: int) -> ir.TensorProtocol:
+    def stored(self, index: int) -> ir.TensorProtocol:
         """The constant that the DequantizeLinear reads there."""
         assert self.dequantize is not None
         value = self.dequantize.inputs[index]
@@ -128,7 +129,7 @@ class _Part:
         assert value.const_value is not None
         return value.const_value
 
-    def _repeated(self, per_block: np.ndarray) -> np.ndarray:
+    def repeated(self, per_block: np.ndarray) -> np.ndarray:
         """One row for each input, or one in all."""
         return np.repeat(per_block, self.block_size, 0) if len(per_block) > 1 else per_block
 
@@ -160,12 +161,12 @@ class _Part:
         repeats = self._shared // size
         scales = np.repeat(self.scales(), repeats, 0)
         scales = np.broadcast_to(scales, (len(scales), self.shape[1]))
-        codes, zeros = self.codes(), self._zero_points() if self.is_unsigned else None
+        codes, zeros = self.codes(), self.zero_points() if self.is_unsigned else None
         if zeros is None:
             return Blocks(bits, size, _rows(codes + middle, size, bits), _columns(scales), None)
         points = np.broadcast_to(np.repeat(zeros, repeats, 0), scales.shape).astype(np.uint8).T
         points = _packed(points) if bits == 4 else np.ascontiguousarray(points)
-        unsigned = codes + self._repeated(zeros)
+        unsigned = codes + self.repeated(zeros)
         return Blocks(bits, size, _rows(unsigned, size, bits), _columns(scales), points)
 
     @property
@@ -180,12 +181,12 @@ class _Part:
 class LinearWeight:
     """One or several weights with the same input, side by side along the output axis."""
 
-    parts: tuple[_Part, ...]
+    parts: tuple[WeightPart, ...]
 
     @classmethod
     def of(cls, *operands: ir.Value | None) -> LinearWeight | None:
         """The weights behind MatMul operands, None if one of them is no weight."""
-        parts = [_Part.of(operand) if operand is not None else None for operand in operands]
+        parts = [WeightPart.of(operand) if operand is not None else None for operand in operands]
         found = tuple(part for part in parts if part is not None)
         return cls(found) if len(found) == len(parts) else None
 
@@ -196,7 +197,7 @@ class LinearWeight:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Weights may be merged when their keys are equal."""
+        """Kind and block size; weights are alike when their keys are equal."""
         return self.kind, self.parts[0].block_size
 
     @property
@@ -266,6 +267,17 @@ class LinearWeight:
             np.concatenate([blocks.scales for blocks in found]),
             zeros,
         )
+
+
+def weight_kinds(model: ir.Model) -> set[str]:
+    """How the linear weights of a portable graph are stored, see `LinearWeight.kind`."""
+    return {kind for kind, _ in weight_keys(model)}
+
+
+def weight_keys(model: ir.Model) -> set[tuple[str, int]]:
+    """As `weight_kinds`, with the sizes of blocks, see `LinearWeight.key`."""
+    weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
+    return {weight.key for weight in weights if weight is not None}
 
 
 def _zero_points(blocks: Blocks) -> U8:

@@ -1,0 +1,226 @@
+"""TensorRT and TensorRT-RTX: engines for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgellm.contract import (
+    BrokenArtifactError,
+    BundleManifest,
+    DecoderSpec,
+    DraftBundleManifest,
+    DraftEngineManifest,
+    EdgeLLMError,
+    EngineManifest,
+    LimitError,
+    VisualBundleManifest,
+    VisualEngineManifest,
+    past_name,
+    present_name,
+)
+from edgellm.device_runtime.backends import (
+    Compiled,
+    CompiledDraft,
+    CompiledVisual,
+    CompilerOptions,
+    Estimate,
+    Origin,
+    Plan,
+    Report,
+    VisualPlan,
+)
+from edgellm.device_runtime.backends.tensorrt import library
+from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
+from edgellm.device_runtime.session import DraftSession, HeadsSession, Session, VisualSession
+
+if TYPE_CHECKING:
+    from edgellm.device_runtime.backends.tensorrt.device import Device, Engine
+
+AnyEngine = EngineManifest | DraftEngineManifest | VisualEngineManifest
+
+
+def available() -> str:
+    """The library that compiles here, with its version.
+
+    Raises:
+        EdgeLLMError: neither TensorRT nor TensorRT-RTX is usable; says why.
+    """
+    return library.find_library().label
+
+
+def origin(compiler: CompilerOptions) -> Origin:
+    """The library and the GPU that it compiles for.
+
+    Raises:
+        EdgeLLMError: no library, no such GPU, or an option that the library does not have.
+    """
+    target = library.find_target(compiler.target_sm)
+    if compiler.timing_cache is not None and target.library.is_ahead_of_time:
+        raise EdgeLLMError(
+            f"{target.library.label} has no timing cache",
+            hint="leave --timingCache away; kernels are chosen when an engine is loaded",
+        )
+    return target.origin
+
+
+def open_session(engine: Path, manifest: EngineManifest) -> Session:
+    """Load a base's engine onto the GPU.
+
+    Raises:
+        BrokenArtifactError: compiled for another GPU or library, told before the file is read; or
+            the library refuses it.
+        LimitError: the GPU's memory does not suffice.
+        EdgeLLMError: pycuda or cuda-python is missing.
+    """
+    from edgellm.device_runtime.backends.tensorrt.session import TensorRtSession
+
+    opened = _open(engine, manifest, manifest.decoder, manifest.max_kv_cache_capacity)
+    loaded = opened.load(manifest.graphs[0].path, manifest.decoder)
+    return TensorRtSession(loaded, opened.device, manifest)
+
+
+def open_draft_session(engine: Path, manifest: DraftEngineManifest) -> DraftSession:
+    """As `open_session`, for a draft's engine."""
+    from edgellm.device_runtime.backends.tensorrt.session import TensorRtDraftSession
+
+    spec = manifest.draft.decoder
+    opened = _open(engine, manifest, spec, manifest.max_kv_cache_capacity)
+    loaded = opened.load(manifest.graphs[0].path, spec)
+    fuse = opened.load(manifest.fuse_graph) if manifest.fuse_graph else None
+    return TensorRtDraftSession(loaded, fuse, opened.device, manifest)
+
+
+def open_visual_session(engine: Path, manifest: VisualEngineManifest) -> VisualSession:
+    """As `open_session`, for an encoder's engine."""
+    from edgellm.device_runtime.backends.tensorrt.visual import TensorRtVisualSession
+
+    opened = _open(engine, manifest)
+    return TensorRtVisualSession(opened.load(manifest.graph), opened.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A GPU that an engine suits."""
+
+    trt: Any
+    device: Device
+    engine: Path
+
+    def load(self, name: str, spec: DecoderSpec | None = None) -> Engine:
+        """A plan file of the engine; with a cache if it has a `spec`."""
+        from edgellm.device_runtime.backends.tensorrt.runtime import load_engine
+
+        layers = range(spec.kv.num_layers) if spec is not None else ()
+        caches = {
+            present_name(layer, part): past_name(layer, part)
+            for layer in layers for part in ("key", "value")
+        }  # fmt: skip
+        return load_engine(self.trt, self.engine / name, self.device, caches)
+
+
+def _open(
+    engine: Path, manifest: AnyEngine, spec: DecoderSpec | None = None, capacity: int = 0
+) -> _Opened:
+    """Compare an engine with this machine, and its size with the GPU's memory."""
+    from edgellm.device_runtime.backends.tensorrt.cuda import open_device
+
+    trt = _require_origin(engine, manifest)
+    device = open_device()
+    kv_bytes = spec.kv.bytes_per_token * capacity if spec is not None else 0
+    require_memory(device.free_bytes(), manifest, kv_bytes)
+    return _Opened(trt, device, engine)
+
+
+def require_memory(free_bytes: int, manifest: AnyEngine, kv_bytes: int) -> None:
+    """Refuse what will not fit into the GPU's memory; raises `LimitError`."""
+    plans = sum(
+        record.num_bytes for name, record in manifest.files.items() if name.endswith(".engine")
+    )
+    if plans + kv_bytes > free_bytes:
+        raise LimitError(
+            f"the engine needs {(plans + kv_bytes) / 1e9:.2f} GB on the GPU, "
+            f"{free_bytes / 1e9:.2f} GB are free",
+            hint=f"close other programs, or build with a smaller --maxKVCacheCapacity (it takes "
+            f"{kv_bytes / 1e9:.2f} GB) or from a quantized checkpoint",
+        )
+
+
+def _require_origin(engine: Path, manifest: AnyEngine) -> Any:
+    """The module that compiled an engine, if it and its GPU are those of this machine.
+
+    Raises:
+        BrokenArtifactError: they are not.
+    """
+    maker = "visual_build" if isinstance(manifest, VisualEngineManifest) else "llm_build"
+    sm, libraries = compute_capability(), library.installed()
+    if sm is None:
+        fault = "this machine has no NVIDIA GPU"
+    elif f"sm{sm}" != manifest.machine:
+        fault = f"this machine has sm{sm}"
+    elif manifest.backend_version not in libraries:
+        fault = f"this machine has {' and '.join(libraries) or 'no TensorRT'}"
+    else:
+        return libraries[manifest.backend_version]
+    raise BrokenArtifactError(
+        f"{engine} was compiled by {manifest.backend_version} for {manifest.machine}, {fault}",
+        hint=f"run {maker} on the machine that will run the engine",
+    )
+
+
+def open_heads(engine: Path, manifest: DraftEngineManifest) -> HeadsSession:
+    """Medusa heads are not compiled."""
+    raise _no_heads()
+
+
+def _no_heads() -> EdgeLLMError:
+    return EdgeLLMError(
+        "Medusa heads have no TensorRT engines yet",
+        hint="take an EAGLE draft, or --backend onnxruntime",
+    )
+
+
+def estimate(bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan: Plan) -> Estimate:
+    """See `Backend.estimate`."""
+    if isinstance(manifest, DraftBundleManifest) and manifest.draft.num_heads:
+        raise _no_heads()
+    from edgellm.device_runtime.backends.tensorrt import compiler
+
+    return compiler.estimate(bundle, manifest, plan)
+
+
+def compile(
+    bundle: Path, manifest: BundleManifest, plan: Plan, folder: Path, report: Report
+) -> Compiled:
+    """See `Backend.compile`."""
+    from edgellm.device_runtime.backends.tensorrt import compiler
+
+    return compiler.compile_base(bundle, manifest, plan, folder, report)
+
+
+def compile_draft(
+    bundle: Path, manifest: DraftBundleManifest, plan: Plan, folder: Path, report: Report
+) -> CompiledDraft:
+    """See `Backend.compile_draft`."""
+    if manifest.draft.num_heads:
+        raise _no_heads()
+    from edgellm.device_runtime.backends.tensorrt import compiler
+
+    return compiler.compile_draft(bundle, manifest, plan, folder, report)
+
+
+def estimate_visual(bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan) -> Estimate:
+    """See `Backend.estimate_visual`."""
+    from edgellm.device_runtime.backends.tensorrt import compiler
+
+    return compiler.estimate_visual(bundle, manifest, plan)
+
+
+def compile_visual(
+    bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan, folder: Path, report: Report
+) -> CompiledVisual:
+    """See `Backend.compile_visual`."""
+    from edgellm.device_runtime.backends.tensorrt import compiler
+
+    return compiler.compile_visual(bundle, manifest, plan, folder, report)

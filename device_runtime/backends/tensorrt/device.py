@@ -1,0 +1,169 @@
+"""What a session asks of a GPU and of a loaded engine; `cuda.py` and `runtime.py` answer it.
+
+All work goes to one stream and runs in the order in which it was asked for. The host waits only
+in `synchronize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALIGNMENT = 256  # bytes; of tensors on the device
+
+
+class Buffer(Protocol):
+    """Device memory, which lives as long as the object."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins, a multiple of `ALIGNMENT`."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """A KV cache: planes of rows, one for each layer, part and head."""
+
+    address: int
+    count: int
+    rows: int  # of a plane
+    row_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all planes."""
+        return self.count * self.rows * self.row_bytes
+
+
+class Device(Protocol):
+    """A GPU with a stream."""
+
+    @property
+    def stream(self) -> int:
+        """The stream's handle, of the CUDA driver."""
+        ...
+
+    def allocate(self, num_bytes: int) -> Buffer:
+        """Zeroed device memory.
+
+        Raises:
+            LimitError: there is not so much.
+        """
+        ...
+
+    def free_bytes(self) -> int:
+        """Device memory that nobody uses."""
+        ...
+
+    def pinned(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Host memory that copies to and from the device may go on reading while Python runs."""
+        ...
+
+    def upload(self, address: int, host: NDArray[Any]) -> None:
+        """Copy a piece of `pinned` memory, contiguous, to the device."""
+        ...
+
+    def download(self, host: NDArray[Any], address: int) -> None:
+        """Copy from the device into a piece of `pinned` memory, contiguous."""
+        ...
+
+    def move_rows(self, planes: Planes, rows_address: int, count: int, first: int) -> None:
+        """In every plane: row first + i takes what row first + rows[i] holds, i ascending.
+
+        Args:
+            planes: of which `row_bytes` is a multiple of 16.
+            rows_address: int32 [count], ascending, rows[i] >= i.
+            count: of rows.
+            first: row.
+        """
+        ...
+
+    def save_rows(self, planes: Planes, length: int) -> NDArray[np.uint8]:
+        """The first rows of every plane, [count, length * row_bytes]; waits for them."""
+        ...
+
+    def load_rows(self, planes: Planes, rows: NDArray[np.uint8]) -> None:
+        """Write what `save_rows` gave; waits until it is there."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything that was asked for."""
+        ...
+
+    def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        """Record what `enqueue` asks for, as a CUDA graph; the result asks for all of it again.
+
+        Raises:
+            EdgeLLMError: it cannot be recorded.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """An input or output of an engine."""
+
+    name: str
+    is_input: bool
+    dtype: np.dtype
+    shape: tuple[int, ...]  # -1: varies
+
+
+class Context(Protocol):
+    """What runs an engine with one profile; inputs keep their shapes and addresses."""
+
+    def set_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Of an input whose shape varies."""
+        ...
+
+    def output_shape(self, name: str) -> tuple[int, ...]:
+        """Of an output, once all inputs have theirs."""
+        ...
+
+    def bind(self, name: str, address: int) -> None:
+        """Where a tensor lies on the device."""
+        ...
+
+    def enqueue(self) -> None:
+        """Ask the device's stream for a pass."""
+        ...
+
+    def is_capturable(self) -> bool:
+        """Whether a pass can be recorded as a CUDA graph."""
+        ...
+
+
+class Engine(Protocol):
+    """A loaded engine; its weights lie on the device."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """By name."""
+        ...
+
+    @property
+    def num_profiles(self) -> int:
+        """Kinds of passes."""
+        ...
+
+    def shape_range(self, name: str, profile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The least and the largest shape of an input."""
+        ...
+
+    def scratch_bytes(self, profile: int) -> int:
+        """Device memory that a context of the profile needs while it runs."""
+        ...
+
+    def new_context(self, profile: int, scratch: Buffer) -> Context:
+        """A context that computes in `scratch`, which others may use between its passes."""
+        ...

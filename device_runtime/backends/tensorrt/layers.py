@@ -1,0 +1,113 @@
+"""What the compiler made of a graph: the kernels of each pass, read from its log.
+
+With detailed verbosity TensorRT-RTX prints a line for each kernel; no GPU and no engine object is
+needed to learn which attentions were fused and which weights are decoded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_KERNEL = re.compile(
+    r"Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>|.*?\})\]"
+    r"(?:, Constants: \[(?P<constants>|.*?\})\])?, Outputs: \[(?P<outputs>|.*?\})\], \w+:"
+)
+_TENSOR = re.compile(r"\{ Name: (.*?), [^{]*?Dimensions: \[(.*?)\], [^{]*?Datatype: (\w+)")
+_NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
+_PROFILE = re.compile(r"\[profile (\d+)\]")
+_PART = re.compile(r"_myl(\d+)_")
+_FUSED_ATTENTION = re.compile(r"_(gemm|gemv)_mha_|fmha|flash", re.IGNORECASE)
+_FLOATS = ("Half", "Float", "BFloat16")
+_LOW_BIT = ("Int4", "Int8", "FP8", "FP4E2M1")
+_NOT_KERNELS = ("shape_call", "ShapeHostToDevice")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An operand of a kernel."""
+
+    name: str
+    dims: tuple[int, ...]  # -1: known when the engine runs
+    dtype: str  # in the library's words, e.g. "Half", "FP8"
+
+    @property
+    def count(self) -> int:
+        """Numbers in it; 0 when that is not known."""
+        return 0 if -1 in self.dims else math.prod(self.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A launch in one kind of pass."""
+
+    pass_index: int
+    name: str
+    kind: str
+    inputs: tuple[Tensor, ...]
+    constants: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    nodes: tuple[str, ...]  # of the lowered graph
+
+    @property
+    def is_fused_attention(self) -> bool:
+        """Whether scores, softmax and sum are one kernel."""
+        return bool(_FUSED_ATTENTION.search(self.name))
+
+    @property
+    def decodes_weight(self) -> bool:
+        """Whether it writes a low-bit weight to memory as floats, in every pass anew."""
+        weights = [each.count for each in self.constants if each.dtype in _LOW_BIT]
+        return bool(weights) and any(
+            each.count >= max(weights) and each.dtype in _FLOATS for each in self.outputs
+        )
+
+
+def read_kernels(text: str) -> list[Kernel]:
+    """The kernels in a printed list of layers; what only computes shapes is left away."""
+    lines = [line for line in text.splitlines() if _KERNEL.match(line)]
+    passes = _passes(lines)
+    return list(_kernels(lines, passes))
+
+
+def copied_caches(kernels: Sequence[Kernel], pass_index: int, capacity: int, heads: int) -> int:
+    """Tensors as long as the cache that a pass writes for all query heads."""
+    return sum(
+        capacity in each.dims and heads in each.dims[:-1] and -1 not in each.dims
+        for kernel in kernels
+        if kernel.pass_index == pass_index
+        for each in kernel.outputs
+    )
+
+
+def _passes(lines: list[str]) -> dict[str, int]:
+    """The pass of each compiled part; only some of its lines name it."""
+    found: dict[str, int] = {}
+    for line in lines:
+        if part := _PART.search(line):
+            named = _PROFILE.search(line)
+            found[part[1]] = max(found.get(part[1], 0), int(named[1]) if named else 0)
+    return found
+
+
+def _kernels(lines: list[str], passes: dict[str, int]) -> Iterator[Kernel]:
+    for line in lines:
+        match, part = _KERNEL.match(line), _PART.search(line)
+        assert match is not None
+        if match["kind"] not in _NOT_KERNELS and part is not None:
+            inputs, constants, outputs = (
+                _tensors(match[role]) for role in ("inputs", "constants", "outputs")
+            )
+            nodes = tuple(_NODE.findall(line))
+            yield Kernel(
+                passes[part[1]], match["name"], match["kind"], inputs, constants, outputs, nodes
+            )
+
+
+def _tensors(listed: str | None) -> tuple[Tensor, ...]:
+    return tuple(
+        Tensor(name, tuple(int(dim) for dim in dims.split(",") if dim), dtype)
+        for name, dims, dtype in _TENSOR.findall(listed or "")
+    )

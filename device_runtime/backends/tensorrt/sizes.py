@@ -1,0 +1,66 @@
+"""What an engine will weigh, before anything is compiled.
+
+Weights keep the type that they are stored in, floats get the activations' type. The constants are
+measured with TensorRT-RTX 1.7 (`python benchmarks/tensorrt.py`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+
+from edgellm.device_runtime.backends import Estimate
+from edgellm.device_runtime.lowering.linear_weights import LinearWeight
+from edgellm.device_runtime.lowering.weights import parameter_name
+
+_BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
+_COMPILER_BYTES = 330 << 20  # libraries, interpreter, kernels in the making
+_LAYER_BYTES = 16 << 20  # of the compiler's own graphs, for each attention
+_KERNEL_BYTES = 3 << 20  # kernels of a pass, alike in all layers
+
+
+def estimate_graphs(
+    models: list[ir.Model], dtype: ir.DataType, passes: int, kv_bytes: int
+) -> Estimate:
+    """Predict an engine of several portable graphs, each compiled for so many passes."""
+    engine = peak = decode = 0
+    for model in models:
+        linears, tables = _linear_bytes(model, dtype), _table_bytes(model, dtype)
+        weights = sum({**tables, **linears}.values())  # a tied head is in both
+        attentions = sum(node.op_type == "Attention" for node in model.graph)
+        engine += weights + _KERNEL_BYTES * passes
+        peak = max(peak, weights + _COMPILER_BYTES + _LAYER_BYTES * attentions)
+        decode += sum(linears.values())
+    return Estimate(engine, kv_bytes, peak, decode, runs_on_cpu=False)
+
+
+def _linear_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:
+    """Bytes of each linear weight by its parameter's name."""
+    found = {}
+    for node in model.graph:
+        weight = LinearWeight.of(node.inputs[1]) if node.op_type == "MatMul" else None
+        if weight is None:
+            continue
+        part = weight.parts[0]
+        if part.dequantize is None:
+            found[parameter_name(part.operand)] = weight.count * dtype.itemsize
+            continue
+        block = part.block_size or part.shape[0]
+        scale = 1 if part.kind == "fp4" else dtype.itemsize
+        per_block = scale + (dtype.itemsize if part.is_unsigned else 0)
+        codes = weight.count * _BITS[part.kind] // 8
+        found[str(node.name)] = codes + weight.count // block * int(per_block)
+    return {name: int(size) for name, size in found.items()}
+
+
+def _table_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:
+    """Bytes of each embedding by its parameter's name."""
+    found = {}
+    for node in model.graph:
+        table = node.inputs[0] if node.op_type == "Gather" else None
+        tensor = table.const_value if table is not None else None
+        if table is not None and tensor is not None and len(tensor.shape) == 2:
+            dims = tuple(tensor.shape.numpy())
+            found[parameter_name(table)] = int(math.prod(dims) * dtype.itemsize)
+    return found

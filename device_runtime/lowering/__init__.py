@@ -1,0 +1,1 @@
+"""What backends share when they turn portable graphs into their own."""

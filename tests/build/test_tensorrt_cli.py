@@ -1,0 +1,127 @@
+"""`llm_build --backend tensorrt` and `visual_build --backend tensorrt` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_size
+from tensorrt_bundles import Bundles
+
+from edgellm.artifact import verify_files
+from edgellm.contract import EngineManifest, VisualEngineManifest, load_manifest
+from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
+
+pytest.importorskip(
+    "tensorrt_rtx", reason="engines are compiled with tensorrt_rtx: pip install '.[tensorrt-rtx]'"
+)
+SMALL = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64, "--backend", "tensorrt")
+ADA = (*SMALL, "--gpu", "8.9")
+has_no_gpu = pytest.mark.skipif(compute_capability() is not None, reason="there is a GPU here")
+
+
+@pytest.fixture(scope="module")
+def half_bundle(tmp_path_factory) -> Path:
+    return Bundles(tmp_path_factory.mktemp("half")).make("base", "fp16")
+
+
+@pytest.fixture(scope="module")
+def int4_bundle(tmp_path_factory) -> Path:
+    return Bundles(tmp_path_factory.mktemp("int4")).make("base", "int4_awq")
+
+
+def _build(command, bundle, engine, *flags, **options):
+    return command("llm_build", "--onnxDir", bundle, "--engineDir", engine, *flags, **options)
+
+
+def test_build_and_report(command, half_bundle, tmp_path):
+    flags = (*ADA, "--layerReport", "--optLevel", 2, "--workspace", 64)
+    result = _build(command, half_bundle, tmp_path / "engine", *flags)
+    assert result.returncode == 0, result.stderr
+    manifest = load_manifest(tmp_path / "engine", EngineManifest)
+    verify_files(tmp_path / "engine", manifest.files)
+    assert (manifest.backend, manifest.machine) == ("tensorrt", "sm89")
+    assert manifest.backend_version.startswith("TensorRT-RTX 1.7.1")
+    assert [(graph.path, graph.max_rows) for graph in manifest.graphs] == [
+        ("llm.engine", 1), ("llm.engine", 48),
+    ]  # fmt: skip
+    assert (manifest.options["--workspace"], manifest.options["--optLevel"]) == (64, 2)
+    report = json.loads((tmp_path / "engine" / "llm.layers.json").read_text())
+    assert report["passes"]["decode"]["fused_attentions"] == manifest.decoder.kv.num_layers
+    assert "TensorRT-RTX 1.7.1" in result.stdout
+    assert "a pass takes" not in result.stdout  # nothing ran
+    leftovers = {path.name for path in (tmp_path / "engine").iterdir()} - set(manifest.files)
+    assert leftovers == {"manifest.json"}
+
+
+def test_an_encoder(command, tmp_path):
+    bundle = Bundles(tmp_path).make("smolvlm", "fp16")
+    flags = ("--onnxDir", bundle, "--engineDir", tmp_path / "engine", "--backend", "tensorrt")
+    result = command("visual_build", *flags, "--gpu", "sm120")
+    assert result.returncode == 0, result.stderr
+    assert load_manifest(tmp_path / "engine", VisualEngineManifest).machine == "sm120"
+
+
+def test_dry_run_predicts_the_engine(command, int4_bundle, tmp_path):
+    predicted = _build(command, int4_bundle, tmp_path / "engine", *ADA, "--dryRun")
+    assert predicted.returncode == 0, predicted.stderr
+    assert "tokens/s" not in predicted.stdout  # of another memory than this machine's
+    assert not (tmp_path / "engine").exists()
+
+
+@has_no_gpu
+def test_engines_of_another_machine_are_told_before_they_are_read(command, half_bundle, tmp_path):
+    engine = tmp_path / "engine"
+    assert _build(command, half_bundle, engine, *ADA).returncode == 0
+    plan = engine / "llm.engine"
+    plan.write_bytes(b"\0" * plan.stat().st_size)  # would be an error of the library's
+    requests = tmp_path / "requests.json"
+    requests.write_text('{"requests": [{"messages": [{"role": "user", "content": "w9"}]}]}')
+    files = ("--inputFile", requests, "--outputFile", tmp_path / "out.json")
+    result = command("llm_inference", "--engineDir", engine, *files)
+    assert_one_line_error(
+        result,
+        "was compiled by TensorRT-RTX 1.7.1",
+        "for sm89",
+        "has no NVIDIA GPU",
+        "run llm_build",
+    )
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--gpu", "Orin"), "--gpu Orin is no compute capability"),
+        (("--gpu", "9.0"), "does not compile for compute capability 9.0"),
+        ((*ADA[-2:], "--timingCache", "cache"), "has no timing cache"),
+        ((*ADA[-2:], "--quantize", "int8"), "--quantize int8 rounds for the CPU"),
+        ((*ADA[-2:], "--prefill", "int8"), "--prefill int8 is for the CPU"),
+        ((*ADA[-2:], "--kvCache", "int8"), "caches of floats only"),
+        ((*ADA[-2:], "--backend", "onnxruntime"), "--gpu is not for ONNX Runtime"),
+        (("--backend", "onnxruntime", "--layerReport"), "--layerReport is not for ONNX Runtime"),
+    ],
+)
+def test_flags_that_do_not_suit(command, half_bundle, tmp_path, flags, message):
+    result = _build(command, half_bundle, tmp_path / "engine", *SMALL, *flags)
+    assert_one_line_error(result, message, "hint:")
+    assert not (tmp_path / "engine").exists()
+
+
+@has_no_gpu
+def test_a_gpu_must_be_named_where_there_is_none(command, half_bundle, tmp_path):
+    result = _build(command, half_bundle, tmp_path / "engine", *SMALL)
+    assert_one_line_error(result, "there is no NVIDIA GPU here", "--gpu 89")
+
+
+def test_ctrl_c_leaves_nothing(half_bundle, tmp_path):
+    flags = ["--onnxDir", half_bundle, "--engineDir", tmp_path / "engine", *ADA]
+    assert interrupt(["llm_build", *flags], tmp_path, ".*/llm.lowered.onnx") == INTERRUPTED
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk(command, half_bundle, tmp_path):
+    result = _build(command, half_bundle, tmp_path / "engine", *ADA, preexec_fn=limit_file_size)
+    assert_one_line_error(result, "File too large")
+    assert not list(tmp_path.iterdir())

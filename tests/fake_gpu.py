@@ -1,0 +1,298 @@
+"""A GPU that computes with ONNX Runtime on the CPU, and fails on whatever a real one would.
+
+Work waits in the stream until somebody waits for it, as on a GPU: what is read too early is stale,
+and what is freed too early is found out. Engines are lowered ONNX graphs with the profiles that
+they would be compiled for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+from numpy.typing import NDArray
+
+from edgellm.contract import LimitError
+from edgellm.device_runtime.backends.tensorrt.device import ALIGNMENT, Planes, TensorInfo
+from edgellm.device_runtime.backends.tensorrt.passes import Pass
+
+
+class GpuMisuseError(AssertionError):
+    """What a real GPU punishes by a crash, by rubbish, or by nothing at all."""
+
+
+@dataclass
+class FakeBuffer:
+    address: int
+    num_bytes: int
+    memory: NDArray[np.uint8] = field(repr=False)
+
+
+class FakeDevice:
+    """See `device.Device`."""
+
+    stream = 7
+
+    def __init__(self, memory_bytes: int = 1 << 30) -> None:
+        self._free = memory_bytes
+        self._next = 1 << 20
+        self._blocks: dict[int, NDArray[np.uint8]] = {}  # by address, while their buffer lives
+        self._pinned: list[tuple[int, int]] = []
+        self._keep: list[NDArray] = []
+        self._queue: list[Callable[[], None]] = []
+        self._capturing: list[Callable[[], None]] | None = None
+        self.captures = self.launches = self.passes = self.waits = 0
+
+    def allocate(self, num_bytes: int) -> FakeBuffer:
+        self._refuse_in_capture("allocate")
+        if num_bytes > self._free:
+            raise LimitError("the GPU is full")
+        self._free -= num_bytes
+        size = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
+        address, self._next = self._next, self._next + size + ALIGNMENT
+        buffer = FakeBuffer(address, size, np.zeros(size, np.uint8))
+        self._blocks[address] = buffer.memory
+        weakref.finalize(buffer, self._release, address, num_bytes)
+        return buffer
+
+    def _release(self, address: int, num_bytes: int) -> None:
+        del self._blocks[address]
+        self._free += num_bytes
+
+    def free_bytes(self) -> int:
+        return self._free
+
+    def at(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Device memory that somebody has."""
+        for start, block in self._blocks.items():
+            if start <= address and address + num_bytes <= start + len(block):
+                return block[address - start : address - start + num_bytes]
+        raise GpuMisuseError(f"{num_bytes} bytes at {address} are nobody's: freed, or too short")
+
+    def pinned(self, num_bytes: int) -> NDArray[np.uint8]:
+        self._refuse_in_capture("pin")
+        array = np.full(num_bytes, 0xA5, np.uint8)
+        start = array.__array_interface__["data"][0]
+        self._pinned.append((start, start + num_bytes))
+        self._keep.append(array)
+        return array
+
+    def _require_pinned(self, host: NDArray[Any]) -> None:
+        if not host.flags.c_contiguous:
+            raise GpuMisuseError("a copy of what is not contiguous")
+        start = host.__array_interface__["data"][0]
+        if not any(low <= start and start + host.nbytes <= high for low, high in self._pinned):
+            raise GpuMisuseError("an asynchronous copy needs pinned memory")
+
+    def upload(self, address: int, host: NDArray[Any]) -> None:
+        self._require_pinned(host)
+        self.at(address, host.nbytes)
+        flat = host.reshape(-1).view(np.uint8)
+        self._ask(lambda: self.at(address, len(flat)).__setitem__(slice(None), flat))
+
+    def download(self, host: NDArray[Any], address: int) -> None:
+        self._require_pinned(host)
+        self.at(address, host.nbytes)
+        flat = host.reshape(-1).view(np.uint8)
+        self._ask(lambda: flat.__setitem__(slice(None), self.at(address, len(flat))))
+
+    def move_rows(self, planes: Planes, rows_address: int, count: int, first: int) -> None:
+        if planes.row_bytes % 16 or planes.address % 16:
+            raise GpuMisuseError("the kernel moves words of 16 bytes")
+
+        def move() -> None:
+            memory = self._rows(planes)
+            rows = self.at(rows_address, 4 * count).view(np.int32)
+            for at, row in enumerate(rows.tolist()):
+                if row < at or first + row >= planes.rows:
+                    raise GpuMisuseError(f"row {row} moves to {at}")
+                memory[:, first + at] = memory[:, first + row]
+
+        self._ask(move)
+
+    def _rows(self, planes: Planes) -> NDArray[np.uint8]:
+        shape = planes.count, planes.rows, planes.row_bytes
+        return self.at(planes.address, planes.num_bytes).reshape(shape)
+
+    def save_rows(self, planes: Planes, length: int) -> NDArray[np.uint8]:
+        self.synchronize()
+        return self._rows(planes)[:, :length].reshape(planes.count, -1).copy()
+
+    def load_rows(self, planes: Planes, rows: NDArray[np.uint8]) -> None:
+        self.synchronize()
+        length = rows.shape[1] // planes.row_bytes
+        self._rows(planes)[:, :length] = rows.reshape(planes.count, length, planes.row_bytes)
+
+    def synchronize(self) -> None:
+        self._refuse_in_capture("wait")
+        self.waits += 1
+        queue, self._queue = self._queue, []
+        for work in queue:
+            work()
+
+    def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        self._refuse_in_capture("capture")
+        self._capturing = []
+        try:
+            enqueue()
+        finally:
+            recorded, self._capturing = self._capturing, None
+        self.captures += 1
+
+        def replay() -> None:
+            self.launches += 1
+            self._queue += recorded
+
+        return replay
+
+    def _ask(self, work: Callable[[], None]) -> None:
+        (self._queue if self._capturing is None else self._capturing).append(work)
+
+    def ask_pass(self, work: Callable[[], None]) -> None:
+        def counted() -> None:
+            self.passes += 1
+            work()
+
+        self._ask(counted)
+
+    @property
+    def is_capturing(self) -> bool:
+        return self._capturing is not None
+
+    def _refuse_in_capture(self, what: str) -> None:
+        if self._capturing is not None:
+            raise GpuMisuseError(f"{what} while a graph is recorded")
+
+
+_TYPES = {"int64": np.int64, "float": np.float32, "float16": np.float16, "bool": np.bool_}
+
+
+class FakeEngine:
+    """See `device.Engine`: a lowered graph in ONNX Runtime."""
+
+    def __init__(self, graph: Path, passes: Sequence[Pass], device: FakeDevice) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        self.session = onnxruntime.InferenceSession(
+            graph, options, providers=["CPUExecutionProvider"]
+        )
+        self._device, self._passes = device, passes
+        declared = {value.name: value for value in ir.load(graph).graph.inputs}
+        self._symbols = {name: [*(value.shape or ())] for name, value in declared.items()}
+        both = ((self.session.get_inputs(), True), (self.session.get_outputs(), False))
+        self.tensors: dict[str, TensorInfo] = {
+            value.name: TensorInfo(
+                value.name, is_input, np.dtype(_TYPES[value.type[7:-1]]),
+                tuple(dim if isinstance(dim, int) else -1 for dim in value.shape),
+            )
+            for values, is_input in both for value in values
+        }  # fmt: skip
+        self.num_profiles = len(passes)
+        self.contexts = 0
+
+    def shape_range(self, name: str, profile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        ranges = [
+            (dim, dim) if isinstance(dim, int) else self._passes[profile].ranges[str(dim.value)]
+            for dim in self._symbols[name]
+        ]
+        return tuple(low for low, _ in ranges), tuple(high for _, high in ranges)
+
+    def scratch_bytes(self, profile: int) -> int:
+        return 1000 * (profile + 1)
+
+    def new_context(self, profile: int, scratch: FakeBuffer) -> FakeContext:
+        if scratch.num_bytes < self.scratch_bytes(profile):
+            raise GpuMisuseError("a context needs more scratch memory")
+        self.contexts += 1
+        return FakeContext(self, self._device, profile, scratch.address)
+
+
+class FakeContext:
+    """See `device.Context`."""
+
+    _ids = itertools.count()
+
+    def __init__(self, engine: FakeEngine, device: FakeDevice, profile: int, scratch: int) -> None:
+        self._engine, self._device, self._profile = engine, device, profile
+        self._scratch, self._scratch_bytes = scratch, engine.scratch_bytes(profile)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+        self._was_run = self._is_recorded = False
+
+    def set_shape(self, name: str, shape: Sequence[int]) -> None:
+        if self._is_recorded:
+            raise GpuMisuseError("a recorded graph holds on to the shapes of its context")
+        if -1 not in self._engine.tensors[name].shape:
+            raise GpuMisuseError(f"the shape of {name} does not vary")
+        least, most = self._engine.shape_range(name, self._profile)
+        fits = len(shape) == len(least) and all(
+            low <= size <= high for low, size, high in zip(least, shape, most, strict=True)
+        )
+        if not fits:
+            raise GpuMisuseError(f"{name} {shape} is not in the profile's {least} to {most}")
+        self._shapes[name] = tuple(shape)
+        self._was_run = False
+
+    def output_shape(self, name: str) -> tuple[int, ...]:
+        shapes = {key: self._shape(key) for key, info in self._tensors(is_input=True)}
+        feeds = {
+            key: np.zeros(shape, self._engine.tensors[key].dtype) for key, shape in shapes.items()
+        }
+        return self._engine.session.run([name], feeds)[0].shape
+
+    def bind(self, name: str, address: int) -> None:
+        if name not in self._engine.tensors:
+            raise GpuMisuseError(f"the engine has no {name}")
+        if address % ALIGNMENT:
+            raise GpuMisuseError(f"{name} lies at no multiple of {ALIGNMENT}")
+        if self._is_recorded:
+            raise GpuMisuseError("a recorded graph holds on to the addresses of its context")
+        self._addresses[name] = address
+
+    def is_capturable(self) -> bool:
+        return True
+
+    def enqueue(self) -> None:
+        missing = [name for name in self._engine.tensors if name not in self._addresses]
+        if missing:
+            raise GpuMisuseError(f"nobody said where {missing[0]} lies")
+        shapes = {name: self._shape(name) for name, _ in self._tensors(is_input=True)}
+        addresses = dict(self._addresses)
+        if self._device.is_capturing:
+            if not self._was_run:
+                raise GpuMisuseError("recorded before it ran with these shapes")
+            self._is_recorded = True
+        self._was_run = True
+        self._device.ask_pass(lambda: self._compute(shapes, addresses))
+
+    def _tensors(self, *, is_input: bool) -> list[tuple[str, TensorInfo]]:
+        items = self._engine.tensors.items()
+        return [(name, info) for name, info in items if info.is_input == is_input]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shape = self._engine.tensors[name].shape
+        if -1 not in shape:
+            return shape
+        if name not in self._shapes:
+            raise GpuMisuseError(f"nobody said what shape {name} has")
+        return self._shapes[name]
+
+    def _compute(self, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> None:
+        self._device.at(self._scratch, self._scratch_bytes)
+        feeds = {}
+        for name, shape in shapes.items():
+            dtype = self._engine.tensors[name].dtype
+            size = int(np.prod(shape)) * dtype.itemsize
+            feeds[name] = self._device.at(addresses[name], size).view(dtype).reshape(shape).copy()
+        names = [name for name, _ in self._tensors(is_input=False)]
+        for name, array in zip(names, self._engine.session.run(names, feeds), strict=True):
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            self._device.at(addresses[name], len(flat))[:] = flat

@@ -1,0 +1,113 @@
+"""What only a GPU can show: `pytest -m gpu` on any machine with an NVIDIA GPU and TensorRT.
+
+Engines are compiled for this GPU and compared with ONNX Runtime on the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+from eagle_engines import CAPACITY, INPUT, TREE
+
+from edgellm.build.draft import build_draft
+from edgellm.build.engine import build_engine
+from edgellm.contract import EngineManifest, load_manifest
+from edgellm.device_runtime import backends
+from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.backends.tensorrt.device import Planes
+from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
+from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.setup import EagleOptions
+
+_MISSING = [name for name in ("pycuda", "cuda") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(compute_capability() is None, reason="there is no NVIDIA GPU here"),
+    pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}"),
+]
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def gpu_engine(eagle_pair, tmp_path_factory):
+    """The tiny float32 base with its draft, compiled here."""
+    engine = tmp_path_factory.mktemp("gpu") / "engine"
+    sizes = {"max_verify_tree_size": TREE, "max_draft_tree_size": TREE}
+    plan = Plan(INPUT, CAPACITY, 0, "auto", **sizes)
+    build_engine(eagle_pair.bundle, engine, plan, "tensorrt", lambda _: None)
+    build_draft(eagle_pair.draft_bundle, engine, plan, "tensorrt", lambda _: None)
+    return engine
+
+
+def _open(engine):
+    manifest = load_manifest(engine, EngineManifest)
+    return backends.find(manifest.backend).open_session(engine, manifest)
+
+
+def test_numbers_are_those_of_the_cpu(eagle_pair, gpu_engine):
+    """A prompt, a token, a tree: at once, recorded, replayed."""
+    cpu, gpu = _open(eagle_pair.engine), _open(gpu_engine)
+    random, mask = np.random.default_rng(0), np.tri(9, dtype=np.bool_)
+    mask[5:, 3] = False
+    for one in (cpu, gpu):
+        one.run(np.arange(10, 40), 0, np.zeros(1, np.int64))
+    for _ in range(3):
+        ids = random.integers(9, 96, 9)
+        arguments = ids, 30, np.arange(9)
+        expected, found = cpu.run(*arguments, tree_mask=mask), gpu.run(*arguments, tree_mask=mask)
+        np.testing.assert_allclose(found.logits, expected.logits, atol=2e-2)
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        np.testing.assert_allclose(found.highest, expected.highest, atol=2e-2)
+
+
+def test_greedy_answers_are_lossless(gpu_engine):
+    limits = TreeLimits(top_k=5, steps=4, verify_size=20)
+    llm = LLM(gpu_engine, eagle=EagleOptions(limits, tree="fixed"))
+    for prompt in ("w83 w64 w53 w32", "w10 w24 w79 w65 w88", "w56 w15 w35"):
+        answers = []
+        for speculative in (False, True):
+            answer = llm.generate(
+                prompt, sampling=GREEDY, max_generate_length=40, speculative=speculative
+            )
+            for _ in answer:
+                pass
+            answers.append(answer.token_ids)
+        assert answers[0] == answers[1]
+
+
+def test_kept_rows_are_those_of_a_fresh_prompt(gpu_engine):
+    one, fresh = _open(gpu_engine), _open(gpu_engine)
+    ids, path = np.arange(30, 36), np.array([0, 2, 4])
+    mask = np.eye(6, dtype=np.bool_)
+    mask[2, 0] = mask[4, [0, 2]] = True
+    depths = np.array([0, 1, 1, 2, 2, 3])
+    one.run(np.arange(10, 20), 0, np.zeros(1, np.int64))
+    one.run(ids, 10, np.arange(6), position_ids=10 + depths, tree_mask=mask)
+    one.keep(10, path)
+    fresh.run(np.concatenate([np.arange(10, 20), ids[path]]), 0, np.zeros(1, np.int64))
+    np.testing.assert_allclose(one.save(13), fresh.save(13), atol=1e-3)
+
+
+@pytest.mark.parametrize("row_bytes", [32, 128, 256, 512])
+def test_the_kernel_moves_rows(row_bytes):
+    from edgellm.device_runtime.backends.tensorrt.cuda import open_device
+
+    device, count, rows = open_device(), 12, 40
+    memory = device.allocate(count * rows * row_bytes)
+    planes = Planes(memory.address, count, rows, row_bytes)
+    shape = (count, rows, row_bytes)
+    before = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    device.load_rows(planes, before.reshape(count, -1))
+    kept = np.array([0, 2, 3, 7, 8, 19], np.int32)
+    host, indices = device.pinned(kept.nbytes), device.allocate(kept.nbytes)
+    host[:] = kept.view(np.uint8)
+    device.upload(indices.address, host)
+    device.move_rows(planes, indices.address, len(kept), 10)
+    expected = before.copy()
+    expected[:, 10 : 10 + len(kept)] = before[:, 10 + kept]
+    found = device.save_rows(planes, rows).reshape(shape)
+    np.testing.assert_array_equal(found, expected)

@@ -1,0 +1,125 @@
+"""Toy bundles of every kind of graph and precision, and engines that TensorRT-RTX makes of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conftest import make_checkpoint
+from eagle_reference import Layout, make_draft
+from quantized_layouts import LAYOUTS, write_checkpoint
+from visual_checkpoints import make_visual_checkpoint
+
+from edgellm.build.draft import build_draft
+from edgellm.build.engine import build_engine
+from edgellm.build.visual import build_visual
+from edgellm.device_runtime.backends import CompilerOptions, Plan, VisualPlan
+from edgellm.device_runtime.backends.tensorrt.layers import Kernel, Tensor
+from edgellm.export import models, visual
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.draft import DraftOptions, export_draft
+from edgellm.export.source import open_checkpoint
+from edgellm.export.visual_bundle import VisualOptions, export_visual
+
+LAYERS, HEADS, TREE, INPUT, CAPACITY = 4, 6, 12, 48, 72  # no other size is 72
+PRECISIONS = ("fp16", "fp8", "int4_awq", "nvfp4", "int8_sq")
+_LAYOUT = {"int4_awq": "int4"}  # others are called alike
+_TAPS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}
+DRAFT = Layout(
+    {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40, "eagle_config": _TAPS},
+    taps=(1, 2, 3),
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a build left: kernels of every pass, its notes and sizes."""
+
+    passes: tuple[str, ...]
+    kernels: tuple[Kernel, ...]
+    notes: tuple[str, ...]
+
+    def of(self, name: str) -> list[Kernel]:
+        index = self.passes.index(name)
+        return [kernel for kernel in self.kernels if kernel.pass_index == index]
+
+
+class Bundles:
+    """Checkpoints and bundles in a folder, each made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.make = functools.cache(self._make)
+
+    def _make(self, kind: str, precision: str, dtype: str = "fp16") -> Path:
+        bundle = self._folder / f"{kind}-{precision}-{dtype}"
+        if kind in ("base", "eagle_base"):
+            options = ExportOptions(dtype)
+            if kind == "eagle_base":
+                draft = str(self._checkpoint("draft", "fp16"))
+                options = ExportOptions(dtype, draft_model_dir=draft)
+            export_llm(open_checkpoint(str(self._checkpoint("base", precision))), bundle, options)
+        elif kind == "draft":
+            names = self._checkpoint("draft", precision), self._checkpoint("base", "fp16")
+            checkpoints = (open_checkpoint(str(name), tokenizer=False) for name in names)
+            export_draft(*checkpoints, bundle, DraftOptions(dtype))
+        else:
+            source = open_checkpoint(str(self._checkpoint(kind, "fp16")), tokenizer=False)
+            rounding = "none" if precision == "fp16" else precision
+            export_visual(source, bundle, VisualOptions(dtype, quantization=rounding))
+        return bundle
+
+    def _checkpoint(self, kind: str, precision: str) -> Path:
+        folder = self._folder / f"{kind}-{precision}-checkpoint"
+        if folder.exists():
+            return folder
+        if precision != "fp16":
+            layout = LAYOUTS[_LAYOUT.get(precision, precision)]
+            write_checkpoint(self._checkpoint(kind, "fp16"), folder, layout)
+        elif kind == "base":
+            sizes = {**models.find("llama").TINY, "num_hidden_layers": LAYERS}
+            make_checkpoint(folder, **sizes, dtype="float16")
+        elif kind == "draft":
+            make_draft(folder, DRAFT)
+        else:
+            make_visual_checkpoint(folder, visual.find(kind).TINY)
+        return folder
+
+
+def compile_bundle(bundle: Path, kind: str, engine: Path, sm: int) -> Engine:
+    """The engine of a bundle; `engine` is the folder that it goes to."""
+    options = CompilerOptions(target_sm=str(sm), layer_report=True)
+    if kind in ("base", "eagle_base"):
+        tree = TREE if kind == "eagle_base" else 0
+        plan = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=tree, compiler=options)
+        built = build_engine(bundle, engine, plan, "tensorrt", _silent)
+        return _read(engine / "llm.layers.json", built.options["notes"])
+    if kind == "draft":
+        plan = Plan(INPUT, CAPACITY, 1, "auto", max_draft_tree_size=TREE, compiler=options)
+        built = build_draft(bundle, engine, plan, "tensorrt", _silent)
+        return _read(engine / "draft" / "draft.layers.json", built.options["notes"])
+    plan = VisualPlan(4, 512, 256, 1, compiler=options)
+    built = build_visual(bundle, engine, plan, "tensorrt", _silent)
+    return _read(engine / "visual.layers.json", built.options["notes"])
+
+
+def _read(path: Path, notes: Sequence[str]) -> Engine:
+    content = json.loads(path.read_text())
+    return Engine(tuple(content["passes"]), tuple(map(_kernel, content["kernels"])), tuple(notes))
+
+
+def _kernel(raw: dict) -> Kernel:
+    tensors: Callable[[str], tuple[Tensor, ...]] = lambda role: tuple(  # noqa: E731
+        Tensor(each["name"], tuple(each["dims"]), each["dtype"]) for each in raw[role]
+    )
+    return Kernel(
+        raw["pass_index"], raw["name"], raw["kind"], tensors("inputs"), tensors("constants"),
+        tensors("outputs"), tuple(raw["nodes"]),
+    )  # fmt: skip
+
+
+def _silent(_: str) -> None:
+    pass

@@ -1,0 +1,123 @@
+"""`edgellm-doctor` on machines that are not here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgellm.tools.doctor import checks, jetpack
+from edgellm.tools.doctor.checks import FAULT, NOTE, OK, Finding, examine
+from edgellm.tools.doctor.machine import Machine
+
+ORIN_6 = "# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic, EABI: aarch64\n"
+THOR_7_2 = "# R39 (release), REVISION: 2.0, GCID: 1, BOARD: generic, EABI: aarch64\n"
+MEMORY = "MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:   12000000 kB\n"
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Files below a root and programs that print."""
+    (tmp_path / "root").mkdir()
+    (tmp_path / "bin").mkdir()
+
+    def make(files: dict[str, str], **programs: str) -> Machine:
+        for name, text in files.items():
+            path = tmp_path / "root" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        for name, script in programs.items():
+            path = tmp_path / "bin" / name.replace("_", "-")
+            path.write_text(f"#!/bin/sh\n{script}\n")
+            path.chmod(0o755)
+        return Machine(tmp_path / "root", f"{tmp_path / 'bin'}")
+
+    return make
+
+
+def _found(machine: Machine, what: str) -> list[Finding]:
+    return [finding for finding in examine(machine) if finding.what == what]
+
+
+def test_a_workstation(machine):
+    row = "NVIDIA RTX 4090, 570.86.10, 24564, 310, 8.9"
+    here = machine({"proc/meminfo": MEMORY, "usr/local/cuda/version.json": CUDA},
+                   nvidia_smi=f"echo '{row}'")  # fmt: skip
+    (gpu,), (driver,) = _found(here, "GPU"), _found(here, "driver")
+    assert (gpu.status, driver.status) == (OK, OK)
+    assert gpu.found == "NVIDIA RTX 4090, compute capability 8.9, 310 of 24564 MB used"
+    assert driver.found == "570.86.10"
+    assert _found(here, "CUDA") == [Finding("CUDA", OK, "toolkit 13.2.0")]
+    assert _found(here, "memory") == [Finding("memory", OK, "12.3 of 16.4 GB are free")]
+    assert not _found(here, "JetPack")
+
+
+CUDA = '{"cuda": {"name": "CUDA SDK", "version": "13.2.0"}}'
+
+
+def test_drivers_that_are_old_or_broken(machine):
+    old = machine({}, nvidia_smi="echo 'Tesla T4, 470.1, 15000, 0, 7.5'")
+    (driver,) = _found(old, "driver")
+    assert (driver.status, driver.found) == (FAULT, "470.1 is older than 525")
+    broken = machine({}, nvidia_smi="echo 'NVIDIA-SMI has failed' >&2; exit 9")
+    (driver,) = _found(broken, "driver")
+    assert driver.status == FAULT
+    assert driver.found == "nvidia-smi fails: NVIDIA-SMI has failed"
+    assert driver.remedy
+
+
+def test_no_gpu(machine):
+    (gpu,) = _found(machine({}), "GPU")
+    assert gpu.status == NOTE
+    assert "run on the CPU" in gpu.found
+
+
+def test_an_orin_with_an_old_jetpack(machine):
+    files = {"etc/nv_tegra_release": ORIN_6, "proc/device-tree/model": "NVIDIA Jetson Orin NX\0"}
+    here = machine(files, nvpmodel="echo 'NV Power Mode: 15W\n2'")
+    (pack,), (power,) = _found(here, "JetPack"), _found(here, "power mode")
+    assert pack.status == FAULT
+    assert "Orin NX, JetPack 6.1 or 6.2 (L4T 36.4), TensorRT 10.3: the CPU only" in pack.found
+    assert "JetPack 7.2" in pack.remedy
+    assert (power.status, power.remedy) == (NOTE, "sudo nvpmodel -m 0 && sudo jetson_clocks")
+    assert not _found(here, "GPU")  # nothing to say of a GPU that the board has
+
+
+def test_a_thor(machine):
+    files = {"etc/nv_tegra_release": THOR_7_2, "proc/meminfo": MEMORY.replace("12000", "1200")}
+    here = machine(files, nvpmodel="echo 'NV Power Mode: MAXN'")
+    (pack,), (power,), (memory,) = (
+        _found(here, what) for what in ("JetPack", "power mode", "memory")
+    )
+    assert (pack.status, power.status, memory.status) == (OK, OK, FAULT)
+    assert "TensorRT 10.16.2" in pack.found
+
+
+def test_files_that_read_otherwise(machine):
+    here = machine({"etc/nv_tegra_release": "?", "usr/local/cuda/version.json": "{}",
+                    "proc/meminfo": "?"})  # fmt: skip
+    assert [_found(here, what)[0].status for what in ("JetPack", "CUDA")] == [FAULT, FAULT]
+    assert not _found(here, "memory")
+    assert jetpack.find((21, 1)) is None
+
+
+def test_packages_and_backends(machine, monkeypatch):
+    here = machine({})
+    assert [each.status for each in _found(here, "--backend onnxruntime")] == [OK]
+    (tensorrt,) = _found(here, "--backend tensorrt")
+    assert tensorrt.status in (OK, NOTE)
+    monkeypatch.setattr(checks, "_NEEDED", ("no-such-package",))
+    (packages,) = _found(here, "packages")
+    assert (packages.status, packages.remedy[-9:]) == (FAULT, "[device]'")
+
+
+def test_the_command():
+    command = [sys.executable, "-m", "edgellm.tools.doctor"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode in (0, 1), result.stderr
+    lines = result.stdout.splitlines()
+    assert any(line.startswith("ok     --backend onnxruntime: ") for line in lines)
+    assert all(line.startswith(("ok ", "note ", "fault ", "       remedy: ")) for line in lines)
+    assert Path("/proc/meminfo").exists() == any(": " in x and "GB are free" in x for x in lines)

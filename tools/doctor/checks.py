@@ -1,0 +1,162 @@
+"""What is looked at, a line each."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime import backends
+from edgellm.tools.doctor import jetpack
+from edgellm.tools.doctor.machine import Machine, ProgramError
+
+OK, NOTE, FAULT = "ok", "note", "fault"
+_QUERY = ("--query-gpu=name,driver_version,memory.total,memory.used,compute_cap",
+          "--format=csv,noheader,nounits")  # fmt: skip
+_OLDEST_DRIVER = 525  # of CUDA 12
+_PACKAGES = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx-cu13", "pycuda",
+             "cuda-python", "tokenizers", "jinja2", "msgspec", "pillow")  # fmt: skip
+_NEEDED = ("tokenizers", "jinja2", "msgspec")
+_LITTLE_MEMORY_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line."""
+
+    what: str
+    status: str
+    found: str
+    remedy: str = ""
+
+
+def examine(machine: Machine) -> Iterator[Finding]:
+    """All findings, in the order in which one depends on another."""
+    yield from _gpu(machine)
+    yield from _jetpack(machine)
+    yield from _cuda(machine)
+    yield from _memory(machine)
+    yield from _power(machine)
+    yield from _packages()
+    yield from _backends()
+
+
+def _gpu(machine: Machine) -> Iterator[Finding]:
+    try:
+        printed = machine.ask("nvidia-smi", *_QUERY)
+    except ProgramError as error:
+        yield Finding(
+            "driver", FAULT, str(error),
+            "restart the machine; if it stays, install the NVIDIA driver again",
+        )  # fmt: skip
+        return
+    rows = [line.split(", ") for line in (printed or "").strip().splitlines()]
+    if not rows:
+        if machine.read("etc/nv_tegra_release") is None:
+            yield Finding("GPU", NOTE, "no NVIDIA GPU; engines run on the CPU")
+        return
+    for name, driver, total, used, capability in (row for row in rows if len(row) == 5):
+        memory = f"{used} of {total} MB used" if total.isdigit() else "shares the system's memory"
+        yield Finding("GPU", OK, f"{name}, compute capability {capability}, {memory}")
+        major = driver.split(".")[0]
+        if major.isdigit() and int(major) < _OLDEST_DRIVER:
+            older = f"{driver} is older than {_OLDEST_DRIVER}"
+            yield Finding("driver", FAULT, older, "install a newer NVIDIA driver")
+        else:
+            yield Finding("driver", OK, driver)
+
+
+def _jetpack(machine: Machine) -> Iterator[Finding]:
+    release = machine.read("etc/nv_tegra_release")
+    if release is None:
+        return
+    model = (machine.read("proc/device-tree/model") or "Jetson").strip("\0\n ")
+    version = jetpack.l4t_version(release)
+    found = jetpack.find(version) if version is not None else None
+    if version is None or found is None:
+        yield Finding("JetPack", FAULT, f"{model}, of an unknown release: {release.strip()[:60]}",
+                      "flash JetPack 7.2 or newer")  # fmt: skip
+        return
+    text = f"{model}, {found.name} (L4T {version[0]}.{version[1]}), TensorRT {found.tensorrt}"
+    if found is jetpack.RELEASES[-1]:
+        yield Finding("JetPack", OK, f"{text}: {found.runs}")
+    else:
+        yield Finding("JetPack", FAULT, f"{text}: {found.runs}",
+                      "flash JetPack 7.2, or build with --backend onnxruntime")  # fmt: skip
+
+
+def _cuda(machine: Machine) -> Iterator[Finding]:
+    text = machine.read("usr/local/cuda/version.json")
+    if text is None:
+        return
+    try:
+        version = json.loads(text)["cuda"]["version"]
+    except (ValueError, KeyError, TypeError):
+        yield Finding("CUDA", FAULT, "usr/local/cuda/version.json cannot be read",
+                      "install the CUDA toolkit again")  # fmt: skip
+        return
+    yield Finding("CUDA", OK, f"toolkit {version}")
+
+
+def _memory(machine: Machine) -> Iterator[Finding]:
+    text = machine.read("proc/meminfo") or ""
+    sizes = {name: int(kb) * 1024 for name, kb in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M)}
+    if "MemAvailable" not in sizes or "MemTotal" not in sizes:
+        return
+    free = sizes["MemAvailable"]
+    found = f"{free / 1e9:.1f} of {sizes['MemTotal'] / 1e9:.1f} GB are free"
+    if free < _LITTLE_MEMORY_BYTES:
+        remedy = "close other programs; llm_build --dryRun says what an engine needs"
+        yield Finding("memory", FAULT, found, remedy)
+    else:
+        yield Finding("memory", OK, found)
+
+
+def _power(machine: Machine) -> Iterator[Finding]:
+    try:
+        printed = machine.ask("nvpmodel", "-q")
+    except ProgramError as error:
+        yield Finding("power mode", NOTE, str(error), "ask as root: sudo nvpmodel -q")
+        return
+    mode = re.search(r"NV Power Mode:\s*(\S+)", printed or "")
+    if mode is not None and "MAXN" in mode[1].upper():
+        yield Finding("power mode", OK, mode[1])
+    elif mode is not None:
+        yield Finding("power mode", NOTE, f"{mode[1]} holds the clocks down",
+                      "sudo nvpmodel -m 0 && sudo jetson_clocks")  # fmt: skip
+    governor = machine.read("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    if governor is not None and governor.strip() == "powersave":
+        yield Finding("CPU clocks", NOTE, "the governor is powersave",
+                      "sudo cpupower frequency-set -g performance")  # fmt: skip
+
+
+def _packages() -> Iterator[Finding]:
+    versions = {name: found for name in _PACKAGES if (found := _version(name)) is not None}
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    missing = [name for name in _NEEDED if name not in versions]
+    if missing:
+        found = f"{' and '.join(missing)} missing; {listed or 'none'}"
+        yield Finding("packages", FAULT, found, "in edgellm's folder: pip install '.[device]'")
+    else:
+        yield Finding("packages", OK, listed)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _backends() -> Iterator[Finding]:
+    return (_backend(name) for name in backends.names())
+
+
+def _backend(name: str) -> Finding:
+    try:
+        return Finding(f"--backend {name}", OK, backends.find(name).available())
+    except EdgeLLMError as error:
+        return Finding(f"--backend {name}", NOTE, str(error), error.hint)
