@@ -125,3 +125,10 @@ def test_a_full_disk(command, half_bundle, tmp_path):
     result = _build(command, half_bundle, tmp_path / "engine", *ADA, preexec_fn=limit_file_size)
     assert_one_line_error(result, "File too large")
     assert not list(tmp_path.iterdir())
+
+
+def test_medusa_heads_are_refused(command, eagle_pairs, tmp_path):
+    heads = eagle_pairs("medusa").draft_bundle
+    result = _build(command, heads, tmp_path / "engine", *ADA, "--eagleDraft")
+    assert_one_line_error(result, "Medusa heads have no TensorRT engines yet")
+    assert not (tmp_path / "engine").exists()

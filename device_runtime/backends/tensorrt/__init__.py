@@ -171,6 +171,7 @@ def _require_origin(engine: Path, manifest: AnyEngine) -> Any:
 
 def open_heads(engine: Path, manifest: DraftEngineManifest) -> HeadsSession:
     """Medusa heads are not compiled."""
+    del engine, manifest
     raise _no_heads()
 
 

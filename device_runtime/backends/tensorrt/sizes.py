@@ -1,7 +1,7 @@
 """What an engine will weigh, before anything is compiled.
 
 Weights keep the type that they are stored in, floats get the activations' type. The constants are
-measured with TensorRT-RTX 1.7 (`python benchmarks/tensorrt.py`).
+measured with TensorRT-RTX 1.7 (`python benchmarks/tensorrt_engines.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What building a TensorRT engine takes: time, peak memory and size; needs no GPU.
 
-    python benchmarks/tensorrt.py [--layers 24] [--gpu 12.0]
+    python benchmarks/tensorrt_engines.py [--layers 24] [--gpu 12.0]
 
 A model of Qwen2.5-0.5B's shape with random weights is exported in float16 and compiled by
 TensorRT-RTX in a process of its own.
