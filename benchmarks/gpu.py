@@ -18,7 +18,7 @@ from edgellm.contract import DRAFT_FOLDER, EngineManifest, load_manifest
 from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams
-from edgellm.device_runtime.speculate.setup import EagleOptions
+from edgellm.device_runtime.speculate.options import SpecOptions
 
 PROMPT = "Write a long story about a lighthouse keeper who finds a letter in a bottle."
 
@@ -67,7 +67,7 @@ def main() -> None:
         sys.exit("skipped: there is no NVIDIA GPU here")
     manifest = load_manifest(options.engine, EngineManifest)
     has_draft = (options.engine / DRAFT_FOLDER).is_dir()
-    llm = LLM(options.engine, eagle=EagleOptions() if has_draft else None)
+    llm = LLM(options.engine, spec=SpecOptions() if has_draft else None)
     plan = (options.engine / manifest.graphs[0].path).stat().st_size
     kv = manifest.decoder.kv.bytes_per_token * options.tokens
     floor_ms = (plan + kv) / (options.bandwidth * 1e6) if options.bandwidth else 0.0

@@ -20,8 +20,7 @@ from edgellm.device_runtime.backends.tensorrt.device import Planes
 from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams
-from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.setup import EagleOptions
+from edgellm.device_runtime.speculate.options import SpecOptions
 
 _MISSING = [name for name in ("pycuda", "cuda") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -65,8 +64,8 @@ def test_numbers_are_those_of_the_cpu(eagle_pair, gpu_engine):
 
 
 def test_greedy_answers_are_lossless(gpu_engine):
-    limits = TreeLimits(top_k=5, steps=4, verify_size=20)
-    llm = LLM(gpu_engine, eagle=EagleOptions(limits, tree="fixed"))
+    options = SpecOptions(top_k=5, steps=4, verify_size=20, tree="fixed")
+    llm = LLM(gpu_engine, spec=options)
     for prompt in ("w83 w64 w53 w32", "w10 w24 w79 w65 w88", "w56 w15 w35"):
         answers = []
         for speculative in (False, True):

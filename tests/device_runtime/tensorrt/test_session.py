@@ -34,8 +34,7 @@ from edgellm.device_runtime.backends.tensorrt.session import TensorRtDraftSessio
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.lowering.weights import WeightFile
 from edgellm.device_runtime.sampling import SamplingParams
-from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.setup import EagleOptions
+from edgellm.device_runtime.speculate.options import SpecOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 INPUT, CAPACITY, TREE = 64, 128, 60  # as `eagle_engines` builds
@@ -120,9 +119,9 @@ def fake_llm(eagle_pair, lowered, device, monkeypatch):
     monkeypatch.setattr(onnxruntime, "open_session", lambda *_: lowered.open(device))
     monkeypatch.setattr(onnxruntime, "open_draft_session", lambda *_: lowered.open_draft(device))
 
-    def load(tree: str = "fixed", limits: TreeLimits | None = None) -> LLM:
-        limits = limits or TreeLimits(top_k=5, steps=4, verify_size=20)
-        return LLM(eagle_pair.engine, eagle=EagleOptions(limits, tree=tree))
+    def load(tree: str = "fixed", top_k: int = 5, steps: int = 4, verify_size: int = 20) -> LLM:
+        options = SpecOptions(top_k=top_k, steps=steps, verify_size=verify_size, tree=tree)
+        return LLM(eagle_pair.engine, spec=options)
 
     return load
 
