@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from lettered_engine import with_letters
 
-from edgellm.artifact import hash_file
 from edgellm.contract import EdgeLLMError, RequestError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.guidance import Guidance, Guide
@@ -50,23 +48,7 @@ def keeps_form(kind: str, text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def lettered(eagle_pair, tmp_path_factory) -> Path:
-    """An engine with a draft, whose tokens are printable characters; byte level, as GPT-2's."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    folder = shutil.copytree(eagle_pair.engine, tmp_path_factory.mktemp("lettered") / "engine")
-    letters = ["<unk>", "<s>", "</s>", "Ġ", *(chr(code) for code in range(34, 126))]
-    vocabulary = {letter: index for index, letter in enumerate(letters)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
-    record = hash_file(folder / "tokenizer.json")
-    manifest["files"]["tokenizer.json"] = dataclasses.asdict(record)
-    path.write_text(json.dumps(manifest))
-    return folder
+    return with_letters(eagle_pair.engine, tmp_path_factory.mktemp("lettered") / "engine")
 
 
 @pytest.fixture(scope="module")
