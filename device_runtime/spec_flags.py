@@ -147,6 +147,8 @@ class SpecFlags:
         wanted = self._wanted((*methods, "none"))
         if "none" in wanted and len(wanted) > 1:
             raise EdgeLLMError("--spec none decodes plainly", hint="leave what drafts away")
+        if not wanted:
+            self._refuse_details()
         if not wanted - {"none"}:
             return None
         if options.AUTO in wanted:
@@ -169,6 +171,24 @@ class SpecFlags:
             max_non_leaves=self.max_non_leaves,
             typical=self._typical(),
         )
+
+    def _refuse_details(self) -> None:
+        """Flags that say how to draft mean nothing where nothing drafts."""
+        details = {
+            "--eagleDraftTopK": self.draft_top_k,
+            "--eagleDraftStep": self.steps,
+            "--eagleVerifyTreeSize": self.verify_size,
+            "--eagleTree": self.tree,
+            "--eagleUseDynamicTree": self.use_dynamic_tree or None,
+            "--eagleDynamicTreeMaxTopK": self.dynamic_top_k,
+            "--eagleChoices": self.choices,
+            "--posteriorThreshold": self.posterior_threshold,
+            "--posteriorAlpha": self.posterior_alpha,
+        }
+        if given := [flag for flag, value in details.items() if value is not None]:
+            raise EdgeLLMError(
+                f"{given[0]} is about speculation", hint="give --eagle or --spec as well"
+            )
 
     def _wanted(self, known: tuple[str, ...]) -> set[str]:
         """The methods that were asked for, by one flag or another."""
@@ -229,7 +249,7 @@ def with_spec_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def taking(**given: Any) -> None:
-        spec_flags = SpecFlags(**{name: given.pop(name) for name in flags})
+        spec_flags = SpecFlags(**{name: given.pop(name) for name in flags if name in given})
         command(spec_flags=spec_flags, **given)
 
     merged: list[inspect.Parameter] = []

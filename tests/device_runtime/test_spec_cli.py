@@ -167,6 +167,8 @@ def test_flags_that_decode_plainly():
     [
         ({"spec": "hydra"}, "--spec hydra: give eagle, medusa, draft, ngram, suffix, auto or none"),
         ({"spec": "none", "eagle": True}, "--spec none decodes plainly"),
+        ({"tree": "fixed"}, "--eagleTree is about speculation"),
+        ({"steps": 3, "posterior_alpha": 0.1}, "--eagleDraftStep is about speculation"),
         ({"eagle": True, "tree": "tall"}, "--eagleTree tall: give cost or fixed"),
         (
             {"eagle": True, "tree": "cost", "use_dynamic_tree": True},

@@ -272,7 +272,7 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch, tiny_engine, capsys):
 
     monkeypatch.setattr(loops, "prefill_rate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cli.bench(tiny_engine, prompt="4", generate=0, repetitions=9, output="json")
+        cli.bench(engine_dir=tiny_engine, prompt="4", generate=0, repetitions=9, output="json")
     content = json.loads(capsys.readouterr().out)
     assert content["complete_repetitions"] == 2
     assert content["series"][0]["samples"] == [5.0, 5.0]
@@ -303,4 +303,4 @@ def test_a_busy_machine_is_said(monkeypatch):
 def test_sizes_are_checked_before_anything_is_measured(monkeypatch, tiny_engine):
     monkeypatch.setattr(measure, "prefill_rate", None)
     with pytest.raises(LimitError):
-        cli.bench(tiny_engine, prompt="49")
+        cli.bench(engine_dir=tiny_engine, prompt="49")

@@ -289,7 +289,7 @@ def test_bad_commands(chat, tiny_engine, tiny_bundle, tmp_path):
         ((), tiny_bundle, "is a llm_bundle, not a llm_engine"),
         ((), tmp_path / "none", "none"),
         (("--eagle",), tiny_engine, "is no EAGLE base"),
-        (("--eagleTree", "x"), tiny_engine, "--eagleTree x"),
+        (("--eagleTree", "x"), tiny_engine, "--eagleTree is about speculation"),
         (("--topP", 7), tiny_engine, "top_p 7.0 is out of range"),
         (("--multimodalEngineDir", tmp_path), tiny_engine, "manifest.json"),
     ):
