@@ -181,7 +181,7 @@ def test_a_deferred_interrupt_reaches_its_handler():
         raise KeyboardInterrupt
 
     def finish() -> None:
-        with artifact._defer_interrupt():
+        with artifact.defer_interrupt():
             signal.raise_signal(signal.SIGTERM)
             seen.append("finished")
 

@@ -8,11 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import typer
 from installed import PROJECT, ROOT, SCRIPTS, install
+from serve_process import serving
 from typer.core import TyperGroup
 
 from edgellm.tools.site.files import comments, manifest_page, request_page
@@ -21,6 +23,7 @@ from edgellm.tools.site.flags import command_page, commands
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 _BLOCK = re.compile(r"(?P<real><!-- real -->\n)?```(?P<kind>\w*)\n(?P<text>.*?)```", re.DOTALL)
+_SERVER = "http://127.0.0.1:8000"
 # Sizes of the tiny models in place of the tutorial's.
 _TINY = {"1024": "64", "2048": "128"}
 
@@ -137,13 +140,17 @@ def test_the_tutorial_runs(followed):
 def test_python_runs(path, followed):
     folder, shell, _ = followed
     for block in _blocks(path):
-        if block["kind"] == "python":
+        if block["kind"] != "python":
+            continue
+        text, is_client = block["text"], _SERVER in block["text"]
+        with serving(folder / "engine") if is_client else nullcontext() as server:
+            text = text.replace(_SERVER, server.url) if server is not None else text
             result = subprocess.run(
-                [sys.executable, "-c", block["text"]], cwd=folder, env=shell, capture_output=True,
+                [sys.executable, "-c", text], cwd=folder, env=shell, capture_output=True,
                 text=True, check=False,
             )  # fmt: skip
-            assert result.returncode == 0, result.stderr
-            assert result.stdout.strip()
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.strip()
 
 
 def test_a_flag_that_does_not_exist_is_found(apps):
