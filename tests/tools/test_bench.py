@@ -16,7 +16,7 @@ from conftest import assert_one_line_error
 from edgellm.contract import LimitError, RequestError
 from edgellm.device_runtime import profile
 from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.requests import Options
+from edgellm.device_runtime.requests import Options, read_file
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.bench import cli, formats, machine, measure
 from edgellm.tools.bench import run as loops
@@ -110,7 +110,7 @@ def test_tests_take_turns_and_the_first_round_does_not_count(monkeypatch):
     monkeypatch.setattr(loops, "prefill_rate", lambda _llm, n: order.append(n) or next(clock))
     monkeypatch.setattr(loops, "decode_rate", lambda _llm, d, n: order.append((d, n)) or 7.0)
     monkeypatch.setattr(loops, "answer_both_ways", answer)
-    texts = Texts(Options(), [{"messages": [USER]}, "no object"])
+    texts = Texts(Options(), [{"messages": [USER]}, "no object"], ["w20 w21", "request"])
     results = Results({}, {}, {})
     steps = []
     loops.run(None, Work((3, 5), (0, 9), 4, texts), results, 2, steps.append)  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def results() -> Results:
 def test_tables(results):
     speeds, texts, facts = formats.tables(results)
     assert speeds.rows == (("prefill 16", "200.0", "200.0 ± 141.4", "5.00", "2"),)
-    assert texts.rows == (("a | b", "7", "15.0", "27.5", "1.75", "2.50", "4.5", "1 of 2"),)
+    assert texts.rows == (("a | b", "0", "7", "15.0", "27.5", "1.75", "2.50", "4.5", "1 of 2"),)
     assert "ratio 1.75 (median of 2 pairs, mean 1.75 ± 0.35)" in texts.note
     assert ("CPU", "Fast, Inc.") in facts.rows
     assert ("peak memory", "123 MB") in facts.rows
@@ -197,7 +197,7 @@ def test_tables(results):
 def test_markdown(results):
     lines = formats.as_markdown(results).splitlines()
     assert "| prefill 16 | 200.0 | 200.0 ± 141.4 | 5.00 | 2 |" in lines
-    assert any(line.startswith("| a \\| b | 7 |") for line in lines)
+    assert any(line.startswith("| a \\| b | 0 | 7 |") for line in lines)
     header = lines.index("|  | tokens/s, median | mean ± sd | ms a token | samples |")
     assert lines[header + 1] == "| --- | ---: | ---: | ---: | ---: |"
 
@@ -230,6 +230,7 @@ def test_the_command(run_bench, eagle_pair, tmp_path):
     ]  # fmt: skip
     assert all(len(one["samples"]) == 2 for one in content["series"])
     assert all(text["same_answers"] == 2 for text in content["texts"])
+    assert [text["name"] for text in content["texts"]] == ["w20 w21"] * 2 + ["w20 w21 behind 5"] * 2
     assert len(content["engine"]["draft manifest sha256"]) == 64
     assert content["machine"]["cores"]
     assert content["peak_memory_bytes"] > 1e6
@@ -243,10 +244,29 @@ def test_defaults_fit_the_engine(run_bench, tiny_engine):
 
 
 def test_the_built_in_requests():
-    options, requests = cli._texts(cli.REQUESTS).options, cli._texts(cli.REQUESTS).requests
+    options, requests = read_file(cli.REQUESTS)
     assert options.temperature == 0
     assert len(requests) >= 5
     assert len({json.dumps(request) for request in requests}) == len(requests)
+
+
+def test_texts_behind_a_depth(eagle_llm):
+    system = {"role": "system", "content": "w30"}
+    options, raw = Options(max_generate_length=4), {"messages": [system, USER], "seed": 3}
+    texts = Texts.at(eagle_llm, options, [raw], [0, 30])
+    assert texts.requests[0] is raw
+    assert texts.names == ["w20 w21", "w20 w21 behind 30"]
+    deep = texts.requests[1]
+    assert [one["role"] for one in deep["messages"]] == ["system", "user", "assistant", "user"]
+    assert (deep["seed"], deep["messages"][-1]) == (3, USER)
+    lengths = [eagle_llm.generate(one["messages"]).prompt_token_count for one in texts.requests]
+    assert 30 - 5 <= lengths[1] - lengths[0] <= 30 + 10
+    with pytest.raises(RequestError, match="the engine takes 64"):
+        Texts.at(eagle_llm, options, [raw], [60])
+    with pytest.raises(RequestError, match="messages"):
+        Texts.at(eagle_llm, options, [{"messages": []}], [0])
+    with pytest.raises(RequestError, match=r"requests\[0\]"):
+        Texts.at(eagle_llm, options, ["no object"], [8])
 
 
 def test_bad_commands(run_bench, tiny_engine, tiny_bundle, tmp_path):

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from edgellm.contract import EngineManifest
     from edgellm.device_runtime.speculate.options import SpecOptions
     from edgellm.tools.bench.results import Results
-    from edgellm.tools.bench.run import Texts
 
 REQUESTS = Path(__file__).with_name("requests.json")
 _DEFAULT_PROMPTS = (128, 512)
@@ -47,29 +46,32 @@ def bench(
     """Measure an engine in turns; --eagle or --spec compares with plain decoding."""
     del debug  # read by run_command
     from edgellm.device_runtime.llm import LLM
+    from edgellm.device_runtime.requests import read_file
     from edgellm.tools.bench.formats import NAMES
     from edgellm.tools.bench.machine import busy_warning, facts
     from edgellm.tools.bench.measure import check_sizes
     from edgellm.tools.bench.results import Results
-    from edgellm.tools.bench.run import Work, run
+    from edgellm.tools.bench.run import Texts, Work, run
 
     if output not in NAMES:
         raise EdgeLLMError(f"--output {output}: give {', '.join(NAMES[:-1])} or {NAMES[-1]}")
     how = spec_flags.read()
     if input_file is not None and how is None:
         raise EdgeLLMError("--inputFile is for speculation", hint="give --eagle or --spec as well")
-    depths = numbers("--depth", depth) if generate else ()
-    texts = _texts(input_file or REQUESTS) if how is not None else None
+    depths = numbers("--depth", depth)
+    requests = read_file(input_file or REQUESTS)
     llm = LLM(engine_dir, spec=how)
     prompts = _prompts(prompt, llm.manifest)
     check_sizes(llm.manifest, prompts, depths, generate)
+    texts = Texts.at(llm, *requests, depths) if how is not None else None
     if warning := busy_warning():
         typer.echo(f"warning: {warning}", err=True)
+    work = Work(prompts, depths if generate else (), generate, texts)
     settings = {"repetitions": str(repetitions), "speculation": _described(how)}
     results = Results(_engine(engine_dir, llm.manifest), facts(), settings)
     try:
         with status() as report:
-            run(llm, Work(prompts, depths, generate, texts), results, repetitions, report)
+            run(llm, work, results, repetitions, report)
     finally:  # an interrupt keeps what was measured
         if results.repetitions:
             _print(results, output)
@@ -81,13 +83,6 @@ def _prompts(text: str, manifest: EngineManifest) -> tuple[int, ...]:
         return tuple(length for length in numbers("--prompt", text) if length)
     fitting = tuple(length for length in _DEFAULT_PROMPTS if length <= manifest.max_input_len)
     return fitting or (manifest.max_input_len,)
-
-
-def _texts(path: Path) -> Texts:
-    from edgellm.device_runtime.requests import read_file
-    from edgellm.tools.bench.run import Texts
-
-    return Texts(*read_file(path))
 
 
 def _described(how: SpecOptions | None) -> str:

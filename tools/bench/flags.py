@@ -14,7 +14,10 @@ Prompt = Annotated[
     ),
 ]
 Generate = Annotated[int, typer.Option("--generate", min=0, help="Tokens to decode, 0 for none.")]
-Depth = Annotated[str, typer.Option("--depth", help="Tokens in the cache before decoding begins.")]
+Depth = Annotated[
+    str,
+    typer.Option("--depth", help="Tokens in the cache before decoding begins, or before a text."),
+]
 Repetitions = Annotated[int, typer.Option("--repetitions", min=1, help="Samples of every test.")]
 InputFile = Annotated[
     Path | None,

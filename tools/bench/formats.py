@@ -98,6 +98,7 @@ def _texts(results: Results) -> Table:
     rows = [
         (
             pair.plain.name,
+            f"{pair.plain.depth}",
             f"{pair.plain.tokens}",
             _rate(pair.plain.median),
             _rate(pair.eagle.median),
@@ -115,9 +116,10 @@ def _texts(results: Results) -> Table:
     emitted = sum(pair.emitted for pair in results.pairs)
     return Table(
         "Texts, plain and with EAGLE in turns",
-        ("prompt", "tokens", "plain tokens/s", "EAGLE tokens/s", "ratio", "acceptance", "nodes",
-         "same answer"),
+        ("text", "prompt", "answer", "plain tokens/s", "EAGLE tokens/s", "ratio", "acceptance",
+         "nodes", "same answer"),
         tuple(rows),
+        "prompt and answer in tokens; "
         f"all: ratio {_median(ratios):.2f} (median of {len(ratios)} pairs, {mean}), "
         f"acceptance length {emitted / max(rounds, 1):.2f}",
     )  # fmt: skip

@@ -18,6 +18,12 @@ from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.tools.bench.results import Pair
 
 _GREEDY = SamplingParams(temperature=0)
+# What an earlier turn is made of.
+_FILLER = (
+    "The harbour lies between two hills, and the boats come home with the evening wind. Nets dry "
+    "on the wall while the cook counts plates, cups and guests. A letter has come from the north; "
+    "nobody has opened it yet, for the lamp needs oil and the children want their story. "
+)
 
 
 def check_sizes(
@@ -71,6 +77,19 @@ def _run(llm: LLM, prompt_tokens: int, tokens: int) -> Profile:
     ):  # fmt: skip
         pass
     return profile
+
+
+def behind(llm: LLM, raw: Any, depth: int) -> Any:
+    """A request with an earlier turn of about `depth` tokens before its last message."""
+    if not depth or not isinstance(raw, dict) or not isinstance(raw.get("messages"), list):
+        return raw  # what is malformed is refused where it runs
+    length = len(llm.tokenizer.encode(_FILLER, add_special_tokens=False))
+    text = _FILLER * (depth // length + 1)
+    turn = [
+        {"role": "user", "content": text[: len(_FILLER) * depth // length]},
+        {"role": "assistant", "content": "I see."},
+    ]
+    return {**raw, "messages": [*raw["messages"][:-1], *turn, *raw["messages"][-1:]]}
 
 
 def answer_both_ways(

@@ -9,7 +9,8 @@ from typing import Any
 
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.requests import Options
-from edgellm.tools.bench.measure import answer_both_ways, decode_rate, prefill_rate
+from edgellm.device_runtime.runner import start_request
+from edgellm.tools.bench.measure import answer_both_ways, behind, decode_rate, prefill_rate
 from edgellm.tools.bench.results import DECODE, EAGLE, PLAIN, PREFILL, TEXT, Pair, Results, Series
 
 _SHOWN_CHARACTERS = 24  # of a prompt
@@ -22,6 +23,20 @@ class Texts:
 
     options: Options
     requests: list[Any]
+    names: list[str]
+
+    @classmethod
+    def at(cls, llm: LLM, options: Options, requests: list[Any], depths: Sequence[int]) -> Texts:
+        """Every request behind every number of tokens.
+
+        Raises:
+            RequestError: one is malformed, or does not fit.
+        """
+        names = [_name(raw) + (f" behind {n}" if n else "") for n in depths for raw in requests]
+        placed = [behind(llm, raw, depth) for depth in depths for raw in requests]
+        for index, raw in enumerate(placed):
+            start_request(llm, options, raw, index)  # computes nothing
+        return cls(options, placed, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +60,7 @@ class Work:
 
     def pairs(self) -> list[Pair]:
         """Empty pairs of the texts."""
-        names = [] if self.texts is None else [_name(raw) for raw in self.texts.requests]
+        names = [] if self.texts is None else self.texts.names
         return [Pair(_text(name, PLAIN), _text(name, EAGLE)) for name in names]
 
 
