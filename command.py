@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
 
 from edgellm.contract import EdgeLLMError
+
+# Flags are camelCase; --engine-dir is --engineDir.
+ONE_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:

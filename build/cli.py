@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import resource
 import sys
 import time
@@ -36,7 +35,7 @@ from edgellm.build.flags import (
     TimingCache,
     Workspace,
 )
-from edgellm.command import run_command
+from edgellm.command import ONE_CASE, run_command
 from edgellm.contract import (
     DRAFT_FOLDER,
     DraftEngineManifest,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from edgellm.device_runtime.backends import Plan
 
 # --onnx-dir is --onnxDir
-ONE_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
 app = typer.Typer(
     add_completion=True,
     rich_markup_mode=None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from edgellm.build.cli import ONE_CASE, show_notes, show_size, status
+from edgellm.build.cli import show_notes, show_size, status
 from edgellm.build.flags import (
     Backend,
     Debug,
@@ -20,7 +20,7 @@ from edgellm.build.flags import (
     TimingCache,
     Workspace,
 )
-from edgellm.command import run_command
+from edgellm.command import ONE_CASE, run_command
 from edgellm.contract import EdgeLLMError
 
 app = typer.Typer(

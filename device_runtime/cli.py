@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgellm.artifact import check_output_file, replace_file
-from edgellm.command import run_command
+from edgellm.command import ONE_CASE, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.flags import (
     BatchSize,
@@ -45,9 +44,7 @@ app = typer.Typer(
     add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={
-        "token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)
-    },
+    context_settings=ONE_CASE,
 )
 
 

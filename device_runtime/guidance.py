@@ -94,7 +94,7 @@ def _grammar(guide: Guide) -> str:
     if guide.kind == "json_object" or guide.kind == "json_schema":
         text = guide.text if guide.kind == "json_schema" else '{"type": "object"}'
         try:
-            return LLMatcher.grammar_from_json_schema(text, overrides=_JSON)  # type: ignore[arg-type]
+            return LLMatcher.grammar_from_json_schema(text, overrides=_JSON)  # type: ignore[arg-type]  # a TypedDict
         except ValueError as error:
             raise RequestError(f"the schema of the answer is no JSON: {error}") from None
     try:

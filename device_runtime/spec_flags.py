@@ -256,6 +256,6 @@ def with_spec_flags(command: Callable[..., None]) -> Callable[..., None]:
     for name, parameter in own.items():
         merged += flags.values() if name == "spec_flags" else [parameter]
     merged = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in merged]
-    taking.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]
+    taking.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
     taking.__annotations__ = {one.name: one.annotation for one in merged}
     return taking

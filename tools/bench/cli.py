@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.build.cli import ONE_CASE, status
-from edgellm.command import numbers, run_command
+from edgellm.build.cli import status
+from edgellm.command import ONE_CASE, numbers, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.flags import Debug, EngineDir
 from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags

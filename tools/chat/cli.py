@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.build.cli import ONE_CASE
-from edgellm.command import run_command
+from edgellm.command import ONE_CASE, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.flags import Debug, EngineDir, MultimodalEngineDir, Verify
 from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import typer
 
-from edgellm.command import run_command
+from edgellm.command import ONE_CASE, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.evaluate.flags import (
@@ -30,9 +29,7 @@ app = typer.Typer(
     add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={
-        "token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)
-    },
+    context_settings=ONE_CASE,
 )
 
 

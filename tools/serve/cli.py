@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.command import run_command
+from edgellm.command import ONE_CASE, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.flags import Debug, EngineDir, MultimodalEngineDir, Verify
 from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
@@ -39,9 +38,7 @@ app = typer.Typer(
     add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={
-        "token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)
-    },
+    context_settings=ONE_CASE,
 )
 
 
