@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,22 +38,9 @@ def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str,
             label = f"edgellm {name}" + (", one graph" if prefill == "same" else "")
             models[label] = (sys.executable, "edgellm", engine)
     for kind in ("Q4_0", "Q8_0"):
-        path = work / f"{kind}.gguf"
-        if not path.exists():
-            code = (
-                "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import weights; "
-                "weights.gguf_copy(*map(pathlib.Path, sys.argv[2:4]), sys.argv[4])"
-            )
-            arguments = [Path(__file__).parent, source, path, kind]
-            subprocess.run(
-                [llama_python, "-c", code, *map(str, arguments)],
-                check=True,
-                stderr=subprocess.DEVNULL,
-            )
+        path = weights.gguf(source, work, kind, llama_python)
         models[f"llama.cpp {kind}"] = (llama_python, "llama.cpp", path)
-    genai = work / "genai"
-    if not genai.exists():
-        weights.genai_model(work / "fp32", genai)
+    genai = weights.genai(work / "fp32", work / "genai", sys.executable)
     models["onnxruntime-genai int4 b32"] = (sys.executable, "genai", genai)
     return models
 

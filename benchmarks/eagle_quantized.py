@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import prompts
-from eagle import DRAFT, MODES, TAPS, measure
+from methods import EAGLE3, METHODS, measure
 from quality import RECIPES, checkpoint
 
 from edgellm.build.draft import build_draft
@@ -50,7 +50,7 @@ def draft_bundle(work: Path, draft: Path, scheme: str) -> Path:
 def base_engine(work: Path, name: str, threads: int) -> Path:
     """An engine of the base that takes drafts."""
     bundle, engine = work / f"eagle-{name}-bundle", work / f"eagle-{name}-all-drafts"
-    options = ExportOptions("fp32", hidden_taps=TAPS)
+    options = ExportOptions("fp32", draft_model_dir=str(EAGLE3))
     export_llm(open_checkpoint(str(checkpoint(work, name))), bundle, options)
     plan = Plan(1024, 2048, threads, "auto", RECIPES[name][1], max_verify_tree_size=60)
     shutil.rmtree(engine, ignore_errors=True)
@@ -61,7 +61,7 @@ def base_engine(work: Path, name: str, threads: int) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
-    parser.add_argument("--draft", type=Path, default=DRAFT)
+    parser.add_argument("--draft", type=Path, default=EAGLE3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=128)
@@ -76,9 +76,9 @@ def main() -> None:
         for bundle in bundles.values():
             plan = Plan(1024, 2048, threads, "auto", "none", max_draft_tree_size=60)
             build_draft(bundle, engine, plan, "onnxruntime", lambda _: None)
-            models = {"plain": LLM(engine), "tree": LLM(engine, spec=MODES["fixed 16"])}
-            tally = measure(models, questions, arguments.tokens, 0.0)[0]["tree"]
-            lengths.append(tally.emitted / tally.rounds)
+            models = {"plain": LLM(engine), "tree": LLM(engine, spec=METHODS["eagle3-fixed"].spec)}
+            tallies, _ = measure(models, questions, arguments.tokens, 0.0)
+            lengths.append(tallies["tree"].length)
         print(f"{name:10}" + "".join(f"{length:11.2f}" for length in lengths), flush=True)
 
 

@@ -127,8 +127,10 @@ KINDS: dict[str, Callable[[str, int], Engine]] = {
 class Process:
     """An engine in its own process."""
 
-    def __init__(self, python: str, kind: str, path: Path, threads: int) -> None:
-        command = [python, __file__, kind, str(path), str(threads)]
+    def __init__(
+        self, python: str, kind: str, path: Path, threads: int, script: str = __file__
+    ) -> None:
+        command = [python, script, kind, str(path), str(threads)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -136,7 +138,11 @@ class Process:
 
     def measure(self, what: str, count: int) -> list[float]:
         """Milliseconds of the passes that a command asks for."""
-        self._process.stdin.write(f"{what} {count}\n")
+        return self.ask(f"{what} {count}")
+
+    def ask(self, line: str) -> list:
+        """The reply to a line."""
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -144,7 +150,7 @@ class Process:
         self._process.stdin.close()
         self._process.wait()
 
-    def _read(self) -> list[float]:
+    def _read(self) -> list:
         while line := self._process.stdout.readline():
             if line.startswith("["):
                 return json.loads(line)

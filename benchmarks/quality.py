@@ -106,9 +106,7 @@ def llama_cpp(work: Path, kind: str, threads: int) -> Logits:
     """llama.cpp over its own re-quantization of the same weights."""
     import llama_cpp as api
 
-    path = work / f"{kind}.gguf"
-    if not path.exists():
-        weights.gguf_copy(smollm2.fetch(), path, kind)
+    path = weights.gguf(smollm2.fetch(), work, kind, sys.executable)
     model = api.Llama(
         str(path), n_ctx=1024, n_batch=1024, n_threads=threads, verbose=False, logits_all=True
     )
@@ -126,9 +124,7 @@ def genai(work: Path, threads: int) -> Logits:
     import onnxruntime_genai as og
 
     del threads
-    folder = work / "genai"
-    if not folder.exists():
-        weights.genai_model(work / "fp32", folder)
+    folder = weights.genai(work / "fp32", work / "genai", sys.executable)
     model = og.Model(str(folder))
 
     def logits(ids: np.ndarray) -> np.ndarray:

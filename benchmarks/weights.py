@@ -53,24 +53,36 @@ def round_checkpoint(source: str, output: Path, block_size: int) -> None:
     _write(checkpoint, tensors, output, quantization)
 
 
-def gguf_copy(source: Path, output: Path, kind: str) -> None:
-    """llama.cpp's own re-quantization to Q4_0 or Q8_0, all tensors alike."""
+def gguf(source: Path, work: Path, kind: str, python: str) -> Path:
+    """llama.cpp's own re-quantization to Q4_0 or Q8_0, made by a python that has its package."""
+    path = work / f"{kind}.gguf"
+    if not path.exists():
+        paths = [str(source), str(path)]
+        quiet = {"stderr": subprocess.DEVNULL}
+        subprocess.run([python, __file__, *paths, kind], check=True, **quiet)
+    return path
+
+
+def _quantize_gguf(source: str, output: str, kind: str) -> None:
+    """All tensors alike."""
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     params.allow_requantize = params.pure = True
-    if llama_cpp.llama_model_quantize(bytes(source), bytes(output), ctypes.byref(params)):
+    if llama_cpp.llama_model_quantize(source.encode(), output.encode(), ctypes.byref(params)):
         raise RuntimeError(f"llama.cpp could not write {output}")
 
 
-def genai_model(hf_folder: Path, output: Path) -> None:
+def genai(hf_folder: Path, output: Path, python: str) -> Path:
     """onnxruntime-genai's builder: INT4, block 32, accuracy level 4, its documented form."""
-    builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
-    paths = ["-i", str(hf_folder), "-o", str(output), "-c", str(output.parent / "genai-cache")]
-    options = ["--extra_options", "int4_block_size=32", "int4_accuracy_level=4"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run([*builder, *paths, *options], check=True, **quiet)
+    if not output.exists():
+        builder = [python, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
+        paths = ["-i", str(hf_folder), "-o", str(output), "-c", str(output.parent / "genai-cache")]
+        options = ["--extra_options", "int4_block_size=32", "int4_accuracy_level=4"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.run([*builder, *paths, *options], check=True, **quiet)
+    return output
 
 
 def _arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
@@ -110,3 +122,7 @@ def _write(
         (output / name).write_text(json.dumps(content))
     for name, data in checkpoint.tokenizer_files.items():
         (output / name).write_bytes(data)
+
+
+if __name__ == "__main__":
+    _quantize_gguf(*sys.argv[1:])

@@ -46,7 +46,11 @@ class Eagle1:
         self.module = Eagle1Draft(draft_shape(base.config, base.config.vocab_size, 1))
 
     def start(self, samples: Sequence[Sample]) -> None:
-        """See `Learner`: what enters is the feature, the layer is the base's last one."""
+        """See `Learner`: the draft begins by repeating the feature.
+
+        The layer is the base's last one, but adds nothing yet: it was made to add to residuals,
+        which are larger than the normed features that the draft reads and foresees.
+        """
         del samples
         fc, size = self.module.fc, self.module.shape.hidden_size
         with torch.no_grad():
@@ -54,6 +58,8 @@ class Eagle1:
             fc.weight[:, size:] += torch.eye(size, device=fc.weight.device)
             nn.init.zeros_(fc.bias)
         copy_layer(self.module.layer, self.tapped.base)
+        nn.init.zeros_(self.module.layer.get_parameter("self_attn.o_proj.weight"))
+        nn.init.zeros_(self.module.layer.get_parameter("mlp.down_proj.weight"))
 
     def load(self, folder: Path) -> None:
         """See `Learner`."""

@@ -53,15 +53,17 @@ class _HeadLoss(torch.autograd.Function):
                 loss -= torch.dot(target.flatten(), log_q.flatten()) * share
                 logit_grad[unroll, piece] = log_q.exp_().sub_(target).mul_(share)
         flat = logit_grad.flatten(0, 1)
-        ctx.save_for_backward((flat @ weight).view_as(hidden), flat.T @ hidden.flatten(0, 1))
+        trained = ctx.needs_input_grad[1]  # the base's own head is not
+        weight_grad = flat.T @ hidden.flatten(0, 1) if trained else None
+        ctx.save_for_backward((flat @ weight).view_as(hidden), weight_grad)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor | None, None, None]:
         """Scale the gradients that forward left."""
         hidden_grad, weight_grad = ctx.saved_tensors
         scale = grad_outputs[0].to(hidden_grad.dtype)
-        return hidden_grad * scale, weight_grad * scale, None, None
+        return hidden_grad * scale, None if weight_grad is None else weight_grad * scale, None, None
 
 
 def token_loss(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:

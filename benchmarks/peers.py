@@ -1,0 +1,121 @@
+"""Whole answers of SmolLM2 by edgellm and by its peers, plain and speculating, taking turns.
+
+    pip install -e '.[dev]' -r benchmarks/requirements.txt
+    python benchmarks/peers.py --prompts 10
+
+Greedy answers to the same prompts from the same weights, on the same number of threads, batch 1: 4
+bits (blocks of 32) in edgellm, llama.cpp, onnxruntime-genai and OpenVINO GenAI, float32 in
+transformers and edgellm. Tokens per second are those of whole answers, prompt included, so that no
+library decides what counts. Of transformers' ways, a smaller model as the assistant is left away:
+there is none with these tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import answerers
+import methods
+import prompts
+import weights
+from engines import Process
+
+from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.tools import smollm2
+
+
+@dataclass
+class Tally:
+    """Answers of a peer to one set of prompts."""
+
+    rates: list[float] = field(default_factory=list)  # tokens/s, prompt by prompt
+    tokens: int = 0
+    ms: float = 0.0
+
+    def add(self, ms: float, ids: list[int]) -> None:
+        self.rates.append(len(ids) / ms * 1e3)
+        self.tokens, self.ms = self.tokens + len(ids), self.ms + ms
+
+
+def prepare(work: Path, python: str, threads: int) -> dict[str, tuple[str, Path]]:
+    """Make what is not there yet: label -> (name of `answerers.ANSWERERS`, path)."""
+    work.mkdir(parents=True, exist_ok=True)
+    int4, fp32 = (methods.engine(work, name, methods.EAGLE3, threads) for name in ("int4", "fp32"))
+    gguf = weights.gguf(smollm2.fetch(), work, "Q4_0", python)
+    genai = weights.genai(work / "fp32", work / "genai", python)
+    paths = {"llama.cpp": gguf, "OpenVINO GenAI": gguf, "onnxruntime-genai": genai}
+    paths |= {"transformers": work / "fp32"}
+    peers = {}
+    for name in answerers.ANSWERERS:
+        library = name.partition(",")[0]
+        if library == "edgellm":
+            peers |= {f"{name}, int4": (name, int4), f"{name}, fp32": (name, fp32)}
+        else:
+            peers[name] = (name, paths[library])
+    return peers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--prompts", type=int, default=10, help="of each set")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--sets", nargs="+", choices=prompts.NAMES, default=list(prompts.NAMES))
+    parser.add_argument("--python", default=sys.executable, help="one that has the peers")
+    parser.add_argument("--only", nargs="+", help="the labels that begin so")
+    arguments = parser.parse_args()
+    peers = prepare(arguments.work, arguments.python, arguments.threads)
+    if arguments.only:
+        peers = {label: peers[label] for label in peers if label.startswith(tuple(arguments.only))}
+    script = answerers.__file__
+    running = {
+        label: Process(arguments.python, name, path, arguments.threads, script)
+        for label, (name, path) in peers.items()
+    }
+    tokenizer = ChatTokenizer(peers["edgellm, int4"][1])
+    tables = {name: _measure(running, tokenizer, name, arguments) for name in arguments.sets}
+    for process in running.values():
+        process.close()
+    _print(tables)
+
+
+def _measure(
+    running: dict[str, Process], tokenizer: ChatTokenizer, name: str, arguments: argparse.Namespace
+) -> dict[str, Tally]:
+    """Every prompt by all, each first in turn; the very first one twice, to warm up."""
+    tallies, labels = {label: Tally() for label in running}, list(running)
+    questions = prompts.load(name)[: arguments.prompts]
+    for index, question in enumerate([questions[0], *questions]):
+        text = tokenizer.render([{"role": "user", "content": question}], add_generation_prompt=True)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        turn = index % len(labels)
+        for label in labels[turn:] + labels[:turn]:
+            ms, found = running[label].ask(json.dumps([text, list(ids), arguments.tokens]))
+            if index:
+                tallies[label].add(ms, found)
+    return tallies
+
+
+def _print(tables: dict[str, dict[str, Tally]]) -> None:
+    """Tokens/s, and the median by prompts of edgellm's plain int4 decoding over it."""
+    print(f"{'':34}" + "".join(f"{name:>22}" for name in tables))
+    for label in next(iter(tables.values())):
+        cells = []
+        for tallies in tables.values():
+            tally, ours = tallies[label], tallies["edgellm, int4"]
+            ratio = statistics.median(
+                theirs / own for theirs, own in zip(tally.rates, ours.rates, strict=True)
+            )
+            cells.append(f"{tally.tokens / tally.ms * 1e3:9.1f} tok/s{ratio:5.2f} x")
+        print(f"{label:34}" + "".join(f"{cell:>22}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
