@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from edgellm.contract import DecoderSpec, DraftSpec
-from edgellm.device_runtime.session import F32, DraftSession, Session
+from edgellm.device_runtime.session import F32, DraftSession, HeadsSession, Session
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT_ROWS = 512
@@ -72,6 +72,12 @@ def draft_costs(
 
         costs[str(rows)] = fastest_ms(extend if fused else partial(step, hidden=hidden), _REPEATS)
     return costs
+
+
+def heads_costs(session: HeadsSession, spec: DraftSpec, top_k: int) -> dict[str, float]:
+    """Milliseconds of a pass of Medusa heads that gives `top_k` candidates."""
+    run = partial(session.candidates, features(spec, 1)[0], top_k)
+    return {"1": fastest_ms(run, _REPEATS)}
 
 
 def features(spec: DraftSpec, rows: int) -> F32:
