@@ -86,6 +86,8 @@ def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
         is_plain = drafted.token_ids == plain.token_ids
         figures["drafted"] = {**drafted.as_json(), "is_plain": is_plain}
     _show_runs(runs)
+    if has_draft and not figures["drafted"]["is_plain"]:
+        print("the drafted answer is not the plain one: a tie within the precision, or a fault")
     goal = _verdict(share >= ROOFLINE_GOAL, f">= {ROOFLINE_GOAL:.0%}")
     print(
         f"roofline: {needed / 1e9:.3f} GB a token ({how}), {share:.1%} of {options.bandwidth:.0f} "
@@ -176,7 +178,8 @@ def main() -> None:
         machine = {"date": datetime.datetime.now().astimezone().isoformat(), **facts()}
         print("\n".join(f"{name}: {value}" for name, value in machine.items()))
         print("memory, GB/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in found.items()))
-        print(busy_warning(), end="")
+        if warning := busy_warning():
+            print(f"warning: {warning}")
         figures = {"machine": machine, "bandwidth_gb_per_s": found}
         figures |= measure(options.engine, options)
     except EdgeLLMError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import subprocess
@@ -172,21 +171,38 @@ def test_what_a_stream_is_asked_for_is_told_apart():
     assert device.stream == fake.stream
 
 
-def test_the_report(eagle_pair, capsys):
-    options = argparse.Namespace(
-        tokens=TOKENS, prompt=PROMPT, repeats=1, bandwidth=20.0, top_k=4, steps=STEPS, nodes=NODES
-    )
-    figures = json.loads(json.dumps(gpu.measure(eagle_pair.engine, options)))
-    shown = capsys.readouterr().out
+def test_the_report(eagle_pair, tmp_path, monkeypatch, capsys):
+    """As on a machine with a GPU, but for the events."""
+    monkeypatch.setattr(gpu, "compute_capability", lambda: 89)
+    monkeypatch.setattr(gpu, "measured_bandwidths", lambda: {"attributes": 20.0, "copy": 10.0})
+    written = tmp_path / "figures.json"
+    flags = ["--tokens", TOKENS, "--prompt", PROMPT, "--repeats", 1, "--steps", STEPS,
+             "--nodes", NODES, "--json", written]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, (eagle_pair.engine, *flags))])
+    gpu.main()
+    figures, shown = json.loads(written.read_text()), capsys.readouterr().out
     assert [each["wanted"] for each in figures["oracle"]] == [1.0, 1.5, 2.0, 3.0, 4.0]
     assert all(each["is_plain"] for each in figures["oracle"])
     assert figures["drafted"]["is_plain"]
     for name in ("plain", "drafted"):
         assert figures[name]["cpu_ms_per_step"] > 0
         assert figures[name]["kernels_ms"] == {}
-    assert 0 < figures["roofline"] < 1
+    assert {"date", "onnxruntime", "python"} <= set(figures["machine"])
+    milliseconds = figures["bytes_per_token"] / 20e6  # of the larger bandwidth
+    assert figures["roofline"] == pytest.approx(
+        milliseconds * figures["plain"]["tokens_per_s"] / 1e3
+    )
     for part in ("tokens/s", "CPU ms/step", "roofline", "no goal below 1 GB", "outside", "oracle"):
         assert part in shown
+
+
+def test_an_engine_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "compute_capability", lambda: 89)
+    flags = (tmp_path / "none", "--bandwidth", 10)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, flags)])
+    with pytest.raises(SystemExit, match="error: no such folder") as caught:
+        gpu.main()
+    assert "hint: " in str(caught.value)
 
 
 def test_what_a_token_reads(eagle_pair):
