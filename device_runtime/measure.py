@@ -54,9 +54,10 @@ def draft_costs(
         session: its cache is overwritten.
         spec: of the draft.
         fused: measure extensions, whose features are fused first.
-        most_rows: that a round drafts; 0: any number.
+        most_rows: that a round drafts, and candidates of a row; 0: any number.
     """
     context = min(CONTEXT_ROWS, session.capacity // 2)
+    top_k = min(_CANDIDATES, spec.draft_vocab_size, most_rows or _CANDIDATES)
     costs = {}
     for rows in _measured(session.capacity - context, most_rows):
         taps = features(spec, rows)
@@ -64,7 +65,7 @@ def draft_costs(
         outputs = np.array([rows - 1]) if fused else np.arange(rows)
         step = partial(
             session.run, np.arange(rows) % spec.decoder.vocab_size, write_index=context,
-            output_rows=outputs, top_k=min(_CANDIDATES, spec.draft_vocab_size),
+            output_rows=outputs, top_k=top_k,
         )  # fmt: skip
 
         def extend(step: partial = step, taps: F32 = taps) -> None:

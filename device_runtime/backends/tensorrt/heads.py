@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from edgellm import contract
-from edgellm.contract import LimitError
 from edgellm.device_runtime.backends.tensorrt.arguments import packed_bytes
 from edgellm.device_runtime.backends.tensorrt.bound_pass import PassRunner
 from edgellm.device_runtime.backends.tensorrt.device import Device, Engine
+from edgellm.device_runtime.backends.tensorrt.session import require_candidates
 from edgellm.device_runtime.session import F32, I64
 
 _RESULTS = contract.CANDIDATE_IDS, contract.CANDIDATE_LOG_PROBS
@@ -31,12 +31,7 @@ class TensorRtHeads:
         Raises:
             LimitError: the engine gives fewer candidates than `top_k`.
         """
-        if top_k > self._width:
-            raise LimitError(
-                f"--eagleDraftTopK {top_k} exceeds the {self._width} candidates that the draft "
-                "engine gives",
-                hint="take less, or build with a larger --maxDraftTreeSize",
-            )
+        require_candidates(top_k, self._width)
         self._pass.inputs[contract.HIDDEN_TAPS][0, 0] = feature
         self._pass.run()
         ids, log_probs = (self._pass.outputs[name][0, :, :top_k].copy() for name in _RESULTS)

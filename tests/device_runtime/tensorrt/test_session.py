@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 from eagle_engines import CAPACITY, INPUT
 from fake_gpu import FakeDevice, FakeEngine, GpuMisuseError
-from lowered_engines import PLAN, Lowered
+from lowered_engines import CANDIDATES, PLAN, Lowered
 
 from edgellm import contract
 from edgellm.contract import EngineManifest, LimitError, load_manifest
@@ -208,6 +208,16 @@ def test_too_little_memory(lowered):
     with pytest.raises(LimitError, match=r"needs 3.50 GB on the GPU, 3.40 GB are free") as caught:
         tensorrt.require_memory(3_400_000_000, manifest, kv_bytes=500_000_000)
     assert "--maxKVCacheCapacity (it takes 0.50 GB)" in caught.value.hint
+
+
+def test_more_candidates_than_an_engine_gives(lowered, device):
+    """A static tree that is wider than the rows of a round would take other nodes than it says."""
+    draft = lowered.open_draft(device)
+    hidden = np.zeros((1, lowered.draft_manifest.draft.decoder.hidden_size), np.float32)
+    row = np.zeros(1, np.int64)
+    assert draft.run(row, hidden, 0, row, top_k=CANDIDATES).token_ids.shape == (1, CANDIDATES)
+    with pytest.raises(LimitError, match="--eagleDraftTopK 41 exceeds the 40 candidates"):
+        draft.run(row, hidden, 0, row, top_k=CANDIDATES + 1)
 
 
 def test_no_size_of_a_pass_is_computed_on_the_device(lowered):
