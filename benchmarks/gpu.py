@@ -1,80 +1,191 @@
-"""Decoding on an NVIDIA GPU: tokens/s, the memory roofline, EAGLE3, and the host's share.
+"""Decoding on an NVIDIA GPU: tokens/s, memory roofline, a round's time, what speculation is worth.
 
-    python benchmarks/gpu.py ENGINE [--tokens 256] [--bandwidth GB/s]
+    python benchmarks/gpu.py ENGINE [--json FILE]
 
-ENGINE is a folder of `llm_build --backend tensorrt`, with a draft if there is one. The bandwidth is
-the GPU's own figure; without it the roofline is left away. Nothing here has run on a GPU yet.
+ENGINE is a folder of `llm_build`, with a draft if there is one. Every figure stands beside its
+goal. An oracle in the draft's place foresees as many tokens as it is told to, while the draft's
+passes are paid for: a speed-up of `a / (1 + draft / step)` is what acceptance length `a` is worth.
+Nothing here has run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import gc
+import json
 import sys
-import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from edgellm.contract import DRAFT_FOLDER, EngineManifest, load_manifest
+from gpu_clock import COMPACTION, measured_bandwidths, timed_engines
+from gpu_runs import OracleCheck, Run, check_oracle, run
+
+from edgellm.contract import (
+    DRAFT_FOLDER,
+    BundleManifest,
+    DraftEngineManifest,
+    EdgeLLMError,
+    EngineManifest,
+    load_manifest,
+)
+from edgellm.device_runtime import backends
+from edgellm.device_runtime.backends import CompilerOptions, Plan
 from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
 from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.tools.bench.machine import busy_warning, facts
 
 PROMPT = "Write a long story about a lighthouse keeper who finds a letter in a bottle."
+LENGTHS = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0)
+ROOFLINE_GOAL, LARGE_BYTES = 0.70, 1e9
+OUTSIDE_GOAL, ORACLE_GOAL = 0.05, 0.15
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One answer."""
+def bytes_per_token(engine: Path, manifest: EngineManifest, rows: int) -> tuple[float, str]:
+    """What a plain step must read, with a cache of so many rows, and how the weights are known."""
+    kv = manifest.decoder.kv.bytes_per_token * rows
+    bundle, options = Path(manifest.provenance["bundle"]), manifest.options
+    if (bundle / "model.onnx").exists():
+        compiler = CompilerOptions(target_sm=options.get("--gpu", ""))
+        plan = Plan(
+            manifest.max_input_len, manifest.max_kv_cache_capacity, 0, options["prefill"],
+            options["quantize"], max_verify_tree_size=manifest.max_verify_tree_size,
+            compiler=compiler,
+        )  # fmt: skip
+        found = load_manifest(bundle, BundleManifest)
+        weights = backends.find(manifest.backend).estimate(bundle, found, plan).decode_bytes
+        return weights + kv, "weights of the bundle"
+    table = manifest.decoder.vocab_size * manifest.decoder.hidden_size * 2
+    plan_bytes = (engine / manifest.graphs[0].path).stat().st_size
+    return plan_bytes - table + kv, "engine's size less a table of embeddings, so at least"
 
-    tokens: int
-    wall_s: float
-    cpu_s: float  # of this process
-    timings: dict[str, float]
+
+def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """All figures of an engine; prints them as they come."""
+    manifest = load_manifest(engine, EngineManifest)
+    has_draft = (engine / DRAFT_FOLDER).is_dir()
+    asked = {"prompt": options.prompt, "repeats": options.repeats}
+    with timed_engines(backends.find(manifest.backend)) as clocks:
+        llm = LLM(engine, spec=SpecOptions() if has_draft else None)
+    plain = run(llm, clocks, options.tokens, speculative=False, **asked)
+    rows = len(plain.prompt_ids) + len(plain.token_ids) // 2
+    needed, how = bytes_per_token(engine, manifest, rows)
+    share = needed / 1e6 / options.bandwidth / plain.token_ms
+    figures: dict[str, Any] = {
+        "engine": {"backend": manifest.backend_version, "machine": manifest.machine,
+                   "quantization": manifest.quantization, "model": manifest.decoder.model_type},
+        "bytes_per_token": needed, "bytes_from": how, "plain": plain.as_json(),
+        "roofline": share,
+    }  # fmt: skip
+    runs = {"plain": plain}
+    if has_draft:
+        runs["drafted"] = drafted = run(llm, clocks, options.tokens, speculative=True, **asked)
+        is_plain = drafted.token_ids == plain.token_ids
+        figures["drafted"] = {**drafted.as_json(), "is_plain": is_plain}
+    _show_runs(runs)
+    if has_draft and not figures["drafted"]["is_plain"]:
+        print("the drafted answer is not the plain one: a tie within the precision, or a fault")
+    goal = _verdict(share >= ROOFLINE_GOAL, f">= {ROOFLINE_GOAL:.0%}")
+    print(
+        f"roofline: {needed / 1e9:.3f} GB a token ({how}), {share:.1%} of {options.bandwidth:.0f} "
+        f"GB/s; {goal if needed >= LARGE_BYTES else 'no goal below 1 GB'}"
+    )
+    if has_draft:
+        del llm, clocks  # the oracle's engines take the GPU's memory
+        gc.collect()
+        figures["oracle"] = foresee(engine, manifest, options, asked)
+    return figures
 
 
-def measure(llm: LLM, tokens: int, *, speculative: bool) -> Measured:
-    greedy = SamplingParams(temperature=0.0)
-    for _ in range(2):  # the first records the graphs
-        answer = llm.generate(
-            PROMPT, sampling=greedy, max_generate_length=tokens, speculative=speculative
+def foresee(
+    engine: Path, manifest: EngineManifest, options: argparse.Namespace, asked: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The oracle's figures; prints them."""
+    draft = load_manifest(engine / DRAFT_FOLDER, DraftEngineManifest).draft
+    steps = min(options.steps, draft.num_heads or options.steps)
+    nodes = min(options.nodes, manifest.max_verify_tree_size)
+    sizes = SpecOptions(top_k=options.top_k, steps=steps, verify_size=nodes, tree="fixed")
+    with timed_engines(backends.find(manifest.backend)) as clocks:
+        llm = LLM(engine, spec=sizes)
+    plain = run(llm, clocks, options.tokens, speculative=False, **asked)
+    lengths = [length for length in LENGTHS if length <= steps + 1]
+    checks = check_oracle(llm, clocks, plain, lengths, **asked)
+    _show_checks(checks)
+    return [{**asdict(each), "deviation": each.deviation} for each in checks]
+
+
+def _verdict(is_reached: bool, goal: str) -> str:
+    return f"goal {goal} {'reached' if is_reached else 'MISSED'}"
+
+
+def _show_runs(runs: dict[str, Run]) -> None:
+    """Tables of speeds, and of where the time of a step goes."""
+    print(f"\n{'':8} {'tokens/s':>9} {'ms/step':>8} {'tokens/step':>12} {'CPU ms/step':>12}")
+    for name, found in runs.items():
+        step, rate = found.wall_ms / found.steps, 1e3 / found.token_ms
+        print(
+            f"{name:8} {rate:9.1f} {step:8.3f} {found.tokens / found.steps:12.2f} "
+            f"{found.cpu_ms / found.steps:12.3f}"
         )
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in answer:
-            pass
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return Measured(len(answer.token_ids), wall, cpu, answer.timings())
+    for name, found in runs.items():
+        parts = found.kernels_ms or {"base": found.base_ms, "draft": found.draft_ms}
+        shown = ", ".join(
+            f"{part} {ms / found.steps:.3f} ms ({ms / found.wall_ms:.1%})"
+            for part, ms in parts.items() if ms or part != COMPACTION
+        )  # fmt: skip
+        between = found.base_ms + found.draft_ms - sum(found.kernels_ms.values())
+        if found.kernels_ms:
+            shown += f"; launches and waits {between / found.wall_ms:.1%}"
+        clock = "kernels" if found.kernels_ms else "passes (there are no events)"
+        verdict = _verdict(found.outside <= OUTSIDE_GOAL, f"<= {OUTSIDE_GOAL:.0%}")
+        print(f"{name:8} {clock}: {shown}; outside {found.outside:.1%}, {verdict}")
 
 
-def report(name: str, found: Measured, floor_ms: float) -> None:
-    ms = found.timings["generation_ms"] / max(found.tokens - 1, 1)
-    cpu = found.cpu_s * 1e3 / max(found.tokens, 1)
-    line = f"{name:12} {1e3 / ms:8.1f} tokens/s, {ms:7.2f} ms a token, CPU {cpu:6.2f} ms a token"
-    if floor_ms:
-        line += f", {100 * floor_ms / ms:5.1f} % of the roofline"
-    if "spec_acceptance_length" in found.timings:
-        line += f", {found.timings['spec_acceptance_length']:.2f} tokens a round"
-    print(line)
+def _show_checks(checks: Sequence[OracleCheck]) -> None:
+    """A line for each acceptance length; costs are in plain steps."""
+    print(f"\n{'oracle: a':>9} {'found':>6} {'draft':>6} {'verify':>6} {'speed-up':>9} a/(1+draft)")
+    for each in checks:
+        verdict = _verdict(each.deviation >= -ORACLE_GOAL, f"within {ORACLE_GOAL:.0%}")
+        print(
+            f"{each.wanted:9.2f} {each.acceptance_length:6.2f} {each.draft:6.3f} "
+            f"{each.verification:6.2f} {each.speed_up:9.3f} {each.expected:11.3f}  "
+            f"{each.deviation:+.1%}, {verdict}"
+            f"{'' if each.is_plain else '; the answer is not the plain one'}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("engine", type=Path)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--bandwidth", type=float, default=0.0, help="of the GPU's memory, GB/s")
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
+    parser.add_argument("--bandwidth", type=float, default=0.0, help="of the memory, GB/s")
+    parser.add_argument("--top_k", type=int, default=4, help="of the oracle's trees, as the next")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--json", type=Path, help="also write the figures there")
     options = parser.parse_args()
     if compute_capability() is None:
-        sys.exit("skipped: there is no NVIDIA GPU here")
-    manifest = load_manifest(options.engine, EngineManifest)
-    has_draft = (options.engine / DRAFT_FOLDER).is_dir()
-    llm = LLM(options.engine, spec=SpecOptions() if has_draft else None)
-    plan = (options.engine / manifest.graphs[0].path).stat().st_size
-    kv = manifest.decoder.kv.bytes_per_token * options.tokens
-    floor_ms = (plan + kv) / (options.bandwidth * 1e6) if options.bandwidth else 0.0
-    print(f"{manifest.backend_version}, {manifest.machine}, engine {plan / 1e6:.0f} MB")
-    report("plain", measure(llm, options.tokens, speculative=False), floor_ms)
-    if has_draft:
-        report("EAGLE3", measure(llm, options.tokens, speculative=True), 0.0)
+        print("skipped: there is no NVIDIA GPU here")
+        return
+    try:
+        found = {"given": options.bandwidth} if options.bandwidth else measured_bandwidths()
+        options.bandwidth = max(found.values())
+        machine = {"date": datetime.datetime.now().astimezone().isoformat(), **facts()}
+        print("\n".join(f"{name}: {value}" for name, value in machine.items()))
+        print("memory, GB/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in found.items()))
+        if warning := busy_warning():
+            print(f"warning: {warning}")
+        figures = {"machine": machine, "bandwidth_gb_per_s": found}
+        figures |= measure(options.engine, options)
+    except EdgeLLMError as error:
+        sys.exit(f"error: {error}\nhint: {error.hint}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def _show(built: EngineManifest | DraftEngineManifest, engine_dir: Path, seconds
                 f"a pass takes (rows: ms) {_listed(built.pass_cost_ms)}; "
                 f"prompts in passes of {built.prefill_rows} rows"
             )
-    elif built.draft.num_heads:
+    elif built.draft.num_heads and built.extend_cost_ms:
         typer.echo(f"{built.draft.num_heads} heads take {built.extend_cost_ms['1']:.2f} ms")
     elif built.step_cost_ms:
         typer.echo(f"a draft step takes (rows: ms) {_listed(built.step_cost_ms)}")

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from edgellm.contract import DecoderSpec, DraftSpec
-from edgellm.device_runtime.session import F32, DraftSession, Session
+from edgellm.device_runtime.session import F32, DraftSession, HeadsSession, Session
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT_ROWS = 512
@@ -54,9 +54,10 @@ def draft_costs(
         session: its cache is overwritten.
         spec: of the draft.
         fused: measure extensions, whose features are fused first.
-        most_rows: that a round drafts; 0: any number.
+        most_rows: that a round drafts, and candidates of a row; 0: any number.
     """
     context = min(CONTEXT_ROWS, session.capacity // 2)
+    top_k = min(_CANDIDATES, spec.draft_vocab_size, most_rows or _CANDIDATES)
     costs = {}
     for rows in _measured(session.capacity - context, most_rows):
         taps = features(spec, rows)
@@ -64,7 +65,7 @@ def draft_costs(
         outputs = np.array([rows - 1]) if fused else np.arange(rows)
         step = partial(
             session.run, np.arange(rows) % spec.decoder.vocab_size, write_index=context,
-            output_rows=outputs, top_k=min(_CANDIDATES, spec.draft_vocab_size),
+            output_rows=outputs, top_k=top_k,
         )  # fmt: skip
 
         def extend(step: partial = step, taps: F32 = taps) -> None:
@@ -72,6 +73,12 @@ def draft_costs(
 
         costs[str(rows)] = fastest_ms(extend if fused else partial(step, hidden=hidden), _REPEATS)
     return costs
+
+
+def heads_costs(session: HeadsSession, spec: DraftSpec, top_k: int) -> dict[str, float]:
+    """Milliseconds of a pass of Medusa heads that gives `top_k` candidates."""
+    run = partial(session.candidates, features(spec, 1)[0], top_k)
+    return {"1": fastest_ms(run, _REPEATS)}
 
 
 def features(spec: DraftSpec, rows: int) -> F32:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from conftest import make_checkpoint
 from eagle_reference import Layout, make_draft
+from medusa_heads import make_heads
 from quantized_layouts import LAYOUTS, write_checkpoint
 from visual_checkpoints import make_visual_checkpoint
 
@@ -21,7 +22,7 @@ from edgellm.device_runtime.backends.tensorrt.layers import Kernel, Tensor
 from edgellm.export import models, visual
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
-from edgellm.export.source import open_checkpoint
+from edgellm.export.source import open_checkpoint, open_draft
 from edgellm.export.visual_bundle import VisualOptions, export_visual
 
 LAYERS, HEADS, TREE, INPUT, CAPACITY = 4, 6, 12, 48, 72  # no other size is 72
@@ -62,6 +63,10 @@ class Bundles:
                 draft = str(self._checkpoint("draft", "fp16"))
                 options = ExportOptions(dtype, draft_model_dir=draft)
             export_llm(open_checkpoint(str(self._checkpoint("base", precision))), bundle, options)
+        elif kind == "heads":
+            heads = open_draft(str(make_heads(self._folder / "heads-checkpoint")))
+            base = open_checkpoint(str(self._checkpoint("base", "fp16")), tokenizer=False)
+            export_draft(heads, base, bundle, DraftOptions(dtype))
         elif kind == "draft":
             names = self._checkpoint("draft", precision), self._checkpoint("base", "fp16")
             checkpoints = (open_checkpoint(str(name), tokenizer=False) for name in names)
@@ -97,10 +102,10 @@ def compile_bundle(bundle: Path, kind: str, engine: Path, sm: int) -> Engine:
         plan = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=tree, compiler=options)
         built = build_engine(bundle, engine, plan, "tensorrt", _silent)
         return _read(engine / "llm.layers.json", built.options["notes"])
-    if kind == "draft":
+    if kind in ("draft", "heads"):
         plan = Plan(INPUT, CAPACITY, 1, "auto", max_draft_tree_size=TREE, compiler=options)
         built = build_draft(bundle, engine, plan, "tensorrt", _silent)
-        return _read(engine / "draft" / "draft.layers.json", built.options["notes"])
+        return _read(engine / "draft" / f"{kind}.layers.json", built.options["notes"])
     plan = VisualPlan(4, 512, 256, 1, compiler=options)
     built = build_visual(bundle, engine, plan, "tensorrt", _silent)
     return _read(engine / "visual.layers.json", built.options["notes"])

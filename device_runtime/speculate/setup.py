@@ -19,7 +19,7 @@ from edgellm.contract import (
 )
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.context import RecordedSession, RowCache
-from edgellm.device_runtime.measure import draft_costs, pass_costs
+from edgellm.device_runtime.measure import draft_costs, heads_costs, pass_costs
 from edgellm.device_runtime.session import DraftSession, ImageRows, Session
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.committed import CommittedRows, ImageIds
@@ -213,7 +213,8 @@ def _eagle_costs(order: _Order, session: DraftSession, draft: DraftEngineManifes
 def _open_medusa(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _Opened:
     limits = heads_limits(order.options, order.limits, manifest.draft)
     session = backends.find(manifest.backend).open_heads(folder, manifest)
-    costs = Costs.of(order.pass_costs(), None, manifest.extend_cost_ms)
+    heads_ms = manifest.extend_cost_ms or heads_costs(session, manifest.draft, limits.top_k)
+    costs = Costs.of(order.pass_costs(), None, heads_ms)
     image_ids = order.image_ids(reads_rows=True)
 
     def make(policy: Policy, lookups: Sequence[LookupSource], gate: NetworkGate | None) -> Drafter:

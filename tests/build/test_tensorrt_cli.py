@@ -10,7 +10,12 @@ from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_s
 from tensorrt_bundles import Bundles
 
 from edgellm.artifact import verify_files
-from edgellm.contract import EngineManifest, VisualEngineManifest, load_manifest
+from edgellm.contract import (
+    DraftEngineManifest,
+    EngineManifest,
+    VisualEngineManifest,
+    load_manifest,
+)
 from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
 
 pytest.importorskip(
@@ -127,8 +132,13 @@ def test_a_full_disk(command, half_bundle, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_medusa_heads_are_refused(command, eagle_pairs, tmp_path):
+def test_medusa_heads(command, eagle_pairs, tmp_path):
     heads = eagle_pairs("medusa").draft_bundle
     result = _build(command, heads, tmp_path / "engine", *ADA, "--eagleDraft")
-    assert_one_line_error(result, "Medusa heads have no TensorRT engines yet")
-    assert not (tmp_path / "engine").exists()
+    assert result.returncode == 0, result.stderr
+    manifest = load_manifest(tmp_path / "engine" / "draft", DraftEngineManifest)
+    verify_files(tmp_path / "engine" / "draft", manifest.files)
+    assert (manifest.backend, manifest.machine) == ("tensorrt", "sm89")
+    assert (manifest.draft.num_heads, list(manifest.files)) == (3, ["heads.engine"])
+    shown = command("edgellm-inspect", tmp_path / "engine" / "draft")
+    assert (shown.returncode, "medusa" in shown.stdout) == (0, True), shown.stderr

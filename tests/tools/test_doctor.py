@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -79,7 +80,10 @@ def test_an_orin_with_an_old_jetpack(machine):
     here = machine(files, nvpmodel="echo 'NV Power Mode: 15W\n2'")
     (pack,), (power,) = _found(here, "JetPack"), _found(here, "power mode")
     assert pack.status == FAULT
-    assert "Orin NX, JetPack 6.1 or 6.2 (L4T 36.4), TensorRT 10.3: the CPU only" in pack.found
+    assert (
+        "Orin NX, JetPack 6.1 or 6.2 (L4T 36.4), TensorRT 10.3, CUDA 12.6: CPU engines only"
+        in pack.found
+    )
     assert "JetPack 7.2" in pack.remedy
     assert (power.status, power.remedy) == (NOTE, "sudo nvpmodel -m 0 && sudo jetson_clocks")
     assert not _found(here, "GPU")  # nothing to say of a GPU that the board has
@@ -92,7 +96,29 @@ def test_a_thor(machine):
         _found(here, what) for what in ("JetPack", "power mode", "memory")
     )
     assert (pack.status, power.status, memory.status) == (OK, OK, FAULT)
-    assert "TensorRT 10.16.2" in pack.found
+    assert "TensorRT 10.16, CUDA 13.2: all precisions" in pack.found
+    assert not pack.remedy
+
+
+def test_a_xavier(machine):
+    release = ORIN_6.replace("R36", "R35").replace("4.3", "6.0")
+    (pack,) = _found(machine({"etc/nv_tegra_release": release}), "JetPack")
+    assert (pack.status, "JetPack 5 (L4T 35.6), TensorRT 8.4 to 8.5" in pack.found) == (FAULT, True)
+    assert "a Xavier gets no newer one: build with --backend onnxruntime" in pack.remedy
+
+
+def test_the_documentation_has_the_same_facts():
+    page = Path(__file__).parents[2] / "docs" / "tensorrt.md"
+    lines = page.read_text("utf-8").split("| JetPack |")[1].splitlines()[2:]
+    rows = [
+        [cell.strip().replace("`", "") for cell in line.split("|")[1:-1]]
+        for line in itertools.takewhile(lambda line: line.startswith("|"), lines)
+    ]
+    assert [[row[0].split(" (")[0], *row[1:]] for row in rows] == [
+        [each.name.removeprefix("JetPack "), each.boards, each.tensorrt, each.cuda, each.python,
+         each.runs, each.remedy]
+        for each in jetpack.RELEASES
+    ]  # fmt: skip
 
 
 def test_files_that_read_otherwise(machine):

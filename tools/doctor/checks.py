@@ -80,12 +80,12 @@ def _jetpack(machine: Machine) -> Iterator[Finding]:
         yield Finding("JetPack", FAULT, f"{model}, of an unknown release: {release.strip()[:60]}",
                       "flash JetPack 7.2 or newer")  # fmt: skip
         return
-    text = f"{model}, {found.name} (L4T {version[0]}.{version[1]}), TensorRT {found.tensorrt}"
-    if found is jetpack.RELEASES[-1]:
-        yield Finding("JetPack", OK, f"{text}: {found.runs}")
-    else:
-        yield Finding("JetPack", FAULT, f"{text}: {found.runs}",
-                      "flash JetPack 7.2, or build with --backend onnxruntime")  # fmt: skip
+    yield Finding(
+        "JetPack", FAULT if found.remedy else OK,
+        f"{model}, {found.name} (L4T {version[0]}.{version[1]}), TensorRT {found.tensorrt}, "
+        f"CUDA {found.cuda}: {found.runs}",
+        found.remedy,
+    )  # fmt: skip
 
 
 def _cuda(machine: Machine) -> Iterator[Finding]:

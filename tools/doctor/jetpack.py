@@ -1,4 +1,7 @@
-"""JetPack by its Linux for Tegra, and the TensorRT that comes with it."""
+"""JetPack by its Linux for Tegra, and what comes with it.
+
+`docs/tensorrt.md` has the same facts in its table, and where they are from.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,31 @@ class JetPack:
 
     l4t: tuple[int, int]  # the first of its Linux for Tegra
     name: str
+    boards: str
     tensorrt: str
+    cuda: str
+    python: str  # the system's
     runs: str  # what edgellm can do there with its own TensorRT
+    remedy: str  # "": there is nothing to do
 
 
-_TOO_OLD = "the CPU only: TensorRT has no caches that are updated in place before 10.15"
+_CPU = "CPU engines only"
+_CPU_BACKEND = "build with --backend onnxruntime"
+_UPGRADE = f"flash JetPack 7.2, or {_CPU_BACKEND}"
 RELEASES = (
-    JetPack((35, 1), "JetPack 5", "8.4 to 8.5", _TOO_OLD),
-    JetPack((36, 2), "JetPack 6.0", "8.6", _TOO_OLD),
-    JetPack((36, 4), "JetPack 6.1 or 6.2", "10.3", _TOO_OLD),
-    JetPack((38, 2), "JetPack 7.0 or 7.1", "10.13", _TOO_OLD),
-    JetPack((39, 2), "JetPack 7.2", "10.16.2", "all precisions that the GPU has"),
-)
+    JetPack(
+        (35, 1), "JetPack 5", "Xavier, Orin", "8.4 to 8.5", "11.4", "3.8",
+        f"{_CPU}, with a Python of 3.10 or newer",
+        f"on an Orin {_UPGRADE}; a Xavier gets no newer one: {_CPU_BACKEND}",
+    ),
+    JetPack((36, 2), "JetPack 6.0", "Orin", "8.6", "12.2", "3.10", _CPU, _UPGRADE),
+    JetPack((36, 4), "JetPack 6.1 or 6.2", "Orin", "10.3", "12.6", "3.10", _CPU, _UPGRADE),
+    JetPack((38, 2), "JetPack 7.0 or 7.1", "Thor", "10.13", "13.0", "3.12", _CPU, _UPGRADE),
+    JetPack(
+        (39, 2), "JetPack 7.2", "Orin, Thor", "10.16", "13.2", "3.12",
+        "all precisions that the GPU has", "",
+    ),
+)  # fmt: skip
 
 
 def l4t_version(nv_tegra_release: str) -> tuple[int, int] | None:

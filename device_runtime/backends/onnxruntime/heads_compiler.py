@@ -14,7 +14,6 @@ from edgellm.device_runtime.backends import CompiledDraft, Plan, Report
 from edgellm.device_runtime.backends.onnxruntime.compiler import (
     check_quantize,
     close_rounded,
-    fastest_ms,
     float32_spec,
     open_rounded,
     weight_kinds,
@@ -25,6 +24,7 @@ from edgellm.device_runtime.backends.onnxruntime.draft_compiler import (
     precision,
 )
 from edgellm.device_runtime.backends.onnxruntime.heads import OnnxRuntimeHeads
+from edgellm.device_runtime.measure import heads_costs
 
 _NAME = "heads"
 
@@ -45,13 +45,12 @@ def compile_heads(
     close_rounded(rounded)
     report("measuring the cost of the heads")
     top_k = min(CANDIDATES, spec.draft_vocab_size)
-    cost_ms = fastest_ms(partial(OnnxRuntimeHeads(session).candidates, feature, top_k), 7)
     return CompiledDraft(
         graphs=(PassGraph(f"{_NAME}.onnx", 1, precision(kinds, plan)),),
         fuse_graph="",
         kv_dtype=float32_spec(spec.decoder).kv.dtype,
         step_cost_ms={},
-        extend_cost_ms={"1": cost_ms},
+        extend_cost_ms=heads_costs(OnnxRuntimeHeads(session), spec, top_k),
     )
 
 

@@ -92,6 +92,14 @@ def open_draft_session(engine: Path, manifest: DraftEngineManifest) -> DraftSess
     return TensorRtDraftSession(loaded, fuse, opened.device, manifest)
 
 
+def open_heads(engine: Path, manifest: DraftEngineManifest) -> HeadsSession:
+    """As `open_session`, for an engine of Medusa heads."""
+    from edgellm.device_runtime.backends.tensorrt.heads import TensorRtHeads
+
+    opened = _open(engine, manifest)
+    return TensorRtHeads(opened.load(manifest.graphs[0].path), opened.device)
+
+
 def open_visual_session(engine: Path, manifest: VisualEngineManifest) -> VisualSession:
     """As `open_session`, for an encoder's engine."""
     from edgellm.device_runtime.backends.tensorrt.visual import TensorRtVisualSession
@@ -169,23 +177,8 @@ def _require_origin(engine: Path, manifest: AnyEngine) -> Any:
     )
 
 
-def open_heads(engine: Path, manifest: DraftEngineManifest) -> HeadsSession:
-    """Medusa heads are not compiled."""
-    del engine, manifest
-    raise _no_heads()
-
-
-def _no_heads() -> EdgeLLMError:
-    return EdgeLLMError(
-        "Medusa heads have no TensorRT engines yet",
-        hint="take an EAGLE draft, or --backend onnxruntime",
-    )
-
-
 def estimate(bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan: Plan) -> Estimate:
     """See `Backend.estimate`."""
-    if isinstance(manifest, DraftBundleManifest) and manifest.draft.num_heads:
-        raise _no_heads()
     from edgellm.device_runtime.backends.tensorrt import compiler
 
     return compiler.estimate(bundle, manifest, plan)
@@ -204,8 +197,6 @@ def compile_draft(
     bundle: Path, manifest: DraftBundleManifest, plan: Plan, folder: Path, report: Report
 ) -> CompiledDraft:
     """See `Backend.compile_draft`."""
-    if manifest.draft.num_heads:
-        raise _no_heads()
     from edgellm.device_runtime.backends.tensorrt import compiler
 
     return compiler.compile_draft(bundle, manifest, plan, folder, report)

@@ -74,7 +74,8 @@ def build(
         attentions = _allow_unfused(trt, network)
         config = _configure(trt, builder, target, options)
         for each in passes:
-            config.add_optimization_profile(_profile(builder, inputs, each))
+            if each.ranges:  # a graph whose sizes are all known has a profile of its own
+                config.add_optimization_profile(_profile(builder, inputs, each))
         config.progress_monitor = monitor = progress_monitor(trt, report, pending)
         file = EngineFile(trt, engine)
         done = builder.build_serialized_network_to_stream(network, config, file.writer)

@@ -37,14 +37,17 @@ from edgellm.device_runtime.backends.tensorrt.passes import (
     Pass,
     base_passes,
     draft_passes,
+    heads_pass,
     image_pass,
 )
 from edgellm.device_runtime.backends.tensorrt.sizes import estimate_graphs
 from edgellm.device_runtime.lowering.linear_weights import weight_kinds
 from edgellm.device_runtime.lowering.weights import WeightFile
 
-_BASE, _DRAFT, _FUSE, _ENCODER = "llm", "draft", "fuse", "visual"
-_PORTABLE = {_BASE: "model", _DRAFT: "model", _FUSE: "fuse", _ENCODER: "model"}
+_BASE, _DRAFT, _FUSE, _HEADS, _ENCODER = "llm", "draft", "fuse", "heads", "visual"
+_PORTABLE = {
+    _BASE: "model", _DRAFT: "model", _FUSE: "fuse", _HEADS: "model", _ENCODER: "model"
+}  # fmt: skip
 _FIRST_FP8, _FIRST_FP4 = 89, 100  # Ada and Hopper, Blackwell
 _PRECISIONS = {ir.DataType.FLOAT16: "fp16", ir.DataType.FLOAT: "fp32"}
 
@@ -76,22 +79,23 @@ def compile_draft(
     bundle: Path, manifest: DraftBundleManifest, plan: Plan, folder: Path, report: Report
 ) -> CompiledDraft:
     """See `edgellm.device_runtime.backends.Backend.compile_draft`; nothing is measured."""
-    passes = draft_passes(plan)
+    draft, passes = manifest.draft, _passes_of(manifest, plan)
+    name = _HEADS if draft.num_heads else _DRAFT
     # What a round drafts, its top-k times its steps, fits into the tree; so does its top-k.
-    candidates = min(plan.max_draft_tree_size, manifest.draft.draft_vocab_size)
+    candidates = min(plan.max_draft_tree_size, draft.draft_vocab_size)
 
     def lower(model: ir.Model, weights: WeightFile, dtype: ir.DataType) -> None:
         lower_decoder(model, plan.kv_capacity, weights, dtype, candidates)
 
     graphs = _Graphs(bundle, folder, manifest.dtype, plan.compiler, plan.threads, report)
-    built = graphs.compile(_DRAFT, passes, lower)
-    _require_caches_in_place(built, manifest.draft.decoder)
+    built = graphs.compile(name, passes, lower)
+    _require_caches_in_place(built, draft.decoder)
     precision = graphs.precision
-    if manifest.draft.fuses:
+    if draft.fuses:
         graphs.compile(_FUSE, passes, lower_graph)
     return CompiledDraft(
-        graphs=_pass_graphs(_DRAFT, passes, precision),
-        fuse_graph=f"{_FUSE}.engine" if manifest.draft.fuses else "",
+        graphs=_pass_graphs(name, passes, precision),
+        fuse_graph=f"{_FUSE}.engine" if draft.fuses else "",
         kv_dtype=manifest.dtype,
         step_cost_ms={},
         extend_cost_ms={},
@@ -112,9 +116,8 @@ def compile_visual(
 def estimate(bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan: Plan) -> Estimate:
     """See `edgellm.device_runtime.backends.Backend.estimate`."""
     _check_plan(plan)
-    models, passes = [ir.load(bundle / "model.onnx")], base_passes(plan)
+    models, passes = [ir.load(bundle / "model.onnx")], _passes_of(manifest, plan)
     if isinstance(manifest, DraftBundleManifest):
-        passes = draft_passes(plan)
         decoder = manifest.draft.decoder
         if manifest.draft.fuses:
             models.append(ir.load(bundle / "fuse.onnx"))
@@ -123,6 +126,12 @@ def estimate(bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan:
     _check_types(models, plan.compiler)
     kv_bytes = decoder.kv.bytes_per_token * plan.kv_capacity
     return estimate_graphs(models, _dtype(manifest.dtype), len(passes), kv_bytes)
+
+
+def _passes_of(manifest: BundleManifest | DraftBundleManifest, plan: Plan) -> list[Pass]:
+    if isinstance(manifest, BundleManifest):
+        return base_passes(plan)
+    return [heads_pass()] if manifest.draft.num_heads else draft_passes(plan)
 
 
 def estimate_visual(bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan) -> Estimate:

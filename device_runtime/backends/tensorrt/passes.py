@@ -57,6 +57,11 @@ def draft_passes(plan: Plan) -> list[Pass]:
     return passes
 
 
+def heads_pass() -> Pass:
+    """Medusa heads behind one feature, whose sizes are all known."""
+    return Pass("heads", 1, {})
+
+
 def image_pass(plan: VisualPlan, spec: VisionSpec) -> Pass:
     """One image."""
     least, most = plan.min_image_tokens, plan.max_image_tokens_per_image

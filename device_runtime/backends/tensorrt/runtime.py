@@ -72,6 +72,8 @@ class LoadedEngine:
 
     def shape_range(self, name: str, profile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """See `device.Engine`."""
+        if -1 not in (known := self.tensors[name].shape):
+            return known, known
         least, _, most = self._engine.get_tensor_profile_shape(name, profile)
         return tuple(least), tuple(most)
 

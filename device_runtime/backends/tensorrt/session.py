@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.contract import DecoderSpec, DraftEngineManifest, EngineManifest
+from edgellm.contract import DecoderSpec, DraftEngineManifest, EngineManifest, LimitError
 from edgellm.device_runtime.backends.tensorrt.arguments import Layout, packed_bytes
 from edgellm.device_runtime.backends.tensorrt.bound_pass import (
     BoundPass,
@@ -42,6 +42,15 @@ def row_inputs(axes: int, rows: int, columns: int, outputs: int) -> Layout:
         contract.TREE_MASK: ((rows, columns), np.bool_),
         contract.LOGITS_INDEX: ((outputs,), np.int64),
     }
+
+
+def require_candidates(top_k: int, built: int) -> None:
+    """Refuse more candidates than a draft's engine was built to give; raises `LimitError`."""
+    if top_k > built:
+        raise LimitError(
+            f"--eagleDraftTopK {top_k} exceeds the {built} candidates that the draft engine gives",
+            hint="take less, or build with a larger --maxDraftTreeSize",
+        )
 
 
 class _Rows:
@@ -263,6 +272,7 @@ class TensorRtDraftSession:
     ) -> DraftResult:
         """See `edgellm.device_runtime.session.DraftSession.run`."""
         rows, outputs = len(token_ids), len(output_rows)
+        require_candidates(top_k, self._picked[0])
         require_room(self.capacity, write_index, rows)
         placed, has_images = self._images.of(token_ids)
         columns = rows if tree_mask is None else tree_mask.shape[1]

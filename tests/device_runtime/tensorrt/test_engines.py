@@ -8,9 +8,25 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import pytest
-from tensorrt_bundles import CAPACITY, HEADS, LAYERS, PRECISIONS, Bundles, Engine, compile_bundle
+from tensorrt_bundles import (
+    CAPACITY,
+    HEADS,
+    LAYERS,
+    PRECISIONS,
+    TREE,
+    Bundles,
+    Engine,
+    compile_bundle,
+)
 
-from edgellm.contract import EdgeLLMError
+from edgellm.contract import (
+    CANDIDATE_IDS,
+    CANDIDATE_LOG_PROBS,
+    DRAFT_FOLDER,
+    DraftEngineManifest,
+    EdgeLLMError,
+    load_manifest,
+)
 from edgellm.device_runtime.backends.tensorrt.layers import Kernel, copied_caches
 from edgellm.device_runtime.lowering.linear_weights import LinearWeight
 from edgellm.export import visual
@@ -66,6 +82,20 @@ def test_decoders(bundles, tmp_path, kind, precision, sm):
         few, many = KERNELS[precision]
         allowed = OUTSIDE_LAYERS + layers * (few if name == "decode" else many)
         assert len(kernels) <= (DRAFT_KERNELS[precision] if kind == "draft" else allowed)
+
+
+@pytest.mark.parametrize("sm", [120, 89])
+def test_medusa_heads(bundles, tmp_path, sm):
+    """One pass of known sizes; the heads' first layers, which read the same feature, are one."""
+    engine = compile_bundle(bundles.make("heads", "fp16"), "heads", tmp_path / "engine", sm)
+    assert (engine.passes, engine.notes) == (("heads",), ())
+    assert {kernel.pass_index for kernel in engine.kernels} == {0}
+    assert len(engine.kernels) <= 6
+    manifest = load_manifest(tmp_path / "engine" / DRAFT_FOLDER, DraftEngineManifest)
+    assert [(graph.path, graph.max_rows) for graph in manifest.graphs] == [("heads.engine", 1)]
+    assert (manifest.machine, manifest.extend_cost_ms) == (f"sm{sm}", {})
+    outputs = {each.name: each.dims for kernel in engine.kernels for each in kernel.outputs}
+    assert outputs[CANDIDATE_IDS] == outputs[CANDIDATE_LOG_PROBS] == (1, 3, TREE)
 
 
 def _stored_values(bundle) -> int:

@@ -6,84 +6,37 @@ Answers are those of ONNX Runtime's sessions over the same bundles, in float32.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
+from eagle_engines import CAPACITY, INPUT
 from fake_gpu import FakeDevice, FakeEngine, GpuMisuseError
+from lowered_engines import CANDIDATES, PLAN, Lowered
 
 from edgellm import contract
-from edgellm.contract import (
-    DRAFT_FOLDER,
-    DraftEngineManifest,
-    EngineManifest,
-    LimitError,
-    PassGraph,
-    load_manifest,
-)
-from edgellm.device_runtime.backends import Plan, onnxruntime, tensorrt
+from edgellm.contract import EngineManifest, LimitError, load_manifest
+from edgellm.device_runtime.backends import onnxruntime, tensorrt
 from edgellm.device_runtime.backends.tensorrt.bound_pass import (
     bucket_of,
     bucket_sizes,
     fill_mask,
 )
-from edgellm.device_runtime.backends.tensorrt.lowering import lower_decoder, lower_graph
-from edgellm.device_runtime.backends.tensorrt.passes import base_passes, draft_passes
-from edgellm.device_runtime.backends.tensorrt.session import TensorRtDraftSession, TensorRtSession
+from edgellm.device_runtime.backends.tensorrt.passes import base_passes
+from edgellm.device_runtime.backends.tensorrt.session import TensorRtSession
 from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.lowering.weights import WeightFile
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-INPUT, CAPACITY, TREE = 64, 128, 60  # as `eagle_engines` builds
-PLAN = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=TREE, max_draft_tree_size=TREE)
 PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its answers are long
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.5, top_k=0, top_p=1.0)
 
 
-class Lowered:
-    """Graphs of a base and its draft as TensorRT gets them, and the manifests of such engines."""
-
-    def __init__(self, bundle: Path, draft_bundle: Path, engine: Path, folder: Path) -> None:
-        self.base, self.draft, self.fuse = (folder / f"{n}.onnx" for n in ("base", "draft", "fuse"))
-        for source, target, candidates in (
-            (bundle / "model.onnx", self.base, 0),
-            (draft_bundle / "model.onnx", self.draft, 40),
-        ):
-            model, weights = ir.load(source), WeightFile(target.with_suffix(".data"))
-            lower_decoder(model, CAPACITY, weights, ir.DataType.FLOAT, candidates)
-            weights.close()
-            ir.save(model, target)
-        model, weights = ir.load(draft_bundle / "fuse.onnx"), WeightFile(folder / "fuse.data")
-        lower_graph(model, weights, ir.DataType.FLOAT)
-        weights.close()
-        ir.save(model, self.fuse)
-        self.manifest = load_manifest(engine, EngineManifest)
-        graphs = tuple(PassGraph("llm.engine", p.max_rows, "fp32") for p in base_passes(PLAN))
-        self.manifest = dataclasses.replace(
-            self.manifest, graphs=graphs, pass_cost_ms={}, prefill_rows=INPUT
-        )
-        drafts = load_manifest(engine / DRAFT_FOLDER, DraftEngineManifest)
-        graphs = tuple(PassGraph("draft.engine", p.max_rows, "fp32") for p in draft_passes(PLAN))
-        self.draft_manifest = dataclasses.replace(drafts, graphs=graphs)
-
-    def open(self, device: FakeDevice) -> TensorRtSession:
-        engine = FakeEngine(self.base, base_passes(PLAN), device)
-        return TensorRtSession(engine, device, self.manifest)
-
-    def open_draft(self, device: FakeDevice) -> TensorRtDraftSession:
-        engine = FakeEngine(self.draft, draft_passes(PLAN), device)
-        fuse = FakeEngine(self.fuse, draft_passes(PLAN), device)
-        return TensorRtDraftSession(engine, fuse, device, self.draft_manifest)
-
-
 @pytest.fixture(scope="module")
 def lowered(eagle_pair, tmp_path_factory) -> Lowered:
-    folder = tmp_path_factory.mktemp("lowered")
-    return Lowered(eagle_pair.bundle, eagle_pair.draft_bundle, eagle_pair.engine, folder)
+    return Lowered(eagle_pair, tmp_path_factory.mktemp("lowered"))
 
 
 @pytest.fixture
@@ -116,8 +69,7 @@ def _answer(llm: LLM, sampling: SamplingParams, *, speculative: bool = True) -> 
 @pytest.fixture
 def fake_llm(eagle_pair, lowered, device, monkeypatch):
     """An `LLM` whose engines run on the fake GPU; the tree is sized as told, or by costs."""
-    monkeypatch.setattr(onnxruntime, "open_session", lambda *_: lowered.open(device))
-    monkeypatch.setattr(onnxruntime, "open_draft_session", lambda *_: lowered.open_draft(device))
+    lowered.replace_engines(monkeypatch, device)
 
     def load(tree: str = "fixed", top_k: int = 5, steps: int = 4, verify_size: int = 20) -> LLM:
         options = SpecOptions(top_k=top_k, steps=steps, verify_size=verify_size, tree=tree)
@@ -256,6 +208,16 @@ def test_too_little_memory(lowered):
     with pytest.raises(LimitError, match=r"needs 3.50 GB on the GPU, 3.40 GB are free") as caught:
         tensorrt.require_memory(3_400_000_000, manifest, kv_bytes=500_000_000)
     assert "--maxKVCacheCapacity (it takes 0.50 GB)" in caught.value.hint
+
+
+def test_more_candidates_than_an_engine_gives(lowered, device):
+    """A static tree that is wider than the rows of a round would take other nodes than it says."""
+    draft = lowered.open_draft(device)
+    hidden = np.zeros((1, lowered.draft_manifest.draft.decoder.hidden_size), np.float32)
+    row = np.zeros(1, np.int64)
+    assert draft.run(row, hidden, 0, row, top_k=CANDIDATES).token_ids.shape == (1, CANDIDATES)
+    with pytest.raises(LimitError, match="--eagleDraftTopK 41 exceeds the 40 candidates"):
+        draft.run(row, hidden, 0, row, top_k=CANDIDATES + 1)
 
 
 def test_no_size_of_a_pass_is_computed_on_the_device(lowered):

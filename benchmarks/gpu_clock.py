@@ -1,0 +1,229 @@
+"""Where the time of a round goes: passes on the host's clock, kernels by events on the GPU's."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from unittest import mock
+
+from numpy.typing import NDArray
+
+from edgellm.device_runtime.backends import Backend
+from edgellm.device_runtime.backends.tensorrt import cuda
+from edgellm.device_runtime.backends.tensorrt.device import Device, Planes
+
+PASSES, COMPACTION, COPIES = "passes", "compaction", "copies"
+_COPIED_BYTES, _COPIES = 256 << 20, 20
+_BASE_CALLS, _DRAFT_CALLS = ("run", "keep"), ("fuse", "run", "candidates")
+
+
+class Events(Protocol):
+    """Marks in a GPU's stream."""
+
+    def record(self, event: Any) -> Any:
+        """Put a mark behind all work that was asked for; `event` is one to use again, or None."""
+        ...
+
+    def between_ms(self, first: Any, last: Any) -> float:
+        """Time between two marks that the GPU has passed."""
+        ...
+
+
+class CudaEvents:
+    """See `Events`."""
+
+    def __init__(self, device: cuda.CudaDevice) -> None:
+        self._driver = device._graphs
+        self._stream = self._driver.CUstream(device.stream)
+
+    def record(self, event: Any) -> Any:
+        if event is None:
+            (event,) = self._check(self._driver.cuEventCreate(0))
+        self._check(self._driver.cuEventRecord(event, self._stream))
+        return event
+
+    def between_ms(self, first: Any, last: Any) -> float:
+        return self._check(self._driver.cuEventElapsedTime(first, last))[0]
+
+    @staticmethod
+    def _check(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+        if int(answer[0]):
+            raise RuntimeError(f"an event of the GPU fails: {answer[0]!s}")
+        return answer[1:]
+
+
+class TimedDevice:
+    """A `Device` that knows how long its stream works for passes, for compaction and for copies.
+
+    A pass is a replayed graph, or what lies between an upload and the next download. It begins
+    when the GPU is told of it, so a launch that the GPU waits for counts as a pass.
+    """
+
+    def __init__(self, device: Device, events: Events) -> None:
+        self._device, self._events = device, events
+        self.spent_ms: Counter[str] = Counter()
+        self._first: Any = None  # of what is being asked for
+        self._waiting: list[tuple[str, Any, Any]] = []
+        self._unused: list[Any] = []
+        self._is_recording = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def upload(self, address: int, host: NDArray[Any]) -> None:
+        self._begin()
+        self._device.upload(address, host)
+
+    def download(self, host: NDArray[Any], address: int) -> None:
+        kind = COPIES if self._first is None else PASSES
+        self._begin()
+        self._device.download(host, address)
+        self._end(kind)
+
+    def move_rows(self, planes: Planes, rows_address: int, count: int, first: int) -> None:
+        self._begin()
+        self._device.move_rows(planes, rows_address, count, first)
+        self._end(COMPACTION)
+
+    def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        self._is_recording = True  # events would become part of the graph
+        try:
+            replay = self._device.capture(enqueue)
+        finally:
+            self._is_recording = False
+
+        def timed() -> None:
+            self._begin()
+            replay()
+            self._end(PASSES)
+
+        return timed
+
+    def synchronize(self) -> None:
+        self._device.synchronize()
+        if self._first is not None:  # an upload that nothing reads yet
+            self._unused.append(self._first)
+            self._first = None
+        for kind, first, last in self._waiting:
+            self.spent_ms[kind] += self._events.between_ms(first, last)
+            self._unused += first, last
+        self._waiting.clear()
+
+    def _record(self) -> Any:
+        return self._events.record(self._unused.pop() if self._unused else None)
+
+    def _begin(self) -> None:
+        if self._first is None and not self._is_recording:
+            self._first = self._record()
+
+    def _end(self, kind: str) -> None:
+        if not self._is_recording:
+            self._waiting.append((kind, self._first, self._record()))
+            self._first = None
+
+
+class TimedSession:
+    """A session whose calls are timed on the host's clock."""
+
+    def __init__(self, session: Any, calls: tuple[str, ...]) -> None:
+        self._session, self._calls, self.spent_ms = session, calls, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._session, name)
+        return self._timed(found) if name in self._calls else found
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*arguments, **options)
+            finally:
+                self.spent_ms += (time.perf_counter() - start) * 1e3
+
+        return timed
+
+
+@dataclass
+class Clocks:
+    """Those of an engine, first the base's, then the draft's."""
+
+    sessions: list[TimedSession] = field(default_factory=list)
+    devices: list[TimedDevice] = field(default_factory=list)  # none where there are no events
+
+    def reset(self) -> None:
+        for session in self.sessions:
+            session.spent_ms = 0.0
+        for device in self.devices:
+            device.synchronize()
+            device.spent_ms.clear()
+
+    def passes_ms(self, which: int) -> float:
+        """On the host's clock, of the base (0) or of the draft (1)."""
+        return self.sessions[which].spent_ms if which < len(self.sessions) else 0.0
+
+    def kernels_ms(self) -> dict[str, float]:
+        """On the GPU's clock; empty without a GPU."""
+        for device in self.devices:
+            device.synchronize()
+        named = zip(("base", "draft"), self.devices, strict=False)
+        found = {name: device.spent_ms[PASSES] for name, device in named}
+        if found:
+            found[COMPACTION] = sum(device.spent_ms[COMPACTION] for device in self.devices)
+        return found
+
+
+@contextmanager
+def timed_engines(backend: Backend) -> Iterator[Clocks]:
+    """Time the engines of a backend that are opened meanwhile."""
+    clocks = Clocks()
+
+    def timed(open_session: Callable[..., Any], calls: tuple[str, ...]) -> Callable[..., Any]:
+        def opened(*arguments: Any) -> TimedSession:
+            clocks.sessions.append(TimedSession(open_session(*arguments), calls))
+            return clocks.sessions[-1]
+
+        return opened
+
+    def open_device() -> TimedDevice:
+        device = open_cuda()
+        clocks.devices.append(TimedDevice(device, CudaEvents(device)))
+        return clocks.devices[-1]
+
+    open_cuda, names = cuda.open_device, ("open_session", "open_draft_session", "open_heads")
+    with ExitStack() as stack:
+        for name, calls in zip(names, (_BASE_CALLS, _DRAFT_CALLS, _DRAFT_CALLS), strict=True):
+            opener = timed(getattr(backend, name), calls)
+            stack.enter_context(mock.patch.object(backend, name, opener))
+        stack.enter_context(mock.patch.object(cuda, "open_device", open_device))
+        yield clocks
+
+
+def peak_bandwidth(clock_khz: int, bus_bits: int) -> float:
+    """GB/s of a memory that transfers twice a clock."""
+    return 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9
+
+
+def measured_bandwidths() -> dict[str, float]:
+    """GB/s of the first GPU's memory: by its attributes, and by copying within it."""
+    import pycuda.driver as driver
+
+    device = cuda.open_device()  # makes the GPU's context current
+    gpu, attributes = driver.Device(0), driver.device_attribute
+    clock, bus = (
+        gpu.get_attribute(attribute)
+        for attribute in (attributes.MEMORY_CLOCK_RATE, attributes.GLOBAL_MEMORY_BUS_WIDTH)
+    )
+    source, target = (device.allocate(_COPIED_BYTES) for _ in range(2))
+    first, last = driver.Event(), driver.Event()
+    for count in (1, _COPIES):  # the first is not counted
+        first.record()
+        for _ in range(count):
+            driver.memcpy_dtod_async(target.address, source.address, _COPIED_BYTES)
+        last.record()
+        last.synchronize()
+    copied = 2 * _COPIES * _COPIED_BYTES / (first.time_till(last) * 1e-3) / 1e9
+    return {"attributes": peak_bandwidth(clock, bus), "copy": copied}

@@ -1,0 +1,129 @@
+"""Answers of an engine with clocks, and what an oracle's acceptance lengths are worth."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gpu_clock import Clocks
+from oracle_draft import foreseeing
+
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+_UNCOUNTED = 2  # steps: the prompt's, and that in which a draft reads the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The steps of an answer behind the uncounted ones; times are sums in milliseconds."""
+
+    token_ids: tuple[int, ...]  # of the whole answer
+    prompt_ids: tuple[int, ...]
+    tokens: int
+    steps: int
+    wall_ms: float
+    cpu_ms: float  # of this process, all threads
+    base_ms: float  # passes on the host's clock: launch, kernels, wait
+    draft_ms: float
+    kernels_ms: dict[str, float]  # on the GPU's clock: base, draft, compaction; may be empty
+
+    @property
+    def token_ms(self) -> float:
+        return self.wall_ms / self.tokens
+
+    @property
+    def outside(self) -> float:
+        """Share of the time in which no kernel of ours runs; without a GPU, no pass."""
+        inside = sum(self.kernels_ms.values()) or self.base_ms + self.draft_ms
+        return 1 - inside / self.wall_ms
+
+    def as_json(self) -> dict[str, Any]:
+        found = {key: value for key, value in asdict(self).items() if not key.endswith("_ids")}
+        per_step = {"cpu_ms_per_step": self.cpu_ms / self.steps}
+        return {
+            **found, **per_step, "tokens_per_s": 1e3 / self.token_ms,
+            "tokens_per_step": self.tokens / self.steps, "outside_kernels": self.outside,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OracleCheck:
+    """What an acceptance length is worth."""
+
+    wanted: float
+    acceptance_length: float
+    draft: float  # what the draft's passes of a round take, in plain steps
+    verification: float  # what the base's pass over the tree takes, in its plain passes
+    speed_up: float
+    expected: float
+    is_plain: bool  # the answer is the plain one
+
+    @property
+    def deviation(self) -> float:
+        return self.speed_up / self.expected - 1
+
+
+def run(
+    llm: LLM, clocks: Clocks, tokens: int, *, speculative: bool, prompt: str, repeats: int = 3
+) -> Run:  # fmt: skip
+    """The fastest answer of several, after one that records the graphs."""
+    runs = [_run(llm, clocks, tokens, prompt, speculative) for _ in range(1 + repeats)]
+    return min(runs[1:], key=lambda found: found.token_ms)
+
+
+def _run(llm: LLM, clocks: Clocks, tokens: int, prompt: str, speculative: bool) -> Run:
+    answer = llm.generate(
+        prompt, sampling=GREEDY, max_generate_length=tokens, speculative=speculative
+    )
+    steps = iter(answer)
+    before = sum(len(step.token_ids) for step in itertools.islice(steps, _UNCOUNTED))
+    clocks.reset()
+    wall, cpu, count = time.perf_counter(), time.process_time(), sum(1 for _ in steps)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    if not count:
+        raise EdgeLLMError(
+            f"the answer has {len(answer.token_ids)} tokens", hint="give another --prompt"
+        )
+    return Run(
+        tuple(answer.token_ids), tuple(answer.prompt.token_ids), len(answer.token_ids) - before,
+        count, wall * 1e3, cpu * 1e3, clocks.passes_ms(0), clocks.passes_ms(1),
+        clocks.kernels_ms(),
+    )  # fmt: skip
+
+
+def check_oracle(
+    llm: LLM, clocks: Clocks, plain: Run, lengths: Sequence[float], *, prompt: str,
+    repeats: int = 3,
+) -> list[OracleCheck]:  # fmt: skip
+    """Let an oracle draft for `llm`, whose trees have a fixed size, as long as `plain` is.
+
+    Args:
+        llm: opened with its draft and `tree="fixed"`.
+        clocks: of its engines.
+        plain: its plain answer to `prompt`.
+        lengths: acceptance lengths, at most the options' steps + 1.
+        prompt: the request.
+        repeats: see `run`.
+    """
+    checks = []
+    for length in lengths:
+        with foreseeing(llm, (*plain.prompt_ids, *plain.token_ids), length):
+            found = run(
+                llm, clocks, len(plain.token_ids), speculative=True, prompt=prompt, repeats=repeats
+            )
+        accepted = found.tokens / found.steps
+        draft = found.draft_ms / found.steps / plain.token_ms
+        verification = found.base_ms / found.steps / (plain.base_ms / plain.steps)
+        checks.append(
+            OracleCheck(
+                length, accepted, draft, verification, plain.token_ms / found.token_ms,
+                accepted / (1 + draft), found.token_ids == plain.token_ids,
+            )
+        )  # fmt: skip
+    return checks

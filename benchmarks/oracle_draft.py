@@ -1,0 +1,120 @@
+"""A drafter that foresees what the base will say as far as it is told to, at a real draft's cost.
+
+It runs through the ordinary loop: the drafter within reads every committed token and grows its
+tree, which is then exchanged for one of as many nodes that holds a recorded answer's next tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.session import F32, I64, ImageRows
+from edgellm.device_runtime.speculate.drafter import Drafter
+from edgellm.device_runtime.speculate.setup import Drafters
+from edgellm.device_runtime.speculate.tree import Tree
+
+
+class OracleDrafter:
+    """See `edgellm.device_runtime.speculate.drafter.Drafter`."""
+
+    def __init__(
+        self,
+        within: Drafter,
+        text: Sequence[int],
+        acceptance_length: float,
+        most_levels: int,
+        vocab_size: int,
+    ) -> None:
+        """Wire up.
+
+        Args:
+            within: what drafts really; its trees must be of fixed size, since nothing that it
+                proposes is accepted.
+            text: prompt and greedy answer.
+            acceptance_length: tokens of a round in the mean, the base's own among them. Some
+                rounds err one token earlier than others, so that the mean is exact.
+            most_levels: tokens that are foreseen at most.
+            vocab_size: more than a tree's nodes.
+        """
+        self._within, self._text = within, list(text)
+        self._foreseen = acceptance_length - 1
+        self._most_levels, self._vocab_size = most_levels, vocab_size
+
+    def begin(self, token_ids: Sequence[int]) -> None:
+        self._within.begin(token_ids)
+        self._length, self._due = 0, 1e-9  # not to lose a token to rounding
+
+    def show(self, images: ImageRows) -> None:
+        self._within.show(images)
+
+    def remember(self, token_ids: list[int]) -> None:
+        self._within.remember(token_ids)
+        self._length += len(token_ids)
+
+    def observe(self, next_token_ids: I64, taps: F32) -> None:
+        self._within.observe(next_token_ids, taps)
+
+    def catch_up(self) -> None:
+        self._within.catch_up()
+
+    def propose(self, root: int, room: int, levels: int) -> Tree:
+        self._own = tree = self._within.propose(root, room, levels)
+        following = self._text[self._length :]
+        self._due += self._foreseen
+        count = min(int(self._due), levels, self._most_levels, len(tree) - 1, len(following))
+        self._due -= count
+        wrong_from = following[0] + 1 if following else 0
+        wrong = (wrong_from + np.arange(len(tree) - 1 - count)) % self._vocab_size
+        return _tree(root, wrong, np.array(following[:count], np.int64))
+
+    def learn(self, tree: Tree, path: list[int], emitted: int) -> None:
+        del tree, path
+        self._within.learn(self._own, [0], emitted)
+
+    def confidences(self, tree: Tree) -> list[float]:
+        del tree
+        return self._within.confidences(self._own)
+
+
+def _tree(root: int, wrong: I64, right: I64) -> Tree:
+    """Wrong children of the root, and behind them the right path, so that its rows must move."""
+    first = 1 + len(wrong)
+    above = np.arange(first - 1, first - 1 + len(right))
+    above[:1] = 0
+    parents = np.concatenate([[-1], np.zeros(len(wrong), np.int64), above])
+    return Tree(np.concatenate([[root], wrong, right]), parents, np.ones(len(parents)))
+
+
+class _Oracles:
+    """`Drafters` whose drafters are oracles."""
+
+    def __init__(
+        self, within: Drafters, text: Sequence[int], acceptance_length: float, vocab_size: int
+    ) -> None:
+        self._within, self.options, self.caches = within, within.options, within.caches
+        self._rest = text, acceptance_length, within.options.steps, vocab_size
+
+    def for_requests(self, *, greedy: bool) -> OracleDrafter:
+        return OracleDrafter(self._within.for_requests(greedy=greedy), *self._rest)
+
+
+@contextmanager
+def foreseeing(llm: LLM, text: Sequence[int], acceptance_length: float) -> Iterator[None]:
+    """Let an oracle draft for `llm`, whose options say steps and fixed trees.
+
+    Args:
+        llm: with a draft.
+        text: prompt and greedy answer of the request that will be made.
+        acceptance_length: see `OracleDrafter`.
+    """
+    before = llm._drafters
+    vocab_size = llm.manifest.decoder.vocab_size
+    llm._drafters = _Oracles(before, text, acceptance_length, vocab_size)
+    try:
+        yield
+    finally:
+        llm._drafters = before

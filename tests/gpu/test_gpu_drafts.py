@@ -1,0 +1,126 @@
+"""What only a GPU can show of recorded passes, drafts and clocks; see `test_gpu.py`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+
+import gpu
+import numpy as np
+import pytest
+from eagle_engines import CAPACITY, INPUT, TREE
+from gpu_clock import measured_bandwidths
+
+from edgellm.build.draft import build_draft
+from edgellm.build.engine import build_engine
+from edgellm.contract import DRAFT_FOLDER, DraftEngineManifest, EngineManifest, load_manifest
+from edgellm.device_runtime import backends
+from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.backends.tensorrt.cuda import CudaDevice
+from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
+from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.speculate.options import SpecOptions
+
+_MISSING = [name for name in ("pycuda", "cuda") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(compute_capability() is None, reason="there is no NVIDIA GPU here"),
+    pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}"),
+]
+GREEDY = SamplingParams(temperature=0.0)
+PROMPTS = ("w83 w64 w53 w32 w35 w12 w15", "w10 w24 w79 w65 w88", "w56 w15 w35")
+
+
+@pytest.fixture(scope="module", params=["eagle3", "medusa"])
+def engines(request, eagle_pairs, tmp_path_factory):
+    """A tiny float32 base with its draft, built for the CPU and for this GPU."""
+    pair, engine = eagle_pairs(request.param), tmp_path_factory.mktemp("gpu") / "engine"
+    sizes = {"max_verify_tree_size": TREE, "max_draft_tree_size": TREE}
+    plan = Plan(INPUT, CAPACITY, 0, "auto", **sizes)
+    build_engine(pair.bundle, engine, plan, "tensorrt", lambda _: None)
+    build_draft(pair.draft_bundle, engine, plan, "tensorrt", lambda _: None)
+    return pair.engine, engine
+
+
+def _open(engine):
+    manifest = load_manifest(engine, EngineManifest)
+    return backends.find(manifest.backend).open_session(engine, manifest)
+
+
+def _open_draft(engine):
+    """Heads, or a draft with a cache."""
+    manifest = load_manifest(engine / DRAFT_FOLDER, DraftEngineManifest)
+    backend = backends.find(manifest.backend)
+    open_draft = backend.open_heads if manifest.draft.num_heads else backend.open_draft_session
+    return open_draft(engine / DRAFT_FOLDER, manifest), manifest.draft
+
+
+def test_a_pass_is_recorded_once_and_replayed(engines, monkeypatch):
+    """Its fourth run gives what its first gave, which nobody recorded."""
+    recorded, replayed, capture = [], [], CudaDevice.capture
+
+    def counted(device, enqueue):
+        recorded.append(enqueue)
+        replay = capture(device, enqueue)
+        return lambda: (replayed.append(enqueue), replay())
+
+    monkeypatch.setattr(CudaDevice, "capture", counted)
+    session = _open(engines[1])
+    session.run(np.arange(10, 40), 0, np.zeros(1, np.int64))
+    found = [session.run(np.array([50]), 30, np.zeros(1, np.int64)).logits for _ in range(4)]
+    assert (len(recorded), len(replayed)) == (1, 3)
+    for logits in found[1:]:
+        np.testing.assert_allclose(logits, found[0], atol=1e-5)
+    other = session.run(np.array([51]), 30, np.zeros(1, np.int64)).logits
+    assert np.abs(other - found[0]).max() > 1e-3  # not the recorded pass's input
+
+
+def test_candidates_are_those_of_the_cpu(engines):
+    (cpu, spec), (device, _) = map(_open_draft, engines)
+    random = np.random.default_rng(0)
+    for rows in (9, 1, 1, 1):  # read at once; then at once, recorded, replayed
+        taps = random.standard_normal((rows, len(spec.hidden_taps) * spec.base_hidden_size))
+        taps, found = taps.astype(np.float32), []
+        for one in (cpu, device):
+            if spec.num_heads:
+                found.append(one.candidates(taps[-1], 5))
+                continue
+            hidden, ids = one.fuse(taps), np.arange(20, 20 + rows)
+            result = one.run(ids, hidden, 0, np.array([rows - 1]), top_k=5)
+            found.append((result.token_ids.copy(), result.log_probs.copy()))
+        np.testing.assert_array_equal(found[1][0], found[0][0])
+        np.testing.assert_allclose(found[1][1], found[0][1], atol=2e-2)
+
+
+@pytest.mark.parametrize("tree", ["fixed", "cost"])
+def test_answers_are_lossless(engines, tree):
+    llm = LLM(engines[1], spec=SpecOptions(top_k=5, steps=3, verify_size=20, tree=tree))
+    for prompt in PROMPTS:
+        answers = []
+        for speculative in (False, True):
+            answer = llm.generate(
+                prompt, sampling=GREEDY, max_generate_length=40, speculative=speculative
+            )
+            for _ in answer:
+                pass
+            answers.append(answer.token_ids)
+        assert answers[0] == answers[1]
+
+
+def test_the_benchmark(engines):
+    """Events of the GPU and clocks of the host agree; the oracle's answers are the plain ones."""
+    rates = measured_bandwidths()
+    assert 1 < rates["copy"] < 20_000
+    options = argparse.Namespace(
+        tokens=61, prompt=PROMPTS[0], repeats=1, bandwidth=max(rates.values()), top_k=4, steps=3,
+        nodes=12,
+    )  # fmt: skip
+    figures = gpu.measure(engines[1], options)
+    for name in ("plain", "drafted"):
+        found = figures[name]
+        kernels = found["kernels_ms"]
+        assert 0 < kernels["base"] <= found["base_ms"]
+        assert sum(kernels.values()) < found["wall_ms"]
+    assert all(each["is_plain"] for each in figures["oracle"])
+    assert 0 < figures["roofline"] < 1

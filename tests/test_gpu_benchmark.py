@@ -1,0 +1,244 @@
+"""`benchmarks/gpu.py` where there is no GPU: the oracle, the clocks and the report."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gpu
+import numpy as np
+import pytest
+from eagle_engines import BASE_PLAN
+from fake_gpu import FakeDevice
+from gpu_clock import COMPACTION, COPIES, PASSES, TimedDevice, peak_bandwidth, timed_engines
+from gpu_runs import Run, check_oracle, run
+from lowered_engines import Lowered
+from oracle_draft import foreseeing
+
+from edgellm.build.engine import predict
+from edgellm.contract import BundleManifest, EdgeLLMError, EngineManifest, load_manifest
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, backends
+from edgellm.device_runtime.backends import onnxruntime
+from edgellm.device_runtime.backends.tensorrt.device import Planes
+from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its answer is long
+GREEDY = SamplingParams(temperature=0.0)
+TOKENS, STEPS, NODES = 61, 3, 12
+SIZES = {"top_k": 4, "steps": STEPS, "verify_size": NODES, "tree": "fixed"}
+
+
+def _answer(llm: LLM, *, speculative: bool):
+    answer = llm.generate(
+        PROMPT, sampling=GREEDY, max_generate_length=TOKENS, speculative=speculative
+    )
+    rounds = [step.round for step in answer]
+    return answer, rounds
+
+
+@pytest.mark.parametrize("wanted", [1.0, 1.4, 2.5, 3.0, 4.0])
+@pytest.mark.parametrize("draft", ["eagle3", "medusa"])
+def test_the_oracle_is_accepted_as_often_as_it_is_told(eagle_pairs, monkeypatch, draft, wanted):
+    with timed_engines(onnxruntime) as clocks:
+        llm = LLM(eagle_pairs(draft).engine, spec=SpecOptions(**SIZES))
+    plain, _ = _answer(llm, speculative=False)
+    assert len(plain.token_ids) == TOKENS
+    moved = []
+    monkeypatch.setattr(
+        clocks.sessions[0]._session, "keep",
+        lambda *arguments, keep=clocks.sessions[0]._session.keep: (
+            moved.append(arguments[1].tolist()), keep(*arguments)
+        ),
+    )  # fmt: skip
+    clocks.reset()
+    before, text = llm._drafters, [*plain.prompt.token_ids, *plain.token_ids]
+    with foreseeing(llm, text, wanted):
+        found, rounds = _answer(llm, speculative=True)
+    assert llm._drafters is before
+    assert found.token_ids == plain.token_ids
+    drafted = rounds[1:-1]  # the last may be cut by the answer's end
+    length = np.mean([len(each.token_ids) for each in drafted])
+    assert abs(length - wanted) <= 1 / len(drafted)
+    assert {len(each.tree) for each in drafted[:-2]} == {NODES}
+    assert clocks.passes_ms(1) > 0
+    paths = [path for path in moved if len(path) > 1]
+    assert bool(paths) == (wanted > 1)
+    assert all(path != list(range(len(path))) for path in paths)  # rows that must move
+
+
+def test_an_oracle_whose_answer_is_another_is_not_believed(eagle_pair):
+    """Control: what is right is up to the base."""
+    llm = LLM(eagle_pair.engine, spec=SpecOptions(**SIZES))
+    plain, _ = _answer(llm, speculative=False)
+    wrong = [*plain.prompt.token_ids, *((token + 1) % 96 for token in plain.token_ids)]
+    with foreseeing(llm, wrong, 4.0):
+        found, rounds = _answer(llm, speculative=True)
+    assert found.token_ids == plain.token_ids
+    assert np.mean([len(each.token_ids) for each in rounds[1:]]) < 2
+
+
+class HostEvents:
+    """Events of the fake GPU: when its stream came to them."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+
+    def record(self, event):
+        event = [] if event is None else event
+        event.clear()
+        self._device._ask(lambda: event.append(time.perf_counter()))
+        return event
+
+    def between_ms(self, first, last) -> float:
+        return (last[0] - first[0]) * 1e3
+
+
+@pytest.mark.parametrize("draft", ["eagle3", "medusa"])
+def test_a_round_on_the_fake_gpu(eagle_pairs, tmp_path, monkeypatch, draft):
+    """Base, draft and compaction have times, which are less than the round's; so has the check."""
+    pair = eagle_pairs(draft)
+    lowered, gpus = Lowered(pair, tmp_path), [FakeDevice(), FakeDevice()]
+    devices = [TimedDevice(device, HostEvents(device)) for device in gpus]
+    monkeypatch.setattr(onnxruntime, "open_session", lambda *_: lowered.open(devices[0]))
+    for name, open_draft in (("draft_session", lowered.open_draft), ("heads", lowered.open_heads)):
+        monkeypatch.setattr(
+            onnxruntime, f"open_{name}", lambda *_, opened=open_draft: opened(devices[1])
+        )
+    with timed_engines(onnxruntime) as clocks:
+        llm = LLM(pair.engine, spec=SpecOptions(**SIZES))
+    clocks.devices += devices
+    plain = run(llm, clocks, TOKENS, speculative=False, prompt=PROMPT, repeats=1)
+    assert set(plain.kernels_ms) == {"base", "draft", COMPACTION}
+    assert 0 < plain.kernels_ms["base"] <= plain.base_ms < plain.wall_ms
+    assert plain.kernels_ms["draft"] == plain.kernels_ms[COMPACTION] == 0
+    text = [*plain.prompt_ids, *plain.token_ids]
+    with foreseeing(llm, text, 2.5):
+        found = run(llm, clocks, TOKENS, speculative=True, prompt=PROMPT, repeats=1)
+    assert found.token_ids == plain.token_ids
+    assert 0 < found.kernels_ms["draft"] <= found.draft_ms
+    assert found.kernels_ms[COMPACTION] > 0
+    assert 0 < found.outside < 1
+    assert found.base_ms + found.draft_ms < found.wall_ms
+    (check,) = check_oracle(llm, clocks, plain, [3.0], prompt=PROMPT, repeats=1)
+    assert check.is_plain
+    assert abs(check.acceptance_length - 3) < 0.3
+    assert check.expected == check.acceptance_length / (1 + check.draft)
+    assert check.draft > 0
+    assert check.verification > 0
+    assert gpus[0].launches > TOKENS > gpus[0].captures
+
+
+class CountingEvents:
+    """Marks are their own numbers."""
+
+    def __init__(self) -> None:
+        self.made = itertools.count()
+
+    def record(self, event):
+        del event
+        return next(self.made)
+
+    def between_ms(self, first, last) -> float:
+        return last - first
+
+
+def test_what_a_stream_is_asked_for_is_told_apart():
+    fake = FakeDevice()
+    device = TimedDevice(fake, events := CountingEvents())
+    memory, host = device.allocate(1024), device.pinned(32)
+    host[:] = 0
+
+    def enqueue():
+        device.upload(memory.address, host)
+        device.download(host, memory.address)
+
+    enqueue()  # a pass
+    replay = device.capture(enqueue)
+    assert next(events.made) == 2  # none is in the graph
+    replay()
+    device.download(host, memory.address)
+    device.upload(memory.address, host)
+    device.move_rows(Planes(memory.address, 1, 8, 16), memory.address, 1, 0)
+    device.upload(memory.address, host)  # that nothing follows
+    assert not device.spent_ms
+    device.synchronize()
+    assert device.spent_ms == {PASSES: 2, COPIES: 1, COMPACTION: 1}
+    assert device.stream == fake.stream
+
+
+def test_the_report(eagle_pair, tmp_path, monkeypatch, capsys):
+    """As on a machine with a GPU, but for the events."""
+    monkeypatch.setattr(gpu, "compute_capability", lambda: 89)
+    monkeypatch.setattr(gpu, "measured_bandwidths", lambda: {"attributes": 20.0, "copy": 10.0})
+    written = tmp_path / "figures.json"
+    flags = ["--tokens", TOKENS, "--prompt", PROMPT, "--repeats", 1, "--steps", STEPS,
+             "--nodes", NODES, "--json", written]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, (eagle_pair.engine, *flags))])
+    gpu.main()
+    figures, shown = json.loads(written.read_text()), capsys.readouterr().out
+    assert [each["wanted"] for each in figures["oracle"]] == [1.0, 1.5, 2.0, 3.0, 4.0]
+    assert all(each["is_plain"] for each in figures["oracle"])
+    assert figures["drafted"]["is_plain"]
+    for name in ("plain", "drafted"):
+        assert figures[name]["cpu_ms_per_step"] > 0
+        assert figures[name]["kernels_ms"] == {}
+    assert {"date", "onnxruntime", "python"} <= set(figures["machine"])
+    milliseconds = figures["bytes_per_token"] / 20e6  # of the larger bandwidth
+    assert figures["roofline"] == pytest.approx(
+        milliseconds * figures["plain"]["tokens_per_s"] / 1e3
+    )
+    for part in ("tokens/s", "CPU ms/step", "roofline", "no goal below 1 GB", "outside", "oracle"):
+        assert part in shown
+
+
+def test_an_engine_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "compute_capability", lambda: 89)
+    flags = (tmp_path / "none", "--bandwidth", 10)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, flags)])
+    with pytest.raises(SystemExit, match="error: no such folder") as caught:
+        gpu.main()
+    assert "hint: " in str(caught.value)
+
+
+def test_what_a_token_reads(eagle_pair):
+    manifest = load_manifest(eagle_pair.engine, EngineManifest)
+    read, how = gpu.bytes_per_token(eagle_pair.engine, manifest, 10)
+    kv = 10 * manifest.decoder.kv.bytes_per_token
+    assert how == "weights of the bundle"
+    bundle = load_manifest(eagle_pair.bundle, BundleManifest)
+    predicted = predict(eagle_pair.bundle, bundle, BASE_PLAN, "onnxruntime")
+    assert read - kv == predicted.estimate.decode_bytes
+    manifest.provenance["bundle"] = "/nowhere"
+    least, how = gpu.bytes_per_token(eagle_pair.engine, manifest, 10)
+    graph = (eagle_pair.engine / manifest.graphs[0].path).stat().st_size
+    assert least == graph - 2 * 96 * 96 + kv
+    assert "at least" in how
+
+
+def test_verdicts_and_rates():
+    assert peak_bandwidth(10_501_000, 384) == pytest.approx(1008.1, abs=0.1)  # of an RTX 4090
+    found = Run((), (), 40, 10, 100.0, 20.0, 70.0, 20.0, {"base": 60.0, "draft": 15.0})
+    assert found.token_ms == 2.5
+    assert found.outside == pytest.approx(0.25)
+    assert found.as_json()["cpu_ms_per_step"] == 2.0
+
+
+def test_an_answer_that_ends_at_once(eagle_pair):
+    with timed_engines(backends.find("onnxruntime")) as clocks:
+        llm = LLM(eagle_pair.engine)
+    with pytest.raises(EdgeLLMError, match="the answer has 2 tokens"):
+        run(llm, clocks, 2, speculative=False, prompt=PROMPT)
+
+
+@pytest.mark.skipif(compute_capability() is not None, reason="there is a GPU here")
+def test_without_a_gpu_it_says_so(tmp_path):
+    script = Path(gpu.__file__)
+    result = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, "skipped: there is no NVIDIA GPU here\n")
