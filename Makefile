@@ -12,7 +12,8 @@ demo: $(DEMO_VENV)/installed
 
 test: lint
 	$(TEST_VENV)/bin/python -m edgellm.tools.smollm2
-	$(TEST_VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 \
+		--dist loadfile --no-loadscope-reorder --durations 25
 
 lint: $(TEST_VENV)/installed
 	$(TEST_VENV)/bin/ruff check .
