@@ -1,24 +1,30 @@
 """`edgellm-serve` under load, and what it costs beside `llm_inference`'s loop.
 
-    python benchmarks/serve.py                                # SmolLM2, 200 clients, 300 s
-    python benchmarks/serve.py --engineDir ENGINE --clients 20 --seconds 30 --server_flags=--eagle
+    python benchmarks/serve.py --minutes 5 --clients 200 --queueSize 32      # SmolLM2
+    python benchmarks/serve.py --engineDir ENGINE --minutes 0.5 --server_flags=--eagle
 
-Load: so many streaming clients ask a server with a queue of 32, wait as long as Retry-After says
-when they are refused, and compare every answer with the one that the engine gave offline. The
-server's memory is read every half second; its slope is that of the second half.
+Load: so many streaming clients ask the server, wait as long as Retry-After says when they are
+refused, and compare every answer with the one that the engine gave offline. The server's memory is
+read every half second; its slope is that of the second half, by least squares.
 
-Cost: one client and `llm_inference`'s loop answer the same requests in turn; the ratio of tokens
-per second is the median over all answers.
+Cost: one client and `llm_inference`'s loop answer the same requests in turn, so that both see the
+same minute of the machine. Three figures, each the server's share of the loop's tokens per second:
+the median over the pairs, that of the best times (what else runs only adds to a time), and that of
+the processor time, which other processes hardly change. The client reads an answer when its clock
+has stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import math
 import os
 import random
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -56,10 +62,12 @@ class Report:
     seen: Counter = field(default_factory=Counter)  # answered, refused, wrong, broken
     tokens: int = 0
     rss: list[tuple[float, int]] = field(default_factory=list)  # seconds, bytes
+    open_before: tuple[int, int] = (0, 0)  # files and threads
+    open_after: tuple[int, int] = (0, 0)
     faults: list[str] = field(default_factory=list)
 
     def slope_bytes_per_s(self) -> float:
-        """Of the second half."""
+        """Of the second half, by least squares."""
         late = self.rss[len(self.rss) // 2 :]
         if len(late) < 2:
             return 0.0
@@ -114,30 +122,50 @@ def serving(engine: Path, *flags: str) -> Iterator[tuple[int, int]]:
         process.stdout.close()
 
 
-async def ask(port: int, body: bytes) -> tuple[int, dict[str, str], str, int]:
-    """One streamed chat over a connection of its own: status, headers, text, events with text."""
+def post(body: bytes) -> bytes:
+    """A request for a connection of its own."""
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def read(answer: bytes) -> tuple[int, dict[str, str], str, int]:
+    """Status, headers, text, events with text.
+
+    Raises:
+        ValueError: the answer has no end.
+    """
+    head, _, content = answer.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    status = int(first.split()[1])
+    if status == 200 and b"data: [DONE]" not in content:
+        raise ValueError(f"no [DONE] in {content[-200:]!r}")
+    events = [
+        json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+        for line in content.split(b"\n")
+        if line.startswith(b"data: {")
+    ]
+    return status, headers, "".join(events), sum(map(bool, events))
+
+
+async def ask(port: int, body: bytes) -> bytes:
+    """The whole answer to one streamed chat."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        writer.write(head.encode() + body)
-        status = int((await reader.readline()).split()[1])
-        headers = {}
-        while (line := (await reader.readline()).decode().strip()) != "":
-            name, _, value = line.partition(":")
-            headers[name.lower()] = value.strip()
-        text, events = "", 0
-        async for line in reader:
-            if not line.startswith(b"data: {"):
-                continue
-            choice = json.loads(line[6:])["choices"][0]
-            text += choice["delta"].get("content", "")
-            events += 1
-        return status, headers, text, events
+        writer.write(post(body))
+        return await reader.read()
     finally:
         writer.close()
+
+
+def ask_and_wait(port: int, body: bytes) -> bytes:
+    """The same without an event loop."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(post(body))
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
 async def client(
@@ -147,7 +175,7 @@ async def client(
     while time.monotonic() < end:
         question = chance.choice(pool)
         try:
-            status, headers, text, events = await ask(port, question.body)
+            status, headers, text, events = read(await ask(port, question.body))
         except (OSError, ValueError, IndexError, KeyError) as error:
             report.seen["broken"] += 1
             report.faults.append(repr(error))
@@ -169,9 +197,14 @@ def rss_bytes(pid: int) -> int:
     return int(found[1]) * 1024
 
 
+def files_and_threads(pid: int) -> tuple[int, int]:
+    """How many a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+
+
 async def load(port: int, pid: int, pool: list[Question], clients: int, seconds: float) -> Report:
     """So many clients for so long."""
-    report, begin = Report(), time.monotonic()
+    report, begin = Report(open_before=files_and_threads(pid)), time.monotonic()
     end = begin + seconds
     tasks = [
         asyncio.create_task(client(port, pool, end, report, random.Random(number)))
@@ -181,6 +214,8 @@ async def load(port: int, pid: int, pool: list[Question], clients: int, seconds:
         report.rss.append((time.monotonic() - begin, rss_bytes(pid)))
         await asyncio.sleep(0.5)
     await asyncio.gather(*tasks)
+    await asyncio.sleep(1)  # for the server to close what clients have closed
+    report.open_after = files_and_threads(pid)
     return report
 
 
@@ -190,36 +225,50 @@ def cpu_s(pid: int | str) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+MODES = ("server", "loop")
+
+
 @dataclass
 class Cost:
-    """The server beside the loop, answer by answer."""
+    """Seconds of the answers to each question, round by round, through the server and without."""
 
-    rates: list[float] = field(default_factory=list)  # its tokens/s as a share of the loop's
-    cpu_s: dict[str, float] = field(default_factory=lambda: {"server": 0.0, "loop": 0.0})
+    wall_s: dict[str, list[list[float]]]  # by mode, question and round
+    cpu_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MODES, 0.0))
+
+    def rates(self) -> list[float]:
+        """The server's tokens/s as a share of the loop's, of each pair."""
+        server, loop = (itertools.chain(*self.wall_s[mode]) for mode in MODES)
+        return [without / through for through, without in zip(server, loop, strict=True)]
+
+    def best_rate(self) -> float:
+        """The same of the best times of each question."""
+        server, loop = (sum(map(min, self.wall_s[mode])) for mode in MODES)
+        return loop / server
 
 
 def cost(
     llm: LLM, server: tuple[int, int], wanted: list[dict], pool: list[Question], rounds: int
 ) -> Cost:
-    """What a request costs through the server, by the clock and in processor time.
-
-    Server and loop take turns with every request, so that both see the same minute of the machine.
-    """
+    """What a request costs through the server; the first round is not counted."""
     port, pid = server
-    found = Cost()
-    for number, (raw, question) in enumerate(list(zip(wanted, pool, strict=True)) * rounds):
-        seconds = {}
-        for mode in ("server", "loop") if number % 2 else ("loop", "server"):
-            process = pid if mode == "server" else "self"
-            begin, used = time.perf_counter(), cpu_s(process)
-            if mode == "server":
-                status, _, text, _ = asyncio.run(ask(port, question.body))
-                assert (status, text) == (200, question.answer)
-            else:
-                run_request(llm, Options(), raw, 0, Profile(), lambda *_: None)
-            seconds[mode] = time.perf_counter() - begin
-            found.cpu_s[mode] += cpu_s(process) - used
-        found.rates.append(seconds["loop"] / seconds["server"])
+    found = Cost({mode: [[] for _ in wanted] for mode in MODES})
+    for number in range(rounds + 1):
+        for index, (raw, question) in enumerate(zip(wanted, pool, strict=True)):
+            for mode in MODES if (number + index) % 2 else MODES[::-1]:
+                time.sleep(0.02)  # threads of the engine that ran before wait actively for a while
+                process = pid if mode == "server" else "self"
+                begin, used = time.perf_counter(), cpu_s(process)
+                if mode == "server":
+                    answer = ask_and_wait(port, question.body)
+                else:
+                    run_request(llm, Options(), raw, 0, Profile(), lambda *_: None)
+                seconds, used = time.perf_counter() - begin, cpu_s(process) - used
+                if mode == "server":
+                    status, _, text, _ = read(answer)
+                    assert (status, text) == (200, question.answer)
+                if number:
+                    found.wall_s[mode][index].append(seconds)
+                    found.cpu_s[mode] += used
     return found
 
 
@@ -252,9 +301,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of SmolLM2's engine")
     parser.add_argument("--clients", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--queueSize", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
-    parser.add_argument("--rounds", type=int, default=7, help="of the comparison; 0 leaves it out")
+    parser.add_argument("--rounds", type=int, default=12, help="of the comparison; 0 leaves it out")
     parser.add_argument(
         "--server_flags", default="--noContextReuse", help="the loop does not reuse rows, either"
     )
@@ -262,25 +312,47 @@ def main() -> None:
     engine = given.engineDir or smollm2_engine(given.work, given.threads)
     llm, wanted = LLM(engine), requests(16, given.tokens)
     pool = questions(llm, wanted)
-    with serving(engine, *given.server_flags.split()) as (port, pid):
+    flags = [*given.server_flags.split(), "--queueSize", str(given.queueSize)]
+    with serving(engine, *flags) as (port, pid):
         if given.rounds:
-            found = cost(llm, (port, pid), wanted[:8], pool[:8], given.rounds)
-            used = found.cpu_s["server"] / found.cpu_s["loop"]
-            print(f"tokens/s of the server over those of the loop: {_spread(found.rates)}")
-            print(f"processor time of the server over that of the loop: {used:.3f}")
-        report = asyncio.run(load(port, pid, pool, given.clients, given.seconds))
-    print(f"{given.clients} clients, {given.seconds:.0f} s: {dict(report.seen)}")
-    first, last = report.rss[0][1], report.rss[-1][1]
-    slope = report.slope_bytes_per_s()
-    print(f"memory {first / 1e6:.1f} -> {last / 1e6:.1f} MB, slope {slope / 1e3:+.2f} kB/s")
-    for fault in report.faults[:5]:
-        print(fault)
+            print_cost(cost(llm, (port, pid), wanted[:8], pool[:8], given.rounds))
+        report = asyncio.run(load(port, pid, pool, given.clients, given.minutes * 60))
+    print(f"{given.clients} clients, {given.minutes:g} minutes, a queue of {given.queueSize}")
+    print_load(report)
     raise SystemExit(1 if report.seen["wrong"] + report.seen["broken"] else 0)
 
 
-def _spread(ratios: list[float]) -> str:
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.3f} (quartiles {low:.3f} and {high:.3f}, {len(ratios)} answers)"
+def print_cost(found: Cost) -> None:
+    """The server's share of the loop's tokens per second."""
+    rates = sorted(found.rates())
+    # The interval holds the true median 95 times of 100: order statistics of a fair coin.
+    off = min(int(0.98 * math.sqrt(len(rates)) + 0.5), (len(rates) - 1) // 2)
+    middle = (len(rates) - 1) // 2
+    low, high = rates[middle - off], rates[-1 - middle + off]
+    print("tokens/s of the server as a share of the loop's:")
+    print(f"  {statistics.median(rates):.3f} median of {len(rates)} pairs", end=" ")
+    print(f"(95 %: {low:.3f} to {high:.3f})")
+    print(f"  {found.best_rate():.3f} of the best times of each request")
+    print(f"  {found.cpu_s['loop'] / found.cpu_s['server']:.3f} by processor time")
+
+
+def print_load(report: Report) -> None:
+    """What clients saw, and what the server held."""
+    seen = report.seen
+    print(
+        f"right {seen['answered']} ({report.tokens} events), refused {seen['refused']}, "
+        f"wrong {seen['wrong']}, broken {seen['broken']}"
+    )
+    half, last = report.rss[len(report.rss) // 2][1], report.rss[-1][1]
+    print(
+        f"memory {report.rss[0][1] / 1e6:.1f} MB, {half / 1e6:.1f} at half time, "
+        f"{last / 1e6:.1f} at the end; slope of the last half "
+        f"{report.slope_bytes_per_s() * 60 / 1e6:+.2f} MB/minute"
+    )
+    before, after = report.open_before, report.open_after
+    print(f"open files {before[0]} -> {after[0]}, threads {before[1]} -> {after[1]}")
+    for fault in report.faults[:5]:
+        print(fault)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from edgellm.device_runtime.session import F32, I64
 
 GREEDY_BELOW_TEMPERATURE = 1e-3
 LARGEST_BIAS, MOST_BIASES = 100, 1024
+LARGEST_REPETITION = 100.0  # and its inverse; logits stay finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,10 @@ class SamplingParams:
             ("top_k", self.top_k >= 0),
             ("seed", 0 <= self.seed < 2**63),
             ("min_p", 0 <= self.min_p <= 1),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf),
+            (
+                "repetition_penalty",
+                1 / LARGEST_REPETITION <= self.repetition_penalty <= LARGEST_REPETITION,
+            ),
             ("presence_penalty", -2 <= self.presence_penalty <= 2),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2),
             ("num_logprobs", self.num_logprobs is None or self.num_logprobs >= 0),

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,11 @@ class ChatTokenizer:
             raise RequestError("half of a surrogate pair (\\ud800 to \\udfff) is no text") from None
         if _CUT not in text:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        first, *parts = (
+        parts = (
             self._tokenizer.encode(part, add_special_tokens=add_special_tokens and not index).ids
             for index, part in enumerate(text.split(_CUT))
         )
-        return sum(parts, first)
+        return list(chain.from_iterable(parts))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens; bytes that are not UTF-8 become U+FFFD."""

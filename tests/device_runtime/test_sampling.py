@@ -95,6 +95,8 @@ def test_penalties_count_the_prompt_and_the_answer():
     [
         ({"min_p": 1.1}, "min_p 1.1 is out of range"),
         ({"repetition_penalty": 0.0}, "repetition_penalty 0.0 is out of range"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty 1e-300 is out of range"),
+        ({"repetition_penalty": 101.0}, "repetition_penalty 101.0 is out of range"),
         ({"frequency_penalty": -3.0}, "frequency_penalty -3.0 is out of range"),
         ({"logit_bias": {3: 101.0}}, "logit_bias 101.0 of token 3 is out of range"),
         ({"logit_bias": {-1: 0.0}}, "logit_bias 0.0 of token -1 is out of range"),

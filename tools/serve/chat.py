@@ -206,8 +206,9 @@ class ChatWriter:
 
     def _call(self, call: Call) -> _Event:
         function = {"name": call.name, "arguments": call.arguments}
+        # Templates of Mistral take back ids of nine letters and digits alone.
         found = {
-            "index": len(self._calls), "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
+            "index": len(self._calls), "id": uuid.uuid4().hex[:9], "type": "function",
             "function": function,
         }  # fmt: skip
         self._calls.append(found)

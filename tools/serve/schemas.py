@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from edgellm.device_runtime.guidance import Guide
-from edgellm.device_runtime.sampling import LARGEST_BIAS, SamplingParams
+from edgellm.device_runtime.sampling import LARGEST_BIAS, LARGEST_REPETITION, SamplingParams
 from edgellm.tools.serve.seeds import seed_or_any
 
 # Clients give an unused option its neutral value: that one is taken.
 _One = Annotated[int, Field(ge=1, le=1)] | None
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Repetition = Annotated[float, Field(ge=1 / LARGEST_REPETITION, le=LARGEST_REPETITION)]
 _TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
 Stop = str | Annotated[list[str], Field(max_length=16)]
@@ -101,7 +102,7 @@ class Sampled(Body):
     n: _One = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # vLLM's
+    repetition_penalty: _Repetition | None = None  # vLLM's
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None  # vLLM's
     logit_bias: dict[_TokenId, _Bias] | None = None
     response_format: ResponseFormat | None = None

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from edgellm.contract import EdgeLLMError
+from edgellm.tools.serve.connection import PatientConnection
 from edgellm.tools.serve.worker import Worker
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -80,6 +81,15 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
+def configured(app: ASGIApp, drain_timeout_s: int) -> uvicorn.Config:
+    """How uvicorn runs an application here."""
+    return uvicorn.Config(
+        app, http=PatientConnection, ws="none", lifespan="off", loop="asyncio", log_config=None,
+        access_log=False, server_header=False, timeout_keep_alive=20,
+        timeout_graceful_shutdown=drain_timeout_s + _LAST_EVENTS_S,
+    )  # fmt: skip
+
+
 def serve(
     app: ASGIApp,
     worker: Worker,
@@ -89,11 +99,7 @@ def serve(
     drain_timeout_s: int,
 ) -> None:
     """Answer requests until a signal comes."""
-    config = uvicorn.Config(
-        app, http="h11", ws="none", lifespan="off", loop="asyncio", log_config=None,
-        access_log=False, server_header=False, timeout_keep_alive=20,
-        timeout_graceful_shutdown=drain_timeout_s + _LAST_EVENTS_S,
-    )  # fmt: skip
+    config = configured(app, drain_timeout_s)
     worker.start()
     try:
         DrainingServer(config, worker, on_ready, drain_timeout_s).run(sockets=[listener])

@@ -44,6 +44,10 @@ def read_keys(path: Path) -> frozenset[bytes]:
     """
     try:
         lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    except FileNotFoundError:
+        raise EdgeLLMError(
+            f"--apiKeyFile: there is no {path}", hint="make one with: openssl rand -hex 24 > FILE"
+        ) from None
     except UnicodeDecodeError:
         raise EdgeLLMError(f"{path} is not text", hint="write one key in a line") from None
     keys = [line for line in lines if line and not line.startswith("#")]

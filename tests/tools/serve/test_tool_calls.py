@@ -21,6 +21,7 @@ from edgellm.tools.serve.settings import ImageRules
 from edgellm.tools.serve.tool_calls.call import Call
 from edgellm.tools.serve.tool_calls.hermes import HermesParser
 from edgellm.tools.serve.tool_calls.llama3 import Llama3Parser
+from edgellm.tools.serve.tool_calls.mistral import MistralParser
 
 NAMES = {"weather", "add"}
 WEATHER = Call("weather", '{"city": "Köln"}')
@@ -61,8 +62,28 @@ LLAMA3 = {
     _LW.replace("weather", "unknown"): [_LW.replace("weather", "unknown")],
     f"text before {_LW}": [f"text before {_LW}"],
 }
+_MW = '{"name": "weather", "arguments": {"city": "Köln"}}'
+_MA = '{"arguments": {"a": 1, "b": [2]}, "name": "add"}'
+MISTRAL = {
+    "": [],
+    "no call": ["no call"],
+    "[1] a source": ["[1] a source"],
+    "[TOOL": ["[TOOL"],
+    f"[TOOL_CALLS] [{_MW}]": [WEATHER],
+    f" [{_MW}, {_MA}]\n": [WEATHER, ADD],  # the mark was a special token
+    f"[ \n{_MA}]": [ADD],
+    '[{"name": "add"}]': [Call("add", "{}")],
+    f"[{_MW}, {_MA}": [f"[{_MW}, {_MA}"],
+    f"[{_MW}, 5]": [f"[{_MW}, 5]"],
+    f"[{_MW}] and": [f"[{_MW}] and"],
+    f"[{_MW}]".replace("weather", "unknown"): [f"[{_MW}]".replace("weather", "unknown")],
+    '[{"name": "add", "arguments": "x"}]': ['[{"name": "add", "arguments": "x"}]'],
+    "[TOOL_CALLS] 5": ["[TOOL_CALLS] 5"],
+    f"text before [{_MW}]": [f"text before [{_MW}]"],
+}
 CASES = [(HermesParser, *case) for case in HERMES.items()]
 CASES += [(Llama3Parser, *case) for case in LLAMA3.items()]
+CASES += [(MistralParser, *case) for case in MISTRAL.items()]
 
 
 def _joined(found):
@@ -88,9 +109,9 @@ def test_however_the_text_is_cut(kind, text, expected, cuts):
     assert _joined([*found, *parser.finish()]) == expected
 
 
-@given(st.text('<tool_cal>/{}[]":name add;\n', max_size=60))
+@given(st.text('<tool_cal>/{}[]":name add;\nTOLCS', max_size=60))
 def test_no_text_is_lost_or_breaks_a_parser(text):
-    for kind in (HermesParser, Llama3Parser):
+    for kind in tool_calls.PARSERS:
         parser = kind(NAMES)
         found = [*parser.push(text), *parser.finish()]
         if all(isinstance(item, str) for item in found):
@@ -107,11 +128,53 @@ LLAMA = (
     '{%- if tools %}Respond with {"name": name, "parameters": object}{%- endif %}'
     "{%- for m in messages %}{%- if m.role == 'tool' %}ipython{%- endif %}{%- endfor %}"
 )
+# Tools stand before the last question, calls are a list, and ids have nine characters.
+MISTRAL_V3 = (
+    "{{- bos_token }}{%- set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- if tools is defined and m == asked[-1] %}"
+    "[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{%- endif %}"
+    "[INST] {{ m.content }}[/INST]"
+    "{%- elif m.tool_calls is defined %}[TOOL_CALLS] [{%- for c in m.tool_calls %}"
+    "{%- if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{%- endif %}"
+    "{{ (c.function | tojson)[:-1] }}, \"id\": \"{{ c.id }}\"}{{ '' if loop.last else ', ' }}"
+    "{%- endfor %}]</s>"
+    "{%- elif m.role == 'tool' %}{%- if m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('ids have nine characters') }}{%- endif %}"
+    '[TOOL_RESULTS] {"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}'
+    "[/TOOL_RESULTS]{%- else %} {{ m.content }}</s>{%- endif %}{%- endfor %}"
+)
+
+
+def test_a_call_of_mistral_goes_back_into_its_template(roomy_engine, tmp_path):
+    shutil.copy(roomy_engine / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(MISTRAL_V3)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    model = _Model(tmp_path)
+    asked = _body(messages=BODY["messages"][:1])
+    writer = ChatWriter(asked, model, "m")
+    writer.step(Step((9,), f" [{_MW}, {_MW}]"))
+    message = writer.whole(FIGURES)["choices"][0]["message"]
+    assert message["content"] is None
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len(set(ids)) == 2
+    results = [{"role": "tool", "content": "sunny", "tool_call_id": one} for one in ids]
+    ask = _ask(_body(messages=[*BODY["messages"][:1], message, *results]), model)
+    text = model.tokenizer.render(ask.prompt, **ask.template_flags)
+    assert text.startswith("<s>[AVAILABLE_TOOLS] [{")
+    call = '{"name": "weather", "arguments": {"city": "Köln"}, "id": "%s"}'
+    assert f"[TOOL_CALLS] [{call % ids[0]}, {call % ids[1]}]</s>" in text
+    assert text.endswith(f'"call_id": "{ids[1]}"}}[/TOOL_RESULTS]')
 
 
 def test_parsers_are_found_by_the_template():
     assert tool_calls.find(QWEN) is HermesParser
+    in_a_string = '{{- "\\n<tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <object>}" }}'
+    assert '"arguments"' not in in_a_string
+    assert tool_calls.find(f"{{%- if tools %}}{in_a_string}{{%- endif %}}") is HermesParser
     assert tool_calls.find(LLAMA) is Llama3Parser
+    assert tool_calls.find(MISTRAL_V3) is MistralParser
+    assert tool_calls.find(MISTRAL_V3 + "[ARGS]") is None  # a later form, with names before it
     assert tool_calls.find("{{ messages }}") is None
     assert tool_calls.find("") is None
 

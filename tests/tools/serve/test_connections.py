@@ -1,0 +1,99 @@
+"""A server inside the test: connections on which nothing is asked end, and so does every task."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+
+from edgellm.device_runtime import LLM
+from edgellm.tools.serve import connection
+from edgellm.tools.serve.app import create_app
+from edgellm.tools.serve.metrics import Metrics
+from edgellm.tools.serve.server import configured, listen
+from edgellm.tools.serve.settings import Settings
+from edgellm.tools.serve.worker import Worker
+
+LONG = {"prompt": "w20 w30", "max_tokens": 4000, "temperature": 0, "stream": True}
+HEAD = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+class Inside(uvicorn.Server):
+    """A server whose loop can be looked at."""
+
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        self.loop = asyncio.get_running_loop()
+
+    def tasks(self) -> int:
+        return len(asyncio.all_tasks(self.loop))
+
+
+@pytest.fixture
+def inside(roomy_engine):
+    metrics = Metrics("tiny")
+    worker = Worker(LLM(roomy_engine), metrics, queue_size=4, request_timeout_s=60)
+    found = Inside(configured(create_app(worker, metrics, Settings("tiny")), 5))
+    listener = listen("127.0.0.1", 0)
+    found.port = listener.getsockname()[1]
+    worker.start()
+    thread = threading.Thread(target=found.run, kwargs={"sockets": [listener]})
+    thread.start()
+    while not found.started:
+        time.sleep(0.01)
+    yield found
+    found.should_exit = True
+    worker.end()
+    worker.join()
+    thread.join()
+
+
+def _connect(server):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=30)
+
+
+def test_whoever_asks_nothing_is_cut_off(inside, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_S", 1.0)
+    with _connect(inside) as silent, _connect(inside) as half, _connect(inside) as second:
+        half.sendall(HEAD[:20])
+        second.sendall(HEAD)
+        answer = b""
+        while b"}" not in answer:
+            answer += second.recv(4096)
+        second.sendall(HEAD[:20])  # uvicorn's own limit ends here
+        for _ in range(4):
+            time.sleep(0.05)
+            half.sendall(b"x")  # dribbling prolongs nothing
+        assert [client.recv(1) for client in (silent, half, second)] == [b""] * 3
+
+
+def test_an_answer_may_take_longer_than_its_question(inside, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_S", 0.05)
+    client = http.client.HTTPConnection("127.0.0.1", inside.port, timeout=60)
+    body = json.dumps({**LONG, "max_tokens": 600})
+    client.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    began = time.monotonic()
+    assert b"[DONE]" in client.getresponse().read()
+    assert time.monotonic() - began > 0.1
+    client.close()
+
+
+def test_no_task_is_left(inside):
+    before = inside.tasks()
+    body = json.dumps(LONG).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+    whole = f"{head}content-type: application/json\r\n\r\n".encode() + body
+    for sent, reads in ((whole, 1), (whole, 0), (whole[:-1], 0), (HEAD * 50, 1), (b"\0", 1)) * 3:
+        with _connect(inside) as client:
+            client.sendall(sent)
+            client.recv(reads)
+    end = time.monotonic() + 30
+    while inside.tasks() > before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert inside.tasks() == before

@@ -1,0 +1,59 @@
+"""A JSON list of calls as the whole answer, as Mistral 7B v0.3, Nemo and Small 3 write it.
+
+`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`; the mark is a special token in their
+tokenizers, and then no part of the text. Later models write names between marks: `[ARGS]`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from edgellm.tools.serve.tool_calls.call import Call
+
+_MARK = "[TOOL_CALLS]"
+_LIST = re.compile(r"\[\s*(\{|$)")
+
+
+class MistralParser:
+    """See `ToolParser`."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names, self._held, self._is_text = names, "", False
+
+    @staticmethod
+    def recognises(template: str) -> bool:
+        """The template has the marks for tools and calls, and none before arguments."""
+        return all(part in template for part in (_MARK, "[AVAILABLE_TOOLS]", "tools")) and (
+            "[ARGS]" not in template
+        )
+
+    def push(self, text: str) -> list[str | Call]:
+        """See `ToolParser.push`."""
+        if self._is_text:
+            return [text]
+        self._held += text
+        begun = self._held.lstrip()
+        if _MARK.startswith(begun[: len(_MARK)]) or _LIST.match(begun):
+            return []
+        self._is_text, held = True, self._held
+        return [held]
+
+    def finish(self) -> list[str | Call]:
+        """See `ToolParser.finish`."""
+        if self._is_text or not self._held:
+            return []
+        return self._read(self._held) or [self._held]
+
+    def _read(self, text: str) -> list[str | Call]:
+        """The calls of an answer; none if one of them is faulty."""
+        calls: list[str | Call] = []
+        try:
+            for found in json.loads(text.strip().removeprefix(_MARK)):
+                name, arguments = found["name"], found.get("arguments", {})
+                if str(name) not in self._names or not isinstance(arguments, dict):
+                    return []
+                calls.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return []
+        return calls
