@@ -66,7 +66,7 @@ class ServerProcess:
         lines = self.send("/metrics")[2].decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[ {{]", line))
 
-    def wait_until(self, name: str, value: float, *, seconds: float = 20) -> None:
+    def wait_until(self, name: str, value: float, *, seconds: float = 60) -> None:
         """Until a metric has a value."""
         end = time.monotonic() + seconds
         while self.metric(name) != value:

@@ -58,9 +58,9 @@ def _submit(worker, prompt="w20 w30", tokens=12):
 
 
 def _all(events):
-    found = [events.get(timeout=20)]
+    found = [events.get(timeout=60)]
     while not isinstance(found[-1], (Finished, Failed)):
-        found.append(events.get(timeout=20))
+        found.append(events.get(timeout=60))
     return found
 
 
@@ -75,7 +75,7 @@ def test_events_come_in_order(worker):
 def test_an_abandoned_answer_costs_no_further_pass(worker):
     worker.passes.at, worker.passes.happens = 5, lambda: worker.abandon(worker._running)
     _, events = _submit(worker, tokens=3000)
-    assert [type(events.get(timeout=20)) for _ in range(5)] == [Started, *[Step] * 4]
+    assert [type(events.get(timeout=60)) for _ in range(5)] == [Started, *[Step] * 4]
     _, after = _submit(worker)
     assert isinstance(_all(after)[-1], Finished)
     assert worker.passes.count == 5 + 12
