@@ -23,9 +23,9 @@ from edgellm.contract import DraftBundleManifest, load_manifest
 from edgellm.device_runtime.backends import Plan
 from edgellm.device_runtime.backends.onnxruntime.compiler import float32_spec
 from edgellm.device_runtime.backends.onnxruntime.draft_compiler import compile_draft
+from edgellm.device_runtime.backends.onnxruntime.graphs import load_graph
 from edgellm.device_runtime.backends.onnxruntime.session import (
     OnnxRuntimeDraftSession,
-    load_graph,
 )
 from edgellm.export import models
 from edgellm.export.draft import DraftOptions, export_draft

@@ -12,10 +12,10 @@ from edgellm.build.engine import build_engine
 from edgellm.contract import EngineManifest, load_manifest
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.backends.onnxruntime.graphs import load_graph
 from edgellm.device_runtime.backends.onnxruntime.session import (
     LoadedGraph,
     OnnxRuntimeSession,
-    load_graph,
 )
 from edgellm.device_runtime.session import Session
 from edgellm.export import models
