@@ -96,7 +96,7 @@ def _lower_rotary(graph: GraphEditor, dtype: ir.DataType, capacity: int) -> None
     if own is None:
         _, cos, sin, positions = nodes[0].inputs
         tables = [
-            graph.constant(name, _table(value, capacity).astype(dtype.numpy()))
+            graph.weight(f"rope.{name}", lambda v=value: _table(v, capacity).astype(dtype.numpy()))
             for name, value in (("cos", cos), ("sin", sin))
         ]
         own = (positions, *tables)

@@ -18,6 +18,7 @@ from edgellm.contract import (
     DecoderSpec,
     DraftBundleManifest,
     EdgeLLMError,
+    KVCacheSpec,
     PassGraph,
     VisualBundleManifest,
 )
@@ -234,19 +235,24 @@ def estimate(bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan:
     spec = _engine_spec(decoder, manifest, plan)
     has_fuse = isinstance(manifest, DraftBundleManifest) and manifest.draft.fuses
     names = ("model", "fuse") if has_fuse else ("model",)
-    kv_bytes = spec.kv.bytes_per_token * plan.kv_capacity
-    return _estimate(bundle, names, manifest, plan.quantize, kv_bytes)
+    return _estimate(bundle, names, manifest, plan.quantize, plan.kv_capacity, spec.kv)
 
 
 def estimate_visual(bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan) -> Estimate:
     """See `edgellm.device_runtime.backends.Backend.estimate_visual`."""
-    return _estimate(bundle, ("model",), manifest, plan.quantize, 0)
+    return _estimate(bundle, ("model",), manifest, plan.quantize)
 
 
 def _estimate(
-    bundle: Path, names: tuple[str, ...], manifest: _Manifest, quantize: str, kv_bytes: int
+    bundle: Path,
+    names: tuple[str, ...],
+    manifest: _Manifest,
+    quantize: str,
+    capacity: int = 0,
+    cache: KVCacheSpec | None = None,
 ) -> Estimate:
     dtype = ir.DataType[_dtype(manifest)]
+    rope = int(dtype.itemsize * capacity * cache.head_dim) if cache is not None else 0
     linears: dict[str, int] = {}
     tables: dict[str, int] = {}
     largest = 0
@@ -264,8 +270,8 @@ def _estimate(
                 tables[key] = int(tensor.size * dtype.itemsize)
     engine = sum({**tables, **linears}.values())
     return Estimate(
-        engine_bytes=engine,
-        kv_bytes=kv_bytes,
+        engine_bytes=engine + rope,
+        kv_bytes=cache.bytes_per_token * capacity if cache is not None else 0,
         peak_build_bytes=RUNTIME_BYTES + 12 * largest,
         decode_bytes=sum(linears.values()),
         runs_on_cpu=False,

@@ -61,6 +61,7 @@ def lower_for_cuda(
     lower_norms(graph)
     lower_activations(graph)
     finish(model)
+    model.graph.sort()  # a norm that took over an addition may stand behind its readers
     _keep_apart(model.graph, weights)
     check_kernels(model)
 
