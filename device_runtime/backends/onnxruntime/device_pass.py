@@ -186,6 +186,7 @@ class BoundPass:
             self._version = self._shown.version
         self._buffers.upload()
         self._session.run_with_iobinding(self._binding)
+        self._binding.synchronize_outputs()
 
     def fetch(self, name: str) -> np.ndarray | None:
         """An output in the host's memory; None where the graph has none of that name."""
