@@ -15,6 +15,7 @@ import typer
 from edgellm.build.flags import (
     Backend,
     Debug,
+    Device,
     DryRun,
     EagleBase,
     EagleDraft,
@@ -64,6 +65,7 @@ def llm_build(
     kv_capacity: KvCapacity = 4096,
     max_batch_size: MaxBatchSize = 1,
     backend: Backend = "auto",
+    device: Device = "",
     threads: Threads = 0,
     prefill: Prefill = "auto",
     quantize: Quantize = "auto",
@@ -85,6 +87,7 @@ def llm_build(
     from edgellm.device_runtime.backends import CompilerOptions, Plan
 
     _check_words(prefill, quantize, kv_cache)
+    check_device(device)
     if eagle_base and eagle_draft:
         raise EdgeLLMError(
             "--eagleBase and --eagleDraft are two builds",
@@ -94,6 +97,7 @@ def llm_build(
         typer.echo(
             "note: engines run one request at a time; --maxBatchSize is taken as 1", err=True
         )
+    compiler = CompilerOptions(target_sm, workspace, opt_level, timing_cache, layer_report, device)
     plan = Plan(
         max_input_len,
         kv_capacity,
@@ -104,9 +108,15 @@ def llm_build(
         is_eagle_base=eagle_base,
         max_verify_tree_size=max_verify_tree_size or (60 if eagle_base else 0),
         max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,
-        compiler=CompilerOptions(target_sm, workspace, opt_level, timing_cache, layer_report),
+        compiler=compiler,
     )
     _run(onnx_dir, engine_dir, plan, backend, is_draft=eagle_draft, dry_run=dry_run)
+
+
+def check_device(device: str) -> None:
+    """Refuse what is no device; "" is the backend's own. Raises `EdgeLLMError`."""
+    if device:
+        _check_choice("--device", device, "cpu", "cuda")
 
 
 def _check_choice(flag: str, value: str, *allowed: str) -> None:
@@ -138,8 +148,7 @@ def _check_words(prefill: str, quantize: str, kv_cache: str) -> None:
         ("--quantize", quantize, ("auto", "none", "int8", "int4")),
         ("--kvCache", kv_cache, ("auto", "float", "int8")),
     ):
-        if value not in allowed:
-            raise EdgeLLMError(f"{flag} {value}: give {', '.join(allowed[:-1])} or {allowed[-1]}")
+        _check_choice(flag, value, *allowed)
 
 
 def _show(built: EngineManifest | DraftEngineManifest, engine_dir: Path, seconds: float) -> None:

@@ -24,6 +24,14 @@ MaxBatchSize = Annotated[
     int, typer.Option("--maxBatchSize", min=1, help="Requests at a time; engines run one.")
 ]
 Backend = Annotated[str, typer.Option("--backend", help="auto, onnxruntime or tensorrt.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="cpu or cuda: what computes with onnxruntime, by default the CPU; tensorrt has cuda.",
+        show_default=False,
+    ),
+]
 Threads = Annotated[
     int, typer.Option("--threads", min=0, max=os.cpu_count(), help="CPU threads, 0 takes all.")
 ]

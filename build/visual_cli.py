@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from edgellm.build.cli import show_notes, show_size, status
+from edgellm.build.cli import check_device, show_notes, show_size, status
 from edgellm.build.flags import (
     Backend,
     Debug,
+    Device,
     EngineDir,
     LayerReport,
     OnnxDir,
@@ -55,6 +56,7 @@ def visual_build(
     max_image_tokens: MaxImageTokens = 1024,
     max_per_image: MaxPerImage = 512,
     backend: Backend = "auto",
+    device: Device = "",
     threads: Threads = 0,
     quantize: Quantize = "none",
     target_sm: TargetSm = "",
@@ -71,7 +73,8 @@ def visual_build(
 
     if quantize not in ("none", "int8"):
         raise EdgeLLMError(f"--quantize {quantize}: give none or int8")
-    compiler = CompilerOptions(target_sm, workspace, opt_level, timing_cache, layer_report)
+    check_device(device)
+    compiler = CompilerOptions(target_sm, workspace, opt_level, timing_cache, layer_report, device)
     plan = VisualPlan(
         min_image_tokens, max_image_tokens, max_per_image, threads, quantize, compiler
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm import contract
 from edgellm.contract import LimitError
 
 I64 = NDArray[np.int64]
@@ -74,6 +75,29 @@ class HostResult:
     def highest(self) -> F32:
         """See `PassResult.highest`."""
         return self.logits[np.arange(len(self.token_ids)), self.token_ids]
+
+
+class DevicePassResult:
+    """See `PassResult`; logits and features are fetched when they are read."""
+
+    def __init__(self, token_ids: I64, highest: F32, fetch: Callable[[str], F32]) -> None:
+        self.token_ids, self.highest, self._fetch = token_ids, highest, fetch
+        self._fetched: dict[str, F32] = {}
+
+    @property
+    def logits(self) -> F32:
+        """See `PassResult.logits`."""
+        return self._read(contract.LOGITS)
+
+    @property
+    def taps(self) -> F32:
+        """See `PassResult.taps`."""
+        return self._read(contract.HIDDEN_TAPS)
+
+    def _read(self, name: str) -> F32:
+        if name not in self._fetched:
+            self._fetched[name] = self._fetch(name)
+        return self._fetched[name]
 
 
 def require_room(capacity: int, write_index: int, rows: int) -> None:

@@ -28,13 +28,14 @@ from edgellm.device_runtime.session import DraftSession, HeadsSession, Session, 
 
 @dataclass(frozen=True, slots=True)
 class CompilerOptions:
-    """For backends that compile for a GPU."""
+    """What graphs are compiled for; all but `device` is for compilers of GPU code."""
 
     target_sm: str = ""  # compute capability, "89" for 8.9; "": that of this machine's GPU
     workspace_mib: int = 0  # scratch memory on the GPU; 0: no limit
     opt_level: int | None = None  # 0 to 5; None: the library's
     timing_cache: Path | None = None  # read where it exists, written at the end
     layer_report: bool = False  # write every kernel to a file of the engine
+    device: str = ""  # "cpu" or "cuda"; "": the backend's own
 
     def given(self) -> dict[str, str | int]:
         """The flags that were given, with their values."""
@@ -44,6 +45,7 @@ class CompilerOptions:
             "--optLevel": self.opt_level,
             "--timingCache": None if self.timing_cache is None else str(self.timing_cache),
             "--layerReport": self.layer_report or None,
+            "--device": self.device or None,
         }
         return {flag: value for flag, value in flags.items() if value is not None}
 

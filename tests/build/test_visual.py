@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from pathlib import Path
 
+import cuda_on_cpu
 import numpy as np
 import onnx
 import pytest
@@ -53,6 +54,40 @@ def _encode(engine: Path, pixels: np.ndarray, grid: tuple[int, int]) -> list[np.
     embeds, deepstack = session.encode(inputs)
     assert len(deepstack) == manifest.vision.num_deepstack
     return [embeds, deepstack] if len(deepstack) else [embeds]
+
+
+@pytest.fixture(scope="module")
+def cuda_engine(model) -> Path:
+    folder = model.bundle.parent / "cuda"
+    built = cuda_on_cpu.build_encoder(model.bundle, folder, PLAN)
+    assert (built.machine, built.precision) == ("cuda", "fp32")
+    return folder
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (6, 14), (10, 4)])
+def test_a_graph_for_cuda_equals_transformers(model, cuda_engine, grid):
+    pixels = random_pixels(model.spec, grid, 5)
+    (expected,) = model.features([pixels], [grid])
+    with cuda_on_cpu.cuda_is_the_cpu():
+        found = _encode(cuda_engine, pixels, grid)
+    for array, reference in zip(found, expected, strict=True):
+        np.testing.assert_allclose(array, reference, atol=2e-4)
+
+
+@pytest.mark.parametrize(("precision", "distance"), [("none", 0.01), ("int8", 0.03), ("fp8", 0.08)])
+def test_half_precision_for_cuda(model, tmp_path, precision, distance):
+    """Activations in float16, quantized weights in 8-bit blocks."""
+    source = open_checkpoint(str(model.bundle.parent / "checkpoint"), tokenizer=False)
+    options = VisualOptions("fp16", quantization=precision)
+    export_visual(source, tmp_path / "bundle", options)
+    built = cuda_on_cpu.build_encoder(tmp_path / "bundle", tmp_path / "engine", PLAN)
+    assert built.precision == ("fp16" if precision == "none" else precision)
+    assert bool(_operators(tmp_path / "engine")["MatMulNBits"]) == (precision != "none")
+    pixels = random_pixels(model.spec, (6, 8), 6)
+    with cuda_on_cpu.cuda_is_the_cpu():
+        found, *_ = _encode(tmp_path / "engine", pixels, (6, 8))
+    exact, *_ = model.run(pixels, (6, 8))
+    assert np.linalg.norm(found - exact) / np.linalg.norm(exact) < distance
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (6, 14), (10, 4)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import cuda_on_cpu
 import numpy as np
 import pytest
 import torch
@@ -23,9 +24,9 @@ from edgellm.contract import DraftBundleManifest, load_manifest
 from edgellm.device_runtime.backends import Plan
 from edgellm.device_runtime.backends.onnxruntime.compiler import float32_spec
 from edgellm.device_runtime.backends.onnxruntime.draft_compiler import compile_draft
+from edgellm.device_runtime.backends.onnxruntime.graphs import load_graph
 from edgellm.device_runtime.backends.onnxruntime.session import (
     OnnxRuntimeDraftSession,
-    load_graph,
 )
 from edgellm.export import models
 from edgellm.export.draft import DraftOptions, export_draft
@@ -188,13 +189,24 @@ class EngineRun(DraftRun):
         return [result.token_ids, result.log_probs, result.hidden]
 
 
+class CudaRun(EngineRun):
+    """The graphs as they are lowered for CUDA, in the bundle's own type."""
+
+    def __post_init__(self) -> None:
+        plan = Plan(16, CAPACITY, 1, "same", max_draft_tree_size=8)
+        engine = self.folder.parent / "cuda"
+        cuda_on_cpu.build_its_draft(self.folder, engine, plan)
+        self.session = cuda_on_cpu.open_draft(engine)
+
+
+@pytest.mark.parametrize("lowered", [EngineRun, CudaRun])
 @pytest.mark.parametrize(
     "name", ["biases", "eagle1", "eagle1_without_bias", "modelopt_base_head", "speculators_qwen3"]
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", TOLERANCE), ("fp16", 0.2)])
-def test_lowered_graphs_equal_the_reference(name, dtype, tolerance, draft_bases, tmp_path):
+def test_lowered_graphs_equal_the_reference(name, dtype, tolerance, lowered, draft_bases, tmp_path):
     run, reference = _export(tmp_path, draft_bases, LAYOUTS[name], dtype)
-    drive(EngineRun(run.folder, run.manifest), reference, tolerance)
+    drive(lowered(run.folder, run.manifest), reference, tolerance)
 
 
 def test_half_precision(draft_bases, tmp_path):

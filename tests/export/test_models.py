@@ -1,9 +1,10 @@
-"""Every architecture at tiny random size against transformers: portable graph and CPU engine."""
+"""Every architecture at tiny random size against transformers: portable graph and engines."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import cuda_on_cpu
 import numpy as np
 import pytest
 from conftest import make_checkpoint
@@ -12,10 +13,10 @@ from edgellm.build.engine import build_engine
 from edgellm.contract import EngineManifest, load_manifest
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.backends.onnxruntime.graphs import load_graph
 from edgellm.device_runtime.backends.onnxruntime.session import (
     LoadedGraph,
     OnnxRuntimeSession,
-    load_graph,
 )
 from edgellm.device_runtime.session import Session
 from edgellm.export import models
@@ -62,7 +63,7 @@ def exported(request, tmp_path_factory) -> tuple[Path, Path]:
     return checkpoint, folder / "bundle"
 
 
-@pytest.fixture(scope="module", params=["portable", "engine"])
+@pytest.fixture(scope="module", params=["portable", "engine", "cuda"])
 def session(request, exported) -> Session:
     bundle = exported[1]
     if request.param == "portable":
@@ -71,7 +72,10 @@ def session(request, exported) -> Session:
         spec = load_manifest(bundle, BundleManifest).decoder
         graph = LoadedGraph(load_graph(bundle / "model.onnx", threads=1), CAPACITY)
         return OnnxRuntimeSession([graph], spec, CAPACITY)
-    engine = bundle.parent / "engine"
+    engine = bundle.parent / request.param
+    if request.param == "cuda":
+        cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))
+        return cuda_on_cpu.open_base(engine)
     build_engine(bundle, engine, Plan(48, CAPACITY, 1, "auto"), "onnxruntime", lambda _: None)
     manifest = load_manifest(engine, EngineManifest)
     return backends.find("onnxruntime").open_session(engine, manifest)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cuda_on_cpu
 import numpy as np
 import pytest
 import torch
@@ -18,10 +19,10 @@ from edgellm.build.engine import build_engine
 from edgellm.contract import BundleManifest, EngineManifest, load_manifest
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.backends.onnxruntime.graphs import load_graph
 from edgellm.device_runtime.backends.onnxruntime.session import (
     LoadedGraph,
     OnnxRuntimeSession,
-    load_graph,
 )
 from edgellm.device_runtime.session import ImageRows, Session
 from edgellm.export import vlm
@@ -130,14 +131,17 @@ def test_every_family_is_here():
     assert sorted(CONFIGS) == vlm.supported()
 
 
-@pytest.fixture(scope="module", params=["portable", "engine"])
+@pytest.fixture(scope="module", params=["portable", "engine", "cuda"])
 def session(request, exported) -> Session:
     bundle: Path = exported[1]
     if request.param == "portable":
         spec = load_manifest(bundle, BundleManifest).decoder
         graph = LoadedGraph(load_graph(bundle / "model.onnx", threads=1), CAPACITY)
         return OnnxRuntimeSession([graph], spec, CAPACITY, 3)
-    engine = bundle.parent / "engine"
+    engine = bundle.parent / request.param
+    if request.param == "cuda":
+        cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))
+        return cuda_on_cpu.open_base(engine)
     build_engine(bundle, engine, Plan(48, CAPACITY, 1, "auto"), "onnxruntime", lambda _: None)
     manifest = load_manifest(engine, EngineManifest)
     return backends.find("onnxruntime").open_session(engine, manifest)

@@ -1,44 +1,69 @@
-"""What only a GPU can show: `pytest -m gpu` on any machine with an NVIDIA GPU and TensorRT.
+"""What only a GPU can show: `pytest -m gpu` on any machine with an NVIDIA GPU.
 
-Engines are compiled for this GPU and compared with ONNX Runtime on the CPU.
+Engines are built for this GPU, by TensorRT and by ONNX Runtime's CUDA provider, whichever is there,
+and compared with ONNX Runtime on the CPU.
 """
 
 from __future__ import annotations
 
 import importlib.util
 
+import cuda_on_cpu
 import numpy as np
 import pytest
 from eagle_engines import CAPACITY, INPUT, TREE
+from tensorrt_bundles import Bundles
+from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels
 
+from edgellm import contract
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
-from edgellm.contract import EngineManifest, load_manifest
+from edgellm.contract import EdgeLLMError, EngineManifest, VisualEngineManifest, load_manifest
 from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.backends import CompilerOptions, Plan, VisualPlan
+from edgellm.device_runtime.backends.onnxruntime.cuda import require_cuda
 from edgellm.device_runtime.backends.tensorrt.device import Planes
 from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.export import visual
+from edgellm.multimodal.grids import grid_inputs
 
 _MISSING = [name for name in ("pycuda", "cuda") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(compute_capability() is None, reason="there is no NVIDIA GPU here"),
-    pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}"),
 ]
+needs_tensorrt = pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}")
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def gpu_engine(eagle_pair, tmp_path_factory):
-    """The tiny float32 base with its draft, compiled here."""
+def _reason_against_cuda() -> str:
+    try:
+        require_cuda()
+    except EdgeLLMError as error:
+        return str(error)
+    return ""
+
+
+needs_cuda = pytest.mark.skipif(bool(_reason_against_cuda()), reason=_reason_against_cuda())
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("tensorrt", marks=needs_tensorrt),
+        pytest.param("onnxruntime", marks=needs_cuda),
+    ],
+)
+def gpu_engine(request, eagle_pair, tmp_path_factory):
+    """The tiny float32 base with its draft, built here."""
     engine = tmp_path_factory.mktemp("gpu") / "engine"
     sizes = {"max_verify_tree_size": TREE, "max_draft_tree_size": TREE}
-    plan = Plan(INPUT, CAPACITY, 0, "auto", **sizes)
-    build_engine(eagle_pair.bundle, engine, plan, "tensorrt", lambda _: None)
-    build_draft(eagle_pair.draft_bundle, engine, plan, "tensorrt", lambda _: None)
+    plan = Plan(INPUT, CAPACITY, 0, "auto", **sizes, compiler=CompilerOptions(device="cuda"))
+    build_engine(eagle_pair.bundle, engine, plan, request.param, lambda _: None)
+    build_draft(eagle_pair.draft_bundle, engine, plan, request.param, lambda _: None)
     return engine
 
 
@@ -91,6 +116,7 @@ def test_kept_rows_are_those_of_a_fresh_prompt(gpu_engine):
     np.testing.assert_allclose(one.save(13), fresh.save(13), atol=1e-3)
 
 
+@needs_tensorrt
 @pytest.mark.parametrize("row_bytes", [32, 128, 256, 512])
 def test_the_kernel_moves_rows(row_bytes):
     from edgellm.device_runtime.backends.tensorrt.cuda import open_device
@@ -110,3 +136,30 @@ def test_the_kernel_moves_rows(row_bytes):
     expected[:, 10 : 10 + len(kept)] = before[:, 10 + kept]
     found = device.save_rows(planes, rows).reshape(shape)
     np.testing.assert_array_equal(found, expected)
+
+
+@needs_cuda
+@pytest.mark.parametrize("precision", ["fp16", "int4_awq", "fp8", "nvfp4"])
+def test_onnxruntime_computes_every_precision(precision, tmp_path):
+    """A session on CUDA opens only if no node is left to the CPU; numbers are the CPU kernels'."""
+    plan = Plan(INPUT, 72, 0, "same", "none")
+    bundle = Bundles(tmp_path).make("eagle_base", precision)
+    cuda_on_cpu.build_base(bundle, tmp_path / "engine", plan)
+    arguments = np.arange(10, 40), 0, np.arange(30)
+    found = _open(tmp_path / "engine").run(*arguments).logits
+    expected = cuda_on_cpu.open_base(tmp_path / "engine").run(*arguments).logits
+    assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
+
+
+@needs_cuda
+@pytest.mark.parametrize("encoder", visual.supported())
+def test_onnxruntime_computes_every_encoder(encoder, tmp_path):
+    source = make_visual_checkpoint(tmp_path / "checkpoint", visual.find(encoder).TINY)
+    model = VisualModel(source, tmp_path / "bundle")
+    cuda_on_cpu.build_encoder(tmp_path / "bundle", tmp_path / "engine", VisualPlan(1, 64, 64, 0))
+    manifest = load_manifest(tmp_path / "engine", VisualEngineManifest)
+    session = backends.find("onnxruntime").open_visual_session(tmp_path / "engine", manifest)
+    pixels = random_pixels(model.spec, (6, 8), 6)
+    inputs = {contract.PIXEL_VALUES: pixels, **grid_inputs(6, 8, manifest.vision)}
+    expected, *_ = model.run(pixels, (6, 8))
+    np.testing.assert_allclose(session.encode(inputs)[0], expected, atol=2e-2)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from edgellm.device_runtime.backends.onnxruntime import cuda
 from edgellm.tools.doctor import checks, jetpack
 from edgellm.tools.doctor.checks import FAULT, NOTE, OK, Finding, examine
 from edgellm.tools.doctor.machine import Machine
@@ -134,6 +135,11 @@ def test_packages_and_backends(machine, monkeypatch):
     assert [each.status for each in _found(here, "--backend onnxruntime")] == [OK]
     (tensorrt,) = _found(here, "--backend tensorrt")
     assert tensorrt.status in (OK, NOTE)
+    (provider,) = _found(here, "--backend onnxruntime --device cuda")
+    assert (provider.status, bool(provider.remedy)) in ((OK, False), (NOTE, True))
+    monkeypatch.setattr(cuda, "require_cuda", lambda: "cuda")
+    (provider,) = _found(here, "--backend onnxruntime --device cuda")
+    assert provider.status == OK
     monkeypatch.setattr(checks, "_NEEDED", ("no-such-package",))
     (packages,) = _found(here, "packages")
     assert (packages.status, packages.remedy[-9:]) == (FAULT, "[device]'")

@@ -152,7 +152,22 @@ def _version(package: str) -> str | None:
 
 
 def _backends() -> Iterator[Finding]:
-    return (_backend(name) for name in backends.names())
+    for name in backends.names():
+        finding = _backend(name)
+        yield finding
+        if (name, finding.status) == ("onnxruntime", OK):
+            yield _cuda_provider()
+
+
+def _cuda_provider() -> Finding:
+    from edgellm.device_runtime.backends.onnxruntime import cuda
+
+    what = "--backend onnxruntime --device cuda"
+    try:
+        cuda.require_cuda()
+    except EdgeLLMError as error:
+        return Finding(what, NOTE, str(error), error.hint)
+    return Finding(what, OK, "ONNX Runtime's CUDA provider loads")
 
 
 def _backend(name: str) -> Finding:

@@ -1,4 +1,7 @@
-"""ONNX Runtime on the CPU: the embedded default. What imports onnx_ir is loaded when it is used."""
+"""ONNX Runtime on the CPU, the embedded default, and on CUDA.
+
+What imports onnx_ir is loaded when it is used.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ from edgellm.device_runtime.backends.onnxruntime.cpu import instruction_sets
 from edgellm.device_runtime.session import DraftSession, HeadsSession, Session, VisualSession
 
 MINIMUM_VERSION = (1, 22)
+CUDA = "cuda"  # the machine of engines for it
 
 
 def available() -> str:
@@ -52,16 +56,16 @@ def available() -> str:
 
 
 def origin(compiler: CompilerOptions) -> Origin:
-    """This version, and the instruction sets that choose the kernels.
+    """This version, and what chooses the kernels: instruction sets of the CPU, or CUDA.
 
     Raises:
         EdgeLLMError: not usable, or options that only compilers for GPUs have.
     """
-    if given := compiler.given():
+    if given := [flag for flag in compiler.given() if flag != "--device"]:
         raise EdgeLLMError(
-            f"{next(iter(given))} is not for ONNX Runtime", hint="it goes with --backend tensorrt"
+            f"{given[0]} is not for ONNX Runtime", hint="it goes with --backend tensorrt"
         )
-    return Origin(available(), instruction_sets())
+    return Origin(available(), CUDA if compiler.device == CUDA else instruction_sets())
 
 
 def open_session(engine: Path, manifest: EngineManifest) -> Session:
@@ -71,30 +75,32 @@ def open_session(engine: Path, manifest: EngineManifest) -> Session:
         BrokenArtifactError: built with another ONNX Runtime or for another processor, whose
             prepacked weights this one would misread.
     """
-    from edgellm.device_runtime.backends.onnxruntime import session
+    from edgellm.device_runtime.backends.onnxruntime import device_session, graphs, session
 
-    _check_origin(engine, manifest)
+    if (device := _check_origin(engine, manifest)) is not None:
+        return device_session.open_base(engine, manifest, device)
     threads = int(manifest.options["threads"])
-    graphs = [
+    loaded = [
         session.LoadedGraph(
-            session.load_graph(engine / graph.path, threads=threads, optimize=False),
+            graphs.load_graph(engine / graph.path, threads=threads, optimize=False),
             graph.max_rows,
         )
         for graph in manifest.graphs
     ]
     return session.OnnxRuntimeSession(
-        graphs, manifest.decoder, manifest.max_kv_cache_capacity, len(manifest.hidden_taps)
+        loaded, manifest.decoder, manifest.max_kv_cache_capacity, len(manifest.hidden_taps)
     )
 
 
 def open_draft_session(engine: Path, manifest: DraftEngineManifest) -> DraftSession:
     """Load a draft engine; raises as `open_session` does."""
-    from edgellm.device_runtime.backends.onnxruntime import session
+    from edgellm.device_runtime.backends.onnxruntime import device_session, graphs, session
 
-    _check_origin(engine, manifest)
+    if (device := _check_origin(engine, manifest)) is not None:
+        return device_session.open_draft(engine, manifest, device)
     threads = int(manifest.options["threads"])
     model, fuse = (
-        session.load_graph(engine / path, threads=threads, optimize=False) if path else None
+        graphs.load_graph(engine / path, threads=threads, optimize=False) if path else None
         for path in (manifest.graphs[0].path, manifest.fuse_graph)
     )
     assert model is not None
@@ -105,29 +111,37 @@ def open_draft_session(engine: Path, manifest: DraftEngineManifest) -> DraftSess
 
 def open_heads(engine: Path, manifest: DraftEngineManifest) -> HeadsSession:
     """Load an engine of Medusa heads; raises as `open_session` does."""
-    from edgellm.device_runtime.backends.onnxruntime import heads, session
+    from edgellm.device_runtime.backends.onnxruntime import graphs, heads
 
-    _check_origin(engine, manifest)
+    device = _check_origin(engine, manifest) or graphs.CPU
     threads, path = int(manifest.options["threads"]), engine / manifest.graphs[0].path
-    return heads.OnnxRuntimeHeads(session.load_graph(path, threads=threads, optimize=False))
+    graph = graphs.load_graph(path, threads=threads, optimize=False, device=device)
+    return heads.OnnxRuntimeHeads(graph)
 
 
 def open_visual_session(engine: Path, manifest: VisualEngineManifest) -> VisualSession:
     """Load a visual engine; raises as `open_session` does."""
-    from edgellm.device_runtime.backends.onnxruntime import session, visual
+    from edgellm.device_runtime.backends.onnxruntime import graphs, visual
 
-    _check_origin(engine, manifest)
+    device = _check_origin(engine, manifest) or graphs.CPU
     threads = int(manifest.options["threads"])
-    graph = session.load_graph(
-        engine / manifest.graph, threads=threads, optimize=False, keeps_memory=False
-    )
+    graph = graphs.load_graph(
+        engine / manifest.graph, threads=threads, optimize=False, keeps_memory=False,
+        device=device,
+    )  # fmt: skip
     return visual.OnnxRuntimeVisualSession(graph)
 
 
 def _check_origin(
     engine: Path, manifest: EngineManifest | DraftEngineManifest | VisualEngineManifest
-) -> None:
+) -> str | None:
+    """The device of an engine for CUDA, which must be here; None for the CPU's."""
     maker = "visual_build" if isinstance(manifest, VisualEngineManifest) else "llm_build"
+    if manifest.machine == CUDA:
+        from edgellm.device_runtime.backends.onnxruntime import cuda
+
+        available()
+        return cuda.require_cuda()
     here = origin(CompilerOptions())
     for what, built, found in (
         ("ONNX Runtime", manifest.backend_version, here.version),
@@ -138,10 +152,15 @@ def _check_origin(
                 f"{engine} was built for {what} {built}, this machine has {found}",
                 hint=f"run {maker} on this machine",
             )
+    return None
 
 
 def estimate(bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan: Plan) -> Estimate:
     """See `Backend.estimate`."""
+    if plan.compiler.device == CUDA:
+        from edgellm.device_runtime.backends.onnxruntime import cuda_compiler
+
+        return cuda_compiler.estimate(bundle, manifest, plan)
     if isinstance(manifest, DraftBundleManifest):
         from edgellm.device_runtime.backends.onnxruntime import draft_compiler
 
@@ -155,6 +174,10 @@ def compile(
     bundle: Path, manifest: BundleManifest, plan: Plan, folder: Path, report: Report
 ) -> Compiled:
     """See `Backend.compile`."""
+    if plan.compiler.device == CUDA:
+        from edgellm.device_runtime.backends.onnxruntime import cuda_compiler
+
+        return cuda_compiler.compile_base(bundle, manifest, plan, folder, report)
     from edgellm.device_runtime.backends.onnxruntime import compiler
 
     return compiler.compile_engine(bundle, manifest, plan, folder, report)
@@ -164,6 +187,10 @@ def compile_draft(
     bundle: Path, manifest: DraftBundleManifest, plan: Plan, folder: Path, report: Report
 ) -> CompiledDraft:
     """See `Backend.compile_draft`."""
+    if plan.compiler.device == CUDA:
+        from edgellm.device_runtime.backends.onnxruntime import cuda_compiler
+
+        return cuda_compiler.compile_draft(bundle, manifest, plan, folder, report)
     if manifest.draft.num_heads:
         from edgellm.device_runtime.backends.onnxruntime import heads_compiler
 
@@ -175,6 +202,10 @@ def compile_draft(
 
 def estimate_visual(bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan) -> Estimate:
     """See `Backend.estimate_visual`."""
+    if plan.compiler.device == CUDA:
+        from edgellm.device_runtime.backends.onnxruntime import cuda_compiler
+
+        return cuda_compiler.estimate_visual(bundle, manifest, plan)
     from edgellm.device_runtime.backends.onnxruntime import visual_compiler
 
     return visual_compiler.estimate(bundle, manifest, plan)
@@ -184,6 +215,10 @@ def compile_visual(
     bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan, folder: Path, report: Report
 ) -> CompiledVisual:
     """See `Backend.compile_visual`."""
+    if plan.compiler.device == CUDA:
+        from edgellm.device_runtime.backends.onnxruntime import cuda_compiler
+
+        return cuda_compiler.compile_encoder(bundle, manifest, plan, folder, report)
     from edgellm.device_runtime.backends.onnxruntime import visual_compiler
 
     return visual_compiler.compile_encoder(bundle, manifest, plan, folder, report)

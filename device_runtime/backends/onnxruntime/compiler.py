@@ -21,6 +21,7 @@ from edgellm.contract import (
 )
 from edgellm.device_runtime.backends import Compiled, Estimate, Plan, Report
 from edgellm.device_runtime.backends.onnxruntime.cpu import has_fast_int8
+from edgellm.device_runtime.backends.onnxruntime.graphs import load_graph, set_threads
 from edgellm.device_runtime.backends.onnxruntime.linears import (
     COARSE_INPUTS,
     RowInt8Kernel,
@@ -29,16 +30,12 @@ from edgellm.device_runtime.backends.onnxruntime.linears import (
 from edgellm.device_runtime.backends.onnxruntime.lowering import lower_decoder
 from edgellm.device_runtime.backends.onnxruntime.round_weights import BLOCK_SIZE as INT4_BLOCK
 from edgellm.device_runtime.backends.onnxruntime.round_weights import round_to_int4
-from edgellm.device_runtime.backends.onnxruntime.session import (
-    LoadedGraph,
-    OnnxRuntimeSession,
-    load_graph,
-    set_threads,
-)
+from edgellm.device_runtime.backends.onnxruntime.session import LoadedGraph, OnnxRuntimeSession
 from edgellm.device_runtime.lowering.linear_groups import LinearKernel
 from edgellm.device_runtime.lowering.linear_weights import LinearWeight, weight_kinds
 from edgellm.device_runtime.lowering.weights import WeightFile
 from edgellm.device_runtime.measure import CONTEXT_ROWS, MEASURED_ROWS, fastest_ms, pass_costs
+from edgellm.device_runtime.session import Session
 
 _PREFILL_ROWS = (64, 128, 256)
 RUNTIME_BYTES = 150 << 20  # interpreter, libraries, activations of a pass
@@ -64,7 +61,7 @@ def compile_engine(
     check_heads(spec)
     variants = _variants(ir.load(bundle / "model.onnx"), spec, plan)
     loaded: list[LoadedGraph] = []
-    rounded = open_rounded(folder, plan)
+    rounded = open_rounded(folder, plan.quantize)
     for variant in variants:
         report(f"lowering the {variant.name} graph")
         lowered = _lower(bundle, folder, variant, plan.kv_capacity, spec.kv, rounded)
@@ -85,7 +82,7 @@ def compile_engine(
         for variant in variants
     )
     return Compiled(
-        graphs, spec.kv.dtype, pass_costs(runner, spec), _best_prefill_rows(runner, spec, plan)
+        graphs, spec.kv.dtype, pass_costs(runner, spec), best_prefill_rows(runner, spec, plan)
     )
 
 
@@ -109,9 +106,9 @@ def estimate(bundle: Path, manifest: BundleManifest, plan: Plan) -> Estimate:
     )
 
 
-def open_rounded(folder: Path, plan: Plan) -> WeightFile | None:
+def open_rounded(folder: Path, quantize: str) -> WeightFile | None:
     """Where weights that this build rounds to INT4 are kept until it is over."""
-    return WeightFile(folder / "rounded.data") if plan.quantize == "int4" else None
+    return WeightFile(folder / "rounded.data") if quantize == "int4" else None
 
 
 def close_rounded(rounded: WeightFile | None) -> None:
@@ -307,7 +304,7 @@ def _probe(
     return np.concatenate([first, second])
 
 
-def _best_prefill_rows(runner: OnnxRuntimeSession, spec: DecoderSpec, plan: Plan) -> int:
+def best_prefill_rows(runner: Session, spec: DecoderSpec, plan: Plan) -> int:
     """Rows per pass at which a long prompt is fastest.
 
     Large passes make better use of the GEMM kernels; small ones save attention, which computes

@@ -55,7 +55,7 @@ def compile_draft(
     kinds = weight_kinds(ir.load(bundle / "model.onnx"))
     check_quantize(kinds, plan.quantize)
     report("lowering the draft")
-    rounded = open_rounded(folder, plan)
+    rounded = open_rounded(folder, plan.quantize)
     model = _compile(bundle, folder, plan, spec, rounded)
     fuse = None
     if manifest.draft.fuses:

@@ -38,7 +38,7 @@ def compile_heads(
     check_quantize(kinds, plan.quantize)
     report("lowering the heads")
     feature = np.random.default_rng(1).standard_normal(spec.base_hidden_size, np.float32)
-    rounded = open_rounded(folder, plan)
+    rounded = open_rounded(folder, plan.quantize)
     session = compile_rowwise(
         portable, _NAME, folder, plan, rounded, probe=partial(_best, feature=feature)
     )

@@ -35,8 +35,12 @@ def _before_rounding(x: ir.Value) -> ir.Value:
     rounding = node.inputs[0].producer()
     if rounding is None or rounding.op_type not in ("QuantizeLinear", "TRT_FP4DynamicQuantize"):
         return x
-    assert rounding.inputs[0] is not None
-    return rounding.inputs[0]
+    source = rounding.inputs[0]
+    assert source is not None
+    before = source.producer()
+    if before is None or before.op_type != "Cast" or before.inputs[0] is None:
+        return source
+    return before.inputs[0]  # it casts activations to their own type
 
 
 def _share_smoothing(graph: ir.Graph) -> None:

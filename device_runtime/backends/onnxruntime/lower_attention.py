@@ -21,9 +21,9 @@ _FIRST_SCALE = 12  # inputs of GroupQueryAttention: k_scale, v_scale
 def lower_attention(graph: GraphEditor, *, needs_mask: bool) -> None:
     """Rewrite all Attention nodes; `needs_mask` False for graphs of one row, which sees all."""
     nodes = graph.find("Attention")
-    graph.cursor = _first_compute_node(graph)
+    graph.cursor = first_compute_node(graph)
     lengths = _sequence_lengths(graph)
-    rows = _row_tables(graph, _find(nodes[0].inputs[0], "RotaryEmbedding"))
+    rows = row_tables(graph, find_producer(nodes[0].inputs[0], "RotaryEmbedding"))
     bias = _attention_bias(graph, nodes[0], lengths[2]) if needs_mask else None
     for node in nodes:
         graph.cursor = node
@@ -34,7 +34,7 @@ def lower_encoder_attention(graph: GraphEditor) -> None:
     """Rewrite the Attention and RotaryEmbedding nodes of an encoder, which has no cache."""
     for node in graph.find("RotaryEmbedding"):
         graph.cursor = node
-        rows = _row_tables(graph, node)
+        rows = row_tables(graph, node)
         assert rows is not None
         rotated = graph.node("RotaryEmbedding", [node.inputs[0], *rows], domain=_CONTRIB)
         graph.replace(node.outputs[0], rotated)
@@ -49,7 +49,7 @@ def lower_encoder_attention(graph: GraphEditor) -> None:
         graph.replace(node.outputs[0], y)
 
 
-def _first_compute_node(graph: GraphEditor) -> ir.Node:
+def first_compute_node(graph: GraphEditor) -> ir.Node:
     """The first node that is not part of the shared rope tables and mask."""
     return next(node for node in graph.graph if not str(node.name).startswith("shared."))
 
@@ -66,8 +66,8 @@ def _sequence_lengths(graph: GraphEditor) -> tuple[ir.Value, ir.Value, ir.Value]
     return seqlens_k, graph.node("Cast", [scalar], to=int32), scalar
 
 
-def _row_tables(graph: GraphEditor, rotary: ir.Node) -> tuple[ir.Value, ...] | None:
-    """Of M-RoPE, whose tables belong to the rows of a pass: row numbers [1, S], cos, sin [S, D/2].
+def row_tables(graph: GraphEditor, rotary: ir.Node) -> tuple[ir.Value, ...] | None:
+    """Of M-RoPE, whose tables belong to the rows of a pass: their first, cos and sin [S, D/2].
 
     None where tables belong to positions, which GroupQueryAttention takes itself.
     """
@@ -75,11 +75,8 @@ def _row_tables(graph: GraphEditor, rotary: ir.Node) -> tuple[ir.Value, ...] | N
     if positions and positions[0] is not None:
         return None
     assert cos is not None and sin is not None  # noqa: PT018
-    first = graph.constant("batch", np.array([0], np.int64))
-    tables = [graph.node("Squeeze", [table, first]) for table in (cos, sin)]
-    count = graph.node("Squeeze", [graph.node("Shape", [cos], start=1, end=2)])
-    zero, one = (graph.constant(str(step), np.int64(step)) for step in (0, 1))
-    return graph.node("Unsqueeze", [graph.node("Range", [zero, count, one]), first]), *tables
+    first = graph.constant("first", np.array([0], np.int64))
+    return first, *(graph.node("Squeeze", [table, first]) for table in (cos, sin))
 
 
 def _attention_bias(graph: GraphEditor, attention: ir.Node, total: ir.Value) -> ir.Value:
@@ -121,13 +118,13 @@ def _emit_gqa(
     rows: tuple[ir.Value, ...] | None,
 ) -> None:
     rotary, key_cache, value_cache = (
-        _find(attention.inputs[0], "RotaryEmbedding"),
-        _find(attention.inputs[1], "TensorScatter"),
-        _find(attention.inputs[2], "TensorScatter"),
+        find_producer(attention.inputs[0], "RotaryEmbedding"),
+        find_producer(attention.inputs[1], "TensorScatter"),
+        find_producer(attention.inputs[2], "TensorScatter"),
     )
     q, *tables = rotary.inputs
-    k = _find(key_cache.inputs[1], "RotaryEmbedding").inputs[0]
-    v = _find(value_cache.inputs[1], "Reshape").inputs[0]
+    k = find_producer(key_cache.inputs[1], "RotaryEmbedding").inputs[0]
+    v = find_producer(value_cache.inputs[1], "Reshape").inputs[0]
     if rows is None:
         cos, sin, positions = tables
     else:
@@ -177,7 +174,7 @@ def narrow_cache(graph: GraphEditor, ranges: CacheRanges) -> None:
         node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", 8)
 
 
-def _find(value: ir.Value | None, op_type: str) -> ir.Node:
+def find_producer(value: ir.Value | None, op_type: str) -> ir.Node:
     """The nearest producer of that type along first inputs (and a scatter's second)."""
     while value is not None and (node := value.producer()) is not None:
         if node.op_type == op_type:

@@ -50,7 +50,8 @@ def lower_decoder(
         needs_mask: False for a graph that only ever computes one row, which sees all before it.
     """
     graph = GraphEditor(model.graph, weights)
-    _bind_capacity(model.graph, capacity)
+    bind_capacity(model.graph, capacity)
+    _lower_signature(model.graph)
     lower_inputs(model)
     _lower_floats(graph)
     lower_linears(graph, kernel)
@@ -58,9 +59,9 @@ def lower_decoder(
     if int8_cache is not None:
         narrow_cache(graph, int8_cache)
     _drop_argmax(model.graph)
-    _lower_norms(graph)
-    _lower_activations(graph)
-    _finish(model)
+    lower_norms(graph)
+    lower_activations(graph)
+    finish(model)
 
 
 def lower_rowwise(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> None:
@@ -70,9 +71,9 @@ def lower_rowwise(model: ir.Model, kernel: LinearKernel, weights: WeightFile) ->
     lower_inputs(model)
     _lower_floats(graph)
     lower_linears(graph, kernel)
-    _lower_norms(graph)
-    _lower_activations(graph)
-    _finish(model)
+    lower_norms(graph)
+    lower_activations(graph)
+    finish(model)
 
 
 def lower_visual(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> None:
@@ -83,12 +84,13 @@ def lower_visual(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> 
     _lower_floats(graph)
     lower_linears(graph, kernel)
     lower_encoder_attention(graph)
-    _lower_norms(graph)
-    _lower_activations(graph)
-    _finish(model)
+    lower_norms(graph)
+    lower_activations(graph)
+    finish(model)
 
 
-def _finish(model: ir.Model) -> None:
+def finish(model: ir.Model) -> None:
+    """Drop what nothing reads, and say which operators are left."""
     unused_removal.RemoveUnusedNodesPass()(model)
     _drop_unused_inputs(model.graph)
     model.graph.opset_imports[""] = LOWERED_OPSET
@@ -96,12 +98,12 @@ def _finish(model: ir.Model) -> None:
     model.ir_version = 10
 
 
-def _bind_capacity(graph: ir.Graph, capacity: int) -> None:
+def bind_capacity(graph: ir.Graph, capacity: int) -> None:
+    """Give the caches their number of rows."""
     for value in (*graph.inputs, *graph.outputs):
         if value.name and value.name.startswith(CACHE_NAMES):
             shape = list(value.shape or ())
             value.shape = ir.Shape([*shape[:2], capacity, shape[3]])
-    _lower_signature(graph)
 
 
 def _lower_signature(graph: ir.Graph) -> None:
@@ -179,7 +181,8 @@ def _is_half_constant(value: ir.Value) -> bool:
 
 
 # --------------------------------------------------------------------- norms, activations
-def _lower_norms(graph: GraphEditor) -> None:
+def lower_norms(graph: GraphEditor) -> None:
+    """Fold residual additions into the norms behind them."""
     for node in graph.find("RMSNormalization"):
         graph.cursor = node
         x, weight = node.inputs
@@ -202,7 +205,8 @@ def _lower_norms(graph: GraphEditor) -> None:
             graph.replace(node.outputs[0], norm)
 
 
-def _lower_activations(graph: GraphEditor) -> None:
+def lower_activations(graph: GraphEditor) -> None:
+    """One kernel for each swish."""
     for node in graph.find("Swish"):
         graph.cursor = node
         swish = graph.node("QuickGelu", list(node.inputs), domain=_CONTRIB, alpha=1.0)

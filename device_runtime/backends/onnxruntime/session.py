@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
 from edgellm import contract
-from edgellm.contract import BrokenArtifactError, DecoderSpec, KVCacheSpec
+from edgellm.contract import DecoderSpec, KVCacheSpec
+from edgellm.device_runtime.backends.onnxruntime.graphs import CPU, run_arrays
 from edgellm.device_runtime.positions import PromptPositions
 from edgellm.device_runtime.session import (
     F32,
@@ -23,7 +23,7 @@ from edgellm.device_runtime.session import (
     require_room,
 )
 
-_KEPT_ROWS = 128  # bindings of larger passes (prefills) are not kept
+KEPT_ROWS = 128  # bindings of larger passes (prefills) are not kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,46 +32,6 @@ class LoadedGraph:
 
     session: ort.InferenceSession
     max_rows: int
-
-
-def load_graph(
-    path: Path, *, threads: int = 0, optimize: bool = True, keeps_memory: bool = True
-) -> ort.InferenceSession:
-    """Load a graph on the CPU.
-
-    Args:
-        path: the graph.
-        threads: 0 takes all cores.
-        optimize: fold and fuse; an engine's graphs are so already.
-        keeps_memory: of activations between passes; it grows where their sizes vary.
-
-    Raises:
-        BrokenArtifactError: ONNX Runtime does not take the file.
-    """
-    options = ort.SessionOptions()
-    set_threads(options, threads)
-    options.log_severity_level = 3
-    options.enable_cpu_mem_arena = keeps_memory
-    if not optimize:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    try:
-        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # noqa: BLE001 - the classes are private to the extension module
-        raise BrokenArtifactError(
-            f"ONNX Runtime {ort.__version__} cannot load {path}: {str(error).splitlines()[0]}",
-            hint="build the engine again on this machine",
-        ) from None
-
-
-def set_threads(options: ort.SessionOptions, threads: int) -> None:
-    """Give a session `threads` threads, 0 for all cores, that rest between its passes.
-
-    By default they spin on after a pass; those of the draft then take the cores from the base's
-    next pass, which doubles its time.
-    """
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.add_session_config_entry("session.force_spinning_stop", "1")
 
 
 class _Cache:
@@ -114,10 +74,11 @@ class _Scratch:
         return block[:size].reshape(shape)
 
 
-class _Shown:
+class Shown:
     """The images of a prompt: rows for token ids from the vocabulary's size on, and positions."""
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, device: str = CPU, dtype: type = np.float32) -> None:
+        self._device, self._dtype = device, dtype
         self._takes_images = spec.images is not None
         self._num_deepstack = spec.images.num_deepstack if spec.images is not None else 0
         self._positions = PromptPositions()
@@ -127,6 +88,7 @@ class _Shown:
         self.put(ImageRows.none(spec.hidden_size, self._num_deepstack))
 
     def put(self, images: ImageRows) -> None:
+        """The images of the next prompt."""
         self._positions.show(images)
         if not self._takes_images:
             return
@@ -135,14 +97,16 @@ class _Shown:
             arrays[contract.DEEPSTACK_EMBEDS] = images.deepstack
         # ONNX Runtime does not keep the arrays alive that it is given.
         self._arrays = {
-            name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()
+            name: np.ascontiguousarray(array, self._dtype) for name, array in arrays.items()
         }
         self.values = {
-            name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in self._arrays.items()
+            name: ort.OrtValue.ortvalue_from_numpy(array, self._device)
+            for name, array in self._arrays.items()
         }
         self.version += 1
 
     def place(self, rows: I64, out: I64) -> None:
+        """See `PromptPositions.place`."""
         self._positions.place(rows, out)
 
 
@@ -153,7 +117,7 @@ class _BoundPass:
         self,
         session: ort.InferenceSession,
         cache: _Cache,
-        shown: _Shown,
+        shown: Shown,
         inputs: Mapping[str, np.ndarray],
         outputs: Mapping[str, np.ndarray],
     ) -> None:
@@ -229,7 +193,7 @@ class OnnxRuntimeSession:
         self.capacity = capacity
         self._graphs = graphs
         self._vocab_size, self._tap_width = spec.vocab_size, num_taps * spec.hidden_size
-        self._axes, self._shown = spec.position_axes, _Shown(spec)
+        self._axes, self._shown = spec.position_axes, Shown(spec)
         self._cache = _Cache(spec.kv, capacity)
         self._scratch = _Scratch()
         self._passes: dict[tuple[int, int], _BoundPass] = {}  # by rows and head rows
@@ -282,7 +246,7 @@ class OnnxRuntimeSession:
         }
         inputs = _row_inputs(rows, rows, head_rows, self._axes)
         bound = _BoundPass(graph.session, self._cache, self._shown, inputs, outputs)
-        if rows <= _KEPT_ROWS:
+        if rows <= KEPT_ROWS:
             self._passes[rows, head_rows] = bound
         return bound
 
@@ -301,7 +265,7 @@ class OnnxRuntimeDraftSession:
         self.capacity = capacity
         self._graph, self._fuse = graph, fuse
         self._hidden_size = spec.hidden_size
-        self._axes, self._shown = spec.position_axes, _Shown(spec)
+        self._axes, self._shown = spec.position_axes, Shown(spec)
         self._cache = _Cache(spec.kv, capacity)
         self._scratch = _Scratch()
         self._passes: dict[tuple[int, int, int, int], _BoundPass] = {}
@@ -322,8 +286,7 @@ class OnnxRuntimeDraftSession:
         """See `edgellm.device_runtime.session.DraftSession.fuse`."""
         if self._fuse is None:
             return taps
-        (hidden,) = self._fuse.run([contract.DRAFT_HIDDEN], {contract.HIDDEN_TAPS: taps[None]})
-        return hidden[0]  # type: ignore[index]  # one array
+        return run_arrays(self._fuse, {contract.HIDDEN_TAPS: taps[None]})[contract.DRAFT_HIDDEN][0]
 
     def run(
         self,
@@ -361,6 +324,6 @@ class OnnxRuntimeDraftSession:
             contract.RECYCLED_HIDDEN: self._scratch.take("hidden", hidden, np.float32),
         }
         bound = _BoundPass(self._graph, self._cache, self._shown, inputs, outputs)
-        if rows <= _KEPT_ROWS:
+        if rows <= KEPT_ROWS:
             self._passes[rows, columns, output_rows, top_k] = bound
         return bound

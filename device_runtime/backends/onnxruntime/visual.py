@@ -8,6 +8,7 @@ import numpy as np
 import onnxruntime as ort
 
 from edgellm import contract
+from edgellm.device_runtime.backends.onnxruntime.graphs import run_arrays
 from edgellm.device_runtime.session import F32
 
 
@@ -16,12 +17,10 @@ class OnnxRuntimeVisualSession:
 
     def __init__(self, graph: ort.InferenceSession) -> None:
         self._graph = graph
-        self._outputs = [output.name for output in graph.get_outputs()]
 
     def encode(self, inputs: Mapping[str, np.ndarray]) -> tuple[F32, F32]:
         """See `edgellm.device_runtime.session.VisualSession.encode`."""
-        results = self._graph.run(self._outputs, dict(inputs))
-        found = dict(zip(self._outputs, (np.asarray(result) for result in results), strict=True))
+        found = run_arrays(self._graph, inputs)
         embeds = found[contract.IMAGE_EMBEDS]
         none = np.zeros((0, *embeds.shape), np.float32)
         return embeds, found.get(contract.DEEPSTACK_EMBEDS, none)

@@ -56,6 +56,10 @@ def origin(compiler: CompilerOptions) -> Origin:
     Raises:
         EdgeLLMError: no library, no such GPU, or an option that the library does not have.
     """
+    if compiler.device == "cpu":
+        raise EdgeLLMError(
+            "--device cpu is not for TensorRT", hint="it goes with --backend onnxruntime"
+        )
     target = library.find_target(compiler.target_sm)
     if compiler.timing_cache is not None and target.library.is_ahead_of_time:
         raise EdgeLLMError(

@@ -16,6 +16,7 @@ from edgellm import contract
 from edgellm.device_runtime.backends.tensorrt.linears import StoredKernel, merge_key, split_rows
 from edgellm.device_runtime.lowering.graph import GraphEditor
 from edgellm.device_runtime.lowering.linear_groups import lower_linears
+from edgellm.device_runtime.lowering.picks import add_top_logits
 from edgellm.device_runtime.lowering.weights import WeightFile, parameter_name
 
 CAPACITY = "kv_capacity"
@@ -50,7 +51,7 @@ def lower_graph(model: ir.Model, weights: WeightFile, dtype: ir.DataType) -> Non
     common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)
     common.CommonSubexpressionEliminationPass()(model)
     graph = GraphEditor(model.graph, weights)
-    _add_top_logits(graph)
+    add_top_logits(graph)
     _lower_tables(graph, dtype)
     lower_linears(graph, StoredKernel(dtype), key=merge_key, split=split_rows)
     common.RemoveUnusedNodesPass()(model)
@@ -62,17 +63,6 @@ def _bind(graph: ir.Graph, symbol: str, size: int) -> None:
     for value in (*graph.inputs, *graph.outputs):
         dims = [size if str(dim) == symbol else dim for dim in value.shape or ()]
         value.shape = ir.Shape(dims)
-
-
-def _add_top_logits(graph: GraphEditor) -> None:
-    """The host reads the logits of the picks, a few bytes, to see that they are numbers."""
-    for node in graph.find("ArgMax"):
-        graph.cursor = node
-        axes = graph.constant("last_axis", np.array([-1], np.int64))
-        top = graph.node("ReduceMax", [node.inputs[0], axes], keepdims=0)
-        top.name, top.type = contract.TOP_LOGITS, ir.TensorType(ir.DataType.FLOAT)
-        top.shape = node.outputs[0].shape
-        graph.graph.outputs.append(top)
 
 
 def _fix_top_k(graph: ir.Graph, candidates: int) -> None:

@@ -27,6 +27,7 @@ from edgellm.device_runtime.session import (
     F32,
     I64,
     Bool,
+    DevicePassResult,
     DraftResult,
     ImageRows,
     require_room,
@@ -81,29 +82,6 @@ class _Rows:
         inputs[contract.POSITION_IDS][:, rows:] = 0
         inputs[contract.WRITE_INDEX][0] = write_index
         fill_mask(inputs[contract.TREE_MASK], tree_mask, rows)
-
-
-class DevicePassResult:
-    """See `PassResult`; logits and features are fetched when they are read."""
-
-    def __init__(self, token_ids: I64, highest: F32, fetch: Callable[[str], F32]) -> None:
-        self.token_ids, self.highest, self._fetch = token_ids, highest, fetch
-        self._fetched: dict[str, F32] = {}
-
-    @property
-    def logits(self) -> F32:
-        """See `PassResult.logits`."""
-        return self._read(contract.LOGITS)
-
-    @property
-    def taps(self) -> F32:
-        """See `PassResult.taps`."""
-        return self._read(contract.HIDDEN_TAPS)
-
-    def _read(self, name: str) -> F32:
-        if name not in self._fetched:
-            self._fetched[name] = self._fetch(name)
-        return self._fetched[name]
 
 
 class TensorRtSession:

@@ -1,0 +1,120 @@
+"""ONNX Runtime's sessions: graphs that are loaded onto a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from edgellm import contract
+from edgellm.contract import BrokenArtifactError
+
+CPU, CUDA = "cpu", "cuda"  # as OrtValues name devices
+# Inputs of graphs for CUDA in the place of `write_index` and `tree_mask`.
+VISIBLE = "visible"  # bool [S, T]; row i may see slot j of the cache
+SLOTS = "slots"  # int64 [1, num_kv_heads, S, 3]; batch, head and slot of each new row
+HOST_INPUTS = (contract.TOP_K,)  # that kernels read in the host's memory
+ROWS_GRAPH = "rows.onnx"  # moves rows of a cache
+KEPT = "kept"  # int64 [K]; its input beside SLOTS: whose rows go there
+_TYPES = {
+    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
+}  # fmt: skip
+_PROVIDERS = {CPU: "CPUExecutionProvider", CUDA: "CUDAExecutionProvider"}
+_PROVIDER_OPTIONS = {
+    CPU: {},
+    # Searching for the fastest convolution takes longer than a picture, and memory is scarce.
+    CUDA: {
+        "arena_extend_strategy": "kSameAsRequested", "cudnn_conv_algo_search": "HEURISTIC",
+        "use_tf32": "0",
+    },
+}  # fmt: skip
+
+
+def load_graph(
+    path: Path,
+    *,
+    threads: int = 0,
+    optimize: bool = True,
+    keeps_memory: bool = True,
+    device: str = CPU,
+) -> ort.InferenceSession:
+    """Load a graph.
+
+    Args:
+        path: the graph.
+        threads: 0 takes all cores.
+        optimize: fold and fuse; an engine's graphs are so already.
+        keeps_memory: of activations between passes; it grows where their sizes vary.
+        device: `CPU` or `CUDA`, which then computes every node.
+
+    Raises:
+        BrokenArtifactError: ONNX Runtime does not take the file, or not wholly on the device.
+    """
+    options = ort.SessionOptions()
+    set_threads(options, threads)
+    options.log_severity_level = 3
+    options.enable_cpu_mem_arena = keeps_memory
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if device == CUDA:
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    provider = _PROVIDERS[device]
+    try:
+        # `enable_fallback` would print, and compute on the CPU without being asked.
+        session = ort.InferenceSession(
+            str(path), options, providers=[(provider, _PROVIDER_OPTIONS[device])],
+            enable_fallback=0,
+        )  # fmt: skip
+    except Exception as error:  # noqa: BLE001 - the classes are private to the extension module
+        raise BrokenArtifactError(
+            f"ONNX Runtime {ort.__version__} cannot load {path}: {str(error).splitlines()[0]}",
+            hint="build the engine again on this machine",
+        ) from None
+    session.disable_fallback()
+    if session.get_providers()[0] != provider:
+        raise BrokenArtifactError(
+            f"ONNX Runtime {ort.__version__} put {path} on {session.get_providers()[0]}",
+            hint="edgellm-doctor says what is missing for CUDA",
+        )
+    return session
+
+
+def set_threads(options: ort.SessionOptions, threads: int) -> None:
+    """Give a session `threads` threads, 0 for all cores, that rest between its passes.
+
+    By default they spin on after a pass; those of the draft then take the cores from the base's
+    next pass, which doubles its time.
+    """
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+
+
+def input_types(session: ort.InferenceSession) -> dict[str, type]:
+    """Types of a graph's inputs by name."""
+    return {value.name: _TYPES[value.type] for value in session.get_inputs()}
+
+
+def run_arrays(
+    session: ort.InferenceSession, inputs: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """One run from and to the host's memory.
+
+    Args:
+        session: on any device.
+        inputs: by name; floats are cast to the graph's.
+
+    Returns:
+        Outputs by name; floats are float32.
+    """
+    types = input_types(session)
+    feed = {name: np.asarray(array, types[name]) for name, array in inputs.items()}
+    names = [value.name for value in session.get_outputs()]
+    outputs = [np.asarray(array) for array in session.run(names, feed)]
+    return {
+        name: array.astype(np.float32) if array.dtype == np.float16 else array
+        for name, array in zip(names, outputs, strict=True)
+    }

@@ -1,0 +1,102 @@
+"""`llm_build --device cuda` as a user meets it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_size
+from visual_checkpoints import make_visual_checkpoint
+
+from edgellm.artifact import verify_files
+from edgellm.contract import EngineManifest, VisualEngineManifest, load_manifest
+from edgellm.export import visual
+from edgellm.export.source import open_checkpoint
+from edgellm.export.visual_bundle import VisualOptions, export_visual
+
+SMALL = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
+CUDA = ("--backend", "onnxruntime", "--device", "cuda")
+
+
+def _build(command, bundle, engine, *flags, **options):
+    return command(
+        "llm_build", "--onnxDir", bundle, "--engineDir", engine, *SMALL, *flags, **options
+    )
+
+
+def test_build(command, tiny_bundle, tmp_path):
+    result = _build(command, tiny_bundle, tmp_path / "engine", *CUDA)
+    assert result.returncode == 0, result.stderr
+    manifest = load_manifest(tmp_path / "engine", EngineManifest)
+    verify_files(tmp_path / "engine", manifest.files)
+    assert (manifest.machine, manifest.options["--device"]) == ("cuda", "cuda")
+    assert {"llm.onnx", "llm.data", "rows.onnx"} <= set(manifest.files)
+    assert "nothing was measured" in result.stderr
+    assert "a pass takes" not in result.stdout
+
+
+def test_the_cpu_is_what_onnxruntime_takes(command, tiny_bundle, tmp_path):
+    result = _build(command, tiny_bundle, tmp_path / "engine", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    manifest = load_manifest(tmp_path / "engine", EngineManifest)
+    assert manifest.machine != "cuda"
+    assert manifest.pass_cost_ms
+
+
+def test_an_encoder(command, tmp_path):
+    checkpoint = make_visual_checkpoint(tmp_path / "checkpoint", visual.find("smolvlm").TINY)
+    source = open_checkpoint(str(checkpoint), tokenizer=False)
+    export_visual(source, tmp_path / "bundle", VisualOptions("fp16"))
+    folders = ("--onnxDir", tmp_path / "bundle", "--engineDir", tmp_path / "engine")
+    result = command("visual_build", *folders, *CUDA)
+    assert result.returncode == 0, result.stderr
+    manifest = load_manifest(tmp_path / "engine", VisualEngineManifest)
+    assert (manifest.machine, manifest.precision) == ("cuda", "fp16")
+
+
+@pytest.mark.parametrize("precision", ["none", "int8"])
+def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path, precision):
+    flags = (*CUDA, "--quantize", precision)
+    predicted = _build(command, tiny_bundle, tmp_path / "engine", *flags, "--dry-run")
+    assert predicted.returncode == 0, predicted.stderr
+    assert "tokens/s" not in predicted.stdout  # of another memory than this machine's
+    assert not (tmp_path / "engine").exists()
+    megabytes = float(predicted.stdout.splitlines()[0].split()[1])
+    _build(command, tiny_bundle, tmp_path / "engine", *flags)
+    size = load_manifest(tmp_path / "engine", EngineManifest).files["llm.data"].num_bytes
+    assert megabytes == pytest.approx(size / 1e6, rel=0.1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message", "remedy"),
+    [
+        (("--device", "gpu"), "--device gpu: give cpu or cuda", ""),
+        (("--backend", "tensorrt", "--device", "cpu"), "--device cpu is not for", "onnxruntime"),
+        ((*CUDA, "--kvCache", "int8"), "--kvCache int8 is for the CPU", "leave --kvCache away"),
+        ((*CUDA, "--prefill", "int8"), "--prefill int8 is for the CPU", "leave --prefill away"),
+        ((*CUDA, "--gpu", "8.9"), "--gpu is not for ONNX Runtime", "--backend tensorrt"),
+    ],
+    ids=str,
+)
+def test_flags_that_do_not_suit(command, tiny_bundle, tmp_path, flags, message, remedy):
+    result = _build(command, tiny_bundle, tmp_path / "engine", *flags)
+    assert_one_line_error(result, message, remedy)
+    assert not (tmp_path / "engine").exists()
+
+
+def test_visual_flags_that_do_not_suit(command, tiny_bundle, tmp_path):
+    folders = ("--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine")
+    result = command("visual_build", *folders, "--device", "gpu")
+    assert_one_line_error(result, "--device gpu: give cpu or cuda")
+
+
+def test_ctrl_c_leaves_nothing(tiny_bundle, tmp_path):
+    flags = ["--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine", *SMALL, *CUDA]
+    assert interrupt(["llm_build", *flags], tmp_path, ".*/llm.data") == INTERRUPTED
+    assert not list(Path(tmp_path).iterdir())
+
+
+def test_a_full_disk(command, tiny_bundle, tmp_path):
+    result = _build(command, tiny_bundle, tmp_path / "e", *CUDA, preexec_fn=limit_file_size)
+    assert_one_line_error(result, "File too large")
+    assert not list(tmp_path.iterdir())
