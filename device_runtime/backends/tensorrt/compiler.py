@@ -33,6 +33,7 @@ from edgellm.device_runtime.backends.tensorrt.builder import Built, build
 from edgellm.device_runtime.backends.tensorrt.layers import Kernel
 from edgellm.device_runtime.backends.tensorrt.library import find_target
 from edgellm.device_runtime.backends.tensorrt.lowering import lower_decoder, lower_graph
+from edgellm.device_runtime.backends.tensorrt.memory import memory_returned
 from edgellm.device_runtime.backends.tensorrt.passes import (
     Pass,
     base_passes,
@@ -206,7 +207,8 @@ class _Graphs:
         model = ir.load(self._bundle / f"{_PORTABLE[name]}.onnx")
         kinds = weight_kinds(model) - {"dense"}
         self.precision = "+".join(sorted(kinds)) or _PRECISIONS[self._dtype]
-        lower(model, weights, self._dtype)
+        with memory_returned():
+            lower(model, weights, self._dtype)
         weights.close()
         ir.save(model, lowered)
         del model

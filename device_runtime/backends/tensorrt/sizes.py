@@ -15,8 +15,9 @@ from edgellm.device_runtime.lowering.linear_weights import LinearWeight
 from edgellm.device_runtime.lowering.weights import parameter_name
 
 _BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
-_COMPILER_BYTES = 330 << 20  # libraries, interpreter, kernels in the making
-_LAYER_BYTES = 16 << 20  # of the compiler's own graphs, for each attention
+_COMPILER_BYTES = 330 << 20  # interpreter, kernels in the making, 200 MB to write the engine
+_LAYER_BYTES = 2 << 20  # of the compiler's own graphs, for each attention
+_COPIES_OF_4_BITS = 1.3  # more than the one: these are laid out anew
 _KERNEL_BYTES = 3 << 20  # kernels of a pass, alike in all layers
 
 
@@ -30,7 +31,8 @@ def estimate_graphs(
         weights = sum({**tables, **linears}.values())  # a tied head is in both
         attentions = sum(node.op_type == "Attention" for node in model.graph)
         engine += weights + _KERNEL_BYTES * passes
-        peak = max(peak, weights + _COMPILER_BYTES + _LAYER_BYTES * attentions)
+        working = int(_COPIES_OF_4_BITS * _bytes_of_4_bits(model))
+        peak = max(peak, weights + working + _COMPILER_BYTES + _LAYER_BYTES * attentions)
         decode += sum(linears.values())
     return Estimate(engine, kv_bytes, peak, decode, runs_on_cpu=False)
 
@@ -52,6 +54,11 @@ def _linear_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:
         codes = weight.count * _BITS[part.kind] // 8
         found[str(node.name)] = codes + weight.count // block * int(per_block)
     return {name: int(size) for name, size in found.items()}
+
+
+def _bytes_of_4_bits(model: ir.Model) -> int:
+    weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
+    return sum(each.count // 2 for each in weights if each and each.kind in ("int4", "fp4"))
 
 
 def _table_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:
