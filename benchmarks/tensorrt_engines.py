@@ -3,21 +3,24 @@
     python benchmarks/tensorrt_engines.py [--layers 24] [--gpu 12.0]
 
 A model of Qwen2.5-0.5B's shape with random weights is exported in float16 and compiled by
-TensorRT-RTX in a process of its own.
+TensorRT-RTX in a process of its own. Its memory is told twice: anonymous, which only the process
+can give back, and resident, which has the pages of files that are mapped, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
     "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
     "num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
@@ -25,7 +28,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def write_checkpoint(folder: Path, layers: int) -> None:
+def write_checkpoint(folder: Path, layers: int, config: Mapping[str, Any] = CONFIG) -> None:
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
@@ -36,8 +39,8 @@ def write_checkpoint(folder: Path, layers: int) -> None:
         values = random.standard_normal(shape, np.float32) * 0.02
         return values.astype(ml_dtypes.bfloat16)
 
-    hidden, inner, keys = CONFIG["hidden_size"], CONFIG["intermediate_size"], 128
-    tensors = {"model.embed_tokens.weight": weight(CONFIG["vocab_size"], hidden)}
+    hidden, inner, keys = config["hidden_size"], config["intermediate_size"], 128
+    tensors = {"model.embed_tokens.weight": weight(config["vocab_size"], hidden)}
     tensors["model.norm.weight"] = weight(hidden)
     for layer in range(layers):
         name = f"model.layers.{layer}"
@@ -52,16 +55,50 @@ def write_checkpoint(folder: Path, layers: int) -> None:
         tensors[f"{name}.post_attention_layernorm.weight"] = weight(hidden)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
 
 
-def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that is no copy of a file."""
+@dataclass(frozen=True)
+class Peak:
+    """Of one build."""
+
+    weights_bytes: int  # of the bundle
+    engine_bytes: int
+    anonymous_bytes: int  # is no copy of a file
+    resident_bytes: int
+    seconds: float
+
+
+def build_and_watch(bundle: Path, engine: Path, gpu: str) -> Peak:
+    """Build an engine in a process of its own, and look at its memory meanwhile."""
+    flags = ["--onnxDir", bundle, "--engineDir", engine, "--backend", "tensorrt", "--gpu", gpu]
+    code = "from edgellm.build.cli import main; main()"
+    start, peak = time.perf_counter(), {"RssAnon": 0, "VmHWM": 0}
+    process = subprocess.Popen([sys.executable, "-c", code, *map(str, flags)])
+    while process.poll() is None:
+        for name, size in _memory(process.pid).items():
+            if name in peak:
+                peak[name] = max(peak[name], size)
+        time.sleep(0.02)
+    if process.returncode:
+        sys.exit("the build failed")
+    return Peak(
+        sum(path.stat().st_size for path in bundle.iterdir()),
+        (engine / "llm.engine").stat().st_size,
+        peak["RssAnon"],
+        peak["VmHWM"],
+        time.perf_counter() - start,
+    )
+
+
+def _memory(pid: int) -> dict[str, int]:
+    """Bytes of each kind; nothing of a process that has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+        return {}
+    words = (line.split() for line in lines if line.endswith(" kB"))
+    return {name.rstrip(":"): int(kilobytes) * 1024 for name, kilobytes, _ in words}
 
 
 def main() -> None:
@@ -77,26 +114,14 @@ def main() -> None:
         write_checkpoint(folder / "checkpoint", options.layers)
         source = open_checkpoint(str(folder / "checkpoint"), tokenizer=False)
         export_llm(source, folder / "bundle", ExportOptions("fp16"))
-        weights = sum(path.stat().st_size for path in (folder / "bundle").iterdir())
-        flags = ["--onnxDir", folder / "bundle", "--engineDir", folder / "engine"]
-        flags += ["--backend", "tensorrt", "--gpu", options.gpu]
-        code = "from edgellm.build.cli import main; main()"
-        start = time.perf_counter()
-        process = subprocess.Popen([sys.executable, "-c", code, *map(str, flags)])
-        anonymous = 0  # file pages in memory can be dropped, these cannot
-        while process.poll() is None:
-            anonymous = max(anonymous, anonymous_bytes(process.pid))
-            time.sleep(0.1)
-        seconds = time.perf_counter() - start
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        if process.returncode:
-            sys.exit("the build failed")
-        engine = (folder / "engine" / "llm.engine").stat().st_size
+        peak = build_and_watch(folder / "bundle", folder / "engine", options.gpu)
     print(
-        f"bundle {weights / 1e6:.0f} MB, engine {engine / 1e6:.0f} MB in {seconds:.1f} s, "
-        f"peak memory {peak / 1e6:.0f} MB = {peak / weights:.2f} x the weights, of it "
-        f"{anonymous / 1e6:.0f} MB = {anonymous / weights:.2f} x are no pages of files"
+        f"bundle {peak.weights_bytes / 1e6:.0f} MB, engine {peak.engine_bytes / 1e6:.0f} MB "
+        f"in {peak.seconds:.1f} s"
     )
+    for kind, size in (("anonymous", peak.anonymous_bytes), ("resident", peak.resident_bytes)):
+        times = size / peak.weights_bytes
+        print(f"peak {kind} memory {size / 1e6:.0f} MB = {times:.2f} x the weights")
 
 
 if __name__ == "__main__":

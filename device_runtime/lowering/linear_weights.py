@@ -13,10 +13,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.lowering.weights import constant_array
+from edgellm.device_runtime.lowering.weights import U8, constant_array, stored_bytes
 
 F32 = NDArray[np.float32]
-U8 = NDArray[np.uint8]
 _KINDS = {
     ir.DataType.INT4: "int4",
     ir.DataType.UINT4: "int4",
@@ -340,7 +339,7 @@ def _integers(tensor: ir.TensorProtocol) -> NDArray[np.int16]:
 
 def _nibbles(tensor: ir.TensorProtocol) -> U8:
     """The 4-bit values of a tensor, flat."""
-    pairs = np.frombuffer(tensor.tobytes(), np.uint8)
+    pairs = stored_bytes(tensor)
     values = np.empty((len(pairs), 2), np.uint8)
     values[:, 0], values[:, 1] = pairs & 15, pairs >> 4
     return values.reshape(-1)[: int(np.prod(_dims(tensor)))]

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
+U8 = NDArray[np.uint8]
 _ALIGNMENT_BYTES = 64
 
 
@@ -24,6 +26,13 @@ def constant_array(value: ir.Value) -> np.ndarray | None:
     if node.op_type == "Transpose":
         return array.T
     return array.astype(ir.DataType(node.attributes["to"].as_int()).numpy())
+
+
+def stored_bytes(tensor: ir.TensorProtocol) -> U8:
+    """What a constant is stored as; onnx_ir would unpack 4-bit numbers first, and keep them."""
+    if isinstance(tensor, ir.ExternalTensor):
+        return np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.offset or 0)
+    return np.frombuffer(tensor.tobytes(), np.uint8)
 
 
 def parameter_name(value: ir.Value) -> str:

@@ -1,7 +1,7 @@
 """A lowered graph to an engine file: parse, profile, compile, write.
 
-Weights stay in the graph's weight file, which the parser maps, and the engine is written as it is
-made, so that memory holds one copy of them.
+Weights stay in the graph's weight file, which is mapped, and the engine is written as it is made,
+so that memory holds one copy of them, the compiler's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.backends import CompilerOptions, Report
 from edgellm.device_runtime.backends.tensorrt.layers import Kernel, read_kernels
 from edgellm.device_runtime.backends.tensorrt.library import Target
+from edgellm.device_runtime.backends.tensorrt.memory import MappedFile, memory_returned
 from edgellm.device_runtime.backends.tensorrt.observers import (
     BuildLog,
     EngineFile,
@@ -63,22 +64,24 @@ def build(
     """
     trt = target.library.trt
     log = BuildLog(trt)
-    inputs = list(ir.load(graph).graph.inputs)
+    model = ir.load(graph)
+    weights = _map_weights(model)
     with defer_interrupt() as pending:
         builder = trt.Builder(log.logger)
         builder.max_threads = threads or builder.max_threads
         strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
         network = builder.create_network(strongly_typed)
-        parser = trt.OnnxParser(network, log.logger)  # what it read of weights lives with it
-        _parse(parser, graph, target)
+        parser = trt.OnnxParser(network, log.logger)  # constants in the graph live with it
+        _parse(parser, graph, model, weights, target, log)
         attentions = _allow_unfused(trt, network)
         config = _configure(trt, builder, target, options)
         for each in passes:
             if each.ranges:  # a graph whose sizes are all known has a profile of its own
-                config.add_optimization_profile(_profile(builder, inputs, each))
+                config.add_optimization_profile(_profile(builder, list(model.graph.inputs), each))
         config.progress_monitor = monitor = progress_monitor(trt, report, pending)
         file = EngineFile(trt, engine)
-        done = builder.build_serialized_network_to_stream(network, config, file.writer)
+        with memory_returned(weights):
+            done = builder.build_serialized_network_to_stream(network, config, file.writer)
         file.close()
         if not done and not pending:
             raise log.failure(f"{target.library.label} does not compile the graph")
@@ -89,13 +92,40 @@ def build(
     return Built(tuple(read_kernels(log.layers)), caches, attentions)
 
 
-def _parse(parser: Any, graph: Path, target: Target) -> None:
-    if parser.parse_from_file(str(graph)):
+def _external(model: ir.Model) -> dict[str, ir.ExternalTensor]:
+    """Weights that lie beside the graph, by name."""
+    tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
+    return {name: each for name, each in tensors.items() if isinstance(each, ir.ExternalTensor)}
+
+
+def _map_weights(model: ir.Model) -> MappedFile | None:
+    paths = {Path(tensor.path) for tensor in _external(model).values()}
+    return MappedFile(*paths) if paths else None  # lowering writes one file
+
+
+def _parse(
+    parser: Any,
+    graph: Path,
+    model: ir.Model,
+    weights: MappedFile | None,
+    target: Target,
+    log: BuildLog,
+) -> None:
+    """Weights are given by their address, which the network keeps."""
+    taken = parser.load_model_proto(graph.read_bytes(), str(graph))
+    for name, tensor in _external(model).items():
+        assert weights is not None
+        address = weights.address + (tensor.offset or 0)
+        taken = taken and parser.load_initializer(name, address, tensor.nbytes)
+    if taken and parser.parse_model_proto():
         return
+    refusal = f"{target.library.label} does not take the graph"
+    if not parser.num_errors:
+        raise log.failure(refusal)
     first = parser.get_error(0)
     node = f" ({first.node_operator()} {first.node_name()})" if first.node_name() else ""
     raise EdgeLLMError(
-        f"{target.library.label} does not take the graph: {' '.join(first.desc().split())}{node}",
+        f"{refusal}: {' '.join(first.desc().split())}{node}",
         hint="report it with the bundle's manifest; --backend onnxruntime builds for the CPU",
     )
 

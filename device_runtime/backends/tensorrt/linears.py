@@ -15,7 +15,11 @@ import onnx_ir as ir
 
 from edgellm.device_runtime.lowering.graph import GraphEditor
 from edgellm.device_runtime.lowering.linear_weights import LinearWeight, WeightPart
-from edgellm.device_runtime.lowering.weights import constant_array, parameter_name
+from edgellm.device_runtime.lowering.weights import (
+    constant_array,
+    parameter_name,
+    stored_bytes,
+)
 
 _MIDDLE = {"int4": 8, "int8": 128}
 _SIGNED = {"int4": ir.DataType.INT4, "int8": ir.DataType.INT8, "fp8": ir.DataType.FLOAT8E4M3FN}
@@ -116,9 +120,7 @@ class StoredKernel:
         shape = (sum(weight.widths), weight.in_features)
         codes = graph.weight(
             f"{name}.codes",
-            lambda: np.concatenate(
-                [np.frombuffer(part.stored(0).tobytes(), np.uint8) for part in weight.parts]
-            ),
+            lambda: np.concatenate([stored_bytes(part.stored(0)) for part in weight.parts]),
             ir.DataType.FLOAT4E2M1,
             shape,
         )

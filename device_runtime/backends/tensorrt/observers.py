@@ -11,6 +11,7 @@ from typing import Any
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.backends import Report
+from edgellm.device_runtime.backends.tensorrt.memory import trim
 
 _LAYERS = "Layers:"
 _IGNORED_INPUT = "Unused Input"
@@ -103,6 +104,7 @@ class EngineFile:
         self.writer = Writer()
 
     def _write(self, data: bytes) -> int:
+        trim()  # the pieces come when the compiler holds most
         try:
             return self._stream.write(data)
         except OSError as error:
