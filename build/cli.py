@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ from edgellm.contract import (
 )
 
 if TYPE_CHECKING:
+    from edgellm.build.fit import Prediction
     from edgellm.device_runtime.backends import Plan
 
 # --onnx-dir is --onnxDir
@@ -118,18 +119,28 @@ def _run(
     onnx_dir: Path, engine_dir: Path, plan: Plan, backend: str, *, is_draft: bool, dry_run: bool
 ) -> None:
     from edgellm.build.draft import build_draft
-    from edgellm.build.engine import build_engine, check_bundle, check_draft_bundle, predict
+    from edgellm.build.engine import build_engine, read_bundle, read_draft_bundle
+    from edgellm.build.fit import predict
 
     if dry_run:
-        manifest = (check_draft_bundle if is_draft else check_bundle)(onnx_dir, plan)
-        for line in predict(onnx_dir, manifest, plan, backend).lines():
-            typer.echo(line)
+        manifest = (read_draft_bundle if is_draft else read_bundle)(onnx_dir, plan)
+        prediction = predict(onnx_dir, manifest, plan, backend, engine_dir)
+        show_prediction(prediction, prediction.speed_lines())
         return
     start = time.perf_counter()
     with status() as report:
         build = build_draft if is_draft else build_engine
         built = build(onnx_dir, engine_dir, plan, backend, report)
     _show(built, engine_dir, time.perf_counter() - start)
+
+
+def show_prediction(prediction: Prediction, speed_lines: Sequence[str] = ()) -> None:
+    """What a dry run says; raises `LimitError` where the machine does not suffice."""
+    from edgellm.build.fit import require_fit
+
+    for line in (*prediction.size_lines(), *speed_lines, *prediction.need_lines()):
+        typer.echo(line)
+    require_fit(prediction.needs)
 
 
 def _check_words(prefill: str, quantize: str, kv_cache: str) -> None:

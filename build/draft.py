@@ -5,8 +5,15 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from edgellm.artifact import check_output, publish, require_pair, temporary_folder
-from edgellm.build.engine import check_draft_bundle, check_fit, provenance, with_kv_dtype
+from edgellm.artifact import (
+    check_output,
+    publish,
+    require_pair,
+    temporary_folder,
+    verify_files,
+)
+from edgellm.build.engine import provenance, read_draft_bundle, with_kv_dtype
+from edgellm.build.fit import predict, require_fit
 from edgellm.contract import (
     DRAFT_FOLDER,
     MANIFEST_NAME,
@@ -24,19 +31,21 @@ def build_draft(
     """Build `engine`/draft; a base engine that is already there must be the draft's.
 
     Raises:
-        BrokenArtifactError: the draft is for another base.
+        BrokenArtifactError: the draft is for another base, or damaged.
         LimitError: memory, disk or the cache would not suffice.
         EdgeLLMError: anything that the backend finds.
     """
     backend = backends.find(backend_name)
-    origin = backend.origin(plan.compiler)
     folder = engine / DRAFT_FOLDER
     check_output(folder, "draft_engine", [])
-    report("checking the bundle")
-    manifest = check_draft_bundle(bundle, plan)
+    manifest = read_draft_bundle(bundle, plan)
     if (engine / MANIFEST_NAME).exists():  # the base may be built after its draft
         require_pair(manifest.draft, load_manifest(engine, EngineManifest), str(bundle))
-    check_fit(backend.estimate(bundle, manifest, plan), engine)
+    prediction = predict(bundle, manifest, plan, backend_name, engine)
+    require_fit(prediction.needs)
+    report("checking the bundle")
+    verify_files(bundle, manifest.files)
+    origin = prediction.origin
     engine.mkdir(parents=True, exist_ok=True)
     with temporary_folder(folder) as temporary:
         compiled = backend.compile_draft(bundle, manifest, plan, temporary, report)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,9 @@ from edgellm.artifact import (
     require_pair,
     temporary_folder,
     verify_files,
+    verify_sizes,
 )
-from edgellm.build.machine import (
-    available_memory_bytes,
-    free_disk_bytes,
-    read_bandwidth_bytes_per_s,
-)
+from edgellm.build.fit import predict, require_fit
 from edgellm.contract import (
     DRAFT_FOLDER,
     MANIFEST_NAME,
@@ -35,48 +31,16 @@ from edgellm.contract import (
     load_manifest,
 )
 from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Estimate, Plan, Report
+from edgellm.device_runtime.backends import Plan, Report
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a build would cost and give on this machine."""
-
-    estimate: Estimate
-    available_memory_bytes: int
-    bandwidth_bytes_per_s: float  # 0: the engine is for another memory than this machine's
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Upper bound of plain decoding: one token reads all weights once."""
-        return self.bandwidth_bytes_per_s / self.estimate.decode_bytes
-
-    def lines(self) -> list[str]:
-        """For people."""
-        mega = 1e6
-        lines = [
-            f"engine            {self.estimate.engine_bytes / mega:10.1f} MB",
-            f"KV cache          {self.estimate.kv_bytes / mega:10.1f} MB",
-            f"peak build memory {self.estimate.peak_build_bytes / mega:10.1f} MB"
-            f" (available {self.available_memory_bytes / mega:.1f} MB)",
-            f"read for a token  {self.estimate.decode_bytes / mega:10.1f} MB",
-        ]
-        if not self.bandwidth_bytes_per_s:
-            return lines
-        return [
-            *lines,
-            f"memory bandwidth  {self.bandwidth_bytes_per_s / 1e9:10.1f} GB/s",
-            f"decode, at most   {self.tokens_per_s:10.1f} tokens/s",
-        ]
-
-
-def check_bundle(bundle: Path, plan: Plan) -> BundleManifest:
-    """Read a base's bundle and make sure that it is whole and that the plan suits it.
+def read_bundle(bundle: Path, plan: Plan) -> BundleManifest:
+    """Look at a base's bundle in no time: is all there, and does the plan suit it?
 
     Raises:
-        BrokenArtifactError: damaged, of another contract, or without hidden taps for a draft.
+        BrokenArtifactError: incomplete, of another contract, or without hidden taps for a draft.
         LimitError: lengths that contradict each other or the model.
     """
     manifest = load_manifest(bundle, BundleManifest)
@@ -86,12 +50,12 @@ def check_bundle(bundle: Path, plan: Plan) -> BundleManifest:
             f"{bundle} gives no features to a draft",
             hint="export it again with edgellm-export llm --is_eagle_base",
         )
-    verify_files(bundle, manifest.files)
+    verify_sizes(bundle, manifest.files)
     return manifest
 
 
-def check_draft_bundle(bundle: Path, plan: Plan) -> DraftBundleManifest:
-    """As `check_bundle`, for a draft's bundle."""
+def read_draft_bundle(bundle: Path, plan: Plan) -> DraftBundleManifest:
+    """As `read_bundle`, for a draft's bundle."""
     manifest = load_manifest(bundle, DraftBundleManifest)
     if not manifest.draft.num_heads and plan.max_draft_tree_size >= plan.kv_capacity:
         raise LimitError(
@@ -99,7 +63,7 @@ def check_draft_bundle(bundle: Path, plan: Plan) -> DraftBundleManifest:
             f"--maxKVCacheCapacity {plan.kv_capacity}",
             hint="a round's drafted rows stand behind the committed ones",
         )
-    verify_files(bundle, manifest.files)
+    verify_sizes(bundle, manifest.files)
     return manifest
 
 
@@ -122,33 +86,25 @@ def _check_lengths(longest: int, plan: Plan) -> None:
         )
 
 
-def predict(
-    bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan: Plan, backend: str
-) -> Prediction:
-    """Sizes and speed before anything is built."""
-    found = backends.find(backend)
-    found.origin(plan.compiler)
-    estimate = found.estimate(bundle, manifest, plan)
-    bandwidth = read_bandwidth_bytes_per_s() if estimate.runs_on_cpu else 0.0
-    return Prediction(estimate, available_memory_bytes(), bandwidth)
-
-
 def build_engine(
     bundle: Path, engine: Path, plan: Plan, backend_name: str, report: Report
 ) -> EngineManifest:
     """Build `engine`, which afterwards holds a whole engine or what it held before.
 
     Raises:
+        BrokenArtifactError: the bundle is damaged.
         LimitError: memory or disk would not suffice.
-        EdgeLLMError: anything that `check_bundle` or the backend finds.
+        EdgeLLMError: anything that `read_bundle` or the backend finds.
     """
     backend = backends.find(backend_name)
-    origin = backend.origin(plan.compiler)
     check_output(engine, "llm_engine", [*TOKENIZER_FILES])
-    report("checking the bundle")
-    manifest = check_bundle(bundle, plan)
+    manifest = read_bundle(bundle, plan)
     _check_draft_there(engine, manifest)
-    check_fit(backend.estimate(bundle, manifest, plan), engine)
+    prediction = predict(bundle, manifest, plan, backend_name, engine)
+    require_fit(prediction.needs)
+    report("checking the bundle")
+    verify_files(bundle, manifest.files)
+    origin = prediction.origin
     with temporary_folder(engine) as folder:
         compiled = backend.compile(bundle, manifest, plan, folder, report)
         for name in TOKENIZER_FILES:
@@ -198,20 +154,3 @@ def provenance(bundle: Path, of_bundle: dict[str, Any]) -> dict[str, Any]:
         "edgellm": version("edgellm"),
         **{f"bundle_{key}": value for key, value in of_bundle.items()},
     }
-
-
-def check_fit(estimate: Estimate, engine: Path) -> None:
-    """Refuse a build that memory or disk cannot hold; raises `LimitError`."""
-    memory, disk = available_memory_bytes(), free_disk_bytes(engine)
-    if estimate.peak_build_bytes > memory:
-        raise LimitError(
-            f"the build needs about {estimate.peak_build_bytes / 1e9:.1f} GB of memory, "
-            f"{memory / 1e9:.1f} GB are available",
-            hint="quantize the model, or build on a machine with more memory",
-        )
-    if 2 * estimate.engine_bytes > disk:
-        raise LimitError(
-            f"the build needs about {2 * estimate.engine_bytes / 1e9:.1f} GB of disk, "
-            f"{disk / 1e9:.1f} GB are free",
-            hint="free some space, or give an --engineDir on another disk",
-        )

@@ -97,6 +97,11 @@ LayerReport = Annotated[
     typer.Option("--layerReport", help="tensorrt: write every kernel to <graph>.layers.json."),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dryRun", "--dry-run", help="Predict sizes and speed, build nothing.")
+    bool,
+    typer.Option(
+        "--dryRun",
+        "--dry-run",
+        help="Predict sizes and speed, say what does not fit, build nothing.",
+    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]

@@ -18,6 +18,11 @@ def available_memory_bytes() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
+    return physical_memory_bytes()
+
+
+def physical_memory_bytes() -> int:
+    """All memory of the machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from edgellm.artifact import check_output, publish, temporary_folder, verify_files
-from edgellm.build.engine import check_fit, provenance
+from edgellm.artifact import (
+    check_output,
+    publish,
+    temporary_folder,
+    verify_files,
+    verify_sizes,
+)
+from edgellm.build.engine import provenance
+from edgellm.build.fit import predict, require_fit
 from edgellm.contract import LimitError, VisualBundleManifest, VisualEngineManifest, load_manifest
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Report, VisualPlan
@@ -14,11 +21,11 @@ from edgellm.multimodal.processors import load as load_processor
 from edgellm.multimodal.processors.settings import FILES as PROCESSOR_FILES
 
 
-def check_visual_bundle(bundle: Path, plan: VisualPlan) -> VisualBundleManifest:
-    """Read a visual bundle and make sure that it is whole and that the plan suits it.
+def read_visual_bundle(bundle: Path, plan: VisualPlan) -> VisualBundleManifest:
+    """Look at a visual bundle in no time: is all there, and does the plan suit it?
 
     Raises:
-        BrokenArtifactError: damaged, or of another contract.
+        BrokenArtifactError: incomplete, or of another contract.
         UnsupportedModelError: settings of the image processor that are not understood.
         LimitError: token limits that contradict each other or the encoder.
     """
@@ -38,7 +45,7 @@ def check_visual_bundle(bundle: Path, plan: VisualPlan) -> VisualBundleManifest:
             f"--maxImageTokensPerImage {per_image}: a tile of this encoder has {tile} tokens",
             hint=f"give --maxImageTokensPerImage {tile} or more",
         )
-    verify_files(bundle, manifest.files)
+    verify_sizes(bundle, manifest.files)
     load_processor(bundle)
     return manifest
 
@@ -49,15 +56,18 @@ def build_visual(
     """Build `engine`, which afterwards holds a whole engine or what it held before.
 
     Raises:
+        BrokenArtifactError: the bundle is damaged.
         LimitError: memory or disk would not suffice.
-        EdgeLLMError: anything that `check_visual_bundle` or the backend finds.
+        EdgeLLMError: anything that `read_visual_bundle` or the backend finds.
     """
     backend = backends.find(backend_name)
-    origin = backend.origin(plan.compiler)
     check_output(engine, "visual_engine", [*PROCESSOR_FILES])
+    manifest = read_visual_bundle(bundle, plan)
+    prediction = predict(bundle, manifest, plan, backend_name, engine)
+    require_fit(prediction.needs)
     report("checking the bundle")
-    manifest = check_visual_bundle(bundle, plan)
-    check_fit(backend.estimate_visual(bundle, manifest, plan), engine)
+    verify_files(bundle, manifest.files)
+    origin = prediction.origin
     with temporary_folder(engine) as folder:
         compiled = backend.compile_visual(bundle, manifest, plan, folder, report)
         for name in PROCESSOR_FILES:

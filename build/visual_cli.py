@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from edgellm.build.cli import show_notes, show_size, status
+from edgellm.build.cli import show_notes, show_prediction, show_size, status
 from edgellm.build.flags import (
     Backend,
     Debug,
+    DryRun,
     EngineDir,
     LayerReport,
     OnnxDir,
@@ -62,11 +63,13 @@ def visual_build(
     opt_level: OptLevel = None,
     timing_cache: TimingCache = None,
     layer_report: LayerReport = False,
+    dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Build a visual engine for this machine from the bundle of an encoder."""
     del debug  # read by run_command
-    from edgellm.build.visual import build_visual
+    from edgellm.build.fit import predict
+    from edgellm.build.visual import build_visual, read_visual_bundle
     from edgellm.device_runtime.backends import CompilerOptions, VisualPlan
 
     if quantize not in ("none", "int8"):
@@ -75,6 +78,10 @@ def visual_build(
     plan = VisualPlan(
         min_image_tokens, max_image_tokens, max_per_image, threads, quantize, compiler
     )
+    if dry_run:
+        manifest = read_visual_bundle(onnx_dir, plan)
+        show_prediction(predict(onnx_dir, manifest, plan, backend, engine_dir))
+        return
     start = time.perf_counter()
     with status() as report:
         built = build_visual(onnx_dir, engine_dir, plan, backend, report)

@@ -73,6 +73,8 @@ class Estimate:
     peak_build_bytes: int
     decode_bytes: int  # read from memory for one token, without the KV cache
     runs_on_cpu: bool = True  # this machine's memory is what it is read from
+    scratch_bytes: int = 0  # of the largest pass, where it is not part of the libraries
+    device_bytes: int = 0  # memory of the GPU that runs it; 0: the CPU does, or it is not here
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,10 @@ import pytest
 from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_size
 
 from edgellm.artifact import verify_files
-from edgellm.contract import BundleManifest, EngineManifest, load_manifest
+from edgellm.build import cli, fit
+from edgellm.build.engine import build_engine
+from edgellm.contract import BundleManifest, EngineManifest, LimitError, load_manifest
+from edgellm.device_runtime.backends import Plan
 
 SMALL = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
 
@@ -122,22 +125,43 @@ def test_a_bundle_is_no_engine_folder(command, bundle):
     verify_files(bundle, load_manifest(bundle, BundleManifest).files)
 
 
-def test_too_little_memory_is_said_before_the_work(tiny_bundle, tmp_path, monkeypatch):
-    from edgellm.build import engine
-    from edgellm.contract import LimitError
-    from edgellm.device_runtime.backends import Plan
+FULL = {"available_memory_bytes": 1_000_000, "physical_memory_bytes": 1000, "free_disk_bytes": 1000}
 
-    monkeypatch.setattr(engine, "available_memory_bytes", lambda: 1_000_000)
-    with pytest.raises(LimitError, match=r"0\.0 GB are available"):
-        engine.build_engine(
-            tiny_bundle, tmp_path / "e", Plan(16, 32, 1, "auto"), "auto", lambda _: None
-        )
-    monkeypatch.undo()
-    monkeypatch.setattr(engine, "free_disk_bytes", lambda _: 1000)
+
+@pytest.mark.parametrize(
+    ("short", "said", "remedy"),
+    [
+        (("available_memory_bytes",), r"0\.0 GB are available", "quantize the model"),
+        (("free_disk_bytes",), "of disk", "free some space"),
+        (("physical_memory_bytes",), "the engine needs .* the machine has", "--maxKVCacheCapacity"),
+        (tuple(FULL), "are available; .* of disk, .*; the engine needs", "free some space"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_the_work(
+    tiny_bundle, tmp_path, monkeypatch, short, said, remedy
+):
+    """Before the bundle is read, too, which takes its time: its damage is not even seen."""
+    bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    weights = bundle / "model.weights"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    for name in short:
+        monkeypatch.setattr(fit, name, lambda *_, size=FULL[name]: size)
+    with pytest.raises(LimitError, match=said) as caught:
+        build_engine(bundle, tmp_path / "e", Plan(16, 32, 1, "auto"), "auto", lambda _: None)
+    assert remedy in caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_a_dry_run_shows_all_that_does_not_fit(tiny_bundle, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fit, "free_disk_bytes", lambda _: 1000)
+    arguments = ["--onnxDir", tiny_bundle, "--engineDir", tmp_path / "e", *SMALL, "--dryRun"]
     with pytest.raises(LimitError, match="of disk"):
-        engine.build_engine(
-            tiny_bundle, tmp_path / "e", Plan(16, 32, 1, "auto"), "auto", lambda _: None
-        )
+        cli.app(list(map(str, arguments)), standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("ok     compiler: 1.") for line in lines)
+    assert any(line.startswith("ok     build memory: ") for line in lines)
+    fault = next(index for index, line in enumerate(lines) if line.startswith("fault  disk: "))
+    assert lines[fault + 1].startswith("       remedy: free some space")
 
 
 def test_ctrl_c_keeps_the_old_engine(command, tiny_bundle, tmp_path):

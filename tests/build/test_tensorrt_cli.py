@@ -10,7 +10,10 @@ from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_s
 from tensorrt_bundles import Bundles
 
 from edgellm.artifact import verify_files
-from edgellm.contract import EngineManifest, VisualEngineManifest, load_manifest
+from edgellm.build.fit import predict
+from edgellm.contract import BundleManifest, EngineManifest, VisualEngineManifest, load_manifest
+from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime.backends.tensorrt import compiler, library
 from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
 
 pytest.importorskip(
@@ -61,6 +64,11 @@ def test_an_encoder(command, tmp_path):
     result = command("visual_build", *flags, "--gpu", "sm120")
     assert result.returncode == 0, result.stderr
     assert load_manifest(tmp_path / "engine", VisualEngineManifest).machine == "sm120"
+    dry = command("visual_build", *flags[:2], "--engineDir", tmp_path / "e", *flags[4:],
+                  "--gpu", "sm120", "--dryRun")  # fmt: skip
+    assert dry.returncode == 0, dry.stderr
+    assert "ok     disk: " in dry.stdout
+    assert not (tmp_path / "e").exists()
 
 
 def test_dry_run_predicts_the_engine(command, int4_bundle, tmp_path):
@@ -68,6 +76,29 @@ def test_dry_run_predicts_the_engine(command, int4_bundle, tmp_path):
     assert predicted.returncode == 0, predicted.stderr
     assert "tokens/s" not in predicted.stdout  # of another memory than this machine's
     assert not (tmp_path / "engine").exists()
+
+
+def test_dry_runs_say_what_fits_and_what_the_gpu_lacks(command, half_bundle, tmp_path):
+    fits = _build(command, half_bundle, tmp_path / "engine", *ADA, "--dryRun")
+    assert fits.returncode == 0, fits.stderr
+    assert "ok     compiler: TensorRT-RTX 1.7.1" in fits.stdout
+    assert "ok     build memory: " in fits.stdout
+    assert "engine memory" not in fits.stdout  # the GPU is not here
+    lacks = Bundles(tmp_path).make("base", "fp8")
+    result = _build(command, lacks, tmp_path / "engine", *SMALL, "--gpu", "8.6", "--dryRun")
+    assert_one_line_error(result, "FP8 needs a GPU of compute capability 8.9", "hint: quantize")
+
+
+@pytest.mark.parametrize(("size", "fits"), [(8 << 30, True), (1 << 20, False)])
+def test_the_memory_of_this_gpu(half_bundle, tmp_path, monkeypatch, size, fits):
+    monkeypatch.setattr(compiler, "memory_bytes", lambda: size)
+    monkeypatch.setattr(library, "compute_capability", lambda: 89)
+    plan = Plan(48, 64, 0, "auto")
+    manifest = load_manifest(half_bundle, BundleManifest)
+    needs = predict(half_bundle, manifest, plan, "tensorrt", tmp_path).needs
+    assert needs[-1].what == "engine memory"
+    assert ("the GPU has 8.6 GB" if fits else "the GPU has 0.0 GB") in needs[-1].found
+    assert bool(needs[-1].remedy) != fits
 
 
 @has_no_gpu

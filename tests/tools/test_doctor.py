@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from edgellm.build import fit
 from edgellm.tools.doctor import checks, jetpack
 from edgellm.tools.doctor.checks import FAULT, NOTE, OK, Finding, examine
+from edgellm.tools.doctor.fit import examine_bundle
 from edgellm.tools.doctor.machine import Machine
 
 ORIN_6 = "# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic, EABI: aarch64\n"
@@ -121,3 +123,18 @@ def test_the_command():
     assert any(line.startswith("ok     --backend onnxruntime: ") for line in lines)
     assert all(line.startswith(("ok ", "note ", "fault ", "       remedy: ")) for line in lines)
     assert Path("/proc/meminfo").exists() == any(": " in x and "GB are free" in x for x in lines)
+
+
+def test_a_bundle_that_fits_and_one_that_does_not(tiny_bundle, tmp_path, monkeypatch):
+    """The same questions as those of llm_build; a draft's and an encoder's go the same way."""
+    found = list(examine_bundle(tiny_bundle, "onnxruntime", ""))
+    whats = ["compiler", "build memory", "disk", "engine memory"]
+    assert [(each.what, each.status) for each in found] == [(what, OK) for what in whats]
+    monkeypatch.setattr(fit, "available_memory_bytes", lambda: 1000)
+    faults = [each for each in examine_bundle(tiny_bundle, "auto", "") if each.status == FAULT]
+    assert [each.what for each in faults] == ["build memory"]
+    assert "quantize the model" in faults[0].remedy
+    (nothing,) = examine_bundle(tmp_path, "auto", "")
+    assert nothing.status == FAULT
+    (foreign,) = examine_bundle(tiny_bundle, "onnxruntime", "8.9")
+    assert (foreign.status, foreign.found) == (FAULT, "--gpu is not for ONNX Runtime")

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from edgellm.command import run_command
+from edgellm.build.flags import Backend, TargetSm
+from edgellm.command import ONE_CASE, run_command
 
-app = typer.Typer(add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings=ONE_CASE,
+)
 
 
 @app.command()
 def doctor(
+    onnx_dir: Annotated[
+        Path | None,
+        typer.Option("--onnxDir", help="A bundle: can it be built here, with usual lengths?"),
+    ] = None,
+    backend: Backend = "auto",
+    target_sm: TargetSm = "",
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Look at driver, CUDA, JetPack, memory, power mode, packages; exit code 1 for a fault."""
@@ -20,8 +34,12 @@ def doctor(
     from edgellm.tools.doctor.checks import FAULT, examine
     from edgellm.tools.doctor.machine import Machine
 
-    faults = 0
-    for finding in examine(Machine()):
+    faults, findings = 0, examine(Machine())
+    if onnx_dir is not None:
+        from edgellm.tools.doctor.fit import examine_bundle
+
+        findings = chain(findings, examine_bundle(onnx_dir, backend, target_sm))
+    for finding in findings:
         typer.echo(f"{finding.status:5}  {finding.what}: {finding.found}")
         if finding.remedy:
             typer.echo(f"       remedy: {finding.remedy}")

@@ -30,6 +30,7 @@ from edgellm.device_runtime.backends import (
     VisualPlan,
 )
 from edgellm.device_runtime.backends.tensorrt.builder import Built, build
+from edgellm.device_runtime.backends.tensorrt.gpu import memory_bytes
 from edgellm.device_runtime.backends.tensorrt.layers import Kernel
 from edgellm.device_runtime.backends.tensorrt.library import find_target
 from edgellm.device_runtime.backends.tensorrt.lowering import lower_decoder, lower_graph
@@ -40,7 +41,7 @@ from edgellm.device_runtime.backends.tensorrt.passes import (
     draft_passes,
     image_pass,
 )
-from edgellm.device_runtime.backends.tensorrt.sizes import estimate_graphs
+from edgellm.device_runtime.backends.tensorrt.sizes import Sizes, estimate_graphs
 from edgellm.device_runtime.lowering.linear_weights import weight_kinds
 from edgellm.device_runtime.lowering.weights import WeightFile
 
@@ -122,8 +123,14 @@ def estimate(bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan:
     else:
         decoder = manifest.decoder
     _check_types(models, plan.compiler)
-    kv_bytes = decoder.kv.bytes_per_token * plan.kv_capacity
-    return estimate_graphs(models, _dtype(manifest.dtype), len(passes), kv_bytes)
+    sizes = Sizes(
+        passes=len(passes),
+        rows=max(each.max_rows for each in passes),
+        kv_bytes=decoder.kv.bytes_per_token * plan.kv_capacity,
+        capacity=plan.kv_capacity,
+        device_bytes=_device_bytes(plan.compiler),
+    )
+    return estimate_graphs(models, _dtype(manifest.dtype), sizes)
 
 
 def estimate_visual(bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan) -> Estimate:
@@ -131,7 +138,15 @@ def estimate_visual(bundle: Path, manifest: VisualBundleManifest, plan: VisualPl
     _refuse_rounding(plan.quantize)
     model = ir.load(bundle / "model.onnx")
     _check_types([model], plan.compiler)
-    return estimate_graphs([model], _dtype(manifest.dtype), 1, 0)
+    tokens = max(1, manifest.vision.tokens_per_tile)  # rows are patches, or tiles of tokens
+    rows = image_pass(plan, manifest.vision).max_rows * tokens
+    sizes = Sizes(passes=1, rows=rows, device_bytes=_device_bytes(plan.compiler))
+    return estimate_graphs([model], _dtype(manifest.dtype), sizes)
+
+
+def _device_bytes(options: CompilerOptions) -> int:
+    """Memory of the GPU, if an engine is compiled for the one that is here."""
+    return 0 if options.target_sm else memory_bytes()
 
 
 def _check_plan(plan: Plan) -> None:

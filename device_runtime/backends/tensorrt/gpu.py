@@ -9,17 +9,39 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 def compute_capability() -> int | None:
     """That of the first GPU, 89 for 8.9; None without a GPU or without its driver."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    asked = _ask(
+        ("cuDeviceGetAttribute", ctypes.byref(major), _MAJOR),
+        ("cuDeviceGetAttribute", ctypes.byref(minor), _MINOR),
+    )
+    return 10 * major.value + minor.value if asked else None
+
+
+def memory_bytes() -> int:
+    """All memory of the first GPU, on a Jetson the system's; 0 without a GPU."""
+    size = ctypes.c_size_t()
+    return size.value if _ask(("cuDeviceTotalMem_v2", ctypes.byref(size))) else 0
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA that the driver runs, (13, 0) for 13.0; None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    calls = (
-        (driver.cuInit, 0),
-        (driver.cuDeviceGet, ctypes.byref(device), 0),
-        (driver.cuDeviceGetAttribute, ctypes.byref(major), _MAJOR, device),
-        (driver.cuDeviceGetAttribute, ctypes.byref(minor), _MINOR, device),
-    )
-    if any(function(*arguments) for function, *arguments in calls):
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)):
         return None
-    return 10 * major.value + minor.value
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def _ask(*questions: tuple) -> bool:
+    """Functions of the driver that take a device last; whether there is one and it answers."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    device = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return False
+    return not any(getattr(driver, name)(*rest, device) for name, *rest in questions)

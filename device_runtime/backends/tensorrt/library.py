@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.backends import Origin
-from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
+from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability, driver_cuda
 
 _MINIMUM = (10, 15)  # of TensorRT: caches that are updated in place, rotary embeddings
+_OLDEST_CUDA = (12, 0)
 FEATURES = ("IAttention", "IKVCacheUpdateLayer", "IRotaryEmbeddingLayer", "IStreamWriter")
 _NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}
 _HINT = (
@@ -79,8 +81,8 @@ def find_target(wanted: str) -> Target:
         wanted: compute capability of a GPU, "8.9", "89" or "sm89"; "" is this machine's.
 
     Raises:
-        EdgeLLMError: no library, no GPU here while none is named, or one that the library does
-            not compile for.
+        EdgeLLMError: no library, no GPU here while none is named, one that the library does not
+            compile for, or a driver that is too old for it.
     """
     library = find_library(ahead_of_time=bool(wanted))
     sm = parse_sm(wanted) if wanted else compute_capability()
@@ -95,7 +97,29 @@ def find_target(wanted: str) -> Target:
             f"{library.label} does not compile for compute capability {sm // 10}.{sm % 10}",
             hint=f"it does for {shown}; elsewhere install TensorRT on the device itself",
         )
+    if not library.is_ahead_of_time:
+        _require_driver(library)
     return Target(library, sm)
+
+
+def _require_driver(library: Library) -> None:
+    """Refuse a driver that is older than the CUDA which TensorRT was made for."""
+    found, needed = driver_cuda(), _needed_cuda()
+    if found is not None and found < needed:
+        raise EdgeLLMError(
+            f"{library.label} needs CUDA {needed[0]}, the NVIDIA driver runs CUDA "
+            f"{found[0]}.{found[1]} at most",
+            hint="install a newer NVIDIA driver; on a Jetson flash JetPack 7.2",
+        )
+
+
+def _needed_cuda() -> tuple[int, int]:
+    """13 where pip installed tensorrt-cu13, else the oldest of TensorRT 10.15."""
+    try:
+        importlib.metadata.distribution("tensorrt-cu13")
+    except importlib.metadata.PackageNotFoundError:
+        return _OLDEST_CUDA
+    return 13, 0
 
 
 def installed() -> dict[str, Any]:

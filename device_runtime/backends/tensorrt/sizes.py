@@ -7,6 +7,7 @@ measured with TensorRT-RTX 1.7 (`python benchmarks/tensorrt_engines.py`).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -21,20 +22,46 @@ _COPIES_OF_4_BITS = 1.3  # more than the one: these are laid out anew
 _KERNEL_BYTES = 3 << 20  # kernels of a pass, alike in all layers
 
 
-def estimate_graphs(
-    models: list[ir.Model], dtype: ir.DataType, passes: int, kv_bytes: int
-) -> Estimate:
-    """Predict an engine of several portable graphs, each compiled for so many passes."""
-    engine = peak = decode = 0
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the passes that an engine is compiled for."""
+
+    passes: int
+    rows: int  # of the longest
+    kv_bytes: int = 0
+    capacity: int = 0  # rows of the cache
+    device_bytes: int = 0  # memory of the GPU, 0 where it is not here
+
+
+def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) -> Estimate:
+    """Predict an engine of several portable graphs, each compiled for all passes."""
+    engine = peak = decode = scratch = 0
     for model in models:
         linears, tables = _linear_bytes(model, dtype), _table_bytes(model, dtype)
         weights = sum({**tables, **linears}.values())  # a tied head is in both
         attentions = sum(node.op_type == "Attention" for node in model.graph)
-        engine += weights + _KERNEL_BYTES * passes
+        engine += weights + _KERNEL_BYTES * sizes.passes
         working = int(_COPIES_OF_4_BITS * _bytes_of_4_bits(model))
         peak = max(peak, weights + working + _COMPILER_BYTES + _LAYER_BYTES * attentions)
         decode += sum(linears.values())
-    return Estimate(engine, kv_bytes, peak, decode, runs_on_cpu=False)
+        scratch = max(scratch, _scratch_bytes(model, dtype, sizes))
+    return Estimate(
+        engine, sizes.kv_bytes, peak, decode, runs_on_cpu=False,
+        scratch_bytes=scratch, device_bytes=sizes.device_bytes,
+    )  # fmt: skip
+
+
+def _scratch_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> int:
+    """Of the longest pass: the mask, three tensors of the widest layer, four of the narrowest.
+
+    The head, which is the last one, reads few of its rows.
+    """
+    weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
+    shapes = [part.shape for weight in weights[:-1] if weight for part in weight.parts]
+    if not shapes:
+        return 0
+    widest, hidden = max(map(max, shapes)), min(width for width, _ in shapes)
+    return int(sizes.rows * (sizes.capacity + 3 * widest + 4 * hidden) * dtype.itemsize)
 
 
 def _linear_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:

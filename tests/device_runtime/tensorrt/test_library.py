@@ -68,6 +68,23 @@ def test_too_old(pretend, module, said):
 
 
 @pytest.mark.parametrize(
+    ("driver", "needed", "said"),
+    [((12, 4), (13, 0), "needs CUDA 13, the NVIDIA driver runs CUDA 12.4 at most"),
+     ((13, 0), (13, 0), ""), (None, (12, 0), "")],
+)  # fmt: skip
+def test_drivers_older_than_the_library(pretend, monkeypatch, driver, needed, said):
+    pretend(full=_module("tensorrt", "10.16.2.10"), sm=110)
+    monkeypatch.setattr(library, "driver_cuda", lambda: driver)
+    monkeypatch.setattr(library, "_needed_cuda", lambda: needed)
+    if not said:
+        assert library.find_target("").sm == 110
+        return
+    with pytest.raises(EdgeLLMError, match=said) as caught:
+        library.find_target("")
+    assert "install a newer NVIDIA driver" in caught.value.hint
+
+
+@pytest.mark.parametrize(
     ("text", "sm"), [("89", 89), ("8.9", 89), ("sm120", 120), ("SM_12.0", 120)]
 )
 def test_spellings_of_a_gpu(text, sm):

@@ -1,0 +1,142 @@
+"""Whether this machine can build an engine and hold it; asked before any long work.
+
+Packages, the driver, and precisions that a GPU lacks are the backend's own questions; what is
+counted in bytes is compared here. `edgellm-doctor --onnxDir` asks the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgellm.build.machine import (
+    available_memory_bytes,
+    free_disk_bytes,
+    physical_memory_bytes,
+    read_bandwidth_bytes_per_s,
+)
+from edgellm.contract import (
+    BundleManifest,
+    DraftBundleManifest,
+    LimitError,
+    VisualBundleManifest,
+)
+from edgellm.device_runtime import backends
+from edgellm.device_runtime.backends import Estimate, Origin, Plan, VisualPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Something that a build or its engine needs."""
+
+    what: str
+    found: str
+    remedy: str = ""  # where it does not suffice
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a build would cost and give on this machine."""
+
+    origin: Origin
+    estimate: Estimate
+    needs: tuple[Need, ...]
+
+    def tokens_per_s(self, bandwidth_bytes_per_s: float) -> float:
+        """Upper bound of plain decoding: one token reads all weights once."""
+        return bandwidth_bytes_per_s / self.estimate.decode_bytes
+
+    def size_lines(self) -> list[str]:
+        """For people."""
+        sizes = (
+            ("engine", self.estimate.engine_bytes),
+            ("KV cache", self.estimate.kv_bytes),
+            ("scratch memory", self.estimate.scratch_bytes),
+            ("peak build memory", self.estimate.peak_build_bytes),
+        )
+        return [f"{name:17} {size / 1e6:10.1f} MB" for name, size in sizes if size]
+
+    def speed_lines(self) -> list[str]:
+        """For people: of a decoder; measures this machine's memory if the engine runs there."""
+        lines = [f"read for a token  {self.estimate.decode_bytes / 1e6:10.1f} MB"]
+        if not self.estimate.runs_on_cpu:
+            return lines
+        bandwidth = read_bandwidth_bytes_per_s()
+        return [
+            *lines,
+            f"memory bandwidth  {bandwidth / 1e9:10.1f} GB/s",
+            f"decode, at most   {self.tokens_per_s(bandwidth):10.1f} tokens/s",
+        ]
+
+    def need_lines(self) -> list[str]:
+        """For people: what fits, and what to do about the rest."""
+        lines = [f"ok     compiler: {self.origin.version}, for {self.origin.machine}"]
+        for need in self.needs:
+            lines.append(f"{'fault' if need.remedy else 'ok':5}  {need.what}: {need.found}")
+            if need.remedy:
+                lines.append(f"       remedy: {need.remedy}")
+        return lines
+
+
+def predict(
+    bundle: Path,
+    manifest: BundleManifest | DraftBundleManifest | VisualBundleManifest,
+    plan: Plan | VisualPlan,
+    backend_name: str,
+    engine: Path,
+) -> Prediction:
+    """Sizes, and what they need of this machine, from the bundle's graphs alone.
+
+    Raises:
+        EdgeLLMError: no such backend, it cannot work here, or the GPU lacks the precision.
+    """
+    backend = backends.find(backend_name)
+    origin = backend.origin(plan.compiler)
+    if isinstance(manifest, VisualBundleManifest):
+        assert isinstance(plan, VisualPlan)
+        estimate = backend.estimate_visual(bundle, manifest, plan)
+    else:
+        assert isinstance(plan, Plan)
+        estimate = backend.estimate(bundle, manifest, plan)
+    return Prediction(origin, estimate, tuple(_needs(estimate, engine)))
+
+
+def _needs(estimate: Estimate, engine: Path) -> list[Need]:
+    memory, disk = available_memory_bytes(), free_disk_bytes(engine)
+    peak, files = estimate.peak_build_bytes, 2 * estimate.engine_bytes
+    device = physical_memory_bytes() if estimate.runs_on_cpu else estimate.device_bytes
+    held = estimate.engine_bytes + estimate.kv_bytes + estimate.scratch_bytes
+    needs = [
+        Need(
+            "build memory",
+            f"the build needs about {_size(peak)} of memory, {_size(memory)} are available",
+            "quantize the model, or build on a machine with more memory" if peak > memory else "",
+        ),
+        Need(
+            "disk",
+            f"the build needs about {_size(files)} of disk, {_size(disk)} are free",
+            "free some space, or give an --engineDir on another disk" if files > disk else "",
+        ),
+    ]
+    if not device:  # compiled for another machine
+        return needs
+    where = "machine" if estimate.runs_on_cpu else "GPU"
+    cache = f", or give a smaller --maxKVCacheCapacity (it takes {_size(estimate.kv_bytes)})"
+    remedy = f"quantize the model{cache if estimate.kv_bytes else ''}"
+    found = f"the engine needs about {_size(held)} of memory, the {where} has {_size(device)}"
+    return [*needs, Need("engine memory", found, remedy if held > device else "")]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+def require_fit(needs: Sequence[Need]) -> None:
+    """Refuse a build that memory or disk cannot hold; raises `LimitError` with all remedies."""
+    lacking = [need for need in needs if need.remedy]
+    if lacking:
+        raise LimitError(
+            "; ".join(need.found for need in lacking),
+            hint="; ".join(need.remedy for need in lacking),
+        )
