@@ -80,10 +80,10 @@ def test_a_build_holds_one_copy_of_the_weights(watched):
 
 
 def test_the_prediction_covers_the_build(watched):
-    from edgellm.build.engine import check_bundle
+    from edgellm.build.engine import read_bundle
     from edgellm.device_runtime.backends import find
 
     bundle, peak = watched
     plan = Plan(1024, 4096, 0, "auto", compiler=CompilerOptions(target_sm="12.0"))
-    predicted = find("tensorrt").estimate(bundle, check_bundle(bundle, plan), plan)
+    predicted = find("tensorrt").estimate(bundle, read_bundle(bundle, plan), plan)
     assert peak.anonymous_bytes < predicted.peak_build_bytes < 1.25 * peak.anonymous_bytes
