@@ -49,7 +49,9 @@ class Method:
 
 _FIXED = SpecOptions(top_k=8, steps=5, verify_size=16, tree="fixed")
 _EAGLE2 = SpecOptions(top_k=10, steps=6, verify_size=60, tree="fixed")
-_STATIC = SpecOptions(choices=NAMED["mc_sim_7b_63"])
+_CHOICES = NAMED["mc_sim_7b_63"]
+_STATIC = SpecOptions(choices=_CHOICES)
+_THREE_LEVELS = SpecOptions(choices=tuple(path for path in _CHOICES if len(path) <= 3))
 METHODS = {
     "plain": Method(None),
     "ngram": Method(SpecOptions(network=None, lookups=("ngram",))),
@@ -61,7 +63,7 @@ METHODS = {
     "eagle1-static": Method(_STATIC, "eagle1"),
     "eagle2": Method(_EAGLE2, "eagle1"),
     "eagle1": Method(SpecOptions(), "eagle1"),
-    "medusa-static": Method(_STATIC, "medusa"),
+    "medusa-static": Method(_THREE_LEVELS, "medusa"),  # of heads that take no hours
     "medusa": Method(SpecOptions(), "medusa"),
     "model": Method(None),  # its options name an engine
     "auto": Method(SpecOptions(network="auto")),

@@ -86,7 +86,7 @@ class ModelDrafter(TreeDrafter):
             result = self._session.run(piece, self._length, np.array([len(piece) - 1]))
             self._length += len(piece)
             self._root = self._candidates(result.logits)
-        if len(waiting) <= self._limits.steps + 1:  # not a prompt or a pause
+        if len(waiting) <= self._limits.round_rows:  # not a prompt or a pause
             self._spent_ms += price(self._costs.extend, len(waiting))
 
     def _candidates(self, logits: F32) -> tuple[I64, F64]:

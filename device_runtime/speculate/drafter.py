@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -91,6 +92,7 @@ class TreeDrafter:
         self._pool: Pool | None = None
         self._spent_ms = 0.0  # what this round's passes of a network cost
         self._is_networked = False  # whether the network drafted in this round
+        self._opened_at: float | None = None  # seconds; when the gate was asked about this round
 
     def begin(self, token_ids: Sequence[int]) -> None:
         """Forget the answer before."""
@@ -116,6 +118,8 @@ class TreeDrafter:
         """Let the network read what was committed, unless it pauses."""
         if not self._policy.is_worthwhile():
             return
+        if self._gate is not None:
+            self._opened_at = time.perf_counter()
         foreseen = max((source.expected() for source in self._lookups), default=0.0)
         if self._gate is None or self._gate.opens(foreseen):
             self._read()
@@ -125,6 +129,7 @@ class TreeDrafter:
 
     def propose(self, root: int, room: int, levels: int) -> Tree:
         """See `Drafter.propose`."""
+        deepest = min(levels, self._limits.text_steps)
         levels = min(levels, self._limits.steps)
         room = min(room, self._limits.verify_size - 1)
         self._is_networked = self._is_ready()
@@ -137,7 +142,7 @@ class TreeDrafter:
             self._grow(pool, levels)
         self._ends = [pool.count]
         for source in self._lookups:
-            source.merge(pool, levels)
+            source.merge(pool, deepest)
             self._ends.append(pool.count)
         tree, self._chosen = pool.tree(self._policy.select(pool, room))
         return tree
@@ -163,11 +168,10 @@ class TreeDrafter:
                 if own.any():
                     learner.learn(self._pool.confidences[nodes[own]], on_path[judged[own]])
         self._policy.end_round(emitted, self._spent_ms, len(tree))
-        if self._gate is not None:
-            self._gate.learn(
-                networked=self._is_networked, tokens=emitted, drafted_ms=self._spent_ms,
-                rows=len(tree),
-            )  # fmt: skip
+        if self._gate is not None and self._opened_at is not None:
+            ms = (time.perf_counter() - self._opened_at) * 1e3
+            self._gate.learn(networked=self._is_networked, tokens=emitted, ms=ms)
+            self._opened_at = None
         self._spent_ms = 0.0
 
     def confidences(self, tree: Tree) -> list[float]:

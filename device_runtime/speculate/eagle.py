@@ -65,7 +65,7 @@ class EagleDrafter(TreeDrafter):
     def _read(self) -> None:
         """Write the committed rows that wait; the last gives the root's children."""
         for rows, result in self._rows.write(self._limits.top_k):
-            if rows <= self._limits.steps + 1:  # not a prompt or a pause, which no tree can change
+            if rows <= self._limits.round_rows:  # not a prompt or a pause, which no tree can change
                 self._spent_ms += price(self._costs.extend, rows)
             self._root_ids = result.token_ids.copy()
             self._root_log_probs = result.log_probs.astype(np.float64)

@@ -2,6 +2,8 @@
 
 Both are measured by tokens per millisecond, apart for rounds in which the text foresees much and
 for those in which it foresees little: a stretch of text has its tokens, however they are decoded.
+The milliseconds are the clock's. What the build measured, over one length of context, is no judge
+here: passes of the base grow with the context, a draft's hardly do.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from edgellm.device_runtime.speculate.policy import Costs, price
+from edgellm.device_runtime.speculate.policy import Costs
 
 _FORESEEN = (0.3, 1.0, 2.5)  # tokens; edges between the kinds of rounds
 _MEMORY = 0.02  # weight of the newest round
 _TRIAL = 10  # rounds
 _SHORTEST, _LONGEST = 64, 1024  # rounds until the other side is tried again
+_OUTLIER = 4  # times a side's mean; slower rounds are the machine's doing
 
 
 @dataclass(slots=True)
@@ -33,7 +36,7 @@ class _Side:
     def learn(self, tokens: int, ms: float) -> None:
         """One more round."""
         self.rounds += 1
-        weight = max(_MEMORY, 1 / (self.rounds + 1))
+        weight, ms = max(_MEMORY, 1 / (self.rounds + 1)), min(ms, _OUTLIER * self.ms)
         self.tokens += weight * (tokens - self.tokens)
         self.ms += weight * (ms - self.ms)
 
@@ -50,12 +53,13 @@ class _Kind:
 
     def choose(self) -> bool:
         """Whether the network drafts."""
-        if self.sides[True].rounds < _TRIAL:
-            return True
+        for side in (True, False):
+            if self.sides[side].rounds < _TRIAL:
+                return side
         if self.away >= self.patience:
             self.tried, self.trial, self.away = not self._better(), _TRIAL, 0
             self.patience = min(2 * self.patience, _LONGEST)
-            self.sides[self.tried].rounds = 0  # what it gave long ago counts for one round
+            self.sides[self.tried].rounds = _TRIAL  # what it gave long ago counts for little
         return self.tried if self.trial else self._better()
 
     def _better(self) -> bool:
@@ -75,8 +79,7 @@ class NetworkGate:
     """See the module."""
 
     def __init__(self, costs: Costs) -> None:
-        """`costs`: of the engine."""
-        self._costs = costs
+        """`costs`: of the engine, for a start."""
         plain_ms = float(costs.verify[1])
         guesses = (0.0, *_FORESEEN)
         self._kinds = [
@@ -90,7 +93,6 @@ class NetworkGate:
         self._kind = self._kinds[bisect.bisect(_FORESEEN, foreseen)]
         return self._kind.choose()
 
-    def learn(self, *, networked: bool, tokens: int, drafted_ms: float, rows: int) -> None:
-        """What the round gave: its tokens, its draft passes' cost and the verified rows."""
-        ms = drafted_ms + price(self._costs.verify, rows)
+    def learn(self, *, networked: bool, tokens: int, ms: float) -> None:
+        """What the round gave, and how long it took."""
         self._kind.learn(networked, tokens, ms)

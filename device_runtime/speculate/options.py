@@ -82,7 +82,9 @@ class SpecOptions:
         if self.choices:
             return self._static_limits(top_k, steps)
         size = min(default.verify_size, built_size)
-        return TreeLimits(top_k, steps, size if self.verify_size is None else self.verify_size)
+        size = size if self.verify_size is None else self.verify_size
+        text_steps = default.text_steps if self.steps is None else self.steps
+        return TreeLimits(top_k, steps, size, text_steps=text_steps)
 
     def _static_limits(self, top_k: int, steps: int) -> TreeLimits:
         """What the choices take of the bounds."""

@@ -24,9 +24,15 @@ class TreeLimits:
     """The user's flags; upper bounds."""
 
     top_k: int = 10  # children of a node
-    steps: int = 6  # levels
+    steps: int = 6  # levels of a network
     verify_size: int = 60  # nodes, root included
     static_rows: int | None = None  # nodes with children of a static tree
+    text_steps: int = 16  # levels of what text foresees, which costs no passes of a network
+
+    @property
+    def round_rows(self) -> int:
+        """Tokens that a round commits at most."""
+        return 1 + max(self.steps, self.text_steps)
 
     @property
     def draft_rows(self) -> int:

@@ -190,7 +190,7 @@ def _open_eagle(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _
     session = backends.find(manifest.backend).open_draft_session(folder, manifest)
     costs = _eagle_costs(order, session, manifest)
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
-    rows = CommittedRows(session, order.limits.steps + 1, image_ids)
+    rows = CommittedRows(session, order.limits.round_rows, image_ids)
 
     def make(policy: Policy, lookups: Sequence[LookupSource], gate: NetworkGate | None) -> Drafter:
         return EagleDrafter(

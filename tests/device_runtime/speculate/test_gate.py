@@ -36,16 +36,14 @@ PLAIN, BAD, FAIR, GOOD = (
 CHAIN = Rounds(2.6, 0, 4)
 
 
-def run(gate, random, foreseen, network, text, rounds) -> list[bool]:
+def run(gate, random, foreseen, network, text, rounds, pace=1.0) -> list[bool]:
     """The sides that the gate chose."""
     sides = []
     for _ in range(rounds):
         sides.append(gate.opens(foreseen))
         mean = network if sides[-1] else text
         tokens = 1 + int(random.poisson(mean.tokens - 1))
-        gate.learn(
-            networked=sides[-1], tokens=tokens, drafted_ms=mean.drafted_ms, rows=mean.rows
-        )  # fmt: skip
+        gate.learn(networked=sides[-1], tokens=tokens, ms=mean.ms * pace)
     return sides
 
 
@@ -87,7 +85,17 @@ def test_another_workload_changes_its_mind(seed):
     assert efficiency(run(gate, random, 0.0, GOOD, PLAIN, 4000)[2000:], GOOD, PLAIN) > 0.95
 
 
-def test_the_text_is_taken_at_its_word_before_it_was_tried():
-    gate = NetworkGate(COSTS)
-    sides = run(gate, np.random.default_rng(0), 4.0, BAD, Rounds(4.5, 0, 8), 40)
+@pytest.mark.parametrize("pace", [0.3, 1.0, 5.0])
+def test_both_sides_are_tried_on_the_clock_of_this_machine(pace):
+    """Whatever the build said that passes cost."""
+    gate, random = NetworkGate(COSTS), np.random.default_rng(0)
+    sides = run(gate, random, 4.0, BAD, Rounds(4.5, 0, 8), 40, pace)
     assert sides == [True] * 10 + [False] * 30
+
+
+def test_a_pause_of_the_machine_is_no_judgement():
+    gate, random = NetworkGate(COSTS), np.random.default_rng(0)
+    run(gate, random, 0.0, GOOD, PLAIN, 50)
+    assert gate.opens(0.0)
+    gate.learn(networked=True, tokens=3, ms=5000.0)
+    assert gate.opens(0.0)
