@@ -19,7 +19,7 @@ from gpu_runs import Run, check_oracle, run
 from lowered_engines import Lowered
 from oracle_draft import foreseeing
 
-from edgellm.build.engine import predict
+from edgellm.build.fit import predict
 from edgellm.contract import BundleManifest, EdgeLLMError, EngineManifest, load_manifest
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, backends
 from edgellm.device_runtime.backends import onnxruntime
@@ -211,7 +211,7 @@ def test_what_a_token_reads(eagle_pair):
     kv = 10 * manifest.decoder.kv.bytes_per_token
     assert how == "weights of the bundle"
     bundle = load_manifest(eagle_pair.bundle, BundleManifest)
-    predicted = predict(eagle_pair.bundle, bundle, BASE_PLAN, "onnxruntime")
+    predicted = predict(eagle_pair.bundle, bundle, BASE_PLAN, "onnxruntime", eagle_pair.engine)
     assert read - kv == predicted.estimate.decode_bytes
     manifest.provenance["bundle"] = "/nowhere"
     least, how = gpu.bytes_per_token(eagle_pair.engine, manifest, 10)

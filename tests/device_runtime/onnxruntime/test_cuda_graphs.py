@@ -14,7 +14,7 @@ import onnx_ir as ir
 import pytest
 from tensorrt_bundles import Bundles
 
-from edgellm.build.engine import build_engine, check_bundle
+from edgellm.build.engine import build_engine, read_bundle
 from edgellm.contract import (
     BundleManifest,
     DraftEngineManifest,
@@ -141,7 +141,7 @@ def test_predicted_sizes(bundles):
     for precision in ("fp16", "int4_awq"):
         bundle = bundles.make("base", precision)
         plan = Plan(48, 64, 1, "same", "none", compiler=cuda_on_cpu.CUDA)
-        estimate = onnxruntime.estimate(bundle, check_bundle(bundle, plan), plan)
+        estimate = onnxruntime.estimate(bundle, read_bundle(bundle, plan), plan)
         assert not estimate.runs_on_cpu
         assert estimate.kv_bytes == 2 * 64 * 2 * 4 * 2 * 16  # float16, 4 layers, 2 heads of 16
         engine = bundle.parent / f"{bundle.name}-sized"

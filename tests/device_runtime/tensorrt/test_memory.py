@@ -72,11 +72,14 @@ def watched(tmp_path_factory) -> tuple[Path, Peak]:
 
 
 def test_a_build_holds_one_copy_of_the_weights(watched):
-    """The rest is the same for all models: libraries, interpreter, buffers; see the benchmark."""
+    """The rest is the same for all models: libraries, interpreter, buffers; see the benchmark.
+
+    Resident memory is the benchmark's alone: how soon pages of mapped files go depends on what else
+    the machine does.
+    """
     _, peak = watched
     assert 230e6 < peak.weights_bytes < 300e6
     assert peak.anonymous_bytes < peak.weights_bytes + 350e6
-    assert peak.resident_bytes < peak.weights_bytes + 480e6
 
 
 def test_the_prediction_covers_the_build(watched):

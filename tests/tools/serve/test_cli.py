@@ -27,7 +27,7 @@ def test_help_names_the_flags():
     [
         (["--host", "0.0.0.0"], ["lets other machines in", "--apiKeyFile"]),
         (["--host", "::"], ["lets other machines in"]),
-        (["--api-key-file", "missing"], ["No such file", "missing"]),
+        (["--api-key-file", "missing"], ["there is no missing", "openssl rand"]),
         (["--host", "192.0.2.1", "--allowNoKey"], ["cannot listen on 192.0.2.1"]),
         (["--allowImageFolder", "missing"], ["missing is not a folder"]),
         (["--eagle", "--eagleTree", "oak"], ["oak"]),
