@@ -55,7 +55,7 @@ DraftStep = Annotated[
     int | None,
     typer.Option(
         "--eagleDraftStep", "--specDraftStep", "--maxDraftLen", min=1,
-        help="Levels of a tree; 6, of a model 8, without a network 16.",
+        help="Levels of a tree; of a network 6, of a model 8, of what text foresees 16.",
     ),
 ]  # fmt: skip
 VerifyTreeSize = Annotated[
