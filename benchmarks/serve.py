@@ -282,7 +282,9 @@ def smollm2_engine(work: Path, threads: int) -> Path:
     from edgellm.export.source import open_checkpoint
     from edgellm.tools import smollm2
 
-    checkpoint, bundle, engine = (work / name for name in ("fp32", "serve-bundle", "serve-engine"))
+    checkpoint, bundle, engine = (
+        work / name for name in ("fp32", "serve-bundle", f"serve-engine-{threads}")
+    )
     work.mkdir(parents=True, exist_ok=True)
     if not checkpoint.exists():
         weights.float_checkpoint(str(smollm2.fetch()), checkpoint)

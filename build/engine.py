@@ -27,6 +27,7 @@ from edgellm.contract import (
     DraftBundleManifest,
     DraftEngineManifest,
     EngineManifest,
+    FileRecord,
     LimitError,
     load_manifest,
 )
@@ -34,6 +35,17 @@ from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Plan, Report
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def look_at(bundle: Path, files: dict[str, FileRecord]) -> None:
+    """Is all there, and are the graphs, which are small and will be read at once, unharmed?
+
+    Raises:
+        BrokenArtifactError: no.
+    """
+    verify_sizes(bundle, files)
+    graphs = {name: record for name, record in files.items() if name.endswith(".onnx")}
+    verify_files(bundle, graphs)
 
 
 def read_bundle(bundle: Path, plan: Plan) -> BundleManifest:
@@ -50,7 +62,7 @@ def read_bundle(bundle: Path, plan: Plan) -> BundleManifest:
             f"{bundle} gives no features to a draft",
             hint="export it again with edgellm-export llm --is_eagle_base",
         )
-    verify_sizes(bundle, manifest.files)
+    look_at(bundle, manifest.files)
     return manifest
 
 
@@ -63,7 +75,7 @@ def read_draft_bundle(bundle: Path, plan: Plan) -> DraftBundleManifest:
             f"--maxKVCacheCapacity {plan.kv_capacity}",
             hint="a round's drafted rows stand behind the committed ones",
         )
-    verify_sizes(bundle, manifest.files)
+    look_at(bundle, manifest.files)
     return manifest
 
 

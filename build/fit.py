@@ -13,7 +13,6 @@ from pathlib import Path
 from edgellm.build.machine import (
     available_memory_bytes,
     free_disk_bytes,
-    physical_memory_bytes,
     read_bandwidth_bytes_per_s,
 )
 from edgellm.contract import (
@@ -105,7 +104,7 @@ def predict(
 def _needs(estimate: Estimate, engine: Path) -> list[Need]:
     memory, disk = available_memory_bytes(), free_disk_bytes(engine)
     peak, files = estimate.peak_build_bytes, 2 * estimate.engine_bytes
-    device = physical_memory_bytes() if estimate.runs_on_cpu else estimate.device_bytes
+    device = estimate.device_bytes
     held = estimate.engine_bytes + estimate.kv_bytes + estimate.scratch_bytes
     needs = [
         Need(
@@ -119,12 +118,11 @@ def _needs(estimate: Estimate, engine: Path) -> list[Need]:
             "free some space, or give an --engineDir on another disk" if files > disk else "",
         ),
     ]
-    if not device:  # compiled for another machine
+    if not device:  # compiled for another machine; or a CPU's, which maps what it uses
         return needs
-    where = "machine" if estimate.runs_on_cpu else "GPU"
     cache = f", or give a smaller --maxKVCacheCapacity (it takes {_size(estimate.kv_bytes)})"
     remedy = f"quantize the model{cache if estimate.kv_bytes else ''}"
-    found = f"the engine needs about {_size(held)} of memory, the {where} has {_size(device)}"
+    found = f"the engine needs about {_size(held)} of memory, the GPU has {_size(device)}"
     return [*needs, Need("engine memory", found, remedy if held > device else "")]
 
 

@@ -10,9 +10,8 @@ from edgellm.artifact import (
     publish,
     temporary_folder,
     verify_files,
-    verify_sizes,
 )
-from edgellm.build.engine import provenance
+from edgellm.build.engine import look_at, provenance
 from edgellm.build.fit import predict, require_fit
 from edgellm.contract import LimitError, VisualBundleManifest, VisualEngineManifest, load_manifest
 from edgellm.device_runtime import backends
@@ -45,7 +44,7 @@ def read_visual_bundle(bundle: Path, plan: VisualPlan) -> VisualBundleManifest:
             f"--maxImageTokensPerImage {per_image}: a tile of this encoder has {tile} tokens",
             hint=f"give --maxImageTokensPerImage {tile} or more",
         )
-    verify_sizes(bundle, manifest.files)
+    look_at(bundle, manifest.files)
     load_processor(bundle)
     return manifest
 

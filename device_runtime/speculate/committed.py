@@ -7,6 +7,7 @@ draft share them, and they outlast an answer: a prompt that begins alike goes on
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,15 @@ class _Pairs:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def pieces(self, most: int) -> list[_Pairs]:
+        """Of at most so many rows."""
+        return [
+            _Pairs(
+                self.keys[at : at + most], self.token_ids[at : at + most], self.taps[at : at + most]
+            )
+            for at in range(0, len(self), most)
+        ]
+
     def head(self, count: int) -> _Pairs:
         """The first `count` rows."""
         return _Pairs(self.keys[:count], self.token_ids[:count], self.taps[:count])
@@ -59,7 +69,12 @@ class CommittedRows:
     """See the module; like the base's, the record is never ahead of what was written."""
 
     def __init__(
-        self, session: DraftSession, round_rows: int, image_ids: ImageIds | None = None
+        self,
+        session: DraftSession,
+        round_rows: int,
+        image_ids: ImageIds | None = None,
+        *,
+        most_rows: int = sys.maxsize,
     ) -> None:
         """Start with an empty cache.
 
@@ -67,9 +82,10 @@ class CommittedRows:
             session: the draft.
             round_rows: a round commits as many at most; more together are a prompt's.
             image_ids: of a base that takes images.
+            most_rows: of a pass.
         """
         self.session, self.image_ids = session, image_ids
-        self._round_rows = round_rows
+        self._round_rows, self._most_rows = round_rows, most_rows
         self._image_keys: Mapping[int, RowKey] = {}
         self._keys: list[RowKey] = []  # of token 0, and of the token of every row in the cache
         self._waiting: list[_Pairs] = []
@@ -142,7 +158,7 @@ class CommittedRows:
             self._waiting, lambda pairs: len(pairs) > self._round_rows
         ):
             batch = list(group)
-            batches += batch if is_prompt else [_joined(batch)]
+            batches += batch if is_prompt else _joined(batch).pieces(self._most_rows)
         return batches
 
     def save(self, length: int) -> NDArray[Any]:

@@ -88,6 +88,8 @@ class ModelDrafter(TreeDrafter):
             self._root = self._candidates(result.logits)
         if len(waiting) <= self._limits.round_rows:  # not a prompt or a pause
             self._spent_ms += price(self._costs.extend, len(waiting))
+        else:
+            self._opened_at = None  # it does not tell what rounds take
 
     def _candidates(self, logits: F32) -> tuple[I64, F64]:
         """The likeliest tokens of rows [R, V] and their log-probabilities, both [R, K]."""

@@ -67,6 +67,8 @@ class EagleDrafter(TreeDrafter):
         for rows, result in self._rows.write(self._limits.top_k):
             if rows <= self._limits.round_rows:  # not a prompt or a pause, which no tree can change
                 self._spent_ms += price(self._costs.extend, rows)
+            else:
+                self._opened_at = None  # nor does it tell what rounds take
             self._root_ids = result.token_ids.copy()
             self._root_log_probs = result.log_probs.astype(np.float64)
             self._root_hidden = result.hidden.copy()

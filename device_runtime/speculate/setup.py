@@ -190,7 +190,9 @@ def _open_eagle(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _
     session = backends.find(manifest.backend).open_draft_session(folder, manifest)
     costs = _eagle_costs(order, session, manifest)
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
-    rows = CommittedRows(session, order.limits.round_rows, image_ids)
+    round_rows = order.limits.round_rows
+    most_rows = max(manifest.graphs[-1].max_rows, round_rows)
+    rows = CommittedRows(session, round_rows, image_ids, most_rows=most_rows)
 
     def make(policy: Policy, lookups: Sequence[LookupSource], gate: NetworkGate | None) -> Drafter:
         return EagleDrafter(

@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from edgellm.build.engine import read_bundle, read_draft_bundle
 from edgellm.build.fit import Prediction, predict
+from edgellm.build.visual import read_visual_bundle
 from edgellm.contract import (
     MANIFEST_NAME,
     BundleManifest,
     DraftBundleManifest,
     EdgeLLMError,
-    VisualBundleManifest,
     load_manifest,
 )
 from edgellm.device_runtime.backends import CompilerOptions, Plan, VisualPlan
@@ -40,11 +41,11 @@ def _predict(bundle: Path, backend: str, options: CompilerOptions) -> Prediction
         kind = json.loads((bundle / MANIFEST_NAME).read_text("utf-8"))["kind"]
     except (OSError, ValueError, KeyError, TypeError):
         kind = _LLM
-    engine = bundle.with_name("engine")
+    engine = bundle.absolute().parent / "engine"
     if kind == _VISUAL:
-        manifest = load_manifest(bundle, VisualBundleManifest)
-        plan = VisualPlan(4, 1024, 512, 0, compiler=options)
-        return predict(bundle, manifest, plan, backend, engine)
+        visual_plan = VisualPlan(4, 1024, 512, 0, compiler=options)
+        visual = read_visual_bundle(bundle, visual_plan)
+        return predict(bundle, visual, visual_plan, backend, engine)
     if kind == _DRAFT:
         manifest = load_manifest(bundle, DraftBundleManifest)
         longest, tree = manifest.draft.decoder.max_positions, _TREE
@@ -54,4 +55,5 @@ def _predict(bundle: Path, backend: str, options: CompilerOptions) -> Prediction
     capacity = min(_CAPACITY, longest)
     rows = min(_INPUT, capacity)
     plan = Plan(rows, capacity, 0, "auto", max_draft_tree_size=tree, compiler=options)
+    manifest = (read_draft_bundle if kind == _DRAFT else read_bundle)(bundle, plan)
     return predict(bundle, manifest, plan, backend, engine)

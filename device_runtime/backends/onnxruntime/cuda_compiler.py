@@ -50,6 +50,7 @@ from edgellm.device_runtime.backends.onnxruntime.graphs import ROWS_GRAPH, load_
 from edgellm.device_runtime.backends.onnxruntime.heads import OnnxRuntimeHeads
 from edgellm.device_runtime.backends.onnxruntime.round_weights import BLOCK_SIZE as INT4_BLOCK
 from edgellm.device_runtime.backends.onnxruntime.round_weights import round_to_int4
+from edgellm.device_runtime.backends.tensorrt.gpu import memory_bytes
 from edgellm.device_runtime.lowering.linear_weights import LinearWeight, weight_kinds
 from edgellm.device_runtime.lowering.weights import WeightFile, parameter_name
 from edgellm.device_runtime.measure import draft_costs, fastest_ms, features, pass_costs
@@ -199,8 +200,8 @@ class _Builder:
         """What `run` finds on the device; `otherwise` where there is none, with a note."""
         try:
             device = cuda.require_cuda()
-        except EdgeLLMError:
-            self.notes.append(_NOT_MEASURED)
+        except EdgeLLMError as error:
+            self.notes.append(f"{_NOT_MEASURED}: {error}")
             return otherwise
         self._report(f"measuring {what}")
         return run(device)
@@ -275,6 +276,7 @@ def _estimate(
         peak_build_bytes=RUNTIME_BYTES + 12 * largest,
         decode_bytes=sum(linears.values()),
         runs_on_cpu=False,
+        device_bytes=memory_bytes(),
     )
 
 

@@ -155,6 +155,17 @@ def test_rounds_without_the_network_are_caught_up_with(is_model):
     assert max(len(one.tree) for one in rounds[1:]) > 1
 
 
+def test_what_waits_is_read_in_passes_that_the_engine_takes():
+    """Of a gate that was closed for long."""
+    setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), adapts=True)
+    setup.rows._most_rows = 7
+    closed = [*[True] * 9, *[False] * 30]
+    setup.drafter._gate.opens = lambda _: closed.pop()
+    rounds = setup.rounds(max_tokens=60)
+    assert [token for one in rounds for token in one.token_ids] == plain(max_tokens=60)
+    assert max(setup.session.extensions[1:]) == 7
+
+
 def test_a_chain_is_drafted_row_by_row_and_a_tree_anew_with_every_level():
     for top_k, passes in ((1, [1, 1, 1]), (2, [2, 4, 6])):
         setup = Setup(TreeLimits(top_k, 4, 99), is_model=True)
