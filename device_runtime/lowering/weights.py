@@ -78,3 +78,12 @@ class WeightFile:
     def close(self) -> None:
         """Flush the file."""
         self._stream.close()
+
+
+def keep_apart(graph: ir.Graph, weights: WeightFile) -> None:
+    """What is left of the bundle's weight file goes to the engine's own."""
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and Path(tensor.path) != weights.path:
+            shape = tuple(tensor.shape.numpy())
+            value.const_value = weights.add(str(value.name), tensor.numpy, tensor.dtype, shape)

@@ -14,6 +14,7 @@ class PatientConnection(H11Protocol):
 
     _given_up: asyncio.TimerHandle | None = None
 
+    # As uvicorn narrows it, too.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(transport)

@@ -73,6 +73,7 @@ def _heads(attention: ir.Node) -> _Heads:
     past = find_producer(attention.inputs[1], "TensorScatter").inputs[0]
     assert past is not None
     assert past.shape is not None
+    # A cache's head size is never symbolic.
     return _Heads(keys, queries // keys, int(past.shape[3]))  # type: ignore[arg-type]
 
 

@@ -6,8 +6,6 @@ what is saved here is what a session runs, so `cuda_kernels` can say before whet
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx_ir as ir
 
@@ -24,7 +22,12 @@ from edgellm.device_runtime.backends.onnxruntime.lowering import (
 from edgellm.device_runtime.lowering.graph import GraphEditor
 from edgellm.device_runtime.lowering.linear_groups import LinearKernel, lower_linears
 from edgellm.device_runtime.lowering.picks import add_top_logits
-from edgellm.device_runtime.lowering.weights import WeightFile, constant_array, parameter_name
+from edgellm.device_runtime.lowering.weights import (
+    WeightFile,
+    constant_array,
+    keep_apart,
+    parameter_name,
+)
 
 
 def lower_for_cuda(
@@ -62,7 +65,7 @@ def lower_for_cuda(
     lower_activations(graph)
     finish(model)
     model.graph.sort()  # a norm that took over an addition may stand behind its readers
-    _keep_apart(model.graph, weights)
+    keep_apart(model.graph, weights)
     check_kernels(model)
 
 
@@ -118,12 +121,3 @@ def _lower_table(graph: GraphEditor, node: ir.Node, dtype: ir.DataType) -> None:
     for user, _ in tuple(node.outputs[0].uses()):
         if user.op_type == "Cast" and tensor.dtype != dtype:
             graph.replace(user.outputs[0], node.outputs[0])
-
-
-def _keep_apart(graph: ir.Graph, weights: WeightFile) -> None:
-    """What is left of the bundle's weight file goes to the engine's own."""
-    for value in graph.initializers.values():
-        tensor = value.const_value
-        if isinstance(tensor, ir.ExternalTensor) and Path(tensor.path) != weights.path:
-            shape = tuple(tensor.shape.numpy())
-            value.const_value = weights.add(str(value.name), tensor.numpy, tensor.dtype, shape)

@@ -6,8 +6,6 @@ are rounded or smoothed alike are so once, and weights are laid out for all pass
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
@@ -17,7 +15,7 @@ from edgellm.device_runtime.backends.tensorrt.linears import StoredKernel, merge
 from edgellm.device_runtime.lowering.graph import GraphEditor
 from edgellm.device_runtime.lowering.linear_groups import lower_linears
 from edgellm.device_runtime.lowering.picks import add_top_logits
-from edgellm.device_runtime.lowering.weights import WeightFile, parameter_name
+from edgellm.device_runtime.lowering.weights import WeightFile, keep_apart, parameter_name
 
 CAPACITY = "kv_capacity"
 _LARGEST_VECTOR = 1 << 17  # numbers; smoothing factors and scales that may be equal
@@ -55,7 +53,7 @@ def lower_graph(model: ir.Model, weights: WeightFile, dtype: ir.DataType) -> Non
     _lower_tables(graph, dtype)
     lower_linears(graph, StoredKernel(dtype), key=merge_key, split=split_rows)
     common.RemoveUnusedNodesPass()(model)
-    _keep_apart(model.graph, weights)
+    keep_apart(model.graph, weights)
 
 
 def _bind(graph: ir.Graph, symbol: str, size: int) -> None:
@@ -95,12 +93,3 @@ def _lower_tables(graph: GraphEditor, dtype: ir.DataType) -> None:
 
 def _cast(tensor: ir.TensorProtocol, dtype: ir.DataType) -> np.ndarray:
     return tensor.numpy().astype(dtype.numpy())
-
-
-def _keep_apart(graph: ir.Graph, weights: WeightFile) -> None:
-    """What is left of the bundle's weight file goes to the engine's own."""
-    for value in graph.initializers.values():
-        tensor = value.const_value
-        if isinstance(tensor, ir.ExternalTensor) and Path(tensor.path) != weights.path:
-            shape = tuple(tensor.shape.numpy())
-            value.const_value = weights.add(str(value.name), tensor.numpy, tensor.dtype, shape)
