@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.artifact import verify_files, verify_sizes
 from edgellm.contract import EdgeLLMError, EngineManifest, RequestError, load_manifest
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.context import KeptContexts, RecordedSession, RowCache, count_common
+from edgellm.device_runtime import runners
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.guidance import Guidance
 from edgellm.device_runtime.logprobs import TokenLogprobs
+from edgellm.device_runtime.prefix_cache import (
+    KeptContexts,
+    RecordedSession,
+    RowCache,
+    count_common,
+)
 from edgellm.device_runtime.profile import IMAGES, PREFILL, RESTORE, Profile, RoundCounts
 from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
@@ -113,7 +118,7 @@ class LLM:
         self.manifest = load_manifest(folder, EngineManifest)
         (verify_files if verify else verify_sizes)(folder, self.manifest.files)
         self.tokenizer = ChatTokenizer(folder)
-        backend = backends.find(self.manifest.backend)
+        backend = runners.find(self.manifest.backend)
         session = backend.open_session(folder, self.manifest)
         self.session = RecordedSession(session)
         self._drafters = None
@@ -243,7 +248,7 @@ class LLM:
     def show(self, prompt: Prompt) -> None:
         """Tell the session what image rows of a prompt stand for, before it is read."""
         if self._no_images is not None:
-            self.session.show(prompt.images or self._no_images)
+            self.session.set_images(prompt.images or self._no_images)
 
     def _plain(self, sampler: Sampler, answer: Answer) -> Iterator[Round]:
         self.show(answer.prompt)
@@ -264,7 +269,7 @@ class LLM:
         drafter = self._drafters.for_requests(greedy=sampler.params.is_greedy)
         self.show(answer.prompt)
         if self._no_images is not None:
-            drafter.show(answer.prompt.images or self._no_images)
+            drafter.set_images(answer.prompt.images or self._no_images)
         yield from speculate(
             self.session,
             drafter,
