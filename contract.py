@@ -89,6 +89,22 @@ def present_name(layer: int, part: str) -> str:
     return f"present.{layer}.{part}"
 
 
+# -------------------------------------------------- operations that portable graphs call by name
+# Model-local functions of this domain, with bodies in plain ONNX (`edgellm.export.functions`). A
+# backend replaces calls by what it has for them, or inlines the bodies.
+FUNCTIONS = "edgellm"
+ATTENTION = "CachedAttention"
+ROTARY_TABLES = "RotaryTables"  # of all positions
+VISIBLE_SLOTS = "VisibleSlots"  # of every row: those before it, and its ancestors in a tree
+VISIBLE_IN_WINDOW = "VisibleSlotsInWindow"
+LINEAR = "Linear"  # x, weight [out, in]
+QUANTIZED_LINEAR = "QuantizedLinear"  # x, codes [in, out], scales, zero points or none
+FP4_LINEAR = "Fp4Linear"  # x, codes [out, in], scales, global scale
+ROUND_INPUT = "RoundInput"  # x, scale, zero point
+ROUND_INPUT_FP4 = "RoundInputFp4"  # x, global scale
+SMOOTH_INPUT = "SmoothInput"  # x, factors [in]
+
+
 # ------------------------------------------------------------------------------- manifests
 @dataclass(frozen=True, slots=True)
 class CacheRanges:

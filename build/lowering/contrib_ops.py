@@ -6,10 +6,12 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import unused_removal
 
+from edgellm.build.lowering.calls import inline
 from edgellm.build.lowering.graph import GraphEditor
 
 CACHE_NAMES = ("past_key_values.", "present.")
 CONTRIB = "com.microsoft"
+MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
 LOWERED_OPSET = 21
 
 
@@ -22,11 +24,12 @@ def bind_capacity(graph: ir.Graph, capacity: int) -> None:
 
 
 def finish(model: ir.Model) -> None:
-    """Drop what nothing reads, and say which operators are left."""
+    """Inline what no kernel replaced, drop what nothing reads, say which operators are left."""
+    inline(model)
     unused_removal.RemoveUnusedNodesPass()(model)
     _drop_unused_inputs(model.graph)
-    model.graph.opset_imports[""] = LOWERED_OPSET
-    model.graph.opset_imports[CONTRIB] = 1
+    model.graph.opset_imports.clear()
+    model.graph.opset_imports.update({"": LOWERED_OPSET, CONTRIB: 1})
     model.ir_version = 10
 
 
@@ -68,12 +71,14 @@ def lower_activations(graph: GraphEditor) -> None:
 
 def lower_encoder_attention(graph: GraphEditor) -> None:
     """Rewrite the Attention and RotaryEmbedding nodes of an encoder, which has no cache."""
+    tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
     for node in graph.find("RotaryEmbedding"):
         graph.cursor = node
-        rows = row_tables(graph, node)
-        assert rows is not None
-        rotated = graph.node("RotaryEmbedding", [node.inputs[0], *rows], domain=CONTRIB)
-        graph.replace(node.outputs[0], rotated)
+        x, cos, sin = node.inputs
+        assert cos is not None and sin is not None  # noqa: PT018
+        if cos not in tables:
+            tables[cos] = row_tables(graph, cos, sin)
+        graph.replace(node.outputs[0], rotate(graph, x, tables[cos]))
     for node in graph.find("Attention"):
         graph.cursor = node
         q, k, v, *mask = node.inputs
@@ -85,28 +90,12 @@ def lower_encoder_attention(graph: GraphEditor) -> None:
         graph.replace(node.outputs[0], y)
 
 
-def first_compute_node(graph: GraphEditor) -> ir.Node:
-    """The first node that is not part of the shared rope tables and mask."""
-    return next(node for node in graph.graph if not str(node.name).startswith("shared."))
-
-
-def row_tables(graph: GraphEditor, rotary: ir.Node) -> tuple[ir.Value, ...] | None:
-    """Of M-RoPE, whose tables belong to the rows of a pass: their first, cos and sin [S, D/2].
-
-    None where tables belong to positions, which GroupQueryAttention takes itself.
-    """
-    _, cos, sin, *positions = rotary.inputs
-    if positions and positions[0] is not None:
-        return None
-    assert cos is not None and sin is not None  # noqa: PT018
+def row_tables(graph: GraphEditor, cos: ir.Value, sin: ir.Value) -> tuple[ir.Value, ...]:
+    """Of tables that belong to the rows of a pass: their first row, cos and sin [S, D/2]."""
     first = graph.constant("first", np.array([0], np.int64))
     return first, *(graph.node("Squeeze", [table, first]) for table in (cos, sin))
 
 
-def find_producer(value: ir.Value | None, op_type: str) -> ir.Node:
-    """The nearest producer of that type along first inputs (and a scatter's second)."""
-    while value is not None and (node := value.producer()) is not None:
-        if node.op_type == op_type:
-            return node
-        value = node.inputs[0]
-    raise ValueError(f"the graph is not one of edgellm's: no {op_type} where one belongs")
+def rotate(graph: GraphEditor, x: ir.Value | None, tables: tuple[ir.Value, ...]) -> ir.Value:
+    """X [1, S, heads * D] turned by tables with the positions before them."""
+    return graph.node("RotaryEmbedding", [x, *tables], domain=CONTRIB)

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linear_weights import LinearWeight
+from edgellm.build.lowering.linear_weights import LinearWeight, layer_name, linear_layers
 from edgellm.build.lowering.weights import constant_array
 
 
@@ -44,7 +44,7 @@ def lower_linears(
     key: Callable[[LinearWeight], Hashable] = _stored_alike,
     split: Split = split_columns,
 ) -> None:
-    """Let `kernel` compute every MatMul with a weight, together with those that read the same.
+    """Let `kernel` compute every linear layer, together with those that read the same.
 
     Args:
         graph: is rewritten in place.
@@ -53,11 +53,10 @@ def lower_linears(
         split: takes merged rows apart.
     """
     groups: dict[tuple[ir.Value, Hashable], list[ir.Node]] = {}
-    for node in graph.find("MatMul"):
-        x, operand = node.inputs
-        weight = LinearWeight.of(operand)
-        if weight is not None and x is not None:
-            groups.setdefault((x, key(weight)), []).append(node)
+    for node, weight in linear_layers(graph.graph):
+        x = node.inputs[0]
+        assert x is not None
+        groups.setdefault((x, key(weight)), []).append(node)
     for nodes in groups.values():
         _emit_group(graph, kernel, split, nodes)
 
@@ -65,10 +64,10 @@ def lower_linears(
 def _emit_group(
     graph: GraphEditor, kernel: LinearKernel, split: Split, nodes: list[ir.Node]
 ) -> None:
-    """Replace MatMuls (and their biases) that read the same input by one."""
+    """Replace layers (and their biases) that read the same input by one."""
     x = nodes[0].inputs[0]  # now: it was replaced if another linear layer gave it
     assert x is not None
-    weight = LinearWeight.of(*(node.inputs[1] for node in nodes))
+    weight = LinearWeight.of(*nodes)
     assert weight is not None
     biases = [_bias_of(node) for node in nodes]
     if len({bias is None for bias in biases}) > 1:
@@ -76,7 +75,7 @@ def _emit_group(
             _emit_group(graph, kernel, split, [node])
         return
     graph.cursor = nodes[0]
-    name = "+".join(str(node.name).removesuffix(".MatMul") for node in nodes)
+    name = "+".join(layer_name(node) for node in nodes)
     y = kernel.emit(graph, x, weight, name)
     olds = [node.outputs[0] for node in nodes]
     if biases[0] is not None:
@@ -89,7 +88,7 @@ def _emit_group(
 
 
 def _bias_of(node: ir.Node) -> tuple[ir.Node, np.ndarray] | None:
-    """The Add that follows a MatMul with a constant, and the constant."""
+    """The Add that follows a layer with a constant, and the constant."""
     uses = tuple(node.outputs[0].uses())
     if len(uses) != 1 or uses[0].node.op_type != "Add":
         return None

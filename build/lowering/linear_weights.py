@@ -1,19 +1,21 @@
 """Linear weights of a portable graph, as kernels want them.
 
-In the graph a weight is a short chain: parameter -> (Cast) -> Transpose, a DequantizeLinear of
-integers or FP8, or NVFP4's two DequantizeLinears and a Transpose. `LinearWeight` hides the chain;
-several that read the same input can be merged.
+`LinearWeight` reads what the call of a linear layer has: a dense weight, or codes with scales.
+Several that read the same input can be merged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.build.lowering.weights import U8, constant_array, stored_bytes
+from edgellm.build.lowering.calls import LINEARS, is_call, require_known
+from edgellm.build.lowering.weights import U8, stored_bytes
+from edgellm.contract import FP4_LINEAR, LINEAR, QUANTIZED_LINEAR, BrokenArtifactError
 
 F32 = NDArray[np.float32]
 _KINDS = {
@@ -24,6 +26,7 @@ _KINDS = {
     ir.DataType.FLOAT8E4M3FN: "fp8",
     ir.DataType.FLOAT4E2M1: "fp4",
 }
+_FP4_BLOCK = 16
 _BLOCK_SIZES = (256, 128, 64, 32, 16)  # of MatMulNBits, largest first
 _REROUNDED_BLOCK = 32  # of weights that become int8 only here
 _E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
@@ -42,46 +45,37 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """One weight [in, out] and its chain."""
+    """One weight [in, out], as the call of a linear layer has it."""
 
     kind: str  # "dense", or one of _KINDS
     shape: tuple[int, int]
     block_size: int  # 0: one scale, or one of each output channel
-    dequantize: ir.Node | None
-    operand: ir.Value
+    parameter: str  # the name of the weight, or of its codes
+    stored: tuple[ir.TensorProtocol, ...]  # the weight; or codes, scales and what follows these
 
     @classmethod
-    def of(cls, operand: ir.Value) -> WeightPart | None:
-        """The weight behind the operand of a MatMul, None if it is none."""
-        node = operand.producer()
-        if node is None:
+    def of(cls, call: ir.Node) -> WeightPart | None:
+        """The weight of a linear layer, None if the node is none."""
+        if not is_call(call, *LINEARS):
             return None
-        if node.op_type == "DequantizeLinear":
-            return cls._quantized(operand, node, is_transposed=False)
-        if node.op_type != "Transpose":
-            return None
-        source = _behind_casts(node)
-        producer = source.producer()
-        if producer is not None and producer.op_type == "DequantizeLinear":
-            return cls._quantized(operand, producer, is_transposed=True)
-        if source.const_value is None:
-            return None
-        rows, columns = _dims(source.const_value)
-        return cls("dense", (columns, rows), 0, None, operand)
-
-    @classmethod
-    def _quantized(cls, operand: ir.Value, node: ir.Node, *, is_transposed: bool) -> WeightPart:
-        codes = node.inputs[0]
-        assert codes is not None
-        assert codes.const_value is not None
-        rows, columns = _dims(codes.const_value)
-        shape = (columns, rows) if is_transposed else (rows, columns)
-        block = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
-        return cls(_KINDS[codes.const_value.dtype], shape, block, node, operand)
+        require_known(call, "axis", "block_size")
+        values = [value for value in call.inputs[1:] if value is not None]
+        tensors = tuple(_constant(value, call) for value in values)
+        first = tensors[0]
+        dims, is_quantized = _dims(first), call.op_type != LINEAR
+        rows, columns = dims if call.op_type == QUANTIZED_LINEAR else dims[::-1]
+        block = call.attributes["block_size"].as_int() if "block_size" in call.attributes else 0
+        return cls(
+            _KINDS[first.dtype] if is_quantized else "dense",
+            (rows, columns),
+            _FP4_BLOCK if call.op_type == FP4_LINEAR else block,
+            str(values[0].name),
+            tensors,
+        )
 
     def codes(self) -> np.ndarray:
         """Less their zero points: int16 [in, out]; FP8 as float32, FP4 doubled to integers."""
-        tensor = self.stored(0)
+        tensor = self.stored[0]
         if self.kind == "fp4":
             nibbles = _nibbles(tensor).reshape(self.shape[::-1]).T
             magnitudes = _E2M1_DOUBLED[nibbles & 7]
@@ -92,41 +86,27 @@ class WeightPart:
 
     def scales(self) -> F32:
         """[in / block, out], [1, out] or [1, 1]; those of doubled FP4 codes."""
-        assert self.dequantize is not None
-        value = self.dequantize.inputs[1]
-        assert value is not None
+        scales = self.stored[1].numpy().astype(np.float32)
         if self.kind == "fp4":
-            producer = _producer(value)
-            parts = [constant_array(part) for part in producer.inputs if part is not None]
-            fp8, global_scale = (part.astype(np.float32) for part in parts if part is not None)
-            return (fp8 * global_scale / np.float32(2)).T
-        scales = constant_array(value)
-        assert scales is not None
-        return np.atleast_2d(scales.astype(np.float32))
+            return (scales * self.global_scale / np.float32(2)).T
+        return np.atleast_2d(scales)
+
+    @property
+    def global_scale(self) -> np.float32:
+        """Of NVFP4's block scales."""
+        return np.float32(self.stored[2].numpy())
 
     def dense(self) -> np.ndarray:
         """[in, out], float32 where it is decoded."""
-        if self.dequantize is None:
-            array = constant_array(self.operand)
-            assert array is not None
-            return array
+        if self.kind == "dense":
+            return self.stored[0].numpy().T
         return self.codes().astype(np.float32) * self.repeated(self.scales())
 
     def zero_points(self) -> np.ndarray:
         """int16 [in / block, out], or a single one."""
-        assert self.dequantize is not None
-        if len(self.dequantize.inputs) < 3:
+        if len(self.stored) < 3:
             return np.zeros((1, 1), np.int16)
-        tensor = self.stored(2)
-        return _integers(tensor).reshape(_dims(tensor))
-
-    def stored(self, index: int) -> ir.TensorProtocol:
-        """The constant that the DequantizeLinear reads there."""
-        assert self.dequantize is not None
-        value = self.dequantize.inputs[index]
-        assert value is not None
-        assert value.const_value is not None
-        return value.const_value
+        return _integers(self.stored[2]).reshape(_dims(self.stored[2]))
 
     def repeated(self, per_block: np.ndarray) -> np.ndarray:
         """One row for each input, or one in all."""
@@ -171,9 +151,7 @@ class WeightPart:
     @property
     def is_unsigned(self) -> bool:
         """Whether the codes have zero points of their own."""
-        unsigned = (ir.DataType.UINT4, ir.DataType.UINT8)
-        codes = self.dequantize.inputs[0] if self.dequantize is not None else None
-        return codes is not None and codes.dtype in unsigned
+        return self.stored[0].dtype in (ir.DataType.UINT4, ir.DataType.UINT8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +161,9 @@ class LinearWeight:
     parts: tuple[WeightPart, ...]
 
     @classmethod
-    def of(cls, *operands: ir.Value | None) -> LinearWeight | None:
-        """The weights behind MatMul operands, None if one of them is no weight."""
-        parts = [WeightPart.of(operand) if operand is not None else None for operand in operands]
+    def of(cls, *calls: ir.Node) -> LinearWeight | None:
+        """The weights of linear layers, None if one of the nodes is none."""
+        parts = [WeightPart.of(call) for call in calls]
         found = tuple(part for part in parts if part is not None)
         return cls(found) if len(found) == len(parts) else None
 
@@ -275,8 +253,19 @@ def weight_kinds(model: ir.Model) -> set[str]:
 
 def weight_keys(model: ir.Model) -> set[tuple[str, int]]:
     """As `weight_kinds`, with the sizes of blocks, see `LinearWeight.key`."""
-    weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
-    return {weight.key for weight in weights if weight is not None}
+    return {weight.key for _, weight in linear_layers(model.graph)}
+
+
+def linear_layers(graph: ir.Graph) -> Iterator[tuple[ir.Node, LinearWeight]]:
+    """The calls of linear layers in a portable graph, with their weights."""
+    for node in graph:
+        if (weight := LinearWeight.of(node)) is not None:
+            yield node, weight
+
+
+def layer_name(call: ir.Node) -> str:
+    """The checkpoint's name of a linear layer."""
+    return str(call.name).rpartition(".")[0]
 
 
 def _zero_points(blocks: Blocks) -> U8:
@@ -345,19 +334,18 @@ def _nibbles(tensor: ir.TensorProtocol) -> U8:
     return values.reshape(-1)[: int(np.prod(_dims(tensor)))]
 
 
-def _behind_casts(node: ir.Node) -> ir.Value:
-    """What a node reads, through Casts."""
-    value = node.inputs[0]
-    assert value is not None
-    producer = value.producer()
-    return _behind_casts(producer) if producer is not None and producer.op_type == "Cast" else value
-
-
 def _dims(tensor: ir.TensorProtocol) -> tuple[int, ...]:
     return tuple(tensor.shape.numpy())
 
 
-def _producer(value: ir.Value) -> ir.Node:
-    node = value.producer()
-    assert node is not None
-    return node
+def _constant(value: ir.Value, call: ir.Node) -> ir.TensorProtocol:
+    """An operand of a linear layer, which is stored.
+
+    Raises:
+        BrokenArtifactError: it is computed.
+    """
+    if value.const_value is None:
+        raise BrokenArtifactError(
+            f"{call.name}: {value.name} is no stored weight", hint="export the bundle again"
+        )
+    return value.const_value

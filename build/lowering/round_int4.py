@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from edgellm import contract
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linear_weights import F32, LinearWeight
+from edgellm.build.lowering.linear_weights import F32, LinearWeight, layer_name, linear_layers
 from edgellm.build.lowering.weights import WeightFile
 
 BLOCK_SIZE = 32
@@ -14,14 +15,13 @@ _CLIPPING = np.linspace(1, 0.7, 7, dtype=np.float32)  # of a block's largest wei
 
 
 def round_to_int4(model: ir.Model, weights: WeightFile) -> None:
-    """Put INT4 DequantizeLinears, in blocks of 32 inputs, in the place of dense linear weights.
+    """Put layers of INT4 codes, in blocks of 32 inputs, in the place of dense ones.
 
     Weights whose inputs are no multiple of 32 stay as they are.
     """
     graph = GraphEditor(model.graph, weights)
-    for node in [node for node in model.graph if node.op_type == "MatMul"]:
-        weight = LinearWeight.of(node.inputs[1])
-        if weight is None or weight.kind != "dense" or weight.in_features % BLOCK_SIZE:
+    for node, weight in list(linear_layers(model.graph)):
+        if weight.kind != "dense" or weight.in_features % BLOCK_SIZE:
             continue
         graph.cursor = node
         loaded: list[tuple[np.ndarray, F32]] = []
@@ -33,12 +33,18 @@ def round_to_int4(model: ir.Model, weights: WeightFile) -> None:
 
         shape = (weight.in_features, sum(weight.widths))
         codes = graph.weight(
-            f"{node.name}.int4", lambda load=load: load()[0], ir.DataType.INT4, shape
+            f"{layer_name(node)}.int4", lambda load=load: load()[0], ir.DataType.INT4, shape
         )
-        scales = graph.weight(f"{node.name}.int4_scale", lambda load=load: load()[1])
-        node.replace_input_with(
-            1, graph.node("DequantizeLinear", [codes, scales], axis=0, block_size=BLOCK_SIZE)
-        )
+        scales = graph.weight(f"{layer_name(node)}.int4_scale", lambda load=load: load()[1])
+        rounded = graph.node(
+            contract.QUANTIZED_LINEAR, [node.inputs[0], codes, scales],
+            domain=contract.FUNCTIONS, axis=0, block_size=BLOCK_SIZE,
+        )  # fmt: skip
+        call = rounded.producer()
+        assert call is not None
+        call.name = node.name
+        graph.replace(node.outputs[0], rounded)
+        model.graph.remove(node, safe=True)
 
 
 def nearest_int4(dense: F32, block_size: int) -> tuple[np.ndarray, F32]:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from edgellm.build.lowering.linear_groups import LinearKernel
-from edgellm.build.lowering.linear_weights import LinearWeight, weight_kinds
+from edgellm.build.lowering.linear_weights import linear_layers, weight_kinds
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.round_int4 import round_to_int4
 from edgellm.build.lowering.weights import WeightFile
@@ -128,17 +128,15 @@ def table_bytes(model: ir.Model) -> int:
 def linear_sizes(model: ir.Model, quantize: str) -> dict[str, dict[str, int]]:
     """Bytes of each linear weight by node name: as decoded, as int8, and as a float32 copy."""
     sizes: dict[str, dict[str, int]] = {"decode": {}, "int8": {}, "dense": {}}
-    for node in model.graph:
-        weight = LinearWeight.of(node.inputs[1]) if node.op_type == "MatMul" else None
-        if weight is not None:
-            name = str(node.name)
-            sizes["decode"][name] = (
-                weight.count // 2 + 4 * weight.count // INT4_BLOCK
-                if quantize == "int4"
-                else weight.decode_bytes
-            )
-            sizes["int8"][name] = weight.count
-            sizes["dense"][name] = 4 * weight.count
+    for node, weight in linear_layers(model.graph):
+        name = str(node.name)
+        sizes["decode"][name] = (
+            weight.count // 2 + 4 * weight.count // INT4_BLOCK
+            if quantize == "int4"
+            else weight.decode_bytes
+        )
+        sizes["int8"][name] = weight.count
+        sizes["dense"][name] = 4 * weight.count
     return sizes
 
 

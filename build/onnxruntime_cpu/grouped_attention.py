@@ -6,13 +6,9 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm import contract
-from edgellm.build.lowering.contrib_ops import (
-    CACHE_NAMES,
-    CONTRIB,
-    find_producer,
-    first_compute_node,
-    row_tables,
-)
+from edgellm.build.lowering.attention import CachedAttention
+from edgellm.build.lowering.calls import find_calls
+from edgellm.build.lowering.contrib_ops import CACHE_NAMES, CONTRIB, MASKED, rotate, row_tables
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.contract import CacheRanges
 
@@ -20,15 +16,20 @@ _FIRST_SCALE = 12  # inputs of GroupQueryAttention: k_scale, v_scale
 
 
 def lower_attention(graph: GraphEditor, *, needs_mask: bool) -> None:
-    """Rewrite all Attention nodes; `needs_mask` False for graphs of one row, which sees all."""
-    nodes = graph.find("Attention")
-    graph.cursor = first_compute_node(graph)
+    """Rewrite all cached attention; `needs_mask` False for graphs of one row, which sees all."""
+    graph.cursor = graph.graph[0]
     lengths = _sequence_lengths(graph)
-    rows = row_tables(graph, find_producer(nodes[0].inputs[0], "RotaryEmbedding"))
-    bias = _attention_bias(graph, nodes[0], lengths[2]) if needs_mask else None
-    for node in nodes:
-        graph.cursor = node
-        _emit_gqa(graph, node, lengths, bias, rows)
+    if needs_mask:
+        _see_live_slots(graph, lengths[2])
+    biases: dict[ir.Value, ir.Value] = {}
+    tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
+    for layer in CachedAttention.all_of(graph.graph):
+        graph.cursor = layer.call
+        if needs_mask and layer.visible not in biases:
+            biases[layer.visible] = _attention_bias(graph, layer.visible)
+        if layer.positions is None and layer.cos not in tables:
+            tables[layer.cos] = row_tables(graph, layer.cos, layer.sin)
+        _emit_gqa(graph, layer, lengths, biases.get(layer.visible), tables.get(layer.cos))
 
 
 def _sequence_lengths(graph: GraphEditor) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -43,76 +44,57 @@ def _sequence_lengths(graph: GraphEditor) -> tuple[ir.Value, ir.Value, ir.Value]
     return seqlens_k, graph.node("Cast", [scalar], to=int32), scalar
 
 
-def _attention_bias(graph: GraphEditor, attention: ir.Node, total: ir.Value) -> ir.Value:
-    """The shared additive mask as [1, 1, S, T] over the T live slots instead of all C."""
-    mask = attention.inputs[3]
-    slots = next(node for node in graph.graph if node.op_type == "Range")
-    zero, step = slots.inputs[0], slots.inputs[2]
-    graph_cursor, graph.cursor = graph.cursor, slots
-    _move_before(graph, total, slots)
-    live = graph.node("Range", [zero, total, step])
-    graph.cursor = graph_cursor
-    for user, index in tuple(slots.outputs[0].uses()):
-        if user.op_type != "Cast":  # the rope tables keep all slots
-            user.replace_input_with(index, live)
-    assert mask is not None
+def _see_live_slots(graph: GraphEditor, total: ir.Value) -> None:
+    """Let masks be of the T live slots instead of all C."""
+    bounds = (
+        graph.constant(name, np.array(number, np.int64))
+        for name, number in (("first_slot", 0), ("next_slot", 1))
+    )
+    first, step = bounds
+    live = graph.node("Range", [first, total, step])
+    for call in find_calls(graph.graph, contract.VISIBLE_SLOTS, contract.VISIBLE_IN_WINDOW):
+        call.replace_input_with(3, live)
+
+
+def _attention_bias(graph: GraphEditor, visible: ir.Value) -> ir.Value:
+    """Bool [S, T] as an additive mask [1, 1, S, T]."""
+    shut, seen = (
+        graph.constant(name, np.float32(number))
+        for name, number in (("shut", MASKED[ir.DataType.FLOAT]), ("seen", 0))
+    )
     axes = graph.constant("batch_and_head", np.array([0, 1], np.int64))
-    return graph.node("Unsqueeze", [mask, axes])
-
-
-def _move_before(graph: GraphEditor, value: ir.Value, anchor: ir.Node) -> None:
-    """Move the nodes that compute `value` from graph inputs to a place before `anchor`."""
-    chain: list[ir.Node] = []
-    pending = [value]
-    while pending:
-        node = pending.pop().producer()
-        if node is not None and node not in chain:
-            chain.append(node)
-            pending += [source for source in node.inputs if source is not None]
-    for node in reversed(chain):
-        graph.graph.remove(node)
-        graph.graph.insert_before(anchor, node)
+    return graph.node("Unsqueeze", [graph.node("Where", [visible, seen, shut]), axes])
 
 
 def _emit_gqa(
     graph: GraphEditor,
-    attention: ir.Node,
+    layer: CachedAttention,
     lengths: tuple[ir.Value, ir.Value, ir.Value],
     bias: ir.Value | None,
-    rows: tuple[ir.Value, ...] | None,
+    tables: tuple[ir.Value, ...] | None,
 ) -> None:
-    rotary, key_cache, value_cache = (
-        find_producer(attention.inputs[0], "RotaryEmbedding"),
-        find_producer(attention.inputs[1], "TensorScatter"),
-        find_producer(attention.inputs[2], "TensorScatter"),
-    )
-    q, *tables = rotary.inputs
-    k = find_producer(key_cache.inputs[1], "RotaryEmbedding").inputs[0]
-    v = find_producer(value_cache.inputs[1], "Reshape").inputs[0]
-    if rows is None:
-        cos, sin, positions = tables
-    else:
-        q, k = (graph.node("RotaryEmbedding", [x, *rows], domain=CONTRIB) for x in (q, k))
+    q, k, v = layer.q, layer.k, layer.v
+    cos, sin, positions = layer.cos, layer.sin, layer.positions
+    if tables is not None:
+        q, k = (rotate(graph, x, tables) for x in (q, k))
         cos = sin = positions = None
     packed = _packed(q, k, v)
-    heads = {
-        "num_heads": attention.attributes["q_num_heads"].as_int(),
-        "kv_num_heads": attention.attributes["kv_num_heads"].as_int(),
-    }
-    past = [cache.inputs[0] for cache in (key_cache, value_cache)]
+    given = {"scale": layer.scale, "softcap": layer.softcap}
     outputs = graph.nodes(
         "GroupQueryAttention",
         [
             *((packed, None, None) if packed is not None else (q, k, v)),
-            *past, *lengths[:2], cos, sin, None if bias is None else positions, bias,
+            layer.past_key, layer.past_value, *lengths[:2], cos, sin,
+            None if bias is None else positions, bias,
         ],
         3,
         domain=CONTRIB,
-        do_rotary=int(rows is None),
-        **heads,
+        num_heads=layer.num_heads,
+        kv_num_heads=layer.kv_num_heads,
+        do_rotary=int(tables is None),
+        **{name: value for name, value in given.items() if value is not None},
     )  # fmt: skip
-    olds = attention.outputs[0], key_cache.outputs[0], value_cache.outputs[0]
-    for old, new in zip(olds, outputs, strict=True):
+    for old, new in zip(layer.outputs, outputs, strict=True):
         graph.replace(old, new)
 
 

@@ -1,7 +1,7 @@
 """The portable decoder graph in the operators that ONNX Runtime's CPU kernels are fast at.
 
-Portable graphs write the cache with TensorScatter and attend over the whole capacity. Here that
-becomes GroupQueryAttention on shared past/present buffers (cost follows the live length), linear
+Portable graphs attend over the whole capacity of the cache. Here that becomes
+GroupQueryAttention on shared past/present buffers (cost follows the live length), linear
 layers that read one input become one GEMM, and residual additions fold into the norms. Only
 operators up to opset 21 remain, so that older ONNX Runtimes on boards load the engine too.
 """
@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm import contract
+from edgellm.build.lowering.calls import READ_BY_LOWERINGS, inline
 from edgellm.build.lowering.contrib_ops import (
     bind_capacity,
     finish,
@@ -24,7 +25,7 @@ from edgellm.build.lowering.linear_groups import LinearKernel, lower_linears
 from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.lowering.weights import WeightFile, constant_array, parameter_name
 from edgellm.build.onnxruntime_cpu.grouped_attention import lower_attention, narrow_cache
-from edgellm.contract import CacheRanges
+from edgellm.contract import FUNCTIONS, CacheRanges
 
 _HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -50,9 +51,7 @@ def lower_decoder(
     """
     graph = GraphEditor(model.graph, weights)
     bind_capacity(model.graph, capacity)
-    _lower_signature(model.graph)
-    lower_inputs(model)
-    _lower_floats(graph)
+    _begin(model, graph)
     lower_linears(graph, kernel)
     lower_attention(graph, needs_mask=needs_mask)
     if int8_cache is not None:
@@ -66,9 +65,7 @@ def lower_decoder(
 def lower_rowwise(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> None:
     """Rewrite a graph without cache and attention in place: a draft's fuse graph, or its heads."""
     graph = GraphEditor(model.graph, weights)
-    _lower_signature(model.graph)
-    lower_inputs(model)
-    _lower_floats(graph)
+    _begin(model, graph)
     lower_linears(graph, kernel)
     lower_norms(graph)
     lower_activations(graph)
@@ -78,14 +75,20 @@ def lower_rowwise(model: ir.Model, kernel: LinearKernel, weights: WeightFile) ->
 def lower_visual(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> None:
     """Rewrite a visual encoder's graph in place."""
     graph = GraphEditor(model.graph, weights)
-    _lower_signature(model.graph)
-    lower_inputs(model)
-    _lower_floats(graph)
+    _begin(model, graph)
     lower_linears(graph, kernel)
     lower_encoder_attention(graph)
     lower_norms(graph)
     lower_activations(graph)
     finish(model)
+
+
+def _begin(model: ir.Model, graph: GraphEditor) -> None:
+    """What all graphs have in common: float32, and inputs as the kernels want them."""
+    inline(model, keep=READ_BY_LOWERINGS)
+    _lower_signature(model.graph)
+    lower_inputs(graph)
+    _lower_floats(graph)
 
 
 def _lower_signature(graph: ir.Graph) -> None:
@@ -110,7 +113,7 @@ def _lower_floats(graph: GraphEditor) -> None:
             ids = node.inputs[0]
             assert ids is not None and ids.const_value is not None  # noqa: PT018
             node.replace_input_with(0, graph.weight(f"{ids.name}.ids", ids.const_value.numpy))
-        elif node.op_type not in ("Cast", "Transpose", "DequantizeLinear"):
+        elif node.op_type != "Cast" and node.domain != FUNCTIONS:
             for index, value in enumerate(node.inputs):
                 if value is not None and _is_half_constant(value):
                     array = constant_array(value)

@@ -10,54 +10,54 @@ the new rows go. So no node computes sizes, which ONNX Runtime would place on th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 
 from edgellm import contract
-from edgellm.build.lowering.contrib_ops import (
-    CONTRIB,
-    LOWERED_OPSET,
-    find_producer,
-    first_compute_node,
-    row_tables,
-)
+from edgellm.build.lowering.attention import CachedAttention
+from edgellm.build.lowering.calls import find_calls, require_known
+from edgellm.build.lowering.contrib_ops import LOWERED_OPSET, MASKED, rotate, row_tables
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.contract import KVCacheSpec
+from edgellm.contract import KVCacheSpec, UnsupportedModelError
 from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT, SLOTS, VISIBLE
 
-_MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
-
-
-@dataclass(frozen=True, slots=True)
-class _Heads:
-    """Sizes of all layers."""
-
-    keys: int
-    group: int  # query heads of a key head
-    size: int
+_CONTRIB = "com.microsoft"
 
 
 def lower_cached_attention(graph: GraphEditor, dtype: ir.DataType, capacity: int) -> None:
-    """Rewrite all Attention, RotaryEmbedding and TensorScatter nodes of a decoder or draft."""
-    nodes = graph.find("Attention")
-    visible = _input(graph.graph, VISIBLE, ir.DataType.BOOL, ["rows", "live"])
-    (heads,) = {_heads(node) for node in nodes}
-    slots = _input(graph.graph, SLOTS, ir.DataType.INT64, [1, heads.keys, "rows", 3])
-    graph.cursor = first_compute_node(graph)
-    live = graph.node("Shape", [visible], start=1, end=2)
-    mask = _mask(graph, visible, heads.group, dtype)
-    _lower_rotary(graph, dtype, capacity)
-    for node in graph.find("TensorScatter"):
-        graph.cursor = node
-        past, rows, _ = node.inputs
-        graph.replace(node.outputs[0], graph.node("ScatterND", [past, slots, rows]))
-    for node in nodes:
-        graph.cursor = node
-        caches = [find_producer(value, "ScatterND").outputs[0] for value in node.inputs[1:3]]
-        y = _attend(graph, node.inputs[0], caches, mask, live, heads)
-        graph.replace(node.outputs[0], y)
+    """Rewrite all cached attention of a decoder or draft, and what its layers share."""
+    layers = CachedAttention.all_of(graph.graph)
+    kv_num_heads, head_dim = layers[0].kv_num_heads, layers[0].head_dim
+    seen = _input(graph.graph, VISIBLE, ir.DataType.BOOL, ["rows", "live"])
+    slots = _input(graph.graph, SLOTS, ir.DataType.INT64, [1, kv_num_heads, "rows", 3])
+    calls = find_calls(graph.graph, contract.VISIBLE_SLOTS, contract.VISIBLE_IN_WINDOW)
+    if len(calls) != 1 or any(layer.kv_num_heads != kv_num_heads for layer in layers):
+        raise UnsupportedModelError("layers whose attention differs are not lowered for CUDA")
+    graph.cursor = graph.graph[0]
+    live = graph.node("Shape", [seen], start=1, end=2)
+    masks: dict[int, ir.Value] = {}  # by query heads of a key head
+    tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
+    _lower_tables(graph, dtype, capacity)
+    for layer in layers:
+        if layer.softcap is not None:
+            raise UnsupportedModelError("attention with a soft cap is not lowered for CUDA")
+        graph.cursor = layer.call
+        group = layer.num_heads // kv_num_heads
+        if group not in masks:
+            masks[group] = _mask(graph, seen, group, dtype)
+        if layer.cos not in tables:
+            tables[layer.cos] = _tables(graph, layer)
+        q, k = (rotate(graph, x, tables[layer.cos]) for x in (layer.q, layer.k))
+        apart = graph.constant("key_heads", np.array([0, 0, kv_num_heads, head_dim], np.int64))
+        caches = []
+        for rows, past in ((k, layer.past_key), (layer.v, layer.past_value)):
+            by_head = graph.node(
+                "Transpose", [graph.node("Reshape", [rows, apart])], perm=[0, 2, 1, 3]
+            )
+            caches.append(graph.node("ScatterND", [past, slots, by_head]))
+        y = _attend(graph, q, caches, masks[group], live, layer)
+        for old, new in zip(layer.outputs, (y, *caches), strict=True):
+            graph.replace(old, new)
 
 
 def _input(graph: ir.Graph, name: str, dtype: ir.DataType, shape: list[int | str]) -> ir.Value:
@@ -66,63 +66,39 @@ def _input(graph: ir.Graph, name: str, dtype: ir.DataType, shape: list[int | str
     return value
 
 
-def _heads(attention: ir.Node) -> _Heads:
-    queries, keys = (
-        attention.attributes[f"{part}_num_heads"].as_int() for part in ("q", "kv")
-    )  # fmt: skip
-    past = find_producer(attention.inputs[1], "TensorScatter").inputs[0]
-    assert past is not None
-    assert past.shape is not None
-    # A cache's head size is never symbolic.
-    return _Heads(keys, queries // keys, int(past.shape[3]))  # type: ignore[arg-type]
-
-
 def _mask(graph: GraphEditor, visible: ir.Value, group: int, dtype: ir.DataType) -> ir.Value:
     """Additive [S * group, T]: a row for each query head of a key head."""
     shut, open_ = (
         graph.constant(name, np.array(number, dtype.numpy()))
-        for name, number in (("shut", _MASKED[dtype]), ("open", 0))
+        for name, number in (("shut", MASKED[dtype]), ("open", 0))
     )
     mask = graph.node("Where", [visible, open_, shut])
     if group == 1:
         return mask
     apart = graph.node("Unsqueeze", [mask, graph.constant("group_axis", np.array([1], np.int64))])
-    times = graph.constant("group", np.array([1, group, 1], np.int64))
+    times = graph.constant(f"group_{group}", np.array([1, group, 1], np.int64))
     return graph.node("Flatten", [graph.node("Expand", [apart, times])], axis=2)
 
 
-def _lower_rotary(graph: GraphEditor, dtype: ir.DataType, capacity: int) -> None:
-    nodes = graph.find("RotaryEmbedding")
-    own = row_tables(graph, nodes[0])
-    if own is None:
-        _, cos, sin, positions = nodes[0].inputs
-        tables = [
-            graph.weight(f"rope.{name}", lambda v=value: _table(v, capacity).astype(dtype.numpy()))
-            for name, value in (("cos", cos), ("sin", sin))
-        ]
-        own = (positions, *tables)
-    for node in nodes:
-        graph.cursor = node
-        y = graph.node("RotaryEmbedding", [node.inputs[0], *own], domain=CONTRIB)
-        graph.replace(node.outputs[0], y)
+def _lower_tables(graph: GraphEditor, dtype: ir.DataType, capacity: int) -> None:
+    """Tables of all positions as weights, in float32 as the function's body computes them."""
+    for call in find_calls(graph.graph, contract.ROTARY_TABLES):
+        require_known(call, "scale")
+        frequencies = call.inputs[1]
+        assert frequencies is not None and frequencies.const_value is not None  # noqa: PT018
+        angles = np.arange(capacity, dtype=np.float32)[:, None] * frequencies.const_value.numpy()
+        scale = np.float32(call.attributes["scale"].as_float())
+        for output, turn in zip(call.outputs, (np.cos, np.sin), strict=True):
+            table = (turn(angles) * scale).astype(dtype.numpy())
+            name = f"{call.name}.{turn.__name__}"
+            graph.replace(output, graph.weight(name, lambda table=table: table))
 
 
-def _table(value: ir.Value | None, capacity: int) -> np.ndarray:
-    """What the nodes of a rope table compute, whose only variable is the capacity."""
-    assert value is not None
-    if value.const_value is not None:
-        return value.const_value.numpy()
-    node = value.producer()
-    assert node is not None
-    if node.op_type == "Range":
-        return np.arange(capacity)
-    inputs = [_table(each, capacity) for each in node.inputs]
-    if node.op_type == "Cast":
-        return inputs[0].astype(ir.DataType(node.attributes["to"].as_int()).numpy())
-    if node.op_type == "Unsqueeze":
-        return np.expand_dims(inputs[0], tuple(inputs[1]))
-    compute = {"Mul": np.multiply, "Cos": np.cos, "Sin": np.sin}[node.op_type]
-    return compute(*inputs)
+def _tables(graph: GraphEditor, layer: CachedAttention) -> tuple[ir.Value, ...]:
+    """As `rotate` takes them."""
+    if layer.positions is None:
+        return row_tables(graph, layer.cos, layer.sin)
+    return layer.positions, layer.cos, layer.sin
 
 
 def _attend(
@@ -131,28 +107,30 @@ def _attend(
     caches: list[ir.Value],
     mask: ir.Value,
     live: ir.Value,
-    heads: _Heads,
+    layer: CachedAttention,
 ) -> ir.Value:
     """Q [1, S, heads * D] over the first T slots of keys and values [1, K, C, D]."""
 
     def shape(name: str, *dims: int) -> ir.Value:
         return graph.constant(name, np.array(dims, np.int64))
 
+    keys_heads, size = layer.kv_num_heads, layer.head_dim
+    group = layer.num_heads // keys_heads
     zero, axis = shape("first_slot", 0), shape("slot_axis", 2)
     keys, values = (graph.node("Slice", [cache, zero, live, axis]) for cache in caches)
-    apart = graph.node(
-        "Reshape", [q, shape("heads_apart", 0, 0, heads.keys, heads.group, heads.size)]
-    )
+    apart = graph.node("Reshape", [q, shape(f"heads_apart_{group}", 0, 0, keys_heads, group, size)])
     by_key = graph.node("Transpose", [apart], perm=[0, 2, 1, 3, 4])  # [1, K, S, G, D]
-    rows = graph.node("Reshape", [by_key, shape("rows_of_keys", 0, heads.keys, -1, heads.size)])
+    rows = graph.node("Reshape", [by_key, shape("rows_of_keys", 0, keys_heads, -1, size)])
     scores = graph.node(
-        "FusedMatMul", [rows, keys], domain=CONTRIB, transB=1, alpha=float(heads.size**-0.5)
+        "FusedMatMul",
+        [rows, keys],
+        domain=_CONTRIB,
+        transB=1,
+        alpha=size**-0.5 if layer.scale is None else layer.scale,
     )  # [1, K, S * G, T]
     weights = graph.node("Softmax", [graph.node("Add", [scores, mask])], axis=-1)
     y = graph.node("MatMul", [weights, values])  # [1, K, S * G, D]
-    back = graph.node(
-        "Reshape", [y, shape("rows_apart", 0, heads.keys, -1, heads.group, heads.size)]
-    )
+    back = graph.node("Reshape", [y, shape(f"rows_apart_{group}", 0, keys_heads, -1, group, size)])
     merged = graph.node("Transpose", [back], perm=[0, 2, 1, 3, 4])  # [1, S, K, G, D]
     return graph.node("Reshape", [merged, shape("heads_merged", 0, 0, -1)])
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import onnx_ir as ir
 
-from edgellm.build.lowering.linear_weights import LinearWeight, weight_kinds
+from edgellm.build.lowering.linear_weights import LinearWeight, linear_layers, weight_kinds
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.round_int4 import round_to_int4
 from edgellm.build.lowering.weights import WeightFile, parameter_name
@@ -258,12 +258,12 @@ def _estimate(
     tables: dict[str, int] = {}
     largest = 0
     for name in names:
-        for node in ir.load(bundle / f"{name}.onnx").graph:
-            weight = LinearWeight.of(node.inputs[1]) if node.op_type == "MatMul" else None
-            if weight is not None:
-                key, size = _stored(weight, f"{name}.{node.name}", dtype, quantize)
-                linears[key] = size
-                largest = max(largest, weight.count)
+        graph = ir.load(bundle / f"{name}.onnx").graph
+        for node, weight in linear_layers(graph):
+            key, size = _stored(weight, f"{name}.{node.name}", dtype, quantize)
+            linears[key] = size
+            largest = max(largest, weight.count)
+        for node in graph:
             table = node.inputs[0] if node.op_type == "Gather" else None
             tensor = table.const_value if table is not None else None
             if table is not None and tensor is not None and tensor.dtype.is_floating_point():

@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import Blocks, LinearWeight
-from edgellm.build.lowering.weights import parameter_name
 
 LARGEST_BLOCK = 128  # for which MatMulNBits has kernels of its own
 
@@ -72,7 +71,7 @@ class CudaKernel:
 
 def dense_name(weight: LinearWeight, dtype: ir.DataType) -> str:
     """Of the parameters, so that what reads the same ones shares them."""
-    names = [parameter_name(part.operand) for part in weight.parts]
+    names = [part.parameter for part in weight.parts]
     return f"{'+'.join(names)}.{dtype.name.lower()}"
 
 

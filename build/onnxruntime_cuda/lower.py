@@ -28,6 +28,7 @@ from edgellm.build.lowering.weights import (
 )
 from edgellm.build.onnxruntime_cuda.attention import lower_cached_attention
 from edgellm.build.onnxruntime_cuda.kernels import check_kernels
+from edgellm.contract import FUNCTIONS
 
 
 def lower_for_cuda(
@@ -50,7 +51,7 @@ def lower_for_cuda(
         UnsupportedModelError: an operator is left that has no CUDA kernel.
     """
     graph = GraphEditor(model.graph, weights)
-    lower_inputs(model)
+    lower_inputs(graph)
     if capacity:
         bind_capacity(model.graph, capacity)
         add_top_logits(graph)
@@ -92,7 +93,7 @@ def _lower_constants(graph: GraphEditor, dtype: ir.DataType) -> None:
         graph.cursor = node
         if node.op_type == "Gather" and _is_table(node.inputs[0]):
             _lower_table(graph, node, dtype)
-        elif node.op_type not in ("Cast", "Transpose", "DequantizeLinear"):
+        elif node.op_type != "Cast" and node.domain != FUNCTIONS:
             for index, value in enumerate(node.inputs):
                 producer = value.producer() if value is not None else None
                 if value is None or producer is None or producer.op_type != "Cast":

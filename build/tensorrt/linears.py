@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from edgellm.build.lowering.calls import is_call
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart
 from edgellm.build.lowering.weights import (
-    constant_array,
-    parameter_name,
     stored_bytes,
 )
+from edgellm.contract import ROUND_INPUT, ROUND_INPUT_FP4
 
 _MIDDLE = {"int4": 8, "int8": 128}
 _SIGNED = {"int4": ir.DataType.INT4, "int8": ir.DataType.INT8, "fp8": ir.DataType.FLOAT8E4M3FN}
@@ -28,7 +28,7 @@ _SIGNED = {"int4": ir.DataType.INT4, "int8": ir.DataType.INT8, "fp8": ir.DataTyp
 def merge_key(weight: LinearWeight) -> tuple[str, int, float]:
     """Weights with equal keys become one; NVFP4's share a global scale."""
     part = weight.parts[0]
-    global_scale = float(_global_scale(part)) if part.kind == "fp4" else 0.0
+    global_scale = float(part.global_scale) if part.kind == "fp4" else 0.0
     return part.kind, part.block_size, global_scale
 
 
@@ -76,7 +76,7 @@ class StoredKernel:
 
     def _dense(self, graph: GraphEditor, weight: LinearWeight) -> ir.Value:
         """Named after the parameters, so that a head shares the table of an embedding."""
-        names = [parameter_name(part.operand) for part in weight.parts]
+        names = [part.parameter for part in weight.parts]
         kind = self.dtype.name.lower()
         return graph.weight(
             f"{'+'.join(names)}.{kind}", lambda: _side_by_side([p.dense() for p in weight.parts])
@@ -120,14 +120,15 @@ class StoredKernel:
         shape = (sum(weight.widths), weight.in_features)
         codes = graph.weight(
             f"{name}.codes",
-            lambda: np.concatenate([stored_bytes(part.stored(0)) for part in weight.parts]),
+            lambda: np.concatenate([stored_bytes(part.stored[0]) for part in weight.parts]),
             ir.DataType.FLOAT4E2M1,
             shape,
         )
         scales = graph.weight(
-            f"{name}.scales", lambda: np.concatenate([_fp8_scales(p) for p in weight.parts])
+            f"{name}.scales",
+            lambda: np.concatenate([part.stored[1].numpy() for part in weight.parts]),
         )
-        global_scale = graph.constant(f"{name}.global_scale", _global_scale(weight.parts[0]))
+        global_scale = graph.constant(f"{name}.global_scale", weight.parts[0].global_scale)
         floats = graph.node("DequantizeLinear", [scales, global_scale])
         values = graph.node("DequantizeLinear", [codes, floats], axis=-1, block_size=block)
         if self.dtype == ir.DataType.FLOAT:
@@ -159,8 +160,7 @@ def _has_columns(weight: LinearWeight) -> bool:
 
 def _is_rounded(x: ir.Value) -> bool:
     """Whether a layer rounds its input."""
-    node = x.producer()
-    return node is not None and node.op_type == "DequantizeLinear"
+    return is_call(x.producer(), ROUND_INPUT, ROUND_INPUT_FP4)
 
 
 def _codes(weight: LinearWeight) -> np.ndarray:
@@ -175,7 +175,7 @@ def _codes(weight: LinearWeight) -> np.ndarray:
 def _signed(part: WeightPart) -> np.ndarray:
     """[in, out]; codes with zero points count from the middle of their range."""
     if part.kind == "fp8":
-        return part.stored(0).numpy()
+        return part.stored[0].numpy()
     codes = part.codes()
     if part.is_unsigned:
         codes = codes + part.repeated(part.zero_points() - np.int16(_MIDDLE[part.kind]))
@@ -190,31 +190,6 @@ def _zero_factors(weight: LinearWeight) -> np.ndarray:
         zeros = part.zero_points() - np.int16(_MIDDLE[part.kind] if part.is_unsigned else 0)
         found.append(np.broadcast_to(zeros, scales.shape) * scales)
     return _side_by_side(found)
-
-
-def _fp8_scales(part: WeightPart) -> np.ndarray:
-    """float8 [out, in / block]."""
-    value = _scale_node(part).inputs[0]
-    assert value is not None
-    assert value.const_value is not None
-    return value.const_value.numpy()
-
-
-def _global_scale(part: WeightPart) -> np.ndarray:
-    """Of NVFP4's block scales, float32 []."""
-    value = _scale_node(part).inputs[1]
-    array = constant_array(value) if value is not None else None
-    assert array is not None
-    return array
-
-
-def _scale_node(part: WeightPart) -> ir.Node:
-    """The DequantizeLinear that gives the scales of the other one."""
-    assert part.dequantize is not None
-    value = part.dequantize.inputs[1]
-    node = value.producer() if value is not None else None
-    assert node is not None
-    return node
 
 
 def _side_by_side(columns: list[np.ndarray]) -> np.ndarray:

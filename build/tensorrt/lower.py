@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from edgellm import contract
+from edgellm.build.lowering.calls import inline
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import lower_linears
 from edgellm.build.lowering.picks import add_top_logits
@@ -18,6 +19,7 @@ from edgellm.build.lowering.weights import WeightFile, keep_apart, parameter_nam
 from edgellm.build.tensorrt.linears import StoredKernel, merge_key, split_rows
 
 CAPACITY = "kv_capacity"
+FP4_QUANTIZE = "TRT_FP4DynamicQuantize"  # TensorRT has an importer for it
 _LARGEST_VECTOR = 1 << 17  # numbers; smoothing factors and scales that may be equal
 
 
@@ -52,6 +54,8 @@ def lower_graph(model: ir.Model, weights: WeightFile, dtype: ir.DataType) -> Non
     add_top_logits(graph)
     _lower_tables(graph, dtype)
     lower_linears(graph, StoredKernel(dtype), key=merge_key, split=split_rows)
+    inline(model, keep=(FP4_QUANTIZE,))
+    common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
     keep_apart(model.graph, weights)
 

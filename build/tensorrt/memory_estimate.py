@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.build.lowering.linear_weights import LinearWeight
+from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.lowering.weights import parameter_name
 from edgellm.build.plan import Estimate
 
@@ -56,8 +56,8 @@ def _scratch_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> int:
 
     The head, which is the last one, reads few of its rows.
     """
-    weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
-    shapes = [part.shape for weight in weights[:-1] if weight for part in weight.parts]
+    weights = [weight for _, weight in linear_layers(model.graph)]
+    shapes = [part.shape for weight in weights[:-1] for part in weight.parts]
     if not shapes:
         return 0
     widest, hidden = max(map(max, shapes)), min(width for width, _ in shapes)
@@ -67,13 +67,10 @@ def _scratch_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> int:
 def _linear_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:
     """Bytes of each linear weight by its parameter's name."""
     found = {}
-    for node in model.graph:
-        weight = LinearWeight.of(node.inputs[1]) if node.op_type == "MatMul" else None
-        if weight is None:
-            continue
+    for node, weight in linear_layers(model.graph):
         part = weight.parts[0]
-        if part.dequantize is None:
-            found[parameter_name(part.operand)] = weight.count * dtype.itemsize
+        if part.kind == "dense":
+            found[part.parameter] = weight.count * dtype.itemsize
             continue
         block = part.block_size or part.shape[0]
         scale = 1 if part.kind == "fp4" else dtype.itemsize
@@ -84,8 +81,8 @@ def _linear_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:
 
 
 def _bytes_of_4_bits(model: ir.Model) -> int:
-    weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
-    return sum(each.count // 2 for each in weights if each and each.kind in ("int4", "fp4"))
+    weights = [weight for _, weight in linear_layers(model.graph)]
+    return sum(each.count // 2 for each in weights if each.kind in ("int4", "fp4"))
 
 
 def _table_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Attention over a linear KV cache, and what all layers of one pass share.
 
-Shapes: S query rows, C cache capacity, D head_dim. The cache is written by TensorScatter-24 at
-`write_index`; one additive mask holds both the committed rows and the tree among the new ones.
+Shapes: S query rows, C cache capacity, D head_dim. One mask holds both the committed rows and the
+tree among the new ones.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.contract import past_name, present_name
+from edgellm.export.functions import cached_attention, call, rotary_tables, visible_slots
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.images import ImageRows
 from edgellm.export.op import Op
 from edgellm.export.rope import Rope
-
-_MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
 
 
 @dataclass(slots=True)
@@ -31,7 +30,7 @@ class PassState:
     write_index: ir.Value  # int64 [1]
     past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, D]
     images: ImageRows | None = None
-    mask: ir.Value = field(init=False)  # [S, C], additive
+    visible: ir.Value = field(init=False)  # bool [S, C]
     cos: ir.Value = field(init=False)  # [C, D / 2]; of M-RoPE [1, S, D / 2]
     sin: ir.Value = field(init=False)
     rotates_rows: bool = field(init=False)  # the tables are of the pass's own rows
@@ -48,7 +47,10 @@ class PassState:
             )
             self.cos, self.sin = self._rope_tables(rope, slots)
             self.rotates_rows = bool(rope.axes)
-            self.mask = self._mask(slots, tree_mask, sliding_window)
+            self.visible = call(
+                op, visible_slots(windowed=sliding_window is not None),
+                tree_mask, self.position_ids, self.write_index, slots, window=sliding_window,
+            )  # fmt: skip
 
     def embed(self, table: Embedding, token_ids: ir.Value) -> ir.Value:
         """token_ids int64 [1, S] -> [1, S, H]: rows of the table, and of images if there are."""
@@ -60,57 +62,44 @@ class PassState:
         """The residual stream [1, S, H] that the next layer sees."""
         return x if self.images is None else self.images.add_deepstack(self.op, x, layer)
 
-    def attend(self, layer: int, q: ir.Value, k: ir.Value, v: ir.Value, num_heads: int) -> ir.Value:
-        """Rotate, write the cache, attend; q [1, S, num_heads*D], k and v [1, S, kv_heads*D]."""
-        op = self.op
-        q = self._rotate(q, num_heads)
-        k = self._rotate(k, self.num_kv_heads)
-        keys = self._store(layer, "key", k)
-        values = self._store(layer, "value", v)
-        # The 3-D form, because with the 4-D one TensorRT writes K and V once per query head.
-        return op.Attention(
-            q, keys, values, self.mask, q_num_heads=num_heads, kv_num_heads=self.num_kv_heads
-        )  # fmt: skip
+    def attend(
+        self,
+        layer: int,
+        q: ir.Value,
+        k: ir.Value,
+        v: ir.Value,
+        num_heads: int,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> ir.Value:
+        """Rotate, write the cache, attend; q [1, S, num_heads*D], k and v [1, S, kv_heads*D].
 
-    def _mask(self, slots: ir.Value, tree_mask: ir.Value, sliding_window: int | None) -> ir.Value:
-        """Additive [S, C]: committed slots are open, new ones follow the tree, the rest is shut.
-
-        A tree mask wider than the pass, [S, M], also rules the M - S slots before the new rows.
+        `scale` multiplies the scores, None is 1 / sqrt(D); `softcap` bounds them by its tanh.
         """
         op = self.op
-        zero, one = op.constant(np.int64(0)), op.constant(np.int64(1))
-        rows = op.Squeeze(op.Shape(self.position_ids, start=1, end=2))
-        columns = op.Squeeze(op.Shape(tree_mask, start=1, end=2))
-        first = op.Sub(op.Add(self.write_index, rows), columns)
-        column = op.Sub(slots, first)  # [C]; negative for committed slots
-        committed = op.Unsqueeze(op.Less(column, zero), op.constant([0]))
-        clipped = op.Clip(column, zero, op.Sub(columns, one))
-        in_tree = op.Gather(tree_mask, clipped, axis=1)  # [S, C]
-        is_new = op.And(op.GreaterOrEqual(column, zero), op.Less(column, columns))
-        visible = op.Or(committed, op.And(is_new, in_tree))
-        if sliding_window is not None:
-            # Committed rows stand at their own position, tree nodes at that of their depth.
-            own = op.Gather(op.Squeeze(self.position_ids, op.constant([0])), clipped)
-            positions = op.Where(op.Less(column, zero), slots, own)  # [C]
-            oldest = op.Sub(self.position_ids, op.constant(np.int64(sliding_window)))
-            within = op.Greater(positions, op.Transpose(oldest, perm=[1, 0]))  # [S, C]
-            visible = op.And(visible, within)
-        shut = op.constant(_MASKED[op.dtype], op.dtype)
-        return op.Where(visible, op.constant(0, op.dtype), shut)
+        past = [self.past[past_name(layer, part)] for part in ("key", "value")]
+        y, *present = call(
+            op, cached_attention(op.dtype), q, k, v, *past, self.write_index, self.visible,
+            self.cos, self.sin, None if self.rotates_rows else self.position_ids,
+            num_heads=num_heads, kv_num_heads=self.num_kv_heads, scale=scale, softcap=softcap,
+        )  # fmt: skip
+        for part, value in zip(("key", "value"), present, strict=True):
+            value.name = present_name(layer, part)
+            self.present[value.name] = value
+        return y
 
     def _rope_tables(self, rope: Rope, slots: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Cos and sin of all positions [C, D/2], constants as soon as the capacity is bound.
+        """Cos and sin of all positions [C, D/2].
 
         With M-RoPE a pair's angle follows one of three positions: tables of the rows themselves.
         """
-        op = self.op
-        if rope.axes:
-            chosen = op.Gather(self.position_ids, op.constant(np.array(rope.axes)), axis=0)
-            rows = op.Transpose(op.Cast(chosen, to=int(ir.DataType.FLOAT)), perm=[1, 0])
-            angles = op.Mul(op.Unsqueeze(rows, op.constant([0])), op.constant(rope.inv_freq))
-        else:
-            positions = op.Unsqueeze(op.Cast(slots, to=int(ir.DataType.FLOAT)), op.constant([1]))
-            angles = op.Mul(positions, op.constant(rope.inv_freq[None, :]))
+        op, inv_freq = self.op, self.op.constant(rope.inv_freq)
+        if not rope.axes:
+            return call(op, rotary_tables(op.dtype), slots, inv_freq, scale=float(rope.scale))
+        chosen = op.Gather(self.position_ids, op.constant(np.array(rope.axes)), axis=0)
+        rows = op.Transpose(op.Cast(chosen, to=int(ir.DataType.FLOAT)), perm=[1, 0])
+        angles = op.Mul(op.Unsqueeze(rows, op.constant([0])), inv_freq)
         cos, sin = (
             self._rope_table(table, rope.scale) for table in (op.Cos(angles), op.Sin(angles))
         )
@@ -119,23 +108,7 @@ class PassState:
     def _rope_table(self, table: ir.Value, scale: float) -> ir.Value:
         op = self.op
         scaled = op.Mul(table, op.constant(np.float32(scale))) if scale != 1 else table
-        return scaled if op.dtype == ir.DataType.FLOAT else op.Cast(scaled, to=int(op.dtype))
-
-    def _rotate(self, x: ir.Value, num_heads: int) -> ir.Value:
-        positions = None if self.rotates_rows else self.position_ids
-        return self.op.RotaryEmbedding(x, self.cos, self.sin, positions, num_heads=num_heads)
-
-    def _store(self, layer: int, part: str, x: ir.Value) -> ir.Value:
-        """Write x [1, S, kv_heads*D] into the cache; returns the cache as [1, C, kv_heads*D]."""
-        op = self.op
-        split = op.constant([0, 0, self.num_kv_heads, self.head_dim])
-        rows = op.Transpose(op.Reshape(x, split), perm=[0, 2, 1, 3])  # [1, num_kv_heads, S, D]
-        name = present_name(layer, part)
-        cache = op.TensorScatter(
-            self.past[past_name(layer, part)], rows, self.write_index, axis=-2, name=name
-        )
-        self.present[name] = cache
-        return op.Reshape(op.Transpose(cache, perm=[0, 2, 1, 3]), op.constant([0, 0, -1]))
+        return op.cast(scaled, op.dtype) if op.dtype != ir.DataType.FLOAT else scaled
 
 
 def split_heads(op: Op, x: ir.Value, head_dim: int) -> ir.Value:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.export import quantized
-from edgellm.export.layers.fp4 import FP4_BLOCK, dynamic_quantize
+from edgellm.export import functions, quantized
+from edgellm.export.functions import call
 from edgellm.export.op import Op
 from edgellm.export.quantized.operand import InputRounding, QuantizedLinear
 from edgellm.export.weights import Weights
@@ -26,7 +26,7 @@ class Linear:
         with op.scope(self.weights.prefix.rstrip(".")):
             if self.weights.info("pre_quant_scale") is not None:  # smoothing that is not folded
                 stored = self.weights.take("pre_quant_scale", self.shape[1:], op.dtype)
-                x = op.Mul(x, op.cast(op.parameter(stored), op.dtype))
+                x = call(op, functions.smooth_input(), x, op.parameter(stored))
             layer = quantized.find(self.weights, self.shape, op.dtype)
             y = self._dense(op, x) if layer is None else _quantized(op, x, layer)
             if self.bias:
@@ -36,7 +36,7 @@ class Linear:
 
     def _dense(self, op: Op, x: ir.Value) -> ir.Value:
         stored = self.weights.take("weight", self.shape, op.dtype)
-        return op.MatMul(x, op.Transpose(op.cast(op.parameter(stored), op.dtype), perm=[1, 0]))
+        return call(op, functions.linear(), x, op.parameter(stored))
 
 
 def _quantized(op: Op, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
@@ -46,32 +46,17 @@ def _quantized(op: Op, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
         x = _rounded(op, x, layer.input)
     codes, scales = op.parameter(layer.codes), op.parameter(layer.scales)
     if layer.global_scale is not None:
-        return op.MatMul(x, _fp4_weight(op, codes, scales, layer.global_scale))
+        global_scale = op.constant(layer.global_scale, ir.DataType.FLOAT)
+        return call(op, functions.fp4_linear(), x, codes, scales, global_scale)
     zeros = op.parameter(layer.zero_points) if layer.zero_points is not None else None
-    inputs = [codes, scales, zeros] if zeros is not None else [codes, scales]
     place = {"axis": 0, "block_size": layer.block_size} if layer.block_size else {"axis": 1}
-    return op.MatMul(x, op.DequantizeLinear(*inputs, **place))
+    return call(op, functions.quantized_linear(), x, codes, scales, zeros, **place)
 
 
 def _rounded(op: Op, x: ir.Value, how: InputRounding) -> ir.Value:
     """X as the layer sees it, back in floats."""
     if how.dtype == ir.DataType.FLOAT4E2M1:
         global_scale = op.constant(how.scale, ir.DataType.FLOAT)
-        codes, scales = dynamic_quantize(op, op.cast(x, op.dtype), global_scale)
-        return _fp4_values(op, codes, scales, global_scale)
-    scale = op.constant(how.scale, op.dtype)
-    zero = op.constant(0, how.dtype)
-    return op.DequantizeLinear(op.QuantizeLinear(x, scale, zero), scale, zero)
-
-
-def _fp4_weight(op: Op, codes: ir.Value, scales: ir.Value, global_scale: float) -> ir.Value:
-    """NVFP4 [out, in] as an operand [in, out]."""
-    values = _fp4_values(op, codes, scales, op.constant(global_scale, ir.DataType.FLOAT))
-    return op.Transpose(values, perm=[1, 0])
-
-
-def _fp4_values(op: Op, codes: ir.Value, scales: ir.Value, global_scale: ir.Value) -> ir.Value:
-    """Two steps: the blocks' FP8 scales, then the codes; [..., K] in the activation type."""
-    floats = op.DequantizeLinear(scales, global_scale)
-    values = op.DequantizeLinear(codes, floats, axis=-1, block_size=FP4_BLOCK)
-    return values if op.dtype == ir.DataType.FLOAT else op.Cast(values, to=int(op.dtype))
+        return call(op, functions.round_input_fp4(), x, global_scale)
+    scale, zero = op.constant(how.scale, op.dtype), op.constant(0, how.dtype)
+    return call(op, functions.round_input(), x, scale, zero)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from edgellm.export.functions import call, linear
 from edgellm.export.op import Op
 from edgellm.export.weights import Weights
 
@@ -85,8 +86,8 @@ class PatchEmbedding:
         with op.scope(self.weights.prefix.rstrip(".")):
             stored = self.weights.take("weight", (self.size, *self.kernel), op.dtype)
             flat = dataclasses.replace(stored, shape=(self.size, math.prod(self.kernel)))
-            weight = op.Transpose(op.cast(op.parameter(flat), op.dtype), perm=[1, 0])
-            x = op.MatMul(op.Unsqueeze(patches, op.constant([0])), weight)
+            x = op.Unsqueeze(patches, op.constant([0]))
+            x = call(op, linear(), x, op.parameter(flat))
             if self.bias:
                 stored = self.weights.take("bias", (self.size,), op.dtype)
                 x = op.Add(x, op.cast(op.parameter(stored), op.dtype))

@@ -1,0 +1,64 @@
+"""What the call of a cached attention has; each layer's own, see `edgellm.export.functions`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from edgellm.build.lowering.calls import find_calls, require_known
+from edgellm.contract import ATTENTION
+
+
+@dataclass(frozen=True, slots=True)
+class CachedAttention:
+    """Operands and attributes of one layer."""
+
+    call: ir.Node
+    q: ir.Value  # [1, S, num_heads * D]
+    k: ir.Value  # [1, S, kv_num_heads * D]
+    v: ir.Value
+    past_key: ir.Value  # [1, kv_num_heads, C, D]
+    past_value: ir.Value
+    write_index: ir.Value  # int64 [1]
+    visible: ir.Value  # bool [S, C]
+    cos: ir.Value  # of positions [C, D / 2], or of the rows themselves [1, S, D / 2]
+    sin: ir.Value
+    positions: ir.Value | None  # int64 [1, S]; None where the tables are of the rows
+    num_heads: int
+    kv_num_heads: int
+    scale: float | None  # of the scores; None: 1 / sqrt(D)
+    softcap: float | None  # what bounds them; None: nothing
+
+    @classmethod
+    def all_of(cls, graph: ir.Graph) -> list[CachedAttention]:
+        """Those of a portable graph, in order.
+
+        Raises:
+            UnsupportedModelError: a call has an attribute that is not one of these.
+        """
+        return [cls._of(call) for call in find_calls(graph, ATTENTION)]
+
+    @classmethod
+    def _of(cls, call: ir.Node) -> CachedAttention:
+        require_known(call, "num_heads", "kv_num_heads", "scale", "softcap")
+        *operands, positions = [*call.inputs, None][:10]
+        found = [value for value in operands if value is not None]
+        attributes = call.attributes
+        heads = (attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
+        factors = (
+            attributes[name].as_float() if name in attributes else None
+            for name in ("scale", "softcap")
+        )  # fmt: skip
+        return cls(call, *found, positions, *heads, *factors)
+
+    @property
+    def head_dim(self) -> int:
+        """D, which is never symbolic."""
+        assert self.past_key.shape is not None
+        return int(self.past_key.shape[3])  # type: ignore[arg-type]
+
+    @property
+    def outputs(self) -> tuple[ir.Value, ...]:
+        """Y [1, S, num_heads * D], then the caches with the new rows."""
+        return tuple(self.call.outputs)
