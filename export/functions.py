@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm import contract
-from edgellm.export.op import OPSET, Op
+from edgellm.export.op import CALLED, OPSET, Op
 
 FP4_BLOCK = 16
 _LARGEST_FP4 = 6.0
@@ -53,7 +53,9 @@ def _function(
         opset_imports={"": OPSET, **domains},
     )
     given = [ir.Attr(each, kind, None) for each, kind in attributes.items()]
-    return ir.Function(domain, name, graph=graph, attributes=given)
+    function = ir.Function(domain, name, graph=graph, attributes=given)
+    function.meta[CALLED] = list(op.functions.values())
+    return function
 
 
 def _of_call(**kinds: ir.AttributeType) -> dict[str, ir.Attr]:

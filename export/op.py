@@ -13,6 +13,7 @@ from edgellm.export.weights import StoredTensor
 
 OPSET = 24
 IR_VERSION = 11
+CALLED = "called"  # what a function's `meta` calls the functions of its body
 
 
 class Op:
@@ -87,8 +88,14 @@ class Op:
         return self.parameters[stored.name][0]
 
     def define(self, function: ir.Function) -> None:
-        """A function that nodes of this graph call; the same one may come several times."""
-        self.functions.setdefault(function.identifier(), function)
+        """A function that nodes of this graph call, behind those that its own nodes call.
+
+        The same one may come several times.
+        """
+        if function.identifier() not in self.functions:
+            for called in function.meta.get(CALLED, ()):
+                self.define(called)
+            self.functions[function.identifier()] = function
 
     def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
         """`x` as `dtype`; no node when a parameter has that type already."""

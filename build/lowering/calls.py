@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass
+from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
 from edgellm.contract import (
     ATTENTION,
@@ -57,6 +57,7 @@ def inline(model: ir.Model, *, keep: tuple[str, ...] = ()) -> None:
     Raises:
         BrokenArtifactError: a function is called that the model does not have.
     """
+    RemoveUnusedNodesPass()(model)
     InlinePass(lambda function: function.name not in keep)(model)
     RemoveUnusedFunctionsPass()(model)
     called = {node.op_type for node in model.graph if node.domain == FUNCTIONS}

@@ -26,6 +26,7 @@ _CONTRIB = "com.microsoft"
 
 def lower_cached_attention(graph: GraphEditor, dtype: ir.DataType, capacity: int) -> None:
     """Rewrite all cached attention of a decoder or draft, and what its layers share."""
+    _lower_tables(graph, dtype, capacity)
     layers = CachedAttention.all_of(graph.graph)
     kv_num_heads, head_dim = layers[0].kv_num_heads, layers[0].head_dim
     seen = _input(graph.graph, VISIBLE, ir.DataType.BOOL, ["rows", "live"])
@@ -37,7 +38,6 @@ def lower_cached_attention(graph: GraphEditor, dtype: ir.DataType, capacity: int
     live = graph.node("Shape", [seen], start=1, end=2)
     masks: dict[int, ir.Value] = {}  # by query heads of a key head
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
-    _lower_tables(graph, dtype, capacity)
     for layer in layers:
         if layer.softcap is not None:
             raise UnsupportedModelError("attention with a soft cap is not lowered for CUDA")

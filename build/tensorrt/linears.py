@@ -79,7 +79,8 @@ class StoredKernel:
         names = [part.parameter for part in weight.parts]
         kind = self.dtype.name.lower()
         return graph.weight(
-            f"{'+'.join(names)}.{kind}", lambda: _side_by_side([p.dense() for p in weight.parts])
+            f"{'+'.join(names)}.{kind}",
+            lambda: _side_by_side([p.dense() for p in weight.parts]).astype(self.dtype.numpy()),
         )
 
     def _scaled_behind(

@@ -23,7 +23,7 @@ from edgellm.build.onnxruntime_cpu.linears import (
     RowInt8Kernel,
 )
 from edgellm.build.plan import Plan
-from edgellm.contract import EngineManifest, load_manifest
+from edgellm.contract import FUNCTIONS, LINEAR, EngineManifest, load_manifest
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
 from edgellm.export import models
@@ -131,21 +131,20 @@ def _save_layer(path: Path, kernel: RowInt8Kernel, name: str, weight: np.ndarray
     x = ir.Value(name="x", shape=ir.Shape(["b", "s", len(weight)]), type=ir.TensorType(_FLOAT))
     table = ir.Value(name="w", const_value=ir.tensor(np.ascontiguousarray(weight.T)))
     table.shape, table.type = ir.Shape(weight.T.shape), ir.TensorType(_FLOAT)
-    transpose = ir.Node("", "Transpose", [table], [ir.AttrInt64s("perm", [1, 0])])
-    matmul = ir.Node("", "MatMul", [x, transpose.outputs[0]])
+    call = ir.Node(FUNCTIONS, LINEAR, [x, table], name="layer.Linear")
     graph = ir.Graph(
-        [x], [matmul.outputs[0]], nodes=[transpose, matmul], initializers=[table],
+        [x], [call.outputs[0]], nodes=[call], initializers=[table],
         opset_imports={"": 21, "com.microsoft": 1},
     )  # fmt: skip
-    layer = LinearWeight.of(transpose.outputs[0])
+    layer = LinearWeight.of(call)
     assert layer is not None
     weights = WeightFile(path.with_suffix(".data"))
     editor = GraphEditor(graph, weights)
-    editor.cursor = matmul
+    editor.cursor = call
     y = kernel.emit(editor, x, layer, name)
     y.type = ir.TensorType(_FLOAT)
     graph.outputs[:] = [y]
-    graph.remove(matmul)
+    graph.remove(call)
     weights.close()
     ir.save(ir.Model(graph, ir_version=10), path)
 

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import onnx
+import onnx.inliner
 import onnx_ir as ir
 import pytest
 import torch
@@ -15,7 +16,7 @@ from quantized_layouts import LAYOUTS, Layout, gptq, rounded_input, write_checkp
 from safetensors.torch import load_file, save_file
 
 from edgellm.build.engine import build_engine
-from edgellm.build.lowering.linear_weights import LinearWeight
+from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.plan import Plan
 from edgellm.contract import (
     BrokenArtifactError,
@@ -51,29 +52,31 @@ def quantized(tiny_checkpoint, tmp_path_factory):
 
 
 def _graph_weights(bundle) -> dict[str, np.ndarray]:
-    """Every MatMul's weight as the graph's own nodes compute it, [out, in] with its smoothing."""
+    """Every layer's weight as the graph's functions compute it, [out, in] with its smoothing."""
     model = onnx.load(bundle / "model.onnx")
     producers = {output: node for node in model.graph.node for output in node.output}
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    past = next(each for each in model.graph.input if each.name.startswith("past"))
+    activations = onnx.helper.tensor_dtype_to_np_dtype(past.type.tensor_type.elem_type)
     found = {}
     for node in model.graph.node:
-        if node.op_type != "MatMul" or "_proj" not in node.name:
+        if not node.op_type.endswith("Linear") or "_proj" not in node.name:
             continue
-        nodes, names = [], [node.input[1]]
-        while names:
-            name = names.pop()
-            if name in producers:
-                nodes.insert(0, producers[name])
-                names += producers[name].input
-        used = {name for each in nodes for name in each.input if name in constants}
+        alone = onnx.NodeProto.FromString(node.SerializeToString())
+        alone.input[0] = "x"
         part = onnx.helper.make_graph(
-            sorted(nodes, key=list(model.graph.node).index), "weight", [],
-            [onnx.helper.make_empty_tensor_value_info(node.input[1])],
-            [constants[name] for name in used],
+            [alone], "layer", [onnx.helper.make_empty_tensor_value_info("x")],
+            [onnx.helper.make_empty_tensor_value_info(node.output[0])],
+            [constants[name] for name in node.input[1:]],
         )  # fmt: skip
-        part = onnx.helper.make_model(part, opset_imports=model.opset_import)
-        (array,) = ReferenceEvaluator(part).run(None, {})
-        layer = "model." + node.name.split("model.", 1)[1].removesuffix("MatMul")
+        part = onnx.helper.make_model(
+            part, opset_imports=model.opset_import, functions=model.functions
+        )
+        in_features = constants[node.input[1]].dims[0 if node.op_type == "QuantizedLinear" else 1]
+        one_hot = np.eye(in_features, dtype=activations)
+        alone = onnx.inliner.inline_local_functions(part)
+        (array,) = ReferenceEvaluator(alone).run(None, {"x": one_hot})
+        layer = "model." + node.name.split("model.", 1)[1].removesuffix(node.op_type)
         smoothing = constants.get(f"{layer}pre_quant_scale")
         if smoothing is not None:
             array = array * onnx.numpy_helper.to_array(smoothing)[:, None]
@@ -182,21 +185,18 @@ def test_nvfp4_rounds_its_inputs_in_the_graph(quantized):
     """ONNX Runtime has no FP4 on the CPU; onnx's reference runs the operator's body."""
     folder, _ = quantized("nvfp4")
     model = onnx.load(folder / "bundle/model.onnx")
-    (function,) = model.functions
-    assert (function.domain, function.name) == ("trt", "TRT_FP4DynamicQuantize")
+    assert ("trt", "TRT_FP4DynamicQuantize") in {(f.domain, f.name) for f in model.functions}
     x = np.random.default_rng(0).normal(size=(1, 3, 96)).astype(np.float32)
     x[0, 0, :16] = 0
     x[0, 1, 3] = 40
     nodes = [node for node in model.graph.node if node.name.startswith("layers.0.")]
-    start = next(at for at, node in enumerate(nodes) if node.op_type == function.name)
-    quantize, *rest = nodes[start:]
-    decode = [node for node in rest if node.op_type == "DequantizeLinear"][:2]
-    constants = [c for c in model.graph.initializer if c.name in quantize.input[1:]]
-    quantize.input[0] = "x"
+    rounding = next(node for node in nodes if node.op_type == "RoundInputFp4")
+    constants = [c for c in model.graph.initializer if c.name in rounding.input[1:]]
+    rounding.input[0] = "x"
     graph = onnx.helper.make_graph(
-        [quantize, *decode], "rounding",
+        [rounding], "rounding",
         [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, x.shape)],
-        [onnx.helper.make_empty_tensor_value_info(decode[1].output[0])],
+        [onnx.helper.make_empty_tensor_value_info(rounding.output[0])],
         constants,
     )  # fmt: skip
     part = onnx.helper.make_model(
@@ -353,11 +353,7 @@ def test_groups_that_the_kernel_does_not_know(tmp_path, group):
     plan = Plan(48, 64, 1, "same")
     build_engine(tmp_path / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None)
     model = ir.load(tmp_path / "bundle/model.onnx")
-    part = next(
-        weight
-        for node in model.graph
-        if node.op_type == "MatMul" and (weight := LinearWeight.of(node.inputs[1])).kind == "int4"
-    )
+    part = next(weight for _, weight in linear_layers(model.graph) if weight.kind == "int4")
     assert part.packing == ((8, 32) if group == 24 else (4, 32))
     assert part.has_zero_points == (group == 96)
     blocks, dense = part.blocks(), part.dense()

@@ -19,7 +19,7 @@ from tensorrt_bundles import (
     compile_bundle,
 )
 
-from edgellm.build.lowering.linear_weights import LinearWeight
+from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.tensorrt.kernel_log import Kernel, copied_caches
 from edgellm.contract import (
     CANDIDATE_IDS,
@@ -101,12 +101,8 @@ def test_medusa_heads(bundles, tmp_path, sm):
 
 def _stored_values(bundle) -> int:
     """Quantized weights of the bundle's linear layers, in numbers."""
-    weights = [
-        LinearWeight.of(node.inputs[1])
-        for node in ir.load(bundle / "model.onnx").graph
-        if node.op_type == "MatMul"
-    ]
-    return sum(weight.count for weight in weights if weight is not None and weight.kind != "dense")
+    layers = linear_layers(ir.load(bundle / "model.onnx").graph)
+    return sum(weight.count for _, weight in layers if weight.kind != "dense")
 
 
 def _read_as_stored(kernels: list[Kernel], dtype: str) -> int:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
 from conftest import make_checkpoint
+from onnx.reference import ReferenceEvaluator
 from quantized_layouts import LAYOUTS, write_checkpoint
 
 from edgellm import contract
-from edgellm.build.lowering.linear_weights import LinearWeight
+from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan, VisualPlan
 from edgellm.build.tensorrt.lower import lower_decoder
@@ -102,16 +104,35 @@ def test_nvfp4_weights_are_merged_with_their_scales(tiny_source, tmp_path):
     """No CPU kernel reads FP4, so the weights are compared instead of the logits."""
     write_checkpoint(tiny_source, tmp_path / "checkpoint", LAYOUTS["nvfp4"])
     portable = _bundle(tmp_path / "checkpoint", tmp_path)
-    expected, found = _weights(portable), _weights(_lowered(portable, tmp_path))
+    expected = [weight.dense() for _, weight in linear_layers(ir.load(portable).graph)]
+    found = _weights(_lowered(portable, tmp_path))
     assert sum(array.shape[1] for array in expected) == sum(array.shape[1] for array in found)
     columns = {column.tobytes() for array in found for column in array.T}
     assert {column.tobytes() for array in expected for column in array.T} == columns
 
 
 def _weights(path: Path) -> list[np.ndarray]:
-    nodes = [node for node in ir.load(path).graph if node.op_type == "MatMul"]
-    weights = [LinearWeight.of(node.inputs[1]) for node in nodes]
-    return [np.ascontiguousarray(weight.dense()) for weight in weights if weight is not None]
+    """What the lowered graph's own nodes make of the operand of every linear layer, [in, out]."""
+    model = onnx.load(path)
+    names = {output: node for node in model.graph.node for output in node.output}
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    found = []
+    for node in model.graph.node:
+        if node.op_type != "MatMul":
+            continue
+        nodes, pending = [], [node.input[1]]
+        while pending:
+            if (producer := names.get(pending.pop())) is not None:
+                nodes.insert(0, producer)
+                pending += producer.input
+        used = {name for each in nodes for name in each.input if name in constants}
+        part = onnx.helper.make_graph(
+            nodes, "weight", [], [onnx.helper.make_empty_tensor_value_info(node.input[1])],
+            [constants[name] for name in used],
+        )  # fmt: skip
+        part = onnx.helper.make_model(part, opset_imports=model.opset_import)
+        found += ReferenceEvaluator(part).run(None, {})
+    return found
 
 
 def test_layers_that_read_one_input_become_one(tiny_source, tmp_path):
