@@ -7,7 +7,7 @@ query rows, C cache capacity, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,25 +21,25 @@ _LARGEST_FP4 = 6.0
 _SMALLEST_FP8, _LARGEST_FP8 = 2.0**-9, 448.0
 _MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
 _INT, _FLOAT = ir.AttributeType.INT, ir.AttributeType.FLOAT
+_NONE: Mapping[str, ir.AttributeType] = {}
 
 
 def call(op: Op, function: ir.Function, *inputs: ir.Value | None, **attributes: Any) -> Any:
     """Append a call; its output, or the tuple of its outputs. None attributes are left out."""
     op.define(function)
     given = {name: value for name, value in attributes.items() if value is not None}
-    outputs = op.outputs(
-        len(function.outputs), function.name, *inputs, domain=function.domain, **given
-    )
-    return outputs if len(outputs) > 1 else outputs[0]
+    count = len(function.outputs)
+    outputs = op.outputs(count, function.name, *inputs, domain=function.domain, **given)
+    return outputs if count > 1 else outputs[0]
 
 
 def _function(
     name: str,
     inputs: str,
     body: Callable[..., Sequence[ir.Value] | ir.Value],
+    attributes: Mapping[str, ir.AttributeType] = _NONE,
     *,
     domain: str = contract.FUNCTIONS,
-    **attributes: ir.AttributeType,
 ) -> ir.Function:
     """`body(op, *inputs)` records the nodes and gives the outputs."""
     op = Op(ir.DataType.FLOAT)
@@ -124,10 +124,7 @@ def cached_attention(dtype: ir.DataType) -> ir.Function:
         contract.ATTENTION,
         "q k v past_key past_value write_index visible cos sin positions",
         body,
-        num_heads=_INT,
-        kv_num_heads=_INT,
-        scale=_FLOAT,
-        softcap=_FLOAT,
+        {"num_heads": _INT, "kv_num_heads": _INT, "scale": _FLOAT, "softcap": _FLOAT},
     )
 
 
@@ -164,7 +161,7 @@ def visible_slots(*, windowed: bool) -> ir.Function:
 
     name = contract.VISIBLE_IN_WINDOW if windowed else contract.VISIBLE_SLOTS
     window = {"window": _INT} if windowed else {}
-    return _function(name, "tree_mask position_ids write_index slots", body, **window)
+    return _function(name, "tree_mask position_ids write_index slots", body, window)
 
 
 def rotary_tables(dtype: ir.DataType) -> ir.Function:
@@ -182,7 +179,7 @@ def rotary_tables(dtype: ir.DataType) -> ir.Function:
             op.Cast(table, to=int(dtype)) for table in tables
         ]  # fmt: skip
 
-    return _function(contract.ROTARY_TABLES, "slots inv_freq", body, scale=_FLOAT)
+    return _function(contract.ROTARY_TABLES, "slots inv_freq", body, {"scale": _FLOAT})
 
 
 # --------------------------------------------------------------------------- linear layers
@@ -205,7 +202,7 @@ def quantized_linear() -> ir.Function:
         return op.MatMul(x, op.DequantizeLinear(codes, scales, zero_points, **place))
 
     inputs = "x codes scales zero_points"
-    return _function(contract.QUANTIZED_LINEAR, inputs, body, axis=_INT, block_size=_INT)
+    return _function(contract.QUANTIZED_LINEAR, inputs, body, {"axis": _INT, "block_size": _INT})
 
 
 def fp4_linear() -> ir.Function:
@@ -287,7 +284,5 @@ def dynamic_quantize() -> ir.Function:
         codes = op.Cast(op.Reshape(ratio, extent), to=int(ir.DataType.FLOAT4E2M1))
         return codes, op.Squeeze(scales, _integers(op, -1))
 
-    return _function(
-        "TRT_FP4DynamicQuantize", "x global_scale", body, domain="trt",
-        axis=_INT, block_size=_INT, scale_type=_INT,
-    )  # fmt: skip
+    attributes = {"axis": _INT, "block_size": _INT, "scale_type": _INT}
+    return _function("TRT_FP4DynamicQuantize", "x global_scale", body, attributes, domain="trt")

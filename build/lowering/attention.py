@@ -6,8 +6,14 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from edgellm import contract
 from edgellm.build.lowering.calls import find_calls, require_known
-from edgellm.contract import ATTENTION
+from edgellm.contract import BrokenArtifactError
+
+_OPERANDS = (
+    "q", "k", "v", "past_key", "past_value", "write_index", "visible", "cos", "sin", "positions"
+)  # fmt: skip
+_OPTIONAL = ("positions",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +43,24 @@ class CachedAttention:
         Raises:
             UnsupportedModelError: a call has an attribute that is not one of these.
         """
-        return [cls._of(call) for call in find_calls(graph, ATTENTION)]
+        return [cls._of(call) for call in find_calls(graph, contract.ATTENTION)]
 
     @classmethod
     def _of(cls, call: ir.Node) -> CachedAttention:
         require_known(call, "num_heads", "kv_num_heads", "scale", "softcap")
-        *operands, positions = [*call.inputs, None][:10]
-        found = [value for value in operands if value is not None]
-        attributes = call.attributes
-        heads = (attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
-        factors = (
-            attributes[name].as_float() if name in attributes else None
+        operands = [*call.inputs, None][: len(_OPERANDS)]
+        given = dict(zip(_OPERANDS, operands, strict=True))
+        if missing := [name for name, value in given.items() if not (value or name in _OPTIONAL)]:
+            raise BrokenArtifactError(
+                f"{call.name}: {contract.ATTENTION} without {', '.join(missing)}",
+                hint="export the bundle again",
+            )
+        heads = {name: call.attributes[name].as_int() for name in ("num_heads", "kv_num_heads")}
+        factors = {
+            name: call.attributes[name].as_float() if name in call.attributes else None
             for name in ("scale", "softcap")
-        )  # fmt: skip
-        return cls(call, *found, positions, *heads, *factors)
+        }
+        return cls(call, **given, **heads, **factors)  # type: ignore[arg-type]
 
     @property
     def head_dim(self) -> int:

@@ -56,8 +56,13 @@ def inline(model: ir.Model, *, keep: tuple[str, ...] = ()) -> None:
 
     Raises:
         BrokenArtifactError: a function is called that the model does not have.
+        UnsupportedModelError: a call has an attribute that the body does not know.
     """
     RemoveUnusedNodesPass()(model)
+    bodies = {name: function for (_, name, _), function in model.functions.items()}
+    for node in model.graph:
+        if node.domain == FUNCTIONS and node.op_type in bodies.keys() - {*keep}:
+            require_known(node, *bodies[node.op_type].attributes)
     InlinePass(lambda function: function.name not in keep)(model)
     RemoveUnusedFunctionsPass()(model)
     called = {node.op_type for node in model.graph if node.domain == FUNCTIONS}

@@ -32,6 +32,8 @@ def lower_cached_attention(graph: GraphEditor, dtype: ir.DataType, capacity: int
     seen = _input(graph.graph, VISIBLE, ir.DataType.BOOL, ["rows", "live"])
     slots = _input(graph.graph, SLOTS, ir.DataType.INT64, [1, kv_num_heads, "rows", 3])
     calls = find_calls(graph.graph, contract.VISIBLE_SLOTS, contract.VISIBLE_IN_WINDOW)
+    for call in calls:
+        require_known(call, "window")
     if len(calls) != 1 or any(layer.kv_num_heads != kv_num_heads for layer in layers):
         raise UnsupportedModelError("layers whose attention differs are not lowered for CUDA")
     graph.cursor = graph.graph[0]
