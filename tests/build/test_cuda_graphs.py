@@ -16,6 +16,7 @@ from tensorrt_bundles import Bundles
 
 from edgellm.build import onnxruntime_cuda
 from edgellm.build.engine import build_engine, read_bundle
+from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import Blocks
 from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.lowering.weights import WeightFile
@@ -62,7 +63,9 @@ def _operators(path) -> Counter[str]:
 def _portable(bundle, folder):
     """The bundle's graph in ONNX Runtime, without the rounding of inputs that CUDA leaves out."""
     model = ir.load(bundle / "model.onnx")
-    lower_inputs(model)
+    weights = WeightFile(folder / "unused.data")
+    lower_inputs(GraphEditor(model.graph, weights))
+    weights.close()
     ir.save(model, folder / "portable.onnx", external_data="portable.data")
     manifest = load_manifest(bundle, BundleManifest)
     graph = load_graph(folder / "portable.onnx", optimize=False)
