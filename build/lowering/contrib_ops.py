@@ -6,9 +6,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import unused_removal
 
+from edgellm import contract
 from edgellm.build.lowering.graph import GraphEditor
 
-CACHE_NAMES = ("past_key_values.", "present.")
+CACHE_NAMES = (contract.PAST, contract.PRESENT)
 CONTRIB = "com.microsoft"
 LOWERED_OPSET = 21
 

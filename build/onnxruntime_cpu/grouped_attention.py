@@ -14,7 +14,7 @@ from edgellm.build.lowering.contrib_ops import (
     row_tables,
 )
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.contract import CacheRanges
+from edgellm.manifest import CacheRanges
 
 _FIRST_SCALE = 12  # inputs of GroupQueryAttention: k_scale, v_scale
 

@@ -24,8 +24,8 @@ from edgellm.build.lowering.contrib_ops import (
     row_tables,
 )
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.contract import KVCacheSpec
-from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT, SLOTS, VISIBLE
+from edgellm.device_runtime.runners.onnxruntime_cuda.slots import KEPT, SLOTS, VISIBLE
+from edgellm.manifest import KVCacheSpec
 
 _MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
 
