@@ -49,17 +49,17 @@ class Plan:
 
 
 def image_plan(
-    min_tokens: int,
-    max_tokens: int,
-    max_tokens_per_image: int,
+    min_image_tokens: int,
+    max_image_tokens: int,
+    max_image_tokens_per_image: int,
     threads: int,
     quantize: str = "none",
     options: Options | None = None,
 ) -> Plan:
     """A visual engine's plan."""
     return Plan(
-        threads=threads, quantize=quantize, min_image_tokens=min_tokens,
-        max_image_tokens=max_tokens, max_image_tokens_per_image=max_tokens_per_image,
+        threads=threads, quantize=quantize, min_image_tokens=min_image_tokens,
+        max_image_tokens=max_image_tokens, max_image_tokens_per_image=max_image_tokens_per_image,
         options=options or Options(),
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
+from edgellm.device_runtime.sessions import ImageRows
 from edgellm.manifest import DECODER, DRAFT, ENCODER, FUSE, HEADS, Bundle, DecoderSpec, VisionSpec
 from edgellm.multimodal.grids import grid_inputs
 
@@ -105,6 +106,6 @@ def held_inputs(role: str, bundle: Bundle) -> Inputs:
     images = bundle.decoder.images if role in (DECODER, DRAFT) else None
     if images is None:
         return {}
-    row = np.zeros((1, bundle.decoder.hidden_size), np.float32)
-    levels = {contract.DEEPSTACK_EMBEDS: np.stack([row] * images.num_deepstack)}
-    return {contract.IMAGE_EMBEDS: row, **(levels if images.num_deepstack else {})}
+    none = ImageRows.none(bundle.decoder.hidden_size, images.num_deepstack)
+    levels = {contract.DEEPSTACK_EMBEDS: none.deepstack} if images.num_deepstack else {}
+    return {contract.IMAGE_EMBEDS: none.embeds, **levels}

@@ -16,8 +16,8 @@ from edgellm import contract
 from edgellm.build.costs import measure
 from edgellm.build.lowering.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile
-from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
 from edgellm.build.onnxruntime_cpu.lower import lower
+from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
 from edgellm.build.onnxruntime_cpu.variants import Variant, variants_of
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
 from edgellm.build.samples import held_inputs, sample_passes

@@ -58,7 +58,7 @@ def test_precisions(command, eagle_pair, tmp_path, flags, precision):
     draft = load_engine(engine / "draft", DRAFT_ENGINE)
     assert [graph.precision for graph in draft.main_graphs] == [precision]
     assert _build(command, eagle_pair.bundle, engine, "--eagleBase", *flags).returncode == 0
-    assert load_engine(engine, LLM_ENGINE).graphs[0].precision == precision
+    assert load_engine(engine, LLM_ENGINE).main_graphs[0].precision == precision
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_int8_in_blocks_keeps_its_codes(tmp_path):
     export_visual(
         open_checkpoint(str(source), tokenizer=False), tmp_path / "bundle", VisualOptions("fp32")
     )
-    assert _build(tmp_path / "bundle", tmp_path / "engine").precision == "int8"
+    assert _build(tmp_path / "bundle", tmp_path / "engine").main_graphs[0].precision == "int8"
     assert _operators(tmp_path / "engine")["MatMulNBits"]
 
 
