@@ -17,16 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgellm.contract import (
-    MANIFEST_NAME,
-    BrokenArtifactError,
-    BundleManifest,
-    DraftSpec,
-    EdgeLLMError,
-    EngineManifest,
-    FileRecord,
-    Manifest,
-)
+from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.manifest import MANIFEST_NAME, Bundle, DraftSpec, Engine, FileRecord, Manifest
 
 
 def verify_sizes(folder: Path, files: dict[str, FileRecord]) -> None:
@@ -207,7 +199,7 @@ def defer_interrupt() -> Iterator[list[int]]:
         signal.raise_signal(pending[0])
 
 
-def require_pair(draft: DraftSpec, base: BundleManifest | EngineManifest, where: str) -> None:
+def require_pair(draft: DraftSpec, base: Bundle | Engine, where: str) -> None:
     """Refuse a draft that was trained for another base.
 
     Raises:

@@ -17,10 +17,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
-from edgellm.build.plan import Plan, VisualPlan
-from edgellm.build.visual import build_visual
+from edgellm.build.plan import Plan, image_plan
 from edgellm.device_runtime.llm import LLM, Answer
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -89,11 +87,11 @@ def build(work: Path, name: str, threads: int) -> LLM:
     export_visual(source, seeing, VisualOptions("fp32", quantization=recipe.exported))
     trees = {"max_verify_tree_size": 60, "max_draft_tree_size": 60}
     plan = Plan(256, 512, threads, "auto", recipe.quantize, **trees)
-    build_engine(bundle, engine, plan, "onnxruntime", lambda _: None)
+    build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
     plan = Plan(256, 512, threads, "auto", **trees)
-    build_draft(work / "drafted", engine, plan, "onnxruntime", lambda _: None)
-    limits = VisualPlan(4, 1024, 512, threads, recipe.encoder)
-    build_visual(seeing, encoder, limits, "onnxruntime", lambda _: None)
+    build_engine("draft", work / "drafted", engine, plan, "onnxruntime", lambda _: None)
+    limits = image_plan(4, 1024, 512, threads, recipe.encoder)
+    build_engine("visual", seeing, encoder, limits, "onnxruntime", lambda _: None)
     return LLM(engine, spec=SpecOptions(), multimodal_engine_dir=encoder)
 
 

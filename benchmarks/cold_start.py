@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import weights
 
-from edgellm.contract import EngineManifest, load_manifest
-from edgellm.device_runtime import runners
+from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.manifest import LLM_ENGINE, load_engine
 from edgellm.tools import smollm2
 
 COMMANDS = ("edgellm-export", "llm_build", "llm_inference")
@@ -43,7 +43,7 @@ def engine_folder(work: Path) -> Path:
             checkpoint, bundle = Path(folder) / "int4", Path(folder) / "bundle"
             weights.round_checkpoint(str(smollm2.fetch()), checkpoint, 32)
             export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
-            build_engine(bundle, engine, Plan(1024, 2048, 0, "auto"), "auto", lambda _: None)
+            build_engine("llm", bundle, engine, Plan(1024, 2048, 0, "auto"), "auto", lambda _: None)
     return engine
 
 
@@ -80,8 +80,8 @@ def first_token_s(engine: Path, rounds: int) -> float:
 
 def python_time_per_step_ms(engine: Path) -> float:
     """Median milliseconds of a decode step outside ONNX Runtime's run call."""
-    manifest = load_manifest(engine, EngineManifest)
-    session = runners.find(manifest.backend).open_session(engine, manifest)
+    manifest = load_engine(engine, LLM_ENGINE)
+    session = open_decoder(engine, manifest)
     session.run(np.arange(512), 0, np.array([511]))
     session.run(np.array([5]), 512, np.array([0]))
     bound = session._passes[1, 1]

@@ -55,7 +55,7 @@ def _build(checkpoint: Path, engine: Path, threads: int, prefill: str) -> None:
     if not bundle.exists():
         export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
     plan = Plan(1024, CAPACITY, threads, prefill)
-    build_engine(bundle, engine, plan, "onnxruntime", lambda _: None)
+    build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
 
 
 def main() -> None:

@@ -21,7 +21,6 @@ import prompts
 from methods import EAGLE3, METHODS, measure
 from quality import RECIPES, checkpoint
 
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.device_runtime.llm import LLM
@@ -54,7 +53,7 @@ def base_engine(work: Path, name: str, threads: int) -> Path:
     export_llm(open_checkpoint(str(checkpoint(work, name))), bundle, options)
     plan = Plan(1024, 2048, threads, "auto", RECIPES[name][1], max_verify_tree_size=60)
     shutil.rmtree(engine, ignore_errors=True)
-    build_engine(bundle, engine, plan, "onnxruntime", lambda _: None)
+    build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
     return engine
 
 
@@ -75,7 +74,7 @@ def main() -> None:
         engine, lengths = base_engine(work, name, threads), []
         for bundle in bundles.values():
             plan = Plan(1024, 2048, threads, "auto", "none", max_draft_tree_size=60)
-            build_draft(bundle, engine, plan, "onnxruntime", lambda _: None)
+            build_engine("draft", bundle, engine, plan, "onnxruntime", lambda _: None)
             models = {"plain": LLM(engine), "tree": LLM(engine, spec=METHODS["eagle3-fixed"].spec)}
             tallies, _ = measure(models, questions, arguments.tokens, 0.0)
             lengths.append(tallies["tree"].length)

@@ -31,12 +31,12 @@ class EdgeLLM:
     """edgellm's session, with the work of the decoding loop: argmax and its read-back included."""
 
     def __init__(self, path: str, threads: int) -> None:
-        from edgellm.contract import EngineManifest, load_manifest
-        from edgellm.device_runtime import runners
+        from edgellm.device_runtime.sessions.decoder import open_decoder
+        from edgellm.manifest import LLM_ENGINE, load_engine
 
-        manifest = load_manifest(Path(path), EngineManifest)
+        manifest = load_engine(Path(path), LLM_ENGINE)
         assert manifest.options["threads"] == threads
-        self.session = runners.find(manifest.backend).open_session(Path(path), manifest)
+        self.session = open_decoder(Path(path), manifest)
         self.prefill_rows = manifest.prefill_rows
         self.length = 0
 

@@ -24,19 +24,22 @@ from gpu_clock import COMPACTION, measured_bandwidths, timed_engines
 from gpu_runs import OracleCheck, Run, check_oracle, run
 
 from edgellm.build import backends
-from edgellm.build.plan import CompilerOptions, Plan
-from edgellm.contract import (
-    DRAFT_FOLDER,
-    BundleManifest,
-    DraftEngineManifest,
-    EdgeLLMError,
-    EngineManifest,
-    load_manifest,
-)
+from edgellm.build.backends import options_of
+from edgellm.build.plan import Plan
+from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.manifest import (
+    DRAFT_ENGINE,
+    DRAFT_FOLDER,
+    LLM_BUNDLE,
+    LLM_ENGINE,
+    Engine,
+    load_bundle,
+    load_engine,
+)
 from edgellm.tools.bench.machine import busy_warning, facts
 
 PROMPT = "Write a long story about a lighthouse keeper who finds a letter in a bottle."
@@ -45,28 +48,27 @@ ROOFLINE_GOAL, LARGE_BYTES = 0.70, 1e9
 OUTSIDE_GOAL, ORACLE_GOAL = 0.05, 0.15
 
 
-def bytes_per_token(engine: Path, manifest: EngineManifest, rows: int) -> tuple[float, str]:
+def bytes_per_token(engine: Path, manifest: Engine, rows: int) -> tuple[float, str]:
     """What a plain step must read, with a cache of so many rows, and how the weights are known."""
     kv = manifest.decoder.kv.bytes_per_token * rows
     bundle, options = Path(manifest.provenance["bundle"]), manifest.options
     if (bundle / "model.onnx").exists():
-        compiler = CompilerOptions(target_sm=options.get("--gpu", ""))
         plan = Plan(
             manifest.max_input_len, manifest.max_kv_cache_capacity, 0, options["prefill"],
             options["quantize"], max_verify_tree_size=manifest.max_verify_tree_size,
-            compiler=compiler,
+            options=options_of(manifest.backend, {"--gpu": options.get("--gpu")}),
         )  # fmt: skip
-        found = load_manifest(bundle, BundleManifest)
+        found = load_bundle(bundle, LLM_BUNDLE)
         weights = backends.find(manifest.backend).estimate(bundle, found, plan).decode_bytes
         return weights + kv, "weights of the bundle"
     table = manifest.decoder.vocab_size * manifest.decoder.hidden_size * 2
-    plan_bytes = (engine / manifest.graphs[0].path).stat().st_size
+    plan_bytes = (engine / manifest.main_graphs[0].path).stat().st_size
     return plan_bytes - table + kv, "engine's size less a table of embeddings, so at least"
 
 
 def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All figures of an engine; prints them as they come."""
-    manifest = load_manifest(engine, EngineManifest)
+    manifest = load_engine(engine, LLM_ENGINE)
     has_draft = (engine / DRAFT_FOLDER).is_dir()
     asked = {"prompt": options.prompt, "repeats": options.repeats}
     with timed_engines(runners.find(manifest.backend)) as clocks:
@@ -102,10 +104,10 @@ def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def foresee(
-    engine: Path, manifest: EngineManifest, options: argparse.Namespace, asked: dict[str, Any]
+    engine: Path, manifest: Engine, options: argparse.Namespace, asked: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The oracle's figures; prints them."""
-    draft = load_manifest(engine / DRAFT_FOLDER, DraftEngineManifest).draft
+    draft = load_engine(engine / DRAFT_FOLDER, DRAFT_ENGINE).draft
     steps = min(options.steps, draft.num_heads or options.steps)
     nodes = min(options.nodes, manifest.max_verify_tree_size)
     sizes = SpecOptions(top_k=options.top_k, steps=steps, verify_size=nodes, tree="fixed")

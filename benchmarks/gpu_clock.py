@@ -7,18 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.runners import Backend
+from edgellm.device_runtime.runners import Backend, Cache, Runner
 from edgellm.device_runtime.runners.tensorrt import cuda
 from edgellm.device_runtime.runners.tensorrt.device import Device, Planes
+from edgellm.manifest import Engine
 
 PASSES, COMPACTION, COPIES = "passes", "compaction", "copies"
 _COPIED_BYTES, _COPIES = 256 << 20, 20
-_BASE_CALLS, _DRAFT_CALLS = ("run", "keep"), ("fuse", "run", "candidates")
 
 
 class Events(Protocol):
@@ -126,44 +127,54 @@ class TimedDevice:
             self._first = None
 
 
-class TimedSession:
-    """A session whose calls are timed on the host's clock."""
+@dataclass
+class Spent:
+    """Time that passes of an engine took on the host's clock."""
 
-    def __init__(self, session: Any, calls: tuple[str, ...]) -> None:
-        self._session, self._calls, self.spent_ms = session, calls, 0.0
+    spent_ms: float = 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._session, name)
-        return self._timed(found) if name in self._calls else found
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **options: Any) -> Any:
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
             start = time.perf_counter()
             try:
-                return call(*arguments, **options)
+                return call(*arguments)
             finally:
                 self.spent_ms += (time.perf_counter() - start) * 1e3
 
         return timed
 
 
+class TimedRunner:
+    """A runner whose passes and compactions are timed."""
+
+    def __init__(self, runner: Runner, clock: Spent) -> None:
+        self.hold, self.run = runner.hold, clock.timed(runner.run)
+        self.cache = _TimedCache(runner.cache, clock) if runner.cache is not None else None
+
+
+class _TimedCache:
+    def __init__(self, cache: Cache, clock: Spent) -> None:
+        self.compact = clock.timed(cache.compact)
+        self.read_rows, self.write_rows = cache.read_rows, cache.write_rows
+
+
 @dataclass
 class Clocks:
     """Those of an engine, first the base's, then the draft's."""
 
-    sessions: list[TimedSession] = field(default_factory=list)
+    engines: list[Spent] = field(default_factory=list)
     devices: list[TimedDevice] = field(default_factory=list)  # none where there are no events
 
     def reset(self) -> None:
-        for session in self.sessions:
-            session.spent_ms = 0.0
+        for engine in self.engines:
+            engine.spent_ms = 0.0
         for device in self.devices:
             device.synchronize()
             device.spent_ms.clear()
 
     def passes_ms(self, which: int) -> float:
         """On the host's clock, of the base (0) or of the draft (1)."""
-        return self.sessions[which].spent_ms if which < len(self.sessions) else 0.0
+        return self.engines[which].spent_ms if which < len(self.engines) else 0.0
 
     def kernels_ms(self) -> dict[str, float]:
         """On the GPU's clock; empty without a GPU."""
@@ -181,23 +192,20 @@ def timed_engines(backend: Backend) -> Iterator[Clocks]:
     """Time the engines of a backend that are opened meanwhile."""
     clocks = Clocks()
 
-    def timed(open_session: Callable[..., Any], calls: tuple[str, ...]) -> Callable[..., Any]:
-        def opened(*arguments: Any) -> TimedSession:
-            clocks.sessions.append(TimedSession(open_session(*arguments), calls))
-            return clocks.sessions[-1]
-
-        return opened
+    def open_engine(folder: Path, engine: Engine) -> dict[str, TimedRunner]:
+        clocks.engines.append(clock := Spent())
+        return {
+            role: TimedRunner(runner, clock) for role, runner in open_whole(folder, engine).items()
+        }
 
     def open_device() -> TimedDevice:
         device = open_cuda()
         clocks.devices.append(TimedDevice(device, CudaEvents(device)))
         return clocks.devices[-1]
 
-    open_cuda, names = cuda.open_device, ("open_session", "open_draft_session", "open_heads")
+    open_cuda, open_whole = cuda.open_device, backend.open_engine
     with ExitStack() as stack:
-        for name, calls in zip(names, (_BASE_CALLS, _DRAFT_CALLS, _DRAFT_CALLS), strict=True):
-            opener = timed(getattr(backend, name), calls)
-            stack.enter_context(mock.patch.object(backend, name, opener))
+        stack.enter_context(mock.patch.object(backend, "open_engine", open_engine))
         stack.enter_context(mock.patch.object(cuda, "open_device", open_device))
         yield clocks
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import prompts
 import weights
 
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.device_runtime.llm import LLM, Answer
@@ -128,12 +127,12 @@ def engine(work: Path, name: str, draft: Path, threads: int) -> Path:
     folder, (stored, precision) = work / f"{draft.name}-{name}-{threads}", ENGINES[name]
     if not folder.exists():
         plan = Plan(1024, 2048, threads, "auto", precision, max_verify_tree_size=TREE_SIZE)
-        build_engine(base_bundle(work, stored, draft), folder, plan, "onnxruntime", _silent)
+        build_engine("llm", base_bundle(work, stored, draft), folder, plan, "onnxruntime", _silent)
     bundle = work / f"{draft.name}-draft-bundle"
     base = open_checkpoint(str(checkpoint(work, "fp32")), tokenizer=False)
     export_draft(open_draft(str(draft)), base, bundle, DraftOptions("fp32"))
     plan = Plan(1024, 2048, threads, "auto", max_draft_tree_size=TREE_SIZE)
-    build_draft(bundle, folder, plan, "onnxruntime", _silent)
+    build_engine("draft", bundle, folder, plan, "onnxruntime", _silent)
     return folder
 
 

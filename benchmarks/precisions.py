@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 from quality import RECIPES, open_engine
 
-from edgellm.device_runtime.session import Session
+from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.tools import smollm2
 
 ROWS, CONTEXT, REPEATS = (1, 2, 4, 8, 16, 32, 64), 512, 8
 
 
-def pass_ms(session: Session, rows: int) -> float:
+def pass_ms(session: DecoderSession, rows: int) -> float:
     """Median of some passes behind the context, whose rows are not kept."""
     ids, logits = np.arange(rows) + 100, np.arange(rows)
     times = []
@@ -35,7 +35,7 @@ def pass_ms(session: Session, rows: int) -> float:
     return statistics.median(times)
 
 
-def prefill_ms(session: Session) -> float:
+def prefill_ms(session: DecoderSession) -> float:
     """The context, read in pieces of 128 rows."""
     start = time.perf_counter()
     for begin in range(0, CONTEXT, 128):

@@ -27,11 +27,10 @@ from tokenizers import Tokenizer
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import EngineManifest, load_manifest
-from edgellm.device_runtime import runners
-from edgellm.device_runtime.session import Session
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
+from edgellm.manifest import LLM_ENGINE, load_engine
 from edgellm.tools import smollm2
 
 Logits = Callable[[np.ndarray], np.ndarray]  # int64 [S] -> float32 [S, V]
@@ -74,7 +73,7 @@ def _slug(name: str) -> str:
     return name.replace(",", "").replace(" ", "_")
 
 
-def open_engine(work: Path, name: str, threads: int) -> Session:
+def open_engine(work: Path, name: str, threads: int) -> DecoderSession:
     """An engine of ours in that precision; built unless it is there."""
     bundle, engine = (work / f"quality-{_slug(name)}-{kind}" for kind in ("bundle", "engine"))
     if not bundle.exists():
@@ -82,9 +81,9 @@ def open_engine(work: Path, name: str, threads: int) -> Session:
         export_llm(source, bundle, ExportOptions("fp32"))
     if not engine.exists():
         plan = Plan(1024, 2048, threads, "auto", RECIPES[name][1])
-        build_engine(bundle, engine, plan, "onnxruntime", lambda _: None)
-    manifest = load_manifest(engine, EngineManifest)
-    return runners.find(manifest.backend).open_session(engine, manifest)
+        build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
+    manifest = load_engine(engine, LLM_ENGINE)
+    return open_decoder(engine, manifest)
 
 
 def edgellm(work: Path, name: str, threads: int, *, single_rows: bool) -> Logits:

@@ -290,7 +290,7 @@ def smollm2_engine(work: Path, threads: int) -> Path:
         weights.float_checkpoint(str(smollm2.fetch()), checkpoint)
     if not engine.exists():
         export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
-        build_engine(bundle, engine, Plan(512, 1024, threads, "auto"), "onnxruntime", print)
+        build_engine("llm", bundle, engine, Plan(512, 1024, threads, "auto"), "onnxruntime", print)
     return engine
 
 

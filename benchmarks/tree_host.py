@@ -12,16 +12,17 @@ import statistics
 import time
 
 import numpy as np
-
-from edgellm.contract import KVCacheSpec
 from edgellm.device_runtime.runners.onnxruntime_cpu.session import _Cache
+
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
-from edgellm.device_runtime.session import DraftResult, HostResult
+from edgellm.device_runtime.sessions.decoder import PassResult
+from edgellm.device_runtime.sessions.draft import DraftResult
 from edgellm.device_runtime.speculate.accept import accept_exactly
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.committed import CommittedRows
 from edgellm.device_runtime.speculate.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+from edgellm.manifest import KVCacheSpec
 
 VOCABULARY, HIDDEN, ROUNDS = 49152, 576, 400
 
@@ -66,7 +67,7 @@ def measure(limits: TreeLimits, *, fixed: bool) -> tuple[float, float]:
         tree = drafter.propose(5, 1000, 100)
         tree.layout()
         picks[0] = tree.token_ids[1]  # the path has a node or two
-        result = HostResult(picks, logits, logits)
+        result = PassResult(picks, logits, logits)
         outcome = accept_exactly(tree, result, sampler)
         path = np.asarray(outcome.path)
         cache.compact(100, np.array([0, 3, 7]))

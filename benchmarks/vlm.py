@@ -26,15 +26,15 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.build.engine import build_engine
-from edgellm.build.plan import Plan, VisualPlan
-from edgellm.build.visual import build_visual
-from edgellm.contract import PIXEL_VALUES, VisualEngineManifest, load_manifest
-from edgellm.device_runtime import runners
+from edgellm.build.plan import Plan, image_plan
+from edgellm.contract import PIXEL_VALUES
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.sessions import encoder
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
+from edgellm.manifest import VISUAL_ENGINE, load_engine
 from edgellm.multimodal.grids import grid_inputs
 from edgellm.tools import smollm2
 
@@ -94,21 +94,21 @@ def build(work: Path, threads: int) -> dict[str, Path]:
     if not found["decoder"].exists():
         export_llm(source, work / "bundle", ExportOptions("fp32"))
         plan = Plan(8192, 8448, threads, "auto")
-        build_engine(work / "bundle", found["decoder"], plan, "onnxruntime", lambda _: None)
+        build_engine("llm", work / "bundle", found["decoder"], plan, "onnxruntime", lambda _: None)
     for precision in ("none", "int8"):
         found[precision] = work / f"visual-{precision}"
         if not found[precision].exists():
             export_visual(source, work / "visual-bundle", VisualOptions("fp32"))
-            plan = VisualPlan(4, 20000, 20000, threads, precision)
+            plan = image_plan(4, 20000, 20000, threads, precision)
             bundle = work / "visual-bundle"
-            build_visual(bundle, found[precision], plan, "onnxruntime", lambda _: None)
+            build_engine("visual", bundle, found[precision], plan, "onnxruntime", lambda _: None)
     return found
 
 
 def open_encoder(engine: Path) -> Encode:
     """An encoder of ours."""
-    manifest = load_manifest(engine, VisualEngineManifest)
-    session = runners.find(manifest.backend).open_visual_session(engine, manifest)
+    manifest = load_engine(engine, VISUAL_ENGINE)
+    session = encoder.open_encoder(engine, manifest)
     return lambda pixels, grid: session.encode(
         {PIXEL_VALUES: pixels, **grid_inputs(*grid, manifest.vision)}
     )

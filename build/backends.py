@@ -1,81 +1,41 @@
 """What compiles engines, one package each; the half that runs them is in `device_runtime.runners`.
 
-A package of this name beside this module is a backend when it has the functions of `Backend`.
+A package of this name beside this module is a backend when it has what `Backend` says.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from edgellm.build.plan import (
-    Compiled,
-    CompiledDraft,
-    CompiledVisual,
-    CompilerOptions,
-    Estimate,
-    Origin,
-    Plan,
-    Report,
-    VisualPlan,
-)
-from edgellm.contract import (
-    BundleManifest,
-    DraftBundleManifest,
-    EdgeLLMError,
-    VisualBundleManifest,
-)
+from edgellm.build.plan import FLAG, Compiled, Estimate, Options, Origin, Plan, Report
+from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import runners
+from edgellm.manifest import Bundle, library_of
 
 
 class Backend(Protocol):
-    """The functions that a backend's package has."""
+    """What a backend's package has."""
 
     LABEL: str  # the library's name, for people
     DEVICE: str  # that engines run on
+    Options: type[Options]  # its own flags
 
-    def origin(self, compiler: CompilerOptions) -> Origin:
-        """What graphs that are compiled so depend on.
-
-        Raises:
-            EdgeLLMError: not usable here, or a flag that is not the backend's.
-        """
+    def origin(self, options: Options) -> Origin:
+        """What graphs that are compiled so depend on; raises `EdgeLLMError` if it cannot work."""
         ...
 
-    def estimate(
-        self, bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan: Plan
-    ) -> Estimate:
-        """Predict sizes without building."""
+    def estimate(self, source: Path, bundle: Bundle, plan: Plan) -> Estimate:
+        """Predict sizes without building; raises `EdgeLLMError` for what it cannot build."""
         ...
 
     def compile(
-        self, bundle: Path, manifest: BundleManifest, plan: Plan, folder: Path, report: Report
+        self, source: Path, bundle: Bundle, plan: Plan, folder: Path, report: Report
     ) -> Compiled:
-        """Build the engine's graphs into `folder` and measure what a pass costs."""
-        ...
-
-    def compile_draft(
-        self, bundle: Path, manifest: DraftBundleManifest, plan: Plan, folder: Path, report: Report
-    ) -> CompiledDraft:
-        """Build a draft's graphs into `folder` and measure what its passes cost."""
-        ...
-
-    def estimate_visual(
-        self, bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan
-    ) -> Estimate:
-        """Predict sizes without building."""
-        ...
-
-    def compile_visual(
-        self,
-        bundle: Path,
-        manifest: VisualBundleManifest,
-        plan: VisualPlan,
-        folder: Path,
-        report: Report,
-    ) -> CompiledVisual:
-        """Build an encoder's graph into `folder`."""
+        """Build the engine's graphs of all roles into `folder`, measure them where they run."""
         ...
 
 
@@ -98,3 +58,25 @@ def choose(library: str, device: str) -> str:
             hint="it goes with --backend onnxruntime",
         )
     return name
+
+
+def options_of(name: str, flags: Mapping[str, Any]) -> Options:
+    """A backend's options from the flags of all backends; those that are None were not given.
+
+    Raises:
+        EdgeLLMError: one is another backend's.
+    """
+    fields = _fields(name)
+    given = {flag: value for flag, value in flags.items() if value is not None}
+    for flag in given:
+        if flag not in fields:
+            owner = next(library_of(each) for each in runners.names() if flag in _fields(each))
+            raise EdgeLLMError(
+                f"{flag} is not for {find(name).LABEL}", hint=f"it goes with --backend {owner}"
+            )
+    return find(name).Options(**{fields[flag]: value for flag, value in given.items()})
+
+
+def _fields(name: str) -> dict[str, str]:
+    """Names of a backend's options by flag."""
+    return {one.metadata[FLAG]: one.name for one in dataclasses.fields(find(name).Options)}

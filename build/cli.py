@@ -37,13 +37,8 @@ from edgellm.build.flags import (
     Workspace,
 )
 from edgellm.command import ONE_CASE, run_command
-from edgellm.contract import (
-    DRAFT_FOLDER,
-    DraftEngineManifest,
-    EdgeLLMError,
-    EngineManifest,
-    FileRecord,
-)
+from edgellm.contract import EdgeLLMError
+from edgellm.manifest import ALL_HEADS, DRAFT_ENGINE, DRAFT_FOLDER, PASS, STEP, Engine, FileRecord
 
 if TYPE_CHECKING:
     from edgellm.build.fit import Prediction
@@ -85,8 +80,8 @@ def llm_build(
 ) -> None:
     """Build an engine for this machine from an ONNX bundle."""
     del debug  # read by run_command
-    from edgellm.build.backends import choose
-    from edgellm.build.plan import CompilerOptions, Plan
+    from edgellm.build.backends import choose, options_of
+    from edgellm.build.plan import Plan
 
     _check_words(prefill, quantize, kv_cache)
     check_device(device)
@@ -99,7 +94,8 @@ def llm_build(
         typer.echo(
             "note: engines run one request at a time; --maxBatchSize is taken as 1", err=True
         )
-    compiler = CompilerOptions(target_sm, workspace, opt_level, timing_cache, layer_report)
+    name = choose(backend, device)
+    flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
     plan = Plan(
         max_input_len,
         kv_capacity,
@@ -110,10 +106,27 @@ def llm_build(
         is_eagle_base=eagle_base,
         max_verify_tree_size=max_verify_tree_size or (60 if eagle_base else 0),
         max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,
-        compiler=compiler,
+        options=options_of(name, flags),
     )
-    name = choose(backend, device)
-    _run(onnx_dir, engine_dir, plan, name, is_draft=eagle_draft, dry_run=dry_run)
+    product = "draft" if eagle_draft else "llm"
+    _run(product, onnx_dir, engine_dir, plan, name, dry_run=dry_run)
+
+
+def own_flags(
+    target_sm: str,
+    workspace: int,
+    opt_level: int | None,
+    timing_cache: Path | None,
+    layer_report: bool,
+) -> dict[str, Any]:
+    """The flags of some backends by name; None where one was not given."""
+    return {
+        "--gpu": target_sm or None,
+        "--workspace": workspace or None,
+        "--optLevel": opt_level,
+        "--timingCache": timing_cache,
+        "--layerReport": layer_report or None,
+    }
 
 
 def check_device(device: str) -> None:
@@ -128,21 +141,20 @@ def _check_choice(flag: str, value: str, *allowed: str) -> None:
 
 
 def _run(
-    onnx_dir: Path, engine_dir: Path, plan: Plan, backend: str, *, is_draft: bool, dry_run: bool
+    product: str, onnx_dir: Path, engine_dir: Path, plan: Plan, backend: str, *, dry_run: bool
 ) -> None:
-    from edgellm.build.draft import build_draft
-    from edgellm.build.engine import build_engine, read_bundle, read_draft_bundle
+    from edgellm.build.engine import build_engine
     from edgellm.build.fit import predict
+    from edgellm.build.products import read_bundle
 
     if dry_run:
-        manifest = (read_draft_bundle if is_draft else read_bundle)(onnx_dir, plan)
-        prediction = predict(onnx_dir, manifest, plan, backend, engine_dir)
+        bundle = read_bundle(product, onnx_dir, plan)
+        prediction = predict(onnx_dir, bundle, plan, backend, engine_dir)
         show_prediction(prediction, prediction.speed_lines())
         return
     start = time.perf_counter()
     with status() as report:
-        build = build_draft if is_draft else build_engine
-        built = build(onnx_dir, engine_dir, plan, backend, report)
+        built = build_engine(product, onnx_dir, engine_dir, plan, backend, report)
     _show(built, engine_dir, time.perf_counter() - start)
 
 
@@ -164,26 +176,23 @@ def _check_words(prefill: str, quantize: str, kv_cache: str) -> None:
         _check_choice(flag, value, *allowed)
 
 
-def _show(built: EngineManifest | DraftEngineManifest, engine_dir: Path, seconds: float) -> None:
-    from edgellm.device_runtime.runners import library_of
-
-    graphs = ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in built.graphs)
-    where = engine_dir if isinstance(built, EngineManifest) else engine_dir / DRAFT_FOLDER
+def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
+    graphs = ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in built.main_graphs)
+    where = engine_dir / DRAFT_FOLDER if built.kind == DRAFT_ENGINE else engine_dir
     typer.echo(
-        f"{where}: {library_of(built.backend)} {built.backend_version}, {graphs}; "
+        f"{where}: {built.library} {built.backend_version}, {graphs}; "
         f"{show_size(built.files, seconds)}"
     )
     show_notes(built.options)
-    if isinstance(built, EngineManifest):
-        if built.pass_cost_ms:
-            typer.echo(
-                f"a pass takes (rows: ms) {_listed(built.pass_cost_ms)}; "
-                f"prompts in passes of {built.prefill_rows} rows"
-            )
-    elif built.draft.num_heads and built.extend_cost_ms:
-        typer.echo(f"{built.draft.num_heads} heads take {built.extend_cost_ms['1']:.2f} ms")
-    elif built.step_cost_ms:
-        typer.echo(f"a draft step takes (rows: ms) {_listed(built.step_cost_ms)}")
+    if costs := built.costs(PASS):
+        typer.echo(
+            f"a pass takes (rows: ms) {_listed(costs)}; prompts in passes of "
+            f"{built.prefill_rows} rows"
+        )
+    if costs := built.costs(ALL_HEADS):
+        typer.echo(f"{built.draft.num_heads} heads take {costs['1']:.2f} ms")
+    if costs := built.costs(STEP):
+        typer.echo(f"a draft step takes (rows: ms) {_listed(costs)}")
 
 
 def show_notes(options: Mapping[str, Any]) -> None:

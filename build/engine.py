@@ -1,4 +1,4 @@
-"""Planning and building an engine; all or nothing."""
+"""Building an engine, of any product; all or nothing."""
 
 from __future__ import annotations
 
@@ -8,162 +8,89 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from edgellm.artifact import (
-    check_output,
-    hash_file,
-    publish,
-    require_pair,
-    temporary_folder,
-    verify_files,
-    verify_sizes,
-)
+from edgellm.artifact import check_output, hash_file, publish, temporary_folder, verify_files
 from edgellm.build import backends
 from edgellm.build.fit import predict, require_fit
-from edgellm.build.plan import Plan, Report
-from edgellm.contract import (
-    DRAFT_FOLDER,
-    MANIFEST_NAME,
-    BrokenArtifactError,
-    BundleManifest,
-    DecoderSpec,
-    DraftBundleManifest,
-    DraftEngineManifest,
-    EngineManifest,
-    FileRecord,
-    LimitError,
-    load_manifest,
-)
+from edgellm.build.plan import Compiled, Origin, Plan, Report
+from edgellm.build.products import PRODUCTS, read_bundle, remembered
 from edgellm.device_runtime import runners
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-
-def look_at(bundle: Path, files: dict[str, FileRecord]) -> None:
-    """Is all there, and are the graphs, which are small and will be read at once, unharmed?
-
-    Raises:
-        BrokenArtifactError: no.
-    """
-    verify_sizes(bundle, files)
-    graphs = {name: record for name, record in files.items() if name.endswith(".onnx")}
-    verify_files(bundle, graphs)
-
-
-def read_bundle(bundle: Path, plan: Plan) -> BundleManifest:
-    """Look at a base's bundle in no time: is all there, and does the plan suit it?
-
-    Raises:
-        BrokenArtifactError: incomplete, of another contract, or without hidden taps for a draft.
-        LimitError: lengths that contradict each other or the model.
-    """
-    manifest = load_manifest(bundle, BundleManifest)
-    _check_lengths(manifest.decoder.max_positions, plan)
-    if plan.is_eagle_base and not manifest.hidden_taps:
-        raise BrokenArtifactError(
-            f"{bundle} gives no features to a draft",
-            hint="export it again with edgellm-export llm --is_eagle_base",
-        )
-    look_at(bundle, manifest.files)
-    return manifest
-
-
-def read_draft_bundle(bundle: Path, plan: Plan) -> DraftBundleManifest:
-    """As `read_bundle`, for a draft's bundle."""
-    manifest = load_manifest(bundle, DraftBundleManifest)
-    if not manifest.draft.num_heads and plan.max_draft_tree_size >= plan.kv_capacity:
-        raise LimitError(
-            f"--maxDraftTreeSize {plan.max_draft_tree_size} does not fit into "
-            f"--maxKVCacheCapacity {plan.kv_capacity}",
-            hint="a round's drafted rows stand behind the committed ones",
-        )
-    look_at(bundle, manifest.files)
-    return manifest
-
-
-def _check_lengths(longest: int, plan: Plan) -> None:
-    if plan.max_input_len > plan.kv_capacity:
-        raise LimitError(
-            f"--maxInputLen {plan.max_input_len} exceeds --maxKVCacheCapacity {plan.kv_capacity}",
-            hint="the cache must hold the prompt and the answer",
-        )
-    if plan.kv_capacity > longest:
-        raise LimitError(
-            f"--maxKVCacheCapacity {plan.kv_capacity} exceeds the model's {longest} positions",
-            hint=f"give --maxKVCacheCapacity {longest} or less",
-        )
-    if plan.max_verify_tree_size >= plan.kv_capacity:
-        raise LimitError(
-            f"--maxVerifyTreeSize {plan.max_verify_tree_size} does not fit into "
-            f"--maxKVCacheCapacity {plan.kv_capacity}",
-            hint="the cache must hold the committed tokens and a tree",
-        )
+from edgellm.manifest import MANIFEST_NAME, Bundle, Engine, with_kv_dtype
 
 
 def build_engine(
-    bundle: Path, engine: Path, plan: Plan, backend_name: str, report: Report
-) -> EngineManifest:
+    product: str, source: Path, engine: Path, plan: Plan, backend_name: str, report: Report
+) -> Engine:
     """Build `engine`, which afterwards holds a whole engine or what it held before.
 
+    Args:
+        product: "llm", "draft", whose engine goes into the folder of its base's, or "visual".
+        source: the bundle.
+        engine: folder of the engine.
+        plan: what it is built for.
+        backend_name: see `backends.find`.
+        report: told what is being done.
+
     Raises:
-        BrokenArtifactError: the bundle is damaged.
+        BrokenArtifactError: the bundle is damaged, or base and draft are no pair.
         LimitError: memory or disk would not suffice.
         EdgeLLMError: anything that `read_bundle` or the backend finds.
     """
-    backend = backends.find(backend_name)
-    check_output(engine, "llm_engine", [*TOKENIZER_FILES])
-    manifest = read_bundle(bundle, plan)
-    _check_draft_there(engine, manifest)
-    prediction = predict(bundle, manifest, plan, backend_name, engine)
+    kind, name = PRODUCTS[product], runners.resolve(backend_name)
+    target = engine / kind.folder if kind.folder else engine
+    check_output(target, kind.engine, [*kind.files])
+    bundle = read_bundle(product, source, plan)
+    kind.suits(source, engine, bundle)
+    prediction = predict(source, bundle, plan, name, engine)
     require_fit(prediction.needs)
     report("checking the bundle")
-    verify_files(bundle, manifest.files)
-    origin = prediction.origin
-    with temporary_folder(engine) as folder:
-        compiled = backend.compile(bundle, manifest, plan, folder, report)
-        for name in TOKENIZER_FILES:
-            if (bundle / name).exists():
-                shutil.copyfile(bundle / name, folder / name)
-        built = EngineManifest(
-            decoder=with_kv_dtype(manifest.decoder, compiled.kv_dtype),
-            backend=runners.resolve(backend_name),
-            backend_version=origin.version,
-            machine=origin.machine,
-            max_input_len=plan.max_input_len,
-            max_kv_cache_capacity=plan.kv_capacity,
-            graphs=compiled.graphs,
-            pass_cost_ms=compiled.pass_cost_ms,
-            prefill_rows=compiled.prefill_rows,
-            quantization=manifest.quantization,
-            eos_token_ids=manifest.eos_token_ids,
-            options={
-                "threads": plan.threads, "prefill": plan.prefill, "quantize": plan.quantize,
-                **plan.compiler.given(), "notes": list(compiled.notes),
-            },
-            provenance=provenance(bundle, manifest.provenance),
-            hidden_taps=manifest.hidden_taps,
-            max_verify_tree_size=plan.max_verify_tree_size,
-        )  # fmt: skip
+    verify_files(source, bundle.files)
+    if kind.folder:
+        engine.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(target) as folder:
+        compiled = backends.find(name).compile(source, bundle, plan, folder, report)
+        for file in kind.files:
+            if (source / file).exists():
+                shutil.copyfile(source / file, folder / file)
+        built = _manifest(product, source, bundle, plan, name, prediction.origin, compiled)
         report("hashing the engine")
-        return publish(folder, engine, built)
+        return publish(folder, target, built)
 
 
-def _check_draft_there(engine: Path, manifest: BundleManifest) -> None:
-    """A draft that was built into the folder before must be this base's."""
-    folder = engine / DRAFT_FOLDER
-    if manifest.hidden_taps and (folder / MANIFEST_NAME).exists():
-        require_pair(load_manifest(folder, DraftEngineManifest).draft, manifest, str(folder))
+def _manifest(
+    product: str,
+    source: Path,
+    bundle: Bundle,
+    plan: Plan,
+    backend: str,
+    origin: Origin,
+    compiled: Compiled,
+) -> Engine:
+    kind = PRODUCTS[product]
+    built = Engine(
+        kind=kind.engine,
+        spec=with_kv_dtype(bundle.spec, compiled.kv_dtype),
+        graphs=compiled.graphs,
+        backend=backend,
+        backend_version=origin.version,
+        machine=origin.machine,
+        quantization=bundle.quantization,
+        options={
+            **remembered(product, plan), **plan.options.given(), "notes": list(compiled.notes),
+        },
+        provenance=_provenance(source, bundle.provenance),
+        eos_token_ids=bundle.eos_token_ids,
+        hidden_taps=bundle.hidden_taps,
+        prefill_rows=compiled.prefill_rows,
+        cost_ms=compiled.cost_ms,
+    )  # fmt: skip
+    return dataclasses.replace(built, **kind.limits(bundle, plan))
 
 
-def with_kv_dtype(decoder: DecoderSpec, dtype: str) -> DecoderSpec:
-    """The spec as an engine has it."""
-    return dataclasses.replace(decoder, kv=dataclasses.replace(decoder.kv, dtype=dtype))
-
-
-def provenance(bundle: Path, of_bundle: dict[str, Any]) -> dict[str, Any]:
+def _provenance(source: Path, of_bundle: dict[str, Any]) -> dict[str, Any]:
     """Where an engine comes from."""
     return {
-        "bundle": str(bundle),
-        "bundle_manifest_sha256": hash_file(bundle / MANIFEST_NAME).sha256,
+        "bundle": str(source),
+        "bundle_manifest_sha256": hash_file(source / MANIFEST_NAME).sha256,
         "edgellm": version("edgellm"),
         **{f"bundle_{key}": value for key, value in of_bundle.items()},
     }

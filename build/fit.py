@@ -16,13 +16,9 @@ from edgellm.build.machine import (
     free_disk_bytes,
     read_bandwidth_bytes_per_s,
 )
-from edgellm.build.plan import Estimate, Origin, Plan, VisualPlan
-from edgellm.contract import (
-    BundleManifest,
-    DraftBundleManifest,
-    LimitError,
-    VisualBundleManifest,
-)
+from edgellm.build.plan import Estimate, Origin, Plan
+from edgellm.contract import LimitError
+from edgellm.manifest import Bundle
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +75,7 @@ class Prediction:
 
 
 def predict(
-    bundle: Path,
-    manifest: BundleManifest | DraftBundleManifest | VisualBundleManifest,
-    plan: Plan | VisualPlan,
-    backend_name: str,
-    engine: Path,
+    source: Path, bundle: Bundle, plan: Plan, backend_name: str, engine: Path
 ) -> Prediction:
     """Sizes, and what they need of this machine, from the bundle's graphs alone.
 
@@ -91,13 +83,8 @@ def predict(
         EdgeLLMError: no such backend, it cannot work here, or the GPU lacks the precision.
     """
     backend = backends.find(backend_name)
-    origin = backend.origin(plan.compiler)
-    if isinstance(manifest, VisualBundleManifest):
-        assert isinstance(plan, VisualPlan)
-        estimate = backend.estimate_visual(bundle, manifest, plan)
-    else:
-        assert isinstance(plan, Plan)
-        estimate = backend.estimate(bundle, manifest, plan)
+    origin = backend.origin(plan.options)
+    estimate = backend.estimate(source, bundle, plan)
     return Prediction(origin, estimate, tuple(_needs(estimate, engine)))
 
 

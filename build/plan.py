@@ -1,50 +1,67 @@
-"""What is built, and what a build predicts and gives."""
+"""What an engine is built for, what a build predicts, and what it gives."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgellm.contract import PassGraph
+from edgellm.manifest import GraphSpec
+
+RUNTIME_BYTES = 150 << 20  # interpreter, ONNX Runtime's libraries, activations of a pass
+FLAG = "flag"  # metadata of the fields of `Options`: how users write them
 
 
 @dataclass(frozen=True, slots=True)
-class CompilerOptions:
-    """What graphs are compiled for, by compilers of GPU code."""
-
-    target_sm: str = ""  # compute capability, "89" for 8.9; "": that of this machine's GPU
-    workspace_mib: int = 0  # scratch memory on the GPU; 0: no limit
-    opt_level: int | None = None  # 0 to 5; None: the library's
-    timing_cache: Path | None = None  # read where it exists, written at the end
-    layer_report: bool = False  # write every kernel to a file of the engine
+class Options:
+    """A backend's own flags; one that has some derives its own class from this."""
 
     def given(self) -> dict[str, str | int]:
         """The flags that were given, with their values."""
-        flags = {
-            "--gpu": self.target_sm or None,
-            "--workspace": self.workspace_mib or None,
-            "--optLevel": self.opt_level,
-            "--timingCache": None if self.timing_cache is None else str(self.timing_cache),
-            "--layerReport": self.layer_report or None,
+        values = {
+            one.metadata[FLAG]: getattr(self, one.name)
+            for one in dataclasses.fields(self)
+            if getattr(self, one.name) != one.default
         }
-        return {flag: value for flag, value in flags.items() if value is not None}
+        return {
+            flag: str(value) if isinstance(value, Path) else value for flag, value in values.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an engine is built for."""
+    """What an engine is built for; a limit is 0 where the product has none of the kind."""
 
-    max_input_len: int
-    kv_capacity: int
-    threads: int  # 0 takes all cores
-    prefill: str  # "auto", "same" or "int8": how quantized engines read prompts and trees
+    max_input_len: int = 0
+    kv_capacity: int = 0
+    threads: int = 0  # 0 takes all cores
+    prefill: str = "auto"  # "same" or "int8": how quantized engines read prompts and trees
     quantize: str = "auto"  # of float weights: "none", "int8", "int4"; "auto": int8 for drafts
     kv_cache: str = "auto"  # "float", "int8"; "auto": int8 where it was calibrated for that
     is_eagle_base: bool = False  # the bundle must give features to a draft
     max_verify_tree_size: int = 0  # rows of a token tree; 0: for plain decoding
     max_draft_tree_size: int = 0  # rows drafted in a round; of draft engines
-    compiler: CompilerOptions = CompilerOptions()
+    min_image_tokens: int = 0  # of an image
+    max_image_tokens: int = 0  # of a request
+    max_image_tokens_per_image: int = 0
+    options: Options = field(default_factory=Options)  # of the backend
+
+
+def image_plan(
+    min_image_tokens: int,
+    max_image_tokens: int,
+    max_image_tokens_per_image: int,
+    threads: int,
+    quantize: str = "none",
+    options: Options | None = None,
+) -> Plan:
+    """A visual engine's plan."""
+    return Plan(
+        threads=threads, quantize=quantize, min_image_tokens=min_image_tokens,
+        max_image_tokens=max_image_tokens, max_image_tokens_per_image=max_image_tokens_per_image,
+        options=options or Options(),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,46 +87,13 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a backend made in the engine folder."""
+    """What a backend made in the engine folder; see `manifest.Engine`."""
 
-    graphs: tuple[PassGraph, ...]
-    kv_dtype: str
-    pass_cost_ms: dict[str, float]  # empty where nothing could be measured
-    prefill_rows: int
+    graphs: dict[str, tuple[GraphSpec, ...]]  # by role
+    kv_dtype: str = ""  # "" without a cache
+    cost_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+    prefill_rows: int = 0
     notes: tuple[str, ...] = ()  # what people should know of the engine
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledDraft:
-    """What a backend made of a draft bundle; times as in `DraftEngineManifest`."""
-
-    graphs: tuple[PassGraph, ...]
-    fuse_graph: str
-    kv_dtype: str
-    step_cost_ms: dict[str, float]
-    extend_cost_ms: dict[str, float]
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class VisualPlan:
-    """What a visual engine is built for."""
-
-    min_image_tokens: int  # of an image
-    max_image_tokens: int  # of a request
-    max_image_tokens_per_image: int
-    threads: int  # 0 takes all cores
-    quantize: str = "none"  # of float weights: "none", "int8"
-    compiler: CompilerOptions = CompilerOptions()
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledVisual:
-    """What a backend made of a visual bundle."""
-
-    graph: str
-    precision: str
-    notes: tuple[str, ...] = ()
 
 
 Report = Callable[[str], None]  # told what is being done

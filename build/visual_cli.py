@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from edgellm.build.cli import check_device, show_notes, show_prediction, show_size, status
+from edgellm.build.cli import (
+    check_device,
+    own_flags,
+    show_notes,
+    show_prediction,
+    show_size,
+    status,
+)
 from edgellm.build.flags import (
     Backend,
     Debug,
@@ -70,30 +77,29 @@ def visual_build(
 ) -> None:
     """Build a visual engine for this machine from the bundle of an encoder."""
     del debug  # read by run_command
-    from edgellm.build.backends import choose
+    from edgellm.build.backends import choose, options_of
+    from edgellm.build.engine import build_engine
     from edgellm.build.fit import predict
-    from edgellm.build.plan import CompilerOptions, VisualPlan
-    from edgellm.build.visual import build_visual, read_visual_bundle
-    from edgellm.device_runtime.runners import library_of
+    from edgellm.build.plan import image_plan
+    from edgellm.build.products import VISUAL, read_bundle
 
     if quantize not in ("none", "int8"):
         raise EdgeLLMError(f"--quantize {quantize}: give none or int8")
     check_device(device)
-    compiler = CompilerOptions(target_sm, workspace, opt_level, timing_cache, layer_report)
-    plan = VisualPlan(
-        min_image_tokens, max_image_tokens, max_per_image, threads, quantize, compiler
-    )
     name = choose(backend, device)
+    flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
+    options = options_of(name, flags)
+    plan = image_plan(min_image_tokens, max_image_tokens, max_per_image, threads, quantize, options)
     if dry_run:
-        manifest = read_visual_bundle(onnx_dir, plan)
-        show_prediction(predict(onnx_dir, manifest, plan, name, engine_dir))
+        bundle = read_bundle(VISUAL, onnx_dir, plan)
+        show_prediction(predict(onnx_dir, bundle, plan, name, engine_dir))
         return
     start = time.perf_counter()
     with status() as report:
-        built = build_visual(onnx_dir, engine_dir, plan, name, report)
+        built = build_engine(VISUAL, onnx_dir, engine_dir, plan, name, report)
     typer.echo(
-        f"{engine_dir}: {built.vision.model_type} encoder, {library_of(built.backend)} "
-        f"{built.backend_version}, {built.precision}; "
+        f"{engine_dir}: {built.vision.model_type} encoder, {built.library} "
+        f"{built.backend_version}, {built.main_graphs[0].precision}; "
         f"{show_size(built.files, time.perf_counter() - start)}"
     )
     show_notes(built.options)

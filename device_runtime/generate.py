@@ -9,13 +9,13 @@ import numpy as np
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.profile import GENERATION, PREFILL, Profile
 from edgellm.device_runtime.sampling import Sampler
-from edgellm.device_runtime.session import PassResult, Session
+from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
 
 _UNUSED_ROW = np.zeros(1, np.int64)  # not every kernel takes an empty head
 
 
 def read_prompt(
-    session: Session, prompt: Sequence[int], prefill_rows: int, reused: int = 0
+    session: DecoderSession, prompt: Sequence[int], prefill_rows: int, reused: int = 0
 ) -> Iterator[tuple[slice, PassResult]]:
     """Write the prompt into the cache behind the `reused` rows that are there, in pieces.
 
@@ -32,7 +32,7 @@ def read_prompt(
 
 
 def generate(
-    session: Session,
+    session: DecoderSession,
     prompt: Sequence[int],
     sampler: Sampler,
     max_tokens: int,

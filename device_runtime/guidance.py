@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from edgellm.contract import EdgeLLMError, RequestError
-from edgellm.device_runtime.session import F32, Bool
+from edgellm.device_runtime.sessions import F32, Bool
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

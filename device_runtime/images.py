@@ -11,17 +11,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from edgellm.artifact import verify_files, verify_sizes
-from edgellm.contract import (
-    PIXEL_VALUES,
-    BrokenArtifactError,
-    DecoderSpec,
-    RequestError,
-    VisualEngineManifest,
-    load_manifest,
-)
-from edgellm.device_runtime import runners
+from edgellm.contract import PIXEL_VALUES, BrokenArtifactError, RequestError
 from edgellm.device_runtime.prompt import Prompt
-from edgellm.device_runtime.session import F32, ImageRows
+from edgellm.device_runtime.sessions import F32, ImageRows
+from edgellm.device_runtime.sessions.encoder import open_encoder
+from edgellm.manifest import VISUAL_ENGINE, DecoderSpec, Engine, load_engine
 from edgellm.multimodal import processors
 from edgellm.multimodal.grids import grid_inputs
 from edgellm.multimodal.images import content_hash, open_image
@@ -62,13 +56,13 @@ class ImageReader:
         Raises:
             BrokenArtifactError: damaged, or of another model than the decoder.
         """
-        manifest = load_manifest(folder, VisualEngineManifest)
+        manifest = load_engine(folder, VISUAL_ENGINE)
         (verify_files if verify else verify_sizes)(folder, manifest.files)
         _require_match(folder, manifest, decoder)
         assert decoder.images is not None
         self.manifest = manifest
         self.processor = processors.load(folder)
-        self._session = runners.find(manifest.backend).open_visual_session(folder, manifest)
+        self._session = open_encoder(folder, manifest)
         self._decoder, self._token_id = decoder, decoder.images.token_id
         self._kept: OrderedDict[str, Seen] = OrderedDict()
         self._room = cache_bytes
@@ -165,7 +159,7 @@ class ImageReader:
         return Prompt(ids.tolist(), rows)
 
 
-def _require_match(folder: Path, manifest: VisualEngineManifest, decoder: DecoderSpec) -> None:
+def _require_match(folder: Path, manifest: Engine, decoder: DecoderSpec) -> None:
     vision, images = manifest.vision, decoder.images
     if images is None:
         raise BrokenArtifactError(

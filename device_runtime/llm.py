@@ -9,25 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.artifact import verify_files, verify_sizes
-from edgellm.contract import EdgeLLMError, EngineManifest, RequestError, load_manifest
-from edgellm.device_runtime import runners
+from edgellm.contract import EdgeLLMError, RequestError
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.guidance import Guidance
 from edgellm.device_runtime.logprobs import TokenLogprobs
-from edgellm.device_runtime.prefix_cache import (
-    KeptContexts,
-    RecordedSession,
-    RowCache,
-    count_common,
-)
+from edgellm.device_runtime.prefix_cache import KeptContexts, RowCache, count_common
 from edgellm.device_runtime.profile import IMAGES, PREFILL, RESTORE, Profile, RoundCounts
 from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
-from edgellm.device_runtime.session import ImageRows
+from edgellm.device_runtime.sessions import ImageRows
+from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.device_runtime.speculate.loop import Round, speculate
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.setup import Drafters, settled
 from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher, TextStream
+from edgellm.manifest import LLM_ENGINE, load_engine
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.images import ImageReader
@@ -115,16 +111,14 @@ class LLM:
             LimitError: `spec` exceeds what the engine was built for.
         """
         folder = Path(engine_dir)
-        self.manifest = load_manifest(folder, EngineManifest)
+        self.manifest = load_engine(folder, LLM_ENGINE)
         (verify_files if verify else verify_sizes)(folder, self.manifest.files)
         self.tokenizer = ChatTokenizer(folder)
-        backend = runners.find(self.manifest.backend)
-        session = backend.open_session(folder, self.manifest)
-        self.session = RecordedSession(session)
+        self.session = open_decoder(folder, self.manifest)
         self._drafters = None
         spec = settled(spec, folder, self.manifest) if spec is not None else None
         if spec is not None:
-            self._drafters = Drafters(folder, self.manifest, session, spec, verify=verify)
+            self._drafters = Drafters(folder, self.manifest, self.session, spec, verify=verify)
         decoder = self.manifest.decoder
         self._no_images = None
         if decoder.images is not None:

@@ -8,8 +8,11 @@ from functools import partial
 
 import numpy as np
 
-from edgellm.contract import DecoderSpec, DraftSpec
-from edgellm.device_runtime.session import F32, DraftSession, HeadsSession, Session
+from edgellm.device_runtime.sessions import F32
+from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.device_runtime.sessions.draft import DraftSession
+from edgellm.device_runtime.sessions.heads import HeadsSession
+from edgellm.manifest import DecoderSpec, DraftSpec
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT_ROWS = 512
@@ -28,7 +31,7 @@ def fastest_ms(run: Callable[[], object], repeats: int) -> float:
     return round(min(samples), 4)
 
 
-def pass_costs(session: Session, spec: DecoderSpec, most_rows: int = 0) -> dict[str, float]:
+def pass_costs(session: DecoderSession, spec: DecoderSpec, most_rows: int = 0) -> dict[str, float]:
     """Milliseconds of a base's pass by its rows, over a half-full context at most.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.session import I64, Bool, ImageRows, PassResult, RowKey, Session
+from edgellm.device_runtime.sessions import RowKey
 
 KEPT_BYTES = 256 << 20  # of system prompts' rows
 
@@ -39,80 +39,12 @@ class RowCache(Protocol):
         ...
 
     def read_rows(self, length: int) -> NDArray[Any]:
-        """See `Session.read_rows`."""
+        """See `runners.Cache`."""
         ...
 
     def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
         """Make `rows`, which `save` gave, the only ones; `keys` of a prompt that begins so."""
         ...
-
-
-class RecordedSession:
-    """A session that knows what the rows of its cache stand for.
-
-    The record is cut before rows are overwritten and grows after they are written, so that it is
-    true whatever fails in between and whoever runs the passes.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self.capacity = session.capacity
-        self._session = session
-        self._image_keys: Mapping[int, RowKey] = {}
-        self._rows: list[RowKey] = []
-        self._written: list[RowKey] = []  # by the last pass
-
-    def run(
-        self,
-        token_ids: I64,
-        write_index: int,
-        logits_index: I64,
-        *,
-        position_ids: I64 | None = None,
-        tree_mask: Bool | None = None,
-    ) -> PassResult:
-        """See `Session.run`; the rows of a tree are known when `keep` has chosen a path."""
-        del self._rows[write_index:]
-        result = self._session.run(
-            token_ids, write_index, logits_index, position_ids=position_ids, tree_mask=tree_mask
-        )
-        self._written = row_keys(token_ids.tolist(), self._image_keys)
-        if position_ids is None and tree_mask is None:
-            self._append(write_index, self._written)
-        return result
-
-    def set_images(self, images: ImageRows) -> None:
-        """See `Session.set_images`."""
-        self._image_keys = images.keys
-        self._session.set_images(images)
-
-    def compact(self, length: int, rows: I64) -> None:
-        """See `Session.compact`."""
-        del self._rows[length:]
-        self._session.compact(length, rows)
-        self._append(length, [self._written[row] for row in rows.tolist()])
-
-    def read_rows(self, length: int) -> NDArray[Any]:
-        """See `Session.read_rows`."""
-        return self._session.read_rows(length)
-
-    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey] = ()) -> None:
-        """See `RowCache.write_rows`."""
-        self._rows = []
-        self._session.write_rows(rows)
-        self._rows = list(keys[: rows.shape[-2]])
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that are known."""
-        return len(self._rows)
-
-    def held(self, keys: Sequence[RowKey]) -> int:
-        """See `RowCache.held`."""
-        return count_common(self._rows, keys)
-
-    def _append(self, length: int, keys: list[RowKey]) -> None:
-        if len(self._rows) == length:  # not behind rows that nobody knows
-            self._rows += keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgellm.device_runtime.prefix_cache import row_keys
-from edgellm.device_runtime.session import ImageRows, RowKey
+from edgellm.device_runtime.sessions import ImageRows, RowKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from edgellm.contract import RequestError
 from edgellm.device_runtime.guidance import Constraint, Guide
 from edgellm.device_runtime.logprobs import TokenLogprobs, token_logprobs
 from edgellm.device_runtime.penalties import Penalties, PenaltyRules
-from edgellm.device_runtime.session import F32, I64
+from edgellm.device_runtime.sessions import F32, I64
 
 GREEDY_BELOW_TEMPERATURE = 1e-3
 LARGEST_BIAS, MOST_BIASES = 100, 1024

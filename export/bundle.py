@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.artifact import check_output, publish, temporary_folder
-from edgellm.contract import BundleManifest, UnsupportedModelError
+from edgellm.contract import UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.config import ConfigReader
@@ -32,6 +32,7 @@ from edgellm.export.source import open_draft
 from edgellm.export.taps import check_taps, default_taps
 from edgellm.export.vlm import text_tower
 from edgellm.export.weights import Weights
+from edgellm.manifest import DECODER, LLM_BUNDLE, Bundle, GraphSpec
 
 _GRAPH = "model"
 _JSON_FILES = "config.json", "generation_config.json"
@@ -51,7 +52,7 @@ class ExportOptions:
 
 def export_llm(
     checkpoint: Checkpoint, output: Path, options: ExportOptions, progress: Progress | None = None
-) -> BundleManifest:
+) -> Bundle:
     """Export a decoder to `output`, which afterwards holds a whole bundle or what it held before.
 
     Raises:
@@ -60,7 +61,7 @@ def export_llm(
         EdgeLLMError: `output` cannot be written.
     """
     names = [*file_names((_GRAPH,)), *_JSON_FILES, *checkpoint.tokenizer_files]
-    check_output(output, "llm_bundle", names)
+    check_output(output, LLM_BUNDLE, names)
     tower, architecture, config = read_architecture(checkpoint, options)
     taps, tap_source = _choose_taps(config, options)
     weights = Weights(tower.tensors, tower.quant_config)
@@ -78,8 +79,10 @@ def export_llm(
         for name, content in zip(_JSON_FILES, contents, strict=True):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
         decoder = decoder_spec(config, tower.config["model_type"], [op], tower.tensors)
-        manifest = BundleManifest(
-            decoder=replace(decoder, kv=replace(decoder.kv, ranges=ranges)),
+        manifest = Bundle(
+            kind=LLM_BUNDLE,
+            spec=replace(decoder, kv=replace(decoder.kv, ranges=ranges)),
+            graphs={DECODER: GraphSpec(f"{_GRAPH}.onnx")},
             dtype=dtype.numpy().name,
             quantization=checkpoint.quantization,
             opset=OPSET,

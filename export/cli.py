@@ -9,13 +9,8 @@ from typing import Annotated
 import typer
 
 from edgellm.command import numbers, run_command
-from edgellm.contract import (
-    BundleManifest,
-    DraftBundleManifest,
-    DraftSpec,
-    EdgeLLMError,
-    VisualBundleManifest,
-)
+from edgellm.contract import EdgeLLMError
+from edgellm.manifest import Bundle, DraftSpec
 
 app = typer.Typer(
     add_completion=True,
@@ -180,9 +175,7 @@ def _foresees(spec: DraftSpec) -> str:
     return f"{spec.draft_vocab_size} of {spec.decoder.vocab_size} tokens"
 
 
-def _cost(
-    manifest: BundleManifest | DraftBundleManifest | VisualBundleManifest, start: float
-) -> str:
+def _cost(manifest: Bundle, start: float) -> str:
     size = sum(record.num_bytes for record in manifest.files.values())
     seconds = time.perf_counter() - start
     return f"quantization {manifest.quantization}, {size / 1e6:.1f} MB in {seconds:.1f} s"

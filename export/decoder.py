@@ -33,7 +33,7 @@ def build_decoder(
         config: its facts, `num_hidden_layers` already cut if wanted.
         weights: the checkpoint's tensors.
         dtype: activation type, FLOAT or FLOAT16.
-        hidden_taps: residual streams that leave the graph for a draft, see `contract.DraftSpec`.
+        hidden_taps: residual streams that leave the graph for a draft, see `manifest.DraftSpec`.
 
     Returns:
         The model, and the recorder that knows which weights the graph needs.

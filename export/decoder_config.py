@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from edgellm.contract import ImageSpec, UnsupportedModelError
+from edgellm.contract import UnsupportedModelError
 from edgellm.export.config import ConfigReader
 from edgellm.export.rope import Rope
+from edgellm.manifest import ImageSpec
 
 
 @dataclass(frozen=True, slots=True)

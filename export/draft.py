@@ -9,14 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from edgellm.artifact import check_output, publish, temporary_folder
-from edgellm.contract import (
-    DecoderSpec,
-    DraftBundleManifest,
-    DraftSpec,
-    EdgeLLMError,
-    KVCacheSpec,
-    UnsupportedModelError,
-)
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.export.bundle import ExportOptions, read_architecture
 from edgellm.export.checkpoint import Checkpoint, TensorSource
 from edgellm.export.decoder_config import DecoderConfig
@@ -37,6 +30,17 @@ from edgellm.export.graph_files import (
 from edgellm.export.medusa_config import MedusaConfig, head_names, is_medusa
 from edgellm.export.op import OPSET, Op
 from edgellm.export.weights import Weights
+from edgellm.manifest import (
+    DRAFT,
+    DRAFT_BUNDLE,
+    FUSE,
+    HEADS,
+    Bundle,
+    DecoderSpec,
+    DraftSpec,
+    GraphSpec,
+    KVCacheSpec,
+)
 
 _MODEL, _FUSE = "model", "fuse"
 
@@ -55,7 +59,7 @@ def export_draft(
     output: Path,
     options: DraftOptions,
     progress: Progress | None = None,
-) -> DraftBundleManifest:
+) -> Bundle:
     """Export a draft to `output`, which afterwards holds a whole bundle or what it held before.
 
     Args:
@@ -70,13 +74,16 @@ def export_draft(
         BrokenArtifactError: missing, superfluous, damaged or contradicting tensors.
         EdgeLLMError: one of the folders holds something else, or `output` cannot be written.
     """
-    check_output(output, "draft_bundle", file_names((_MODEL, _FUSE)))
+    check_output(output, DRAFT_BUNDLE, file_names((_MODEL, _FUSE)))
     config, tensors, graphs = _build(draft, base, options)
     ops = [op for _, op in graphs.values()]
     with temporary_folder(output) as folder:
         records = write_graphs(folder, graphs, progress)
-        manifest = DraftBundleManifest(
-            draft=_spec(config, ops, tensors),
+        main = HEADS if isinstance(config, MedusaConfig) else DRAFT
+        manifest = Bundle(
+            kind=DRAFT_BUNDLE,
+            spec=_spec(config, ops, tensors),
+            graphs={main if name == _MODEL else FUSE: GraphSpec(f"{name}.onnx") for name in graphs},
             dtype=DTYPES[options.dtype].numpy().name,
             quantization=draft.quantization,
             opset=OPSET,

@@ -22,7 +22,6 @@ from edgellm.export.medusa_config import MedusaConfig
 from edgellm.export.op import Op
 from edgellm.export.weights import StoredTensor, Weights, as_bytes
 
-CANDIDATES = "candidates"
 TARGET_IDS = "target_ids"  # a constant of ours, not a checkpoint's: d2t holds differences
 
 
@@ -65,7 +64,7 @@ def build_draft(
     with op.scope("head"):
         logits, recycled = model.head(op, op.Gather(x, inputs.logits_index, axis=1))
         ids, log_probs = _candidates(op, logits, top_k, target_ids)
-    shape = [1, HEAD_ROWS, CANDIDATES]
+    shape = [1, HEAD_ROWS, contract.CANDIDATES]
     outputs = [
         typed(ids, ir.DataType.INT64, shape, contract.CANDIDATE_IDS),
         typed(log_probs, ir.DataType.FLOAT, shape, contract.CANDIDATE_LOG_PROBS),
@@ -84,7 +83,7 @@ def build_heads(config: MedusaConfig, weights: Weights, dtype: ir.DataType) -> t
     top_k = declare(contract.TOP_K, ir.DataType.INT64, [1])
     logits = drafts.find(config.method).Model(config, weights)(op, feature)
     ids, log_probs = _candidates(op, logits, top_k, None)
-    shape = [1, config.num_heads, CANDIDATES]
+    shape = [1, config.num_heads, contract.CANDIDATES]
     outputs = [
         typed(ids, ir.DataType.INT64, shape, contract.CANDIDATE_IDS),
         typed(log_probs, ir.DataType.FLOAT, shape, contract.CANDIDATE_LOG_PROBS),

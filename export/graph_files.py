@@ -9,11 +9,12 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from edgellm.contract import BrokenArtifactError, DecoderSpec, FileRecord, KVCacheSpec
+from edgellm.contract import BrokenArtifactError
 from edgellm.export.checkpoint import TensorSource
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.op import Op
 from edgellm.export.weights import write_weights
+from edgellm.manifest import DecoderSpec, FileRecord, KVCacheSpec
 
 DTYPES = {"fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
 

@@ -37,7 +37,7 @@ class MedusaConfig:
 
     @property
     def hidden_taps(self) -> tuple[int, ...]:
-        """The output of the base's final norm, see `contract.DraftSpec`."""
+        """The output of the base's final norm, see `manifest.DraftSpec`."""
         return (self.base_num_layers,)
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.contract import BundleManifest, DecoderSpec, EdgeLLMError
+from edgellm.contract import EdgeLLMError
 from edgellm.export.checkpoint import Checkpoint
+from edgellm.manifest import Bundle, DecoderSpec
 
 PROMPT = (
     "A speculative decoder drafts a few tokens with a small network and lets the large one check "
@@ -30,7 +31,7 @@ class Outputs:
     taps: NDArray[np.floating] | None  # [S, T*H]
 
 
-def verify_bundle(checkpoint: Checkpoint, bundle: Path, manifest: BundleManifest) -> str:
+def verify_bundle(checkpoint: Checkpoint, bundle: Path, manifest: Bundle) -> str:
     """Compare logits and hidden taps over a prompt: one prefill, then single tokens.
 
     Returns:
@@ -76,16 +77,14 @@ def require_host() -> None:
         )
 
 
-def _prompt_ids(bundle: Path, manifest: BundleManifest) -> NDArray[np.int64]:
+def _prompt_ids(bundle: Path, manifest: Bundle) -> NDArray[np.int64]:
     from tokenizers import Tokenizer
 
     ids = Tokenizer.from_file(str(bundle / "tokenizer.json")).encode(PROMPT).ids
     return np.asarray(ids, np.int64)[: manifest.decoder.max_positions]
 
 
-def _transformers_outputs(
-    source: Path, manifest: BundleManifest, token_ids: NDArray[np.int64]
-) -> Outputs:
+def _transformers_outputs(source: Path, manifest: Bundle, token_ids: NDArray[np.int64]) -> Outputs:
     """Those of the float32 reference, cut to the exported number of layers."""
     import torch
     import transformers
@@ -110,7 +109,7 @@ def _transformers_outputs(
 
 
 def run_portable(
-    bundle: Path, manifest: BundleManifest, token_ids: NDArray[np.int64], prefill_tokens: int
+    bundle: Path, manifest: Bundle, token_ids: NDArray[np.int64], prefill_tokens: int
 ) -> NDArray[np.float32]:
     """Logits [S, V] of the portable graph: one prefill, then one token at a time."""
     return run_outputs(bundle, manifest, token_ids, prefill_tokens).logits
@@ -128,7 +127,7 @@ def _no_images(spec: DecoderSpec) -> dict[str, NDArray[np.floating]]:
 
 
 def run_outputs(
-    bundle: Path, manifest: BundleManifest, token_ids: NDArray[np.int64], prefill_tokens: int
+    bundle: Path, manifest: Bundle, token_ids: NDArray[np.int64], prefill_tokens: int
 ) -> Outputs:
     """Logits and hidden taps of the portable graph: one prefill, then one token at a time."""
     import onnxruntime as ort

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from edgellm.artifact import check_output, publish, temporary_folder
-from edgellm.contract import EdgeLLMError, UnsupportedModelError, VisualBundleManifest
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.export import visual
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.config import ConfigReader
@@ -26,6 +26,7 @@ from edgellm.export.graph_files import (
 from edgellm.export.op import OPSET, Op
 from edgellm.export.visual_graph import build_visual, own_leftovers
 from edgellm.export.weights import Weights
+from edgellm.manifest import ENCODER, VISUAL_BUNDLE, Bundle, GraphSpec
 
 _GRAPH, _CONFIG = "model", "config.json"
 _FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
@@ -42,7 +43,7 @@ class VisualOptions:
 
 def export_visual(
     checkpoint: Checkpoint, output: Path, options: VisualOptions, progress: Progress | None = None
-) -> VisualBundleManifest:
+) -> Bundle:
     """Export an encoder to `output`, which afterwards holds a whole bundle or what it held before.
 
     Raises:
@@ -52,7 +53,7 @@ def export_visual(
         EdgeLLMError: the processor's config is missing, or `output` cannot be written.
     """
     names = [*file_names((_GRAPH,)), _CONFIG, *checkpoint.processor_files]
-    check_output(output, "visual_bundle", names)
+    check_output(output, VISUAL_BUNDLE, names)
     encoder, config = read_encoder(checkpoint, options)
     if not checkpoint.processor_files:
         raise EdgeLLMError(
@@ -69,8 +70,10 @@ def export_visual(
         for name, content in checkpoint.processor_files.items():
             (folder / name).write_bytes(content)
         parameters = count_parameters([op], checkpoint.tensors)
-        manifest = VisualBundleManifest(
-            vision=config.spec(checkpoint.config["model_type"], parameters),
+        manifest = Bundle(
+            kind=VISUAL_BUNDLE,
+            graphs={ENCODER: GraphSpec(f"{_GRAPH}.onnx")},
+            spec=config.spec(checkpoint.config["model_type"], parameters),
             dtype=dtype.numpy().name,
             quantization=_quantization(checkpoint, options, op),
             opset=OPSET,

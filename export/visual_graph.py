@@ -12,10 +12,11 @@ from typing import Any
 import onnx_ir as ir
 
 from edgellm import contract
-from edgellm.contract import BrokenArtifactError, VisionSpec
+from edgellm.contract import BrokenArtifactError
 from edgellm.export.graph import declare, finish, typed
 from edgellm.export.op import Op
 from edgellm.export.weights import Weights
+from edgellm.manifest import VisionSpec
 
 _PATCHES, _TOKENS, _TILES = "patches", "image_tokens", "tiles"
 _WINDOWS, _SLOTS = "windows", "window_slots"

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgellm.contract import ImageSpec, UnsupportedModelError
+from edgellm.contract import UnsupportedModelError
 from edgellm.export.checkpoint import Checkpoint, Renamed
 from edgellm.export.config import ConfigReader
+from edgellm.manifest import ImageSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.contract import BrokenArtifactError, FileRecord, UnsupportedModelError
+from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoint import TensorInfo, TensorSource, read_whole
+from edgellm.manifest import FileRecord
 
 _ONNX_TYPE = {
     "F32": ir.DataType.FLOAT,

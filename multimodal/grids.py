@@ -17,8 +17,8 @@ from edgellm.contract import (
     WINDOW_ROWS,
     WINDOW_SLOTS,
     RequestError,
-    VisionSpec,
 )
+from edgellm.manifest import VisionSpec
 
 I64 = NDArray[np.int64]
 

@@ -111,7 +111,9 @@ def tiny_int4_engine(tiny_int4_bundle: Path, tmp_path_factory: pytest.TempPathFa
     from edgellm.build.plan import Plan
 
     engine = tmp_path_factory.mktemp("engines") / "int4"
-    build_engine(tiny_int4_bundle, engine, Plan(48, 64, 1, "int8"), "onnxruntime", lambda _: None)
+    build_engine(
+        "llm", tiny_int4_bundle, engine, Plan(48, 64, 1, "int8"), "onnxruntime", lambda _: None
+    )
     return engine
 
 
@@ -121,7 +123,7 @@ def tiny_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     from edgellm.build.plan import Plan
 
     engine = tmp_path_factory.mktemp("engines") / "tiny"
-    build_engine(tiny_bundle, engine, Plan(48, 64, 1, "auto"), "onnxruntime", lambda _: None)
+    build_engine("llm", tiny_bundle, engine, Plan(48, 64, 1, "auto"), "onnxruntime", lambda _: None)
     return engine
 
 
@@ -133,7 +135,7 @@ def tree_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
     engine, plan = tmp_path_factory.mktemp("engines") / "trees", Plan(48, 64, 1, "auto")
     plan = dataclasses.replace(plan, max_verify_tree_size=12)
-    build_engine(tiny_bundle, engine, plan, "onnxruntime", lambda _: None)
+    build_engine("llm", tiny_bundle, engine, plan, "onnxruntime", lambda _: None)
     return engine
 
 

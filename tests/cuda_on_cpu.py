@@ -8,20 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
-from edgellm.build.plan import Plan, VisualPlan
-from edgellm.build.visual import build_visual
-from edgellm.contract import (
-    DRAFT_FOLDER,
-    DraftEngineManifest,
-    EngineManifest,
-    VisualEngineManifest,
-    load_manifest,
-)
-from edgellm.device_runtime import runners
+from edgellm.build.plan import Plan
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
-from edgellm.device_runtime.session import DraftSession, Session, VisualSession
+from edgellm.device_runtime.sessions import draft, encoder
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.sessions.draft import DraftSession
+from edgellm.device_runtime.sessions.encoder import EncoderSession
+from edgellm.manifest import (
+    DRAFT_ENGINE,
+    DRAFT_FOLDER,
+    LLM_ENGINE,
+    VISUAL_ENGINE,
+    Engine,
+    load_engine,
+)
 
 CUDA = "onnxruntime_cuda"
 
@@ -34,32 +35,32 @@ def cuda_is_the_cpu() -> Iterator[None]:
         yield
 
 
-def build_base(bundle: Path, engine: Path, plan: Plan) -> EngineManifest:
-    return build_engine(bundle, engine, plan, CUDA, lambda _: None)
+def build_base(bundle: Path, engine: Path, plan: Plan) -> Engine:
+    return build_engine("llm", bundle, engine, plan, CUDA, lambda _: None)
 
 
-def build_its_draft(bundle: Path, engine: Path, plan: Plan) -> DraftEngineManifest:
-    return build_draft(bundle, engine, plan, CUDA, lambda _: None)
+def build_its_draft(bundle: Path, engine: Path, plan: Plan) -> Engine:
+    return build_engine("draft", bundle, engine, plan, CUDA, lambda _: None)
 
 
-def build_encoder(bundle: Path, engine: Path, plan: VisualPlan) -> VisualEngineManifest:
-    return build_visual(bundle, engine, plan, CUDA, lambda _: None)
+def build_encoder(bundle: Path, engine: Path, plan: Plan) -> Engine:
+    return build_engine("visual", bundle, engine, plan, CUDA, lambda _: None)
 
 
-def open_base(engine: Path) -> Session:
+def open_base(engine: Path) -> DecoderSession:
     with cuda_is_the_cpu():
-        manifest = load_manifest(engine, EngineManifest)
-        return runners.find(manifest.backend).open_session(engine, manifest)
+        manifest = load_engine(engine, LLM_ENGINE)
+        return open_decoder(engine, manifest)
 
 
 def open_draft(engine: Path) -> DraftSession:
     folder = engine / DRAFT_FOLDER
     with cuda_is_the_cpu():
-        manifest = load_manifest(folder, DraftEngineManifest)
-        return runners.find(manifest.backend).open_draft_session(folder, manifest)
+        manifest = load_engine(folder, DRAFT_ENGINE)
+        return draft.open_draft(folder, manifest)
 
 
-def open_encoder(engine: Path) -> VisualSession:
-    manifest = load_manifest(engine, VisualEngineManifest)
+def open_encoder(engine: Path) -> EncoderSession:
+    manifest = load_engine(engine, VISUAL_ENGINE)
     with cuda_is_the_cpu():
-        return runners.find(manifest.backend).open_visual_session(engine, manifest)
+        return encoder.open_encoder(engine, manifest)

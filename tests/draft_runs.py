@@ -10,7 +10,7 @@ import torch
 from eagle_reference import BASE_HIDDEN, VOCAB, tree_mask
 
 from edgellm import contract
-from edgellm.contract import DraftBundleManifest
+from edgellm.manifest import Bundle
 
 TOLERANCE = 2e-4
 CAPACITY, K = 24, 6
@@ -21,7 +21,7 @@ class DraftRun:
     """The exported graphs with a cache."""
 
     folder: Path
-    manifest: DraftBundleManifest
+    manifest: Bundle
     cache: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

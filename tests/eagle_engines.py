@@ -10,7 +10,6 @@ from conftest import make_checkpoint
 from eagle_reference import VOCAB, Layout, make_draft
 from medusa_heads import make_heads
 
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.export import models
@@ -71,8 +70,10 @@ def build_pair(
 ) -> EaglePair:
     """Checkpoints, bundles and an engine with its draft."""
     pair = export_pair(folder, layout, **options)  # type: ignore[arg-type]
-    build_engine(pair.bundle, pair.engine, BASE_PLAN, "onnxruntime", _silent)
-    build_draft(pair.draft_bundle, pair.engine, draft_plan(precision), "onnxruntime", _silent)
+    build_engine("llm", pair.bundle, pair.engine, BASE_PLAN, "onnxruntime", _silent)
+    build_engine(
+        "draft", pair.draft_bundle, pair.engine, draft_plan(precision), "onnxruntime", _silent
+    )
     return pair
 
 
@@ -86,15 +87,17 @@ def build_medusa(folder: Path, precision: str = "none") -> EaglePair:
     pair = EaglePair(
         EAGLE1, base, heads, folder / "bundle", folder / "draft_bundle", folder / "engine"
     )
-    build_engine(pair.bundle, pair.engine, BASE_PLAN, "onnxruntime", _silent)
-    build_draft(pair.draft_bundle, pair.engine, draft_plan(precision), "onnxruntime", _silent)
+    build_engine("llm", pair.bundle, pair.engine, BASE_PLAN, "onnxruntime", _silent)
+    build_engine(
+        "draft", pair.draft_bundle, pair.engine, draft_plan(precision), "onnxruntime", _silent
+    )
     return pair
 
 
 def with_int8_draft(pair: EaglePair, engine: Path) -> EaglePair:
     """The same base with its draft rounded."""
     shutil.copytree(pair.engine, engine)
-    build_draft(pair.draft_bundle, engine, draft_plan("int8"), "onnxruntime", _silent)
+    build_engine("draft", pair.draft_bundle, engine, draft_plan("int8"), "onnxruntime", _silent)
     return EaglePair(
         pair.layout, pair.base_checkpoint, pair.draft_checkpoint, pair.bundle,
         pair.draft_bundle, engine,

@@ -175,7 +175,7 @@ _TYPES = {"int64": np.int64, "float": np.float32, "float16": np.float16, "bool":
 
 
 class FakeEngine:
-    """See `device.Engine`: a lowered graph in ONNX Runtime."""
+    """See `device.CompiledEngine`: a lowered graph in ONNX Runtime."""
 
     def __init__(self, graph: Path, passes: Sequence[Pass], device: FakeDevice) -> None:
         options = onnxruntime.SessionOptions()

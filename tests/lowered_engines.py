@@ -10,69 +10,110 @@ import pytest
 from eagle_engines import CAPACITY, INPUT, TREE, EaglePair
 from fake_gpu import FakeDevice, FakeEngine
 
+from edgellm import contract
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan
-from edgellm.build.tensorrt.lower import lower_decoder, lower_graph
-from edgellm.build.tensorrt.profiles import base_passes, draft_passes, heads_pass
-from edgellm.contract import (
+from edgellm.build.tensorrt.lower import lower
+from edgellm.build.tensorrt.profiles import passes_of
+from edgellm.device_runtime.runners import Runner, onnxruntime_cpu, tensorrt
+from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.device_runtime.sessions.draft import DraftSession
+from edgellm.device_runtime.sessions.heads import HeadsSession
+from edgellm.manifest import (
+    DECODER,
+    DRAFT,
+    DRAFT_BUNDLE,
+    DRAFT_ENGINE,
     DRAFT_FOLDER,
-    DraftEngineManifest,
-    EngineManifest,
-    PassGraph,
-    load_manifest,
+    FUSE,
+    HEADS,
+    LLM_BUNDLE,
+    LLM_ENGINE,
+    Engine,
+    GraphSpec,
+    load_bundle,
+    load_engine,
 )
-from edgellm.device_runtime.runners import onnxruntime_cpu
-from edgellm.device_runtime.runners.tensorrt.heads import TensorRtHeads
-from edgellm.device_runtime.runners.tensorrt.session import TensorRtDraftSession, TensorRtSession
 
 PLAN = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=TREE, max_draft_tree_size=TREE)
 CANDIDATES = 40
 
 
 class Lowered:
-    """The graphs in a folder, and the manifests of such engines."""
+    """The graphs of a pair as TensorRT gets them, and the manifests of such engines."""
 
     def __init__(self, pair: EaglePair, folder: Path) -> None:
-        self.base, self.draft, self.fuse = (folder / f"{n}.onnx" for n in ("base", "draft", "fuse"))
-        _lower(pair.bundle / "model.onnx", self.base)
-        _lower(pair.draft_bundle / "model.onnx", self.draft, CANDIDATES)
-        if (pair.draft_bundle / "fuse.onnx").exists():
-            _lower(pair.draft_bundle / "fuse.onnx", self.fuse, is_decoder=False)
-        self.manifest = load_manifest(pair.engine, EngineManifest)
-        graphs = tuple(PassGraph("llm.engine", p.max_rows, "fp32") for p in base_passes(PLAN))
+        self._folder = folder
+        bundles = {
+            LLM_ENGINE: load_bundle(pair.bundle, LLM_BUNDLE),
+            DRAFT_ENGINE: load_bundle(pair.draft_bundle, DRAFT_BUNDLE),
+        }
+        for source, bundle in zip((pair.bundle, pair.draft_bundle), bundles.values(), strict=True):
+            for role, graph in bundle.graphs.items():
+                _lower(source / graph.path, self.path(role), 0 if role == DECODER else CANDIDATES)
+        self._passes = {
+            role: passes_of(role, bundle, PLAN)
+            for bundle in bundles.values() for role in bundle.graphs
+        }  # fmt: skip
+        base = load_engine(pair.engine, LLM_ENGINE)
+        draft = load_engine(pair.engine / DRAFT_FOLDER, DRAFT_ENGINE)
         self.manifest = dataclasses.replace(
-            self.manifest, graphs=graphs, pass_cost_ms={}, prefill_rows=INPUT
+            base, graphs=self._graphs(base), cost_ms={}, prefill_rows=INPUT
         )
-        drafts = load_manifest(pair.engine / DRAFT_FOLDER, DraftEngineManifest)
-        graphs = tuple(PassGraph("draft.engine", p.max_rows, "fp32") for p in draft_passes(PLAN))
-        self.draft_manifest = dataclasses.replace(drafts, graphs=graphs)
+        self.draft_manifest = dataclasses.replace(draft, graphs=self._graphs(draft))
 
-    def open(self, device: FakeDevice) -> TensorRtSession:
-        engine = FakeEngine(self.base, base_passes(PLAN), device)
-        return TensorRtSession(engine, device, self.manifest)
+    def path(self, role: str) -> Path:
+        return self._folder / f"{role}.onnx"
 
-    def open_draft(self, device: FakeDevice) -> TensorRtDraftSession:
-        engine = FakeEngine(self.draft, draft_passes(PLAN), device)
-        fuse = FakeEngine(self.fuse, draft_passes(PLAN), device)
-        return TensorRtDraftSession(engine, fuse, device, self.draft_manifest)
+    def _graphs(self, engine: Engine) -> dict[str, tuple[GraphSpec, ...]]:
+        return {
+            role: tuple(GraphSpec(f"{role}.engine", p.max_rows, "fp32") for p in self._passes[role])
+            for role in engine.graphs
+        }
 
-    def open_heads(self, device: FakeDevice) -> TensorRtHeads:
-        return TensorRtHeads(FakeEngine(self.draft, [heads_pass()], device), device)
+    def runners(self, engine: Engine, device: FakeDevice) -> dict[str, Runner]:
+        """Those of one of the manifests."""
+        return {
+            role: tensorrt.runner_of(
+                role, engine, FakeEngine(self.path(role), self._passes[role], device), device
+            )
+            for role in engine.graphs
+        }
 
-    def replace_engines(self, monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
-        """Let the pair's own engine run on the fake GPU from now on."""
-        monkeypatch.setattr(onnxruntime_cpu, "open_session", lambda *_: self.open(device))
-        monkeypatch.setattr(
-            onnxruntime_cpu, "open_draft_session", lambda *_: self.open_draft(device)
-        )
-        monkeypatch.setattr(onnxruntime_cpu, "open_heads", lambda *_: self.open_heads(device))
+    def open(self, device: FakeDevice) -> DecoderSession:
+        engine = self.manifest
+        opened = self.runners(engine, device)
+        return DecoderSession(opened[DECODER], engine.decoder, engine.max_kv_cache_capacity)
+
+    def open_draft(self, device: FakeDevice) -> DraftSession:
+        engine = self.draft_manifest
+        opened, spec = self.runners(engine, device), engine.draft.decoder
+        return DraftSession(opened[DRAFT], opened.get(FUSE), spec, engine.max_kv_cache_capacity)
+
+    def open_heads(self, device: FakeDevice) -> HeadsSession:
+        return HeadsSession(self.runners(self.draft_manifest, device)[HEADS])
+
+    def replace_engines(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        device: FakeDevice,
+        of_draft: FakeDevice | None = None,
+    ) -> None:
+        """Let the pair's own engines run on the fake GPU from now on."""
+
+        def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
+            del folder
+            if engine.kind == LLM_ENGINE:
+                return self.runners(self.manifest, device)
+            return self.runners(self.draft_manifest, of_draft or device)
+
+        monkeypatch.setattr(onnxruntime_cpu, "open_engine", open_engine)
 
 
-def _lower(source: Path, target: Path, candidates: int = 0, *, is_decoder: bool = True) -> None:
+def _lower(source: Path, target: Path, candidates: int) -> None:
     model, weights = ir.load(source), WeightFile(target.with_suffix(".data"))
-    if is_decoder:
-        lower_decoder(model, CAPACITY, weights, ir.DataType.FLOAT, candidates)
-    else:
-        lower_graph(model, weights, ir.DataType.FLOAT)
+    has_top_k = any(value.name == contract.TOP_K for value in model.graph.inputs)
+    candidates = candidates if has_top_k else 0
+    lower(model, weights, ir.DataType.FLOAT, CAPACITY, candidates)
     weights.close()
     ir.save(model, target)

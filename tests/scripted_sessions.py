@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from edgellm import contract
 from edgellm.contract import LimitError
-from edgellm.device_runtime.session import DraftResult, HostResult
+from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
+from edgellm.device_runtime.sessions.draft import DraftResult
+from edgellm.manifest import DecoderSpec, KVCacheSpec
 
 Context = tuple[int, ...]
 VOCAB = 24
@@ -45,7 +48,7 @@ def random_logits(context: Context) -> np.ndarray:
 
 
 class StrictBase:
-    """See `edgellm.device_runtime.session.Session`."""
+    """See `edgellm.device_runtime.sessions.decoder.DecoderSession`."""
 
     def __init__(
         self, capacity: int, logits_of: Callable[[Context], np.ndarray] = random_logits
@@ -78,7 +81,7 @@ class StrictBase:
         for row, context in enumerate(contexts):
             taps[row] = feature_of(context), len(context), context[-1]
         logits = np.stack([self.logits_of(contexts[int(row)]) for row in logits_index])
-        return HostResult(logits.argmax(-1), logits, taps)
+        return PassResult({contract.LOGITS: logits[None], contract.HIDDEN_TAPS: taps[None]}, count)
 
     def _require_room(self, write_index: int) -> None:
         assert write_index in (0, self.valid), "the cache does not hold what the loop believes"
@@ -112,6 +115,30 @@ class StrictBase:
     def write_rows(self, rows):
         self.rows = [tuple(row) for row in rows.tolist()]
         self.valid = len(rows)
+
+
+class _AsRunner:
+    """A scripted base as the runner of a session."""
+
+    def __init__(self, base: StrictBase) -> None:
+        self.base = self.cache = base
+
+    def hold(self, inputs): ...
+
+    def run(self, inputs):
+        ids, logits_index = inputs[contract.INPUT_IDS][0], inputs[contract.LOGITS_INDEX]
+        result = self.base.run(
+            ids, int(inputs[contract.WRITE_INDEX][0]), logits_index,
+            position_ids=inputs[contract.POSITION_IDS][0],
+            tree_mask=inputs.get(contract.TREE_MASK),
+        )  # fmt: skip
+        return {contract.LOGITS: result.logits[None], contract.HIDDEN_TAPS: result.taps[None]}
+
+
+def recorded(base: StrictBase) -> DecoderSession:
+    """A session that knows what the rows of a scripted base stand for."""
+    spec = DecoderSpec("scripted", VOCAB, 3, base.capacity, 0, KVCacheSpec(1, 1, 1, "float32"))
+    return DecoderSession(_AsRunner(base), spec, base.capacity)
 
 
 class StrictModel(StrictBase):
@@ -192,7 +219,7 @@ class _Slot:
 
 
 class StrictDraft:
-    """See `edgellm.device_runtime.session.DraftSession`.
+    """See `edgellm.device_runtime.sessions.draft.DraftSession`.
 
     Row i must pair the feature of token i with token i + 1 at position i; a grown row must see
     the committed rows and its ancestors, and must be given what its parent recycled.
@@ -284,7 +311,7 @@ class StrictDraft:
 
 
 class StrictHeads:
-    """See `edgellm.device_runtime.session.HeadsSession`.
+    """See `edgellm.device_runtime.sessions.heads.HeadsSession`.
 
     The feature must be of the newest row of the base's cache. A head believes that the base will
     take its likeliest tokens up to the head's own place.

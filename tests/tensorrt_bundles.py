@@ -14,11 +14,10 @@ from medusa_heads import make_heads
 from quantized_layouts import LAYOUTS, write_checkpoint
 from visual_checkpoints import make_visual_checkpoint
 
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
-from edgellm.build.plan import CompilerOptions, Plan, VisualPlan
+from edgellm.build.plan import Plan, image_plan
 from edgellm.build.tensorrt.kernel_log import Kernel, Tensor
-from edgellm.build.visual import build_visual
+from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.export import models, visual
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
@@ -96,18 +95,18 @@ class Bundles:
 
 def compile_bundle(bundle: Path, kind: str, engine: Path, sm: int) -> Engine:
     """The engine of a bundle; `engine` is the folder that it goes to."""
-    options = CompilerOptions(target_sm=str(sm), layer_report=True)
+    options = TensorRtOptions(target_sm=str(sm), layer_report=True)
     if kind in ("base", "eagle_base"):
         tree = TREE if kind == "eagle_base" else 0
-        plan = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=tree, compiler=options)
-        built = build_engine(bundle, engine, plan, "tensorrt", _silent)
+        plan = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=tree, options=options)
+        built = build_engine("llm", bundle, engine, plan, "tensorrt", _silent)
         return _read(engine / "llm.layers.json", built.options["notes"])
     if kind in ("draft", "heads"):
-        plan = Plan(INPUT, CAPACITY, 1, "auto", max_draft_tree_size=TREE, compiler=options)
-        built = build_draft(bundle, engine, plan, "tensorrt", _silent)
+        plan = Plan(INPUT, CAPACITY, 1, "auto", max_draft_tree_size=TREE, options=options)
+        built = build_engine("draft", bundle, engine, plan, "tensorrt", _silent)
         return _read(engine / "draft" / f"{kind}.layers.json", built.options["notes"])
-    plan = VisualPlan(4, 512, 256, 1, compiler=options)
-    built = build_visual(bundle, engine, plan, "tensorrt", _silent)
+    plan = image_plan(4, 512, 256, 1, options=options)
+    built = build_engine("visual", bundle, engine, plan, "tensorrt", _silent)
     return _read(engine / "visual.layers.json", built.options["notes"])
 
 

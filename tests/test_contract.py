@@ -11,18 +11,23 @@ import pytest
 from edgellm import artifact
 from edgellm import command as command_module
 from edgellm.artifact import publish, temporary_folder, verify_files
-from edgellm.contract import (
-    BrokenArtifactError,
-    BundleManifest,
+from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.manifest import (
+    LLM_BUNDLE,
+    LLM_ENGINE,
+    Bundle,
     DecoderSpec,
-    EdgeLLMError,
-    EngineManifest,
+    GraphSpec,
     KVCacheSpec,
-    load_manifest,
+    load_bundle,
+    load_engine,
 )
 
 SPEC = DecoderSpec("llama", 96, 96, 128, 1000, KVCacheSpec(3, 2, 16, "float16"))
-MANIFEST = BundleManifest(SPEC, "float16", "none", 24, (2, 7), {"dtype": "fp16"}, {"from": "x"})
+MANIFEST = Bundle(
+    LLM_BUNDLE, SPEC, {"decoder": GraphSpec("model.onnx")}, "float16", "none", 24,
+    {"dtype": "fp16"}, {"from": "x"}, (2, 7),
+)  # fmt: skip
 
 
 def _publish(output, content="one"):
@@ -37,7 +42,7 @@ def _leftovers(folder):
 
 def test_manifest_survives_the_disk(tmp_path):
     written = _publish(tmp_path / "out")
-    assert load_manifest(tmp_path / "out", BundleManifest) == written
+    assert load_bundle(tmp_path / "out", LLM_BUNDLE) == written
     assert written.files["model.onnx"].num_bytes == 3
     verify_files(tmp_path / "out", written.files)
 
@@ -79,7 +84,7 @@ def test_a_failure_leaves_the_old_artifact(tmp_path):
 
     with pytest.raises(OSError, match="full"):
         fail()
-    assert load_manifest(output, BundleManifest) == before
+    assert load_bundle(output, LLM_BUNDLE) == before
     verify_files(output, before.files)
     assert not _leftovers(tmp_path)
 
@@ -96,7 +101,7 @@ def test_an_interrupt_waits_for_the_renames(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         _publish(output)
     monkeypatch.undo()
-    verify_files(output, load_manifest(output, BundleManifest).files)
+    verify_files(output, load_bundle(output, LLM_BUNDLE).files)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,7 @@ def test_an_interrupt_waits_for_the_renames(tmp_path, monkeypatch):
     [
         (lambda raw: raw.update(contract_version=99), "contract version 99"),
         (lambda raw: raw.update(kind="llm_engine"), "is a llm_engine, not a llm_bundle"),
-        (lambda raw: raw.pop("decoder"), "is damaged"),
+        (lambda raw: raw.pop("spec"), "is damaged"),
         (lambda raw: raw.update(opset="24"), "is damaged"),
         (lambda raw: raw.pop("kind"), "is damaged"),
     ],
@@ -116,13 +121,13 @@ def test_damaged_manifests(tmp_path, damage, message):
     damage(raw)
     path.write_text(json.dumps(raw))
     with pytest.raises(BrokenArtifactError, match=message):
-        load_manifest(tmp_path / "out", BundleManifest)
+        load_bundle(tmp_path / "out", LLM_BUNDLE)
 
 
 def test_a_manifest_that_is_not_json(tmp_path):
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(BrokenArtifactError, match="is damaged"):
-        load_manifest(tmp_path, EngineManifest)
+        load_engine(tmp_path, LLM_ENGINE)
 
 
 @pytest.mark.parametrize(

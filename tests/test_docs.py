@@ -70,7 +70,7 @@ def test_every_command_is_in_the_reference(apps):
 def test_fields_and_what_stands_behind_them():
     page = manifest_page()
     assert "| machine | `str` | what the compiled graphs depend on, e.g. the CPU's" in page
-    assert "`draft_engine`: What `llm_build --eagleDraft` wrote" in page
+    assert "What `llm_build` and `visual_build` wrote" in page
     requests = request_page()
     assert "| top_p | `number > 0, <= 1` | `0.8` |" in requests
     assert "| add_generation_prompt | `boolean` | `true` |" in requests
@@ -78,7 +78,7 @@ def test_fields_and_what_stands_behind_them():
 
 
 def test_comments_of_fields():
-    from edgellm.contract import KVCacheSpec
+    from edgellm.manifest import KVCacheSpec
 
     assert comments(KVCacheSpec) == {"ranges": "None: nobody calibrated a cache of bytes"}
 

@@ -20,11 +20,12 @@ from lowered_engines import Lowered
 from oracle_draft import foreseeing
 
 from edgellm.build.fit import predict
-from edgellm.contract import BundleManifest, EdgeLLMError, EngineManifest, load_manifest
+from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import onnxruntime_cpu
 from edgellm.device_runtime.runners.tensorrt.device import Planes
+from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its answer is long
@@ -49,11 +50,10 @@ def test_the_oracle_is_accepted_as_often_as_it_is_told(eagle_pairs, monkeypatch,
     plain, _ = _answer(llm, speculative=False)
     assert len(plain.token_ids) == TOKENS
     moved = []
+    compact = llm.session.compact
     monkeypatch.setattr(
-        clocks.sessions[0]._session, "keep",
-        lambda *arguments, keep=clocks.sessions[0]._session.keep: (
-            moved.append(arguments[1].tolist()), keep(*arguments)
-        ),
+        llm.session, "compact",
+        lambda *arguments: (moved.append(arguments[1].tolist()), compact(*arguments)),
     )  # fmt: skip
     clocks.reset()
     before, text = llm._drafters, [*plain.prompt.token_ids, *plain.token_ids]
@@ -104,11 +104,7 @@ def test_a_round_on_the_fake_gpu(eagle_pairs, tmp_path, monkeypatch, draft):
     pair = eagle_pairs(draft)
     lowered, gpus = Lowered(pair, tmp_path), [FakeDevice(), FakeDevice()]
     devices = [TimedDevice(device, HostEvents(device)) for device in gpus]
-    monkeypatch.setattr(onnxruntime_cpu, "open_session", lambda *_: lowered.open(devices[0]))
-    for name, open_draft in (("draft_session", lowered.open_draft), ("heads", lowered.open_heads)):
-        monkeypatch.setattr(
-            onnxruntime_cpu, f"open_{name}", lambda *_, opened=open_draft: opened(devices[1])
-        )
+    lowered.replace_engines(monkeypatch, *devices)
     with timed_engines(onnxruntime_cpu) as clocks:
         llm = LLM(pair.engine, spec=SpecOptions(**SIZES))
     clocks.devices += devices
@@ -206,16 +202,16 @@ def test_an_engine_that_is_not_there(tmp_path, monkeypatch):
 
 
 def test_what_a_token_reads(eagle_pair):
-    manifest = load_manifest(eagle_pair.engine, EngineManifest)
+    manifest = load_engine(eagle_pair.engine, LLM_ENGINE)
     read, how = gpu.bytes_per_token(eagle_pair.engine, manifest, 10)
     kv = 10 * manifest.decoder.kv.bytes_per_token
     assert how == "weights of the bundle"
-    bundle = load_manifest(eagle_pair.bundle, BundleManifest)
+    bundle = load_bundle(eagle_pair.bundle, LLM_BUNDLE)
     predicted = predict(eagle_pair.bundle, bundle, BASE_PLAN, "onnxruntime", eagle_pair.engine)
     assert read - kv == predicted.estimate.decode_bytes
     manifest.provenance["bundle"] = "/nowhere"
     least, how = gpu.bytes_per_token(eagle_pair.engine, manifest, 10)
-    graph = (eagle_pair.engine / manifest.graphs[0].path).stat().st_size
+    graph = (eagle_pair.engine / manifest.main_graphs[0].path).stat().st_size
     assert least == graph - 2 * 96 * 96 + kv
     assert "at least" in how
 

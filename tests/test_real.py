@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.contract import BundleManifest, EngineManifest, load_manifest
-from edgellm.device_runtime import LLM, SamplingParams, runners
+from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.export.verify import run_portable
+from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 pytestmark = pytest.mark.real
 PREFILL, DECODED = 512, 64
@@ -34,7 +35,7 @@ def engine(bundle) -> Path:
     from edgellm.build.plan import Plan
 
     folder = bundle.parent / "engine"
-    build_engine(bundle, folder, Plan(1024, 2048, 0, "auto"), "onnxruntime", lambda _: None)
+    build_engine("llm", bundle, folder, Plan(1024, 2048, 0, "auto"), "onnxruntime", lambda _: None)
     return folder
 
 
@@ -70,16 +71,14 @@ def reference(bundle, transformers_model):
 
 def test_portable_graph(bundle, reference):
     ids, expected = reference
-    found = run_portable(bundle, load_manifest(bundle, BundleManifest), ids, PREFILL)
+    found = run_portable(bundle, load_bundle(bundle, LLM_BUNDLE), ids, PREFILL)
     assert np.abs(found - expected).max() <= 2e-4
     assert (found.argmax(-1) == expected.argmax(-1)).all()
 
 
 def test_engine(engine, reference):
     ids, expected = reference
-    session = runners.find("onnxruntime").open_session(
-        engine, load_manifest(engine, EngineManifest)
-    )
+    session = open_decoder(engine, load_engine(engine, LLM_ENGINE))
     found = session.run(ids[:PREFILL], 0, np.arange(PREFILL)).logits.copy()
     assert np.abs(found - expected[:PREFILL]).max() <= 2e-4
     for position in range(PREFILL, PREFILL + DECODED):
@@ -161,11 +160,14 @@ def test_int4_engine_keeps_its_precision_switch_honest(smollm2_gguf, tmp_path, r
     for prefill in ("same", "int8"):
         engine = tmp_path / prefill
         build_engine(
-            tmp_path / "bundle", engine, Plan(600, 700, 0, prefill), "onnxruntime", lambda _: None
+            "llm",
+            tmp_path / "bundle",
+            engine,
+            Plan(600, 700, 0, prefill),
+            "onnxruntime",
+            lambda _: None,
         )
-        session = runners.find("onnxruntime").open_session(
-            engine, load_manifest(engine, EngineManifest)
-        )
+        session = open_decoder(engine, load_engine(engine, LLM_ENGINE))
         logits[prefill] = session.run(ids[:PREFILL], 0, np.arange(PREFILL)).logits.copy()
 
     def divergence(p: np.ndarray, q: np.ndarray) -> float:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.device_runtime import LLM, SamplingParams
@@ -84,9 +83,9 @@ def _build(checkpoint: Path, folder: Path, precision: str) -> Path:
     )  # fmt: skip
     export_draft(draft, base, folder / "draft", DraftOptions("fp32"))
     plan = Plan(256, 512, 0, "auto", precision, max_verify_tree_size=60)
-    build_engine(folder / "base", folder / "engine", plan, "onnxruntime", lambda _: None)
+    build_engine("llm", folder / "base", folder / "engine", plan, "onnxruntime", lambda _: None)
     plan = Plan(256, 512, 0, "auto", "auto", max_draft_tree_size=60)
-    build_draft(folder / "draft", folder / "engine", plan, "onnxruntime", lambda _: None)
+    build_engine("draft", folder / "draft", folder / "engine", plan, "onnxruntime", lambda _: None)
     return folder / "engine"
 
 

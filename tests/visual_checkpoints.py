@@ -11,10 +11,10 @@ import numpy as np
 from image_checkpoints import write_tiny_processor
 
 from edgellm import contract
-from edgellm.contract import VisionSpec, VisualBundleManifest, load_manifest
 from edgellm.export import visual
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
+from edgellm.manifest import VISUAL_BUNDLE, VisionSpec, load_bundle
 from edgellm.multimodal.grids import grid_inputs
 
 
@@ -68,7 +68,7 @@ class VisualModel:
         self.bundle = bundle
         source = open_checkpoint(str(checkpoint), tokenizer=False)
         export_visual(source, bundle, VisualOptions(dtype, quantization=quantization))
-        self.manifest = load_manifest(bundle, VisualBundleManifest)
+        self.manifest = load_bundle(bundle, VISUAL_BUNDLE)
         self.reference = AutoModelForImageTextToText.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="eager"
         ).eval()

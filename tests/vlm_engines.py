@@ -13,10 +13,8 @@ from image_checkpoints import IDEFICS, INTERNVL, QWEN
 from medusa_heads import make_heads
 from visual_checkpoints import make_visual_checkpoint
 
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
-from edgellm.build.plan import Plan, VisualPlan
-from edgellm.build.visual import build_visual
+from edgellm.build.plan import Plan, image_plan
 from edgellm.export import visual
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
@@ -119,14 +117,16 @@ def build_vlm(
         network = open_draft(str(folder / "draft"))
         export_draft(network, source, folder / "draft_bundle", DraftOptions("fp32"))
         plan = replace(plan, max_verify_tree_size=40, max_draft_tree_size=40)
-        build_draft(folder / "draft_bundle", found.engine, plan, "onnxruntime", _silent)
+        build_engine("draft", folder / "draft_bundle", found.engine, plan, "onnxruntime", _silent)
         options = replace(options, draft_model_dir=str(folder / "draft"))
     export_llm(source, folder / "bundle", options)
     export_visual(source, folder / "visual_bundle", VisualOptions("fp32"))
-    build_engine(folder / "bundle", found.engine, plan, "onnxruntime", _silent)
+    build_engine("llm", folder / "bundle", found.engine, plan, "onnxruntime", _silent)
     sizes = {"min_image_tokens": 1, "max_image_tokens": 400, "max_image_tokens_per_image": 200}
-    encoder = VisualPlan(**{**sizes, **limits}, threads=1)
-    build_visual(folder / "visual_bundle", found.visual_engine, encoder, "onnxruntime", _silent)
+    encoder = image_plan(**{**sizes, **limits}, threads=1)
+    build_engine(
+        "visual", folder / "visual_bundle", found.visual_engine, encoder, "onnxruntime", _silent
+    )
     return found
 
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from edgellm.contract import VisualBundleManifest, VisualEngineManifest
+from edgellm.manifest import VISUAL_BUNDLE, VISUAL_ENGINE
 from edgellm.tools.stages import (
     build_pair,
     command,
@@ -34,12 +34,12 @@ def describe(work: Path) -> None:
     engine, encoder = work / "vlm_engine", work / "vlm_visual_engine"
     export_pair(MODEL, DRAFT, bundle, drafted)
     unless(
-        is_exported(seeing, VisualBundleManifest, MODEL), "edgellm-export", "visual",
+        is_exported(seeing, VISUAL_BUNDLE, MODEL), "edgellm-export", "visual",
         "--model_dir", MODEL, "--output_dir", seeing, "--dtype", "fp32",
     )  # fmt: skip
     build_pair(bundle, drafted, engine, "--maxInputLen", 256, "--maxKVCacheCapacity", 512)
     unless(
-        is_built(encoder, seeing, VisualEngineManifest), "visual_build", "--onnxDir", seeing,
+        is_built(encoder, seeing, VISUAL_ENGINE), "visual_build", "--onnxDir", seeing,
         "--engineDir", encoder,
     )  # fmt: skip
     drawn = [scenes.draw(_SEED, number) for number in range(_SCENES)]

@@ -6,34 +6,29 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TypeVar
 
 from edgellm.artifact import hash_file
-from edgellm.contract import (
+from edgellm.contract import EdgeLLMError
+from edgellm.manifest import (
+    DRAFT_BUNDLE,
+    DRAFT_ENGINE,
     DRAFT_FOLDER,
+    LLM_BUNDLE,
+    LLM_ENGINE,
     MANIFEST_NAME,
-    BundleManifest,
-    DraftBundleManifest,
-    DraftEngineManifest,
-    EdgeLLMError,
-    EngineManifest,
-    VisualBundleManifest,
-    VisualEngineManifest,
-    load_manifest,
+    load_bundle,
+    load_engine,
 )
-
-Bundle = TypeVar("Bundle", BundleManifest, DraftBundleManifest, VisualBundleManifest)
-Engine = TypeVar("Engine", EngineManifest, DraftEngineManifest, VisualEngineManifest)
 
 
 def export_pair(model: Path, draft: Path, bundle: Path, drafted: Path) -> None:
     """Bundles of a base and of its EAGLE3 draft, float32."""
     unless(
-        is_exported(bundle, BundleManifest, model), "edgellm-export", "llm", "--model_dir", model,
+        is_exported(bundle, LLM_BUNDLE, model), "edgellm-export", "llm", "--model_dir", model,
         "--output_dir", bundle, "--dtype", "fp32", "--is_eagle_base", "--draft_model_dir", draft,
     )  # fmt: skip
     unless(
-        is_exported(drafted, DraftBundleManifest, draft), "edgellm-export", "draft",
+        is_exported(drafted, DRAFT_BUNDLE, draft), "edgellm-export", "draft",
         "--draft_model_dir", draft, "--base_model_dir", model, "--output_dir", drafted,
         "--dtype", "fp32",
     )  # fmt: skip
@@ -42,19 +37,19 @@ def export_pair(model: Path, draft: Path, bundle: Path, drafted: Path) -> None:
 def build_pair(bundle: Path, drafted: Path, engine: Path, *sizes: object) -> None:
     """Both bundles into one engine."""
     unless(
-        is_built(engine, bundle, EngineManifest), "llm_build", "--onnxDir", bundle,
+        is_built(engine, bundle, LLM_ENGINE), "llm_build", "--onnxDir", bundle,
         "--engineDir", engine, "--eagleBase", *sizes,
     )  # fmt: skip
     unless(
-        is_built(engine / DRAFT_FOLDER, drafted, DraftEngineManifest), "llm_build", "--onnxDir",
+        is_built(engine / DRAFT_FOLDER, drafted, DRAFT_ENGINE), "llm_build", "--onnxDir",
         drafted, "--engineDir", engine, "--eagleDraft", *sizes,
     )  # fmt: skip
 
 
-def is_exported(bundle: Path, kind: type[Bundle], checkpoint: Path) -> bool:
+def is_exported(bundle: Path, kind: str, checkpoint: Path) -> bool:
     """Whether the bundle was made of this checkpoint, after it was written."""
     try:
-        manifest = load_manifest(bundle, kind)
+        manifest = load_bundle(bundle, kind)
     except EdgeLLMError:
         return False
     weights = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
@@ -62,16 +57,16 @@ def is_exported(bundle: Path, kind: type[Bundle], checkpoint: Path) -> bool:
     return manifest.provenance["checkpoint"] == str(checkpoint) and is_newer
 
 
-def is_built(engine: Path, bundle: Path, kind: type[Engine]) -> bool:
+def is_built(engine: Path, bundle: Path, kind: str) -> bool:
     """Whether the engine was made of this bundle, on this machine."""
     from edgellm.build import backends
-    from edgellm.build.plan import CompilerOptions
 
     try:
-        manifest = load_manifest(engine, kind)
+        manifest = load_engine(engine, kind)
     except EdgeLLMError:
         return False
-    here = backends.find(manifest.backend).origin(CompilerOptions())
+    backend = backends.find(manifest.backend)
+    here = backend.origin(backend.Options())
     built_here = (manifest.backend_version, manifest.machine) == (here.version, here.machine)
     source = manifest.provenance["bundle_manifest_sha256"]
     return built_here and source == hash_file(bundle / MANIFEST_NAME).sha256

@@ -6,10 +6,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import unused_removal
 
+from edgellm import contract
 from edgellm.build.lowering.calls import inline
 from edgellm.build.lowering.graph import GraphEditor
 
-CACHE_NAMES = ("past_key_values.", "present.")
+CACHE_NAMES = (contract.PAST, contract.PRESENT)
 CONTRIB = "com.microsoft"
 MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
 LOWERED_OPSET = 21

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import onnx_ir as ir
 
@@ -9,9 +13,40 @@ from edgellm import contract
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import F32, LinearWeight, layer_name, linear_layers
 from edgellm.build.lowering.weights import WeightFile
+from edgellm.contract import EdgeLLMError
 
 BLOCK_SIZE = 32
 _CLIPPING = np.linspace(1, 0.7, 7, dtype=np.float32)  # of a block's largest weight
+
+
+def check_quantize(kinds: set[str], quantize: str) -> None:
+    """Refuse to round what is rounded already; raises `EdgeLLMError`."""
+    if quantize in ("int4", "int8") and kinds != {"dense"}:
+        stored = ", ".join(sorted(kinds - {"dense"}))
+        raise EdgeLLMError(
+            f"--quantize {quantize} is for bundles with float weights; this one is {stored}",
+            hint="leave --quantize away",
+        )
+
+
+@contextlib.contextmanager
+def rounded_weights(folder: Path, quantize: str) -> Iterator[WeightFile | None]:
+    """Where weights that this build rounds to INT4 are kept until it is over; None: it does not."""
+    if quantize != "int4":
+        yield None
+        return
+    rounded = WeightFile(folder / "rounded.data")
+    yield rounded
+    rounded.close()
+    rounded.path.unlink()
+
+
+def load_portable(path: Path, rounded: WeightFile | None) -> ir.Model:
+    """A portable graph, whose dense linear weights go to `rounded` as INT4."""
+    model = ir.load(path)
+    if rounded is not None:
+        round_to_int4(model, rounded)
+    return model
 
 
 def round_to_int4(model: ir.Model, weights: WeightFile) -> None:

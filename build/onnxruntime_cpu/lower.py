@@ -25,70 +25,50 @@ from edgellm.build.lowering.linear_groups import LinearKernel, lower_linears
 from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.lowering.weights import WeightFile, constant_array, parameter_name
 from edgellm.build.onnxruntime_cpu.grouped_attention import lower_attention, narrow_cache
-from edgellm.contract import FUNCTIONS, CacheRanges
+from edgellm.contract import FUNCTIONS
+from edgellm.manifest import KVCacheSpec
 
 _HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-def lower_decoder(
+def lower(
     model: ir.Model,
-    capacity: int,
     kernel: LinearKernel,
     weights: WeightFile,
+    cache: KVCacheSpec | None = None,
+    capacity: int = 0,
     *,
     needs_mask: bool = True,
-    int8_cache: CacheRanges | None = None,
 ) -> None:
-    """Rewrite `model` in place for a KV capacity and one way to compute linear layers.
+    """Rewrite `model` in place for one way to compute linear layers.
 
     Args:
-        model: a decoder as `edgellm-export` writes it.
-        capacity: rows of the KV cache.
+        model: any graph that `edgellm-export` writes.
         kernel: computes the linear layers.
         weights: receives every weight.
-        int8_cache: ranges of a cache of int8, with one scale for each of its tensors.
+        cache: of a graph that has one; int8 takes one scale for each tensor.
+        capacity: rows of the cache.
         needs_mask: False for a graph that only ever computes one row, which sees all before it.
     """
     graph = GraphEditor(model.graph, weights)
-    bind_capacity(model.graph, capacity)
-    _begin(model, graph)
-    lower_linears(graph, kernel)
-    lower_attention(graph, needs_mask=needs_mask)
-    if int8_cache is not None:
-        narrow_cache(graph, int8_cache)
-    _drop_argmax(model.graph)
-    lower_norms(graph)
-    lower_activations(graph)
-    finish(model)
-
-
-def lower_rowwise(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> None:
-    """Rewrite a graph without cache and attention in place: a draft's fuse graph, or its heads."""
-    graph = GraphEditor(model.graph, weights)
-    _begin(model, graph)
-    lower_linears(graph, kernel)
-    lower_norms(graph)
-    lower_activations(graph)
-    finish(model)
-
-
-def lower_visual(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> None:
-    """Rewrite a visual encoder's graph in place."""
-    graph = GraphEditor(model.graph, weights)
-    _begin(model, graph)
-    lower_linears(graph, kernel)
-    lower_encoder_attention(graph)
-    lower_norms(graph)
-    lower_activations(graph)
-    finish(model)
-
-
-def _begin(model: ir.Model, graph: GraphEditor) -> None:
-    """What all graphs have in common: float32, and inputs as the kernels want them."""
+    if cache is not None:
+        bind_capacity(model.graph, capacity)
     inline(model, keep=READ_BY_LOWERINGS)
     _lower_signature(model.graph)
     lower_inputs(graph)
     _lower_floats(graph)
+    lower_linears(graph, kernel)
+    if cache is not None:
+        lower_attention(graph, needs_mask=needs_mask)
+        if cache.dtype == "int8":
+            assert cache.ranges is not None
+            narrow_cache(graph, cache.ranges)
+    else:
+        lower_encoder_attention(graph)
+    _drop_argmax(model.graph)
+    lower_norms(graph)
+    lower_activations(graph)
+    finish(model)
 
 
 def _lower_signature(graph: ir.Graph) -> None:

@@ -7,67 +7,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgellm.build.onnxruntime_cpu import LABEL, refuse_flags
-from edgellm.build.plan import (
-    Compiled,
-    CompiledDraft,
-    CompiledVisual,
-    CompilerOptions,
-    Estimate,
-    Origin,
-    Plan,
-    Report,
-    VisualPlan,
-)
-from edgellm.contract import BundleManifest, DraftBundleManifest, VisualBundleManifest
+from edgellm.build.plan import Compiled, Estimate, Options, Origin, Plan, Report
 from edgellm.device_runtime.runners import onnxruntime_cuda
+from edgellm.manifest import Bundle
 
-__all__ = ["LABEL"]
+__all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin"]
+LABEL = "ONNX Runtime"
 DEVICE = "cuda"
 
 
-def origin(compiler: CompilerOptions) -> Origin:
+def origin(options: Options) -> Origin:
     """This version; graphs depend on no GPU. See `Backend.origin`."""
-    refuse_flags(compiler)
+    del options  # there are none
     return Origin(onnxruntime_cuda.available(), DEVICE)
 
 
-def estimate(bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan: Plan) -> Estimate:
+def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     """See `Backend.estimate`."""
     from edgellm.build.onnxruntime_cuda import compiler
 
-    return compiler.estimate(bundle, manifest, plan)
+    return compiler.estimate(source, bundle, plan)
 
 
-def compile(
-    bundle: Path, manifest: BundleManifest, plan: Plan, folder: Path, report: Report
-) -> Compiled:
+def compile(source: Path, bundle: Bundle, plan: Plan, folder: Path, report: Report) -> Compiled:
     """See `Backend.compile`."""
     from edgellm.build.onnxruntime_cuda import compiler
 
-    return compiler.compile_base(bundle, manifest, plan, folder, report)
-
-
-def compile_draft(
-    bundle: Path, manifest: DraftBundleManifest, plan: Plan, folder: Path, report: Report
-) -> CompiledDraft:
-    """See `Backend.compile_draft`."""
-    from edgellm.build.onnxruntime_cuda import compiler
-
-    return compiler.compile_draft(bundle, manifest, plan, folder, report)
-
-
-def estimate_visual(bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan) -> Estimate:
-    """See `Backend.estimate_visual`."""
-    from edgellm.build.onnxruntime_cuda import compiler
-
-    return compiler.estimate_visual(bundle, manifest, plan)
-
-
-def compile_visual(
-    bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan, folder: Path, report: Report
-) -> CompiledVisual:
-    """See `Backend.compile_visual`."""
-    from edgellm.build.onnxruntime_cuda import compiler
-
-    return compiler.compile_encoder(bundle, manifest, plan, folder, report)
+    return compiler.compile_bundle(source, bundle, plan, folder, report)

@@ -18,8 +18,9 @@ from edgellm.build.lowering.attention import CachedAttention
 from edgellm.build.lowering.calls import find_calls, require_known
 from edgellm.build.lowering.contrib_ops import LOWERED_OPSET, MASKED, rotate, row_tables
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.contract import KVCacheSpec, UnsupportedModelError
-from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT, SLOTS, VISIBLE
+from edgellm.contract import UnsupportedModelError
+from edgellm.device_runtime.runners.onnxruntime_cuda.slots import KEPT, SLOTS, VISIBLE
+from edgellm.manifest import KVCacheSpec
 
 _CONTRIB = "com.microsoft"
 

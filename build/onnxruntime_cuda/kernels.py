@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from edgellm.contract import UnsupportedModelError
-from edgellm.device_runtime.runners.onnxruntime_graphs import HOST_INPUTS
+from edgellm.device_runtime.runners.onnxruntime_cuda.slots import HOST_INPUTS
 
 _T = ir.DataType
 _FLOATS = frozenset({_T.FLOAT, _T.FLOAT16})

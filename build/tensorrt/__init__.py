@@ -1,35 +1,46 @@
-"""TensorRT and TensorRT-RTX engines."""
+"""TensorRT and TensorRT-RTX engines; what imports onnx_ir is loaded when it is used."""
 
 from __future__ import annotations
 
-from edgellm.build.plan import CompilerOptions, Origin
-from edgellm.build.tensorrt.compiler import (
-    compile_base as compile,
-)
-from edgellm.build.tensorrt.compiler import (
-    compile_draft,
-    compile_visual,
-    estimate,
-    estimate_visual,
-)
+from pathlib import Path
+
+from edgellm.build import plan as plans
+from edgellm.build.plan import Compiled, Estimate, Origin, Plan, Report
+from edgellm.build.tensorrt.options import TensorRtOptions as Options
 from edgellm.build.tensorrt.target import find_target
 from edgellm.contract import EdgeLLMError
+from edgellm.manifest import Bundle
 
-__all__ = ["compile", "compile_draft", "compile_visual", "estimate", "estimate_visual", "origin"]
+__all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin"]
 LABEL = "TensorRT"
 DEVICE = "cuda"
 
 
-def origin(compiler: CompilerOptions) -> Origin:
+def origin(options: plans.Options) -> Origin:
     """The library and the GPU that it compiles for; see `Backend.origin`.
 
     Raises:
         EdgeLLMError: no library, no such GPU, or an option that the library does not have.
     """
-    target = find_target(compiler.target_sm)
-    if compiler.timing_cache is not None and target.library.is_ahead_of_time:
+    own = options if isinstance(options, Options) else Options()
+    target = find_target(own.target_sm)
+    if own.timing_cache is not None and target.library.is_ahead_of_time:
         raise EdgeLLMError(
             f"{target.library.label} has no timing cache",
             hint="leave --timingCache away; kernels are chosen when an engine is loaded",
         )
     return target.origin
+
+
+def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
+    """See `Backend.estimate`."""
+    from edgellm.build.tensorrt import compiler
+
+    return compiler.estimate(source, bundle, plan)
+
+
+def compile(source: Path, bundle: Bundle, plan: Plan, folder: Path, report: Report) -> Compiled:
+    """See `Backend.compile`."""
+    from edgellm.build.tensorrt import compiler
+
+    return compiler.compile_bundle(source, bundle, plan, folder, report)

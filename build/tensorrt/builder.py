@@ -14,13 +14,14 @@ from typing import Any
 import onnx_ir as ir
 
 from edgellm.artifact import defer_interrupt
-from edgellm.build.plan import CompilerOptions, Report
+from edgellm.build.plan import Report
 from edgellm.build.tensorrt.kernel_log import Kernel, read_kernels
 from edgellm.build.tensorrt.memory import MappedFile, memory_returned
 from edgellm.build.tensorrt.observers import (
     EngineFile,
     progress_monitor,
 )
+from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.profiles import Pass
 from edgellm.build.tensorrt.target import Target
 from edgellm.contract import EdgeLLMError
@@ -41,7 +42,7 @@ def build(
     passes: Sequence[Pass],
     engine: Path,
     target: Target,
-    options: CompilerOptions,
+    options: TensorRtOptions,
     report: Report,
     *,
     threads: int = 0,
@@ -154,7 +155,7 @@ def _caches_in_place(trt: Any, network: Any) -> dict[str, str]:
     }
 
 
-def _configure(trt: Any, builder: Any, target: Target, options: CompilerOptions) -> Any:
+def _configure(trt: Any, builder: Any, target: Target, options: TensorRtOptions) -> Any:
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.clear_flag(trt.BuilderFlag.TF32)  # float32 bundles ask for float32
@@ -173,7 +174,7 @@ def _configure(trt: Any, builder: Any, target: Target, options: CompilerOptions)
     return config
 
 
-def _save_timing_cache(config: Any, options: CompilerOptions) -> None:
+def _save_timing_cache(config: Any, options: TensorRtOptions) -> None:
     if options.timing_cache is not None:
         options.timing_cache.write_bytes(config.get_timing_cache().serialize())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,149 +11,79 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.linear_weights import weight_kinds
 from edgellm.build.lowering.weights import WeightFile
-from edgellm.build.plan import (
-    Compiled,
-    CompiledDraft,
-    CompiledVisual,
-    CompilerOptions,
-    Estimate,
-    Plan,
-    Report,
-    VisualPlan,
-)
+from edgellm.build.plan import Compiled, Estimate, Plan, Report
 from edgellm.build.tensorrt.builder import Built, build
 from edgellm.build.tensorrt.kernel_log import Kernel
-from edgellm.build.tensorrt.lower import lower_decoder, lower_graph
+from edgellm.build.tensorrt.lower import lower
 from edgellm.build.tensorrt.memory import memory_returned
 from edgellm.build.tensorrt.memory_estimate import Sizes, estimate_graphs
-from edgellm.build.tensorrt.profiles import (
-    Pass,
-    base_passes,
-    draft_passes,
-    heads_pass,
-    image_pass,
-)
+from edgellm.build.tensorrt.options import TensorRtOptions, options_of
+from edgellm.build.tensorrt.profiles import Pass, passes_of
 from edgellm.build.tensorrt.target import find_target
-from edgellm.contract import (
-    BundleManifest,
-    DecoderSpec,
-    DraftBundleManifest,
-    EdgeLLMError,
-    PassGraph,
-    VisualBundleManifest,
-    past_name,
-    present_name,
-)
+from edgellm.contract import EdgeLLMError, past_name, present_name
 from edgellm.device_runtime.gpu import memory_bytes
+from edgellm.manifest import (
+    DECODER,
+    DRAFT,
+    ENCODER,
+    HEADS,
+    Bundle,
+    DraftSpec,
+    GraphSpec,
+    KVCacheSpec,
+    VisionSpec,
+)
 
-_BASE, _DRAFT, _FUSE, _HEADS, _ENCODER = "llm", "draft", "fuse", "heads", "visual"
-_PORTABLE = {
-    _BASE: "model", _DRAFT: "model", _FUSE: "fuse", _HEADS: "model", _ENCODER: "model"
-}  # fmt: skip
+_NAMES = {DECODER: "llm", ENCODER: "visual"}  # of files, where they are not the role's
 _FIRST_FP8, _FIRST_FP4 = 89, 100  # Ada and Hopper, Blackwell
 _PRECISIONS = {ir.DataType.FLOAT16: "fp16", ir.DataType.FLOAT: "fp32"}
 
-Lower = Callable[[ir.Model, WeightFile, ir.DataType], None]
 
-
-def compile_base(
-    bundle: Path, manifest: BundleManifest, plan: Plan, folder: Path, report: Report
+def compile_bundle(
+    source: Path, bundle: Bundle, plan: Plan, folder: Path, report: Report
 ) -> Compiled:
     """See `edgellm.build.backends.Backend.compile`; nothing is measured."""
-    passes = base_passes(plan)
-
-    def lower(model: ir.Model, weights: WeightFile, dtype: ir.DataType) -> None:
-        lower_decoder(model, plan.kv_capacity, weights, dtype)
-
-    graphs = _Graphs(bundle, folder, manifest.dtype, plan.compiler, plan.threads, report)
-    built = graphs.compile(_BASE, passes, lower)
-    _require_caches_in_place(built, manifest.decoder)
+    graphs: dict[str, tuple[GraphSpec, ...]] = {}
+    notes: tuple[str, ...] = ()
+    for role, graph in bundle.graphs.items():
+        passes = passes_of(role, bundle, plan)
+        compiler = _Compiler(role, bundle, plan, folder, report)
+        built = compiler.compile(source / graph.path, passes)
+        if role in (DECODER, DRAFT):
+            _require_caches_in_place(built, bundle.decoder.kv)
+        # One file with a profile for each kind of pass; graph i of the manifest is profile i.
+        graphs[role] = tuple(
+            GraphSpec(f"{compiler.name}.engine", each.max_rows, compiler.precision)
+            for each in passes
+        )
+        notes = notes if len(graphs) > 1 else _notes(built, passes)
     return Compiled(
-        graphs=_pass_graphs(_BASE, passes, graphs.precision),
-        kv_dtype=manifest.dtype,
-        pass_cost_ms={},
-        prefill_rows=plan.max_input_len,
-        notes=_notes(built, passes),
-    )
+        graphs, kv_dtype=bundle.dtype if bundle.cache is not None else "",
+        prefill_rows=plan.max_input_len, notes=notes,
+    )  # fmt: skip
 
 
-def compile_draft(
-    bundle: Path, manifest: DraftBundleManifest, plan: Plan, folder: Path, report: Report
-) -> CompiledDraft:
-    """See `edgellm.build.backends.Backend.compile_draft`; nothing is measured."""
-    draft, passes = manifest.draft, _passes_of(manifest, plan)
-    name = _HEADS if draft.num_heads else _DRAFT
-    # What a round drafts, its top-k times its steps, fits into the tree; so does its top-k.
-    candidates = min(plan.max_draft_tree_size, draft.draft_vocab_size)
-
-    def lower(model: ir.Model, weights: WeightFile, dtype: ir.DataType) -> None:
-        lower_decoder(model, plan.kv_capacity, weights, dtype, candidates)
-
-    graphs = _Graphs(bundle, folder, manifest.dtype, plan.compiler, plan.threads, report)
-    built = graphs.compile(name, passes, lower)
-    _require_caches_in_place(built, draft.decoder)
-    precision = graphs.precision
-    if draft.fuses:
-        graphs.compile(_FUSE, passes, lower_graph)
-    return CompiledDraft(
-        graphs=_pass_graphs(name, passes, precision),
-        fuse_graph=f"{_FUSE}.engine" if draft.fuses else "",
-        kv_dtype=manifest.dtype,
-        step_cost_ms={},
-        extend_cost_ms={},
-        notes=_notes(built, passes),
-    )
-
-
-def compile_visual(
-    bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan, folder: Path, report: Report
-) -> CompiledVisual:
-    """See `edgellm.build.backends.Backend.compile_visual`."""
-    graphs = _Graphs(bundle, folder, manifest.dtype, plan.compiler, plan.threads, report)
-    passes = [image_pass(plan, manifest.vision)]
-    built = graphs.compile(_ENCODER, passes, lower_graph)
-    return CompiledVisual(f"{_ENCODER}.engine", graphs.precision, _notes(built, passes))
-
-
-def estimate(bundle: Path, manifest: BundleManifest | DraftBundleManifest, plan: Plan) -> Estimate:
+def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     """See `edgellm.build.backends.Backend.estimate`."""
     _check_plan(plan)
-    models, passes = [ir.load(bundle / "model.onnx")], _passes_of(manifest, plan)
-    if isinstance(manifest, DraftBundleManifest):
-        decoder = manifest.draft.decoder
-        if manifest.draft.fuses:
-            models.append(ir.load(bundle / "fuse.onnx"))
-    else:
-        decoder = manifest.decoder
-    _check_types(models, plan.compiler)
+    options = options_of(plan)
+    models = [ir.load(source / graph.path) for graph in bundle.graphs.values()]
+    _check_types(models, options)
+    passes = passes_of(next(iter(bundle.graphs)), bundle, plan)
+    rows, cache = max(each.max_rows for each in passes), bundle.cache
+    if isinstance(bundle.spec, VisionSpec):  # rows are patches, or tiles of tokens
+        rows *= max(1, bundle.vision.tokens_per_tile)
     sizes = Sizes(
         passes=len(passes),
-        rows=max(each.max_rows for each in passes),
-        kv_bytes=decoder.kv.bytes_per_token * plan.kv_capacity,
+        rows=rows,
+        kv_bytes=cache.bytes_per_token * plan.kv_capacity if cache is not None else 0,
         capacity=plan.kv_capacity,
-        device_bytes=_device_bytes(plan.compiler),
+        device_bytes=_device_bytes(options),
     )
-    return estimate_graphs(models, _dtype(manifest.dtype), sizes)
+    return estimate_graphs(models, _dtype(bundle.dtype), sizes)
 
 
-def _passes_of(manifest: BundleManifest | DraftBundleManifest, plan: Plan) -> list[Pass]:
-    if isinstance(manifest, BundleManifest):
-        return base_passes(plan)
-    return [heads_pass()] if manifest.draft.num_heads else draft_passes(plan)
-
-
-def estimate_visual(bundle: Path, manifest: VisualBundleManifest, plan: VisualPlan) -> Estimate:
-    """See `edgellm.build.backends.Backend.estimate_visual`."""
-    _refuse_rounding(plan.quantize)
-    model = ir.load(bundle / "model.onnx")
-    _check_types([model], plan.compiler)
-    tokens = max(1, manifest.vision.tokens_per_tile)  # rows are patches, or tiles of tokens
-    rows = image_pass(plan, manifest.vision).max_rows * tokens
-    sizes = Sizes(passes=1, rows=rows, device_bytes=_device_bytes(plan.compiler))
-    return estimate_graphs([model], _dtype(manifest.dtype), sizes)
-
-
-def _device_bytes(options: CompilerOptions) -> int:
+def _device_bytes(options: TensorRtOptions) -> int:
     """Memory of the GPU, if an engine is compiled for the one that is here."""
     return 0 if options.target_sm else memory_bytes()
 
@@ -179,7 +109,7 @@ def _refuse_rounding(quantize: str) -> None:
         )
 
 
-def _check_types(models: list[ir.Model], options: CompilerOptions) -> None:
+def _check_types(models: list[ir.Model], options: TensorRtOptions) -> None:
     """Refuse weights that the GPU has no arithmetic for; int4 and int8 run everywhere.
 
     Raises:
@@ -202,53 +132,44 @@ def _dtype(name: str) -> ir.DataType:
     return {kind.numpy().name: kind for kind in _PRECISIONS}[name]
 
 
-def _pass_graphs(name: str, passes: Sequence[Pass], precision: str) -> tuple[PassGraph, ...]:
-    """One file with a profile for each kind of pass; graph i of the manifest is profile i."""
-    return tuple(PassGraph(f"{name}.engine", each.max_rows, precision) for each in passes)
+class _Compiler:
+    """Compiles the graph of a role into a folder."""
 
+    def __init__(self, role: str, bundle: Bundle, plan: Plan, folder: Path, report: Report) -> None:
+        self.name = _NAMES.get(role, role)
+        self._plan, self._folder, self._report = plan, folder, report
+        self._options, self._dtype = options_of(plan), _dtype(bundle.dtype)
+        self._capacity = plan.kv_capacity if role in (DECODER, DRAFT) else 0
+        self._candidates = 0
+        if role in (DRAFT, HEADS) and isinstance(bundle.spec, DraftSpec):
+            # What a round drafts, its top-k times its steps, fits into the tree; so does its top-k.
+            self._candidates = min(plan.max_draft_tree_size, bundle.spec.draft_vocab_size)
+        self.precision = ""
 
-class _Graphs:
-    """Compiles the graphs of one bundle into one folder."""
-
-    def __init__(
-        self,
-        bundle: Path,
-        folder: Path,
-        dtype: str,
-        options: CompilerOptions,
-        threads: int,
-        report: Report,
-    ) -> None:
-        self._bundle, self._folder, self._dtype = bundle, folder, _dtype(dtype)
-        self._options, self._threads, self._report = options, threads, report
-        self.precision = ""  # of the weights that were compiled last
-
-    def compile(self, name: str, passes: Sequence[Pass], lower: Lower) -> Built:
+    def compile(self, portable: Path, passes: Sequence[Pass]) -> Built:
         """Lower a portable graph and compile it into `<name>.engine`."""
-        self._report(f"lowering the {name} graph")
-        lowered = self._folder / f"{name}.lowered.onnx"
+        self._report(f"lowering the {self.name} graph")
+        lowered = self._folder / f"{self.name}.lowered.onnx"
         weights = WeightFile(lowered.with_suffix(".data"))
-        model = ir.load(self._bundle / f"{_PORTABLE[name]}.onnx")
+        model = ir.load(portable)
         kinds = weight_kinds(model) - {"dense"}
         self.precision = "+".join(sorted(kinds)) or _PRECISIONS[self._dtype]
         with memory_returned():
-            lower(model, weights, self._dtype)
+            lower(model, weights, self._dtype, self._capacity, self._candidates)
         weights.close()
         ir.save(model, lowered)
         del model
-        self._report(f"compiling the {name} graph")
+        self._report(f"compiling the {self.name} graph")
         target = find_target(self._options.target_sm)
-        engine = self._folder / f"{name}.engine"
-        built = build(
-            lowered, passes, engine, target, self._options, self._report, threads=self._threads
-        )
+        engine, threads = self._folder / f"{self.name}.engine", self._plan.threads
+        built = build(lowered, passes, engine, target, self._options, self._report, threads=threads)
         lowered.unlink()
         weights.path.unlink()
         if self._options.layer_report:
-            self._write_layers(name, passes, built.kernels)
+            self._write_layers(passes, built.kernels)
         return built
 
-    def _write_layers(self, name: str, passes: Sequence[Pass], kernels: Sequence[Kernel]) -> None:
+    def _write_layers(self, passes: Sequence[Pass], kernels: Sequence[Kernel]) -> None:
         summary = {
             each.name: {
                 "kernels": sum(kernel.pass_index == index for kernel in kernels),
@@ -258,7 +179,7 @@ class _Graphs:
             for index, each in enumerate(passes)
         }
         content = {"passes": summary, "kernels": [asdict(kernel) for kernel in kernels]}
-        path = self._folder / f"{name}.layers.json"
+        path = self._folder / f"{self.name}.layers.json"
         path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
@@ -282,13 +203,13 @@ def _count(kernels: Sequence[Kernel], pass_index: int, what: str) -> int:
     return sum(getattr(kernel, what) for kernel in kernels if kernel.pass_index == pass_index)
 
 
-def _require_caches_in_place(built: Built, decoder: DecoderSpec) -> None:
+def _require_caches_in_place(built: Built, cache: KVCacheSpec) -> None:
     """A cache that is not updated where it lies would be copied in every pass.
 
     Raises:
         EdgeLLMError: the library made something else of a layer's cache.
     """
-    for layer in range(decoder.kv.num_layers):
+    for layer in range(cache.num_layers):
         for part in ("key", "value"):
             if built.caches.get(present_name(layer, part)) != past_name(layer, part):
                 raise EdgeLLMError(

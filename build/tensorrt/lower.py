@@ -23,31 +23,27 @@ FP4_QUANTIZE = "TRT_FP4DynamicQuantize"  # TensorRT has an importer for it
 _LARGEST_VECTOR = 1 << 17  # numbers; smoothing factors and scales that may be equal
 
 
-def lower_decoder(
+def lower(
     model: ir.Model,
-    capacity: int,
     weights: WeightFile,
     dtype: ir.DataType,
+    capacity: int = 0,
     candidates: int = 0,
 ) -> None:
-    """Rewrite `model` in place for a KV capacity.
+    """Rewrite `model` in place.
 
     Args:
-        model: a decoder or draft as `edgellm-export` writes it.
-        capacity: rows of the KV cache, which TensorRT wants to know.
+        model: any graph that `edgellm-export` writes.
         weights: receives every weight.
         dtype: of activations.
-        candidates: of a draft, how many each row gives. A K that is known when the engine runs
-            would be a shape, and a pass whose shapes vary cannot be captured as a CUDA graph.
+        capacity: rows of the KV cache, which TensorRT wants to know; 0 for graphs without one.
+        candidates: of a draft or heads, how many each row gives. A K that is known when the engine
+            runs would be a shape, and a pass whose shapes vary cannot be captured as a CUDA graph.
     """
-    _bind(model.graph, CAPACITY, capacity)
+    if capacity:
+        _bind(model.graph, CAPACITY, capacity)
     if candidates:
         _fix_top_k(model.graph, candidates)
-    lower_graph(model, weights, dtype)
-
-
-def lower_graph(model: ir.Model, weights: WeightFile, dtype: ir.DataType) -> None:
-    """Rewrite a graph without a cache in place; arguments as of `lower_decoder`."""
     common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)
     common.CommonSubexpressionEliminationPass()(model)
     graph = GraphEditor(model.graph, weights)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from edgellm.build.plan import Plan, VisualPlan
-from edgellm.contract import VisionSpec
+from edgellm.build.plan import Plan
+from edgellm.manifest import DECODER, ENCODER, HEADS, Bundle, VisionSpec
 
 Range = tuple[int, int]  # least and most; kernels are chosen for the most
 _ONE: Range = (1, 1)
@@ -23,6 +23,15 @@ class Pass:
     name: str
     max_rows: int
     ranges: Mapping[str, Range]  # by symbol of the graph's inputs
+
+
+def passes_of(role: str, bundle: Bundle, plan: Plan) -> list[Pass]:
+    """Those of a role's engine; what fuses a draft's features has the draft's."""
+    if role == DECODER:
+        return base_passes(plan)
+    if role == ENCODER:
+        return [image_pass(plan, bundle.vision)]
+    return [heads_pass()] if role == HEADS else draft_passes(plan)
 
 
 def base_passes(plan: Plan) -> list[Pass]:
@@ -62,7 +71,7 @@ def heads_pass() -> Pass:
     return Pass("heads", 1, {})
 
 
-def image_pass(plan: VisualPlan, spec: VisionSpec) -> Pass:
+def image_pass(plan: Plan, spec: VisionSpec) -> Pass:
     """One image."""
     least, most = plan.min_image_tokens, plan.max_image_tokens_per_image
     if spec.image_size:

@@ -8,18 +8,64 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from edgellm.contract import (
-    DraftEngineManifest,
-    EdgeLLMError,
-    EngineManifest,
-    VisualEngineManifest,
-)
-from edgellm.device_runtime.session import DraftSession, HeadsSession, Session, VisualSession
+import numpy as np
+from numpy.typing import NDArray
 
-DEVICES = ("cpu", "cuda")  # of libraries that have several, the usual one first
+from edgellm.contract import EdgeLLMError
+from edgellm.manifest import DEVICES, Engine, library_of
+
+# Of one pass by contract name, in the host's memory, floats as float32. Arrays are fetched when
+# they are first read, which must be before the runner's next pass.
+Outputs = Mapping[str, NDArray[Any]]
+
+
+class Cache(Protocol):
+    """The rows of a KV cache."""
+
+    def compact(self, length: int, rows: NDArray[np.int64]) -> None:
+        """The rows `length + rows`, ascending, become `length`, `length + 1`, ..."""
+        ...
+
+    def read_rows(self, length: int) -> NDArray[Any]:
+        """A copy of the first `length` rows, in the cache's own type.
+
+        Returns:
+            [2 * num_layers, 1, num_kv_heads, length, head_dim].
+        """
+        ...
+
+    def write_rows(self, rows: NDArray[Any]) -> None:
+        """Write rows that `read_rows` copied, from row 0 on."""
+        ...
+
+
+class Runner(Protocol):
+    """The loaded graph, or graphs, of a role."""
+
+    @property
+    def cache(self) -> Cache | None:
+        """Where the role has one; all of its graphs share it."""
+        ...
+
+    def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """Inputs of the passes to come, until they are replaced: images."""
+        ...
+
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
+        """One pass.
+
+        Args:
+            inputs: by contract name, shaped as the contract says; without `TREE_MASK` rows see
+                all before them. What the graph does not take is ignored.
+
+        Raises:
+            LimitError: more than the engine was built for.
+        """
+        ...
 
 
 class Backend(Protocol):
@@ -29,32 +75,54 @@ class Backend(Protocol):
         """The library's version; raises `EdgeLLMError` with the remedy when it cannot run."""
         ...
 
-    def open_session(self, engine: Path, manifest: EngineManifest) -> Session:
-        """Load an engine that was built on this machine."""
+    def open_engine(self, folder: Path, engine: Engine) -> Mapping[str, Runner]:
+        """Load an engine that was built for this machine; its runners by role.
+
+        Raises:
+            BrokenArtifactError: built for another machine or library, or refused by the library.
+            LimitError: the memory of the device does not suffice.
+        """
         ...
 
-    def open_draft_session(self, engine: Path, manifest: DraftEngineManifest) -> DraftSession:
-        """Load a draft engine that was built on this machine."""
-        ...
 
-    def open_heads(self, engine: Path, manifest: DraftEngineManifest) -> HeadsSession:
-        """Load a draft engine of Medusa heads that was built on this machine."""
-        ...
+class FetchedOutputs(Mapping[str, NDArray[Any]]):
+    """See `Outputs`; reading what is gone is a `ValueError`."""
 
-    def open_visual_session(self, engine: Path, manifest: VisualEngineManifest) -> VisualSession:
-        """Load a visual engine that was built on this machine."""
-        ...
+    def __init__(self, names: Collection[str], fetch: Callable[[str], NDArray[Any]]) -> None:
+        self._names, self._fetch = names, fetch
+        self._fetched: dict[str, NDArray[Any]] = {}
+        self._is_latest = True
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if name not in self._fetched:
+            if not self._is_latest:
+                raise ValueError(f"{name} of a pass is read after the next one")
+            self._fetched[name] = self._fetch(name)
+        return self._fetched[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def expire(self) -> None:
+        """The next pass begins."""
+        self._is_latest = False
+
+
+def require_cache(runner: Runner) -> Cache:
+    """The cache of a role that has one."""
+    assert runner.cache is not None
+    return runner.cache
 
 
 def names() -> list[str]:
     """All backends, available or not."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.ispkg)
-
-
-def library_of(name: str) -> str:
-    """The library of a backend, as users name it."""
-    library, _, device = name.rpartition("_")
-    return library if device in DEVICES else name
 
 
 def libraries() -> list[str]:

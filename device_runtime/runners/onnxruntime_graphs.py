@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+from numpy.typing import NDArray
 
-from edgellm import contract
 from edgellm.contract import BrokenArtifactError
 
 CPU, CUDA = "cpu", "cuda"  # as OrtValues name devices
-# Inputs of graphs for CUDA in the place of `write_index` and `tree_mask`.
-VISIBLE = "visible"  # bool [S, T]; row i may see slot j of the cache
-SLOTS = "slots"  # int64 [1, num_kv_heads, S, 3]; batch, head and slot of each new row
-HOST_INPUTS = (contract.TOP_K,)  # that kernels read in the host's memory
-ROWS_GRAPH = "rows.onnx"  # moves rows of a cache
-KEPT = "kept"  # int64 [K]; its input beside SLOTS: whose rows go there
+KEPT_ROWS = 128  # bindings of larger passes (prefills) are not kept
 _TYPES = {
     "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64,
     "tensor(bool)": np.bool_,
@@ -91,6 +87,37 @@ def set_threads(options: ort.SessionOptions, threads: int) -> None:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.force_spinning_stop", "1")
+
+
+def dtype_of(name: str) -> type:
+    """Of a tensor, by ONNX Runtime's name."""
+    return _TYPES[name]
+
+
+class Held:
+    """Inputs that stay until they are replaced, bound to passes that were made before."""
+
+    def __init__(self, device: str = CPU) -> None:
+        self._device, self._version = device, 0
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self._values: dict[str, ort.OrtValue] = {}
+
+    def replace(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Arrays in the graph's type."""
+        # ONNX Runtime does not keep the arrays alive that it is given.
+        self._arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        self._values = {
+            name: ort.OrtValue.ortvalue_from_numpy(array, self._device)
+            for name, array in self._arrays.items()
+        }
+        self._version += 1
+
+    def bind(self, binding: ort.IOBinding, version: int) -> int:
+        """What is held, unless `version`, which this gave before, is of today."""
+        if version != self._version:
+            for name, value in self._values.items():
+                binding.bind_ortvalue_input(name, value)
+        return self._version
 
 
 def input_types(session: ort.InferenceSession) -> dict[str, type]:

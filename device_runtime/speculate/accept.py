@@ -17,7 +17,8 @@ import numpy as np
 
 from edgellm.device_runtime.generate import draw
 from edgellm.device_runtime.sampling import Sampler, processed_distribution
-from edgellm.device_runtime.session import F32, PassResult
+from edgellm.device_runtime.sessions import F32
+from edgellm.device_runtime.sessions.decoder import PassResult
 from edgellm.device_runtime.speculate.tree import F64, Tree
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgellm.device_runtime.session import I64
+from edgellm.device_runtime.sessions import I64
 from edgellm.device_runtime.speculate.tree import F64
 
 _EDGES = np.array([0.0, 0.01, 0.03, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95])

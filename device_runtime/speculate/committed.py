@@ -16,14 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.device_runtime.prefix_cache import count_common, row_keys
-from edgellm.device_runtime.session import (
-    F32,
-    I64,
-    DraftResult,
-    DraftSession,
-    ImageRows,
-    RowKey,
-)
+from edgellm.device_runtime.sessions import F32, I64, ImageRows, RowKey
+from edgellm.device_runtime.sessions.draft import DraftResult, DraftSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +156,7 @@ class CommittedRows:
         return batches
 
     def read_rows(self, length: int) -> NDArray[Any]:
-        """See `Session.read_rows`; writes what waits before, also while drafting pauses."""
+        """See `runners.Cache`; writes what waits before, also while drafting pauses."""
         if length > self.length:
             for _ in self.write(top_k=1):
                 pass

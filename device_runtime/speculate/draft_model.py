@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgellm.device_runtime.prefix_cache import RecordedSession
-from edgellm.device_runtime.session import F32, I64
+from edgellm.device_runtime.sessions import F32, I64
+from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.speculate.committed import ImageIds
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
 from edgellm.device_runtime.speculate.gate import NetworkGate
@@ -28,7 +28,7 @@ class ModelDrafter(TreeDrafter):
 
     def __init__(
         self,
-        session: RecordedSession,
+        session: DecoderSession,
         policy: Policy,
         limits: TreeLimits,
         costs: Costs,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from edgellm.device_runtime.session import F32, I64, ImageRows
+from edgellm.device_runtime.sessions import F32, I64, ImageRows
 from edgellm.device_runtime.speculate.committed import ImageIds
 from edgellm.device_runtime.speculate.gate import NetworkGate
 from edgellm.device_runtime.speculate.lookup import LookupSource

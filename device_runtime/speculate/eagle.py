@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgellm.device_runtime.session import F32, I64, ImageRows
+from edgellm.device_runtime.sessions import F32, I64, ImageRows
 from edgellm.device_runtime.speculate.committed import CommittedRows
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
 from edgellm.device_runtime.speculate.gate import NetworkGate

@@ -18,7 +18,7 @@ from edgellm.device_runtime.profile import (
     Profile,
 )
 from edgellm.device_runtime.sampling import Sampler
-from edgellm.device_runtime.session import PassResult, Session
+from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
 from edgellm.device_runtime.speculate.accept import Accepted, accept_exactly
 from edgellm.device_runtime.speculate.drafter import Drafter
 from edgellm.device_runtime.speculate.tree import Tree
@@ -37,7 +37,7 @@ class Round:
 
 
 def speculate(
-    session: Session,
+    session: DecoderSession,
     drafter: Drafter,
     prompt: Sequence[int],
     sampler: Sampler,
@@ -110,7 +110,7 @@ def _read(
 
 
 def _commit(
-    session: Session,
+    session: DecoderSession,
     drafter: Drafter,
     tree: Tree,
     result: PassResult,
@@ -127,7 +127,7 @@ def _commit(
     return token_ids
 
 
-def _verify(session: Session, tree: Tree, length: int) -> PassResult:
+def _verify(session: DecoderSession, tree: Tree, length: int) -> PassResult:
     if len(tree) == 1:
         return session.run(tree.token_ids, length, _FIRST)
     depths, mask = tree.layout()

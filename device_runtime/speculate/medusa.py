@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgellm.device_runtime.session import F32, I64, HeadsSession
+from edgellm.device_runtime.sessions import F32, I64
+from edgellm.device_runtime.sessions.heads import HeadsSession
 from edgellm.device_runtime.speculate.committed import ImageIds
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
 from edgellm.device_runtime.speculate.gate import NetworkGate

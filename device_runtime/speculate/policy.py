@@ -14,7 +14,7 @@ from typing import Protocol, overload
 
 import numpy as np
 
-from edgellm.device_runtime.session import I64
+from edgellm.device_runtime.sessions import I64
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.tree import F64, Pool, top
 

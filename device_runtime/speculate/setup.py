@@ -7,20 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgellm.artifact import require_pair, verify_files, verify_sizes
-from edgellm.contract import (
-    DRAFT_FOLDER,
-    BrokenArtifactError,
-    DraftEngineManifest,
-    DraftSpec,
-    EngineManifest,
-    FileRecord,
-    LimitError,
-    load_manifest,
-)
-from edgellm.device_runtime import runners
+from edgellm.contract import BrokenArtifactError, LimitError
 from edgellm.device_runtime.pass_costs import draft_costs, heads_costs, pass_costs
-from edgellm.device_runtime.prefix_cache import RecordedSession, RowCache
-from edgellm.device_runtime.session import DraftSession, ImageRows, Session
+from edgellm.device_runtime.prefix_cache import RowCache
+from edgellm.device_runtime.sessions import ImageRows
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.sessions.draft import DraftSession, open_draft
+from edgellm.device_runtime.sessions.heads import open_heads
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.committed import CommittedRows, ImageIds
 from edgellm.device_runtime.speculate.draft_model import ModelDrafter
@@ -41,6 +34,21 @@ from edgellm.device_runtime.speculate.policy import (
 from edgellm.device_runtime.speculate.static_tree import StaticTree
 from edgellm.device_runtime.speculate.suffix import SuffixLookup
 from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.manifest import (
+    ALL_HEADS,
+    DRAFT,
+    DRAFT_ENGINE,
+    DRAFT_FOLDER,
+    EXTEND,
+    HEADS,
+    LLM_ENGINE,
+    PASS,
+    STEP,
+    DraftSpec,
+    Engine,
+    FileRecord,
+    load_engine,
+)
 
 _TOKENIZER = "tokenizer.json"
 _Make = Callable[[Policy, Sequence[LookupSource], NetworkGate | None], Drafter]
@@ -61,8 +69,8 @@ class _Order:
     """What is to be opened."""
 
     engine: Path
-    base: EngineManifest
-    session: Session  # of the base
+    base: Engine
+    session: DecoderSession  # of the base
     options: SpecOptions
     limits: TreeLimits
     verify: bool  # hashes, not only sizes
@@ -74,7 +82,7 @@ class _Order:
     def pass_costs(self) -> Mapping[str, float]:
         """Of the base: what the build measured, or passes now if it was compiled ahead of time."""
         most = self.base.max_verify_tree_size
-        return self.base.pass_cost_ms or pass_costs(self.session, self.base.decoder, most)
+        return self.base.costs(PASS) or pass_costs(self.session, self.base.decoder, most)
 
     def image_ids(self, *, reads_rows: bool) -> ImageIds | None:
         """Of a base that takes images, for a draft that takes their rows or does not."""
@@ -84,7 +92,7 @@ class _Order:
         return ImageIds(self.base.decoder.vocab_size, None if reads_rows else images.token_id)
 
 
-def settled(options: SpecOptions, engine: Path, base: EngineManifest) -> SpecOptions | None:
+def settled(options: SpecOptions, engine: Path, base: Engine) -> SpecOptions | None:
     """The options with what "auto" means for an engine; None: it decodes plainly."""
     if options.network != AUTO:
         return options
@@ -108,8 +116,8 @@ class Drafters:
     def __init__(
         self,
         engine: Path,
-        base: EngineManifest,
-        session: Session,
+        base: Engine,
+        session: DecoderSession,
         options: SpecOptions,
         *,
         verify: bool,
@@ -170,10 +178,8 @@ def _open_own(order: _Order) -> _Opened:
         raise BrokenArtifactError(
             f"{engine} has no draft engine", hint="run llm_build --eagleDraft into the folder"
         )
-    manifest = load_manifest(folder, DraftEngineManifest)
-    name, open_draft = "eagle", _open_eagle
-    if manifest.draft.num_heads:
-        name, open_draft = "medusa", _open_medusa
+    manifest = load_engine(folder, DRAFT_ENGINE)
+    name, open_network = _NETWORKS[next(iter(manifest.graphs))]
     if order.options.network not in (OWN, name):
         raise BrokenArtifactError(
             f"--spec {order.options.network}: the draft of {engine} is of {manifest.draft.method}",
@@ -182,16 +188,16 @@ def _open_own(order: _Order) -> _Opened:
     require_pair(manifest.draft, base, str(engine))
     check_tree_size(order.limits, base, engine)
     order.check(folder, manifest.files)
-    return open_draft(order, folder, manifest)
+    return open_network(order, folder, manifest)
 
 
-def _open_eagle(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _Opened:
+def _open_eagle(order: _Order, folder: Path, manifest: Engine) -> _Opened:
     check_draft_rows(order.limits, manifest)
-    session = runners.find(manifest.backend).open_draft_session(folder, manifest)
+    session = open_draft(folder, manifest)
     costs = _eagle_costs(order, session, manifest)
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
     round_rows = order.limits.round_rows
-    most_rows = max(manifest.graphs[-1].max_rows, round_rows)
+    most_rows = max(manifest.main_graphs[-1].max_rows, round_rows)
     rows = CommittedRows(session, round_rows, image_ids, most_rows=most_rows)
 
     def make(policy: Policy, lookups: Sequence[LookupSource], gate: NetworkGate | None) -> Drafter:
@@ -203,8 +209,8 @@ def _open_eagle(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _
     return _Opened(costs, make, (rows,))
 
 
-def _eagle_costs(order: _Order, session: DraftSession, draft: DraftEngineManifest) -> Costs:
-    step, extend = draft.step_cost_ms, draft.extend_cost_ms
+def _eagle_costs(order: _Order, session: DraftSession, draft: Engine) -> Costs:
+    step, extend = draft.costs(STEP), draft.costs(EXTEND)
     if not step:
         most = draft.max_draft_tree_size
         step = draft_costs(session, draft.draft, fused=False, most_rows=most)
@@ -212,10 +218,10 @@ def _eagle_costs(order: _Order, session: DraftSession, draft: DraftEngineManifes
     return Costs.of(order.pass_costs(), step, extend)
 
 
-def _open_medusa(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _Opened:
+def _open_medusa(order: _Order, folder: Path, manifest: Engine) -> _Opened:
     limits = heads_limits(order.options, order.limits, manifest.draft)
-    session = runners.find(manifest.backend).open_heads(folder, manifest)
-    heads_ms = manifest.extend_cost_ms or heads_costs(session, manifest.draft, limits.top_k)
+    session = open_heads(folder, manifest)
+    heads_ms = manifest.costs(ALL_HEADS) or heads_costs(session, manifest.draft, limits.top_k)
     costs = Costs.of(order.pass_costs(), None, heads_ms)
     image_ids = order.image_ids(reads_rows=True)
 
@@ -232,14 +238,14 @@ def _open_model(order: _Order) -> _Opened:
     base, folder = order.base, order.options.draft_engine_dir
     assert folder is not None
     check_tree_size(order.limits, base, order.engine)
-    manifest = load_manifest(folder, EngineManifest)
+    manifest = load_engine(folder, LLM_ENGINE)
     order.check(folder, manifest.files)
     if manifest.files.get(_TOKENIZER) != base.files.get(_TOKENIZER):
         require_same_tokens(order.engine, folder)
-    session = RecordedSession(runners.find(manifest.backend).open_session(folder, manifest))
+    session = open_decoder(folder, manifest)
     if (images := manifest.decoder.images) is not None:
         session.set_images(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
-    drafting = manifest.pass_cost_ms or pass_costs(session, manifest.decoder)
+    drafting = manifest.costs(PASS) or pass_costs(session, manifest.decoder)
     costs = Costs.of(order.pass_costs(), drafting, drafting)
 
     def make(policy: Policy, lookups: Sequence[LookupSource], gate: NetworkGate | None) -> Drafter:
@@ -253,6 +259,7 @@ def _open_model(order: _Order) -> _Opened:
     return _Opened(costs, make)
 
 
+_NETWORKS = {DRAFT: ("eagle", _open_eagle), HEADS: ("medusa", _open_medusa)}  # by role
 _OPENERS = {
     None: _open_none, OWN: _open_own, "eagle": _open_own, "medusa": _open_own, "draft": _open_model
 }  # fmt: skip
@@ -279,7 +286,7 @@ def require_same_tokens(engine: Path, draft: Path) -> None:
     )
 
 
-def check_tree_size(limits: TreeLimits, base: EngineManifest, engine: Path) -> None:
+def check_tree_size(limits: TreeLimits, base: Engine, engine: Path) -> None:
     """Refuse trees that the base was not built for.
 
     Raises:
@@ -307,7 +314,7 @@ def check_tree_size(limits: TreeLimits, base: EngineManifest, engine: Path) -> N
         )
 
 
-def check_draft_rows(limits: TreeLimits, draft: DraftEngineManifest) -> None:
+def check_draft_rows(limits: TreeLimits, draft: Engine) -> None:
     """Refuse trees that the draft engine was not built for; raises as `check_tree_size`."""
     if limits.draft_rows > draft.max_draft_tree_size:
         product = f"--eagleDraftTopK {limits.top_k} x --eagleDraftStep {limits.steps} = "

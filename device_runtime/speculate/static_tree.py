@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.session import I64
+from edgellm.device_runtime.sessions import I64
 from edgellm.device_runtime.speculate.tree import F64, Pool
 
 Choice = tuple[int, ...]

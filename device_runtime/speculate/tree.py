@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.session import F32, I64, Bool
+from edgellm.device_runtime.sessions import F32, I64, Bool
 
 F64 = NDArray[np.float64]
 

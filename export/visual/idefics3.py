@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from edgellm import contract
-from edgellm.contract import UnsupportedModelError, VisionSpec
+from edgellm.contract import UnsupportedModelError
 from edgellm.export.config import ConfigReader
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import FeedForward
@@ -28,6 +28,7 @@ from edgellm.export.visual_config import (
     skip_training,
 )
 from edgellm.export.weights import Weights
+from edgellm.manifest import VisionSpec
 
 TINY = {
     "model_type": "idefics3",

@@ -12,7 +12,6 @@ from typing import Any
 import onnx_ir as ir
 
 from edgellm import contract
-from edgellm.contract import VisionSpec
 from edgellm.export.config import ConfigReader
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import FeedForward
@@ -27,6 +26,7 @@ from edgellm.export.visual_config import (
     read_theta,
 )
 from edgellm.export.weights import Weights
+from edgellm.manifest import VisionSpec
 
 TINY = {
     "model_type": "qwen2_vl",

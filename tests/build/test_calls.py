@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from portable import open_portable
 
 from edgellm import contract
 from edgellm.build.lowering.calls import find_calls
@@ -17,19 +18,16 @@ from edgellm.build.onnxruntime_cpu.linears import StoredKernel
 from edgellm.build.onnxruntime_cuda.linears import CudaKernel
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
 from edgellm.build.tensorrt import lower as tensorrt
-from edgellm.contract import BundleManifest, UnsupportedModelError, load_manifest
-from edgellm.device_runtime.runners.onnxruntime_cpu.session import (
-    LoadedGraph,
-    OnnxRuntimeSession,
-)
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
+from edgellm.contract import UnsupportedModelError
+from edgellm.manifest import KVCacheSpec
 
 CAPACITY, ROWS = 48, 24
+CACHE = KVCacheSpec(3, 2, 16, "float32")
 FLOAT = ir.DataType.FLOAT
 
 
 def _lower_cpu(model: ir.Model, weights: WeightFile) -> None:
-    cpu.lower_decoder(model, CAPACITY, StoredKernel(), weights)
+    cpu.lower(model, StoredKernel(), weights, CACHE, CAPACITY)
 
 
 def _lower_cuda(model: ir.Model, weights: WeightFile) -> None:
@@ -37,7 +35,7 @@ def _lower_cuda(model: ir.Model, weights: WeightFile) -> None:
 
 
 def _lower_tensorrt(model: ir.Model, weights: WeightFile) -> None:
-    tensorrt.lower_decoder(model, CAPACITY, weights, FLOAT)
+    tensorrt.lower(model, weights, FLOAT, CAPACITY)
 
 
 LOWERINGS = {"cpu": _lower_cpu, "cuda": _lower_cuda, "tensorrt": _lower_tensorrt}
@@ -61,9 +59,7 @@ def _lowered(model: ir.Model, folder: Path, lower) -> Path:
 
 def _logits(path: Path, bundle: Path) -> np.ndarray:
     """Of a prompt, of one more row, and of a tree behind it."""
-    spec = load_manifest(bundle, BundleManifest).decoder
-    graph = LoadedGraph(load_graph(path, threads=1), CAPACITY)
-    session = OnnxRuntimeSession([graph], spec, CAPACITY)
+    session = open_portable(bundle, CAPACITY, path)
     ids = np.random.default_rng(3).integers(9, 96, ROWS + 4)
     mask = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
     found = [session.run(ids[:ROWS], 0, np.arange(ROWS)).logits.copy()]

@@ -13,7 +13,8 @@ from edgellm.artifact import verify_files
 from edgellm.build import cli, fit
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import BundleManifest, EngineManifest, LimitError, load_manifest
+from edgellm.contract import LimitError
+from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 SMALL = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
 
@@ -32,19 +33,19 @@ def bundle(tiny_bundle, tmp_path) -> Path:
 def test_build(command, tiny_bundle, tmp_path):
     result = _build(command, tiny_bundle, tmp_path / "engine")
     assert result.returncode == 0, result.stderr
-    manifest = load_manifest(tmp_path / "engine", EngineManifest)
+    manifest = load_engine(tmp_path / "engine", LLM_ENGINE)
     verify_files(tmp_path / "engine", manifest.files)
     assert (manifest.max_input_len, manifest.max_kv_cache_capacity) == (48, 64)
     assert manifest.backend == "onnxruntime_cpu"
-    assert list(manifest.pass_cost_ms) == ["1", "2", "4", "8", "16", "32"]  # half of 64 is context
-    assert all(cost > 0 for cost in manifest.pass_cost_ms.values())
+    assert list(manifest.costs("pass")) == ["1", "2", "4", "8", "16", "32"]  # half of 64 is context
+    assert all(cost > 0 for cost in manifest.costs("pass").values())
     assert "a pass takes" in result.stdout
 
 
 def test_trees_without_an_eagle_base(command, tiny_bundle, tmp_path):
     result = _build(command, tiny_bundle, tmp_path / "engine", *SMALL, "--maxVerifyTreeSize", 12)
     assert result.returncode == 0, result.stderr
-    built = load_manifest(tmp_path / "engine", EngineManifest)
+    built = load_engine(tmp_path / "engine", LLM_ENGINE)
     assert (built.max_verify_tree_size, built.hidden_taps) == (12, ())
 
 
@@ -68,7 +69,7 @@ def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path):
     predicted = _build(command, tiny_bundle, tmp_path / "engine", *SMALL, "--dry-run").stdout
     megabytes = float(predicted.splitlines()[0].split()[1])
     _build(command, tiny_bundle, tmp_path / "engine")
-    files = load_manifest(tmp_path / "engine", EngineManifest).files
+    files = load_engine(tmp_path / "engine", LLM_ENGINE).files
     actual = sum(record.num_bytes for name, record in files.items() if name.endswith(".data")) / 1e6
     assert megabytes == pytest.approx(actual, rel=0.1, abs=0.2)
 
@@ -115,9 +116,9 @@ def test_damaged_bundles(command, bundle, tmp_path):
 def test_newer_contracts_and_other_artifacts(command, bundle, tiny_engine, tmp_path):
     engine = tmp_path / "engine"
     path = bundle / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "contract_version": 2}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "contract_version": 3}))
     assert_one_line_error(
-        _build(command, bundle, engine), "has contract version 2", "update edgellm here"
+        _build(command, bundle, engine), "has contract version 3", "update edgellm here"
     )
     assert_one_line_error(_build(command, tiny_engine, engine), "is a llm_engine")
     assert_one_line_error(_build(command, tmp_path / "none", engine), "no such folder")
@@ -126,7 +127,7 @@ def test_newer_contracts_and_other_artifacts(command, bundle, tiny_engine, tmp_p
 def test_a_bundle_is_no_engine_folder(command, bundle):
     result = _build(command, bundle, bundle)
     assert_one_line_error(result, "is not of an earlier llm_engine")
-    verify_files(bundle, load_manifest(bundle, BundleManifest).files)
+    verify_files(bundle, load_bundle(bundle, LLM_BUNDLE).files)
 
 
 FULL = {"available_memory_bytes": 1_000_000, "free_disk_bytes": 1000}
@@ -150,7 +151,7 @@ def test_what_does_not_fit_is_said_before_the_work(
     for name in short:
         monkeypatch.setattr(fit, name, lambda *_, size=FULL[name]: size)
     with pytest.raises(LimitError, match=said) as caught:
-        build_engine(bundle, tmp_path / "e", Plan(16, 32, 1, "auto"), "auto", lambda _: None)
+        build_engine("llm", bundle, tmp_path / "e", Plan(16, 32, 1, "auto"), "auto", lambda _: None)
     assert remedy in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
@@ -171,11 +172,11 @@ def test_ctrl_c_keeps_the_old_engine(command, tiny_bundle, tmp_path):
     work = tmp_path / "work"
     work.mkdir()
     assert _build(command, tiny_bundle, work / "engine").returncode == 0
-    before = load_manifest(work / "engine", EngineManifest)
+    before = load_engine(work / "engine", LLM_ENGINE)
     build = ["llm_build", "--onnxDir", tiny_bundle, "--engineDir", work / "engine", *SMALL]
     assert interrupt(build, work, ".engine.partial-*") == INTERRUPTED
     assert [path.name for path in work.iterdir()] == ["engine"]
-    assert load_manifest(work / "engine", EngineManifest) == before
+    assert load_engine(work / "engine", LLM_ENGINE) == before
 
 
 def test_a_failing_disk_leaves_nothing_half_written(command, tiny_bundle, tmp_path):

@@ -9,10 +9,10 @@ from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_s
 from visual_checkpoints import make_visual_checkpoint
 
 from edgellm.artifact import verify_files
-from edgellm.contract import EngineManifest, VisualEngineManifest, load_manifest
 from edgellm.export import visual
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
+from edgellm.manifest import LLM_ENGINE, VISUAL_ENGINE, load_engine
 
 SMALL = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
 CUDA = ("--backend", "onnxruntime", "--device", "cuda")
@@ -27,7 +27,7 @@ def _build(command, bundle, engine, *flags, **options):
 def test_build(command, tiny_bundle, tmp_path):
     result = _build(command, tiny_bundle, tmp_path / "engine", *CUDA)
     assert result.returncode == 0, result.stderr
-    manifest = load_manifest(tmp_path / "engine", EngineManifest)
+    manifest = load_engine(tmp_path / "engine", LLM_ENGINE)
     verify_files(tmp_path / "engine", manifest.files)
     assert (manifest.machine, manifest.backend) == ("cuda", "onnxruntime_cuda")
     assert {"llm.onnx", "llm.data", "rows.onnx"} <= set(manifest.files)
@@ -38,9 +38,9 @@ def test_build(command, tiny_bundle, tmp_path):
 def test_the_cpu_is_what_onnxruntime_takes(command, tiny_bundle, tmp_path):
     result = _build(command, tiny_bundle, tmp_path / "engine", "--device", "cpu")
     assert result.returncode == 0, result.stderr
-    manifest = load_manifest(tmp_path / "engine", EngineManifest)
+    manifest = load_engine(tmp_path / "engine", LLM_ENGINE)
     assert manifest.machine != "cuda"
-    assert manifest.pass_cost_ms
+    assert manifest.costs("pass")
 
 
 def test_an_encoder(command, tmp_path):
@@ -50,8 +50,8 @@ def test_an_encoder(command, tmp_path):
     folders = ("--onnxDir", tmp_path / "bundle", "--engineDir", tmp_path / "engine")
     result = command("visual_build", *folders, *CUDA)
     assert result.returncode == 0, result.stderr
-    manifest = load_manifest(tmp_path / "engine", VisualEngineManifest)
-    assert (manifest.machine, manifest.precision) == ("cuda", "fp16")
+    manifest = load_engine(tmp_path / "engine", VISUAL_ENGINE)
+    assert (manifest.machine, manifest.main_graphs[0].precision) == ("cuda", "fp16")
 
 
 @pytest.mark.parametrize("precision", ["none", "int8"])
@@ -63,7 +63,7 @@ def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path, precision):
     assert not (tmp_path / "engine").exists()
     megabytes = float(predicted.stdout.splitlines()[0].split()[1])
     _build(command, tiny_bundle, tmp_path / "engine", *flags)
-    size = load_manifest(tmp_path / "engine", EngineManifest).files["llm.data"].num_bytes
+    size = load_engine(tmp_path / "engine", LLM_ENGINE).files["llm.data"].num_bytes
     assert megabytes == pytest.approx(size / 1e6, rel=0.1, abs=0.1)
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from portable import open_portable
 from tensorrt_bundles import Bundles
 
 from edgellm.build import onnxruntime_cuda
-from edgellm.build.engine import build_engine, read_bundle
+from edgellm.build.engine import build_engine
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import Blocks
 from edgellm.build.lowering.rounded_inputs import lower_inputs
@@ -25,16 +26,10 @@ from edgellm.build.onnxruntime_cuda import linears as cuda_linears
 from edgellm.build.onnxruntime_cuda.kernels import KERNELS, check_kernels
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
 from edgellm.build.plan import Plan
-from edgellm.contract import (
-    BundleManifest,
-    DraftEngineManifest,
-    EngineManifest,
-    UnsupportedModelError,
-    load_manifest,
-)
-from edgellm.device_runtime.runners.onnxruntime_cpu.session import LoadedGraph, OnnxRuntimeSession
-from edgellm.device_runtime.runners.onnxruntime_cuda.cuda_pass import fill_visible
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
+from edgellm.build.products import read_bundle
+from edgellm.contract import UnsupportedModelError
+from edgellm.device_runtime.runners.onnxruntime_cuda.slots import fill_visible
+from edgellm.manifest import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = Plan(48, 64, 1, "same", "none")
@@ -67,10 +62,7 @@ def _portable(bundle, folder):
     lower_inputs(GraphEditor(model.graph, weights))
     weights.close()
     ir.save(model, folder / "portable.onnx", external_data="portable.data")
-    manifest = load_manifest(bundle, BundleManifest)
-    graph = load_graph(folder / "portable.onnx", optimize=False)
-    taps = len(manifest.hidden_taps)
-    return OnnxRuntimeSession([LoadedGraph(graph, 64)], manifest.decoder, 64, taps)
+    return open_portable(bundle, 64, folder / "portable.onnx")
 
 
 def _distance(found: np.ndarray, expected: np.ndarray) -> float:
@@ -84,7 +76,7 @@ def test_decoders_of_every_precision(bundles, tmp_path, kind, precision):
     cuda_on_cpu.build_base(exact, tmp_path / "cuda", PLAN)
     found = _logits(cuda_on_cpu.open_base(tmp_path / "cuda"))
     if precision == "nvfp4":  # the portable graph does not load
-        build_engine(exact, tmp_path / "cpu", PLAN, "onnxruntime", lambda _: None)
+        build_engine("llm", exact, tmp_path / "cpu", PLAN, "onnxruntime", lambda _: None)
         reference = cuda_on_cpu.open_base(tmp_path / "cpu")
     else:
         reference = _portable(exact, tmp_path)
@@ -106,7 +98,7 @@ def test_decoders_of_every_precision(bundles, tmp_path, kind, precision):
 def test_weights_rounded_by_the_build(bundles, tmp_path, quantize, bits, distance):
     bundle, plan = bundles.make("base", "fp16", "fp32"), Plan(48, 64, 1, "auto", quantize)
     built = cuda_on_cpu.build_base(bundle, tmp_path / "engine", plan)
-    assert built.graphs[0].precision == quantize
+    assert built.main_graphs[0].precision == quantize
     graph = onnx.load(tmp_path / "engine" / "llm.onnx", load_external_data=False).graph
     found = {
         attribute.i for node in graph.node if node.op_type == "MatMulNBits"
@@ -124,10 +116,10 @@ def test_drafts_stay_in_the_type_of_their_bundle(bundles, tmp_path, precision):
     """`--quantize auto` rounds drafts to int8 where the CPU has products of int8; CUDA has none."""
     plan = Plan(48, 64, 1, "auto", "auto", max_draft_tree_size=12)
     built = cuda_on_cpu.build_its_draft(bundles.make("draft", precision), tmp_path / "e", plan)
-    assert isinstance(built, DraftEngineManifest)
+    assert isinstance(built, Engine)
     assert built.draft.decoder.kv.dtype == "float16"
     expected = "fp16" if precision == "fp16" else "int4"
-    assert built.graphs[0].precision == expected
+    assert built.main_graphs[0].precision == expected
 
 
 def test_a_head_shares_the_table_of_the_embedding(bundles, tmp_path):
@@ -145,11 +137,11 @@ def test_predicted_sizes(bundles):
     for precision in ("fp16", "int4_awq"):
         bundle = bundles.make("base", precision)
         plan = Plan(48, 64, 1, "same", "none")
-        estimate = onnxruntime_cuda.estimate(bundle, read_bundle(bundle, plan), plan)
+        estimate = onnxruntime_cuda.estimate(bundle, read_bundle("llm", bundle, plan), plan)
         assert not estimate.runs_on_cpu
         assert estimate.kv_bytes == 2 * 64 * 2 * 4 * 2 * 16  # float16, 4 layers, 2 heads of 16
         engine = bundle.parent / f"{bundle.name}-sized"
-        built: EngineManifest = cuda_on_cpu.build_base(bundle, engine, PLAN)
+        built: Engine = cuda_on_cpu.build_base(bundle, engine, PLAN)
         size = built.files["llm.data"].num_bytes
         assert estimate.engine_bytes == pytest.approx(size, rel=0.06)
 

@@ -12,16 +12,10 @@ from conftest import assert_one_line_error
 from eagle_engines import EAGLE1, draft_plan, export_pair
 
 from edgellm.artifact import verify_files
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import (
-    BrokenArtifactError,
-    BundleManifest,
-    DraftEngineManifest,
-    EngineManifest,
-    load_manifest,
-)
+from edgellm.contract import BrokenArtifactError
+from edgellm.manifest import DRAFT_ENGINE, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 SIZES = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
 TREES = ("--maxVerifyTreeSize", 12, "--maxDraftTreeSize", 20)
@@ -40,18 +34,18 @@ def test_base_and_draft_in_either_order(command, eagle_pair, tmp_path, order, sp
         result = _build(command, bundle, engine, f"--{spelling}{part}", *TREES)
         assert result.returncode == 0, result.stderr
     assert str(engine) in result.stdout
-    base = load_manifest(engine, EngineManifest)
-    draft = load_manifest(engine / "draft", DraftEngineManifest)
+    base = load_engine(engine, LLM_ENGINE)
+    draft = load_engine(engine / "draft", DRAFT_ENGINE)
     verify_files(engine, base.files)
     verify_files(engine / "draft", draft.files)
     assert (base.max_verify_tree_size, base.hidden_taps) == (12, (2, 4, 5))
     assert (draft.max_draft_tree_size, draft.max_kv_cache_capacity) == (20, 64)
-    assert set(draft.step_cost_ms) == set(draft.extend_cost_ms) == set(base.pass_cost_ms)
+    assert set(draft.costs("step")) == set(draft.costs("extend")) == set(base.costs("pass"))
     assert draft.draft.decoder.kv.dtype == "float32"
-    assert draft.fuse_graph == "fuse.onnx"
+    assert [graph.path for graph in draft.graphs["fuse"]] == ["fuse.onnx"]
     result = _build(command, eagle_pair.bundle, engine, "--eagleBase", *TREES)  # once more
     assert result.returncode == 0, result.stderr
-    verify_files(engine / "draft", load_manifest(engine / "draft", DraftEngineManifest).files)
+    verify_files(engine / "draft", load_engine(engine / "draft", DRAFT_ENGINE).files)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +55,10 @@ def test_base_and_draft_in_either_order(command, eagle_pair, tmp_path, order, sp
 def test_precisions(command, eagle_pair, tmp_path, flags, precision):
     engine = tmp_path / "engine"
     assert _build(command, eagle_pair.draft_bundle, engine, "--eagleDraft", *flags).returncode == 0
-    draft = load_manifest(engine / "draft", DraftEngineManifest)
-    assert [graph.precision for graph in draft.graphs] == [precision]
+    draft = load_engine(engine / "draft", DRAFT_ENGINE)
+    assert [graph.precision for graph in draft.main_graphs] == [precision]
     assert _build(command, eagle_pair.bundle, engine, "--eagleBase", *flags).returncode == 0
-    assert load_manifest(engine, EngineManifest).graphs[0].precision == precision
+    assert load_engine(engine, LLM_ENGINE).main_graphs[0].precision == precision
 
 
 @pytest.mark.parametrize(
@@ -107,7 +101,7 @@ def test_dry_run_of_a_draft(command, eagle_pair, tmp_path):
     assert not (tmp_path / "engine").exists()
     megabytes = float(result.stdout.splitlines()[0].split()[1])
     _build(command, eagle_pair.draft_bundle, tmp_path / "engine", *flags)
-    files = load_manifest(tmp_path / "engine" / "draft", DraftEngineManifest).files
+    files = load_engine(tmp_path / "engine" / "draft", DRAFT_ENGINE).files
     actual = sum(record.num_bytes for name, record in files.items() if name.endswith(".data")) / 1e6
     assert megabytes == pytest.approx(actual, rel=0.25, abs=0.2)
 
@@ -142,8 +136,8 @@ def test_drafts_of_another_base_are_refused_in_both_orders(
     assert_one_line_error(result, "with hidden taps (8,), this one has (2, 4, 5)")
     result = _build(command, other_pair.bundle, engine, "--eagleBase")
     assert_one_line_error(result, "with hidden taps (2, 4, 5), this one has (8,)")
-    for folder, kind in ((engine, EngineManifest), (engine / "draft", DraftEngineManifest)):
-        verify_files(folder, load_manifest(folder, kind).files)
+    for folder, kind in ((engine, LLM_ENGINE), (engine / "draft", DRAFT_ENGINE)):
+        verify_files(folder, load_engine(folder, kind).files)
 
 
 def _changed(bundle: Path, folder: Path, section: str, change: dict[str, object]) -> Path:
@@ -162,23 +156,23 @@ def _changed(bundle: Path, folder: Path, section: str, change: dict[str, object]
 @pytest.mark.parametrize(
     ("section", "change", "message"),
     [
-        ("draft", {"base_hidden_size": 64}, "hidden size 64, this one has 96"),
-        ("draft", {"base_num_layers": 9}, "number of layers 9, this one has 8"),
-        ("draft.decoder", {"vocab_size": 99}, "vocabulary size 99, this one has 96"),
-        ("draft", {"hidden_taps": [1, 4, 5]}, r"hidden taps \(1, 4, 5\), this one has \(2, 4, 5\)"),
+        ("spec", {"base_hidden_size": 64}, "hidden size 64, this one has 96"),
+        ("spec", {"base_num_layers": 9}, "number of layers 9, this one has 8"),
+        ("spec.decoder", {"vocab_size": 99}, "vocabulary size 99, this one has 96"),
+        ("spec", {"hidden_taps": [1, 4, 5]}, r"hidden taps \(1, 4, 5\), this one has \(2, 4, 5\)"),
     ],
 )
 def test_what_must_agree(eagle_pair, tmp_path, section, change, message):
     draft = _changed(eagle_pair.draft_bundle, tmp_path / "draft", section, change)
     with pytest.raises(BrokenArtifactError, match=message):
-        build_draft(draft, eagle_pair.engine, draft_plan(), "onnxruntime", lambda _: None)
+        build_engine("draft", draft, eagle_pair.engine, draft_plan(), "onnxruntime", lambda _: None)
 
 
 def test_a_base_for_another_draft_is_refused(eagle_pair, tmp_path):
     engine = Path(shutil.copytree(eagle_pair.engine, tmp_path / "engine"))
-    facts = load_manifest(eagle_pair.bundle, BundleManifest).decoder
+    facts = load_bundle(eagle_pair.bundle, LLM_BUNDLE).decoder
     assert dataclasses.replace(facts, vocab_size=99).vocab_size == 99
-    base = _changed(eagle_pair.bundle, tmp_path / "base", "decoder", {"vocab_size": 99})
+    base = _changed(eagle_pair.bundle, tmp_path / "base", "spec", {"vocab_size": 99})
     plan = Plan(48, 64, 1, "auto", max_verify_tree_size=8)
     with pytest.raises(BrokenArtifactError, match="vocabulary size 96, this one has 99"):
-        build_engine(base, engine, plan, "onnxruntime", lambda _: None)
+        build_engine("llm", base, engine, plan, "onnxruntime", lambda _: None)

@@ -15,11 +15,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import BrokenArtifactError, BundleManifest, EngineManifest, load_manifest
-from edgellm.device_runtime import runners
+from edgellm.contract import BrokenArtifactError
+from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
+from edgellm.manifest import LLM_ENGINE, Bundle, load_engine
 
 KEY, VALUE = 0.03, 0.02  # scales of an int8 cache
 
@@ -44,7 +45,7 @@ def _checkpoint(folder, kind, *, algorithm="INT8", drop=None, value=None):
     return folder
 
 
-def _export(checkpoint, bundle) -> BundleManifest:
+def _export(checkpoint, bundle) -> Bundle:
     return export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
 
 
@@ -74,10 +75,12 @@ def test_logits_and_compaction(kind, tmp_path, monkeypatch):
     assert ranges.calibrated_for == "int8"
     assert ranges.keys == pytest.approx([KEY * 127] * manifest.decoder.kv.num_layers)
     plan = Plan(32, 48, 1, "same", "none")
-    build_engine(tmp_path / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None)
-    engine = load_manifest(tmp_path / "engine", EngineManifest)
+    build_engine(
+        "llm", tmp_path / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None
+    )
+    engine = load_engine(tmp_path / "engine", LLM_ENGINE)
     assert engine.decoder.kv.dtype == "int8"
-    session = runners.find(engine.backend).open_session(tmp_path / "engine", engine)
+    session = open_decoder(tmp_path / "engine", engine)
     ids = np.random.default_rng(0).integers(0, 90, 16)
     (tmp_path / "checkpoint" / "hf_quant_config.json").unlink()  # not for transformers
     expected = _reference(checkpoint, ids, monkeypatch)
@@ -110,8 +113,8 @@ def test_it_is_a_choice(tmp_path):
     for wanted in ("auto", "float", "int8"):
         plan = Plan(32, 48, 1, "same", "none", wanted)
         engine = tmp_path / wanted
-        build_engine(tmp_path / "bundle", engine, plan, "onnxruntime", lambda _: None)
-        sizes[wanted] = load_manifest(engine, EngineManifest).decoder.kv.bytes_per_token
+        build_engine("llm", tmp_path / "bundle", engine, plan, "onnxruntime", lambda _: None)
+        sizes[wanted] = load_engine(engine, LLM_ENGINE).decoder.kv.bytes_per_token
     assert sizes["auto"] == sizes["float"] == 4 * sizes["int8"]
     model = onnx.load(tmp_path / "int8" / "decode.onnx", load_external_data=False)
     past = [value for value in model.graph.input if value.name.startswith("past_key_values.")]

@@ -23,12 +23,13 @@ from edgellm.build.onnxruntime_cpu.linears import (
     RowInt8Kernel,
 )
 from edgellm.build.plan import Plan
-from edgellm.contract import FUNCTIONS, LINEAR, EngineManifest, load_manifest
-from edgellm.device_runtime import runners
+from edgellm.contract import FUNCTIONS, LINEAR
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
+from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
+from edgellm.manifest import LLM_ENGINE, load_engine
 
 _FLOAT = ir.DataType.FLOAT
 IDS = np.random.default_rng(4).integers(9, 96, 20)
@@ -45,10 +46,12 @@ def float_model(tmp_path_factory):
 
 
 def _engine_logits(bundle: Path, engine: Path, quantize: str) -> np.ndarray:
-    build_engine(bundle, engine, Plan(48, 64, 1, "same", quantize), "onnxruntime", lambda _: None)
-    manifest = load_manifest(engine, EngineManifest)
-    assert [graph.precision for graph in manifest.graphs] == [quantize]
-    session = runners.find("onnxruntime").open_session(engine, manifest)
+    build_engine(
+        "llm", bundle, engine, Plan(48, 64, 1, "same", quantize), "onnxruntime", lambda _: None
+    )
+    manifest = load_engine(engine, LLM_ENGINE)
+    assert [graph.precision for graph in manifest.main_graphs] == [quantize]
+    session = open_decoder(engine, manifest)
     return session.run(IDS, 0, np.arange(20)).logits
 
 

@@ -13,14 +13,15 @@ from edgellm.artifact import verify_files
 from edgellm.build.fit import predict
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt import compiler, target
-from edgellm.contract import (
-    BundleManifest,
-    DraftEngineManifest,
-    EngineManifest,
-    VisualEngineManifest,
-    load_manifest,
-)
 from edgellm.device_runtime.gpu import compute_capability
+from edgellm.manifest import (
+    DRAFT_ENGINE,
+    LLM_BUNDLE,
+    LLM_ENGINE,
+    VISUAL_ENGINE,
+    load_bundle,
+    load_engine,
+)
 
 pytest.importorskip(
     "tensorrt_rtx", reason="engines are compiled with tensorrt_rtx: pip install '.[tensorrt-rtx]'"
@@ -48,11 +49,11 @@ def test_build_and_report(command, half_bundle, tmp_path):
     flags = (*ADA, "--layerReport", "--optLevel", 2, "--workspace", 64)
     result = _build(command, half_bundle, tmp_path / "engine", *flags)
     assert result.returncode == 0, result.stderr
-    manifest = load_manifest(tmp_path / "engine", EngineManifest)
+    manifest = load_engine(tmp_path / "engine", LLM_ENGINE)
     verify_files(tmp_path / "engine", manifest.files)
     assert (manifest.backend, manifest.machine) == ("tensorrt", "sm89")
     assert manifest.backend_version.startswith("TensorRT-RTX 1.7.1")
-    assert [(graph.path, graph.max_rows) for graph in manifest.graphs] == [
+    assert [(graph.path, graph.max_rows) for graph in manifest.main_graphs] == [
         ("llm.engine", 1), ("llm.engine", 48),
     ]  # fmt: skip
     assert (manifest.options["--workspace"], manifest.options["--optLevel"]) == (64, 2)
@@ -69,7 +70,7 @@ def test_an_encoder(command, tmp_path):
     flags = ("--onnxDir", bundle, "--engineDir", tmp_path / "engine", "--backend", "tensorrt")
     result = command("visual_build", *flags, "--gpu", "sm120")
     assert result.returncode == 0, result.stderr
-    assert load_manifest(tmp_path / "engine", VisualEngineManifest).machine == "sm120"
+    assert load_engine(tmp_path / "engine", VISUAL_ENGINE).machine == "sm120"
     dry = command("visual_build", *flags[:2], "--engineDir", tmp_path / "e", *flags[4:],
                   "--gpu", "sm120", "--dryRun")  # fmt: skip
     assert dry.returncode == 0, dry.stderr
@@ -100,7 +101,7 @@ def test_the_memory_of_this_gpu(half_bundle, tmp_path, monkeypatch, size, fits):
     monkeypatch.setattr(compiler, "memory_bytes", lambda: size)
     monkeypatch.setattr(target, "compute_capability", lambda: 89)
     plan = Plan(48, 64, 0, "auto")
-    manifest = load_manifest(half_bundle, BundleManifest)
+    manifest = load_bundle(half_bundle, LLM_BUNDLE)
     needs = predict(half_bundle, manifest, plan, "tensorrt", tmp_path).needs
     assert needs[-1].what == "engine memory"
     assert ("the GPU has 8.6 GB" if fits else "the GPU has 0.0 GB") in needs[-1].found
@@ -168,7 +169,7 @@ def test_medusa_heads(command, eagle_pairs, tmp_path):
     heads = eagle_pairs("medusa").draft_bundle
     result = _build(command, heads, tmp_path / "engine", *ADA, "--eagleDraft")
     assert result.returncode == 0, result.stderr
-    manifest = load_manifest(tmp_path / "engine" / "draft", DraftEngineManifest)
+    manifest = load_engine(tmp_path / "engine" / "draft", DRAFT_ENGINE)
     verify_files(tmp_path / "engine" / "draft", manifest.files)
     assert (manifest.backend, manifest.machine) == ("tensorrt", "sm89")
     assert (manifest.draft.num_heads, list(manifest.files)) == (3, ["heads.engine"])

@@ -16,16 +16,17 @@ from safetensors.numpy import load_file, save_file
 from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels
 
 from edgellm import contract
-from edgellm.build.plan import VisualPlan
-from edgellm.build.visual import build_visual
-from edgellm.contract import EdgeLLMError, VisualEngineManifest, load_manifest
-from edgellm.device_runtime import runners
+from edgellm.build.engine import build_engine
+from edgellm.build.plan import image_plan
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.sessions.encoder import open_encoder
 from edgellm.export import visual
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
+from edgellm.manifest import VISUAL_ENGINE, Engine, load_engine
 from edgellm.multimodal.grids import grid_inputs
 
-PLAN = VisualPlan(1, 64, 64, 1)
+PLAN = image_plan(1, 64, 64, 1)
 
 
 @pytest.fixture(scope="module", params=visual.supported())
@@ -42,14 +43,14 @@ def engine(model) -> Path:
     return folder
 
 
-def _build(bundle: Path, engine: Path, quantize: str = "none") -> VisualEngineManifest:
+def _build(bundle: Path, engine: Path, quantize: str = "none") -> Engine:
     plan = dataclasses.replace(PLAN, quantize=quantize)
-    return build_visual(bundle, engine, plan, "onnxruntime", lambda _: None)
+    return build_engine("visual", bundle, engine, plan, "onnxruntime", lambda _: None)
 
 
 def _encode(engine: Path, pixels: np.ndarray, grid: tuple[int, int]) -> list[np.ndarray]:
-    manifest = load_manifest(engine, VisualEngineManifest)
-    session = runners.find(manifest.backend).open_visual_session(engine, manifest)
+    manifest = load_engine(engine, VISUAL_ENGINE)
+    session = open_encoder(engine, manifest)
     inputs = {contract.PIXEL_VALUES: pixels, **grid_inputs(*grid, manifest.vision)}
     embeds, deepstack = session.encode(inputs)
     assert len(deepstack) == manifest.vision.num_deepstack
@@ -60,7 +61,7 @@ def _encode(engine: Path, pixels: np.ndarray, grid: tuple[int, int]) -> list[np.
 def cuda_engine(model) -> Path:
     folder = model.bundle.parent / "cuda"
     built = cuda_on_cpu.build_encoder(model.bundle, folder, PLAN)
-    assert (built.machine, built.precision) == ("cuda", "fp32")
+    assert (built.machine, built.main_graphs[0].precision) == ("cuda", "fp32")
     return folder
 
 
@@ -81,7 +82,7 @@ def test_half_precision_for_cuda(model, tmp_path, precision, distance):
     options = VisualOptions("fp16", quantization=precision)
     export_visual(source, tmp_path / "bundle", options)
     built = cuda_on_cpu.build_encoder(tmp_path / "bundle", tmp_path / "engine", PLAN)
-    assert built.precision == ("fp16" if precision == "none" else precision)
+    assert built.main_graphs[0].precision == ("fp16" if precision == "none" else precision)
     assert bool(_operators(tmp_path / "engine")["MatMulNBits"]) == (precision != "none")
     pixels = random_pixels(model.spec, (6, 8), 6)
     with cuda_on_cpu.cuda_is_the_cpu():
@@ -124,7 +125,7 @@ def test_rounded_bundles(model, tmp_path, precision, operator, least, most):
     checkpoint, bundle = model.bundle.parent / "checkpoint", tmp_path / "bundle"
     portable = VisualModel(checkpoint, bundle, quantization=precision)
     built = _build(bundle, tmp_path / "engine")
-    assert (built.precision, built.quantization) == (precision, precision)
+    assert (built.main_graphs[0].precision, built.quantization) == (precision, precision)
     operators = _operators(tmp_path / "engine")
     assert operators[operator]
     assert operators["MatMul"] == (0 if model.spec.image_size else 1)  # the patch embedding
@@ -153,7 +154,7 @@ def test_int8_in_blocks_keeps_its_codes(tmp_path):
     export_visual(
         open_checkpoint(str(source), tokenizer=False), tmp_path / "bundle", VisualOptions("fp32")
     )
-    assert _build(tmp_path / "bundle", tmp_path / "engine").precision == "int8"
+    assert _build(tmp_path / "bundle", tmp_path / "engine").main_graphs[0].precision == "int8"
     assert _operators(tmp_path / "engine")["MatMulNBits"]
 
 

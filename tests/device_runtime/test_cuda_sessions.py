@@ -13,23 +13,16 @@ import pytest
 from conftest import assert_one_line_error
 from eagle_engines import BASE_PLAN, EAGLE3, draft_plan, export_pair
 
-from edgellm.build.draft import build_draft
-from edgellm.contract import (
-    DRAFT_FOLDER,
-    BrokenArtifactError,
-    DraftEngineManifest,
-    EdgeLLMError,
-    EngineManifest,
-    LimitError,
-    load_manifest,
-)
-from edgellm.device_runtime import runners
+from edgellm.build.engine import build_engine
+from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
-from edgellm.device_runtime.runners.onnxruntime_cuda import cuda_pass
+from edgellm.device_runtime.runners.onnxruntime_cuda import cache
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
 from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, LLM_ENGINE, load_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0.0)
@@ -61,12 +54,12 @@ def _llm(engine: Path, spec: SpecOptions) -> LLM:
 
 
 def test_manifests_name_the_device(engine):
-    base = load_manifest(engine, EngineManifest)
-    draft = load_manifest(engine / DRAFT_FOLDER, DraftEngineManifest)
+    base = load_engine(engine, LLM_ENGINE)
+    draft = load_engine(engine / DRAFT_FOLDER, DRAFT_ENGINE)
     for built in (base, draft):
         assert (built.backend, built.machine) == ("onnxruntime_cuda", "cuda")
         assert any("nothing was measured" in note for note in built.options["notes"])
-    assert base.pass_cost_ms == draft.step_cost_ms == {}
+    assert base.costs("pass") == draft.costs("step") == {}
 
 
 def test_greedy_answers_are_those_of_the_cpu_with_and_without_eagle(eagle_pair, engine):
@@ -90,7 +83,7 @@ def test_half_precision_is_lossless_too(tmp_path):
     options = ExportOptions("fp16", draft_model_dir=str(pair.draft_checkpoint))
     export_llm(open_checkpoint(str(pair.base_checkpoint)), tmp_path / "half", options)
     built = cuda_on_cpu.build_base(tmp_path / "half", tmp_path / "e", BASE_PLAN)
-    assert (built.decoder.kv.dtype, built.graphs[0].precision) == ("float16", "fp16")
+    assert (built.decoder.kv.dtype, built.main_graphs[0].precision) == ("float16", "fp16")
     cuda_on_cpu.build_its_draft(pair.draft_bundle, tmp_path / "e", draft_plan())
     llm = _llm(tmp_path / "e", TREES)
     for prompt in PROMPTS:
@@ -105,15 +98,15 @@ def test_costs_are_measured_where_there_is_cuda(eagle_pair, tmp_path):
             eagle_pair.draft_bundle, tmp_path / "e", draft_plan("int8", 16)
         )
     assert base.options["notes"] == draft.options["notes"] == []
-    assert set(base.pass_cost_ms) == set(draft.step_cost_ms) == set(draft.extend_cost_ms)
-    assert draft.graphs[0].precision == "int8"
+    assert set(base.costs("pass")) == set(draft.costs("step")) == set(draft.costs("extend"))
+    assert draft.main_graphs[0].precision == "int8"
 
 
 def test_medusa_heads(eagle_pairs, tmp_path):
     pair = eagle_pairs("medusa")
     cuda_on_cpu.build_base(pair.bundle, tmp_path / "e", BASE_PLAN)
     built = cuda_on_cpu.build_its_draft(pair.draft_bundle, tmp_path / "e", draft_plan())
-    assert built.extend_cost_ms == {}
+    assert built.costs("extend") == {}
     llm, here = _llm(tmp_path / "e", SpecOptions(tree="fixed")), LLM(pair.engine)
     expected = _answer(here, PROMPTS[0], speculative=False)
     assert _answer(llm, PROMPTS[0], speculative=True) == expected
@@ -143,7 +136,7 @@ def test_overlapping_rows_move_together(engine):
     session = cuda_on_cpu.open_base(engine)
     before = np.random.default_rng(0).standard_normal(session.read_rows(20).shape, np.float32)
     session.write_rows(before)
-    session.compact(4, np.array([1, 2, 3, 5, 6, 7, 12]))
+    session._cache.compact(4, np.array([1, 2, 3, 5, 6, 7, 12]))
     expected = before.copy()
     expected[..., 4:11, :] = before[..., [5, 6, 7, 9, 10, 11, 16], :]
     np.testing.assert_array_equal(session.read_rows(20), expected)
@@ -167,7 +160,7 @@ def test_passes_over_a_growing_cache(eagle_pair, engine):
 def test_outputs_must_be_read_before_the_next_pass(engine):
     session = cuda_on_cpu.open_base(engine)
     result = session.run(np.arange(9, 14), 0, np.zeros(1, np.int64))
-    assert result.logits is result.logits  # fetched once
+    assert np.shares_memory(result.logits, result.logits)  # fetched once
     session.run(np.arange(9, 14), 0, np.zeros(1, np.int64))
     with pytest.raises(ValueError, match="hidden_taps of a pass is read after the next one"):
         _ = result.taps
@@ -177,7 +170,7 @@ def test_a_device_that_is_too_small(engine, monkeypatch):
     def fail(*_: object) -> None:
         raise RuntimeError("Failed to allocate memory for requested buffer of size 7")
 
-    monkeypatch.setattr(cuda_pass.ort.OrtValue, "ortvalue_from_shape_and_type", fail)
+    monkeypatch.setattr(cache.ort.OrtValue, "ortvalue_from_shape_and_type", fail)
     with pytest.raises(LimitError, match="Failed to allocate") as caught:
         cuda_on_cpu.open_base(engine)
     assert "--maxKVCacheCapacity" in caught.value.hint
@@ -233,9 +226,9 @@ def test_providers_that_differ_from_what_was_asked_for(engine, monkeypatch):
 
 def test_engines_of_another_version_open(engine):
     """Nothing in them depends on it, unlike the CPU's."""
-    manifest = dataclasses.replace(load_manifest(engine, EngineManifest), backend_version="1.99")
+    manifest = dataclasses.replace(load_engine(engine, LLM_ENGINE), backend_version="1.99")
     with cuda_on_cpu.cuda_is_the_cpu():
-        runners.find("onnxruntime_cuda").open_session(engine, manifest)
+        open_decoder(engine, manifest)
 
 
 def test_a_draft_may_stay_on_the_cpu(eagle_pair, engine, tmp_path):
@@ -243,7 +236,9 @@ def test_a_draft_may_stay_on_the_cpu(eagle_pair, engine, tmp_path):
     import shutil
 
     folder = Path(shutil.copytree(engine, tmp_path / "engine"))
-    build_draft(eagle_pair.draft_bundle, folder, draft_plan(), "onnxruntime", lambda _: None)
+    build_engine(
+        "draft", eagle_pair.draft_bundle, folder, draft_plan(), "onnxruntime", lambda _: None
+    )
     found = json.loads((folder / DRAFT_FOLDER / "manifest.json").read_text())
     assert found["machine"] != "cuda"
     llm = _llm(folder, TREES)

@@ -261,7 +261,7 @@ def test_the_cache_may_be_too_small_for_the_tree(infer, engine):
 def test_the_draft_of_another_base(infer, engine, change, message):
     path = engine / "draft" / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["draft"] |= change
+    manifest["spec"] |= change
     path.write_text(json.dumps(manifest))
     assert_one_line_error(infer(GOOD, "--eagle", engine=engine)[0], message)
 

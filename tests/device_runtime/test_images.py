@@ -15,8 +15,7 @@ from image_checkpoints import picture
 from vlm_engines import Engines, Reference, build_vlm
 
 from edgellm.build.engine import build_engine
-from edgellm.build.plan import Plan, VisualPlan
-from edgellm.build.visual import build_visual
+from edgellm.build.plan import Plan, image_plan
 from edgellm.contract import BrokenArtifactError, RequestError
 from edgellm.device_runtime.images import ImageReader
 from edgellm.device_runtime.llm import LLM
@@ -150,9 +149,9 @@ def test_the_oldest_features_are_forgotten(qwen, pictures):
 
 
 def _decoder(engines: Engines):
-    from edgellm.contract import EngineManifest, load_manifest
+    from edgellm.manifest import LLM_ENGINE, load_engine
 
-    return load_manifest(engines.engine, EngineManifest).decoder
+    return load_engine(engines.engine, LLM_ENGINE).decoder
 
 
 def test_too_many_tokens(qwen, pictures):
@@ -186,11 +185,11 @@ def test_precisions_of_decoder_and_encoder_are_free(qwen, pictures, tmp_path, de
     """Any pair answers, and the features are those of the encoder's precision."""
     engine, seeing = tmp_path / "engine", tmp_path / "visual_engine"
     plan = Plan(512, 576, 1, "same", decoder)
-    build_engine(qwen.engine.parent / "bundle", engine, plan, "onnxruntime", lambda _: None)
+    build_engine("llm", qwen.engine.parent / "bundle", engine, plan, "onnxruntime", lambda _: None)
     source = open_checkpoint(str(qwen.checkpoint))
     export_visual(source, tmp_path / "bundle", VisualOptions("fp32", quantization=encoder))
-    limits = VisualPlan(1, 120, 100, 1)
-    build_visual(tmp_path / "bundle", seeing, limits, "onnxruntime", lambda _: None)
+    limits = image_plan(1, 120, 100, 1)
+    build_engine("visual", tmp_path / "bundle", seeing, limits, "onnxruntime", lambda _: None)
     llm = LLM(engine, multimodal_engine_dir=seeing)
     content = [_image(pictures["a"]), _text("w1 w2")]
     answer = llm.generate([{"role": "user", "content": content}], sampling=GREEDY)

@@ -10,7 +10,7 @@ from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.sampling import Sampler
-from edgellm.device_runtime.session import HostResult
+from edgellm.device_runtime.sessions.decoder import PassResult
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -33,7 +33,7 @@ class ScriptedSession:
         assert self.length <= self.capacity
         logits = np.zeros((len(logits_index), self.vocab_size), np.float32)
         logits[:, self.script.pop(0)] = 9
-        return HostResult(logits.argmax(-1), logits, logits[:, :0])
+        return PassResult(logits.argmax(-1), logits, logits[:, :0])
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_first_rows_must_count_from_zero(llm):
 
 def test_numbers_that_are_none_end_the_answer(llm, monkeypatch):
     session = ScriptedSession([9])
-    nan = HostResult(np.array([0]), np.full((1, 96), np.nan, np.float32), np.zeros((1, 0)))
+    nan = PassResult(np.array([0]), np.full((1, 96), np.nan, np.float32), np.zeros((1, 0)))
     monkeypatch.setattr(session, "run", lambda *_, **__: nan)
     monkeypatch.setattr(llm, "session", session)
     with pytest.raises(EdgeLLMError, match="computed nan"):

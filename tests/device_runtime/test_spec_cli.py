@@ -11,11 +11,12 @@ import pytest
 from conftest import assert_one_line_error, write_tokenizer
 
 from edgellm.artifact import hash_file
-from edgellm.contract import EdgeLLMError, EngineManifest, LimitError, load_manifest
+from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.spec_flags import SpecFlags
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.setup import settled
+from edgellm.manifest import LLM_ENGINE, load_engine
 
 REQUESTS = {
     "max_generate_length": 40,
@@ -260,7 +261,7 @@ def test_auto_takes_what_the_engine_has(tiny_engine, tree_engine, eagle_pair):
     auto, both = SpecOptions("auto"), ("ngram", "suffix")
     found = {}
     for engine in (tiny_engine, tree_engine, eagle_pair.engine):
-        manifest = load_manifest(engine, EngineManifest)
+        manifest = load_engine(engine, LLM_ENGINE)
         found[engine] = settled(auto, engine, manifest)
     assert found[tiny_engine] is None
     assert found[tree_engine] == SpecOptions(None, lookups=both)

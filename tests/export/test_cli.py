@@ -17,8 +17,8 @@ from conftest import (
 )
 
 from edgellm.artifact import verify_files
-from edgellm.contract import BundleManifest, load_manifest
 from edgellm.export import models
+from edgellm.manifest import LLM_BUNDLE, load_bundle
 
 
 def _export(command, model, output, *more, **options):
@@ -43,7 +43,7 @@ def test_export_and_verify(command, tiny_checkpoint, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "llama" in result.stdout
     assert "top-1 agreement 100.0%" in result.stdout
-    manifest = load_manifest(tmp_path / "out", BundleManifest)
+    manifest = load_bundle(tmp_path / "out", LLM_BUNDLE)
     verify_files(tmp_path / "out", manifest.files)
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json",
             "generation_config.json"} <= set(manifest.files)  # fmt: skip
@@ -232,12 +232,12 @@ def test_ctrl_c_leaves_nothing_half_written(command, tiny_checkpoint, tmp_path):
     work = tmp_path / "work"
     work.mkdir()
     assert _export(command, tiny_checkpoint, work / "out").returncode == 0
-    before = load_manifest(work / "out", BundleManifest)
+    before = load_bundle(work / "out", LLM_BUNDLE)
     large = _sparse_checkpoint(tmp_path / "large")
     export = ["edgellm-export", "llm", "--model_dir", large, "--output_dir", work / "out"]
     assert interrupt(export, work, ".out.partial-*/model.weights") == INTERRUPTED
     assert [path.name for path in work.iterdir()] == ["out"]
-    assert load_manifest(work / "out", BundleManifest) == before
+    assert load_bundle(work / "out", LLM_BUNDLE) == before
     verify_files(work / "out", before.files)
 
 

@@ -20,17 +20,13 @@ from eagle_reference import (
 )
 
 from edgellm.artifact import verify_files
-from edgellm.build.onnxruntime_cpu.compiler import float32_spec
-from edgellm.build.onnxruntime_cpu.draft_compiler import compile_draft
+from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import DraftBundleManifest, load_manifest
-from edgellm.device_runtime.runners.onnxruntime_cpu.session import (
-    OnnxRuntimeDraftSession,
-)
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
+from edgellm.device_runtime.sessions.draft import open_draft
 from edgellm.export import models
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
+from edgellm.manifest import DRAFT_BUNDLE, DRAFT_FOLDER, load_bundle
 
 BASE = {**models.find("llama").TINY, "num_hidden_layers": BASE_LAYERS}
 _MODELOPT = {
@@ -140,7 +136,7 @@ def _export(tmp_path, bases, layout, dtype="fp32") -> tuple[DraftRun, Reference]
     base = bases[layout.tied_base]
     checkpoints = (open_checkpoint(str(folder), tokenizer=False) for folder in (draft, base))
     export_draft(*checkpoints, tmp_path / "bundle", DraftOptions(dtype))
-    manifest = load_manifest(tmp_path / "bundle", DraftBundleManifest)
+    manifest = load_bundle(tmp_path / "bundle", DRAFT_BUNDLE)
     return DraftRun(tmp_path / "bundle", manifest), Reference(draft, base, layout)
 
 
@@ -166,17 +162,8 @@ class EngineRun(DraftRun):
     def __post_init__(self) -> None:
         plan = Plan(16, CAPACITY, 1, "same", quantize="none", max_draft_tree_size=8)
         engine = self.folder.parent / "engine"
-        engine.mkdir()
-        compile_draft(self.folder, self.manifest, plan, engine, lambda _: None)
-        spec = float32_spec(self.manifest.draft.decoder)
-        model, fuse = (
-            load_graph(engine / f"{name}.onnx", threads=1)
-            if (engine / f"{name}.onnx").exists()
-            else None
-            for name in ("draft", "fuse")
-        )
-        assert model is not None
-        self.session = OnnxRuntimeDraftSession(model, fuse, spec, CAPACITY)
+        built = build_engine("draft", self.folder, engine, plan, "onnxruntime", lambda _: None)
+        self.session = open_draft(engine / DRAFT_FOLDER, built)
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(self.session.fuse(taps.numpy()))

@@ -14,8 +14,8 @@ from eagle_reference import Layout, make_draft
 from safetensors.torch import load_file, save_file
 
 from edgellm.artifact import verify_files
-from edgellm.contract import DraftBundleManifest, load_manifest
 from edgellm.export import models
+from edgellm.manifest import DRAFT_BUNDLE, load_bundle
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 SAFEAILAB = Layout({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 40})
@@ -70,14 +70,14 @@ def test_export(export, draft, tmp_path):
     assert "eagle3 draft (SafeAILab)" in result.stdout
     assert "40 of 96 tokens" in result.stdout
     assert "hidden taps 2, 4, 5 (none configured" in result.stdout
-    manifest = load_manifest(tmp_path / "out", DraftBundleManifest)
+    manifest = load_bundle(tmp_path / "out", DRAFT_BUNDLE)
     verify_files(tmp_path / "out", manifest.files)
     names = {f"{name}.{end}" for name in ("model", "fuse") for end in ("onnx", "weights")}
     assert set(manifest.files) == names
     # A draft without a fuse graph over the former one leaves nothing of it.
     eagle1 = make_draft(tmp_path / "eagle1", EAGLE1)
     assert export(eagle1).returncode == 0
-    manifest = load_manifest(tmp_path / "out", DraftBundleManifest)
+    manifest = load_bundle(tmp_path / "out", DRAFT_BUNDLE)
     assert set(manifest.files) == {"model.onnx", "model.weights"}
     assert not (tmp_path / "out" / "fuse.onnx").exists()
 

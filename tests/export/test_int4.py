@@ -13,18 +13,14 @@ from weights import round_checkpoint
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import (
-    BundleManifest,
-    EngineManifest,
-    UnsupportedModelError,
-    load_manifest,
-)
-from edgellm.device_runtime import runners
+from edgellm.contract import UnsupportedModelError
+from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.checkpoint import Safetensors
 from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import run_portable
+from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.quantize.formats import pack_int4
 
 
@@ -80,7 +76,7 @@ def test_portable_graph_is_exact(tiny_int4_bundle, reference, monkeypatch):
     import onnxruntime as ort
 
     ids, expected = reference
-    manifest = load_manifest(tiny_int4_bundle, BundleManifest)
+    manifest = load_bundle(tiny_int4_bundle, LLM_BUNDLE)
     literal = ort.SessionOptions()
     literal.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     monkeypatch.setattr(ort, "SessionOptions", lambda: literal)
@@ -93,9 +89,9 @@ def test_engine(tiny_int4_bundle, reference, tmp_path, prefill):
     """Both kernels round activations to int8: close to the exact logits, not equal."""
     ids, expected = reference
     plan = Plan(48, 64, 1, prefill)
-    build_engine(tiny_int4_bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
-    manifest = load_manifest(tmp_path / "engine", EngineManifest)
-    session = runners.find("onnxruntime").open_session(tmp_path / "engine", manifest)
+    build_engine("llm", tiny_int4_bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
+    manifest = load_engine(tmp_path / "engine", LLM_ENGINE)
+    session = open_decoder(tmp_path / "engine", manifest)
     logits = [session.run(ids[:20], 0, np.arange(20)).logits.copy()]
     for position in range(20, 30):
         result = session.run(ids[position : position + 1], position, np.array([0]))
@@ -115,9 +111,9 @@ def test_sliding_windows_hold_in_both_graphs(tmp_path):
     logits = {}
     for prefill in ("same", "int8"):
         plan = Plan(48, 64, 1, prefill)
-        build_engine(bundle, tmp_path / prefill, plan, "onnxruntime", lambda _: None)
-        manifest = load_manifest(tmp_path / prefill, EngineManifest)
-        session = runners.find("onnxruntime").open_session(tmp_path / prefill, manifest)
+        build_engine("llm", bundle, tmp_path / prefill, plan, "onnxruntime", lambda _: None)
+        manifest = load_engine(tmp_path / prefill, LLM_ENGINE)
+        session = open_decoder(tmp_path / prefill, manifest)
         ids = np.random.default_rng(6).integers(9, 96, 40)
         session.run(ids[:1], 0, np.array([0]))  # rows one by one: the decode graph alone
         for position in range(1, 40):

@@ -14,10 +14,11 @@ from medusa_heads import beside_model, log_probs, make_heads, make_tensors
 
 from edgellm import contract
 from edgellm.artifact import verify_files
-from edgellm.contract import BundleManifest, DraftBundleManifest, EdgeLLMError, load_manifest
+from edgellm.contract import EdgeLLMError
 from edgellm.export import models
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint, open_draft
+from edgellm.manifest import DRAFT_BUNDLE, LLM_BUNDLE, Bundle, load_bundle
 
 BASE = {**models.find("llama").TINY, "num_hidden_layers": BASE_LAYERS}
 K = 6
@@ -28,10 +29,10 @@ def base(tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("medusa_base"), **BASE)
 
 
-def _exported(draft: Path, base: Path, bundle: Path, dtype: str = "fp32") -> DraftBundleManifest:
+def _exported(draft: Path, base: Path, bundle: Path, dtype: str = "fp32") -> Bundle:
     checkpoints = open_draft(str(draft)), open_checkpoint(str(base), tokenizer=False)
     export_draft(*checkpoints, bundle, DraftOptions(dtype))
-    manifest = load_manifest(bundle, DraftBundleManifest)
+    manifest = load_bundle(bundle, DRAFT_BUNDLE)
     verify_files(bundle, manifest.files)
     return manifest
 
@@ -105,7 +106,7 @@ def test_heads_in_the_folder_of_their_model(base, tmp_path, command):
     arguments = ("--model_dir", whole, "--draft_model_dir", whole, "--output_dir", tmp_path / "b")
     result = command("edgellm-export", "llm", *arguments)
     assert result.returncode == 0, result.stderr
-    assert load_manifest(tmp_path / "b", BundleManifest).hidden_taps == (BASE_LAYERS,)
+    assert load_bundle(tmp_path / "b", LLM_BUNDLE).hidden_taps == (BASE_LAYERS,)
     # In a file of their own they are found as well.
     apart = shutil.copytree(base, tmp_path / "apart")
     torch.save(make_tensors(), apart / "medusa_lm_head.pt")

@@ -8,21 +8,16 @@ import cuda_on_cpu
 import numpy as np
 import pytest
 from conftest import make_checkpoint
+from portable import open_portable
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import EngineManifest, load_manifest
-from edgellm.device_runtime import runners
-from edgellm.device_runtime.runners.onnxruntime_cpu.session import (
-    LoadedGraph,
-    OnnxRuntimeSession,
-)
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
-from edgellm.device_runtime.session import Session
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import run_portable
+from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 TOLERANCE = 2e-4
 CAPACITY = 64
@@ -64,21 +59,19 @@ def exported(request, tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module", params=["portable", "engine", "cuda"])
-def session(request, exported) -> Session:
+def session(request, exported) -> DecoderSession:
     bundle = exported[1]
     if request.param == "portable":
-        from edgellm.contract import BundleManifest
-
-        spec = load_manifest(bundle, BundleManifest).decoder
-        graph = LoadedGraph(load_graph(bundle / "model.onnx", threads=1), CAPACITY)
-        return OnnxRuntimeSession([graph], spec, CAPACITY)
+        return open_portable(bundle, CAPACITY)
     engine = bundle.parent / request.param
     if request.param == "cuda":
         cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))
         return cuda_on_cpu.open_base(engine)
-    build_engine(bundle, engine, Plan(48, CAPACITY, 1, "auto"), "onnxruntime", lambda _: None)
-    manifest = load_manifest(engine, EngineManifest)
-    return runners.find("onnxruntime").open_session(engine, manifest)
+    build_engine(
+        "llm", bundle, engine, Plan(48, CAPACITY, 1, "auto"), "onnxruntime", lambda _: None
+    )
+    manifest = load_engine(engine, LLM_ENGINE)
+    return open_decoder(engine, manifest)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +90,7 @@ def reference(exported):
     return logits, token_ids
 
 
-def _run(session: Session, ids: np.ndarray, chunks: list[int]) -> np.ndarray:
+def _run(session: DecoderSession, ids: np.ndarray, chunks: list[int]) -> np.ndarray:
     logits, begin = [], 0
     for size in chunks:
         result = session.run(ids[begin : begin + size], begin, np.arange(size))
@@ -138,10 +131,9 @@ def test_tree_nodes_see_their_ancestors_only(session, reference):
 
 
 def test_portable_graph_runs_without_the_runtime(exported, reference):
-    from edgellm.contract import BundleManifest
 
     logits, ids = reference
-    manifest = load_manifest(exported[1], BundleManifest)
+    manifest = load_bundle(exported[1], LLM_BUNDLE)
     found = run_portable(exported[1], manifest, ids, 30)
     np.testing.assert_allclose(found, logits(ids), atol=TOLERANCE)
 
@@ -164,11 +156,9 @@ def test_stored_and_computed_types(tmp_path, stored, graph):
     found = run_portable(tmp_path / "bundle", manifest, ids, 16)
     engine = tmp_path / "engine"
     build_engine(
-        tmp_path / "bundle", engine, Plan(32, 48, 1, "auto"), "onnxruntime", lambda _: None
+        "llm", tmp_path / "bundle", engine, Plan(32, 48, 1, "auto"), "onnxruntime", lambda _: None
     )
-    session = runners.find("onnxruntime").open_session(
-        engine, load_manifest(engine, EngineManifest)
-    )
+    session = open_decoder(engine, load_engine(engine, LLM_ENGINE))
     # The CPU engine computes in float32 even of a float16 bundle; only its weights are rounded.
     np.testing.assert_allclose(found, expected, atol=TOLERANCE if graph == "fp32" else 5e-2)
     rounded = graph == "fp16" and stored != "float16"

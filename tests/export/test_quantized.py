@@ -18,18 +18,13 @@ from safetensors.torch import load_file, save_file
 from edgellm.build.engine import build_engine
 from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.plan import Plan
-from edgellm.contract import (
-    BrokenArtifactError,
-    BundleManifest,
-    EngineManifest,
-    UnsupportedModelError,
-    load_manifest,
-)
-from edgellm.device_runtime import runners
+from edgellm.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import run_portable
+from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 IDS = np.random.default_rng(4).integers(9, 96, 24)
 
@@ -149,7 +144,7 @@ def test_portable_graphs_compute_what_the_checkpoint_means(
     literal = ort.SessionOptions()
     literal.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     monkeypatch.setattr(ort, "SessionOptions", lambda: literal)
-    manifest = load_manifest(folder / "bundle", BundleManifest)
+    manifest = load_bundle(folder / "bundle", LLM_BUNDLE)
     found = run_portable(folder / "bundle", manifest, IDS, 20)
     expected = expected_logits(meant, LAYOUTS[name].rounds, _smoothing(folder))
     if LAYOUTS[name].rounds:  # a last bit decides where a value between two codes goes
@@ -165,13 +160,13 @@ def test_engines_are_close(quantized, expected_logits, tmp_path, name, prefill):
     """Kernels round activations to int8, finer than any layout asks for: close, not equal."""
     folder, meant = quantized(name)
     plan = Plan(48, 64, 1, prefill)
-    build_engine(folder / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None)
-    manifest = load_manifest(tmp_path / "engine", EngineManifest)
-    precisions = [graph.precision for graph in manifest.graphs]
+    build_engine("llm", folder / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None)
+    manifest = load_engine(tmp_path / "engine", LLM_ENGINE)
+    precisions = [graph.precision for graph in manifest.main_graphs]
     assert precisions == (
         ["int8"] if name == "int8_sq" else [LAYOUTS[name].kind, "int8"][: len(precisions)]
     )
-    session = runners.find("onnxruntime").open_session(tmp_path / "engine", manifest)
+    session = open_decoder(tmp_path / "engine", manifest)
     logits = [session.run(IDS[:20], 0, np.arange(20)).logits.copy()]
     for position in range(20, 24):
         result = session.run(IDS[position : position + 1], position, np.array([0]))
@@ -337,7 +332,7 @@ def test_half_precision_bundles(quantized, tmp_path, name):
     for key, expected in meant.items():
         np.testing.assert_allclose(found[key], expected, rtol=2e-3, atol=1e-6)
     plan = Plan(48, 64, 1, "same")
-    build_engine(bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
+    build_engine("llm", bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
 
 
 @pytest.mark.parametrize("group", [24, 96])
@@ -351,7 +346,9 @@ def test_groups_that_the_kernel_does_not_know(tmp_path, group):
         open_checkpoint(str(tmp_path / "checkpoint")), tmp_path / "bundle", ExportOptions("fp32")
     )
     plan = Plan(48, 64, 1, "same")
-    build_engine(tmp_path / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None)
+    build_engine(
+        "llm", tmp_path / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None
+    )
     model = ir.load(tmp_path / "bundle/model.onnx")
     part = next(weight for _, weight in linear_layers(model.graph) if weight.kind == "int4")
     assert part.packing == ((8, 32) if group == 24 else (4, 32))

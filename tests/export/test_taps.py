@@ -9,12 +9,13 @@ import pytest
 from conftest import assert_one_line_error, make_checkpoint
 from eagle_reference import Layout, make_draft
 
-from edgellm.contract import BundleManifest, UnsupportedModelError, load_manifest
+from edgellm.contract import UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.export.taps import default_taps
 from edgellm.export.verify import run_outputs
+from edgellm.manifest import LLM_BUNDLE, load_bundle
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 
@@ -94,7 +95,7 @@ def test_an_eagle_base(command, deep_checkpoint, tmp_path):
     found = re.search(r"max abs hidden tap difference (\S+) of values to", result.stdout)
     assert found is not None, result.stdout
     assert float(found[1]) < 2e-4
-    manifest = load_manifest(out, BundleManifest)
+    manifest = load_bundle(out, LLM_BUNDLE)
     assert manifest.hidden_taps == (2, 4, 5)
     assert manifest.provenance["hidden_taps"] == "default"
 
@@ -103,12 +104,12 @@ def test_taps_of_a_cut_base(command, deep_checkpoint, tmp_path):
     out = tmp_path / "out"
     result = _export(command, deep_checkpoint, out, "--is_eagle_base", "--num_layers", 7)
     assert result.returncode == 0, result.stderr
-    assert load_manifest(out, BundleManifest).hidden_taps == (2, 3, 4)
+    assert load_bundle(out, LLM_BUNDLE).hidden_taps == (2, 3, 4)
     result = _export(command, deep_checkpoint, out, "--is_eagle_base", "--num_layers", 4)
     assert_one_line_error(result, "a base of 4 layers is too small", "--hidden_taps")
     result = _export(command, deep_checkpoint, out, "--hidden_taps", "2,4,5", "--num_layers", 4)
     assert_one_line_error(result, "tap 2, 4, 5 is outside of 0 to 4", "the base has 4 layers")
-    assert load_manifest(out, BundleManifest).hidden_taps == (2, 3, 4)
+    assert load_bundle(out, LLM_BUNDLE).hidden_taps == (2, 3, 4)
 
 
 def test_flag_faults(command, tiny_checkpoint, tmp_path):
@@ -150,9 +151,9 @@ def test_taps_of_a_draft(command, deep_checkpoint, tmp_path, layout, taps):
     flags = ("--draft_model_dir", draft)
     result = _export(command, deep_checkpoint, tmp_path / "out", *flags)
     assert result.returncode == 0, result.stderr
-    manifest = load_manifest(tmp_path / "out", BundleManifest)
+    manifest = load_bundle(tmp_path / "out", LLM_BUNDLE)
     assert manifest.hidden_taps == taps
     assert str(draft) in manifest.provenance["hidden_taps"]
     result = _export(command, deep_checkpoint, tmp_path / "out", *flags, "--hidden_taps", "0,7")
     assert result.returncode == 0, result.stderr
-    assert load_manifest(tmp_path / "out", BundleManifest).hidden_taps == (0, 7)
+    assert load_bundle(tmp_path / "out", LLM_BUNDLE).hidden_taps == (0, 7)

@@ -17,17 +17,12 @@ from visual_checkpoints import (
 )
 
 from edgellm.artifact import verify_files
-from edgellm.contract import (
-    BrokenArtifactError,
-    EdgeLLMError,
-    UnsupportedModelError,
-    VisualBundleManifest,
-    load_manifest,
-)
+from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
 from edgellm.export import models, visual
 from edgellm.export.config import ConfigReader
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
+from edgellm.manifest import VISUAL_BUNDLE, Bundle, load_bundle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -322,7 +317,7 @@ def test_command(command, qwen3_checkpoint, tmp_path):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "visual encoder of qwen3_vl, 0.1 M parameters, fp32, quantization none" in result.stdout
-    manifest = load_manifest(bundle, VisualBundleManifest)
+    manifest = load_bundle(bundle, VISUAL_BUNDLE)
     verify_files(bundle, manifest.files)
     assert (manifest.kind, manifest.dtype) == ("visual_bundle", "float32")
     assert manifest.provenance["checkpoint"] == str(qwen3_checkpoint)
@@ -336,6 +331,6 @@ def test_command_refuses_text_models_in_one_line(command, tmp_path):
     assert_one_line_error(result, "is a text-only model (llama)", "edgellm-export llm")
 
 
-def _export(checkpoint: Path, bundle: Path) -> VisualBundleManifest:
+def _export(checkpoint: Path, bundle: Path) -> Bundle:
     source = open_checkpoint(str(checkpoint), tokenizer=False)
     return export_visual(source, bundle, VisualOptions("fp32"))

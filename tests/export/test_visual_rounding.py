@@ -28,6 +28,7 @@ from edgellm.export.quantized.rounded import round_linear
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
 from edgellm.export.weights import Weights
+from edgellm.manifest import Bundle
 from edgellm.multimodal.grids import grid_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -201,6 +202,6 @@ def test_command(command, tiny, tmp_path):
 
 def _export(
     checkpoint: Path, bundle: Path, dtype: str = "fp32", quantization: str = "none"
-) -> contract.VisualBundleManifest:
+) -> Bundle:
     source = open_checkpoint(str(checkpoint), tokenizer=False)
     return export_visual(source, bundle, VisualOptions(dtype, quantization=quantization))

@@ -14,21 +14,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_tokenizer
+from portable import open_portable
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import BundleManifest, EngineManifest, load_manifest
-from edgellm.device_runtime import runners
-from edgellm.device_runtime.runners.onnxruntime_cpu.session import (
-    LoadedGraph,
-    OnnxRuntimeSession,
-)
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
-from edgellm.device_runtime.session import ImageRows, Session
+from edgellm.device_runtime.sessions import ImageRows
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.export import vlm
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import verify_bundle
+from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 TOLERANCE = 2e-4
 CAPACITY, VOCABULARY, HIDDEN, IMAGE_TOKEN = 64, 96, 96, 9
@@ -132,19 +128,19 @@ def test_every_family_is_here():
 
 
 @pytest.fixture(scope="module", params=["portable", "engine", "cuda"])
-def session(request, exported) -> Session:
+def session(request, exported) -> DecoderSession:
     bundle: Path = exported[1]
     if request.param == "portable":
-        spec = load_manifest(bundle, BundleManifest).decoder
-        graph = LoadedGraph(load_graph(bundle / "model.onnx", threads=1), CAPACITY)
-        return OnnxRuntimeSession([graph], spec, CAPACITY, 3)
+        return open_portable(bundle, CAPACITY)
     engine = bundle.parent / request.param
     if request.param == "cuda":
         cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))
         return cuda_on_cpu.open_base(engine)
-    build_engine(bundle, engine, Plan(48, CAPACITY, 1, "auto"), "onnxruntime", lambda _: None)
-    manifest = load_manifest(engine, EngineManifest)
-    return runners.find("onnxruntime").open_session(engine, manifest)
+    build_engine(
+        "llm", bundle, engine, Plan(48, CAPACITY, 1, "auto"), "onnxruntime", lambda _: None
+    )
+    manifest = load_engine(engine, LLM_ENGINE)
+    return open_decoder(engine, manifest)
 
 
 def _expected(model: Any, prompt: Prompt, axes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -179,7 +175,7 @@ def _expected(model: Any, prompt: Prompt, axes: int) -> tuple[np.ndarray, np.nda
 
 
 def _spec(exported: tuple[Any, Path]):
-    return load_manifest(exported[1], BundleManifest).decoder
+    return load_bundle(exported[1], LLM_BUNDLE).decoder
 
 
 @pytest.mark.parametrize(

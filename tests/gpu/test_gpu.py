@@ -16,18 +16,19 @@ from tensorrt_bundles import Bundles
 from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels
 
 from edgellm import contract
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
-from edgellm.build.plan import Plan, VisualPlan
-from edgellm.contract import EdgeLLMError, EngineManifest, VisualEngineManifest, load_manifest
-from edgellm.device_runtime import runners
+from edgellm.build.plan import Plan, image_plan
+from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.runners.onnxruntime_cuda.provider import require_cuda
 from edgellm.device_runtime.runners.tensorrt.device import Planes
 from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.device_runtime.sessions.encoder import open_encoder
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export import visual
+from edgellm.manifest import LLM_ENGINE, VISUAL_ENGINE, load_engine
 from edgellm.multimodal.grids import grid_inputs
 
 _MISSING = [name for name in ("pycuda", "cuda") if importlib.util.find_spec(name) is None]
@@ -62,14 +63,14 @@ def gpu_engine(request, eagle_pair, tmp_path_factory):
     engine = tmp_path_factory.mktemp("gpu") / "engine"
     sizes = {"max_verify_tree_size": TREE, "max_draft_tree_size": TREE}
     plan = Plan(INPUT, CAPACITY, 0, "auto", **sizes)
-    build_engine(eagle_pair.bundle, engine, plan, request.param, lambda _: None)
-    build_draft(eagle_pair.draft_bundle, engine, plan, request.param, lambda _: None)
+    build_engine("llm", eagle_pair.bundle, engine, plan, request.param, lambda _: None)
+    build_engine("draft", eagle_pair.draft_bundle, engine, plan, request.param, lambda _: None)
     return engine
 
 
 def _open(engine):
-    manifest = load_manifest(engine, EngineManifest)
-    return runners.find(manifest.backend).open_session(engine, manifest)
+    manifest = load_engine(engine, LLM_ENGINE)
+    return open_decoder(engine, manifest)
 
 
 def test_numbers_are_those_of_the_cpu(eagle_pair, gpu_engine):
@@ -156,9 +157,9 @@ def test_onnxruntime_computes_every_precision(precision, tmp_path):
 def test_onnxruntime_computes_every_encoder(encoder, tmp_path):
     source = make_visual_checkpoint(tmp_path / "checkpoint", visual.find(encoder).TINY)
     model = VisualModel(source, tmp_path / "bundle")
-    cuda_on_cpu.build_encoder(tmp_path / "bundle", tmp_path / "engine", VisualPlan(1, 64, 64, 0))
-    manifest = load_manifest(tmp_path / "engine", VisualEngineManifest)
-    session = runners.find(manifest.backend).open_visual_session(tmp_path / "engine", manifest)
+    cuda_on_cpu.build_encoder(tmp_path / "bundle", tmp_path / "engine", image_plan(1, 64, 64, 0))
+    manifest = load_engine(tmp_path / "engine", VISUAL_ENGINE)
+    session = open_encoder(tmp_path / "engine", manifest)
     pixels = random_pixels(model.spec, (6, 8), 6)
     inputs = {contract.PIXEL_VALUES: pixels, **grid_inputs(6, 8, manifest.vision)}
     expected, *_ = model.run(pixels, (6, 8))

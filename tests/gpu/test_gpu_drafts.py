@@ -11,16 +11,17 @@ import pytest
 from eagle_engines import CAPACITY, INPUT, TREE
 from gpu_clock import measured_bandwidths
 
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import DRAFT_FOLDER, DraftEngineManifest, EngineManifest, load_manifest
-from edgellm.device_runtime import runners
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.runners.tensorrt.cuda import CudaDevice
 from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.device_runtime.sessions.draft import open_draft
+from edgellm.device_runtime.sessions.heads import open_heads
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, HEADS, LLM_ENGINE, load_engine
 
 _MISSING = [name for name in ("pycuda", "cuda") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -38,22 +39,21 @@ def engines(request, eagle_pairs, tmp_path_factory):
     pair, engine = eagle_pairs(request.param), tmp_path_factory.mktemp("gpu") / "engine"
     sizes = {"max_verify_tree_size": TREE, "max_draft_tree_size": TREE}
     plan = Plan(INPUT, CAPACITY, 0, "auto", **sizes)
-    build_engine(pair.bundle, engine, plan, "tensorrt", lambda _: None)
-    build_draft(pair.draft_bundle, engine, plan, "tensorrt", lambda _: None)
+    build_engine("llm", pair.bundle, engine, plan, "tensorrt", lambda _: None)
+    build_engine("draft", pair.draft_bundle, engine, plan, "tensorrt", lambda _: None)
     return pair.engine, engine
 
 
 def _open(engine):
-    manifest = load_manifest(engine, EngineManifest)
-    return runners.find(manifest.backend).open_session(engine, manifest)
+    manifest = load_engine(engine, LLM_ENGINE)
+    return open_decoder(engine, manifest)
 
 
 def _open_draft(engine):
     """Heads, or a draft with a cache."""
-    manifest = load_manifest(engine / DRAFT_FOLDER, DraftEngineManifest)
-    backend = runners.find(manifest.backend)
-    open_draft = backend.open_heads if manifest.draft.num_heads else backend.open_draft_session
-    return open_draft(engine / DRAFT_FOLDER, manifest), manifest.draft
+    manifest = load_engine(engine / DRAFT_FOLDER, DRAFT_ENGINE)
+    open_it = open_heads if HEADS in manifest.graphs else open_draft
+    return open_it(engine / DRAFT_FOLDER, manifest), manifest.draft
 
 
 def test_a_pass_is_recorded_once_and_replayed(engines, monkeypatch):

@@ -11,12 +11,12 @@ import onnx_ir as ir
 import pytest
 from quantize_cases import decode, load, make_job, make_model, write_text
 
-from edgellm.contract import BundleManifest, load_manifest
 from edgellm.export import quantized
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import run_portable
 from edgellm.export.weights import Weights
+from edgellm.manifest import LLM_BUNDLE, load_bundle
 from edgellm.quantize import folder as folder_module
 from edgellm.quantize.job import Job, make_plan
 from edgellm.quantize.linear import decode_linear
@@ -125,7 +125,7 @@ def test_heads(run, scheme, head, perplexity):
 
 def _portable_perplexity(job: Job, bundle: Path) -> float:
     export_llm(open_checkpoint(str(job.output_dir)), bundle, ExportOptions("fp32"))
-    manifest = load_manifest(bundle, BundleManifest)
+    manifest = load_bundle(bundle, LLM_BUNDLE)
     losses = []
     for row in make_plan(job).task.calibration.held_out:
         logits = run_portable(bundle, manifest, row, len(row) - 2).astype(np.float64)
@@ -185,7 +185,7 @@ def test_a_cache_of_bytes_has_its_scales_and_exports(run, perplexity, kind, tmp_
     assert json.loads((job.output_dir / "hf_quant_config.json").read_text())["quantization"][
         "kv_cache_quant_algo"] == kind.upper()  # fmt: skip
     perplexity(job)  # whose cache holds floats
-    ranges = load_manifest(tmp_path / "bundle", BundleManifest).decoder.kv.ranges
+    ranges = load_bundle(tmp_path / "bundle", LLM_BUNDLE).decoder.kv.ranges
     assert ranges.calibrated_for == kind
     scale = found["model.layers.1.self_attn.k_proj.k_scale"]
     assert ranges.keys[1] == pytest.approx({"fp8": 448, "int8": 127}[kind] * scale)

@@ -12,11 +12,11 @@ from vlm_engines import make_vlm
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import EngineManifest, load_manifest
-from edgellm.device_runtime import runners
+from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
+from edgellm.manifest import LLM_ENGINE, load_engine
 from edgellm.quantize.run import run_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,9 +93,9 @@ def test_both_parts_export(pair, tmp_path):
         checkpoint = open_checkpoint(str(place))
         export_llm(checkpoint, tmp_path / place.name, ExportOptions("fp32"))
         engine, plan = tmp_path / f"{place.name}-engine", Plan(32, 40, 1, "same", "none")
-        build_engine(tmp_path / place.name, engine, plan, "onnxruntime", lambda _: None)
-        manifest = load_manifest(engine, EngineManifest)
-        session = runners.find("onnxruntime").open_session(engine, manifest)
+        build_engine("llm", tmp_path / place.name, engine, plan, "onnxruntime", lambda _: None)
+        manifest = load_engine(engine, LLM_ENGINE)
+        session = open_decoder(engine, manifest)
         logits.append(session.run(ids, 0, np.arange(30)).logits.copy())
         export_visual(checkpoint, tmp_path / f"{place.name}-visual", VisualOptions("fp32"))
         encoders.append((tmp_path / f"{place.name}-visual" / "model.weights").read_bytes())

@@ -24,12 +24,12 @@ CTRL_C, CTRL_D, UP, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\x1b\r"
 # The command, whose passes take their time.
 _SLOWLY = """
 import time
-from edgellm.device_runtime.prefix_cache import RecordedSession
-run = RecordedSession.run
+from edgellm.device_runtime.sessions.decoder import DecoderSession
+run = DecoderSession.run
 def slow(self, *arguments, **options):
     time.sleep(0.05)
     return run(self, *arguments, **options)
-RecordedSession.run = slow
+DecoderSession.run = slow
 from edgellm.tools.chat.cli import main
 main()
 """

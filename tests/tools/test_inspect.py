@@ -32,14 +32,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture(scope="module")
 def visual_folders(tmp_path_factory) -> tuple[Path, Path]:
     """Bundle and engine of the example's encoder."""
-    from edgellm.build.plan import VisualPlan
-    from edgellm.build.visual import build_visual
+    from edgellm.build.engine import build_engine
+    from edgellm.build.plan import image_plan
     from edgellm.export.visual_bundle import VisualOptions, export_visual
 
     bundle, engine = (tmp_path_factory.mktemp("visual") / name for name in ("bundle", "engine"))
     source = open_checkpoint(str(EXAMPLES / "synthetic-vlm"), tokenizer=False)
     export_visual(source, bundle, VisualOptions("fp32"))
-    build_visual(bundle, engine, VisualPlan(4, 64, 32, 1), "onnxruntime", lambda _: None)
+    build_engine("visual", bundle, engine, image_plan(4, 64, 32, 1), "onnxruntime", lambda _: None)
     return bundle, engine
 
 
@@ -207,9 +207,11 @@ def test_half_precision_counts_as_it_is_computed(tmp_path, tiny_checkpoint):
 def test_an_engine_with_two_graphs(tiny_int4_engine):
     report = inspect(tiny_int4_engine)
     manifest = json.loads((tiny_int4_engine / "manifest.json").read_text())
-    assert [graph.name for graph in report.graphs] == [g["path"] for g in manifest["graphs"]]
+    assert [graph.name for graph in report.graphs] == [
+        graph["path"] for graph in manifest["graphs"]["decoder"]
+    ]
     assert len(report.graphs) == 2
-    costs = {int(rows): ms for rows, ms in manifest["pass_cost_ms"].items()}
+    costs = {int(rows): ms for rows, ms in manifest["cost_ms"]["pass"].items()}
     assert report.costs[0].ms_by_rows == costs
     # A token passes through the first graph alone, and takes one row of the table.
     table = next(t for t in report.graphs[0].tensors if t.part == "embedding")

@@ -12,10 +12,8 @@ import pytest
 from conftest import assert_one_line_error
 from PIL import Image
 
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
-from edgellm.build.plan import Plan, VisualPlan
-from edgellm.build.visual import build_visual
+from edgellm.build.plan import Plan, image_plan
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -72,10 +70,12 @@ def test_the_shipped_draft_is_accepted_and_changes_nothing(tmp_path):
     export_visual(source, tmp_path / "seeing", VisualOptions("fp32"))
     plan = Plan(256, 512, 1, "auto", max_verify_tree_size=60, max_draft_tree_size=60)
     engine = tmp_path / "engine"
-    build_engine(tmp_path / "bundle", engine, plan, "onnxruntime", lambda _: None)
-    build_draft(tmp_path / "drafted", engine, plan, "onnxruntime", lambda _: None)
-    limits = VisualPlan(4, 256, 64, threads=1)
-    build_visual(tmp_path / "seeing", tmp_path / "encoder", limits, "onnxruntime", lambda _: None)
+    build_engine("llm", tmp_path / "bundle", engine, plan, "onnxruntime", lambda _: None)
+    build_engine("draft", tmp_path / "drafted", engine, plan, "onnxruntime", lambda _: None)
+    limits = image_plan(4, 256, 64, threads=1)
+    build_engine(
+        "visual", tmp_path / "seeing", tmp_path / "encoder", limits, "onnxruntime", lambda _: None
+    )
     llm = LLM(engine, spec=SpecOptions(tree="fixed"), multimodal_engine_dir=tmp_path / "encoder")
     exact, rounds = 0, []
     for number in range(4):

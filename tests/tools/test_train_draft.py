@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from edgellm import contract
 from edgellm.contract import EdgeLLMError
 from edgellm.export import models
+from edgellm.manifest import Bundle
 from edgellm.tools.train_draft import run as run_module
 from edgellm.tools.train_draft.base import Prompt
 from edgellm.tools.train_draft.corpus import Generation
@@ -390,7 +391,7 @@ def test_the_export_agrees_with_the_network(job, base, tmp_path):
 class _Graphs:
     """An exported draft with its cache."""
 
-    def __init__(self, folder: Path, manifest: contract.DraftBundleManifest) -> None:
+    def __init__(self, folder: Path, manifest: Bundle) -> None:
         import onnxruntime as ort
 
         self.open = lambda name: ort.InferenceSession(

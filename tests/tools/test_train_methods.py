@@ -13,15 +13,15 @@ import torch
 from conftest import make_checkpoint
 from safetensors.torch import load_file, save_file
 
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import DraftBundleManifest, EdgeLLMError
+from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint, open_draft
+from edgellm.manifest import Bundle
 from edgellm.tools.train_draft.cli import train_draft
 from edgellm.tools.train_draft.corpus import Generation
 from edgellm.tools.train_draft.losses import PIECE, token_loss
@@ -80,16 +80,18 @@ def _of(job: Job, method: str) -> Job:
     return replace(job, method=method, num_heads=3 if method == "medusa" else 0)
 
 
-def _engine(job: Job, base: Path, folder: Path) -> tuple[Path, DraftBundleManifest]:
+def _engine(job: Job, base: Path, folder: Path) -> tuple[Path, Bundle]:
     options = ExportOptions("fp32", draft_model_dir=str(job.output_dir))
     export_llm(open_checkpoint(str(base)), folder / "bundle", options)
     draft = open_draft(str(job.output_dir))
     whole = open_checkpoint(str(base), tokenizer=False)
     manifest = export_draft(draft, whole, folder / "draft_bundle", DraftOptions("fp32"))
     plan = Plan(64, 128, 1, "same", "none", max_verify_tree_size=8)
-    build_engine(folder / "bundle", folder / "engine", plan, "onnxruntime", lambda _: None)
+    build_engine("llm", folder / "bundle", folder / "engine", plan, "onnxruntime", lambda _: None)
     plan = Plan(64, 128, 1, "auto", "none", max_draft_tree_size=32)
-    build_draft(folder / "draft_bundle", folder / "engine", plan, "onnxruntime", lambda _: None)
+    build_engine(
+        "draft", folder / "draft_bundle", folder / "engine", plan, "onnxruntime", lambda _: None
+    )
     return folder / "engine", manifest
 
 

@@ -15,8 +15,8 @@ from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.bench.flags import Depth, Generate, InputFile, Output, Prompt, Repetitions
 
 if TYPE_CHECKING:
-    from edgellm.contract import EngineManifest
     from edgellm.device_runtime.speculate.options import SpecOptions
+    from edgellm.manifest import Engine
     from edgellm.tools.bench.results import Results
 
 REQUESTS = Path(__file__).with_name("requests.json")
@@ -77,7 +77,7 @@ def bench(
             _print(results, output)
 
 
-def _prompts(text: str, manifest: EngineManifest) -> tuple[int, ...]:
+def _prompts(text: str, manifest: Engine) -> tuple[int, ...]:
     """The lengths that were asked for, or those of the default that the engine takes."""
     if text:
         return tuple(length for length in numbers("--prompt", text) if length)
@@ -95,11 +95,10 @@ def _described(how: SpecOptions | None) -> str:
     return ", ".join((drafters, f"trees {trees}", *given))
 
 
-def _engine(folder: Path, manifest: EngineManifest) -> dict[str, str]:
+def _engine(folder: Path, manifest: Engine) -> dict[str, str]:
     """What was measured; a manifest has the hashes of all files of an engine."""
     from edgellm.artifact import hash_file
-    from edgellm.contract import DRAFT_FOLDER, MANIFEST_NAME
-    from edgellm.device_runtime.runners import library_of
+    from edgellm.manifest import DRAFT_FOLDER, MANIFEST_NAME
 
     draft = folder / DRAFT_FOLDER / MANIFEST_NAME
     return {
@@ -107,8 +106,10 @@ def _engine(folder: Path, manifest: EngineManifest) -> dict[str, str]:
         "engine manifest sha256": hash_file(folder / MANIFEST_NAME).sha256,
         **({"draft manifest sha256": hash_file(draft).sha256} if draft.exists() else {}),
         "model": f"{manifest.decoder.model_type}, {manifest.decoder.num_parameters / 1e6:.1f} M",
-        "backend": f"{library_of(manifest.backend)} {manifest.backend_version}",
-        "precision": ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in manifest.graphs),
+        "backend": f"{manifest.library} {manifest.backend_version}",
+        "precision": ", ".join(
+            f"{g.precision} up to {g.max_rows} rows" for g in manifest.main_graphs
+        ),
         "threads": str(manifest.options["threads"] or "all"),
     }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.contract import EngineManifest, LimitError, RequestError
+from edgellm.contract import LimitError, RequestError
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.llm import LLM, Answer
 from edgellm.device_runtime.profile import GENERATION, PREFILL, Profile
@@ -15,6 +15,7 @@ from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.requests import Options
 from edgellm.device_runtime.runner import start_request
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.manifest import Engine
 from edgellm.tools.bench.results import Pair
 
 _GREEDY = SamplingParams(temperature=0)
@@ -27,7 +28,7 @@ _FILLER = (
 
 
 def check_sizes(
-    manifest: EngineManifest, prompts: Sequence[int], depths: Sequence[int], generated: int
+    manifest: Engine, prompts: Sequence[int], depths: Sequence[int], generated: int
 ) -> None:
     """Refuse what the engine was not built for.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.contract import EngineManifest
 from edgellm.device_runtime.llm import Answer
 from edgellm.device_runtime.profile import PREFILL
+from edgellm.manifest import Engine
 
 
 @dataclass(slots=True)
@@ -52,12 +52,12 @@ def describe(answer: Answer) -> str:
     return ", ".join(words)
 
 
-def context(used_tokens: int, manifest: EngineManifest) -> str:
+def context(used_tokens: int, manifest: Engine) -> str:
     """How full the KV cache is."""
     return f"context {used_tokens} of {manifest.max_kv_cache_capacity}"
 
 
-def statistics(totals: Totals, used_tokens: int, manifest: EngineManifest) -> list[str]:
+def statistics(totals: Totals, used_tokens: int, manifest: Engine) -> list[str]:
     """Everything about a session, a line each."""
     computed = totals.prompt_tokens - totals.reused_tokens
     lines = [

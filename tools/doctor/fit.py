@@ -6,27 +6,21 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgellm.build.engine import read_bundle, read_draft_bundle
+from edgellm.build.backends import choose, options_of
 from edgellm.build.fit import Prediction, predict
-from edgellm.build.plan import CompilerOptions, Plan, VisualPlan
-from edgellm.build.visual import read_visual_bundle
-from edgellm.contract import (
-    MANIFEST_NAME,
-    BundleManifest,
-    DraftBundleManifest,
-    EdgeLLMError,
-    load_manifest,
-)
+from edgellm.build.plan import Plan, image_plan
+from edgellm.build.products import DRAFT, LLM, PRODUCTS, VISUAL, read_bundle
+from edgellm.contract import EdgeLLMError
+from edgellm.manifest import LLM_BUNDLE, MANIFEST_NAME, load_bundle
 from edgellm.tools.doctor.checks import FAULT, OK, Finding
 
-_LLM, _DRAFT, _VISUAL = "llm_bundle", "draft_bundle", "visual_bundle"
 _INPUT, _CAPACITY, _TREE = 1024, 4096, 60  # llm_build's own
 
 
 def examine_bundle(bundle: Path, backend: str, target_sm: str) -> Iterator[Finding]:
     """A finding for each need of a build with usual lengths into a folder beside `bundle`."""
     try:
-        prediction = _predict(bundle, backend, CompilerOptions(target_sm))
+        prediction = _predict(bundle, backend, {"--gpu": target_sm or None})
     except EdgeLLMError as error:
         yield Finding(f"{bundle}", FAULT, str(error), error.hint)
         return
@@ -36,24 +30,21 @@ def examine_bundle(bundle: Path, backend: str, target_sm: str) -> Iterator[Findi
         yield Finding(need.what, FAULT if need.remedy else OK, need.found, need.remedy)
 
 
-def _predict(bundle: Path, backend: str, options: CompilerOptions) -> Prediction:
+def _predict(source: Path, backend: str, flags: dict[str, str | None]) -> Prediction:
     try:
-        kind = json.loads((bundle / MANIFEST_NAME).read_text("utf-8"))["kind"]
+        found = json.loads((source / MANIFEST_NAME).read_text("utf-8"))["kind"]
     except (OSError, ValueError, KeyError, TypeError):
-        kind = _LLM
-    engine = bundle.absolute().parent / "engine"
-    if kind == _VISUAL:
-        visual_plan = VisualPlan(4, 1024, 512, 0, compiler=options)
-        visual = read_visual_bundle(bundle, visual_plan)
-        return predict(bundle, visual, visual_plan, backend, engine)
-    if kind == _DRAFT:
-        manifest = load_manifest(bundle, DraftBundleManifest)
-        longest, tree = manifest.draft.decoder.max_positions, _TREE
+        found = LLM_BUNDLE
+    product = next((name for name, each in PRODUCTS.items() if each.bundle == found), LLM)
+    name = choose(backend, "")
+    options = options_of(name, flags)
+    if product == VISUAL:
+        plan = image_plan(4, 1024, 512, 0, options=options)
     else:
-        manifest = load_manifest(bundle, BundleManifest)
-        longest, tree = manifest.decoder.max_positions, 0
-    capacity = min(_CAPACITY, longest)
-    rows = min(_INPUT, capacity)
-    plan = Plan(rows, capacity, 0, "auto", max_draft_tree_size=tree, compiler=options)
-    manifest = (read_draft_bundle if kind == _DRAFT else read_bundle)(bundle, plan)
-    return predict(bundle, manifest, plan, backend, engine)
+        longest = load_bundle(source, PRODUCTS[product].bundle).decoder.max_positions
+        capacity = min(_CAPACITY, longest)
+        tree = _TREE if product == DRAFT else 0
+        rows = min(_INPUT, capacity)
+        plan = Plan(rows, capacity, 0, "auto", max_draft_tree_size=tree, options=options)
+    bundle = read_bundle(product, source, plan)
+    return predict(source, bundle, plan, name, source.absolute().parent / "engine")

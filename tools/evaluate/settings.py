@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from edgellm.artifact import hash_file, replace_file
-from edgellm.contract import DRAFT_FOLDER, MANIFEST_NAME, EdgeLLMError
+from edgellm.contract import EdgeLLMError
+from edgellm.manifest import DRAFT_FOLDER, MANIFEST_NAME
 
 RUN_FILE = "run.json"
 _FLAGS = {

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from edgellm.contract import (
-    BundleManifest,
-    DraftBundleManifest,
+from edgellm.manifest import (
+    DRAFT_BUNDLE,
+    LLM_BUNDLE,
+    VISUAL_BUNDLE,
+    Bundle,
     FileRecord,
-    VisualBundleManifest,
-    load_manifest,
+    load_bundle,
 )
 from edgellm.tools.inspection.graphs import read_graph
 from edgellm.tools.inspection.origins import of_bundle
@@ -31,7 +32,7 @@ _FLOAT_BYTES = {"float16": 2, "float32": 4}
 
 def inspect_bundle(folder: Path, check: Check) -> Report:
     """The bundle of a decoder."""
-    manifest = load_manifest(folder, BundleManifest)
+    manifest = load_bundle(folder, LLM_BUNDLE)
     check(folder, manifest.files)
     spec = manifest.decoder
     return Report(
@@ -45,7 +46,7 @@ def inspect_bundle(folder: Path, check: Check) -> Report:
             "hidden taps": listed(manifest.hidden_taps),
         },
         description=described(manifest),
-        graphs=(read_graph(folder / "model.onnx", _FLOAT_BYTES[manifest.dtype]),),
+        graphs=(read_graph(folder / _main(manifest), _FLOAT_BYTES[manifest.dtype]),),
         origins=of_bundle(manifest.provenance),
         loads_as=_computed_in(manifest.dtype),
         files=manifest.files,
@@ -57,17 +58,16 @@ def inspect_bundle(folder: Path, check: Check) -> Report:
 
 def inspect_draft_bundle(folder: Path, check: Check) -> Report:
     """The bundle of a draft."""
-    manifest = load_manifest(folder, DraftBundleManifest)
+    manifest = load_bundle(folder, DRAFT_BUNDLE)
     check(folder, manifest.files)
     spec, size = manifest.draft, _FLOAT_BYTES[manifest.dtype]
-    names = ("model.onnx", "fuse.onnx") if spec.fuses else ("model.onnx",)
     return Report(
         path=str(folder),
         kind=manifest.kind,
         title=f"ONNX bundle of a draft: {decoder_title(spec.decoder)}, {_stored(manifest)}",
         facts={**draft_facts(spec), **_graph_facts(manifest)},
         description=described(manifest),
-        graphs=tuple(read_graph(folder / name, size) for name in names),
+        graphs=tuple(read_graph(folder / one.path, size) for one in manifest.graphs.values()),
         origins=of_bundle(manifest.provenance),
         loads_as=_computed_in(manifest.dtype),
         files=manifest.files,
@@ -78,9 +78,9 @@ def inspect_draft_bundle(folder: Path, check: Check) -> Report:
 
 def inspect_visual_bundle(folder: Path, check: Check) -> Report:
     """The bundle of a visual encoder."""
-    manifest = load_manifest(folder, VisualBundleManifest)
+    manifest = load_bundle(folder, VISUAL_BUNDLE)
     check(folder, manifest.files)
-    graph = read_graph(folder / "model.onnx", _FLOAT_BYTES[manifest.dtype], is_encoder=True)
+    graph = read_graph(folder / _main(manifest), _FLOAT_BYTES[manifest.dtype], is_encoder=True)
     return Report(
         path=str(folder),
         kind=manifest.kind,
@@ -95,12 +95,16 @@ def inspect_visual_bundle(folder: Path, check: Check) -> Report:
     )
 
 
-def _stored(manifest: BundleManifest | DraftBundleManifest | VisualBundleManifest) -> str:
+def _main(manifest: Bundle) -> str:
+    return next(iter(manifest.graphs.values())).path
+
+
+def _stored(manifest: Bundle) -> str:
     return f"{manifest.dtype}, quantization {manifest.quantization}"
 
 
 def _graph_facts(
-    manifest: BundleManifest | DraftBundleManifest | VisualBundleManifest,
+    manifest: Bundle,
 ) -> dict[str, str]:
     return {
         "activations": manifest.dtype,

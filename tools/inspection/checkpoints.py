@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from edgellm.contract import KVCacheSpec
 from edgellm.export.checkpoint import Checkpoint, TensorInfo
 from edgellm.export.medusa_config import head_names
 from edgellm.export.source import open_checkpoint
+from edgellm.manifest import KVCacheSpec
 from edgellm.tools.inspection.origins import of_checkpoint
 from edgellm.tools.inspection.report import Graph, Report, flat
 from edgellm.tools.inspection.tensors import VISION, Contents, Tensor, layer_of, part_of

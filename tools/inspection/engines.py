@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from edgellm.contract import (
+from edgellm.manifest import (
+    ALL_HEADS,
+    DRAFT_ENGINE,
     DRAFT_FOLDER,
+    EXTEND,
+    LLM_ENGINE,
     MANIFEST_NAME,
-    DraftEngineManifest,
-    EngineManifest,
-    VisualEngineManifest,
-    load_manifest,
+    PASS,
+    STEP,
+    VISUAL_ENGINE,
+    Engine,
+    load_engine,
 )
-from edgellm.device_runtime.runners import library_of
 from edgellm.tools.inspection.bundles import Check
 from edgellm.tools.inspection.graphs import read_graph
 from edgellm.tools.inspection.origins import of_engine
@@ -33,7 +37,7 @@ _AS_STORED = "as stored; ONNX Runtime's packed copies, which take the place of t
 
 def inspect_engine(folder: Path, check: Check) -> Report:
     """The engine of a decoder, and of the draft beside it."""
-    manifest = load_manifest(folder, EngineManifest)
+    manifest = load_engine(folder, LLM_ENGINE)
     check(folder, manifest.files)
     spec, draft = manifest.decoder, None
     if (folder / DRAFT_FOLDER / MANIFEST_NAME).exists():
@@ -61,17 +65,16 @@ def inspect_engine(folder: Path, check: Check) -> Report:
         kv=spec.kv,
         capacity=manifest.max_kv_cache_capacity,
         is_decoder=True,
-        costs=_costs({"a pass": manifest.pass_cost_ms}),
+        costs=_costs({"a pass": manifest.costs(PASS)}),
         draft=draft,
     )
 
 
 def inspect_draft_engine(folder: Path, check: Check) -> Report:
     """The engine of a draft."""
-    manifest = load_manifest(folder, DraftEngineManifest)
+    manifest = load_engine(folder, DRAFT_ENGINE)
     check(folder, manifest.files)
     spec = manifest.draft
-    fuse = [read_graph(folder / manifest.fuse_graph)] if manifest.fuse_graph else []
     return Report(
         path=str(folder),
         kind=manifest.kind,
@@ -82,24 +85,23 @@ def inspect_draft_engine(folder: Path, check: Check) -> Report:
             **({} if spec.num_heads else _growth_facts(manifest)),
         },
         description=described(manifest),
-        graphs=(*_graphs(folder, manifest), *fuse),
+        graphs=_graphs(folder, manifest),
         origins=of_engine(manifest.provenance),
         loads_as=_AS_STORED,
         files=manifest.files,
         kv=spec.decoder.kv,
         capacity=manifest.max_kv_cache_capacity,
         costs=_costs(
-            {"all heads": manifest.extend_cost_ms}
-            if spec.num_heads
-            else {
-                "a draft step": manifest.step_cost_ms,
-                "fusing and committing": manifest.extend_cost_ms,
+            {
+                "all heads": manifest.costs(ALL_HEADS),
+                "a draft step": manifest.costs(STEP),
+                "fusing and committing": manifest.costs(EXTEND),
             }
         ),
     )
 
 
-def _growth_facts(manifest: DraftEngineManifest) -> dict[str, str]:
+def _growth_facts(manifest: Engine) -> dict[str, str]:
     return {
         "KV cache": f"{manifest.max_kv_cache_capacity} tokens, {manifest.draft.decoder.kv.dtype}",
         "largest drafted tree": _nodes(manifest.max_draft_tree_size),
@@ -108,13 +110,16 @@ def _growth_facts(manifest: DraftEngineManifest) -> dict[str, str]:
 
 def inspect_visual_engine(folder: Path, check: Check) -> Report:
     """The engine of a visual encoder."""
-    manifest = load_manifest(folder, VisualEngineManifest)
+    manifest = load_engine(folder, VISUAL_ENGINE)
     check(folder, manifest.files)
-    an_image = f"{manifest.min_image_tokens} to {manifest.max_image_tokens_per_image}"
+    (graph,), an_image = (
+        manifest.main_graphs,
+        f"{manifest.min_image_tokens} to {manifest.max_image_tokens_per_image}",
+    )
     return Report(
         path=str(folder),
         kind=manifest.kind,
-        title=f"visual engine: {encoder_title(manifest.vision)}, {manifest.precision}",
+        title=f"visual engine: {encoder_title(manifest.vision)}, {graph.precision}",
         facts={
             **vision_facts(manifest.vision),
             **_build_facts(manifest),
@@ -122,16 +127,16 @@ def inspect_visual_engine(folder: Path, check: Check) -> Report:
             "of a request's images": f"{manifest.max_image_tokens} at most",
         },
         description=described(manifest),
-        graphs=(read_graph(folder / manifest.graph, is_encoder=True),),
+        graphs=(read_graph(folder / graph.path, is_encoder=True),),
         origins=of_engine(manifest.provenance),
         loads_as=_AS_STORED,
         files=manifest.files,
     )
 
 
-def _graphs(folder: Path, manifest: EngineManifest | DraftEngineManifest) -> tuple[Graph, ...]:
+def _graphs(folder: Path, manifest: Engine) -> tuple[Graph, ...]:
     """One for each file; the kinds of passes of a compiled plan share theirs."""
-    paths = dict.fromkeys(graph.path for graph in manifest.graphs)
+    paths = dict.fromkeys(one.path for graphs in manifest.graphs.values() for one in graphs)
     return tuple(read_graph(folder / path) for path in paths)
 
 
@@ -144,19 +149,19 @@ def _costs(measured: Mapping[str, dict[str, float]]) -> tuple[Costs, ...]:
 
 
 def _build_facts(
-    manifest: EngineManifest | DraftEngineManifest | VisualEngineManifest,
+    manifest: Engine,
 ) -> dict[str, str]:
     return {
-        "backend": f"{library_of(manifest.backend)} {manifest.backend_version}",
+        "backend": f"{manifest.library} {manifest.backend_version}",
         "machine": manifest.machine,
         "quantization": manifest.quantization,
         "options": ", ".join(f"{key} {value}" for key, value in manifest.options.items()),
     }
 
 
-def _precisions(manifest: EngineManifest | DraftEngineManifest) -> str:
-    parts = [f"{graph.precision} up to {graph.max_rows} rows" for graph in manifest.graphs]
-    return f"{library_of(manifest.backend)}, {', '.join(parts)}"
+def _precisions(manifest: Engine) -> str:
+    parts = [f"{graph.precision} up to {graph.max_rows} rows" for graph in manifest.main_graphs]
+    return f"{manifest.library}, {', '.join(parts)}"
 
 
 def _nodes(size: int) -> str:

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from edgellm.artifact import verify_files, verify_sizes
-from edgellm.contract import MANIFEST_NAME, BrokenArtifactError, EdgeLLMError
+from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.manifest import MANIFEST_NAME
 from edgellm.tools.inspection.bundles import (
     inspect_bundle,
     inspect_draft_bundle,

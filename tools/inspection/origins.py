@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.artifact import hash_file
-from edgellm.contract import MANIFEST_NAME
+from edgellm.manifest import MANIFEST_NAME
 from edgellm.tools.inspection.report import Origin
 
 _QUANTIZED = "edgellm_quant.json"  # written by edgellm-quantize beside the weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgellm.contract import FileRecord, KVCacheSpec
+from edgellm.manifest import FileRecord, KVCacheSpec
 from edgellm.tools.inspection.tensors import Tensor
 
 

@@ -6,27 +6,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from edgellm.contract import (
-    BundleManifest,
-    DecoderSpec,
-    DraftBundleManifest,
-    DraftEngineManifest,
-    DraftSpec,
-    EngineManifest,
-    VisionSpec,
-    VisualBundleManifest,
-    VisualEngineManifest,
-)
+from edgellm.manifest import Bundle, DecoderSpec, DraftSpec, Engine, VisionSpec
 from edgellm.tools.inspection.report import flat
 
-Manifest = (
-    BundleManifest
-    | DraftBundleManifest
-    | VisualBundleManifest
-    | EngineManifest
-    | DraftEngineManifest
-    | VisualEngineManifest
-)
+Manifest = Bundle | Engine
 
 
 def described(manifest: Manifest) -> dict[str, Any]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from edgellm.contract import RequestError
 from edgellm.device_runtime.llm import LLM, Answer
-from edgellm.device_runtime.prefix_cache import RecordedSession
 from edgellm.device_runtime.sampling import SamplingParams
-from edgellm.device_runtime.session import I64, Bool, PassResult, Session
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 
@@ -26,29 +24,6 @@ class Ask:
     stop: tuple[str, ...] = ()
     images: tuple[str, ...] = ()  # paths or data: URIs, as the messages have placeholders
     template_flags: Mapping[str, Any] = field(default_factory=dict)
-
-
-class InterruptibleSession(RecordedSession):
-    """A session that asks before every pass whether it is still wanted."""
-
-    def __init__(self, session: Session, check: Callable[[], None]) -> None:
-        super().__init__(session)
-        self._check = check
-
-    def run(
-        self,
-        token_ids: I64,
-        write_index: int,
-        logits_index: I64,
-        *,
-        position_ids: I64 | None = None,
-        tree_mask: Bool | None = None,
-    ) -> PassResult:
-        """See `Session.run`; raises what the check raises, with the cache as it was."""
-        self._check()
-        return super().run(
-            token_ids, write_index, logits_index, position_ids=position_ids, tree_mask=tree_mask
-        )
 
 
 def load(

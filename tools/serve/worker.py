@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.llm import LLM, Answer
-from edgellm.tools.serve.engine import Ask, InterruptibleSession, start
+from edgellm.tools.serve.engine import Ask, start
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Event, Failed, Finished, Started
 from edgellm.tools.serve.metrics import Metrics
@@ -42,7 +42,7 @@ class Worker:
     ) -> None:
         self.llm, self._metrics = llm, metrics
         self._size, self._request_timeout_s = queue_size, request_timeout_s
-        llm.session = InterruptibleSession(llm.session, self._check)
+        llm.session.before_pass = self._check
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._running: Job | None = None

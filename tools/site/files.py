@@ -11,17 +11,14 @@ from typing import Any
 
 import msgspec
 
-from edgellm import contract
+from edgellm import manifest
 from edgellm.device_runtime import requests
 from edgellm.tools.tables import Table, markdown
 
-_MANIFESTS = (
-    contract.BundleManifest, contract.DraftBundleManifest, contract.VisualBundleManifest,
-    contract.EngineManifest, contract.DraftEngineManifest, contract.VisualEngineManifest,
-)  # fmt: skip
+_MANIFESTS = (manifest.Bundle, manifest.Engine)
 _PARTS = (
-    contract.DecoderSpec, contract.KVCacheSpec, contract.CacheRanges, contract.ImageSpec,
-    contract.DraftSpec, contract.VisionSpec, contract.PassGraph, contract.FileRecord,
+    manifest.GraphSpec, manifest.DecoderSpec, manifest.KVCacheSpec, manifest.CacheRanges,
+    manifest.ImageSpec, manifest.DraftSpec, manifest.VisionSpec, manifest.FileRecord,
 )  # fmt: skip
 
 
@@ -29,10 +26,9 @@ def manifest_page() -> str:
     """Markdown of every `manifest.json`, and of what is inside."""
     head = (
         "# Manifests\n\n`manifest.json` of a bundle or engine lists all of its files. This is "
-        f"contract version {contract.CONTRACT_VERSION}; what has another is refused.\n"
+        f"contract version {manifest.CONTRACT_VERSION}; what has another is refused.\n"
     )
-    whole = [_dataclass(one, f"`{_kind(one)}`: ") for one in _MANIFESTS]
-    return "\n".join([head, *whole, *(_dataclass(one, "") for one in _PARTS)])
+    return "\n".join([head, *(_dataclass(one) for one in (*_MANIFESTS, *_PARTS))])
 
 
 def request_page() -> str:
@@ -46,16 +42,12 @@ def request_page() -> str:
     return "\n".join([head, *map(_struct, kinds)])
 
 
-def _kind(manifest: type) -> str:
-    return manifest.__dataclass_fields__["kind"].default
-
-
-def _dataclass(kind: type, prefix: str) -> str:
+def _dataclass(kind: type) -> str:
     notes = comments(kind)
     rows = tuple(
         (one.name, f"`{one.type}`", notes.get(one.name, "")) for one in dataclasses.fields(kind)
     )
-    return _section(kind, prefix, ("field", "type", ""), rows)
+    return _section(kind, ("field", "type", ""), rows)
 
 
 def _struct(kind: type[msgspec.Struct]) -> str:
@@ -64,7 +56,7 @@ def _struct(kind: type[msgspec.Struct]) -> str:
         (name, f"`{_schema(field)}`", _default(field), notes.get(name, ""))
         for name, field in declared["properties"].items()
     )
-    return _section(kind, "", ("field", "type", "default", ""), rows)
+    return _section(kind, ("field", "type", "default", ""), rows)
 
 
 def _schema(field: dict[str, Any]) -> str:
@@ -101,9 +93,7 @@ def comments(kind: type) -> dict[str, str]:
     return found
 
 
-def _section(
-    kind: type, prefix: str, columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]
-) -> str:
-    about = prefix + inspect.cleandoc(kind.__doc__ or "")
+def _section(kind: type, columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> str:
+    about = inspect.cleandoc(kind.__doc__ or "")
     table = markdown(Table("", columns, rows, is_numeric=False)).partition("\n\n")[2]
     return f"## {kind.__name__}\n\n{about}\n\n{table}"

@@ -9,7 +9,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgellm.artifact import hash_file, verify_files
-from edgellm.contract import DRAFT_FOLDER, MANIFEST_NAME, BrokenArtifactError, FileRecord
+from edgellm.contract import BrokenArtifactError
+from edgellm.manifest import DRAFT_FOLDER, MANIFEST_NAME, FileRecord
 
 _KINDS = ("llm_bundle", "draft_bundle", "visual_bundle", "llm_engine", "draft_engine",
           "visual_engine")  # fmt: skip

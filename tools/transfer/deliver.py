@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from edgellm.contract import MANIFEST_NAME, BrokenArtifactError, EdgeLLMError, LimitError
+from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError
+from edgellm.manifest import MANIFEST_NAME
 from edgellm.tools.transfer import scripts
 from edgellm.tools.transfer.cargo import Cargo, listing
 from edgellm.tools.transfer.send import Sent, require_tools, send

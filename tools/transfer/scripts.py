@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 
-from edgellm.contract import FileRecord
+from edgellm.manifest import FileRecord
 
 _END = "EDGELLM_END_OF_LIST"
 MANIFEST_MARK = "edgellm manifest"

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgellm.contract import (
-    BrokenArtifactError,
-    DraftEngineManifest,
-    EdgeLLMError,
-    EngineManifest,
-    VisualEngineManifest,
-)
+from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction_sets
-from edgellm.device_runtime.session import DraftSession, HeadsSession, Session, VisualSession
+from edgellm.manifest import ENCODER, Engine
 
 MINIMUM_VERSION = (1, 22)
 
@@ -37,78 +32,37 @@ def available() -> str:
     return version
 
 
-def open_session(engine: Path, manifest: EngineManifest) -> Session:
+def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     """Load the engine's graphs.
 
     Raises:
         BrokenArtifactError: built with another ONNX Runtime or for another processor, whose
             prepacked weights this one would misread.
     """
-    from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
-    from edgellm.device_runtime.runners.onnxruntime_cpu import session
-
-    _check_origin(engine, manifest)
-    threads = int(manifest.options["threads"])
-    loaded = [
-        session.LoadedGraph(
-            graphs.load_graph(engine / graph.path, threads=threads, optimize=False),
-            graph.max_rows,
-        )
-        for graph in manifest.graphs
-    ]
-    return session.OnnxRuntimeSession(
-        loaded, manifest.decoder, manifest.max_kv_cache_capacity, len(manifest.hidden_taps)
+    from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
+        LoadedGraph,
+        OnnxRuntimeRunner,
     )
+    from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
+
+    _check_origin(folder, engine)
+    threads, opened = int(engine.options["threads"]), {}
+    for role, graphs in engine.graphs.items():
+        # An encoder's images have all sizes.
+        options = {"threads": threads, "optimize": False, "keeps_memory": role != ENCODER}
+        loaded = [LoadedGraph(load_graph(folder / g.path, **options), g.max_rows) for g in graphs]
+        kv = engine.cache_of(role)
+        opened[role] = OnnxRuntimeRunner(loaded, kv, engine.max_kv_cache_capacity)
+    return opened
 
 
-def open_draft_session(engine: Path, manifest: DraftEngineManifest) -> DraftSession:
-    """Load a draft engine; raises as `open_session` does."""
-    from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
-    from edgellm.device_runtime.runners.onnxruntime_cpu import session
-
-    _check_origin(engine, manifest)
-    threads = int(manifest.options["threads"])
-    model, fuse = (
-        graphs.load_graph(engine / path, threads=threads, optimize=False) if path else None
-        for path in (manifest.graphs[0].path, manifest.fuse_graph)
-    )
-    assert model is not None
-    return session.OnnxRuntimeDraftSession(
-        model, fuse, manifest.draft.decoder, manifest.max_kv_cache_capacity
-    )
-
-
-def open_heads(engine: Path, manifest: DraftEngineManifest) -> HeadsSession:
-    """Load an engine of Medusa heads; raises as `open_session` does."""
-    from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
-    from edgellm.device_runtime.runners import onnxruntime_heads as heads
-
-    _check_origin(engine, manifest)
-    threads, path = int(manifest.options["threads"]), engine / manifest.graphs[0].path
-    return heads.OnnxRuntimeHeads(graphs.load_graph(path, threads=threads, optimize=False))
-
-
-def open_visual_session(engine: Path, manifest: VisualEngineManifest) -> VisualSession:
-    """Load a visual engine; raises as `open_session` does."""
-    from edgellm.device_runtime.runners import onnxruntime_encoder as encoder
-    from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
-
-    _check_origin(engine, manifest)
-    threads, path = int(manifest.options["threads"]), engine / manifest.graph
-    graph = graphs.load_graph(path, threads=threads, optimize=False, keeps_memory=False)
-    return encoder.OnnxRuntimeVisualSession(graph)
-
-
-def _check_origin(
-    engine: Path, manifest: EngineManifest | DraftEngineManifest | VisualEngineManifest
-) -> None:
-    maker = "visual_build" if isinstance(manifest, VisualEngineManifest) else "llm_build"
+def _check_origin(folder: Path, engine: Engine) -> None:
     for what, built, found in (
-        ("ONNX Runtime", manifest.backend_version, available()),
-        ("processor", manifest.machine, instruction_sets()),
+        ("ONNX Runtime", engine.backend_version, available()),
+        ("processor", engine.machine, instruction_sets()),
     ):
         if built != found:
             raise BrokenArtifactError(
-                f"{engine} was built for {what} {built}, this machine has {found}",
-                hint=f"run {maker} on this machine",
+                f"{folder} was built for {what} {built}, this machine has {found}",
+                hint=f"run {engine.builder} on this machine",
             )

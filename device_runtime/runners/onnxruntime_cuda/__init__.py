@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from edgellm.contract import DraftEngineManifest, EngineManifest, VisualEngineManifest
-from edgellm.device_runtime.runners import onnxruntime_cpu
-from edgellm.device_runtime.session import DraftSession, HeadsSession, Session, VisualSession
+from edgellm.device_runtime.runners import Runner, onnxruntime_cpu
+from edgellm.manifest import (
+    DECODER,
+    DRAFT,
+    ENCODER,
+    DecoderSpec,
+    DraftSpec,
+    Engine,
+    GraphSpec,
+    Spec,
+)
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
 
 
 def available() -> str:
@@ -14,49 +27,49 @@ def available() -> str:
     return onnxruntime_cpu.available()
 
 
-def _device() -> str:
-    """The device of engines, which must be here; their versions do not matter."""
+def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
+    """Load the engine's graphs, which depend on no version.
+
+    Raises:
+        BrokenArtifactError: ONNX Runtime refuses a graph.
+        LimitError: the device's memory does not suffice.
+        EdgeLLMError: CUDA does not run here.
+    """
     available()
     from edgellm.device_runtime.runners.onnxruntime_cuda import provider
 
-    return provider.require_cuda()
+    threads, capacity = int(engine.options["threads"]), engine.max_kv_cache_capacity
+    device = provider.require_cuda()
+    return open_graphs(folder, engine.graphs, engine.spec, capacity, threads, device)
 
 
-def open_session(engine: Path, manifest: EngineManifest) -> Session:
-    """Load a base's engine; raises `EdgeLLMError` where CUDA does not run."""
-    device = _device()
-    from edgellm.device_runtime.runners.onnxruntime_cuda import cuda_session
+def open_graphs(
+    folder: Path,
+    graphs: Mapping[str, tuple[GraphSpec, ...]],
+    spec: Spec,
+    capacity: int,
+    threads: int,
+    device: str,
+) -> dict[str, Runner]:
+    """Load graphs onto a device; raises as `open_engine`."""
+    from edgellm.device_runtime.runners.onnxruntime_cuda.runner import CudaRunner, PlainRunner
+    from edgellm.device_runtime.runners.onnxruntime_cuda.slots import ROWS_GRAPH
+    from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 
-    return cuda_session.open_base(engine, manifest, device)
+    def load(path: str, role: str) -> InferenceSession:
+        keeps = role != ENCODER  # whose images have all sizes
+        return load_graph(
+            folder / path, threads=threads, optimize=False, keeps_memory=keeps, device=device
+        )
 
-
-def open_draft_session(engine: Path, manifest: DraftEngineManifest) -> DraftSession:
-    """Load a draft engine; raises as `open_session` does."""
-    device = _device()
-    from edgellm.device_runtime.runners.onnxruntime_cuda import cuda_session
-
-    return cuda_session.open_draft(engine, manifest, device)
-
-
-def open_heads(engine: Path, manifest: DraftEngineManifest) -> HeadsSession:
-    """Load an engine of Medusa heads; raises as `open_session` does."""
-    device = _device()
-    from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
-    from edgellm.device_runtime.runners import onnxruntime_heads as heads
-
-    threads, path = int(manifest.options["threads"]), engine / manifest.graphs[0].path
-    graph = graphs.load_graph(path, threads=threads, optimize=False, device=device)
-    return heads.OnnxRuntimeHeads(graph)
-
-
-def open_visual_session(engine: Path, manifest: VisualEngineManifest) -> VisualSession:
-    """Load a visual engine; raises as `open_session` does."""
-    device = _device()
-    from edgellm.device_runtime.runners import onnxruntime_encoder as encoder
-    from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
-
-    threads, path = int(manifest.options["threads"]), engine / manifest.graph
-    graph = graphs.load_graph(
-        path, threads=threads, optimize=False, keeps_memory=False, device=device
-    )
-    return encoder.OnnxRuntimeVisualSession(graph)
+    opened: dict[str, Runner] = {}
+    for role, (graph,) in graphs.items():
+        loaded = load(graph.path, role)
+        if role == DECODER and isinstance(spec, DecoderSpec):
+            mover, window = load(ROWS_GRAPH, role), spec.sliding_window
+            opened[role] = CudaRunner(loaded, mover, spec, capacity, device, window)
+        elif role == DRAFT and isinstance(spec, DraftSpec):
+            opened[role] = CudaRunner(loaded, None, spec.decoder, capacity, device)
+        else:
+            opened[role] = PlainRunner(loaded)
+    return opened

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import LimitError
-from edgellm.device_runtime.runners.tensorrt.device import Context, Device, Engine
+from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Context, Device
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Layout, Packed, Shape
 
 Placed = Mapping[str, tuple[Shape, int]]  # tensors with a shape and an address of their own
@@ -87,7 +87,7 @@ class PassRunner:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: CompiledEngine,
         device: Device,
         fixed: Mapping[str, int],
         arguments_bytes: int,

@@ -143,7 +143,7 @@ class Context(Protocol):
         ...
 
 
-class Engine(Protocol):
+class CompiledEngine(Protocol):
     """A loaded engine; its weights lie on the device."""
 
     @property

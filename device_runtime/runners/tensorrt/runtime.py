@@ -49,7 +49,7 @@ def load_engine(trt: Any, path: Path, device: Device, caches: Mapping[str, str])
 
 
 class LoadedEngine:
-    """See `device.Engine`."""
+    """See `device.CompiledEngine`."""
 
     def __init__(
         self, trt: Any, runtime: Any, engine: Any, device: Device, log: LibraryLog
@@ -69,22 +69,22 @@ class LoadedEngine:
 
     @property
     def num_profiles(self) -> int:
-        """See `device.Engine`."""
+        """See `device.CompiledEngine`."""
         return self._engine.num_optimization_profiles
 
     def shape_range(self, name: str, profile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """See `device.Engine`."""
+        """See `device.CompiledEngine`."""
         if -1 not in (known := self.tensors[name].shape):
             return known, known
         least, _, most = self._engine.get_tensor_profile_shape(name, profile)
         return tuple(least), tuple(most)
 
     def scratch_bytes(self, profile: int) -> int:
-        """See `device.Engine`."""
+        """See `device.CompiledEngine`."""
         return max(int(self._engine.get_device_memory_size_for_profile_v2(profile)), 1)
 
     def new_context(self, profile: int, scratch: Buffer) -> LoadedContext:
-        """See `device.Engine`."""
+        """See `device.CompiledEngine`."""
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self._engine.create_execution_context(strategy)
         if context is None:

@@ -1,7 +1,7 @@
 """Real engines, compiled ahead of time by TensorRT-RTX on a machine without a GPU, and their gates.
 
-The kernels are those of the compiler's own list (`layers.py`). What runs on a GPU, and what full
-TensorRT makes of the same graphs, is seen elsewhere (`benchmarks/gpu`).
+The kernels are those of the compiler's own list (`kernel_log.py`). What runs on a GPU, and what
+full TensorRT makes of the same graphs, is seen elsewhere (`benchmarks/gpu`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,9 @@ from tensorrt_bundles import (
 
 from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.tensorrt.kernel_log import Kernel, copied_caches
-from edgellm.contract import (
-    CANDIDATE_IDS,
-    CANDIDATE_LOG_PROBS,
-    DRAFT_FOLDER,
-    DraftEngineManifest,
-    EdgeLLMError,
-    load_manifest,
-)
+from edgellm.contract import CANDIDATE_IDS, CANDIDATE_LOG_PROBS, EdgeLLMError
 from edgellm.export import visual
+from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 
 pytest.importorskip(
     "tensorrt_rtx", reason="engines are compiled with tensorrt_rtx: pip install '.[tensorrt-rtx]'"
@@ -92,9 +86,9 @@ def test_medusa_heads(bundles, tmp_path, sm):
     assert (engine.passes, engine.notes) == (("heads",), ())
     assert {kernel.pass_index for kernel in engine.kernels} == {0}
     assert len(engine.kernels) <= 6
-    manifest = load_manifest(tmp_path / "engine" / DRAFT_FOLDER, DraftEngineManifest)
-    assert [(graph.path, graph.max_rows) for graph in manifest.graphs] == [("heads.engine", 1)]
-    assert (manifest.machine, manifest.extend_cost_ms) == (f"sm{sm}", {})
+    manifest = load_engine(tmp_path / "engine" / DRAFT_FOLDER, DRAFT_ENGINE)
+    assert [(graph.path, graph.max_rows) for graph in manifest.main_graphs] == [("heads.engine", 1)]
+    assert (manifest.machine, manifest.costs("extend")) == (f"sm{sm}", {})
     outputs = {each.name: each.dims for kernel in engine.kernels for each in kernel.outputs}
     assert outputs[CANDIDATE_IDS] == outputs[CANDIDATE_LOG_PROBS] == (1, 3, TREE)
 

@@ -10,12 +10,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from edgellm.build.plan import CompilerOptions
 from edgellm.build.tensorrt import target
+from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.profiles import Pass
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.runners.tensorrt import library
+from edgellm.device_runtime.sessions.decoder import open_decoder
 
 FEATURES = dict.fromkeys(library.FEATURES, object)
 
@@ -110,7 +111,7 @@ MANIFEST = SimpleNamespace(
 def test_engines_of_another_origin(pretend, full, sm, fault):
     pretend(full=full and _module("tensorrt", full), sm=sm)
     with pytest.raises(BrokenArtifactError, match=f"TensorRT 10.16.2.10 for sm110, {fault}") as err:
-        tensorrt.open_session(Path("engine"), MANIFEST)  # type: ignore[arg-type]
+        open_decoder(Path("engine"), MANIFEST)  # type: ignore[arg-type]
     assert "run llm_build on the machine" in err.value.hint
 
 
@@ -127,7 +128,7 @@ def _compile(folder: Path, nodes: list[onnx.NodeProto], *inputs: onnx.ValueInfoP
     graph = helper.make_graph(nodes, "g", list(inputs), [output])
     opset = helper.make_opsetid("", 24)
     onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=10), folder / "g.onnx")
-    options = CompilerOptions("89")
+    options = TensorRtOptions("89")
     build(
         folder / "g.onnx",
         [ROWS],

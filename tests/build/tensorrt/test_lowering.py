@@ -16,13 +16,13 @@ from quantized_layouts import LAYOUTS, write_checkpoint
 from edgellm import contract
 from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.lowering.weights import WeightFile
-from edgellm.build.plan import Plan, VisualPlan
-from edgellm.build.tensorrt.lower import lower_decoder
+from edgellm.build.plan import Plan, image_plan
+from edgellm.build.tensorrt.lower import lower
 from edgellm.build.tensorrt.profiles import base_passes, draft_passes, image_pass
-from edgellm.contract import VisionSpec
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
+from edgellm.manifest import VisionSpec
 from edgellm.multimodal.grids import grid_inputs
 
 CAPACITY, ROWS, WRITTEN = 32, 5, 3
@@ -43,9 +43,8 @@ def _bundle(source: Path, folder: Path, dtype: str = "fp32") -> Path:
 def _lowered(portable: Path, folder: Path, candidates: int = 0) -> Path:
     model, weights = ir.load(portable), WeightFile(folder / "lowered.data")
     halves = {value.dtype for value in model.graph.inputs} & {ir.DataType.FLOAT16}
-    lower_decoder(
-        model, CAPACITY, weights, ir.DataType.FLOAT16 if halves else ir.DataType.FLOAT, candidates
-    )
+    dtype = ir.DataType.FLOAT16 if halves else ir.DataType.FLOAT
+    lower(model, weights, dtype, CAPACITY, candidates)
     weights.close()
     ir.save(model, folder / "lowered.onnx")
     return folder / "lowered.onnx"
@@ -197,7 +196,7 @@ def _spec(**changes: int) -> VisionSpec:
 
 
 def test_every_image_fits_into_its_pass():
-    spec, plan = _spec(), VisualPlan(4, 128, 64, 0)
+    spec, plan = _spec(), image_plan(4, 128, 64, 0)
     ranges = image_pass(plan, spec).ranges
     assert ranges["patches"] == (16, 256)
     for rows in range(1, 65):
@@ -209,4 +208,4 @@ def test_every_image_fits_into_its_pass():
 
 def test_tiles_are_counted_whole():
     spec = _spec(image_size=448, tokens_per_tile=256, window_size=0)
-    assert image_pass(VisualPlan(4, 2048, 1000, 0), spec).ranges == {"tiles": (1, 3)}
+    assert image_pass(image_plan(4, 2048, 1000, 0), spec).ranges == {"tiles": (1, 3)}

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from tensorrt_engines import CONFIG, Peak, build_and_watch, write_checkpoint
 
-from edgellm.build.plan import CompilerOptions, Plan
+from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.memory import MappedFile, memory_returned
+from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 
@@ -84,9 +85,9 @@ def test_a_build_holds_one_copy_of_the_weights(watched):
 
 def test_the_prediction_covers_the_build(watched):
     from edgellm.build.backends import find
-    from edgellm.build.engine import read_bundle
+    from edgellm.build.products import read_bundle
 
     bundle, peak = watched
-    plan = Plan(1024, 4096, 0, "auto", compiler=CompilerOptions(target_sm="12.0"))
-    predicted = find("tensorrt").estimate(bundle, read_bundle(bundle, plan), plan)
+    plan = Plan(1024, 4096, 0, "auto", options=TensorRtOptions(target_sm="12.0"))
+    predicted = find("tensorrt").estimate(bundle, read_bundle("llm", bundle, plan), plan)
     assert peak.anonymous_bytes < predicted.peak_build_bytes < 1.25 * peak.anonymous_bytes

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
-from edgellm.device_runtime.session import HostResult
+from edgellm.device_runtime.sessions.decoder import PassResult
 from edgellm.device_runtime.speculate.accept import (
     Accepted,
     Typical,
@@ -150,7 +150,7 @@ def tree_of(seed: int, context: tuple[int, ...], depth: int) -> Tree:
     return Tree(np.array(token_ids), np.array(parents), np.ones(len(parents)))
 
 
-def verify(seed: int, context: tuple[int, ...], tree: Tree) -> HostResult:
+def verify(seed: int, context: tuple[int, ...], tree: Tree) -> PassResult:
     """What the base computes for every node."""
     rows = []
     for node in range(len(tree)):
@@ -160,7 +160,7 @@ def verify(seed: int, context: tuple[int, ...], tree: Tree) -> HostResult:
             node = int(tree.parents[node])
         rows.append(base_logits(seed, context + tuple(path[::-1])))
     logits = np.stack(rows)
-    return HostResult(logits.argmax(-1), logits, logits[:, :0])
+    return PassResult(logits.argmax(-1), logits, logits[:, :0])
 
 
 def emitted(seed: int, accept, sampler) -> tuple[int, ...]:
@@ -326,6 +326,6 @@ def test_typical_acceptance_follows_its_definition(threshold, alpha, seed):
 def test_typical_acceptance_of_vanishing_probabilities():
     logits = np.array([[0, 90, -90, 5], [1, 2, 3, 4]], np.float32)
     tree = Tree(np.array([0, 1]), np.array([-1, 0]), np.ones(2))
-    result = HostResult(logits.argmax(-1), logits, logits[:, :0])
+    result = PassResult(logits.argmax(-1), logits, logits[:, :0])
     outcome = accept_typically(tree, result, Sampler(SamplingParams(0.01, 1.0, 0)), Typical(0.09))
     assert outcome.path == [0, 1]

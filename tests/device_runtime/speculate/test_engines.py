@@ -7,15 +7,17 @@ import pytest
 import torch
 from eagle_reference import Reference, tree_mask
 
-from edgellm.contract import DraftEngineManifest, EngineManifest, load_manifest
-from edgellm.device_runtime import LLM, SamplingParams, runners
+from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.prove import prove
 from edgellm.device_runtime.requests import Options
 from edgellm.device_runtime.sampling import Sampler
+from edgellm.device_runtime.sessions import draft
+from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.device_runtime.speculate.loop import speculate
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.tree import Tree
+from edgellm.manifest import DRAFT_ENGINE, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 TOLERANCE = 2e-4
 NAMES = ("eagle3", "int4", "eagle1", "qwen3")
@@ -28,13 +30,13 @@ TREE = Tree(
 
 
 def open_base(engine):
-    manifest = load_manifest(engine, EngineManifest)
-    return runners.find("onnxruntime").open_session(engine, manifest)
+    manifest = load_engine(engine, LLM_ENGINE)
+    return open_decoder(engine, manifest)
 
 
 def open_draft(engine):
-    manifest = load_manifest(engine / "draft", DraftEngineManifest)
-    return runners.find("onnxruntime").open_draft_session(engine / "draft", manifest)
+    manifest = load_engine(engine / "draft", DRAFT_ENGINE)
+    return draft.open_draft(engine / "draft", manifest)
 
 
 def path_of(node: int) -> list[int]:
@@ -107,10 +109,9 @@ def test_a_compacted_cache_equals_a_fresh_one(pair, end):
 def test_taps_equal_the_portable_graph_and_transformers(pair):
     from transformers import AutoModelForCausalLM
 
-    from edgellm.contract import BundleManifest
     from edgellm.export.verify import run_outputs
 
-    manifest = load_manifest(pair.bundle, BundleManifest)
+    manifest = load_bundle(pair.bundle, LLM_BUNDLE)
     assert manifest.hidden_taps == pair.layout.taps
     expected = run_outputs(pair.bundle, manifest, PREFIX, len(PREFIX))
     found = open_base(pair.engine).run(PREFIX, 0, np.arange(len(PREFIX)))

@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, StrictModel, adversary, oracle
+from scripted_sessions import (
+    DRAFTS,
+    VOCAB,
+    StrictBase,
+    StrictDraft,
+    StrictModel,
+    adversary,
+    oracle,
+    recorded,
+)
 
 from edgellm.device_runtime.generate import generate
-from edgellm.device_runtime.prefix_cache import RecordedSession
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
@@ -79,7 +87,7 @@ class Setup:
         if self.is_model:
             self.session = StrictModel(self.draft_capacity, DRAFTS[self.draft])
             self.drafter = ModelDrafter(
-                RecordedSession(self.session), policy, self.limits, costs, num_candidates=VOCAB,
+                recorded(self.session), policy, self.limits, costs, num_candidates=VOCAB,
                 num_readable=VOCAB, prefill_rows=self.prefill_rows, lookups=lookups, gate=gate,
             )  # fmt: skip
             return

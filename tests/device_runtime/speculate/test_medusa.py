@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from medusa_heads import log_probs, make_tensors
 from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictHeads
 
-from edgellm.contract import DraftEngineManifest, LimitError, load_manifest
-from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
+from edgellm.contract import LimitError
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.sampling import Sampler
+from edgellm.device_runtime.sessions.heads import open_heads
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.lookup import LookupSource
 from edgellm.device_runtime.speculate.loop import speculate
@@ -27,6 +28,7 @@ from edgellm.device_runtime.speculate.medusa import MedusaDrafter
 from edgellm.device_runtime.speculate.ngram import NgramLookup
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
 from edgellm.device_runtime.speculate.static_tree import StaticTree
+from edgellm.manifest import DRAFT_ENGINE, load_engine
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLINGS = (
@@ -149,17 +151,26 @@ def test_losing_heads_pause():
 def test_an_engine_equals_torch(eagle_pairs, tmp_path, precision):
     from eagle_engines import draft_plan
 
-    from edgellm.build.draft import build_draft
+    from edgellm.build.engine import build_engine
 
     pair = eagle_pairs("medusa")
-    built = build_draft(
-        pair.draft_bundle, tmp_path / "engine", draft_plan(precision), "onnxruntime", lambda _: None
+    built = build_engine(
+        "draft",
+        pair.draft_bundle,
+        tmp_path / "engine",
+        draft_plan(precision),
+        "onnxruntime",
+        lambda _: None,
     )
     assert built.draft.num_heads == 3
-    assert (built.step_cost_ms, list(built.extend_cost_ms)) == ({}, ["1"])
-    assert (built.max_kv_cache_capacity, built.max_draft_tree_size, built.fuse_graph) == (0, 0, "")
-    assert built.graphs[0].precision == {"none": "fp32"}.get(precision, precision)
-    heads = runners.find("onnxruntime").open_heads(tmp_path / "engine" / "draft", built)
+    assert (built.costs("step"), list(built.costs("heads"))) == ({}, ["1"])
+    assert (built.max_kv_cache_capacity, built.max_draft_tree_size, [*built.graphs]) == (
+        0,
+        0,
+        ["heads"],
+    )
+    assert built.main_graphs[0].precision == {"none": "fp32"}.get(precision, precision)
+    heads = open_heads(tmp_path / "engine" / "draft", built)
     feature = torch.randn(96, generator=torch.Generator().manual_seed(2))
     expected = log_probs(make_tensors(), feature, 3, 1)
     ids, found = heads.candidates(feature.numpy(), REAL_VOCAB)
@@ -209,6 +220,6 @@ def test_trees_that_the_heads_cannot_fill(eagle_pairs, options, message):
 
 
 def test_the_manifest_says_which_heads(eagle_pairs):
-    manifest = load_manifest(eagle_pairs("medusa").engine / "draft", DraftEngineManifest)
+    manifest = load_engine(eagle_pairs("medusa").engine / "draft", DRAFT_ENGINE)
     assert (manifest.draft.method, manifest.draft.num_heads) == ("medusa", 3)
     assert manifest.draft.hidden_taps == (8,)

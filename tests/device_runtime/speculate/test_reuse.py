@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft
+from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, recorded
 
 from edgellm.device_runtime.generate import generate
-from edgellm.device_runtime.prefix_cache import KeptContexts, RecordedSession, count_common
+from edgellm.device_runtime.prefix_cache import KeptContexts, count_common
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
@@ -47,7 +47,7 @@ class Chat:
 
     def __post_init__(self) -> None:
         self.base = StrictBase(CAPACITY)
-        self.session = RecordedSession(self.base)
+        self.session = recorded(self.base)
         self.draft_session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
         self.rows = CommittedRows(self.draft_session, LIMITS.steps + 1)
         self.drafters = {
@@ -356,7 +356,7 @@ def test_a_tree_without_a_path_is_no_text(monkeypatch):
 
 
 def test_rows_of_a_tree_are_known_when_a_path_is_kept():
-    session, text = RecordedSession(StrictBase(16)), [1, 2, 3, 4, 5]
+    session, text = recorded(StrictBase(16)), [1, 2, 3, 4, 5]
     session.run(np.array(text[:3]), 0, np.array([2]))
     session.run(
         np.array(text[3:]), 3, np.arange(2), position_ids=np.array([3, 4]),
@@ -371,7 +371,7 @@ def test_the_record_follows_a_compaction():
     class Still(StrictBase):
         def compact(self, length, rows): ...
 
-    session = RecordedSession(Still(16))
+    session = recorded(Still(16))
     session.run(np.array([1, 2, 3, 4]), 0, np.array([3]))
     session.compact(0, np.array([0, 2]))
     assert session.held([1, 3, 4]) == session.held([1, 3]) == 2
@@ -381,7 +381,7 @@ def test_the_record_follows_a_compaction():
 
 def test_a_record_does_not_go_on_behind_unknown_rows():
     base = StrictBase(16)
-    session = RecordedSession(base)
+    session = recorded(base)
     base.run(np.array([1, 2]), 0, np.array([1]))
     session.run(np.array([3]), 2, np.array([0]))
     assert session.held([1, 2, 3]) == session.held([3]) == 0

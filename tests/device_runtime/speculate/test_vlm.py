@@ -12,12 +12,12 @@ from eagle_reference import BASE_HIDDEN, VOCAB
 from image_checkpoints import picture
 from vlm_engines import Engines, build_vlm
 
-from edgellm.contract import DRAFT_FOLDER, DraftEngineManifest, load_manifest
-from edgellm.device_runtime import runners
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams
-from edgellm.device_runtime.session import DraftSession, ImageRows
+from edgellm.device_runtime.sessions import ImageRows
+from edgellm.device_runtime.sessions.draft import DraftSession, open_draft
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # The layout of public drafts of Qwen2.5-VL: M-RoPE in the draft's config, too.
@@ -51,10 +51,10 @@ def engines(request, tmp_path_factory) -> Engines:
 def mrope_draft(tmp_path_factory) -> DraftSession:
     engines = build_vlm(tmp_path_factory.mktemp("mrope"), "qwen2_5_vl", MROPE)
     folder = engines.engine / DRAFT_FOLDER
-    manifest = load_manifest(folder, DraftEngineManifest)
+    manifest = load_engine(folder, DRAFT_ENGINE)
     assert manifest.draft.decoder.position_axes == 3
     assert manifest.draft.decoder.images is not None
-    return runners.find("onnxruntime").open_draft_session(folder, manifest)
+    return open_draft(folder, manifest)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -205,5 +205,5 @@ def test_a_draft_turns_by_three_positions(mrope_draft):
 
 def test_a_narrow_draft_reads_placeholders(tmp_path: Path):
     engines = build_vlm(tmp_path, "smolvlm", NARROW)
-    manifest = load_manifest(engines.engine / DRAFT_FOLDER, DraftEngineManifest)
+    manifest = load_engine(engines.engine / DRAFT_FOLDER, DRAFT_ENGINE)
     assert manifest.draft.decoder.images is None

@@ -10,8 +10,10 @@ import pytest
 from fake_gpu import FakeDevice
 from lowered_engines import CANDIDATES, Lowered
 
-from edgellm.contract import DRAFT_FOLDER, DraftEngineManifest, LimitError, load_manifest
-from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
+from edgellm.contract import LimitError
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.sessions.heads import open_heads
+from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = ("w83 w64 w53 w32 w35 w12 w15", "w10 w24 w79", "w20 w21")
@@ -67,8 +69,8 @@ def test_answers_are_those_of_plain_decoding(pair, lowered, device, monkeypatch,
 
 
 def test_candidates_are_those_of_onnxruntime(pair, lowered, device):
-    manifest = load_manifest(pair.engine / DRAFT_FOLDER, DraftEngineManifest)
-    reference = runners.find("onnxruntime").open_heads(pair.engine / DRAFT_FOLDER, manifest)
+    manifest = load_engine(pair.engine / DRAFT_FOLDER, DRAFT_ENGINE)
+    reference = open_heads(pair.engine / DRAFT_FOLDER, manifest)
     heads, random = lowered.open_heads(device), np.random.default_rng(4)
     for top_k in (1, 7, CANDIDATES, 3):
         feature = random.standard_normal(manifest.draft.base_hidden_size, np.float32)
@@ -89,7 +91,7 @@ def test_an_engine_with_too_few_candidates_is_refused_when_it_is_loaded(
     shutil.copytree(pair.engine, engine)
     manifest = engine / DRAFT_FOLDER / "manifest.json"
     content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**content, "extend_cost_ms": {}}))  # as of TensorRT's engines
+    manifest.write_text(json.dumps({**content, "cost_ms": {}}))  # as of TensorRT's engines
     lowered.replace_engines(monkeypatch, device)
     with pytest.raises(LimitError, match="exceeds the 40 candidates") as caught:
         LLM(engine, spec=SpecOptions(top_k=41))

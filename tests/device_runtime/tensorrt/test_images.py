@@ -13,19 +13,14 @@ from vlm_engines import build_vlm
 
 from edgellm import contract
 from edgellm.build.lowering.weights import WeightFile
-from edgellm.build.plan import Plan, VisualPlan
-from edgellm.build.tensorrt.lower import lower_decoder, lower_graph
+from edgellm.build.plan import Plan, image_plan
+from edgellm.build.tensorrt.lower import lower
 from edgellm.build.tensorrt.profiles import base_passes, image_pass
-from edgellm.contract import (
-    EngineManifest,
-    PassGraph,
-    VisualEngineManifest,
-    load_manifest,
-)
-from edgellm.device_runtime.runners import onnxruntime_cpu
-from edgellm.device_runtime.runners.tensorrt.session import TensorRtSession
-from edgellm.device_runtime.runners.tensorrt.visual import TensorRtVisualSession
-from edgellm.device_runtime.session import ImageRows
+from edgellm.device_runtime.runners import tensorrt
+from edgellm.device_runtime.sessions import ImageRows
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.sessions.encoder import EncoderSession, open_encoder
+from edgellm.manifest import DECODER, ENCODER, LLM_ENGINE, VISUAL_ENGINE, GraphSpec, load_engine
 from edgellm.multimodal.grids import grid_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,16 +33,17 @@ def engines(request, tmp_path_factory):
 
 
 def test_features_are_those_of_onnxruntime(engines, tmp_path):
-    manifest = load_manifest(engines.visual_engine, VisualEngineManifest)
+    manifest = load_engine(engines.visual_engine, VISUAL_ENGINE)
     spec = manifest.vision
     model = ir.load(engines.engine.parent / "visual_bundle" / "model.onnx")
     weights = WeightFile(tmp_path / "visual.data")
-    lower_graph(model, weights, ir.DataType.FLOAT)
+    lower(model, weights, ir.DataType.FLOAT)
     weights.close()
     ir.save(model, tmp_path / "visual.onnx")
-    device, cpu = FakeDevice(), onnxruntime_cpu.open_visual_session(engines.visual_engine, manifest)
-    passes = [image_pass(VisualPlan(1, 400, 200, 1), spec)]
-    session = TensorRtVisualSession(FakeEngine(tmp_path / "visual.onnx", passes, device), device)
+    device, cpu = FakeDevice(), open_encoder(engines.visual_engine, manifest)
+    passes = [image_pass(image_plan(1, 400, 200, 1), spec)]
+    loaded = FakeEngine(tmp_path / "visual.onnx", passes, device)
+    session = EncoderSession(tensorrt.runner_of(ENCODER, manifest, loaded, device))
     for grid in ((2, 3), (1, 1)) if spec.image_size else ((4, 8), (6, 4)):
         inputs = {contract.PIXEL_VALUES: random_pixels(spec, grid, 0)}
         if not spec.image_size:
@@ -57,20 +53,19 @@ def test_features_are_those_of_onnxruntime(engines, tmp_path):
 
 
 def test_image_rows_are_read_by_the_passes_that_have_some(engines, tmp_path):
-    manifest = load_manifest(engines.engine, EngineManifest)
+    manifest = load_engine(engines.engine, LLM_ENGINE)
     spec = manifest.decoder
     plan = Plan(512, CAPACITY, 1, "auto", max_verify_tree_size=24)
     model = ir.load(engines.engine.parent / "bundle" / "model.onnx")
     weights = WeightFile(tmp_path / "llm.data")
-    lower_decoder(model, CAPACITY, weights, ir.DataType.FLOAT)
+    lower(model, weights, ir.DataType.FLOAT, CAPACITY)
     weights.close()
     ir.save(model, tmp_path / "llm.onnx")
-    graphs = tuple(PassGraph("llm.engine", each.max_rows, "fp32") for each in base_passes(plan))
-    built = dataclasses.replace(manifest, graphs=graphs, max_verify_tree_size=24)
-    device, cpu = FakeDevice(), onnxruntime_cpu.open_session(engines.engine, manifest)
-    gpu = TensorRtSession(
-        FakeEngine(tmp_path / "llm.onnx", base_passes(plan), device), device, built
-    )
+    graphs = tuple(GraphSpec("llm.engine", each.max_rows, "fp32") for each in base_passes(plan))
+    built = dataclasses.replace(manifest, graphs={DECODER: graphs}, max_verify_tree_size=24)
+    device, cpu = FakeDevice(), open_decoder(engines.engine, manifest)
+    loaded = FakeEngine(tmp_path / "llm.onnx", base_passes(plan), device)
+    gpu = DecoderSession(tensorrt.runner_of(DECODER, built, loaded, device), spec, CAPACITY)
     random = np.random.default_rng(0)
     assert spec.images is not None
     levels = spec.images.num_deepstack

@@ -16,17 +16,18 @@ from lowered_engines import CANDIDATES, PLAN, Lowered
 
 from edgellm import contract
 from edgellm.build.tensorrt.profiles import base_passes
-from edgellm.contract import EngineManifest, LimitError, load_manifest
+from edgellm.contract import LimitError
 from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
+from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.runners.tensorrt.bound_pass import (
     bucket_of,
     bucket_sizes,
     fill_mask,
 )
-from edgellm.device_runtime.runners.tensorrt.session import TensorRtSession
 from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.manifest import DECODER, DRAFT, FUSE, LLM_ENGINE, FileRecord, load_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its answers are long
@@ -45,16 +46,14 @@ def device() -> FakeDevice:
 
 
 @pytest.fixture
-def session(lowered, device) -> TensorRtSession:
+def session(lowered, device) -> DecoderSession:
     return lowered.open(device)
 
 
 @pytest.fixture(scope="module")
 def reference(eagle_pair):
     """ONNX Runtime's session of the same base."""
-    return onnxruntime_cpu.open_session(
-        eagle_pair.engine, load_manifest(eagle_pair.engine, EngineManifest)
-    )
+    return open_decoder(eagle_pair.engine, load_engine(eagle_pair.engine, LLM_ENGINE))
 
 
 def _answer(llm: LLM, sampling: SamplingParams, *, speculative: bool = True) -> list[int]:
@@ -203,10 +202,13 @@ def test_prompts_and_the_cache_s_end(session, reference):
 def test_too_little_memory(lowered):
     with pytest.raises(LimitError, match="the GPU is full"):
         lowered.open(FakeDevice(memory_bytes=100_000))
-    record = contract.FileRecord(num_bytes=3_000_000_000, sha256="")
-    manifest = dataclasses.replace(lowered.manifest, files={"llm.engine": record})
+    record = FileRecord(num_bytes=3_000_000_000, sha256="")
+    rows = 500_000_000 // lowered.manifest.decoder.kv.bytes_per_token
+    manifest = dataclasses.replace(
+        lowered.manifest, files={"llm.engine": record}, max_kv_cache_capacity=rows
+    )
     with pytest.raises(LimitError, match=r"needs 3.50 GB on the GPU, 3.40 GB are free") as caught:
-        tensorrt.require_memory(3_400_000_000, manifest, kv_bytes=500_000_000)
+        tensorrt.require_memory(3_400_000_000, manifest)
     assert "--maxKVCacheCapacity (it takes 0.50 GB)" in caught.value.hint
 
 
@@ -222,7 +224,7 @@ def test_more_candidates_than_an_engine_gives(lowered, device):
 
 def test_no_size_of_a_pass_is_computed_on_the_device(lowered):
     """A CUDA graph cannot be recorded where the host must read a shape back."""
-    for path in (lowered.base, lowered.draft, lowered.fuse):
+    for path in map(lowered.path, (DECODER, DRAFT, FUSE)):
         graph = ir.load(path).graph
         assert not {node.op_type for node in graph} & {"NonZero", "Loop", "If", "Unique"}
         assert contract.TOP_K not in {value.name for value in graph.inputs}
@@ -250,7 +252,7 @@ def test_masks_are_widened_by_rows_that_all_see():
 
 
 def test_the_fake_gpu_finds_misuse(lowered, device):
-    engine = FakeEngine(lowered.base, base_passes(PLAN), device)
+    engine = FakeEngine(lowered.path(DECODER), base_passes(PLAN), device)
     scratch = device.allocate(10_000)
     context = engine.new_context(0, scratch)
     with pytest.raises(GpuMisuseError, match="nobody said where"):

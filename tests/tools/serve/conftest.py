@@ -10,7 +10,6 @@ import pytest
 from eagle_engines import EAGLE3, export_pair
 from serve_process import ServerProcess, serving
 
-from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.device_runtime import LLM
@@ -27,9 +26,9 @@ def roomy_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("roomy")
     pair = export_pair(folder, EAGLE3, max_position_embeddings=CAPACITY)
     base = Plan(1024, CAPACITY, 1, "same", "none", max_verify_tree_size=60)
-    build_engine(pair.bundle, pair.engine, base, "onnxruntime", lambda _: None)
+    build_engine("llm", pair.bundle, pair.engine, base, "onnxruntime", lambda _: None)
     draft = Plan(1024, CAPACITY, 1, "auto", "none", max_draft_tree_size=60)
-    build_draft(pair.draft_bundle, pair.engine, draft, "onnxruntime", lambda _: None)
+    build_engine("draft", pair.draft_bundle, pair.engine, draft, "onnxruntime", lambda _: None)
     # Without end tokens answers are as long as they are asked to be.
     manifest = pair.engine / "manifest.json"
     content = json.loads(manifest.read_text())

@@ -1,22 +1,24 @@
-"""Passes of a visual encoder: one image at a time."""
+"""Passes of an engine whose sizes all vary: images."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from edgellm import contract
-from edgellm.device_runtime.runners.tensorrt.device import Device, Engine
+from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Packed, packed_bytes
-from edgellm.device_runtime.session import F32
 
 
-class TensorRtVisualSession:
-    """An encoder's engine."""
+class TensorRtEncoder:
+    """See `runners.Runner`."""
 
-    def __init__(self, engine: Engine, device: Device) -> None:
+    cache = None
+
+    def __init__(self, engine: CompiledEngine, device: Device) -> None:
         """Allocate for the largest image; raises `LimitError` if the device is too small."""
         self._engine, self._device = engine, device
         self._scratch = device.allocate(engine.scratch_bytes(0))
@@ -30,8 +32,11 @@ class TensorRtVisualSession:
         self._place(self._inputs.pack(layout))
         self._outputs = Block(device, packed_bytes(self._results()))
 
-    def encode(self, inputs: Mapping[str, np.ndarray]) -> tuple[F32, F32]:
-        """See `edgellm.device_runtime.session.VisualSession.encode`."""
+    def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """See `runners.Runner`; nothing is held."""
+
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+        """See `runners.Runner`."""
         tensors = self._engine.tensors
         taken = {name: array for name, array in inputs.items() if name in tensors}
         layout = {name: (array.shape, tensors[name].dtype) for name, array in taken.items()}
@@ -46,10 +51,7 @@ class TensorRtVisualSession:
         self._context.enqueue()
         self._outputs.download(results)
         self._device.synchronize()
-        found = {name: array.astype(np.float32) for name, array in results.arrays.items()}
-        embeds = found[contract.IMAGE_EMBEDS]
-        none = np.zeros((0, *embeds.shape), np.float32)
-        return embeds, found.get(contract.DEEPSTACK_EMBEDS, none)
+        return {name: array.astype(np.float32) for name, array in results.arrays.items()}
 
     def _place(self, packed: Packed) -> None:
         for name, array in packed.arrays.items():

@@ -1,0 +1,63 @@
+"""What an engine for the CPU will weigh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+
+from edgellm.build.lowering.linear_weights import linear_layers
+from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
+from edgellm.build.onnxruntime_cpu.variants import variants_of
+from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
+from edgellm.manifest import DECODER, Bundle, KVCacheSpec
+
+
+def estimate_graphs(
+    source: Path, bundle: Bundle, plan: Plan, cache: KVCacheSpec | None
+) -> Estimate:
+    """See `edgellm.build.backends.Backend.estimate`."""
+    sizes: list[int] = []
+    read = largest = 0
+    for role, graph in bundle.graphs.items():
+        model = ir.load(source / graph.path)
+        linears, table = _linear_sizes(model, plan.quantize), _table_bytes(model)
+        variants = variants_of(role, model, bundle, plan)
+        # A prepacked file holds the weights twice: as they were, and as the kernels read them.
+        for variant in variants:
+            weights = linears["int8" if variant.precision == "int8" else "decode"]
+            sizes.append(table + (2 if variant.prepacks else 1) * sum(weights.values()))
+        if not read:  # the role that the engine is for comes first
+            kind = "decode" if role == DECODER or variants[0].precision != "int8" else "int8"
+            read = sum(linears[kind].values())
+        largest = max(largest, *linears["dense"].values())
+    # Graphs that are done stay loaded while the next one is made.
+    loaded = 2 * sum(sizes[:-1]) if DECODER in bundle.graphs else sum(sizes)
+    return Estimate(
+        engine_bytes=sum(sizes),
+        kv_bytes=cache.bytes_per_token * plan.kv_capacity if cache is not None else 0,
+        peak_build_bytes=RUNTIME_BYTES + loaded + max(sizes[-1], 3 * largest),
+        decode_bytes=read,
+    )
+
+
+def _table_bytes(model: ir.Model) -> int:
+    """The embedding, which is stored as it is, in every graph."""
+    tables = [node.inputs[0] for node in model.graph if node.op_type == "Gather"]
+    stored = [value.const_value for value in tables if value is not None]
+    return max((tensor.nbytes for tensor in stored if tensor is not None), default=0)
+
+
+def _linear_sizes(model: ir.Model, quantize: str) -> dict[str, dict[str, int]]:
+    """Bytes of each linear weight by node name: as decoded, as int8, and as a float32 copy."""
+    sizes: dict[str, dict[str, int]] = {"decode": {}, "int8": {}, "dense": {}}
+    for node, weight in linear_layers(model.graph):
+        name = str(node.name)
+        sizes["decode"][name] = (
+            weight.count // 2 + 4 * weight.count // INT4_BLOCK
+            if quantize == "int4"
+            else weight.decode_bytes
+        )
+        sizes["int8"][name] = weight.count
+        sizes["dense"][name] = 4 * weight.count
+    return sizes

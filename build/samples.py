@@ -1,0 +1,111 @@
+"""A few random passes over a graph of each role: a prompt, one row, a tree, an image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.device_runtime.sessions import ImageRows
+from edgellm.manifest import DECODER, DRAFT, ENCODER, FUSE, HEADS, Bundle, DecoderSpec, VisionSpec
+from edgellm.multimodal.grids import grid_inputs
+
+Inputs = Mapping[str, NDArray[Any]]
+_PROMPT = 6  # rows
+_CANDIDATES = 8
+# A root, two children, a child of each; so siblings and cousins must not see each other.
+_PARENTS = (-1, 0, 0, 1, 2)
+
+
+def sample_passes(role: str, bundle: Bundle, capacity: int, max_rows: int) -> list[Inputs]:
+    """Inputs of passes one behind the other, by contract name.
+
+    Args:
+        role: of the graph.
+        bundle: that it is of.
+        capacity: rows of its cache.
+        max_rows: of a pass.
+    """
+    random = np.random.default_rng(7)
+    if role == ENCODER:
+        return [_image(bundle.vision, random)]
+    if role in (FUSE, HEADS):
+        width = len(bundle.draft.hidden_taps) * bundle.draft.base_hidden_size
+        rows = 1 if role == HEADS else _PROMPT
+        taps = random.standard_normal((1, rows, width), np.float32)
+        return [{contract.HIDDEN_TAPS: taps, **_top_k(bundle, role)}]
+    passes = _rows(bundle.decoder, capacity, max_rows, random)
+    return [{**each, **_of_a_draft(bundle, role, each, random)} for each in passes]
+
+
+def _rows(
+    spec: DecoderSpec, capacity: int, max_rows: int, random: np.random.Generator
+) -> list[dict[str, NDArray[Any]]]:
+    nodes, prompt = len(_PARENTS), min(_PROMPT, max_rows, capacity - 1)
+    sizes = [prompt, 1]
+    if max_rows >= nodes and prompt + 1 + nodes <= capacity:
+        sizes.append(nodes)
+    passes, begin = [], 0
+    for at, rows in enumerate(sizes):
+        positions, more = np.arange(begin, begin + rows), {}
+        if at == 2:
+            depths, more[contract.TREE_MASK] = _tree()
+            positions = begin + depths
+        passes.append({
+            contract.INPUT_IDS: random.integers(0, spec.vocab_size, (1, rows)),
+            contract.POSITION_IDS: np.tile(positions, (spec.position_axes, 1)),
+            contract.WRITE_INDEX: np.array([begin]),
+            contract.LOGITS_INDEX: np.arange(rows),
+            **more,
+        })  # fmt: skip
+        begin += rows
+    return passes
+
+
+def _tree() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Depths, and what the nodes see."""
+    mask = np.eye(len(_PARENTS), dtype=np.bool_)
+    for node, parent in enumerate(_PARENTS[1:], 1):
+        mask[node] |= mask[parent]
+    return mask.sum(axis=1) - 1, mask
+
+
+def _of_a_draft(
+    bundle: Bundle, role: str, inputs: Inputs, random: np.random.Generator
+) -> dict[str, NDArray[Any]]:
+    """What a draft takes beside a decoder's inputs."""
+    if role != DRAFT:
+        return {}
+    shape = (1, inputs[contract.INPUT_IDS].shape[1], bundle.decoder.hidden_size)
+    hidden = random.standard_normal(shape, np.float32)
+    return {contract.DRAFT_HIDDEN: hidden, **_top_k(bundle, role)}
+
+
+def _top_k(bundle: Bundle, role: str) -> dict[str, NDArray[Any]]:
+    if role not in (DRAFT, HEADS):
+        return {}
+    return {contract.TOP_K: np.array([min(_CANDIDATES, bundle.draft.draft_vocab_size)])}
+
+
+def _image(spec: VisionSpec, random: np.random.Generator) -> Inputs:
+    """An image of noise: two tiles, or a grid that has windows of several sizes."""
+    if spec.image_size:
+        shape = (2, 3, spec.image_size, spec.image_size)
+        return {contract.PIXEL_VALUES: random.standard_normal(shape, np.float32)}
+    side = max(spec.window_size, spec.merge_size)
+    rows, columns = side + spec.merge_size, 2 * side
+    pixels = random.standard_normal((rows * columns, spec.patch_values), np.float32)
+    return {contract.PIXEL_VALUES: pixels, **grid_inputs(rows, columns, spec)}
+
+
+def held_inputs(role: str, bundle: Bundle) -> Inputs:
+    """Image rows that no token of the samples stands for, where the graph takes some."""
+    images = bundle.decoder.images if role in (DECODER, DRAFT) else None
+    if images is None:
+        return {}
+    none = ImageRows.none(bundle.decoder.hidden_size, images.num_deepstack)
+    levels = {contract.DEEPSTACK_EMBEDS: none.deepstack} if images.num_deepstack else {}
+    return {contract.IMAGE_EMBEDS: none.embeds, **levels}

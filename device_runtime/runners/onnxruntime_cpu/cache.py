@@ -1,0 +1,44 @@
+"""A KV cache in the host's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.manifest import KVCacheSpec
+
+
+class HostCache:
+    """Keys and values of all layers in one array [2 * layers, 1, num_kv_heads, C, head_dim]."""
+
+    def __init__(self, spec: KVCacheSpec, capacity: int) -> None:
+        layers = [(layer, part) for layer in range(spec.num_layers) for part in ("key", "value")]
+        shape = (len(layers), 1, spec.num_kv_heads, capacity, spec.head_dim)
+        # ONNX Runtime does not keep the array alive that it is given.
+        self._rows = np.zeros(shape, spec.dtype)
+        self._values = [ort.OrtValue.ortvalue_from_numpy(rows) for rows in self._rows]
+        self._layers = layers
+
+    def bind(self, binding: ort.IOBinding) -> None:
+        """As inputs, and in the same place as outputs."""
+        for (layer, part), value in zip(self._layers, self._values, strict=True):
+            binding.bind_ortvalue_input(contract.past_name(layer, part), value)
+            binding.bind_ortvalue_output(contract.present_name(layer, part), value)
+
+    def compact(self, length: int, rows: NDArray[np.int64]) -> None:
+        """See `runners.Cache`."""
+        if rows[-1] + 1 > len(rows):  # otherwise they stand where they belong
+            # The right side is a copy, so that overlapping rows are safe.
+            self._rows[..., length : length + len(rows), :] = self._rows[..., length + rows, :]
+
+    def read_rows(self, length: int) -> NDArray[Any]:
+        """See `runners.Cache`."""
+        return self._rows[..., :length, :].copy()
+
+    def write_rows(self, rows: NDArray[Any]) -> None:
+        """See `runners.Cache`."""
+        self._rows[..., : rows.shape[-2], :] = rows

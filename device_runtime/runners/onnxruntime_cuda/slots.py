@@ -1,0 +1,51 @@
+"""What graphs for CUDA take instead of `write_index` and `tree_mask`: where rows go, what they see.
+
+So no node computes sizes, which ONNX Runtime would place on the CPU.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm import contract
+
+VISIBLE = "visible"  # bool [S, T]; row i may see slot j of the cache
+SLOTS = "slots"  # int64 [1, num_kv_heads, S, 3]; batch, head and slot of each new row
+HOST_INPUTS = (contract.TOP_K,)  # that kernels read in the host's memory
+ROWS_GRAPH = "rows.onnx"  # moves rows of a cache
+KEPT = "kept"  # int64 [K]; its input beside SLOTS: whose rows go there
+
+
+def slot_indices(num_kv_heads: int, rows: int) -> NDArray[np.int64]:
+    """Where rows go, int64 [1, num_kv_heads, rows, 3]; the slots are still to be filled in."""
+    indices = np.zeros((1, num_kv_heads, rows, 3), np.int64)
+    indices[..., 1] = np.arange(num_kv_heads)[:, None]
+    return indices
+
+
+def fill_visible(
+    out: NDArray[np.bool_],
+    write_index: int,
+    positions: NDArray[np.int64],
+    mask: NDArray[np.bool_] | None,
+    window: int | None,
+) -> None:
+    """Write what rows see.
+
+    Args:
+        out: bool [S, T].
+        write_index: slots before the new rows.
+        positions: int64 [S], of the new rows.
+        mask: bool [S, M], rules the last M slots up to the new rows'; None is causal.
+        window: of positions that a row sees, its own included; None: all.
+    """
+    rows, width = out.shape
+    end = write_index + rows
+    mask = np.tri(rows, dtype=np.bool_) if mask is None else mask
+    first = end - mask.shape[1]
+    out[:, :first], out[:, first:end], out[:, end:] = True, mask, False
+    if window is not None:
+        slots = np.arange(width)
+        slots[write_index:end] = positions
+        out &= slots > positions[:, None] - window

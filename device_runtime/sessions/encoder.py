@@ -1,0 +1,42 @@
+"""Runs of a visual encoder: one image at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.runners import Runner
+from edgellm.device_runtime.sessions import F32
+from edgellm.manifest import ENCODER, Engine
+
+
+class EncoderSession:
+    """A loaded visual encoder."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def encode(self, inputs: Mapping[str, NDArray]) -> tuple[F32, F32]:
+        """Features of one image.
+
+        Args:
+            inputs: those of the encoder's graph by contract name.
+
+        Returns:
+            `image_embeds` float32 [N, H] and `deepstack_embeds` float32 [L, N, H]; L may be 0.
+        """
+        found = self._runner.run(inputs)
+        embeds = found[contract.IMAGE_EMBEDS].copy()
+        if contract.DEEPSTACK_EMBEDS in found:
+            return embeds, found[contract.DEEPSTACK_EMBEDS].copy()
+        return embeds, np.zeros((0, *embeds.shape), np.float32)
+
+
+def open_encoder(folder: Path, engine: Engine) -> EncoderSession:
+    """Load a visual engine; raises as `runners.Backend.open_engine`."""
+    return EncoderSession(runners.find(engine.backend).open_engine(folder, engine)[ENCODER])

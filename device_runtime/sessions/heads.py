@@ -1,0 +1,44 @@
+"""Medusa heads: candidates for some levels from one feature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from edgellm import contract
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.runners import Runner
+from edgellm.device_runtime.sessions import F32, I64
+from edgellm.manifest import HEADS, Engine
+
+
+class HeadsSession:
+    """Loaded heads."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def candidates(self, feature: F32, top_k: int) -> tuple[I64, F32]:
+        """What may follow the newest token, one head for each further token.
+
+        Args:
+            feature: float32 [H], of the newest row of the base's cache, whose logits gave the
+                newest token.
+            top_k: K, candidates of a head.
+
+        Returns:
+            Token ids int64 [N, K], best first, and their log-probabilities float32 [N, K]; valid
+            until the next call.
+
+        Raises:
+            LimitError: the engine gives fewer candidates.
+        """
+        inputs = {contract.HIDDEN_TAPS: feature[None, None], contract.TOP_K: np.array([top_k])}
+        found = self._runner.run(inputs)
+        return found[contract.CANDIDATE_IDS][0], found[contract.CANDIDATE_LOG_PROBS][0]
+
+
+def open_heads(folder: Path, engine: Engine) -> HeadsSession:
+    """Load an engine of Medusa heads; raises as `runners.Backend.open_engine`."""
+    return HeadsSession(runners.find(engine.backend).open_engine(folder, engine)[HEADS])

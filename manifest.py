@@ -1,0 +1,366 @@
+"""What artifacts say of themselves: the facts of a network, bundles and engines.
+
+An artifact is of a product: a language model (llm), a draft, a visual encoder. Its graphs have
+roles. Standard library and `edgellm.contract` only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from edgellm.contract import BrokenArtifactError
+
+CONTRACT_VERSION = 2
+MANIFEST_NAME = "manifest.json"
+DRAFT_FOLDER = "draft"  # of an engine: where its draft's engine lies
+
+# Roles of graphs
+DECODER = "decoder"  # a language model
+DRAFT = "draft"  # a draft network with a cache of its own
+FUSE = "fuse"  # makes a draft's hidden rows of a base's features
+HEADS = "heads"  # foresee tokens from one feature, without a cache
+ENCODER = "encoder"  # a visual encoder
+
+# Kinds of passes that are measured
+PASS = "pass"  # of a decoder
+STEP = "step"  # of a draft: rows of one growth
+EXTEND = "extend"  # of a draft: rows fused and committed
+ALL_HEADS = "heads"  # of all of them
+
+DEVICES = ("cpu", "cuda")  # of libraries that have a backend for each, the usual one first
+
+LLM_BUNDLE, LLM_ENGINE = "llm_bundle", "llm_engine"
+DRAFT_BUNDLE, DRAFT_ENGINE = "draft_bundle", "draft_engine"
+VISUAL_BUNDLE, VISUAL_ENGINE = "visual_bundle", "visual_engine"
+_MAKERS = {
+    LLM_BUNDLE: "edgellm-export llm",
+    DRAFT_BUNDLE: "edgellm-export draft",
+    VISUAL_BUNDLE: "edgellm-export visual",
+    LLM_ENGINE: "llm_build",
+    DRAFT_ENGINE: "llm_build --eagleDraft",
+    VISUAL_ENGINE: "visual_build",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRanges:
+    """The largest magnitudes that a calibration found in a KV cache, layer by layer."""
+
+    calibrated_for: str  # "fp8" or "int8": what the checkpoint's cache is meant to hold
+    keys: tuple[float, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """Linear KV cache: per layer one key and one value tensor [1, num_kv_heads, C, head_dim]."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    ranges: CacheRanges | None = None  # None: nobody calibrated a cache of bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of all layers' keys and values of one token."""
+        itemsize = {"float32": 4, "float16": 2, "int8": 1}[self.dtype]
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpec:
+    """How a decoder takes images: as token ids from `vocab_size` on, rows of IMAGE_EMBEDS."""
+
+    model_type: str  # of the vision-language model, whose encoder makes the rows
+    token_id: int  # the placeholder that a processor repeats for every row of an image
+    num_deepstack: int = 0  # L of DEEPSTACK_EMBEDS
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """The facts about a decoder that a builder or a runtime needs."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    num_parameters: int
+    kv: KVCacheSpec
+    sliding_window: int | None = None
+    position_axes: int = 1  # 3: time, row and column (M-RoPE)
+    images: ImageSpec | None = None  # None: text only
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """The facts about a draft network, and about the base that it was trained for.
+
+    A tap is a residual stream of the base: i < num_layers enters layer i (Hugging Face's
+    `hidden_states[i]`), i = num_layers is the output of the final norm.
+    """
+
+    method: str  # "eagle3", "eagle", or "medusa", whose `decoder` has no layers and no cache
+    decoder: DecoderSpec  # the draft's own sizes and KV cache; `vocab_size` is the base's
+    draft_vocab_size: int
+    base_hidden_size: int
+    base_num_layers: int
+    hidden_taps: tuple[int, ...]
+    fuses: bool  # features pass through the `fuse` graph; if not, they are `draft_hidden`
+    num_heads: int = 0  # of "medusa": head d gives the candidates of a tree's level d + 1
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """The facts about a visual encoder that a runtime needs; images are RGB.
+
+    With `image_size` 0 an image is a grid of patches of any size whose sides are multiples of
+    `merge_size`; else it is cut into square tiles, all of the same number of tokens.
+    """
+
+    model_type: str
+    hidden_size: int  # H of the language model, the width of `image_embeds`
+    patch_size: int  # pixels
+    merge_size: int  # M: a token is a block of M * M patches
+    temporal_patch_size: int  # frames of a patch; an image is repeated as often
+    window_size: int  # side of an attention window in patches (Z is its square); 0: no windows
+    position_grid: int  # side of the learned table of positions; 0: there is none to interpolate
+    num_deepstack: int  # L
+    image_size: int  # E of tiles, 0 without
+    tokens_per_tile: int  # 0 without tiles
+    num_parameters: int
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers of one flattened patch: channel, frame, row, column."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size and hash of one file of an artifact."""
+
+    num_bytes: int
+    sha256: str
+
+
+Spec = DecoderSpec | DraftSpec | VisionSpec
+_SPECS: dict[str, type] = {
+    LLM_BUNDLE: DecoderSpec, LLM_ENGINE: DecoderSpec, DRAFT_BUNDLE: DraftSpec,
+    DRAFT_ENGINE: DraftSpec, VISUAL_BUNDLE: VisionSpec, VISUAL_ENGINE: VisionSpec,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSpec:
+    """One graph."""
+
+    path: str
+    max_rows: int = 0  # query rows of a pass that it is meant for; 0: any
+    precision: str = ""  # of an engine's linear layers
+
+
+class _OfANetwork:
+    """What bundles and engines have in common: a network's facts, by product."""
+
+    __slots__ = ()
+    kind: str
+    spec: Spec
+
+    @property
+    def decoder(self) -> DecoderSpec:
+        """Of a language model, or a draft's own."""
+        return self.draft.decoder if isinstance(self.spec, DraftSpec) else _as(DecoderSpec, self)
+
+    @property
+    def draft(self) -> DraftSpec:
+        """Of a draft."""
+        return _as(DraftSpec, self)
+
+    @property
+    def cache(self) -> KVCacheSpec | None:
+        """Of the network; None without one: encoders and heads."""
+        if isinstance(self.spec, VisionSpec) or not self.decoder.kv.num_layers:
+            return None
+        return self.decoder.kv
+
+    @property
+    def vision(self) -> VisionSpec:
+        """Of a visual encoder."""
+        return _as(VisionSpec, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle(_OfANetwork):
+    """What `edgellm-export` wrote: portable ONNX graphs, their weights, a model's other files."""
+
+    kind: str
+    spec: Spec
+    graphs: dict[str, GraphSpec]  # by role
+    dtype: str  # activations: "float16" or "float32"
+    quantization: str  # "none" or the scheme of the linear layers
+    opset: int
+    options: dict[str, Any]
+    provenance: dict[str, Any]
+    eos_token_ids: tuple[int, ...] = ()
+    hidden_taps: tuple[int, ...] = ()  # see DraftSpec; empty: no draft can be attached
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    contract_version: int = CONTRACT_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Engine(_OfANetwork):
+    """What `llm_build` and `visual_build` wrote: graphs compiled for a backend and a machine.
+
+    A limit is 0 where the product has none of the kind.
+    """
+
+    kind: str
+    spec: Spec  # `kv.dtype` is the engine's own
+    graphs: dict[str, tuple[GraphSpec, ...]]  # by role, each in ascending order of `max_rows`
+    backend: str
+    backend_version: str
+    machine: str  # what the compiled graphs depend on, e.g. the CPU's instruction sets
+    quantization: str
+    options: dict[str, Any]
+    provenance: dict[str, Any]
+    eos_token_ids: tuple[int, ...] = ()
+    hidden_taps: tuple[int, ...] = ()
+    max_input_len: int = 0  # tokens of a prompt
+    max_kv_cache_capacity: int = 0
+    max_verify_tree_size: int = 0  # rows of a token tree, root included; 0: plain decoding only
+    max_draft_tree_size: int = 0  # rows that may be drafted in one round
+    min_image_tokens: int = 0  # of an image
+    max_image_tokens: int = 0  # of all images of a request together
+    max_image_tokens_per_image: int = 0
+    prefill_rows: int = 0  # rows per pass at which a long prompt is fastest
+    # By kind of pass: its rows -> milliseconds; {} where nothing was measured
+    cost_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    contract_version: int = CONTRACT_VERSION
+
+    def costs(self, kind: str) -> dict[str, float]:
+        """Milliseconds of a kind of pass by its rows; empty where nothing was measured."""
+        return self.cost_ms.get(kind, {})
+
+    @property
+    def main_graphs(self) -> tuple[GraphSpec, ...]:
+        """Those of the role that the engine is for, which comes first."""
+        return next(iter(self.graphs.values()))
+
+    @property
+    def builder(self) -> str:
+        """The command that made it."""
+        return _MAKERS[self.kind].split()[0]
+
+    @property
+    def library(self) -> str:
+        """The backend's, as users name it."""
+        return library_of(self.backend)
+
+    def cache_of(self, role: str) -> KVCacheSpec | None:
+        """Of the graphs of a role; None where they have no cache."""
+        return self.cache if role in (DECODER, DRAFT) else None
+
+
+def library_of(backend: str) -> str:
+    """The library of a backend, which may have one for each device, as users name it."""
+    library, _, device = backend.rpartition("_")
+    return library if device in DEVICES else backend
+
+
+def with_kv_dtype(spec: Spec, dtype: str) -> Spec:
+    """The facts of a network whose cache has another type; "" leaves it."""
+    if not dtype or isinstance(spec, VisionSpec):
+        return spec
+    if isinstance(spec, DraftSpec):
+        return dataclasses.replace(spec, decoder=with_kv_dtype(spec.decoder, dtype))
+    return dataclasses.replace(spec, kv=dataclasses.replace(spec.kv, dtype=dtype))
+
+
+_Spec = TypeVar("_Spec", DecoderSpec, DraftSpec, VisionSpec)
+Manifest = TypeVar("Manifest", Bundle, Engine)
+
+
+def _as(kind: type[_Spec], manifest: _OfANetwork) -> _Spec:
+    if not isinstance(manifest.spec, kind):
+        raise TypeError(f"a {manifest.kind} has no {kind.__name__}")
+    return manifest.spec
+
+
+def load_bundle(folder: Path, kind: str) -> Bundle:
+    """Read the manifest of a bundle; raises as `load_manifest`."""
+    return load_manifest(folder, kind, Bundle)
+
+
+def load_engine(folder: Path, kind: str) -> Engine:
+    """Read the manifest of an engine; raises as `load_manifest`."""
+    return load_manifest(folder, kind, Engine)
+
+
+def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest:
+    """Read `folder/manifest.json`, of an artifact of the kind `expected`.
+
+    Raises:
+        BrokenArtifactError: no such folder or manifest, another kind of artifact, a newer
+            contract, or fields that do not parse.
+    """
+    path = folder / MANIFEST_NAME
+    maker = _MAKERS[expected]
+    if not folder.is_dir():
+        fault = f"{folder} is not a folder" if folder.exists() else f"no such folder: {folder}"
+        raise BrokenArtifactError(fault, hint=f"make it with {maker}")
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+        found = raw["kind"]
+        version = raw["contract_version"]
+    except FileNotFoundError:
+        raise BrokenArtifactError(
+            f"{folder} holds no {MANIFEST_NAME}", hint=f"make the folder with {maker}"
+        ) from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BrokenArtifactError(
+            f"{path} is damaged: {error}", hint=f"make the folder again with {maker}"
+        ) from None
+    if found != expected:
+        raise BrokenArtifactError(
+            f"{folder} is a {found}, not a {expected}", hint=f"give the folder that {maker} made"
+        )
+    if version != CONTRACT_VERSION:
+        raise BrokenArtifactError(
+            f"{folder} has contract version {version}, this edgellm reads {CONTRACT_VERSION}",
+            hint="update edgellm here" if version > CONTRACT_VERSION else f"run {maker} again",
+        )
+    try:
+        return _parse(form, {**raw, "spec": _parse(_SPECS[expected], raw["spec"])})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BrokenArtifactError(
+            f"{path} is damaged: {error!r}", hint=f"make the folder again with {maker}"
+        ) from None
+
+
+def _parse(kind: Any, raw: Any) -> Any:
+    """`raw` (from JSON) as the annotated type `kind`: dataclass, tuple, dict, union or scalar."""
+    if dataclasses.is_dataclass(raw):
+        return raw
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _parse(hints[name], value) for name, value in raw.items()})
+    if origin is tuple:
+        return tuple(_parse(args[0], item) for item in raw)
+    if origin is dict:
+        return {key: _parse(args[1], value) for key, value in raw.items()}
+    if origin is types.UnionType:
+        return None if raw is None else _parse(args[0], raw)
+    if kind is float and isinstance(raw, int):
+        return float(raw)
+    if kind is not Any and not isinstance(raw, kind):
+        raise TypeError(f"expected {kind.__name__}, found {raw!r}")
+    return raw

@@ -1,0 +1,17 @@
+"""Portable graphs in ONNX Runtime, as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, OnnxRuntimeRunner
+from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
+from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.manifest import LLM_BUNDLE, load_bundle
+
+
+def open_portable(bundle: Path, capacity: int, graph: Path | None = None) -> DecoderSession:
+    """The decoder of a bundle, or another graph with its inputs."""
+    spec = load_bundle(bundle, LLM_BUNDLE).decoder
+    loaded = LoadedGraph(load_graph(graph or bundle / "model.onnx", threads=1, optimize=not graph))
+    return DecoderSession(OnnxRuntimeRunner([loaded], spec.kv, capacity), spec, capacity)
