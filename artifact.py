@@ -9,12 +9,13 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from edgellm.contract import (
@@ -27,6 +28,12 @@ from edgellm.contract import (
     FileRecord,
     Manifest,
 )
+
+
+def cache_folder() -> Path:
+    """$EDGELLM_CACHE, or edgellm's folder in the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "edgellm"
+    return Path(os.environ.get("EDGELLM_CACHE", default))
 
 
 def verify_sizes(folder: Path, files: dict[str, FileRecord]) -> None:
@@ -54,11 +61,11 @@ def verify_files(folder: Path, files: dict[str, FileRecord]) -> None:
             )
 
 
-def hash_file(path: Path) -> FileRecord:
-    """Size and sha256 of a file, read in pieces."""
+def hash_file(path: Path, is_stopped: Callable[[], bool] = lambda: False) -> FileRecord:
+    """Size and sha256 of a file, read in pieces; of no use if `is_stopped` ended it early."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as stream:
-        while piece := stream.read(1 << 22):
+        while not is_stopped() and (piece := stream.read(1 << 22)):
             digest.update(piece)
             size += len(piece)
     return FileRecord(size, digest.hexdigest())

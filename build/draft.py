@@ -23,6 +23,7 @@ from edgellm.contract import (
 )
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Plan, Report
+from edgellm.integrity import remember
 
 
 def build_draft(
@@ -71,4 +72,6 @@ def build_draft(
             provenance=provenance(bundle, manifest.provenance),
         )  # fmt: skip
         report("hashing the engine")
-        return publish(temporary, folder, built)
+        built = publish(temporary, folder, built)
+    remember(folder, built.files)
+    return built

@@ -33,6 +33,7 @@ from edgellm.contract import (
 )
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Plan, Report
+from edgellm.integrity import remember
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -143,7 +144,9 @@ def build_engine(
             max_verify_tree_size=plan.max_verify_tree_size,
         )  # fmt: skip
         report("hashing the engine")
-        return publish(folder, engine, built)
+        built = publish(folder, engine, built)
+    remember(engine, built.files)
+    return built
 
 
 def _check_draft_there(engine: Path, manifest: BundleManifest) -> None:

@@ -16,6 +16,7 @@ from edgellm.build.fit import predict, require_fit
 from edgellm.contract import LimitError, VisualBundleManifest, VisualEngineManifest, load_manifest
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.backends import Report, VisualPlan
+from edgellm.integrity import remember
 from edgellm.multimodal.processors import load as load_processor
 from edgellm.multimodal.processors.settings import FILES as PROCESSOR_FILES
 
@@ -90,4 +91,6 @@ def build_visual(
             provenance=provenance(bundle, manifest.provenance),
         )  # fmt: skip
         report("hashing the engine")
-        return publish(folder, engine, built)
+        built = publish(folder, engine, built)
+    remember(engine, built.files)
+    return built

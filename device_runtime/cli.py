@@ -65,7 +65,7 @@ def llm_inference(
     prove_count: Prove = 0,
     context_reuse: ContextReuse = False,
     stream: Stream = False,
-    verify: Verify = False,
+    verify: Verify = None,
     dump_output: DumpOutput = False,
     debug: Debug = False,
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from edgellm.artifact import verify_files, verify_sizes
 from edgellm.contract import (
     PIXEL_VALUES,
     BrokenArtifactError,
@@ -22,6 +21,7 @@ from edgellm.contract import (
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.session import F32, ImageRows
+from edgellm.integrity import FileCheck
 from edgellm.multimodal import processors
 from edgellm.multimodal.grids import grid_inputs
 from edgellm.multimodal.images import content_hash, open_image
@@ -55,20 +55,25 @@ class ImageReader:
     """A loaded visual engine, its image processor and the features of the latest images."""
 
     def __init__(
-        self, folder: Path, decoder: DecoderSpec, *, verify: bool, cache_bytes: int = CACHE_BYTES
+        self,
+        folder: Path,
+        decoder: DecoderSpec,
+        *,
+        verify: bool | None,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """Load a visual engine for a decoder.
+        """Load a visual engine for a decoder; `verify` as for `FileCheck`.
 
         Raises:
             BrokenArtifactError: damaged, or of another model than the decoder.
         """
         manifest = load_manifest(folder, VisualEngineManifest)
-        (verify_files if verify else verify_sizes)(folder, manifest.files)
         _require_match(folder, manifest, decoder)
         assert decoder.images is not None
         self.manifest = manifest
-        self.processor = processors.load(folder)
-        self._session = backends.find(manifest.backend).open_visual_session(folder, manifest)
+        with FileCheck(folder, manifest.files, verify):
+            self.processor = processors.load(folder)
+            self._session = backends.find(manifest.backend).open_visual_session(folder, manifest)
         self._decoder, self._token_id = decoder, decoder.images.token_id
         self._kept: OrderedDict[str, Seen] = OrderedDict()
         self._room = cache_bytes

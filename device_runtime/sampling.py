@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import RequestError
+from edgellm.device_runtime.arguments import is_number, is_whole, require_kind
 from edgellm.device_runtime.guidance import Constraint, Guide
 from edgellm.device_runtime.logprobs import TokenLogprobs, token_logprobs
 from edgellm.device_runtime.penalties import Penalties, PenaltyRules
@@ -17,6 +18,10 @@ from edgellm.device_runtime.session import F32, I64
 
 GREEDY_BELOW_TEMPERATURE = 1e-3
 LARGEST_BIAS, MOST_BIASES = 100, 1024
+_WHOLE = "top_k", "seed", "num_logprobs"
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+)  # fmt: skip
 LARGEST_REPETITION = 100.0  # and its inverse; logits stay finite
 
 
@@ -38,6 +43,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Refuse values that no distribution follows from; raises `RequestError`."""
+        self._check_kinds()
         for name, allowed in (
             ("temperature", 0 <= self.temperature < math.inf),
             ("top_p", 0 < self.top_p <= 1),
@@ -59,6 +65,21 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             if token_id < 0 or not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
                 raise RequestError(f"logit_bias {bias} of token {token_id} is out of range")
+
+    def _check_kinds(self) -> None:
+        """Refuse what is no number, or no whole one; raises `RequestError`."""
+        for name in _WHOLE:
+            value = getattr(self, name)
+            if not is_whole(value) and (value is not None or name != "num_logprobs"):
+                raise RequestError(f"{name} {value!r} is not a whole number")
+        for name in _NUMBERS:
+            if not is_number(getattr(self, name)):
+                raise RequestError(f"{name} {getattr(self, name)!r} is not a number")
+        require_kind("logit_bias", self.logit_bias, Mapping, "an object of biases by token id")
+        for token_id, bias in self.logit_bias.items():
+            if not is_whole(token_id) or not is_number(bias):
+                raise RequestError(f"logit_bias {token_id!r}: {bias!r} is no bias of a token id")
+        require_kind("guide", self.guide, (Guide, type(None)), "a Guide")
 
     @property
     def rules(self) -> PenaltyRules:

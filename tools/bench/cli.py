@@ -10,7 +10,7 @@ import typer
 from edgellm.build.cli import status
 from edgellm.command import ONE_CASE, numbers, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.flags import Debug, EngineDir
+from edgellm.device_runtime.flags import Debug, EngineDir, Verify
 from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.bench.flags import Depth, Generate, InputFile, Output, Prompt, Repetitions
 
@@ -41,6 +41,7 @@ def bench(
     repetitions: Repetitions = 5,
     input_file: InputFile = None,
     output: Output = "text",
+    verify: Verify = None,
     debug: Debug = False,
 ) -> None:
     """Measure an engine in turns; --eagle or --spec compares with plain decoding."""
@@ -60,7 +61,7 @@ def bench(
         raise EdgeLLMError("--inputFile is for speculation", hint="give --eagle or --spec as well")
     depths = numbers("--depth", depth)
     requests = read_file(input_file or REQUESTS)
-    llm = LLM(engine_dir, spec=how)
+    llm = LLM(engine_dir, verify=verify, spec=how)
     prompts = _prompts(prompt, llm.manifest)
     check_sizes(llm.manifest, prompts, depths, generate)
     texts = Texts.at(llm, *requests, depths) if how is not None else None

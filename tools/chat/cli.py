@@ -54,7 +54,7 @@ def chat(
     max_generate_length: MaxGenerateLength = 512,
     enable_thinking: EnableThinking = False,
     history_file: HistoryFile = None,
-    verify: Verify = False,
+    verify: Verify = None,
     debug: Debug = False,
 ) -> None:
     """Talk with an engine; /help lists what else a line may say.

@@ -61,7 +61,7 @@ def edgellm_serve(
     image_folders: ImageFolders = None,
     image_hosts: ImageHosts = None,
     context_reuse: ContextReuse = True,
-    verify: Verify = False,
+    verify: Verify = None,
     debug: Debug = False,
 ) -> None:
     """Answer OpenAI's and Triton's requests over HTTP, one after the other."""

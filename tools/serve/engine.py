@@ -57,7 +57,7 @@ def load(
     how: SpecOptions | None,
     *,
     context_reuse: bool,
-    verify: bool,
+    verify: bool | None,
 ) -> LLM:
     """The engine of a server; raises what `LLM` raises."""
     return LLM(

@@ -169,6 +169,7 @@ def _stopped() -> ApiError:
 
 
 def _figures(answer: Answer, job: Job, began: float, first: float) -> Finished:
+    assert answer.finish_reason is not None  # it is complete
     return Finished(
         answer.finish_reason,
         answer.prompt_token_count,
