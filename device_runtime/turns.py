@@ -44,8 +44,9 @@ class Turns:
         self._holder: Turn | None = None
         self._thread = 0  # of the holder's latest pass
         self._paused = 0.0  # since, of time.monotonic()
-        self._computes = self._closed = False
-        self._visitors = 0  # that wait for the end of a pass
+        self._computes = 0  # the thread that does; 0: none
+        self._visitors: set[int] = set()  # threads that wait for the end of a pass
+        self._closed = False
 
     @contextmanager
     def take(self) -> Iterator[Turn]:
@@ -61,15 +62,13 @@ class Turns:
     @contextmanager
     def visiting(self) -> Iterator[None]:
         """Compute something between two passes, whosever turn it is; raises if it was closed."""
-        with self._changed:
-            self._visitors += 1
-            try:
-                self._changed.wait_for(lambda: not self._computes)
-                self.require_open()
-                self._computes = True
-            finally:
-                self._visitors -= 1
+        thread = threading.get_ident()
         try:
+            with self._changed:
+                self._visitors.add(thread)
+                self._changed.wait_for(self._is_free)
+                self.require_open()
+                self._computes = thread
             yield
         finally:
             self._end_of_pass()
@@ -77,22 +76,22 @@ class Turns:
     @contextmanager
     def computing(self, turn: Turn) -> Iterator[None]:
         """See `Turn.computing`."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._computes and not self._visitors)
-            self._require_turn(turn)
-            self._computes, self._thread = True, threading.get_ident()
+        thread = threading.get_ident()
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_free() and not self._visitors - {thread})
+                self._require_turn(turn)
+                self._computes = self._thread = thread
             yield
         finally:
             self._end_of_pass()
 
-    def close(self) -> bool:
-        """Wait for the end of a pass and let nobody compute again; False: it was closed before."""
+    def close(self) -> None:
+        """Wait for the end of a pass and let nobody compute again."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._computes)
-            was_open, self._closed, self._holder = not self._closed, True, None
+            self._changed.wait_for(self._is_free)
+            self._closed, self._holder = True, None
             self._changed.notify_all()
-        return was_open
 
     def require_open(self) -> None:
         """Raises `EdgeLLMError` behind `close`."""
@@ -116,9 +115,13 @@ class Turns:
 
     def _wait_s(self, turn: Turn) -> float:
         """Seconds to wait before it is worth to look again; 0: it is this one's turn."""
-        if self._computes or self._line[0] is not turn:
+        if not self._is_free() or self._line[0] is not turn:
             return PATIENCE_S
         return 0 if self._holder is None else self._paused + PATIENCE_S - time.monotonic()
+
+    def _is_free(self) -> bool:
+        """Whether the calling thread may compute; an interrupt may have cut a pass of its own."""
+        return self._computes in (0, threading.get_ident())
 
     def _let_go(self, turn: Turn | None) -> None:
         if self._holder is turn:
@@ -134,6 +137,10 @@ class Turns:
             )
 
     def _end_of_pass(self) -> None:
+        """Of the calling thread, if it has begun one."""
+        thread = threading.get_ident()
         with self._changed:
-            self._computes, self._paused = False, time.monotonic()
+            self._visitors.discard(thread)
+            if self._computes == thread:
+                self._computes, self._paused = 0, time.monotonic()
             self._changed.notify_all()

@@ -21,6 +21,7 @@ from edgellm.contract import (
 from edgellm.device_runtime.backends import Plan
 from edgellm.device_runtime.backends.tensorrt import compiler, library
 from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
+from edgellm.integrity import RECORD_NAME
 
 pytest.importorskip(
     "tensorrt_rtx", reason="engines are compiled with tensorrt_rtx: pip install '.[tensorrt-rtx]'"
@@ -61,7 +62,7 @@ def test_build_and_report(command, half_bundle, tmp_path):
     assert "TensorRT-RTX 1.7.1" in result.stdout
     assert "a pass takes" not in result.stdout  # nothing ran
     leftovers = {path.name for path in (tmp_path / "engine").iterdir()} - set(manifest.files)
-    assert leftovers == {"manifest.json"}
+    assert leftovers == {"manifest.json", RECORD_NAME}
 
 
 def test_an_encoder(command, tmp_path):
