@@ -1,6 +1,6 @@
 """Folders with a manifest: written whole or not at all, checked by size, hash and counterpart.
 
-Standard library and `edgellm.contract` only: host and device both use it.
+Standard library and edgellm's own modules beside this one only: host and device both use it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import shutil
 import signal
 import tempfile
 import threading
@@ -27,6 +26,8 @@ from edgellm.contract import (
     FileRecord,
     Manifest,
 )
+from edgellm.disk import explain_full_disk
+from edgellm.exclusive import Unfinished, begin
 
 
 def verify_sizes(folder: Path, files: dict[str, FileRecord]) -> None:
@@ -101,26 +102,22 @@ def move_files(temporary: Path, output: Path, names: list[str], old: set[str]) -
 
 @contextlib.contextmanager
 def temporary_folder(output: Path) -> Iterator[Path]:
-    """A folder beside `output` (same file system) that is gone when the block ends."""
-    parent = output.absolute().parent
-    path: Path | None = None
+    """A folder on the file system of `output` that is gone when the block ends.
+
+    What killed runs left is removed first.
+
+    Raises:
+        EdgeLLMError: another run writes `output`, it cannot be written, or the disk is full.
+    """
+    work: Unfinished | None = None
     try:
         with defer_interrupt():
-            path = _make_folder(parent, f".{output.name}.partial-")
-        yield path
+            work = begin(output)
+        with explain_full_disk(work.files, shown=output.absolute().parent):
+            yield work.files
     finally:
-        if path is not None:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _make_folder(parent: Path, prefix: str) -> Path:
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    except OSError as error:
-        raise EdgeLLMError(f"cannot write into {parent}: {error.strerror}") from None
-    path.chmod(0o755)
-    return path
+        if work is not None:
+            work.remove()
 
 
 def check_output_file(path: Path, *inputs: Path) -> None:

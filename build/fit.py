@@ -114,7 +114,8 @@ def _needs(estimate: Estimate, engine: Path) -> list[Need]:
         ),
         Need(
             "disk",
-            f"the build needs about {_size(files)} of disk, {_size(disk)} are free",
+            f"the build needs about {_size(files)} of disk ({files} bytes), "
+            f"{_size(disk)} are free in {engine.absolute().parent}",
             "free some space, or give an --engineDir on another disk" if files > disk else "",
         ),
     ]
