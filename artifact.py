@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgellm.contract import (
+    DRAFT_FOLDER,
     MANIFEST_NAME,
     BrokenArtifactError,
     BundleManifest,
@@ -63,6 +64,15 @@ def hash_file(path: Path) -> FileRecord:
             digest.update(piece)
             size += len(piece)
     return FileRecord(size, digest.hexdigest())
+
+
+def hash_engines(engine: Path, visual: Path | None, draft_model: Path | None) -> dict[str, str]:
+    """Manifests of all engines that take part, by role; one that is missing is left out."""
+    folders = {"base": engine, "draft": engine / DRAFT_FOLDER}
+    folders |= {"visual": visual} if visual is not None else {}
+    folders |= {"draft model": draft_model} if draft_model is not None else {}
+    manifests = {role: folder / MANIFEST_NAME for role, folder in folders.items()}
+    return {role: hash_file(path).sha256 for role, path in manifests.items() if path.is_file()}
 
 
 def publish(temporary: Path, output: Path, manifest: Manifest) -> Manifest:
@@ -142,14 +152,20 @@ def check_output_file(path: Path, *inputs: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write the file (that a link points to) in one step; half surrogates become marks."""
+    """Write the file (that a link points to) in one step; half surrogates become marks.
+
+    Raises:
+        LimitError: the disk is full; what was there is still there.
+    """
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{time.time_ns()}")
-    try:
-        temporary.write_text(text, "utf-8", errors="replace")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    content = text.encode("utf-8", errors="replace")
+    with explain_full_disk(path.parent, num_bytes=len(content)):
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def check_output(output: Path, kind: str, names: list[str]) -> None:

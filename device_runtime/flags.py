@@ -43,5 +43,9 @@ Stream = Annotated[bool, typer.Option("--stream", help="Print the text as it com
 Verify = Annotated[
     bool, typer.Option("--verify", help="Check the hashes of the engine's files first.")
 ]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on with an interrupted run of the same command, if any."),
+]
 DumpOutput = Annotated[bool, typer.Option("--dumpOutput", help="Print the answers.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
