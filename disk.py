@@ -18,11 +18,22 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HINT = "free some space, or give a folder on another disk"
 
 
-def require_space(folder: Path, num_bytes: int, *, hint: str = _HINT) -> None:
-    """Find out before the work whether a folder takes so much; raises `LimitError` if not."""
-    free = shutil.disk_usage(folder).free
-    if num_bytes > free:
-        raise LimitError(_fault(folder, f"{num_bytes} bytes", free), hint=hint)
+class NoSpaceError(OSError):
+    """A disk will be full before the work is done."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        self.num_bytes = num_bytes  # that are needed
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Find out before the work whether a folder takes so much.
+
+    Raises:
+        NoSpaceError: no; `explain_full_disk` tells it as a disk that is full already.
+    """
+    if num_bytes > shutil.disk_usage(folder).free:
+        raise NoSpaceError(folder, num_bytes)
 
 
 @contextlib.contextmanager
@@ -47,13 +58,13 @@ def explain_full_disk(
             raise
         # Before the folder is emptied: what it holds was free for it.
         free = shutil.disk_usage(folder).free
-        needed = f"{num_bytes}" if num_bytes else f"more than {_used_bytes(folder) + free}"
-        fault = _fault(shown or folder, f"{needed} bytes", free, os.strerror(error.errno))
-        raise LimitError(fault, hint=hint) from None
-
-
-def _fault(folder: Path, needed: str, free: int, what: str = "not enough space") -> str:
-    return f"{what} in {folder}: {needed} are needed, {free} are free"
+        known = error.num_bytes if isinstance(error, NoSpaceError) else num_bytes
+        needed = known or f"more than {_used_bytes(folder) + free}"
+        raise LimitError(
+            f"{os.strerror(error.errno)} in {shown or folder}: "
+            f"{needed} bytes are needed, {free} are free",
+            hint=hint,
+        ) from None
 
 
 def _used_bytes(folder: Path) -> int:

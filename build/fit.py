@@ -128,7 +128,7 @@ def _needs(estimate: Estimate, engine: Path) -> list[Need]:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def require_fit(needs: Sequence[Need]) -> None:

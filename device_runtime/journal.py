@@ -39,7 +39,7 @@ class Journal:
         size = os.fstat(self._file).st_size
         with explain_full_disk(
             self._path.absolute().parent, num_bytes=len(left),
-            hint="free some space, and the same command goes on",
+            hint="free some space and go on: what was there is kept",
         ):  # fmt: skip
             try:
                 while left:

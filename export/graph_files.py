@@ -34,7 +34,7 @@ def write_graphs(folder: Path, graphs: Graphs, progress: Progress | None) -> dic
         The records of the weight files, hashed while they were written.
 
     Raises:
-        LimitError: the disk is too small.
+        NoSpaceError: the disk is too small.
     """
     total = sum(
         stored.num_bytes for _, op in graphs.values() for _, stored in op.parameters.values()

@@ -277,5 +277,9 @@ def test_a_full_disk_names_folder_and_bytes(tmp_path):
     needed, free = map(int, re.findall(r"(\d+) (?:bytes )?are", str(caught.value)))
     assert needed - free >= 100_000
     assert str(tmp_path) in str(caught.value)
-    with pytest.raises(EdgeLLMError, match=rf"in {tmp_path}: {10**18} bytes are needed, \d+ are"):
-        require_space(tmp_path, 10**18)
+    fault = rf"in {tmp_path}: {10**18} bytes are needed, \d+ are"
+    with (
+        pytest.raises(EdgeLLMError, match=fault),
+        temporary_folder(tmp_path / "out") as folder,
+    ):
+        require_space(folder, 10**18)

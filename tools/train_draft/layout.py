@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.disk import require_space
 from edgellm.strict_json import parse
 from edgellm.tools.train_draft.base import Base
 from edgellm.tools.train_draft.network import Draft, DraftShape, Layer
@@ -131,6 +132,7 @@ def write_checkpoint(
         name: (value.detach().bfloat16() if value.is_floating_point() else value).cpu().contiguous()
         for name, value in tensors.items()
     }
+    require_space(folder, sum(value.nbytes for value in stored.values()))
     save_file(stored, folder / weights, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     # safetensors makes files that nobody but their owner may read.
