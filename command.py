@@ -28,15 +28,18 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
         raise EdgeLLMError(f"{flag} {text}: give whole numbers, such as 2,15,27") from None
 
 
-def run_command(command: Callable[[], object]) -> None:
+def run_command(command: Callable[[], object], *, second_ends: bool = True) -> None:
     """Run a command line; a failure becomes one line and its remedy on stderr, exit code not 0.
 
-    `--debug` anywhere on the command line shows the traceback instead.
+    `--debug` anywhere on the command line shows the traceback instead. The second Ctrl-C ends the
+    process at once, whatever it is at, unless `second_ends` is false: for a command that goes on.
     """
     interrupts: list[int] = []
 
     def interrupt(number: int, _frame: object) -> None:
         interrupts.append(number)
+        if second_ends:
+            signal.signal(number, signal.SIG_DFL)
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -10,12 +10,13 @@ levels.
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from edgellm.strict_json import parse
 
 CONTRACT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -350,7 +351,7 @@ def load_manifest(folder: Path, kind: type[Manifest]) -> Manifest:
         fault = f"{folder} is not a folder" if folder.exists() else f"no such folder: {folder}"
         raise BrokenArtifactError(fault, hint=f"make it with {maker}")
     try:
-        raw = json.loads(path.read_text("utf-8"))
+        raw = parse(path.read_text("utf-8"))
         found = raw["kind"]
         version = raw["contract_version"]
     except FileNotFoundError:

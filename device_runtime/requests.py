@@ -11,6 +11,7 @@ import msgspec
 from edgellm.contract import RequestError
 from edgellm.device_runtime.guidance import KINDS, Guide, Kind
 from edgellm.device_runtime.sampling import LARGEST_BIAS, MOST_BIASES, SamplingParams
+from edgellm.strict_json import parse
 
 _ARTICLE = {"text": "a text", "image": "an image"}
 Role = Literal["system", "user", "assistant", "tool"]
@@ -156,7 +157,7 @@ def read_file(path: Path) -> tuple[Options, list[Any]]:
         RequestError: no such file, not JSON (line and column), wrong top-level fields.
     """
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = parse(path.read_text("utf-8"))
     except OSError as error:
         raise RequestError(f"cannot read {path}: {error.strerror}") from None
     except json.JSONDecodeError as error:
@@ -167,7 +168,7 @@ def read_file(path: Path) -> tuple[Options, list[Any]]:
         raise RequestError(f"{path} is not UTF-8: byte {error.start}") from None
     except RecursionError:
         raise RequestError(f"{path} is nested too deeply") from None
-    except ValueError as error:  # integers of thousands of digits
+    except ValueError as error:  # a key twice, integers of thousands of digits
         raise RequestError(f"{path}: {error}") from None
     if not isinstance(document, dict):
         raise RequestError(f"{path}: the top level must be an object with `requests`")

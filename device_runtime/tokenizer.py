@@ -18,8 +18,22 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from edgellm.contract import BrokenArtifactError, RequestError
+from edgellm.strict_json import parse
 
 _CUT = "\ufdd0"  # a noncharacter, which no text may hold: what stands around it is no one token
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = parse(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        fault = f"{path} cannot be read: {error}"
+        raise BrokenArtifactError(fault, hint="build the engine again") from None
+    if not isinstance(config, dict):
+        raise BrokenArtifactError(f"{path} holds no JSON object", hint="build the engine again")
+    return config
 
 
 class ChatTokenizer:
@@ -38,8 +52,7 @@ class ChatTokenizer:
             raise BrokenArtifactError(
                 f"{path} cannot be read: {error}", hint="build the engine again"
             ) from None
-        config_path = folder / "tokenizer_config.json"
-        config = json.loads(config_path.read_text("utf-8")) if config_path.exists() else {}
+        config = _read_config(folder / "tokenizer_config.json")
         self._special = {
             name: value["content"] if isinstance(value, dict) else value
             for name, value in config.items()

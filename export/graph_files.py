@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from edgellm.contract import BrokenArtifactError, DecoderSpec, FileRecord, KVCacheSpec
+from edgellm.disk import require_space
 from edgellm.export.checkpoint import TensorSource
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.op import Op
@@ -31,10 +32,14 @@ def write_graphs(folder: Path, graphs: Graphs, progress: Progress | None) -> dic
 
     Returns:
         The records of the weight files, hashed while they were written.
+
+    Raises:
+        NoSpaceError: the disk is too small.
     """
     total = sum(
         stored.num_bytes for _, op in graphs.values() for _, stored in op.parameters.values()
     )
+    require_space(folder, total)
     written = 0
 
     def advance(count: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.export.checkpoint import Checkpoint, Safetensors, TensorSource
 from edgellm.export.tokenizer_files import read_tokenizer
+from edgellm.strict_json import parse
 
 PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json"
 _TOKENS = "tokenizer_config.json"
@@ -70,7 +70,7 @@ def _cached_snapshot(model_id: str) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; {} when there is no such file."""
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = parse(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:

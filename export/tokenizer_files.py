@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.strict_json import parse
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -37,7 +37,7 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
         Tokenizer.from_buffer(files[TOKENIZER])
         if (folder / TOKENIZER_CONFIG).exists():
             files[TOKENIZER_CONFIG] = (folder / TOKENIZER_CONFIG).read_bytes()
-            config = json.loads(files[TOKENIZER_CONFIG])
+            config = parse(files[TOKENIZER_CONFIG])
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
         raise BrokenArtifactError(f"the tokenizer of {folder} is damaged: {error}") from None
     template = _chat_template(folder, config)
@@ -51,7 +51,11 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     if (folder / CHAT_TEMPLATE).exists():
         return (folder / CHAT_TEMPLATE).read_text("utf-8")
     if (folder / "chat_template.json").exists():
-        return json.loads((folder / "chat_template.json").read_text("utf-8"))["chat_template"]
+        path = folder / "chat_template.json"
+        try:
+            return parse(path.read_text("utf-8"))["chat_template"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise BrokenArtifactError(f"{path} holds no template: {error}") from None
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = {entry["name"]: entry["template"] for entry in template}

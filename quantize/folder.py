@@ -9,6 +9,7 @@ from typing import Any
 
 from edgellm.artifact import move_files, temporary_folder
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.disk import require_space
 from edgellm.export.checkpoint import Renamed, TensorSource
 from edgellm.quantize.engine import hf_config
 from edgellm.quantize.job import Plan
@@ -101,6 +102,8 @@ def _write_tensors(plan: Plan, folder: Path) -> None:
     others = [name for name in sorted(whole.infos()) if name not in own]
     source = Joined([whole, Renamed(source, places)])
     names = [*others, *places]
+    size = sum(source.infos()[name].num_bytes for name in names)
+    require_space(folder, size)
     shards = split_shards(source, names, _SHARD_BYTES)
     if len(shards) == 1:
         write_safetensors(folder / "model.safetensors", source, names)
@@ -110,8 +113,6 @@ def _write_tensors(plan: Plan, folder: Path) -> None:
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_safetensors(folder / file, source, part)
         places |= dict.fromkeys(part, file)
-    infos = source.infos()
-    size = sum(infos[name].num_bytes for name in names)
     index = {"metadata": {"total_size": size}, "weight_map": places}
     _write_json(folder / "model.safetensors.index.json", index)
 

@@ -104,7 +104,7 @@ def test_the_memory_of_this_gpu(half_bundle, tmp_path, monkeypatch, size, fits):
     manifest = load_manifest(half_bundle, BundleManifest)
     needs = predict(half_bundle, manifest, plan, "tensorrt", tmp_path).needs
     assert needs[-1].what == "engine memory"
-    assert ("the GPU has 8.6 GB" if fits else "the GPU has 0.0 GB") in needs[-1].found
+    assert ("the GPU has 8.6 GB" if fits else "the GPU has 1.0 MB") in needs[-1].found
     assert bool(needs[-1].remedy) != fits
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import shutil
 import subprocess
@@ -18,7 +19,9 @@ from safetensors.numpy import save_file
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError, UnsupportedModelError
 from edgellm.quantize import checks, engine
+from edgellm.quantize import folder as folder_module
 from edgellm.quantize import run as run_module
+from edgellm.quantize import work as work_module
 from edgellm.quantize.run import run_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -214,6 +217,30 @@ def test_too_little_disk_is_foreseen(job, monkeypatch):
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(LimitError, match="GB of disk"):
         run_job(job, _quiet)
+
+
+def test_a_disk_that_fills_up_and_a_second_run(job, monkeypatch):
+    """Folder and bytes are named; what is finished is kept; nobody else works there meanwhile."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def once_more(*_: object) -> None:
+        with pytest.raises(EdgeLLMError, match="another edgellm-quantize works in"):
+            run_job(job, _quiet)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work_module, "write_safetensors", full)
+        with pytest.raises(LimitError, match=rf"in {job.work_dir}: more than \d+ bytes") as caught:
+            run_job(job, _quiet)
+    assert "finished layers are kept" in caught.value.hint
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "write_safetensors", full)
+        with pytest.raises(LimitError, match=rf"in {job.output_dir.parent}: more than \d+ bytes"):
+            run_job(job, once_more)
+    assert not job.output_dir.exists()
+    run_job(job, _quiet)
+    assert [path.name for path in job.output_dir.parent.iterdir()] == ["out"]
 
 
 def test_foreign_files_are_kept(job):

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from edgellm import contract
 from edgellm.contract import EdgeLLMError
+from edgellm.exclusive import hold
 from edgellm.export import models
 from edgellm.tools.train_draft import run as run_module
 from edgellm.tools.train_draft.base import Prompt
@@ -123,6 +124,8 @@ def test_the_command_trains_a_draft_that_loads(job):
     again = _command(job)  # the run is over: nothing is trained, the same draft is written
     assert again.returncode == 0, again.stderr
     assert _files(job.output_dir) == written
+    with hold(job.work_dir / "lock", "", ""):
+        assert_one_line_error(_command(job), f"another edgellm-train-draft works in {job.work_dir}")
     other = _command(job, epochs=3)
     assert_one_line_error(other, "holds a run with other settings", "another --work_dir")
     assert other.returncode == 2

@@ -135,4 +135,4 @@ def _state_folder() -> Path:
 
 def main() -> None:
     """Entry point."""
-    run_command(app)
+    run_command(app, second_ends=False)
