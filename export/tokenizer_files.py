@@ -46,6 +46,34 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
     return files
 
 
+def check_token_ids(files: dict[str, bytes], vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the embedding has no rows for.
+
+    Args:
+        files: those of a bundle, or none.
+        vocab_size: rows of the embedding.
+
+    Raises:
+        BrokenArtifactError: it has such a token, which is named.
+    """
+    if TOKENIZER not in files:
+        return
+    content = json.loads(files[TOKENIZER])
+    model = content["model"]["vocab"]
+    if isinstance(model, list):  # of Unigram: pairs of token and score
+        model = {token: index for index, (token, _) in enumerate(model)}
+    added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+    ids = {**added, **model}
+    token = max(ids, key=lambda name: ids[name], default="")
+    if ids and ids[token] >= vocab_size:
+        raise BrokenArtifactError(
+            f"the tokenizer's token {token!r} has id {ids[token]}, the embedding has "
+            f"{vocab_size} rows",
+            hint="it is another model's tokenizer, or tokens were added without room for them: "
+            "model.resize_token_embeddings(len(tokenizer)) in transformers makes it",
+        )
+
+
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
     """The model's default template; separate files win over the entry in the config."""
     if (folder / CHAT_TEMPLATE).exists():
