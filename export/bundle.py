@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.artifact import check_output, publish, temporary_folder
-from edgellm.contract import BundleManifest, UnsupportedModelError
+from edgellm.contract import BrokenArtifactError, BundleManifest, UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.config import ConfigReader
@@ -31,7 +31,6 @@ from edgellm.export.op import OPSET
 from edgellm.export.source import open_draft
 from edgellm.export.stated import judge
 from edgellm.export.taps import check_taps, default_taps
-from edgellm.export.tokenizer_files import check_token_ids
 from edgellm.export.vlm import text_tower
 from edgellm.export.weights import Weights
 
@@ -73,7 +72,7 @@ def export_llm(
     quantization, contradiction = judge(checkpoint, weights.layouts, options.ignore_config_keys)
     if ranges is not None:
         contradiction = {}  # it speaks of the cache
-    check_token_ids(checkpoint.tokenizer_files, config.vocab_size)
+    _check_tokens(checkpoint, config.vocab_size)
     configs = (checkpoint.generation_config, checkpoint.config, tower.config)
     eos_token_ids = _eos_token_ids(configs, config.vocab_size)
     with temporary_folder(output) as folder:
@@ -179,6 +178,18 @@ def _refuse_unused(weights: Weights, tower: Checkpoint, config: DecoderConfig) -
             f"first ones on purpose, correct it and give --num_layers {layers}"
         )
     refuse_leftovers(left, "checkpoint", hint)
+
+
+def _check_tokens(checkpoint: Checkpoint, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the embedding, of `vocab_size` rows, does not have."""
+    token, token_id = checkpoint.last_token
+    if token_id >= vocab_size:
+        raise BrokenArtifactError(
+            f"the tokenizer's token {token!r} has id {token_id}, the embedding has "
+            f"{vocab_size} rows",
+            hint="it is another model's tokenizer, or tokens were added without room for them: "
+            "model.resize_token_embeddings(len(tokenizer)) in transformers makes it",
+        )
 
 
 def _eos_token_ids(configs: Iterable[dict[str, Any]], vocab_size: int) -> tuple[int, ...]:

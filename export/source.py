@@ -91,14 +91,16 @@ def _open_folder(
             f"{folder} is not a checkpoint: it has no config.json",
             hint="give the folder that holds config.json and *.safetensors",
         )
+    files, last_token = read_tokenizer(folder) if tokenizer else ({}, ("", -1))
     return Checkpoint(
         label=str(folder),
         config=config,
         generation_config=read_json(folder / "generation_config.json"),
         tensors=_open_tensors(folder, weights),
-        tokenizer_files=read_tokenizer(folder) if tokenizer else {},
+        tokenizer_files=files,
         quant_config=_quantization(folder, config),
         processor_files=_processor_files(folder),
+        last_token=last_token,
     )
 
 

@@ -16,10 +16,13 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
-def read_tokenizer(folder: Path) -> dict[str, bytes]:
+def read_tokenizer(folder: Path) -> tuple[dict[str, bytes], tuple[str, int]]:
     """tokenizer.json, tokenizer_config.json and, if the model has one, chat_template.jinja.
 
     A folder without tokenizer.json but with a SentencePiece model is converted by transformers.
+
+    Returns:
+        The files, and the token of the highest id with that id.
 
     Raises:
         EdgeLLMError: there is no tokenizer, or converting needs transformers.
@@ -34,7 +37,7 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
     files = {TOKENIZER: (folder / TOKENIZER).read_bytes()}
     config: dict[str, Any] = {}
     try:
-        Tokenizer.from_buffer(files[TOKENIZER])
+        ids = Tokenizer.from_buffer(files[TOKENIZER]).get_vocab()
         if (folder / TOKENIZER_CONFIG).exists():
             files[TOKENIZER_CONFIG] = (folder / TOKENIZER_CONFIG).read_bytes()
             config = json.loads(files[TOKENIZER_CONFIG])
@@ -43,35 +46,7 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
     template = _chat_template(folder, config)
     if template is not None:
         files[CHAT_TEMPLATE] = template.encode("utf-8")
-    return files
-
-
-def check_token_ids(files: dict[str, bytes], vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that the embedding has no rows for.
-
-    Args:
-        files: those of a bundle, or none.
-        vocab_size: rows of the embedding.
-
-    Raises:
-        BrokenArtifactError: it has such a token, which is named.
-    """
-    if TOKENIZER not in files:
-        return
-    content = json.loads(files[TOKENIZER])
-    model = content["model"]["vocab"]
-    if isinstance(model, list):  # of Unigram: pairs of token and score
-        model = {token: index for index, (token, _) in enumerate(model)}
-    added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
-    ids = {**added, **model}
-    token = max(ids, key=lambda name: ids[name], default="")
-    if ids and ids[token] >= vocab_size:
-        raise BrokenArtifactError(
-            f"the tokenizer's token {token!r} has id {ids[token]}, the embedding has "
-            f"{vocab_size} rows",
-            hint="it is another model's tokenizer, or tokens were added without room for them: "
-            "model.resize_token_embeddings(len(tokenizer)) in transformers makes it",
-        )
+    return files, max(ids.items(), key=lambda item: item[1], default=("", -1))
 
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
@@ -87,7 +62,7 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     return template
 
 
-def _convert_slow(folder: Path) -> dict[str, bytes]:
+def _convert_slow(folder: Path) -> tuple[dict[str, bytes], tuple[str, int]]:
     try:
         from transformers import AutoTokenizer
     except ImportError:

@@ -32,6 +32,11 @@ _ONNX_TYPE = {
     "I64": ir.DataType.INT64,
     "BOOL": ir.DataType.BOOL,
 }
+_BITS_BUT_SIGN = {
+    "F32": (np.uint32, 0x7FFFFFFF),
+    "F16": (np.uint16, 0x7FFF),
+    "BF16": (np.uint16, 0x7FFF),
+}
 _ALIGNMENT_BYTES = 64
 
 Pieces = Iterable[memoryview]
@@ -134,6 +139,16 @@ class Weights:
             raise UnsupportedModelError(f"{self._prefix}{name} has type {info.dtype}, not {dtype}")
         full, numpy_type = self._prefix + name, _ONNX_TYPE[dtype].numpy()
         return lambda: np.frombuffer(read_whole(self._source, full), numpy_type).reshape(shape)
+
+    def drop_zeros(self, name: str) -> None:
+        """Count a float tensor as taken if it adds nothing; any other is left for `unused`."""
+        info = self.info(name)
+        if info is None or info.dtype not in _BITS_BUT_SIGN:
+            return
+        values = read_whole(self._source, self._prefix + name)
+        kind, magnitude = _BITS_BUT_SIGN[info.dtype]
+        if not (np.frombuffer(values, kind) & kind(magnitude)).any():
+            self._taken.names.add(self._prefix + name)
 
     def unused(self) -> list[str]:
         """Names of all tensors of the checkpoint that nobody took."""

@@ -183,6 +183,21 @@ def test_fbgemm_fp8(tiny_checkpoint, tmp_path):
     assert manifest.quantization == "fbgemm_fp8"
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_that_early_gptq_writers_added(tiny_checkpoint, tmp_path, value):
+    """AutoGPTQ gave every layer a bias; zeros change nothing, anything else is refused."""
+    folder = tmp_path / "checkpoint"
+    write_checkpoint(tiny_checkpoint, folder, LAYOUTS["gptq"])
+    tensors = load_file(folder / WEIGHTS)
+    name = UP.replace("weight", "bias")
+    save_file({**tensors, name: torch.full((80,), value).half()}, folder / WEIGHTS)
+    if value:
+        with pytest.raises(BrokenArtifactError, match=rf"does not use: {name}"):
+            _export(folder)
+    else:
+        assert _export(folder).quantization == "gptq"
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parameters_of_packed_weights(tiny_checkpoint, tmp_path, name):
     meant = _export(Path(shutil.copytree(tiny_checkpoint, tmp_path / "float")))
