@@ -94,8 +94,7 @@ def llm(
         f"{dtype}, {_cost(manifest, start)}"
     )
     _say_contradiction(manifest)
-    if manifest.hidden_taps:
-        typer.echo(f"hidden taps for a draft: {', '.join(map(str, manifest.hidden_taps))}")
+    _say_taps(manifest)
     if verify:
         from edgellm.export.verify import verify_bundle
 
@@ -188,6 +187,11 @@ def _cost(
     size = sum(record.num_bytes for record in manifest.files.values())
     seconds = time.perf_counter() - start
     return f"quantization {manifest.quantization}, {size / 1e6:.1f} MB in {seconds:.1f} s"
+
+
+def _say_taps(manifest: BundleManifest) -> None:
+    if manifest.hidden_taps:
+        typer.echo(f"hidden taps for a draft: {', '.join(map(str, manifest.hidden_taps))}")
 
 
 def _say_contradiction(manifest: BundleManifest | DraftBundleManifest) -> None:
