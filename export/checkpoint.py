@@ -63,6 +63,7 @@ class Checkpoint:
     tokenizer_files: dict[str, bytes] = field(repr=False)
     quant_config: dict[str, Any] = field(default_factory=dict)
     processor_files: dict[str, bytes] = field(default_factory=dict, repr=False)
+    last_token: tuple[str, int] = ("", -1)  # of the tokenizer, with its id, the highest
 
     @property
     def quantization(self) -> str:

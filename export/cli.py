@@ -93,8 +93,8 @@ def llm(
         f"{output_dir}: {manifest.decoder.model_type}, {parameters:.1f} M parameters, "
         f"{dtype}, {_cost(manifest, start)}"
     )
-    if manifest.hidden_taps:
-        typer.echo(f"hidden taps for a draft: {', '.join(map(str, manifest.hidden_taps))}")
+    _say_contradiction(manifest)
+    _say_taps(manifest)
     if verify:
         from edgellm.export.verify import verify_bundle
 
@@ -138,6 +138,7 @@ def draft(
         f"{spec.decoder.num_parameters / 1e6:.1f} M parameters, {_foresees(spec)}, {dtype}, "
         f"{_cost(manifest, start)}"
     )
+    _say_contradiction(manifest)
     taps = ", ".join(map(str, spec.hidden_taps))
     typer.echo(f"hidden taps {taps} ({manifest.provenance['hidden_taps']})")
 
@@ -186,6 +187,18 @@ def _cost(
     size = sum(record.num_bytes for record in manifest.files.values())
     seconds = time.perf_counter() - start
     return f"quantization {manifest.quantization}, {size / 1e6:.1f} MB in {seconds:.1f} s"
+
+
+def _say_taps(manifest: BundleManifest) -> None:
+    if manifest.hidden_taps:
+        typer.echo(f"hidden taps for a draft: {', '.join(map(str, manifest.hidden_taps))}")
+
+
+def _say_contradiction(manifest: BundleManifest | DraftBundleManifest) -> None:
+    from edgellm.export.stated import contradiction
+
+    if said := contradiction(manifest.provenance):
+        typer.echo(f"warning: {said}: exported as floats", err=True)
 
 
 def _expect_dtype(dtype: str) -> None:

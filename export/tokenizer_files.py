@@ -16,10 +16,13 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
-def read_tokenizer(folder: Path) -> dict[str, bytes]:
+def read_tokenizer(folder: Path) -> tuple[dict[str, bytes], tuple[str, int]]:
     """tokenizer.json, tokenizer_config.json and, if the model has one, chat_template.jinja.
 
     A folder without tokenizer.json but with a SentencePiece model is converted by transformers.
+
+    Returns:
+        The files, and the token of the highest id with that id.
 
     Raises:
         EdgeLLMError: there is no tokenizer, or converting needs transformers.
@@ -34,7 +37,7 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
     files = {TOKENIZER: (folder / TOKENIZER).read_bytes()}
     config: dict[str, Any] = {}
     try:
-        Tokenizer.from_buffer(files[TOKENIZER])
+        ids = Tokenizer.from_buffer(files[TOKENIZER]).get_vocab()
         if (folder / TOKENIZER_CONFIG).exists():
             files[TOKENIZER_CONFIG] = (folder / TOKENIZER_CONFIG).read_bytes()
             config = parse(files[TOKENIZER_CONFIG])
@@ -43,7 +46,7 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
     template = _chat_template(folder, config)
     if template is not None:
         files[CHAT_TEMPLATE] = template.encode("utf-8")
-    return files
+    return files, max(ids.items(), key=lambda item: item[1], default=("", -1))
 
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
@@ -63,7 +66,7 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     return template
 
 
-def _convert_slow(folder: Path) -> dict[str, bytes]:
+def _convert_slow(folder: Path) -> tuple[dict[str, bytes], tuple[str, int]]:
     try:
         from transformers import AutoTokenizer
     except ImportError:

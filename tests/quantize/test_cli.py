@@ -130,6 +130,45 @@ def test_every_step_may_be_the_last_before_an_interrupt(place, tmp_path, monkeyp
     assert _files(job.output_dir) == _files(whole.output_dir)
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_run_killed_while_its_files_move_can_go_on(tmp_path, monkeypatch, replaces):
+    """The folder is there at once, or all that will be in it is known as this command's."""
+    output, replace, moves = tmp_path / "out", Path.replace, 0
+
+    def write(name: str, files: list[str]) -> Path:
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text(name)
+        listed = {"files": sorted([*files, folder_module.SIDE_FILE]), "of": name}
+        (tmp_path / name / folder_module.SIDE_FILE).write_text(json.dumps(listed))
+        return tmp_path / name
+
+    if replaces:
+        folder_module.publish(write("first", ["config.json", "model-1.safetensors"]), output)
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    def cut(path, target):
+        nonlocal moves
+        moves += 1
+        if moves == attempt:
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    for attempt in range(1, 9):
+        moves = 0
+        second = write(f"second{attempt}", ["config.json", "model.safetensors", "tokenizer.json"])
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(Path, "replace", cut)
+            folder_module.publish(second, output)
+            break
+        folder_module.check_output(output)
+    assert attempt == (6 if replaces else 2)
+    assert {path.name for path in output.iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", folder_module.SIDE_FILE
+    }  # fmt: skip
+    assert json.loads((output / folder_module.SIDE_FILE).read_text())["of"] == f"second{attempt}"
+
+
 def test_a_run_with_other_settings_is_refused(job, place):
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

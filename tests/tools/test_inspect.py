@@ -297,6 +297,7 @@ def test_a_gguf_file_as_its_own_package_reads_it(tmp_path, kind):
         assert b"".join(tensor.contents()) == stored.data.tobytes()
     assert report.description["tokenizer.ggml.tokens"] == "40 values"
     assert report.description["some.flags"] == [True, False, True]
+    assert report.facts["parameters"] == f"{3 * 40 * 64 + 64:,}"
     assert report.kv_bytes_per_token == 2 * 1 * 2 * 16 * 2
     assert report.read_bytes == 2 * (3 * 40 * 64 + 64)  # the table is the head
 

@@ -232,6 +232,8 @@ def test_the_reduced_vocabulary_is_that_of_the_answers(job):
     assert (config["draft_vocab_size"], config["vocab_size"]) == (HEAD, VOCAB)
     ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert [tap + 1 for tap in ids] == [2, LAYERS // 2, LAYERS - 3]
+    # vLLM takes both keys as inputs of layers and prefers the one at the top.
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, LAYERS // 2, LAYERS - 3]
 
 
 def test_a_draft_goes_on_with_another(job, tmp_path):

@@ -92,7 +92,9 @@ def write_draft(
     config = {
         **draft_config(draft.shape, base, "LlamaForCausalLMEagle3"),
         "draft_vocab_size": draft.shape.draft_vocab_size,
-        # In this key an id names the layer whose output is read, hence the - 1.
+        # An id at the top names the layer whose input is read, as speculators writes and vLLM
+        # reads it; below the layer whose output is read, as SpecForge does, hence the - 1.
+        _TAP_IDS: list(taps),
         _EAGLE: {_TAP_IDS: [tap - 1 for tap in taps], "use_aux_hidden_state": True},
     }
     tensors = {**draft.state_dict(), **tables}
