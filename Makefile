@@ -8,11 +8,11 @@ TEST_VENV := .venv
 .PHONY: demo test lint clean
 
 demo: $(DEMO_VENV)/installed
-	$(DEMO_VENV)/bin/python -m edgellm.tools.demo
+	$(DEMO_VENV)/bin/python -m edgellm.scripts.demo
 
 # The server's tests run alone: they count what it does in a time.
 test: lint
-	$(TEST_VENV)/bin/python -m edgellm.tools.smollm2
+	$(TEST_VENV)/bin/python -m edgellm.scripts.smollm2
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 \
 		--dist loadfile --no-loadscope-reorder --durations 25 --ignore tests/tools/serve
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --durations 10 tests/tools/serve

@@ -22,7 +22,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from hypothesis import settings
 
 from edgellm.export import models
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 if TYPE_CHECKING:
     from eagle_engines import EaglePair
@@ -182,7 +182,7 @@ def smollm2_gguf() -> Path:
     """The real model; `make test` fetches it."""
     path = smollm2.cached()
     if path is None:
-        pytest.skip("SmolLM2 is not there: python -m edgellm.tools.smollm2 fetches it")
+        pytest.skip("SmolLM2 is not there: python -m edgellm.scripts.smollm2 fetches it")
     return path
 
 

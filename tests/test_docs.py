@@ -17,8 +17,8 @@ from installed import PROJECT, ROOT, SCRIPTS, install
 from serve_process import serving
 from typer.core import TyperGroup
 
-from edgellm.tools.site.files import comments, manifest_page, request_page
-from edgellm.tools.site.flags import command_page, commands
+from edgellm.scripts.site.files import comments, manifest_page, request_page
+from edgellm.scripts.site.flags import command_page, commands
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]

@@ -1,4 +1,4 @@
-"""`python -m edgellm.tools.synthetic_vlm.prompts`: conversations for a draft to learn from.
+"""`python -m edgellm.scripts.synthetic_vlm.prompts`: conversations for a draft to learn from.
 
 Every one is a line of `prompts.jsonl` whose last answer the base is to give, with its pictures in
 files beside it: what `edgellm-train-draft --data` takes.
@@ -15,7 +15,7 @@ import typer
 from edgellm.artifact import move_files, temporary_folder
 from edgellm.command import run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.tools.synthetic_vlm.conversations import KINDS, Conversation, converse
+from edgellm.scripts.synthetic_vlm.conversations import KINDS, Conversation, converse
 
 PROMPTS = "prompts.jsonl"
 _DRAFT = 2  # first number of these scenes' seeds; no training of the base and no test has it

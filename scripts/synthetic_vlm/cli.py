@@ -1,4 +1,4 @@
-"""`python -m edgellm.tools.synthetic_vlm`: a small vision-language model of drawn scenes."""
+"""`python -m edgellm.scripts.synthetic_vlm`: a small vision-language model of drawn scenes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def synthetic_vlm(
     """Train a synthetic model of Qwen2.5-VL's classes; the same command again goes on."""
     del debug  # read by run_command
     _require_host()
-    from edgellm.tools.synthetic_vlm.run import Job, run
-    from edgellm.tools.synthetic_vlm.train import Recipe
+    from edgellm.scripts.synthetic_vlm.run import Job, run
+    from edgellm.scripts.synthetic_vlm.train import Recipe
 
     warmup_steps = max(1, min(30, steps // 10))
     recipe = Recipe(steps, batch_size, learning_rate, warmup_steps, seed)

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from edgellm.command import run_command
-from edgellm.tools import demo_images, smollm2
-from edgellm.tools.stages import build_pair, command, export_pair, say, took
+from edgellm.scripts import demo_images, smollm2
+from edgellm.scripts.stages import build_pair, command, export_pair, say, took
 
 REQUESTS = Path(__file__).parent / "demo_requests.json"
 DRAFT = Path(__file__).parents[1] / "examples" / "smollm2-135m-instruct-eagle3"
