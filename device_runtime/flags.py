@@ -44,4 +44,3 @@ Verify = Annotated[
     bool, typer.Option("--verify", help="Check the hashes of the engine's files first.")
 ]
 DumpOutput = Annotated[bool, typer.Option("--dumpOutput", help="Print the answers.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
