@@ -19,22 +19,17 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import without_host
 from hypothesis import settings
 
 from edgellm.export import models
 from edgellm.scripts import smollm2
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from eagle_engines import EaglePair
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
-
-# What `make quick` does without; with --quick tests that import it are left out.
-_HOST_PACKAGES = ("torch", "transformers", "modelopt", "auto_round", "safetensors", "playwright",
-                  "openai", "schemathesis", "mkdocs", "tensorrt_rtx")  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,43 +51,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{seconds:7.1f}  {folder}")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("quick"):
-        left_out = [item for item in items if any(map(item.get_closest_marker, ("real", "gpu")))]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
-
-
-def _needs(error: BaseException | None) -> str:
-    """The host package whose absence is the error's cause, or ""."""
-    while error is not None:
-        if isinstance(error, ModuleNotFoundError) and error.name in _HOST_PACKAGES:
-            return error.name
-        error = error.__cause__
-    return ""
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    report = yield
-    call = report.call if collector.config.getoption("quick") else None
-    if call is not None and call.excinfo is not None and _needs(call.excinfo.value):
-        report.outcome, report.longrepr, report.result = "passed", None, []
-    return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    error = call.excinfo.value if call.excinfo is not None else None
-    if item.config.getoption("quick") and (package := _needs(error)):
-        report.outcome = "skipped"
-        report.longrepr = (str(item.path), 0, f"Skipped: needs {package}")
-    return report
+        config.pluginmanager.register(without_host)
 
 
 CHAT_TEMPLATE = (
