@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from eagle_engines import EaglePair
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=25)
 settings.load_profile("repeatable")
 
 
@@ -54,6 +55,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("quick"):
         config.pluginmanager.register(without_host)
+        settings.load_profile("quick")
 
 
 CHAT_TEMPLATE = (
