@@ -25,7 +25,7 @@ import weights
 from edgellm.contract import EngineManifest, load_manifest
 from edgellm.device_runtime import backends
 from edgellm.device_runtime.tokenizer import ChatTokenizer
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 COMMANDS = ("edgellm-export", "llm_build", "llm_inference")
 

@@ -32,7 +32,7 @@ from edgellm.device_runtime.backends import Plan
 from edgellm.device_runtime.session import Session
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 Logits = Callable[[np.ndarray], np.ndarray]  # int64 [S] -> float32 [S, V]
 PIECE = 64  # rows of a pass when prompts are read

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgellm.artifact import hash_engines
-from edgellm.command import ONE_CASE, run_command
+from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.flags import (
     BatchSize,
     ContextReuse,
-    Debug,
     DumpOutput,
     DumpProfile,
     EngineDir,
@@ -42,12 +41,7 @@ if TYPE_CHECKING:
     from edgellm.device_runtime.requests import Options
     from edgellm.device_runtime.unfinished_run import Answered, UnfinishedRun
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=ONE_CASE,
-)
+app = App(CAMEL_CASE)
 
 
 @app.command()
@@ -70,10 +64,8 @@ def llm_inference(
     verify: Verify = None,
     dump_output: DumpOutput = False,
     resume: Resume = False,
-    debug: Debug = False,
 ) -> None:
     """Answer the requests of a JSON file; a bad request gets an error object of its own."""
-    del debug  # read by run_command
     from edgellm.device_runtime.llm import LLM
     from edgellm.device_runtime.outputs import Outputs
     from edgellm.device_runtime.requests import read_file

@@ -53,4 +53,3 @@ Resume = Annotated[
     typer.Option("--resume", help="Go on with an interrupted run of the same command, if any."),
 ]
 DumpOutput = Annotated[bool, typer.Option("--dumpOutput", help="Print the answers.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]

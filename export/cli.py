@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from edgellm.command import numbers, run_command
+from edgellm.command import SNAKE_CASE, App, numbers, run_command
 from edgellm.contract import (
     BundleManifest,
     DraftBundleManifest,
@@ -17,13 +17,7 @@ from edgellm.contract import (
     VisualBundleManifest,
 )
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
-)
+app = App(SNAKE_CASE, no_args_is_help=True)
 
 DType = Annotated[str, typer.Option("--dtype", help="Activations: fp16 or fp32.")]
 Quantization = Annotated[
@@ -32,7 +26,6 @@ Quantization = Annotated[
 IgnoredKeys = Annotated[
     str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 @app.callback()
@@ -63,10 +56,8 @@ def llm(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with transformers (needs edgellm[host]).")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Export a language model."""
-    del debug  # read by run_command
     from edgellm.export.bundle import ExportOptions, export_llm
     from edgellm.export.progress import byte_progress, spinner
     from edgellm.export.source import open_checkpoint
@@ -117,10 +108,8 @@ def draft(
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the bundle.")],
     dtype: DType = "fp16",
     ignore_config_keys: IgnoredKeys = "",
-    debug: Debug = False,
 ) -> None:
     """Export an EAGLE draft or Medusa heads for a base exported with --draft_model_dir."""
-    del debug  # read by run_command
     from edgellm.export.draft import DraftOptions, export_draft
     from edgellm.export.progress import byte_progress
     from edgellm.export.source import open_checkpoint, open_draft
@@ -152,10 +141,8 @@ def visual(
     dtype: DType = "fp16",
     quantization: Quantization = "none",
     ignore_config_keys: IgnoredKeys = "",
-    debug: Debug = False,
 ) -> None:
     """Export the visual encoder of a vision-language model."""
-    del debug  # read by run_command
     from edgellm.export.progress import byte_progress
     from edgellm.export.source import open_checkpoint
     from edgellm.export.visual_bundle import VisualOptions, export_visual

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from edgellm import artifact, exclusive
-from edgellm import command as command_module
 from edgellm.artifact import publish, temporary_folder, verify_files
 from edgellm.contract import (
     BrokenArtifactError,
@@ -143,33 +142,6 @@ def test_changed_files_are_found(tmp_path, change, message):
     change(tmp_path / "out" / "model.onnx")
     with pytest.raises(BrokenArtifactError, match=message):
         verify_files(tmp_path / "out", manifest.files)
-
-
-def test_a_full_disk_becomes_one_line(capsys):
-    def command():
-        raise OSError(errno.ENOSPC, "No space left on device", "/x/model.weights")
-
-    with pytest.raises(SystemExit) as stop:
-        command_module.run_command(command)
-    assert stop.value.code == 2
-    printed = capsys.readouterr().err.splitlines()
-    assert printed == [
-        "error: No space left on device (/x/model.weights)",
-        "hint: free some space or give another folder",
-    ]
-
-
-def test_surprises_become_one_line(capsys, monkeypatch):
-    def command():
-        raise RuntimeError("deep inside\nand more")
-
-    with pytest.raises(SystemExit) as stop:
-        command_module.run_command(command)
-    assert stop.value.code == 3
-    assert "error: unexpected RuntimeError: deep inside\n" in capsys.readouterr().err
-    monkeypatch.setattr(command_module.sys, "argv", ["llm_build", "--debug"])
-    with pytest.raises(RuntimeError):
-        command_module.run_command(command)
 
 
 def test_manifests_are_facts():

@@ -448,7 +448,8 @@ def test_names_cannot_break_the_page(tmp_path, tiny_checkpoint):
 
 def test_json_has_no_surprises(tiny_engine, eagle_pair, visual_folders):
     for folder in (tiny_engine, eagle_pair.engine, *visual_folders):
-        json.dumps(report_json(inspect(folder), 10), allow_nan=False)
+        report = report_json(inspect(folder), 10)
+        assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 
 def _break_manifest(folder: Path) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.command import ONE_CASE, run_command
+from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.flags import Debug, EngineDir, MultimodalEngineDir, Verify
+from edgellm.device_runtime.flags import EngineDir, MultimodalEngineDir, Verify
 from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.serve.flags import (
     AllowNoKey,
@@ -34,12 +34,7 @@ if TYPE_CHECKING:
     from edgellm.device_runtime.llm import LLM
     from edgellm.tools.serve.settings import Settings
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=ONE_CASE,
-)
+app = App(CAMEL_CASE)
 
 
 @app.command()
@@ -62,10 +57,8 @@ def edgellm_serve(
     image_hosts: ImageHosts = None,
     context_reuse: ContextReuse = True,
     verify: Verify = None,
-    debug: Debug = False,
 ) -> None:
     """Answer OpenAI's and Triton's requests over HTTP, one after the other."""
-    del debug  # read by run_command
     how = spec_flags.read()
     from edgellm.tools.serve import settings
 

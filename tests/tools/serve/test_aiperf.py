@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 PACKAGES = Path(__file__).with_name("aiperf.txt")
 REQUESTS, TOKENS = 16, 12

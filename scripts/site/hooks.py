@@ -8,8 +8,8 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from edgellm.tools.site.files import manifest_page, request_page
-from edgellm.tools.site.flags import command_page
+from edgellm.scripts.site.files import manifest_page, request_page
+from edgellm.scripts.site.flags import command_page
 
 ROOT = Path(__file__).resolve().parents[2]
 _AT_THE_ROOT = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md",

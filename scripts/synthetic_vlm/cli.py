@@ -1,4 +1,4 @@
-"""`python -m edgellm.tools.synthetic_vlm`: a small vision-language model of drawn scenes."""
+"""`python -m edgellm.scripts.synthetic_vlm`: a small vision-language model of drawn scenes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from typing import Annotated
 
 import typer
 
-from edgellm.command import run_command
+from edgellm.command import SNAKE_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
-)
+app = App(SNAKE_CASE)
 
 Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the checkpoint.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
@@ -36,13 +31,11 @@ def synthetic_vlm(
     threads: Threads = 0,
     save_every: SaveEvery = 25,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Train a synthetic model of Qwen2.5-VL's classes; the same command again goes on."""
-    del debug  # read by run_command
     _require_host()
-    from edgellm.tools.synthetic_vlm.run import Job, run
-    from edgellm.tools.synthetic_vlm.train import Recipe
+    from edgellm.scripts.synthetic_vlm.run import Job, run
+    from edgellm.scripts.synthetic_vlm.train import Recipe
 
     warmup_steps = max(1, min(30, steps // 10))
     recipe = Recipe(steps, batch_size, learning_rate, warmup_steps, seed)

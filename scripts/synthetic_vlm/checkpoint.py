@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from edgellm.tools.synthetic_vlm.conversations import CHOICES, GREETINGS, NEXT, REQUESTS
-from edgellm.tools.synthetic_vlm.scenes import COLOURS, EMPTY, SHAPES, SIDE
+from edgellm.scripts.synthetic_vlm.conversations import CHOICES, GREETINGS, NEXT, REQUESTS
+from edgellm.scripts.synthetic_vlm.scenes import COLOURS, EMPTY, SHAPES, SIDE
 
 PAD, END = "<|endoftext|>", "<|im_end|>"
 SPECIAL = (

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from edgellm.contract import EdgeLLMError
 from edgellm.export.taps import default_taps
 from edgellm.multimodal import processors
-from edgellm.tools.synthetic_vlm import checkpoint
-from edgellm.tools.synthetic_vlm.conversations import KINDS, Encoder, converse
-from edgellm.tools.synthetic_vlm.evaluate import answers, fresh, measure
-from edgellm.tools.synthetic_vlm.run import Job, run
-from edgellm.tools.synthetic_vlm.scenes import CELL, CELLS, COLOURS, ROWS, SHAPES, draw, score
-from edgellm.tools.synthetic_vlm.train import Recipe, Trainer
+from edgellm.scripts.synthetic_vlm import checkpoint
+from edgellm.scripts.synthetic_vlm.conversations import KINDS, Encoder, converse
+from edgellm.scripts.synthetic_vlm.evaluate import answers, fresh, measure
+from edgellm.scripts.synthetic_vlm.run import Job, run
+from edgellm.scripts.synthetic_vlm.scenes import CELL, CELLS, COLOURS, ROWS, SHAPES, draw, score
+from edgellm.scripts.synthetic_vlm.train import Recipe, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHIPPED = Path(__file__).parents[2] / "examples" / "synthetic-vlm"
@@ -264,7 +264,13 @@ def test_the_loss_goes_down(job, tmp_path):
 def test_foreign_folders_are_left_alone(job):
     job.output_dir.mkdir()
     (job.output_dir / "config.json").write_text("{}")
-    command = [sys.executable, "-m", "edgellm.tools.synthetic_vlm", "--output_dir", job.output_dir]
+    command = [
+        sys.executable,
+        "-m",
+        "edgellm.scripts.synthetic_vlm",
+        "--output_dir",
+        job.output_dir,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert_one_line_error(result, "files that this command did not make", "another --output_dir")
     assert result.returncode == 2

@@ -10,15 +10,17 @@ import json
 import time
 from pathlib import Path
 
-from edgellm.command import run_command
-from edgellm.tools import demo_images, smollm2
-from edgellm.tools.stages import build_pair, command, export_pair, say, took
+from edgellm.command import SNAKE_CASE, App, run_command
+from edgellm.scripts import demo_images, smollm2
+from edgellm.scripts.stages import build_pair, command, export_pair, say, took
 
 REQUESTS = Path(__file__).parent / "demo_requests.json"
 DRAFT = Path(__file__).parents[1] / "examples" / "smollm2-135m-instruct-eagle3"
+app = App(SNAKE_CASE)
 
 
-def main() -> None:
+@app.command()
+def demo() -> None:
     """Fetch, export, build, answer plainly and with EAGLE3, draw the trees, describe images."""
     work = smollm2.cache_folder() / "demo"
     bundle, drafted, engine = work / "bundle", work / "draft", work / "engine"
@@ -74,4 +76,4 @@ def _indented(text: str) -> str:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(app)

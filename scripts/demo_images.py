@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.contract import VisualBundleManifest, VisualEngineManifest
-from edgellm.tools.stages import (
+from edgellm.scripts.stages import (
     build_pair,
     command,
     export_pair,
@@ -19,7 +19,7 @@ from edgellm.tools.stages import (
     say,
     unless,
 )
-from edgellm.tools.synthetic_vlm import scenes
+from edgellm.scripts.synthetic_vlm import scenes
 
 MODEL = Path(__file__).parents[1] / "examples" / "synthetic-vlm"
 DRAFT = MODEL.with_name("synthetic-vlm-eagle3")

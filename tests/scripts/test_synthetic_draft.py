@@ -23,17 +23,17 @@ from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
-from edgellm.tools.demo_images import DRAFT, MODEL
-from edgellm.tools.synthetic_vlm.conversations import converse
-from edgellm.tools.synthetic_vlm.evaluate import fresh
-from edgellm.tools.synthetic_vlm.prompts import PROMPTS
-from edgellm.tools.synthetic_vlm.scenes import score
+from edgellm.scripts.demo_images import DRAFT, MODEL
+from edgellm.scripts.synthetic_vlm.conversations import converse
+from edgellm.scripts.synthetic_vlm.evaluate import fresh
+from edgellm.scripts.synthetic_vlm.prompts import PROMPTS
+from edgellm.scripts.synthetic_vlm.scenes import score
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _write(folder: Path, *flags: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "edgellm.tools.synthetic_vlm.prompts"]
+    command = [sys.executable, "-m", "edgellm.scripts.synthetic_vlm.prompts"]
     command += ["--output_dir", str(folder), *map(str, flags)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

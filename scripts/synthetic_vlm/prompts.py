@@ -1,4 +1,4 @@
-"""`python -m edgellm.tools.synthetic_vlm.prompts`: conversations for a draft to learn from.
+"""`python -m edgellm.scripts.synthetic_vlm.prompts`: conversations for a draft to learn from.
 
 Every one is a line of `prompts.jsonl` whose last answer the base is to give, with its pictures in
 files beside it: what `edgellm-train-draft --data` takes.
@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from edgellm.artifact import move_files, temporary_folder
-from edgellm.command import run_command
+from edgellm.command import SNAKE_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.tools.synthetic_vlm.conversations import KINDS, Conversation, converse
+from edgellm.scripts.synthetic_vlm.conversations import KINDS, Conversation, converse
 
 PROMPTS = "prompts.jsonl"
 _DRAFT = 2  # first number of these scenes' seeds; no training of the base and no test has it
 
-app = typer.Typer(add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = App(SNAKE_CASE)
 
 
 @app.command()
@@ -28,10 +28,8 @@ def prompts(
     output_dir: Annotated[Path, typer.Option("--output_dir", help="A new folder.")],
     count: Annotated[int, typer.Option("--count", min=1, help="Conversations.")] = 4000,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Write conversations about drawn scenes, half of them about one picture."""
-    del debug  # read by run_command
     if output_dir.exists():
         raise EdgeLLMError(f"{output_dir} exists", hint="give another --output_dir")
     usual, *others = KINDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from edgellm.tools.synthetic_vlm.scenes import draw
+from edgellm.scripts.synthetic_vlm.scenes import draw
 
 _KINDS = {
     "one": "one picture, one question",
@@ -59,7 +59,7 @@ Made by edgellm, in its clone:
 
 ```
 pip install torch==2.13.0 && pip install -e '.[host]'
-python -m edgellm.tools.synthetic_vlm --output_dir {name} \\
+python -m edgellm.scripts.synthetic_vlm --output_dir {name} \\
     {flags}
 ```
 

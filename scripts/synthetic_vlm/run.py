@@ -15,17 +15,17 @@ import transformers
 
 from edgellm.artifact import temporary_folder
 from edgellm.contract import EdgeLLMError
-from edgellm.tools.synthetic_vlm.card import model_card
-from edgellm.tools.synthetic_vlm.checkpoint import (
+from edgellm.scripts.synthetic_vlm.card import model_card
+from edgellm.scripts.synthetic_vlm.checkpoint import (
     make_config,
     make_model,
     read_model,
     write_model,
     write_processor,
 )
-from edgellm.tools.synthetic_vlm.conversations import KINDS, Encoder
-from edgellm.tools.synthetic_vlm.evaluate import Exactness, measure
-from edgellm.tools.synthetic_vlm.train import Progress, Recipe, Trainer
+from edgellm.scripts.synthetic_vlm.conversations import KINDS, Encoder
+from edgellm.scripts.synthetic_vlm.evaluate import Exactness, measure
+from edgellm.scripts.synthetic_vlm.train import Progress, Recipe, Trainer
 
 TRAINING = "training.json"
 _FRESH_SCENES = 100

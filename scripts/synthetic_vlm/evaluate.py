@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from edgellm.tools.synthetic_vlm.checkpoint import Model
-from edgellm.tools.synthetic_vlm.conversations import Conversation, Encoder, converse
-from edgellm.tools.synthetic_vlm.scenes import Score, score
+from edgellm.scripts.synthetic_vlm.checkpoint import Model
+from edgellm.scripts.synthetic_vlm.conversations import Conversation, Encoder, converse
+from edgellm.scripts.synthetic_vlm.scenes import Score, score
 
 _BATCH = 25
 _MAX_NEW_TOKENS = 64  # the longest caption has 43

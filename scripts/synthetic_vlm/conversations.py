@@ -14,7 +14,7 @@ from edgellm.device_runtime.tokenizer import ChatTokenizer
 from edgellm.multimodal import processors
 from edgellm.multimodal.positions import rotary_positions
 from edgellm.multimodal.processors.qwen2_vl import Processor
-from edgellm.tools.synthetic_vlm.scenes import Scene, draw
+from edgellm.scripts.synthetic_vlm.scenes import Scene, draw
 
 REQUESTS = (
     "Describe the image.",

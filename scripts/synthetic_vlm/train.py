@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from edgellm.tools.synthetic_vlm.checkpoint import Model
-from edgellm.tools.synthetic_vlm.conversations import (
+from edgellm.scripts.synthetic_vlm.checkpoint import Model
+from edgellm.scripts.synthetic_vlm.conversations import (
     KINDS,
     Conversation,
     Encoded,
     Encoder,
     converse,
 )
-from edgellm.tools.synthetic_vlm.scenes import CELLS, ROWS
+from edgellm.scripts.synthetic_vlm.scenes import CELLS, ROWS
 
 _STATE = "training.pt"
 _TRAINING = 0  # first number of the scenes' seeds; see `evaluate.fresh`
