@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -20,10 +20,9 @@ from edgellm.device_runtime.session import F32, Bool
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark"]
 # As json.dumps writes. Free white space would let a small model write nothing else.
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LONGEST = 1 << 20  # characters of a grammar
 
 
@@ -94,7 +93,7 @@ def _grammar(guide: Guide) -> str:
     if guide.kind == "json_object" or guide.kind == "json_schema":
         text = guide.text if guide.kind == "json_schema" else '{"type": "object"}'
         try:
-            return LLMatcher.grammar_from_json_schema(text, overrides=_JSON)  # type: ignore[arg-type]  # a TypedDict
+            return LLMatcher.grammar_from_json_schema(text, overrides=JSON_FORM)  # type: ignore[arg-type]  # a TypedDict
         except ValueError as error:
             raise RequestError(f"the schema of the answer is no JSON: {error}") from None
     try:
