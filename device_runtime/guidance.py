@@ -83,7 +83,8 @@ class Guidance:
                 ) from None
         matcher = LLMatcher(self._tokenizer, _grammar(guide), log_level=0)
         if matcher.is_error():
-            raise RequestError(f"the {guide.kind} of the answer is faulty: {_fault(matcher)}")
+            name = "grammar" if guide.kind == "lark" else guide.kind
+            raise RequestError(f"the {name} of the answer is faulty: {_fault(matcher)}")
         return Constraint(matcher)
 
 

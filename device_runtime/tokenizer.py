@@ -72,6 +72,15 @@ class ChatTokenizer:
         """Ids of all tokens, added ones among them."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token; None if `text` is none."""
+        is_special = self._special_tokens.fullmatch(text) is not None
+        return self._tokenizer.token_to_id(text) if is_special else None
+
+    def token_name(self, token_id: int) -> str:
+        """A token as the vocabulary spells it."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     @property
     def has_template(self) -> bool:
         """Whether messages can be rendered."""
@@ -91,9 +100,17 @@ class ChatTokenizer:
         )
         return list(chain.from_iterable(parts))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens; bytes that are not UTF-8 become U+FFFD."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def gap(self, prompt: str | Sequence[int], token_ids: Sequence[int]) -> str:
+        """What stands between a prompt and its answer: some decoders begin every text unspaced."""
+        before = (
+            self.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+        )
+        parts = self.decode(before), self.decode(token_ids)
+        return " " if self.decode([*before, *token_ids]) == " ".join(parts) else ""
 
     def token_text(self, token_id: int) -> str:
         """One token alone, special ones too; bytes that are no whole character become U+FFFD."""

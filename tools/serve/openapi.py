@@ -28,7 +28,7 @@ _TRITON_ERROR = {
 _REFUSALS = {
     "400": "The request is faulty, or what it asks for cannot be done.",
     "401": "No API key, or an unknown one.",
-    "403": "The server was addressed by a foreign name.",
+    "403": "The server was addressed by a foreign name, or by a page of another site.",
     "404": "There is no such model.",
 }
 _POST_REFUSALS = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
+
+from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,8 @@ class Call:
 
 class ToolParser(Protocol):
     """Separates an answer's text from the calls in it, while it grows."""
+
+    form: ClassVar[CallForm]  # what `push` reads, for answers that must be calls
 
     def __init__(self, names: set[str]) -> None:
         """With the names of the functions that there are."""

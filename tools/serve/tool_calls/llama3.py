@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 
 from edgellm.tools.serve.tool_calls.call import Call
+from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 
 class Llama3Parser:
     """See `ToolParser`."""
+
+    form = CallForm('{"name": "NAME", "parameters": ', "}", between="; ")
 
     def __init__(self, names: set[str]) -> None:
         self._names, self._held, self._is_text = names, "", False

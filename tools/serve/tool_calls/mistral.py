@@ -10,6 +10,7 @@ import json
 import re
 
 from edgellm.tools.serve.tool_calls.call import Call
+from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 _MARK = "[TOOL_CALLS]"
 _LIST = re.compile(r"\[\s*(\{|$)")
@@ -17,6 +18,10 @@ _LIST = re.compile(r"\[\s*(\{|$)")
 
 class MistralParser:
     """See `ToolParser`."""
+
+    form = CallForm(
+        '{"name": "NAME", "arguments": ', "}", between=", ", opening="[", closing="]", mark=_MARK
+    )
 
     def __init__(self, names: set[str]) -> None:
         self._names, self._held, self._is_text = names, "", False
