@@ -119,7 +119,7 @@ def _paths(app: FastAPI) -> str:
         f"{method} {route.path}"
         for route in app.routes
         if isinstance(route, APIRoute) and route.include_in_schema
-        for method in sorted(route.methods)
+        for method in sorted(route.methods or ())
     ]
     return ", ".join([*found, "GET /openapi.json", "GET / (a page to chat on)"])
 

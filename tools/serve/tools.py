@@ -11,7 +11,7 @@ from edgellm.device_runtime.llm import LLM
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.forms import Body
-from edgellm.tools.serve.tool_calls.call import ToolParser
+from edgellm.tools.serve.tool_calls.call import CallReader, ToolParser
 from edgellm.tools.serve.tool_calls.grammar import forced_calls
 from edgellm.tools.serve.tool_calls.loose import LooseParser
 
@@ -95,7 +95,7 @@ class Tooled(Body):
         schemas = {one.name: one.parameters for one in functions}
         return Guide("lark", forced_calls(form, schemas, mark_id=mark or None, several=several))
 
-    def parser(self, llm: LLM) -> ToolParser | None:
+    def parser(self, llm: LLM) -> CallReader | None:
         """What finds tool calls in the answer; None where none are wanted.
 
         Raises:

@@ -16,8 +16,20 @@ class Call:
     arguments: str  # a JSON object
 
 
-class ToolParser(Protocol):
+class CallReader(Protocol):
     """Separates an answer's text from the calls in it, while it grows."""
+
+    def push(self, text: str) -> list[str | Call]:
+        """Add text; what is certainly text, and the calls that are complete."""
+        ...
+
+    def finish(self) -> list[str | Call]:
+        """The rest, when the answer ends: what became no call is text."""
+        ...
+
+
+class ToolParser(CallReader, Protocol):
+    """The reader of a family of models, and how the family writes calls."""
 
     form: ClassVar[CallForm]  # what `push` reads, for answers that must be calls
 
@@ -28,12 +40,4 @@ class ToolParser(Protocol):
     @staticmethod
     def recognises(template: str) -> bool:
         """Whether a chat template asks for calls of this form."""
-        ...
-
-    def push(self, text: str) -> list[str | Call]:
-        """Add text; what is certainly text, and the calls that are complete."""
-        ...
-
-    def finish(self) -> list[str | Call]:
-        """The rest, when the answer ends: what became no call is text."""
         ...

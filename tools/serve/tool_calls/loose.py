@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from edgellm.tools.serve.tool_calls.call import Call, ToolParser
+from edgellm.tools.serve.tool_calls.call import Call, CallReader
 
 _FENCE = "```"
 _INFOS = ("json", "tool_call", "tool", "")
@@ -21,9 +21,9 @@ _BARE = re.compile(r'\{\s*("|$)|\[\s*(\{|$)')
 
 
 class LooseParser:
-    """See `ToolParser`; `inner` reads what is neither bare nor fenced."""
+    """See `CallReader`; `inner` reads what is neither bare nor fenced."""
 
-    def __init__(self, inner: ToolParser, names: set[str]) -> None:
+    def __init__(self, inner: CallReader, names: set[str]) -> None:
         self._inner, self._names = inner, names
         self._held = ""
         self._is_bare: bool | None = None  # whether the answer begins as JSON; None: unknown
@@ -31,7 +31,7 @@ class LooseParser:
         self._is_behind_call = False
 
     def push(self, text: str) -> list[str | Call]:
-        """See `ToolParser.push`."""
+        """See `CallReader.push`."""
         self._held += text
         if self._is_bare is None:
             begun = self._held.lstrip()
@@ -44,7 +44,7 @@ class LooseParser:
         return [] if self._is_bare else self._scan()
 
     def finish(self) -> list[str | Call]:
-        """See `ToolParser.finish`."""
+        """See `CallReader.finish`."""
         held, self._held = self._held, ""
         if self._is_bare is not False:
             found = self._calls(held)

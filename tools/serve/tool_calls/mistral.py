@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import ClassVar
 
 from edgellm.tools.serve.tool_calls.call import Call
 from edgellm.tools.serve.tool_calls.grammar import CallForm
@@ -19,7 +20,7 @@ _LIST = re.compile(r"\[\s*(\{|$)")
 class MistralParser:
     """See `ToolParser`."""
 
-    form = CallForm(
+    form: ClassVar = CallForm(
         '{"name": "NAME", "arguments": ', "}", between=", ", opening="[", closing="]", mark=_MARK
     )
 
