@@ -113,16 +113,16 @@ class Constraint:
         """The answer goes on with these.
 
         Raises:
-            EdgeLLMError: it may not, or the form is too complex to go on.
+            RequestError: it may not, or the form is too complex to go on.
         """
         if not self._matcher.is_stopped() and not self._matcher.consume_tokens(list(token_ids)):
-            raise EdgeLLMError(f"guiding the answer failed: {_fault(self._matcher)}")
+            raise RequestError(f"guiding the answer failed: {_fault(self._matcher)}")
 
     def apply(self, logits: F32, path: Sequence[int] = ()) -> F32:
         """Logits [V] with -inf for what may not come behind the answer and `path`; a copy."""
         allowed = self._allowed(path)
         if not allowed.any():
-            raise EdgeLLMError(f"guiding the answer failed: {_fault(self._matcher)}")
+            raise RequestError(f"guiding the answer failed: {_fault(self._matcher)}")
         return np.where(allowed, logits, np.float32(-np.inf))
 
     def _allowed(self, path: Sequence[int]) -> Bool:

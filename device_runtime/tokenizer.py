@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
@@ -72,10 +72,11 @@ class ChatTokenizer:
         """Ids of all tokens, added ones among them."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
-    def special_id(self, text: str) -> int | None:
-        """The id of a special token; None if `text` is none."""
-        is_special = self._special_tokens.fullmatch(text) is not None
-        return self._tokenizer.token_to_id(text) if is_special else None
+    def added_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """Ids of those texts that are tokens of their own, special or not."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        ids = {token.content: token_id for token_id, token in added}
+        return {text: ids[text] for text in texts if text in ids}
 
     def token_name(self, token_id: int) -> str:
         """A token as the vocabulary spells it."""

@@ -91,9 +91,9 @@ class Tooled(Body):
             return None
         several = self.tool_choice == "required" and self.parallel_tool_calls is not False
         form = _parser(llm).form
-        mark = form.mark and llm.tokenizer.special_id(form.mark)
+        marks = llm.tokenizer.added_ids(form.marks)
         schemas = {one.name: one.parameters for one in functions}
-        return Guide("lark", forced_calls(form, schemas, mark_id=mark or None, several=several))
+        return Guide("lark", forced_calls(form, schemas, marks=marks, several=several))
 
     def parser(self, llm: LLM) -> CallReader | None:
         """What finds tool calls in the answer; None where none are wanted.

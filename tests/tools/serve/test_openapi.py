@@ -34,6 +34,10 @@ def test_every_answer_is_documented(lettered_server, mode):
         for name in LENGTHS if isinstance(case.body, dict) else ():
             if isinstance(case.body.get(name), int):
                 case.body[name] = min(case.body[name], 8)  # seconds, not minutes
+        if mode.is_positive:  # most would be refused for their model alone
+            case.path_parameters = case.path_parameters and {"name": "tiny"}
+            if isinstance(case.body, dict):
+                case.body.pop("model", None)
         statuses.add(case.call_and_validate(checks=CHECKS).status_code)
 
     few = settings(

@@ -147,6 +147,10 @@ def test_a_faulty_form_is_told(lettered_server):
     status, found = lettered_server.json("/v1/completions", {"prompt": "a", "guided_json": "{no"})
     assert status == 400
     assert "the schema of the answer is no JSON" in found["error"]["message"]
+    # The tokens of this model cannot write it.
+    status, found = lettered_server.json("/v1/completions", {"prompt": "a", "guided_regex": "ò"})
+    assert status == 400
+    assert "guiding the answer failed" in found["error"]["message"]
 
 
 def test_tokens_of_texts_and_chats(server, offline):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +19,16 @@ class CallForm:
     before: str  # a call's arguments
     behind: str
     between: str  # two calls
-    opening: str = ""
+    opening: str = ""  # of an answer
     closing: str = ""
-    mark: str = ""  # what opens an answer of calls, if it is a special token
+    marks: tuple[str, ...] = ()  # parts of these texts that may be tokens of their own
 
 
 def forced_calls(
     form: CallForm,
     schemas: Mapping[str, dict[str, Any] | None],
     *,
-    mark_id: int | None,
+    marks: Mapping[str, int],
     several: bool,
 ) -> str:
     """A Lark grammar of one call, or of several.
@@ -35,29 +36,30 @@ def forced_calls(
     Args:
         form: of the model's family.
         schemas: the schemas of the arguments by the functions' names.
-        mark_id: the token id of `form.mark`.
+        marks: the token ids of those of `form.marks` that are tokens.
         several: whether more than one call may be made.
 
     Raises:
         RequestError: the arguments of a function are no object.
     """
-    more = f" ({_quoted(form.between)} call)*" if several else ""
-    start = f"{_quoted(form.opening)} call{more} {_quoted(form.closing)}"
-    if mark_id is not None:
-        start = f'<[{mark_id}]> " "? {start}'
+    more = f" ({_expression(form.between, marks)} call)*" if several else ""
+    opening, closing = (_expression(text, marks) for text in (form.opening, form.closing))
     lines = [
-        f"start: {start}",
+        f"start: {opening} call{more} {closing}",
         "call: " + " | ".join(f"call_{index}" for index in range(len(schemas))),
     ]
+    behind = _expression(form.behind, marks)
     for index, (name, schema) in enumerate(schemas.items()):
-        before = _quoted(form.before.replace("NAME", name))
-        lines.append(f"call_{index}: {before} arguments_{index} {_quoted(form.behind)}")
+        before = _expression(form.before.replace("NAME", name), marks)
+        lines.append(f"call_{index}: {before} arguments_{index} {behind}")
         lines.append(f"arguments_{index}: %json {json.dumps(_arguments(name, schema))}")
     return "\n".join(lines)
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text)
+def _expression(text: str, marks: Mapping[str, int]) -> str:
+    """A text in Lark's syntax; llguidance takes a token of its own for no text."""
+    parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
+    return " ".join(f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts)
 
 
 def _arguments(name: str, schema: dict[str, Any] | None) -> dict[str, Any]:

@@ -21,8 +21,9 @@ class MistralParser:
     """See `ToolParser`."""
 
     form: ClassVar = CallForm(
-        '{"name": "NAME", "arguments": ', "}", between=", ", opening="[", closing="]", mark=_MARK
-    )
+        '{"name": "NAME", "arguments": ', "}", between=", ", opening=f"{_MARK} [", closing="]",
+        marks=(_MARK,),
+    )  # fmt: skip
 
     def __init__(self, names: set[str]) -> None:
         self._names, self._held, self._is_text = names, "", False
