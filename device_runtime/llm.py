@@ -10,6 +10,7 @@ from edgellm.contract import EngineManifest, RequestError, load_manifest
 from edgellm.device_runtime import arguments, backends
 from edgellm.device_runtime.answer import Answer, Step
 from edgellm.device_runtime.context import KeptContexts, RecordedSession, RowCache, count_common
+from edgellm.device_runtime.endings import Endings
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.guidance import Guidance
 from edgellm.device_runtime.profile import IMAGES, RESTORE, Profile, RoundCounts
@@ -19,7 +20,7 @@ from edgellm.device_runtime.session import ImageRows
 from edgellm.device_runtime.speculate.loop import Round, speculate
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.setup import Drafters, settled
-from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher, TextStream
+from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher
 from edgellm.device_runtime.turns import Turns
 from edgellm.integrity import FileCheck
 
@@ -83,7 +84,6 @@ class LLM:
             self.images = ImageReader(
                 Path(multimodal_engine_dir), self.manifest.decoder, verify=verify
             )
-        self._end_ids = frozenset(self.manifest.eos_token_ids)
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
         self._reuses_context, self._kept = context_reuse, KeptContexts()
 
@@ -157,7 +157,7 @@ class LLM:
 
     def generate_text(
         self,
-        text: str,
+        text: str | Sequence[int],
         *,
         images: Sequence[str] = (),
         add_special_tokens: bool,
@@ -167,7 +167,9 @@ class LLM:
         speculative: bool = True,
         system_prompt: str | None = None,
     ) -> Answer:
-        """As `generate`, for a text that is already formatted; images are encoded at once.
+        """As `generate`, for a text that is already formatted, or its token ids, without images.
+
+        Images are encoded at once.
 
         With `system_prompt`, which the text begins with, its rows are kept for later answers.
         """
@@ -176,11 +178,7 @@ class LLM:
         arguments.require_kind("speculative", speculative, bool, "True or False")
         stops = StopMatcher(arguments.text_list("stop", stop))
         max_tokens = arguments.require_length("max_generate_length", max_generate_length)
-        if unknown := [t for t in sampling.logit_bias if t >= self.manifest.decoder.vocab_size]:
-            raise RequestError(
-                f"logit_bias names token {unknown[0]}, the model has "
-                f"{self.manifest.decoder.vocab_size} tokens"
-            )
+        sampling.require_fit(self.manifest.decoder.vocab_size, max_tokens)
         profile = Profile()
         prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
         max_tokens, warnings = self._fit(len(prompt.token_ids), max_tokens)
@@ -188,7 +186,8 @@ class LLM:
         speculates = speculative and self._drafters is not None
         sampler = self.sampler(sampling, prompt)
         rounds = (self._speculated if speculates else self._plain)(sampler, answer)
-        steps = self._steps(rounds, sampler, answer, stops, speculates=speculates)
+        endings = Endings(self.tokenizer.stream(), stops, sampler.ends, sampling.min_tokens)
+        steps = self._steps(rounds, sampler, answer, endings, speculates=speculates)
         if system_prompt is not None:
             ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
             steps = self._keeping(answer, steps, count_common(ids, prompt.token_ids))
@@ -206,7 +205,12 @@ class LLM:
                 yield step
 
     def _prompt(
-        self, text: str, sources: Sequence[str], profile: Profile, *, add_special_tokens: bool
+        self,
+        text: str | Sequence[int],
+        sources: Sequence[str],
+        profile: Profile,
+        *,
+        add_special_tokens: bool,
     ) -> Prompt:
         images = self.images
         if images is None:
@@ -214,22 +218,27 @@ class LLM:
                 raise RequestError(
                     "the engine takes text only", hint="give a multimodal_engine_dir"
                 )
-            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return Prompt(ids)
+            return Prompt(self._ids(text, add_special_tokens=add_special_tokens))
         seen: list[Seen] = []
         if sources:
             with self._turns.visiting(), profile.stage(IMAGES):
                 seen = images.see(sources, Path.cwd())
         profile.image_tokens += [one.prepared.num_tokens for one in seen]
-        text = images.expand(text, seen)
-        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return images.prompt(ids, seen)
+        text = images.expand(text, seen) if isinstance(text, str) else text
+        return images.prompt(self._ids(text, add_special_tokens=add_special_tokens), seen)
+
+    def _ids(self, text: str | Sequence[int], *, add_special_tokens: bool) -> list[int]:
+        if isinstance(text, str):
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if unknown := [i for i in text if not 0 <= i < self.manifest.decoder.vocab_size]:
+            raise RequestError(f"the model has no token {unknown[0]}")
+        return list(text)
 
     def sampler(self, sampling: SamplingParams, prompt: Prompt) -> Sampler:
         """What chooses the tokens of an answer; raises as `Guidance.start`."""
         guide = sampling.guide
         constraint = self._guidance.start(guide) if guide is not None else None
-        return Sampler(sampling, prompt.token_ids, constraint)
+        return Sampler(sampling, prompt.token_ids, constraint, self.manifest.eos_token_ids)
 
     def show(self, prompt: Prompt) -> None:
         """Tell the session what image rows of a prompt stand for, before it is read."""
@@ -322,58 +331,36 @@ class LLM:
         rounds: Iterator[Round],
         sampler: Sampler,
         answer: Answer,
-        stops: StopMatcher,
+        endings: Endings,
         *,
         speculates: bool,
     ) -> Iterator[Step]:
-        stream = self.tokenizer.stream()
         answer.profile.prompt_tokens.append(answer.prompt_token_count)
         stopped = False
         for found in rounds:
-            taken, pieces, ended, stopped = self._take(found.token_ids, stream, stops)
-            begin = len(answer.token_ids)
-            answer.token_ids += taken
-            if ended or stopped:
-                answer.finish_reason = "stop"
+            taken = endings.take(found.token_ids)
+            begin, pieces = len(answer.token_ids), tuple(taken.pieces)
+            answer.token_ids += taken.token_ids
+            if taken.ended or taken.stopped:
+                stopped, answer.finish_reason = taken.stopped, "stop"
             elif len(answer.token_ids) >= answer.max_tokens:
                 answer.finish_reason = "length"
             if found.tree is not None:
-                answer.profile.rounds.append(_counts(found, len(taken)))
-            if speculates or not ended or len(taken) > 1:
-                logprobs = tuple(sampler.logprobs[begin : begin + len(taken)])
+                answer.profile.rounds.append(_counts(found, len(pieces)))
+            if speculates or not taken.ended or len(pieces) > 1:
+                logprobs = tuple(sampler.logprobs[begin : begin + len(pieces)])
                 drafted = found if speculates else None
-                yield Step(tuple(taken), "".join(pieces), drafted, tuple(pieces), logprobs)
-            if ended or stopped:
+                yield Step(tuple(taken.token_ids), "".join(pieces), drafted, pieces, logprobs)
+            if taken.ended or taken.stopped:
                 break
         profile = answer.profile
         tokens = profile.speculated_tokens if speculates else profile.generated_tokens
         tokens.append(len(answer.token_ids))
-        if not stopped and (rest := _rest(stops, stream.finish())):
+        if not stopped and (rest := endings.rest()):
             yield Step((), rest)
-
-    def _take(
-        self, token_ids: Sequence[int], stream: TextStream, stops: StopMatcher
-    ) -> tuple[list[int], list[str], bool, bool]:
-        """The tokens up to an end, their texts, and whether an end token or a stop string came."""
-        taken: list[int] = []
-        pieces: list[str] = []
-        for token_id in token_ids:
-            taken.append(token_id)
-            if token_id in self._end_ids:
-                return taken, [*pieces, ""], True, False
-            text, stopped = stops.push(stream.push(token_id))
-            pieces.append(text)
-            if stopped:
-                return taken, pieces, False, True
-        return taken, pieces, False, False
 
 
 def _counts(found: Round, emitted: int) -> RoundCounts:
     assert found.tree is not None
     depths, _ = found.tree.layout()
     return RoundCounts(emitted, len(found.tree), int(depths.max()), len(found.path) - 1)
-
-
-def _rest(stops: StopMatcher, tail: str) -> str:
-    shown, stopped = stops.push(tail)
-    return shown if stopped else shown + stops.finish()
