@@ -1,0 +1,5 @@
+#pragma once
+#include "math.inl"
+namespace edgellm { namespace {
+Best survey(const float*, int64_t, bool) { return {}; }
+}}
