@@ -19,7 +19,7 @@ LIBRARY = "libedgellm_kernels.so"
 # -ffp-contract=off: a product and a sum are one step where the source says so, and nowhere else.
 _COMMON = (
     "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden",
-    "-Wall", "-Wextra",
+    "-Wall", "-Wextra", "-Wno-maybe-uninitialized",
 )  # fmt: skip
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")

@@ -60,7 +60,8 @@ struct Rows {
   int64_t blocks;   // from row to row of the others
   int8_t* codes;
   float* scales;    // of a block, times the weight's multiplier
-  int32_t* sums;    // of a block's codes
+  int32_t* starts;  // of a block's sums: what brings codes around their middle
+  float* offsets;   // of a block: - scale * (sum of its codes), the factor of zero points
   float* floats;
 };
 size_t rows_bytes(const Weight& weight, int64_t rows);

@@ -13,7 +13,7 @@ constexpr uint32_t kMostFeatures = 1u << 24;
 size_t up(size_t bytes) { return (bytes + 63) & ~size_t(63); }
 
 struct Places {
-  size_t codes, scales, sums, floats, end;
+  size_t codes, scales, starts, offsets, floats, end;
   int64_t stride;
 };
 
@@ -24,8 +24,10 @@ Places places(const Weight& w, int64_t rows) {
   const size_t count = size_t(rows), blocks = size_t(w.blocks()) * count;
   const bool quantized = w.is_quantized();
   p.scales = p.codes + (quantized ? up(count * p.stride) : 0);
-  p.sums = p.scales + (quantized ? up(blocks * 4) : 0);
-  p.floats = p.sums + (quantized ? up(blocks * 4) : 0);
+  const size_t of_blocks = quantized ? up(blocks * 4) : 0;
+  p.starts = p.scales + of_blocks;
+  p.offsets = p.starts + of_blocks;
+  p.floats = p.offsets + of_blocks;
   p.end = p.floats + up(count * p.stride * 4);
   return p;
 }
@@ -61,7 +63,7 @@ Rows place_rows(const Weight& weight, int64_t rows, void* memory) {
   const Places p = places(weight, rows);
   char* base = static_cast<char*>(memory);
   return {p.stride, weight.blocks(), reinterpret_cast<int8_t*>(base + p.codes), reinterpret_cast<float*>(base + p.scales),
-          reinterpret_cast<int32_t*>(base + p.sums), reinterpret_cast<float*>(base + p.floats)};
+          reinterpret_cast<int32_t*>(base + p.starts), reinterpret_cast<float*>(base + p.offsets), reinterpret_cast<float*>(base + p.floats)};
 }
 
 }  // namespace edgellm

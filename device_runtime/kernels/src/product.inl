@@ -7,7 +7,7 @@ namespace edgellm {
 namespace {
 
 // ------------------------------------------------------------------ rows as the products take them
-void quantize_block(const float* x, int64_t count, int64_t block, float multiplier, int8_t* codes, float* scale, int32_t* sum) {
+int32_t quantize_block(const float* x, int64_t count, int64_t block, float multiplier, int8_t* codes, float* scale) {
   F largest = Set::set(0);
   for (int64_t k = 0; k < count; k += kStrip) largest = Set::max(largest, Set::abs(load_up_to(x + k, count - k)));
   const float top = Set::largest(largest);
@@ -20,11 +20,11 @@ void quantize_block(const float* x, int64_t count, int64_t block, float multipli
     Set::store_codes(codes + k, code);
   }
   *scale = is_zero ? 0.f : top / 127.f * multiplier;
-  *sum = Set::sum(total);
+  return Set::sum(total);
 }
 
 // sqrt and division are exact by the standard, so that this is one number on every processor.
-float inverse_rms(const float* x, int64_t count, float epsilon) {
+inline float inverse_rms(const float* x, int64_t count, float epsilon) {
   F squares = Set::set(0);
   for (int64_t k = 0; k < count; k += kStrip) {
     const F part = load_up_to(x + k, count - k);
@@ -56,28 +56,39 @@ void prepare(const Prologue& p, int64_t first_row, int64_t last_row) {
     for (int64_t b = 0; b < p.rows.blocks; b++) {
       const int64_t k = b * w.block, at = row * p.rows.blocks + b;
       const int64_t count = K - k < w.block ? K - k : w.block;
-      quantize_block(x + k, count, w.block, w.multiplier, p.rows.codes + row * p.rows.stride + k, p.rows.scales + at, p.rows.sums + at);
+      float& scale = p.rows.scales[at];
+      const int32_t sum = quantize_block(x + k, count, w.block, w.multiplier, p.rows.codes + row * p.rows.stride + k, &scale);
+      p.rows.starts[at] = -(w.form == Form::kInt4 ? 8 : Set::kMiddle8) * sum;
+      p.rows.offsets[at] = -scale * float(sum);
     }
   }
 }
 
 // ---------------------------------------------------------------------- 32 channels of a few rows
+// What a tile fetches of each record of the next group: one row has the memory to itself anyway,
+// more of them leave it idle while they compute.
+struct Share {
+  int64_t first, last;
+};
+
 // out[r][s]: sums of channels [16 s, 16 s + 16) from `strip` on; blocks are added in their order.
 template <int R, int S, Form kForm, bool kZero>
-void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t row, F (&out)[R][S]) {
+void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t row, Share share, F (&out)[R][S]) {
   const Weight& w = *p.weight;
+  const int64_t ahead = w.group_bytes();
   const int64_t blocks = p.rows.blocks, codes = w.code_bytes(), step = w.record_bytes();
   const int8_t* x = p.rows.codes + row * p.rows.stride;
   const float* scales = p.rows.scales + row * blocks;
-  const int32_t* sums = p.rows.sums + row * blocks;
+  const float* offsets = p.rows.offsets + row * blocks;
+  const int32_t* starts = p.rows.starts + row * blocks;
   F total[R][S];
   for (auto& totals : total)
     for (F& one : totals) one = Set::set(0);
   for (int64_t b = 0; b < blocks; b++, record += step, x += w.block) {
+    for (int64_t at = share.first; at < share.last; at += 64) __builtin_prefetch(record + ahead + at, 0, 2);
     I acc[R][S];
-    constexpr int kMiddle = kForm == Form::kInt4 ? 8 : Set::kMiddle8;
     for (int r = 0; r < R; r++)
-      for (int s = 0; s < S; s++) acc[r][s] = Set::set_int(-kMiddle * sums[r * blocks + b]);
+      for (int s = 0; s < S; s++) acc[r][s] = Set::set_int(starts[r * blocks + b]);
     if (kForm == Form::kInt4)
       Set::template dot4<R, S>(acc, record + strip * 64, x, p.rows.stride, w.block);
     else
@@ -86,12 +97,9 @@ void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t 
       const uint8_t* halves = record + codes + (strip + s) * 32;
       const F scale = Set::load_half(halves);
       for (int r = 0; r < R; r++) {
-        const float own = scales[r * blocks + b];
-        total[r][s] = Set::fma(Set::to_float(acc[r][s]), Set::mul(scale, Set::set(own)), total[r][s]);
-        if (kZero) {
-          const float taken = -own * float(sums[r * blocks + b]);
-          total[r][s] = Set::fma(Set::load_half(halves + 64), Set::set(taken), total[r][s]);
-        }
+        const F both = Set::mul(scale, Set::set(scales[r * blocks + b]));
+        total[r][s] = Set::fma(Set::to_float(acc[r][s]), both, total[r][s]);
+        if (kZero) total[r][s] = Set::fma(Set::load_half(halves + 64), Set::set(offsets[r * blocks + b]), total[r][s]);
       }
     }
   }
@@ -126,7 +134,7 @@ void write_strip(const Product& p, F sum, int64_t row, int64_t channel) {
 }
 
 template <int R, int S, Form kForm, bool kZero>
-void run_tile(const Product& p, int64_t group, int64_t row) {
+void run_tile(const Product& p, int64_t group, int64_t row, Share share) {
   const Weight& w = *p.weight;
   constexpr bool kQuantized = kForm == Form::kInt4 || kForm == Form::kInt8;
   F sums[R][2];
@@ -134,7 +142,7 @@ void run_tile(const Product& p, int64_t group, int64_t row) {
     F some[R][S];
     const uint8_t* record = w.records + group * w.group_bytes();
     if constexpr (kQuantized)
-      quantized_tile<R, S, kForm, kZero>(p, record, strip, row, some);
+      quantized_tile<R, S, kForm, kZero>(p, record, strip, row, strip ? Share{} : share, some);
     else
       float_tile<R, S, kForm, kZero>(p, record, strip, row, some);
     for (int r = 0; r < R; r++)
@@ -157,28 +165,32 @@ void run_tile(const Product& p, int64_t group, int64_t row) {
 }
 
 template <int R, Form kForm, bool kZero>
-void run_rows(const Product& p, int64_t group, int64_t row, int64_t count) {
+void run_rows(const Product& p, int64_t group, int64_t row, int64_t count, Share share) {
   if (count == R)
-    run_tile<R, R == 1 ? 2 : Set::kStrips, kForm, kZero>(p, group, row);
+    run_tile<R, R == 1 ? 2 : Set::kStrips, kForm, kZero>(p, group, row, share);
   else if constexpr (R > 1)
-    run_rows<R - 1, kForm, kZero>(p, group, row, count);
+    run_rows<R - 1, kForm, kZero>(p, group, row, count, share);
 }
 
 // Panels of rows whose codes stay in the second cache while the weights pass by.
 constexpr int64_t kPanelBytes = 512 << 10;
+
+constexpr int64_t kFetchFrom = 2;  // rows; see Share
 
 template <Form kForm, bool kZero>
 void run_groups(const Product& p, int64_t first, int64_t last) {
   const int64_t row_bytes = p.rows.stride * (p.weight->is_quantized() ? 1 : 4);
   const int64_t fitting = kPanelBytes / row_bytes / Set::kRows * Set::kRows;
   const int64_t panel = fitting > Set::kRows ? fitting : Set::kRows;
+  const int64_t lines = (p.weight->record_bytes() + 63) / 64;
   for (int64_t top = 0; top < p.num_rows; top += panel) {
     const int64_t rows = p.num_rows - top < panel ? p.num_rows - top : panel;
     const int64_t tiles = (rows + Set::kRows - 1) / Set::kRows;
     for (int64_t group = first; group < last; group++)
       for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
-        run_rows<Set::kRows, kForm, kZero>(p, group, top + begin, end - begin);
+        const Share share = {lines * tile / tiles * 64, lines * (tile + 1) / tiles * 64};
+        run_rows<Set::kRows, kForm, kZero>(p, group, top + begin, end - begin, rows < kFetchFrom ? Share{} : share);
       }
   }
 }
