@@ -91,12 +91,13 @@ struct QuantLinear {
 // write_index int64 [1]; cos, sin [P, R / 2]; positions int64 [1, S]; mask bool [S, M];
 // q_norm, k_norm [D]; sinks [heads]; k_scale, v_scale [1].
 // Outputs: y [1, S, heads * D], and the caches, which are written in place where they are the past's.
+template <ort::Type kCache>
 struct CachedAttention {
   static constexpr const char* kName = "CachedAttention";
   static constexpr ort::Type kInputs[] = {
-      ort::kFloat, ort::kFloat, ort::kFloat, ort::kUndefined, ort::kUndefined, ort::kInt64, ort::kFloat, ort::kFloat,
+      ort::kFloat, ort::kFloat, ort::kFloat, kCache, kCache, ort::kInt64, ort::kFloat, ort::kFloat,
       ort::kInt64, ort::kBool, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
-  static constexpr ort::Type kOutputs[] = {ort::kFloat, ort::kUndefined, ort::kUndefined};
+  static constexpr ort::Type kOutputs[] = {ort::kFloat, kCache, kCache};
   static constexpr unsigned kNeeded = 0b111001, kNeededOutputs = 3;
 
   int64_t heads, kv_heads, window, is_interleaved;
@@ -158,9 +159,7 @@ struct CachedAttention {
   }
 
   void read_cache(const Tensor* in, Attention& a) const {
-    const int type = in[3].type;
-    require(type == ort::kFloat || type == ort::kHalf || type == ort::kInt8, "CachedAttention: the cache is neither float, half nor int8");
-    a.cache_type = type == ort::kFloat ? CacheType::kFloat32 : type == ort::kHalf ? CacheType::kFloat16 : CacheType::kInt8;
+    a.cache_type = kCache == ort::kFloat ? CacheType::kFloat32 : kCache == ort::kHalf ? CacheType::kFloat16 : CacheType::kInt8;
     require(in[5].count() == 1, "CachedAttention: write_index is not one number");
     a.write_index = *in[5].as<int64_t>();
     require(a.write_index >= 0 && a.write_index <= a.capacity - a.rows, "CachedAttention: the new rows do not fit into the cache");
@@ -333,7 +332,8 @@ extern "C" __attribute__((visibility("default"))) edgellm::ort::Status* Register
     static ort::Domain* const domain = [] {  // for all sessions, which may outlive any owner but the process
       ort::Domain* made = nullptr;
       ort::call(ort::kCreateDomain, "edgellm", &made);
-      for (const ort::Operator* one : {ort::describe<QuantLinear>(), ort::describe<CachedAttention>(), ort::describe<Picks>()})
+      for (const ort::Operator* one : {ort::describe<QuantLinear>(), ort::describe<CachedAttention<ort::kFloat>>(),
+                                      ort::describe<CachedAttention<ort::kHalf>>(), ort::describe<CachedAttention<ort::kInt8>>(), ort::describe<Picks>()})
         ort::call(ort::kAddOperator, made, one);
       return made;
     }();
