@@ -10,7 +10,7 @@
 namespace edgellm {
 namespace {
 
-constexpr int kMostQueries = 16;  // heads of rows that share what is read of the cache
+constexpr int kMostQueries = 32;  // heads of rows that share what is read of the cache
 constexpr int kMostDim = 256;     // head_dim
 constexpr int kMostGroup = 16;    // heads of one key head that are taken at once
 constexpr float kNothing = -1e30f;
@@ -142,35 +142,90 @@ void read_rows(const Attention& a, const void* cache, int64_t kv_head, int64_t r
   }
 }
 
-// Scores of 16 keys; each is summed in 16 lanes along the head, then over the lanes.
+// Scores of 16 keys; each is summed in 16 lanes along the head, then over the lanes. `kParts`: of
+// the head, in lanes; 0 if it is known only at run time.
+template <int kParts>
 F score(const float* q, const float* const* rows, int64_t dim) {
-  F all[kStrip];
-  for (int first = 0; first < kStrip; first += Set::kKeys) {
-    F some[Set::kKeys];
-    for (F& one : some) one = Set::set(0);
-    for (int64_t d = 0; d < dim; d += kStrip) {
-      const F part = Set::load(q + d);
-      for (int i = 0; i < Set::kKeys; i++) some[i] = Set::fma(Set::load(rows[first + i] + d), part, some[i]);
-    }
-    for (int i = 0; i < Set::kKeys; i++) all[first + i] = some[i];
+  constexpr int kHeld = kParts ? kParts : 1;
+  F query[kHeld], all[kStrip];
+  for (int part = 0; part < kParts; part++) query[part] = Set::load(q + part * kStrip);
+  for (int i = 0; i < kStrip; i++) {
+    const float* row = rows[i];
+    F sum = Set::set(0);
+    if constexpr (kParts > 0)
+      for (int part = 0; part < kParts; part++) sum = Set::fma(Set::load(row + part * kStrip), query[part], sum);
+    else
+      for (int64_t d = 0; d < dim; d += kStrip) sum = Set::fma(Set::load(row + d), Set::load(q + d), sum);
+    all[i] = sum;
   }
   return Set::sums(all);
+}
+
+// For sets of which `kTurnFrom` queries pay for it: [16 keys][padded_dim] -> [padded_dim][16 keys]; four times the halves of a pack of cards.
+template <class S = Set>
+void turn(const float* const* rows, int64_t dim, float* turned) {
+  for (int64_t d = 0; d < dim; d += kStrip) {
+    F now[kStrip], next[kStrip];
+    for (int i = 0; i < kStrip; i++) now[i] = Set::load(rows[i] + d);
+    for (int step = 0; step < 4; step++) {
+      for (int i = 0; i < kStrip / 2; i++) S::zip(now[i], now[i + kStrip / 2], next[2 * i], next[2 * i + 1]);
+      for (int i = 0; i < kStrip; i++) now[i] = next[i];
+    }
+    for (int i = 0; i < kStrip; i++) Set::store(turned + (d + i) * kStrip, now[i]);
+  }
+}
+
+// The same sums for more queries than a turn costs.
+template <int Q>
+void score_turned(const Query* queries, const float* turned, int64_t dim, F* out) {
+  constexpr int kHalf = kStrip / 2;
+  F lanes[Q][kHalf];
+  for (int lane = 0; lane < kHalf; lane++) {
+    F low[Q], high[Q];
+    for (int q = 0; q < Q; q++) low[q] = high[q] = Set::set(0);
+    for (int64_t d = lane; d < dim; d += kStrip) {
+      const F a = Set::load(turned + d * kStrip), b = Set::load(turned + (d + kHalf) * kStrip);
+      for (int q = 0; q < Q; q++) {
+        low[q] = Set::fma(a, Set::set(queries[q].q[d]), low[q]);
+        high[q] = Set::fma(b, Set::set(queries[q].q[d + kHalf]), high[q]);
+      }
+    }
+    for (int q = 0; q < Q; q++) lanes[q][lane] = Set::add(low[q], high[q]);
+  }
+  for (int q = 0; q < Q; q++) {
+    for (int left = kHalf / 2; left; left /= 2)
+      for (int lane = 0; lane < left; lane++) lanes[q][lane] = Set::add(lanes[q][lane], lanes[q][lane + left]);
+    out[q] = lanes[q][0];
+  }
 }
 
 // Scores of keys [from, to); from `straight` on they are those of the first query's row.
 void score_keys(const Attention& a, int64_t kv_head, int64_t base, const Query* queries, int count, int64_t straight,
                 int64_t from, int64_t to) {
-  alignas(64) float scratch[kStrip * kMostDim], some[kStrip];
+  alignas(64) float scratch[kStrip * kMostDim], turned[kStrip * kMostDim], some[kStrip];
   const float* rows[kStrip];
+  const int64_t dim = a.padded_dim();
   for (int64_t key = from; key < to; key += kStrip) {
     const int64_t n = to - key < kStrip ? to - key : kStrip;
-    read_rows(a, a.keys, kv_head, queries[0].row, straight, key, n, scratch, rows);
-    for (int i = 0; i < count; i++) {
-      F scores = score(queries[i].q, rows, a.padded_dim());
+    const auto put = [&](const Query& query, F scores) {
       if (a.softcap > 0) scores = Set::mul(tanh(Set::div(scores, Set::set(a.softcap))), Set::set(a.softcap));
       Set::store(some, scores);
-      __builtin_memcpy(queries[i].scores + key - base, some, n * sizeof(float));
-    }
+      __builtin_memcpy(query.scores + key - base, some, n * sizeof(float));
+    };
+    read_rows(a, a.keys, kv_head, queries[0].row, straight, key, n, scratch, rows);
+    if constexpr (Set::kTurnFrom > 0)
+      if (count >= Set::kTurnFrom) {
+        turn(rows, dim, turned);
+        for (int i = 0; i < count;) {
+          F scores[Set::kQueries];
+          const int some = count - i < Set::kQueries ? 1 : Set::kQueries;
+          some == 1 ? score_turned<1>(queries + i, turned, dim, scores) : score_turned<Set::kQueries>(queries + i, turned, dim, scores);
+          for (int q = 0; q < some; q++) put(queries[i++], scores[q]);
+        }
+        continue;
+      }
+    for (int i = 0; i < count; i++)
+      put(queries[i], dim == 64 ? score<4>(queries[i].q, rows, dim) : dim == 128 ? score<8>(queries[i].q, rows, dim) : score<0>(queries[i].q, rows, dim));
   }
 }
 

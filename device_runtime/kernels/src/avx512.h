@@ -55,6 +55,11 @@ struct Avx512Vector {
     const __m128 pair = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
     return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
   }
+  static void zip(F a, F b, F& low, F& high) {  // a0 b0 a1 b1 ...
+    const I first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    low = _mm512_permutex2var_ps(a, first, b);
+    high = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, _mm512_set1_epi32(8)), b);
+  }
 
   // Lane i: sum(x[i]), in its order; each step halves both the registers and what is left to add.
   static F sums(const F* x) {
