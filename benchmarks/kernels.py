@@ -34,7 +34,9 @@ HEADS = (  # name, heads, kv heads, head dim
 )
 
 
-def open_session(nodes: list, inputs: dict, outputs: dict, weights: dict, threads: int):
+def open_session(
+    nodes: list, inputs: dict, outputs: dict, weights: dict, threads: int
+) -> ort.InferenceSession:
     values = [
         [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in group.items()]
         for group in (inputs, outputs)
@@ -137,15 +139,17 @@ def attention_pass(
     for i in range(layers):
         past, present = [f"k{i}", f"v{i}"], [f"pk{i}", f"pv{i}"]
         inputs |= {name: (F32, [1, kv_heads, capacity, dim]) for name in past}
-        outputs |= {name: (F32, None) for name in (f"y{i}", *present)}
+        outputs |= dict.fromkeys((f"y{i}", *present), (F32, None))
+        sizes = {"num_heads": heads, "kv_num_heads": kv_heads}
+        made = [f"y{i}", *present]
         if ours:
             names = ["qkv", "", "", *past, "at", "cos", "sin", "positions"]
-            node = helper.make_node("CachedAttention", names, [f"y{i}", *present], domain=DOMAIN,
-                                    num_heads=heads, kv_num_heads=kv_heads)  # fmt: skip
+            node = helper.make_node("CachedAttention", names, made, domain=DOMAIN, **sizes)
         else:
             names = ["qkv", "", "", *past, "last", "total", "cos", "sin"]
-            node = helper.make_node("GroupQueryAttention", names, [f"y{i}", *present], domain=CONTRIB,
-                                    num_heads=heads, kv_num_heads=kv_heads, do_rotary=1)  # fmt: skip
+            node = helper.make_node(
+                "GroupQueryAttention", names, made, domain=CONTRIB, do_rotary=1, **sizes
+            )
         nodes.append(node)
     session = open_session(nodes, inputs, outputs, {}, threads)
     binding = session.io_binding()

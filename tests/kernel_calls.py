@@ -65,7 +65,9 @@ def quantized_case(rng, kind, in_features, out_features, block, zero_points=Fals
     points = rng.integers(0, top, scales.shape).astype(np.uint8) if zero_points else None
     packed = b"".join(pack_codes(form, codes, scales.astype(np.float32), points))
     wide = np.full(scales.shape, top // 2) if points is None else points
-    wide, steps = (np.repeat(a.astype(np.float64), block, 1)[:, :in_features] for a in (wide, scales))
+    wide, steps = (
+        np.repeat(a.astype(np.float64), block, 1)[:, :in_features] for a in (wide, scales)
+    )
     return Case(form, np.frombuffer(packed, np.uint8), (codes - wide) * steps)
 
 
@@ -85,7 +87,7 @@ def product(
     instruction_set, case, x, *, skip=None, gamma=None, bias=None, residual=None, epsilon=1e-5,
     threads=1, packed=None,
 ):  # fmt: skip
-    """y [M, N], and x + skip [M, K] where there is a skip."""
+    """Of M rows: y [M, N], and x + skip [M, K] where there is a skip."""
     packed = case.packed if packed is None else packed
     width = case.form.out_features // (2 if case.form.is_gated else 1)
     y = np.full((len(x), width), np.nan, np.float32)
@@ -119,10 +121,11 @@ class Rows:
 
 
 def attention(
-    instruction_set, rows, *, is_split=True, mask=None, window=0, scale=None, softcap=0.0, rope=None,
-    positions=None, interleaved=False, q_norm=None, k_norm=None, sinks=None, scales=(1.0, 1.0),
+    instruction_set, rows, *, is_split=True, mask=None, window=0, scale=None, softcap=0.0,
+    rope=None, positions=None, interleaved=False, q_norm=None, k_norm=None,
+    sinks=None, scales=(1.0, 1.0),
 ):  # fmt: skip
-    """y [S, heads * D]; the rows are appended to the cache. `rope`: cos and sin."""
+    """Of S rows: y [S, heads * D]; the rows are appended to the cache. `rope`: cos and sin."""
     kv_heads, capacity, dim = rows.keys.shape
     cos, sin = rope or (None, None)
     mask = None if mask is None else np.ascontiguousarray(mask).view(np.uint8)

@@ -1,6 +1,6 @@
 """Compiling the kernels: what a wheel's build and a first use have in common.
 
-Standard library only: a build backend imports this without the package.
+Standard library only and no other module of edgellm's: a build backend imports this file alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _UNITS = {
         "neon_dotprod": ("-march=armv8.2-a+dotprod+fp16",),
         "neon_i8mm": ("-march=armv8.2-a+dotprod+fp16+i8mm",),
     },
-}  # fmt: skip
+}
+_SAME = {"arm64": "aarch64", "AMD64": "x86_64"}  # names that other systems have
 
 
 class NoCompilerError(Exception):
@@ -45,7 +46,7 @@ def compiler() -> str | None:
 
 def units(machine: str) -> dict[str, tuple[str, ...]]:
     """Names of the translation units for a processor, with the flags of each."""
-    return {**{name: () for name in _ANY}, **_UNITS.get(machine, {})}
+    return {**dict.fromkeys(_ANY, ()), **_UNITS.get(_SAME.get(machine, machine), {})}
 
 
 def fingerprint(cxx: str, machine: str, flags: tuple[str, ...] = ()) -> str:
@@ -58,42 +59,56 @@ def fingerprint(cxx: str, machine: str, flags: tuple[str, ...] = ()) -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_library(
-    target: Path, cxx: str, *, machine: str | None = None, flags: tuple[str, ...] = ()
-) -> None:
+def cached_library(cxx: str) -> Path:
+    """The library for this machine, compiled unless it was before.
+
+    Raises:
+        NoCompilerError: as `compile_library`.
+        OSError: the cache's folder cannot be written.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "edgellm", "kernels")
+    target = root / fingerprint(cxx, platform.machine()) / LIBRARY
+    if not target.exists():
+        compile_library(target, cxx)
+    return target
+
+
+def compile_library(target: Path, cxx: str) -> None:
     """Write the shared library to `target`; raises `NoCompilerError` with what the compiler said.
 
     It appears whole or not at all, also when several processes write it at once.
     """
-    machine = machine or platform.machine()
+    _compile(target, [cxx, "-shared"], units(platform.machine()), ())
+
+
+def compile_program(
+    target: Path, cxx: str, main: Path, *, machine: str, flags: tuple[str, ...]
+) -> None:
+    """Write a program of `main` and the kernels, also for another machine than this."""
+    own = {name: unit for name, unit in units(machine).items() if name != "operators"}
+    _compile(target, [cxx], {**own, str(main.with_suffix("")): (f"-I{SOURCES}",)}, flags)
+
+
+def _compile(
+    target: Path, linker: list[str], sources: dict[str, tuple[str, ...]], flags: tuple[str, ...]
+) -> None:
+    """Compile all units at once and link them."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder, LIBRARY)
-        objects = _compile_units(Path(folder), cxx, machine, flags)
-        _run([cxx, "-shared", *flags, *objects, "-pthread", "-o", str(made)])
+        running: list[subprocess.Popen[bytes]] = []
+        objects: list[str] = []
+        for name, own in sources.items():
+            objects.append(f"{folder}/{len(objects)}.o")
+            source = str(SOURCES / f"{name}.cpp")  # joined to an absolute path it is that path
+            command = [linker[0], *_COMMON, *flags, *own, "-c", source, "-o", objects[-1]]
+            running.append(subprocess.Popen(command, stderr=subprocess.PIPE))
+        said = [(process.communicate()[1], process.returncode) for process in running]
+        for text, code in said:
+            if code:
+                raise NoCompilerError(text.decode(errors="replace").strip())
+        made = Path(folder, target.name)
+        command = [*linker, *flags, *objects, "-pthread", "-o", str(made)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise NoCompilerError(result.stderr.strip())
         made.replace(target)
-
-
-def _compile_units(folder: Path, cxx: str, machine: str, flags: tuple[str, ...]) -> list[str]:
-    """Compile all units at once; the objects' paths."""
-    running: list[tuple[list[str], subprocess.Popen[bytes]]] = []
-    objects: list[str] = []
-    for name, own in units(machine).items():
-        objects.append(str(folder / f"{name}.o"))
-        source = str(SOURCES / f"{name}.cpp")
-        command = [cxx, *_COMMON, *flags, *own, "-c", source, "-o", objects[-1]]
-        running.append((command, subprocess.Popen(command, stderr=subprocess.PIPE)))
-    failures = [
-        error.decode(errors="replace")
-        for _, process in running
-        if (error := process.communicate()[1]) is not None and process.returncode
-    ]
-    if failures:
-        raise NoCompilerError(failures[0].strip())
-    return objects
-
-
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise NoCompilerError(result.stderr.strip())

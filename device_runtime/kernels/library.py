@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +11,8 @@ from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.kernels.compile import (
     LIBRARY,
     NoCompilerError,
-    compile_library,
+    cached_library,
     compiler,
-    fingerprint,
 )
 
 if TYPE_CHECKING:
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 DOMAIN = "edgellm"
 _PREBUILT = Path(__file__).parent / "prebuilt" / LIBRARY
 _HINT = (
-    "install a C++ compiler (Debian and Ubuntu: apt install g++), "
+    "install a C++ compiler, g++ 11 or clang++ 12 or newer (Debian and Ubuntu: apt install g++), "
     "or use ONNX Runtime's own operators"
 )
 
@@ -43,25 +40,16 @@ def library_path() -> Path:
     cxx = compiler()
     if cxx is None:
         raise EdgeLLMError("there is no C++ compiler for edgellm's kernels", hint=_HINT)
-    target = _cache_folder() / fingerprint(cxx, platform.machine()) / LIBRARY
-    if target.exists():
-        return target
     try:
-        compile_library(target, cxx)
+        return cached_library(cxx)
     except NoCompilerError as error:
         lines = str(error).splitlines() or ["it says nothing"]
         raise EdgeLLMError(f"{cxx} cannot compile the kernels: {lines[0]}", hint=_HINT) from None
     except OSError as error:
         raise EdgeLLMError(
-            f"the kernels cannot be written to {target.parent}: {error.strerror}",
+            f"the kernels cannot be written to {error.filename}: {error.strerror}",
             hint="set XDG_CACHE_HOME to a folder that can be written",
         ) from None
-    return target
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root, "edgellm", "kernels")
 
 
 @cache
@@ -71,7 +59,9 @@ def load_library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise EdgeLLMError(f"the kernels cannot be loaded: {error}", hint=f"delete {path}") from None
+        raise EdgeLLMError(
+            f"the kernels cannot be loaded: {error}", hint=f"delete {path}"
+        ) from None
 
 
 @cache

@@ -20,7 +20,9 @@ def rng():
 
 def new_rows(rng, count, heads, kv_heads, dim, write_index, dtype=np.float32, spare=5):
     capacity = write_index + count + spare
-    q, k, v = (rng.standard_normal((count, n * dim), np.float32) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        rng.standard_normal((count, n * dim), np.float32) for n in (heads, kv_heads, kv_heads)
+    )
     keys, values = (rng.standard_normal((kv_heads, capacity, dim), np.float32) for _ in range(2))
     if dtype == np.int8:
         keys, values = np.round(keys * 40), np.round(values * 40)
@@ -29,7 +31,8 @@ def new_rows(rng, count, heads, kv_heads, dim, write_index, dtype=np.float32, sp
 
 def random_tree(rng, count, columns):
     """Rows that see themselves and some of those before."""
-    mask = np.tri(count, columns, columns - count, dtype=np.bool_) & (rng.random((count, columns)) < 0.6)
+    mask = np.tri(count, columns, columns - count, dtype=np.bool_)
+    mask &= rng.random(mask.shape) < 0.6
     mask[np.arange(count), np.arange(count) + columns - count] = True
     return mask
 
@@ -84,7 +87,8 @@ def test_against_float64_and_the_reference(shape, rng):
     count, heads, kv_heads, dim, write_index = shape
     wider = min(count + 3, write_index + count)
     for mask in (None, random_tree(rng, count, count), random_tree(rng, count, wider)):
-        for options in ({}, {"window": 200}, {"softcap": 5.0}, {"sinks": rng.standard_normal(heads, np.float32)}):
+        sinks = rng.standard_normal(heads, np.float32)
+        for options in ({}, {"window": 200}, {"softcap": 5.0}, {"sinks": sinks}):
             given = new_rows(rng, count, heads, kv_heads, dim, write_index)
             rows = given.copy()
             reference = attention("scalar", rows, mask=mask, **options)
@@ -154,7 +158,8 @@ def read_in_pieces(name, given, sizes, **options):
     rows, out, first = given.copy(), [], 0
     for size in sizes:
         part = np.s_[first : first + size]
-        piece = Rows(rows.q[part], rows.k[part], rows.v[part], rows.keys, rows.values, given.write_index + first)
+        new = (x[part] for x in (rows.q, rows.k, rows.v))
+        piece = Rows(*new, rows.keys, rows.values, given.write_index + first)
         out.append(attention(name, piece, is_split=size < 16, **options))
         first += size
     return np.concatenate(out)

@@ -19,8 +19,8 @@ SHAPES = (  # kind, K, N, block, zero points
     ("int8", 576, 33, 128, True),
     ("int8", 40, 5, 64, False),
 )
-# Of the norm of y: a code of 8 bits is off by 1/254 of its block's largest at most, 0.6 % of a row of
-# normal numbers; up to twice that where the blocks' sums rule y.
+# Of the norm of y: a code of 8 bits is off by 1/254 of its block's largest at most, 0.6 % of a row
+# of normal numbers; up to twice that where the blocks' sums rule y.
 INT8_INPUTS = 0.012
 
 
@@ -163,8 +163,9 @@ def test_rows_of_zeros_outliers_and_no_numbers_stay_apart(name, rng):
 
 
 DAMAGES = {
-    "magic": (0, b"x"), "version": (8, b"\x63"), "form": (12, b"\x09"), "K": (16, b"\xff\xff\xff\xff"),
-    "N": (20, b"\x00\x00\x00\x00"), "block": (24, b"\x21"), "zero points": (28, b"\x02"),
+    "magic": (0, b"x"), "version": (8, b"\x63"), "form": (12, b"\x09"),
+    "K": (16, b"\xff\xff\xff\xff"), "N": (20, b"\x00\x00\x00\x00"), "block": (24, b"\x21"),
+    "zero points": (28, b"\x02"),
     "gated": (32, b"\x07"), "multiplier": (36, b"\x00\x00\xc0\x7f"), "bytes": (40, b"\x01"),
 }  # fmt: skip
 
