@@ -109,17 +109,20 @@ void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t 
 
 // Weights of 16 bits: one product after the other along K.
 template <int R, int S, Form kForm, bool kZero>
-void float_tile(const Product& p, const uint8_t* record, int strip, int64_t row, F (&out)[R][S]) {
+void float_tile(const Product& p, const uint8_t* record, int strip, int64_t row, Share share, F (&out)[R][S]) {
+  const int64_t ahead = p.weight->group_bytes();
   const float* x = p.rows.floats + row * p.rows.stride;
   F total[R][S];
   for (auto& totals : total)
     for (F& one : totals) one = Set::set(0);
   const uint8_t* halves = record + strip * 32;
-  for (int64_t k = 0; k < p.weight->in_features; k++, halves += 2 * kGroup)
+  for (int64_t k = 0; k < p.weight->in_features; k++, halves += 2 * kGroup) {
+    if (share.first < share.last) __builtin_prefetch(halves + ahead, 0, 2);
     for (int s = 0; s < S; s++) {
       const F weight = kForm == Form::kFloat16 ? Set::load_half(halves + s * 32) : Set::load_bfloat(halves + s * 32);
       for (int r = 0; r < R; r++) total[r][s] = Set::fma(weight, Set::set(x[r * p.rows.stride + k]), total[r][s]);
     }
+  }
   for (int r = 0; r < R; r++)
     for (int s = 0; s < S; s++) out[r][s] = total[r][s];
 }
@@ -144,7 +147,7 @@ void run_tile(const Product& p, int64_t group, int64_t row, Share share) {
     if constexpr (kQuantized)
       quantized_tile<R, S, kForm, kZero>(p, record, strip, row, strip ? Share{} : share, some);
     else
-      float_tile<R, S, kForm, kZero>(p, record, strip, row, some);
+      float_tile<R, S, kForm, kZero>(p, record, strip, row, strip ? Share{} : share, some);
     for (int r = 0; r < R; r++)
       for (int s = 0; s < S; s++) sums[r][strip + s] = some[r][s];
   }
