@@ -1,0 +1,114 @@
+"""Compiling the kernels: what a wheel's build and a first use have in common.
+
+Standard library only and no other module of edgellm's: a build backend imports this file alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+LIBRARY = "libedgellm_kernels.so"
+
+# -ffp-contract=off: a product and a sum are one step where the source says so, and nowhere else.
+_COMMON = (
+    "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden",
+    "-Wall", "-Wextra", "-Wno-maybe-uninitialized",
+)  # fmt: skip
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+_ANY = ("scalar", "layout", "dispatch", "c_api", "operators")
+_UNITS = {
+    "x86_64": {"avx2": _AVX2, "avx_vnni": (*_AVX2, "-mavxvnni"), "avx512_vnni": _AVX512},
+    "aarch64": {
+        "neon_dotprod": ("-march=armv8.2-a+dotprod+fp16",),
+        "neon_i8mm": ("-march=armv8.2-a+dotprod+fp16+i8mm",),
+    },
+}
+_SAME = {"arm64": "aarch64", "AMD64": "x86_64"}  # names that other systems have
+
+
+class NoCompilerError(Exception):
+    """There is no C++ compiler, or it refused the kernels."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler's path: $CXX, else g++, clang++ or c++."""
+    names = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "clang++", "c++")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def units(machine: str) -> dict[str, tuple[str, ...]]:
+    """Names of the translation units for a processor, with the flags of each."""
+    return {**dict.fromkeys(_ANY, ()), **_UNITS.get(_SAME.get(machine, machine), {})}
+
+
+def fingerprint(cxx: str, machine: str, flags: tuple[str, ...] = ()) -> str:
+    """A name for what a compiler makes of these sources."""
+    digest = hashlib.sha256(repr((units(machine), _COMMON, flags)).encode())
+    version = subprocess.run([cxx, "--version"], capture_output=True, check=False)
+    digest.update(version.stdout)
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cached_library(cxx: str) -> Path:
+    """The library for this machine, compiled unless it was before.
+
+    Raises:
+        NoCompilerError: as `compile_library`.
+        OSError: the cache's folder cannot be written.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "edgellm", "kernels")
+    target = root / fingerprint(cxx, platform.machine()) / LIBRARY
+    if not target.exists():
+        compile_library(target, cxx)
+    return target
+
+
+def compile_library(target: Path, cxx: str) -> None:
+    """Write the shared library to `target`; raises `NoCompilerError` with what the compiler said.
+
+    It appears whole or not at all, also when several processes write it at once.
+    """
+    _compile(target, [cxx, "-shared"], units(platform.machine()), ())
+
+
+def compile_program(
+    target: Path, cxx: str, main: Path, *, machine: str, flags: tuple[str, ...]
+) -> None:
+    """Write a program of `main` and the kernels, also for another machine than this."""
+    own = {name: unit for name, unit in units(machine).items() if name != "operators"}
+    _compile(target, [cxx], {**own, str(main.with_suffix("")): (f"-I{SOURCES}",)}, flags)
+
+
+def _compile(
+    target: Path, linker: list[str], sources: dict[str, tuple[str, ...]], flags: tuple[str, ...]
+) -> None:
+    """Compile all units at once and link them."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        running: list[subprocess.Popen[bytes]] = []
+        objects: list[str] = []
+        for name, own in sources.items():
+            objects.append(f"{folder}/{len(objects)}.o")
+            source = str(SOURCES / f"{name}.cpp")  # joined to an absolute path it is that path
+            command = [linker[0], *_COMMON, *flags, *own, "-c", source, "-o", objects[-1]]
+            running.append(subprocess.Popen(command, stderr=subprocess.PIPE))
+        said = [(process.communicate()[1], process.returncode) for process in running]
+        for text, code in said:
+            if code:
+                raise NoCompilerError(text.decode(errors="replace").strip())
+        made = Path(folder, target.name)
+        command = [*linker, *flags, *objects, "-pthread", "-o", str(made)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise NoCompilerError(result.stderr.strip())
+        made.replace(target)

@@ -1,0 +1,46 @@
+"""Puts the compiled kernels into a wheel where there is a compiler; else the wheel is pure Python.
+
+EDGELLM_KERNELS=0 leaves them out. Editable installs compile at first use.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+def _compile_module() -> ModuleType:
+    """compile.py by its path: the package is not installed while it is built."""
+    path = Path(__file__).with_name("compile.py")
+    spec = importlib.util.spec_from_file_location("edgellm_kernels_compile", path)
+    assert spec is not None and spec.loader is not None  # noqa: PT018
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class KernelHook(BuildHookInterface):
+    """Named by `tool.hatch.build.targets.wheel.hooks.custom`."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and name the wheel after this platform, of which any Python will do."""
+        compiling = _compile_module()
+        cxx = compiling.compiler()
+        if version == "editable" or cxx is None or os.environ.get("EDGELLM_KERNELS") == "0":
+            return
+        try:
+            library = compiling.cached_library(cxx)
+        except (compiling.NoCompilerError, OSError) as error:
+            self.app.display_warning(f"the kernels are left out: {str(error).splitlines()[0]}")
+            return
+        inside = f"device_runtime/kernels/prebuilt/{compiling.LIBRARY}"
+        build_data["force_include"][str(library)] = inside  # "edgellm/" is put before it
+        build_data["pure_python"] = False
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{platform}"

@@ -1,0 +1,91 @@
+"""The compiled kernels: where they are, and how sessions and tests reach them."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.kernels.compile import (
+    LIBRARY,
+    NoCompilerError,
+    cached_library,
+    compiler,
+)
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+DOMAIN = "edgellm"
+_PREBUILT = Path(__file__).parent / "prebuilt" / LIBRARY
+_HINT = (
+    "install a C++ compiler, g++ 11 or clang++ 12 or newer (Debian and Ubuntu: apt install g++), "
+    "or use ONNX Runtime's own operators"
+)
+
+
+@cache
+def library_path() -> Path:
+    """The shared library: what came with the package, else what this machine's compiler makes.
+
+    It is compiled once for each compiler and version of the sources, in a few seconds.
+
+    Raises:
+        EdgeLLMError: if there is neither, or the folder cannot be written.
+    """
+    if _PREBUILT.exists():
+        return _PREBUILT
+    cxx = compiler()
+    if cxx is None:
+        raise EdgeLLMError("there is no C++ compiler for edgellm's kernels", hint=_HINT)
+    try:
+        return cached_library(cxx)
+    except NoCompilerError as error:
+        lines = str(error).splitlines() or ["it says nothing"]
+        raise EdgeLLMError(f"{cxx} cannot compile the kernels: {lines[0]}", hint=_HINT) from None
+    except OSError as error:
+        raise EdgeLLMError(
+            f"the kernels cannot be written to {error.filename}: {error.strerror}",
+            hint="set XDG_CACHE_HOME to a folder that can be written",
+        ) from None
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The library in this process; raises `EdgeLLMError` as `library_path` does."""
+    path = library_path()
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise EdgeLLMError(
+            f"the kernels cannot be loaded: {error}", hint=f"delete {path}"
+        ) from None
+
+
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """Those of this processor that have kernels, best first; the last is the scalar reference."""
+    name = load_library().edgellm_instruction_set
+    name.restype = ctypes.c_char_p
+    names: list[str] = []
+    while (found := name(len(names))) is not None:
+        names.append(found.decode())
+    return tuple(names)
+
+
+def register(options: ort.SessionOptions) -> None:
+    """Let sessions with these options run the operators of `DOMAIN`.
+
+    Raises:
+        EdgeLLMError: if the library is not to be had, or ONNX Runtime is too old for it.
+    """
+    path = library_path()
+    try:
+        options.register_custom_ops_library(str(path))
+    except Exception as error:  # noqa: BLE001 - the classes are private to the extension module
+        raise EdgeLLMError(
+            f"ONNX Runtime does not take the kernels: {str(error).splitlines()[0]}",
+            hint="update it: pip install -U onnxruntime",
+        ) from None

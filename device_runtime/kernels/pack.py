@@ -1,0 +1,177 @@
+"""Weights of linear layers as the kernels read them: one stream of records.
+
+A record holds, of 32 output channels and one block of inputs, the codes, 32 half scales and, where
+there are zero points, 32 half products of scale and (zero point - middle). Codes of four inputs of
+a channel stand side by side: bytes [4 inputs' group][channel][input], in int4 the next four inputs
+in the high halves. Every instruction set reads this one layout.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+GROUP = 32  # output channels of a record
+STRIP = 16  # channels that gate and up take in turn
+BLOCKS = (32, 64, 128)
+_MAGIC, _VERSION = b"edgellmW", 1
+_FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4}
+_HEADER = struct.Struct("<8s6I I f Q 16x")
+_LARGEST_HALF = 2.0**15
+_ROWS_AT_ONCE = 1 << 22  # weights that are rearranged at once: a few of their copies are held
+
+
+@dataclass(frozen=True, slots=True)
+class PackedForm:
+    """What a packed weight holds.
+
+    Attributes:
+        kind: "int4", "int8", "float16" or "bfloat16".
+        in_features: K.
+        out_features: N; of gated weights those of gate and up together.
+        block: inputs that share a scale; 1 for floats.
+        has_zero_points: integers only.
+        is_gated: channels are those of gate and up, 16 of each in turn; see `gated_order`.
+    """
+
+    kind: str
+    in_features: int
+    out_features: int
+    block: int = 1
+    has_zero_points: bool = False
+    is_gated: bool = False
+
+    @property
+    def is_quantized(self) -> bool:
+        """Codes with scales."""
+        return self.kind in ("int4", "int8")
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one channel; the last may be padded."""
+        return -(-self.in_features // self.block)
+
+    @property
+    def record_bytes(self) -> int:
+        """Of 32 channels and one block."""
+        bits = {"int4": 4, "int8": 8}.get(self.kind, 16)
+        scales = (2 * GROUP) * (1 + self.has_zero_points) if self.is_quantized else 0
+        return self.block * GROUP * bits // 8 + scales
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole packed weight, its header included."""
+        return _HEADER.size + -(-self.out_features // GROUP) * self.blocks * self.record_bytes
+
+    def header(self, multiplier: float = 1.0) -> bytes:
+        """The first 64 bytes; `multiplier` is that of all scales."""
+        return _HEADER.pack(
+            _MAGIC, _VERSION, _FORMS[self.kind], self.in_features, self.out_features, self.block,
+            self.has_zero_points, self.is_gated, multiplier, self.num_bytes,
+        )  # fmt: skip
+
+
+def gated_order(width: int) -> np.ndarray:
+    """Rows of a weight [gate; up], `width` each, in the order of a gated one: int64 [2 * width].
+
+    Raises:
+        ValueError: if `width` is not a multiple of 16.
+    """
+    if width % STRIP:
+        raise ValueError(f"gated layers come in steps of {STRIP} channels, not {width}")
+    gate = np.arange(width).reshape(-1, STRIP)
+    return np.concatenate([gate, gate + width], axis=1).ravel()
+
+
+def scale_multiplier(largest_scale: float) -> float:
+    """The power of two that brings the largest scale near the top of what half floats hold."""
+    if not largest_scale > 0:
+        return 1.0
+    return 2.0 ** (math.frexp(largest_scale)[1] - 1)
+
+
+def pack_codes(
+    form: PackedForm,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zero_points: np.ndarray | None = None,
+    *,
+    multiplier: float | None = None,
+) -> Iterator[bytes]:
+    """Packed bytes of a quantized weight, piece by piece; weight = (code - zero point) * scale.
+
+    Args:
+        form: what is packed; channels already stand in their order.
+        codes: uint8 [N, K], 0 to 15 or 0 to 255.
+        scales: float [N, blocks].
+        zero_points: uint8 [N, blocks]; None: 8 or 128.
+        multiplier: see `scale_multiplier`; None: found from the scales.
+
+    Yields:
+        The header, then some groups of channels at a time.
+    """
+    middle = 8 if form.kind == "int4" else 128
+    if codes.shape != (form.out_features, form.in_features):
+        raise ValueError(f"codes are {codes.shape}")
+    if scales.shape != (form.out_features, form.blocks):
+        raise ValueError(f"scales are {scales.shape}")
+    if multiplier is None:
+        multiplier = scale_multiplier(float(np.abs(scales).max(initial=0)))
+    yield form.header(multiplier)
+    step = max(GROUP, _ROWS_AT_ONCE // form.in_features // GROUP * GROUP)
+    for first in range(0, form.out_features, step):
+        part = slice(first, min(first + step, form.out_features))
+        wide = _padded(codes[part], form.blocks * form.block, middle)
+        halves = [_padded(scales[part].astype(np.float32) / multiplier, form.blocks, 0)]
+        if form.has_zero_points:
+            points = middle if zero_points is None else zero_points[part].astype(np.float32)
+            offsets = halves[0].copy()
+            offsets[: part.stop - first] *= points - np.float32(middle)
+            halves.append(offsets)
+        yield _quantized_records(form, wide, halves)
+
+
+def pack_floats(form: PackedForm, weight: np.ndarray) -> Iterator[bytes]:
+    """Packed bytes of a weight of 16 bits, piece by piece.
+
+    Args:
+        form: "float16" or "bfloat16".
+        weight: [N, K] in 16 bits; bfloat16 as uint16.
+    """
+    yield form.header()
+    step = max(GROUP, _ROWS_AT_ONCE // form.in_features // GROUP * GROUP)
+    for first in range(0, form.out_features, step):
+        rows = _padded(weight[first : first + step].view(np.uint16), form.in_features, 0)
+        yield rows.reshape(-1, GROUP, form.in_features).transpose(0, 2, 1).tobytes()
+
+
+def _padded(rows: np.ndarray, width: int, value: int) -> np.ndarray:
+    """`rows` with whole groups of channels and `width` columns."""
+    count = -(-len(rows) // GROUP) * GROUP
+    if rows.shape == (count, width):
+        return rows
+    out = np.full((count, width), value, rows.dtype)
+    out[: len(rows), : rows.shape[1]] = rows
+    return out
+
+
+def _quantized_records(form: PackedForm, codes: np.ndarray, halves: list[np.ndarray]) -> bytes:
+    """Records of whole groups: codes uint8 [n, K], halves float32 [n, blocks] of each kind."""
+    groups = len(codes) // GROUP
+    nibbles = 2 if form.kind == "int4" else 1
+    steps = form.block // (4 * nibbles)
+    lanes = codes.reshape(groups, GROUP, form.blocks, steps, nibbles, 4)
+    lanes = lanes.transpose(4, 0, 2, 3, 1, 5)  # nibble, group, block, step, channel, input
+    packed = lanes[0] | lanes[1] << 4 if nibbles == 2 else lanes[0]
+    records = np.empty((groups, form.blocks, form.record_bytes), np.uint8)
+    size = steps * GROUP * 4
+    records[..., :size] = packed.reshape(groups, form.blocks, size)
+    for values in halves:
+        part = values.reshape(groups, GROUP, form.blocks).transpose(0, 2, 1)
+        records[..., size : size + 2 * GROUP] = part.astype(np.float16, order="C").view(np.uint8)
+        size += 2 * GROUP
+    return records.tobytes()

@@ -1,0 +1,83 @@
+// The kernels without ONNX Runtime, for tests and measurements. Texts returned are errors.
+#include <cstdlib>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+
+#define EDGELLM_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using namespace edgellm;
+
+template <class Function>
+void in_parts(int64_t count, int threads, Function function) {
+  std::vector<std::thread> others;
+  for (int t = 1; t < threads; t++) others.emplace_back([=] { function(count * t / threads, count * (t + 1) / threads); });
+  function(0, count / threads);
+  for (std::thread& other : others) other.join();
+}
+
+}  // namespace
+
+EDGELLM_EXPORT const char* edgellm_instruction_set(int index) {
+  int count;
+  const Kernels* const* sets = available_kernels(&count);
+  return index < count ? sets[index]->name : nullptr;
+}
+
+struct ProductArguments {
+  const char* instruction_set;
+  const void* packed;
+  uint64_t bytes;
+  int64_t rows;
+  const float *x, *skip, *gamma, *bias, *residual;
+  float *sum, *y;
+  float epsilon;
+  int32_t threads;
+};
+
+EDGELLM_EXPORT const char* edgellm_product(const ProductArguments* a) {
+  const Kernels* set = find_kernels(a->instruction_set);
+  if (!set) return "this processor lacks the instruction set";
+  Weight weight;
+  if (const char* fault = read_weight(a->packed, a->bytes, &weight)) return fault;
+  const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(64, rows_bytes(weight, a->rows)), &std::free);
+  if (!memory) return "out of memory";
+  const Rows rows = place_rows(weight, a->rows, memory.get());
+  const Prologue before{&weight, a->x, a->skip, a->gamma, a->epsilon, a->sum, rows};
+  in_parts(a->rows, a->threads, [&](int64_t first, int64_t last) { set->prepare(before, first, last); });
+  const Product product{&weight, rows, a->rows, a->bias, a->residual, a->y};
+  in_parts(weight.groups(), a->threads, [&](int64_t first, int64_t last) { set->product(product, first, last); });
+  return nullptr;
+}
+
+EDGELLM_EXPORT const char* edgellm_attention(const char* instruction_set, Attention* a, int is_split) {
+  const Kernels* set = find_kernels(instruction_set);
+  if (!set) return "this processor lacks the instruction set";
+  std::vector<float> queries(a->rows * a->heads * a->padded_dim()), partials;
+  std::vector<int32_t> seen(2 * a->rows), slots(a->rows * a->mask_columns);
+  a->queries = queries.data();
+  a->seen = seen.data();
+  a->slots = slots.data();
+  for (int64_t row = 0; row < a->rows; row++) set->append(*a, row);
+  if (is_split) {
+    partials.resize(a->chunks() * a->rows * a->heads * a->partial_floats());
+    a->partials = partials.data();
+    for (int64_t chunk = 0; chunk < a->chunks(); chunk++)
+      for (int64_t head = 0; head < a->kv_heads; head++) set->attend_chunk(*a, head, chunk);
+    for (int64_t row = 0; row < a->rows; row++) set->merge(*a, row);
+    return nullptr;
+  }
+  for (int64_t head = 0; head < a->kv_heads; head++) set->attend_rows(*a, head, 0, a->rows);
+  return nullptr;
+}
+
+EDGELLM_EXPORT const char* edgellm_survey(const char* instruction_set, const float* logits, int64_t count, Best* best) {
+  const Kernels* set = find_kernels(instruction_set);
+  if (!set) return "this processor lacks the instruction set";
+  *best = set->survey(logits, count, true);
+  return nullptr;
+}

@@ -1,0 +1,134 @@
+// What the operators ask of an instruction set: one table of functions, chosen at run time.
+//
+// A row's bits are the same on every instruction set and in any company: integer sums are exact,
+// and every float sum has one order that neither tile, thread nor neighbour changes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace edgellm {
+
+constexpr int kGroup = 32;   // output channels of a record
+constexpr int kStrip = 16;   // channels, or floats, that a vector stands for on every processor
+constexpr int kChunk = 256;  // keys whose softmax is summed apart from the others'
+constexpr int kSegment = 1024;  // logits whose exponentials are summed apart from the others'
+
+enum class Form : uint32_t { kInt4 = 1, kInt8 = 2, kFloat16 = 3, kBFloat16 = 4 };
+
+// A packed weight in its file: this header, then for each 32 channels for each block one record of
+// codes, 32 half scales and, with zero points, 32 half products scale * (zero point - middle).
+struct Header {
+  char magic[8];  // "edgellmW"
+  uint32_t version, form;
+  uint32_t in_features, out_features;
+  uint32_t block, has_zero_points;
+  uint32_t is_gated;  // 16 gate channels and their 16 up channels take turns
+  float multiplier;   // of all scales; a power of two
+  uint64_t bytes;     // header and records
+  uint8_t reserved[16];
+};
+static_assert(sizeof(Header) == 64, "the header is part of the file format");
+
+struct Weight {
+  Form form;
+  bool has_zero_points, is_gated;
+  int64_t in_features, out_features, block;
+  float multiplier;
+  const uint8_t* records;
+
+  bool is_quantized() const { return form == Form::kInt4 || form == Form::kInt8; }
+  int64_t blocks() const { return (in_features + block - 1) / block; }
+  int64_t groups() const { return (out_features + kGroup - 1) / kGroup; }
+  int64_t outputs() const { return is_gated ? out_features / 2 : out_features; }
+  int64_t code_bytes() const {
+    const int bits = form == Form::kInt4 ? 4 : form == Form::kInt8 ? 8 : 16;
+    return block * kGroup * bits / 8;
+  }
+  int64_t record_bytes() const {
+    return code_bytes() + (is_quantized() ? 2 * kGroup * (has_zero_points ? 2 : 1) : 0);
+  }
+  int64_t group_bytes() const { return blocks() * record_bytes(); }
+};
+
+// Reads a header; returns what is wrong with it, or nullptr.
+const char* read_weight(const void* data, size_t size, Weight* weight);
+
+// Rows as the products take them: int8 per block of a quantized weight, else float.
+struct Rows {
+  int64_t stride;   // from row to row of `codes` or `floats`, in elements
+  int64_t blocks;   // from row to row of the others
+  int8_t* codes;
+  float* scales;    // of a block, times the weight's multiplier
+  int32_t* starts;  // of a block's sums: what brings codes around their middle
+  float* offsets;   // of a block: - scale * (sum of its codes), the factor of zero points
+  float* floats;
+};
+size_t rows_bytes(const Weight& weight, int64_t rows);
+Rows place_rows(const Weight& weight, int64_t rows, void* memory);  // aligned to 64 bytes
+
+struct Prologue {
+  const Weight* weight;
+  const float* x;         // [M, K]
+  const float* skip;      // [M, K] added to x, or nullptr
+  const float* gamma;     // [K] of an RMSNorm, or nullptr
+  float epsilon;
+  float* sum;             // [M, K] x + skip, or nullptr
+  Rows rows;
+};
+
+struct Product {
+  const Weight* weight;
+  Rows rows;
+  int64_t num_rows;
+  const float* bias;      // [N] or nullptr
+  const float* residual;  // [M, N] or nullptr
+  float* y;               // [M, outputs]
+};
+
+enum class CacheType : uint32_t { kFloat32, kFloat16, kInt8 };
+
+struct Attention {
+  int64_t rows, heads, kv_heads, head_dim, rotary_dim, table_rows;
+  int64_t capacity, write_index, mask_columns, window;  // window 0: all
+  int64_t q_stride, k_stride, v_stride;                 // from row to row
+  const float *q, *k, *v;
+  const float *cos, *sin;    // [table_rows, rotary_dim / 2], or nullptr
+  const int64_t* positions;  // [rows], or nullptr: tables have one row for each
+  const uint8_t* mask;       // [rows, mask_columns] of the last slots, or nullptr: causal
+  const float *q_norm, *k_norm, *sinks;  // [head_dim], [head_dim], [heads], or nullptr
+  float scale, softcap, epsilon, k_scale, v_scale;
+  bool is_interleaved;
+  CacheType cache_type;
+  void *keys, *values;       // [kv_heads, capacity, head_dim]
+  float* y;                  // [rows, heads * head_dim]
+  float* queries;            // work: [rows, heads, padded_dim]
+  float* partials;           // work: [chunks, rows, heads, padded_dim + 16]; nullptr if not split
+  int32_t* slots;            // work: [rows, mask_columns], what each row sees of the last slots
+  int32_t* seen;             // work: [rows, 2], keys that a row sees, and how many lie straight
+
+  int64_t padded_dim() const { return (head_dim + kStrip - 1) / kStrip * kStrip; }
+  int64_t partial_floats() const { return padded_dim() + kStrip; }
+  int64_t chunks() const { return (write_index + rows + kChunk - 1) / kChunk; }
+};
+
+struct Best {
+  float top, exponentials;  // the largest logit of a segment, and the sum of exp(logit - top)
+};
+
+struct Kernels {
+  const char* name;
+  void (*prepare)(const Prologue&, int64_t first_row, int64_t last_row);
+  void (*product)(const Product&, int64_t first_group, int64_t last_group);
+  void (*append)(const Attention&, int64_t row);
+  void (*attend_chunk)(const Attention&, int64_t kv_head, int64_t chunk);
+  void (*attend_rows)(const Attention&, int64_t kv_head, int64_t first_row, int64_t last_row);
+  void (*merge)(const Attention&, int64_t row);
+  Best (*survey)(const float* logits, int64_t count, bool with_exponentials);
+};
+
+// Best first; the last is the scalar reference. Those that this processor lacks are left out.
+const Kernels* const* available_kernels(int* count);
+const Kernels* find_kernels(const char* name);  // nullptr: not on this processor
+
+}  // namespace edgellm

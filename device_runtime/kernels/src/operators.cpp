@@ -1,0 +1,342 @@
+// ONNX Runtime's operators of the domain "edgellm".
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+#include "ort_api.h"
+
+namespace edgellm {
+
+const void* const* ort::table;
+
+namespace {
+
+using ort::Fault;
+using ort::Tensor;
+
+constexpr int64_t kMostParts = 64;           // of one product, for threads to share
+constexpr int64_t kPartBytes = 32 << 10;     // of weights, below which threads are not worth their call
+constexpr int64_t kRowsApart = 8;            // rows that are prepared on threads
+constexpr int64_t kRowsTogether = 16;        // rows from which a tile takes all chunks of its keys
+
+const Kernels& kernels() {
+  int count;
+  static const Kernels& best = *available_kernels(&count)[0];
+  return best;
+}
+
+void require(bool holds, const char* fault) {
+  if (!holds) throw Fault(fault);
+}
+
+// y = epilogue(W prologue(x)). Inputs: x [..., K], packed uint8, gamma [K], skip like x, bias [N],
+// residual like y. Outputs: y [..., N] or [..., N / 2], x + skip.
+struct QuantLinear {
+  static constexpr const char* kName = "QuantLinear";
+  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kUInt8, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+  static constexpr ort::Type kOutputs[] = {ort::kFloat, ort::kFloat};
+  static constexpr unsigned kNeeded = 0b11, kNeededOutputs = 1;
+
+  Weight weight;
+  float epsilon;
+
+  explicit QuantLinear(const ort::Info* info) : epsilon(ort::float_attribute(info, "epsilon", 1e-5f)) {
+    int is_constant = 0;
+    const ort::Value* value = nullptr;
+    ort::call(ort::kGetConstant, info, size_t(1), &is_constant, &value);
+    require(is_constant && value, "QuantLinear: the packed weight must be an initializer");
+    const Tensor packed = ort::read(value);
+    if (const char* fault = read_weight(packed.data, size_t(packed.count()), &weight))
+      throw Fault(std::string("QuantLinear: ") + fault);
+    const auto given = [&](const char* name, int64_t found) { return ort::int_attribute(info, name, found) == found; };
+    require(given("K", weight.in_features) && given("N", weight.out_features) && given("block", weight.block) &&
+                given("form", int64_t(weight.form)),
+            "QuantLinear: the packed weight is not the one that the node was made for");
+  }
+
+  void run(ort::Context* context) const {
+    const int64_t K = weight.in_features, N = weight.out_features;
+    const Tensor x = ort::input(context, 0), gamma = ort::input(context, 2), skip = ort::input(context, 3),
+                 bias = ort::input(context, 4), residual = ort::input(context, 5);
+    require(!x.dims.empty() && x.last() == K, "QuantLinear: x is not as wide as the weight");
+    require(!gamma || gamma.count() == K, "QuantLinear: gamma is not as wide as x");
+    require(!skip || skip.dims == x.dims, "QuantLinear: skip is not shaped like x");
+    require(!bias || bias.count() == N, "QuantLinear: the bias is not as wide as the weight");
+    const int64_t rows = x.count(0, 1);
+    require(!residual || (!weight.is_gated && residual.count() == rows * N), "QuantLinear: the residual is not shaped like y");
+    std::vector<int64_t> dims = x.dims;
+    const Tensor sum = ort::output(context, 1, dims);
+    require(!sum || skip, "QuantLinear: a sum needs a skip");
+    dims.back() = weight.outputs();
+    const Tensor y = ort::output(context, 0, dims);
+    if (!rows) return;
+    const Rows prepared = place_rows(weight, rows, ort::scratch(rows_bytes(weight, rows)));
+    const Prologue before{&weight, x.as<float>(), skip.as<float>(), gamma.as<float>(), epsilon, sum.as<float>(), prepared};
+    if (rows < kRowsApart)
+      kernels().prepare(before, 0, rows);
+    else
+      ort::parallel(context, rows, [&](int64_t row) { kernels().prepare(before, row, row + 1); });
+    const Product product{&weight, prepared, rows, bias.as<float>(), residual.as<float>(), y.as<float>()};
+    const int64_t groups = weight.groups(), fitting = groups * weight.group_bytes() * rows / kPartBytes;
+    const int64_t parts = std::max<int64_t>(1, std::min({groups, fitting, kMostParts}));
+    ort::parallel(context, parts, [&](int64_t part) {
+      kernels().product(product, groups * part / parts, groups * (part + 1) / parts);
+    });
+  }
+};
+
+// Rope, append and attention. Inputs: q [1, S, heads * D], or q, k and v side by side with k and v
+// left out; k, v [1, S, kv_heads * D]; past key and value [1, kv_heads, C, D] of float, half or int8;
+// write_index int64 [1]; cos, sin [P, R / 2]; positions int64 [1, S]; mask bool [S, M];
+// q_norm, k_norm [D]; sinks [heads]; k_scale, v_scale [1].
+// Outputs: y [1, S, heads * D], and the caches, which are written in place where they are the past's.
+template <ort::Type kCache>
+struct CachedAttention {
+  static constexpr const char* kName = "CachedAttention";
+  static constexpr ort::Type kInputs[] = {
+      ort::kFloat, ort::kFloat, ort::kFloat, kCache, kCache, ort::kInt64, ort::kFloat, ort::kFloat,
+      ort::kInt64, ort::kBool, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+  static constexpr ort::Type kOutputs[] = {ort::kFloat, kCache, kCache};
+  static constexpr unsigned kNeeded = 0b111001, kNeededOutputs = 3;
+
+  int64_t heads, kv_heads, window, is_interleaved;
+  float scale, softcap, epsilon;
+
+  explicit CachedAttention(const ort::Info* info)
+      : heads(ort::int_attribute(info, "num_heads", 0)),
+        kv_heads(ort::int_attribute(info, "kv_num_heads", 0)),
+        window(ort::int_attribute(info, "local_window_size", 0)),
+        is_interleaved(ort::int_attribute(info, "rotary_interleaved", 0)),
+        scale(ort::float_attribute(info, "scale", 0)),
+        softcap(ort::float_attribute(info, "softcap", 0)),
+        epsilon(ort::float_attribute(info, "epsilon", 1e-6f)) {
+    require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "CachedAttention: num_heads is no multiple of kv_num_heads");
+    require(window >= 0, "CachedAttention: local_window_size is negative");
+  }
+
+  void run(ort::Context* context) const {
+    Tensor in[15];
+    for (size_t i = 0; i < 15; i++) in[i] = ort::input(context, i);
+    Attention a{};
+    read_rows(in, a);
+    read_cache(in, a);
+    read_rules(in, a);
+    std::vector<int64_t> dims = in[0].dims;
+    dims.back() = heads * a.head_dim;
+    a.y = ort::output(context, 0, dims).as<float>();
+    a.keys = carry(context, 1, in[3], a);
+    a.values = carry(context, 2, in[4], a);
+    if (a.rows) attend(context, a);
+  }
+
+ private:
+  void read_rows(const Tensor* in, Attention& a) const {
+    require(in[3].dims.size() == 4 && in[3].dims[0] == 1 && in[3].dims[1] == kv_heads, "CachedAttention: the cache is not [1, kv_num_heads, C, D]");
+    require(in[4].dims == in[3].dims, "CachedAttention: the caches of keys and values differ in shape");
+    a.heads = heads;
+    a.kv_heads = kv_heads;
+    a.capacity = in[3].dims[2];
+    a.head_dim = in[3].dims[3];
+    require(a.head_dim > 0 && a.head_dim <= 256, "CachedAttention: heads of more than 256 values are not known");
+    const int64_t width = heads * a.head_dim, kv_width = kv_heads * a.head_dim;
+    require(in[0].dims.size() == 3 && in[0].dims[0] == 1, "CachedAttention: q is not [1, S, width]");
+    a.rows = in[0].dims[1];
+    a.q = in[0].as<float>();
+    a.q_stride = in[0].last();
+    if (in[1] && in[2]) {
+      require(a.q_stride == width && in[1].count() == a.rows * kv_width && in[2].count() == a.rows * kv_width,
+              "CachedAttention: q, k and v do not fit the heads");
+      a.k = in[1].as<float>();
+      a.v = in[2].as<float>();
+      a.k_stride = a.v_stride = kv_width;
+      return;
+    }
+    require(!in[1] && !in[2] && a.q_stride == width + 2 * kv_width, "CachedAttention: q, k and v do not fit the heads");
+    a.k = a.q + width;
+    a.v = a.k + kv_width;
+    a.k_stride = a.v_stride = a.q_stride;
+  }
+
+  void read_cache(const Tensor* in, Attention& a) const {
+    a.cache_type = kCache == ort::kFloat ? CacheType::kFloat32 : kCache == ort::kHalf ? CacheType::kFloat16 : CacheType::kInt8;
+    require(in[5].count() == 1, "CachedAttention: write_index is not one number");
+    a.write_index = *in[5].as<int64_t>();
+    require(a.write_index >= 0 && a.write_index <= a.capacity - a.rows, "CachedAttention: the new rows do not fit into the cache");
+    a.k_scale = a.v_scale = 1;
+    if (a.cache_type == CacheType::kInt8) {
+      require(in[13].count() == 1 && in[13].data && in[14].count() == 1 && in[14].data, "CachedAttention: a cache of int8 needs k_scale and v_scale");
+      a.k_scale = *in[13].as<float>();
+      a.v_scale = *in[14].as<float>();
+      require(a.k_scale > 0 && a.v_scale > 0, "CachedAttention: scales of the cache must be positive");
+    }
+  }
+
+  void read_rules(const Tensor* in, Attention& a) const {
+    a.scale = scale > 0 ? scale : 1 / std::sqrt(float(a.head_dim));
+    a.softcap = softcap;
+    a.epsilon = epsilon;
+    a.window = window;
+    a.is_interleaved = is_interleaved;
+    if (in[6] || in[7]) {
+      require(in[6].dims.size() == 2 && in[6].dims == in[7].dims && 2 * in[6].last() <= a.head_dim, "CachedAttention: cos and sin do not fit the heads");
+      a.cos = in[6].as<float>();
+      a.sin = in[7].as<float>();
+      a.rotary_dim = 2 * in[6].last();
+      a.table_rows = in[6].dims[0];
+      a.positions = in[8].as<int64_t>();
+      require(in[8] ? in[8].count() == a.rows : a.table_rows >= a.rows, "CachedAttention: rows and positions differ in number");
+      for (int64_t row = 0; a.positions && row < a.rows; row++)
+        require(a.positions[row] >= 0 && a.positions[row] < a.table_rows, "CachedAttention: a position is outside of the rope tables");
+    }
+    a.mask = in[9].as<uint8_t>();
+    if (in[9]) {
+      require(in[9].dims.size() == 2 && in[9].dims[0] == a.rows && in[9].last() >= a.rows && in[9].last() <= a.write_index + a.rows,
+              "CachedAttention: the mask is not [S, M] over the last M slots");
+      a.mask_columns = in[9].last();
+    }
+    require((!in[10] || in[10].count() == a.head_dim) && (!in[11] || in[11].count() == a.head_dim), "CachedAttention: q_norm and k_norm do not fit the heads");
+    a.q_norm = in[10].as<float>();
+    a.k_norm = in[11].as<float>();
+    require(!in[12] || in[12].count() == heads, "CachedAttention: there is not one sink for each head");
+    a.sinks = in[12].as<float>();
+  }
+
+  // The cache that is written: with the past's live rows, if it is not the past itself.
+  void* carry(ort::Context* context, size_t index, const Tensor& past, const Attention& a) const {
+    const Tensor present = ort::output(context, index, past.dims);
+    if (present.data == past.data) return present.data;
+    const int64_t size = a.cache_type == CacheType::kFloat32 ? 4 : a.cache_type == CacheType::kFloat16 ? 2 : 1;
+    const int64_t row = a.head_dim * size;
+    for (int64_t h = 0; h < kv_heads; h++) {
+      char* head = present.as<char>() + h * a.capacity * row;
+      std::memcpy(head, past.as<char>() + h * a.capacity * row, a.write_index * row);
+      std::memset(head + (a.write_index + a.rows) * row, 0, (a.capacity - a.write_index - a.rows) * row);
+    }
+    return present.data;
+  }
+
+  void attend(ort::Context* context, Attention& a) const {
+    const bool splits = a.rows < kRowsTogether;
+    const auto up = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
+    const int64_t queries = up(a.rows * heads * a.padded_dim() * 4), seen = up(a.rows * 8), slots = up(a.rows * a.mask_columns * 4),
+                  partials = splits ? a.chunks() * a.rows * heads * a.partial_floats() * 4 : 0;
+    char* memory = static_cast<char*>(ort::scratch(queries + seen + slots + partials));
+    a.queries = reinterpret_cast<float*>(memory);
+    a.seen = reinterpret_cast<int32_t*>(memory + queries);
+    a.slots = reinterpret_cast<int32_t*>(memory + queries + seen);
+    a.partials = reinterpret_cast<float*>(memory + queries + seen + slots);
+    const auto each_row = [&](void (*function)(const Attention&, int64_t)) {
+      if (a.rows < kRowsApart)
+        for (int64_t row = 0; row < a.rows; row++) function(a, row);
+      else
+        ort::parallel(context, a.rows, [&](int64_t row) { function(a, row); });
+    };
+    each_row(kernels().append);
+    if (splits) {
+      ort::parallel(context, kv_heads * a.chunks(), [&](int64_t i) { kernels().attend_chunk(a, i % kv_heads, i / kv_heads); });
+      return each_row(kernels().merge);
+    }
+    constexpr int64_t kStep = 16;
+    const int64_t tiles = (a.rows + kStep - 1) / kStep;
+    ort::parallel(context, kv_heads * tiles, [&](int64_t i) {
+      const int64_t first = i / kv_heads * kStep;
+      kernels().attend_rows(a, i % kv_heads, first, std::min(first + kStep, a.rows));
+    });
+  }
+};
+
+// The likeliest tokens of each row. Inputs: logits [..., V]; k int64 [1], 1 if left out.
+// Outputs, best first and of equals the first: ids int64, logits float, log-softmax float, each [..., k].
+struct Picks {
+  static constexpr const char* kName = "Picks";
+  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kInt64};
+  static constexpr ort::Type kOutputs[] = {ort::kInt64, ort::kFloat, ort::kFloat};
+  static constexpr unsigned kNeeded = 1, kNeededOutputs = 1;
+
+  explicit Picks(const ort::Info*) {}
+
+  void run(ort::Context* context) const {
+    const Tensor logits = ort::input(context, 0), wanted = ort::input(context, 1);
+    const int64_t k = wanted ? *wanted.as<int64_t>() : 1, width = logits.last(), rows = logits.count(0, 1);
+    require(!logits.dims.empty() && k > 0 && k <= width, "Picks: k is not between 1 and the number of logits");
+    std::vector<int64_t> dims = logits.dims;
+    dims.back() = k;
+    const Tensor ids = ort::output(context, 0, dims), tops = ort::output(context, 1, dims), probs = ort::output(context, 2, dims);
+    if (!rows) return;
+    const int64_t segments = (width + kSegment - 1) / kSegment;
+    Best* found = static_cast<Best*>(ort::scratch(rows * segments * sizeof(Best)));
+    constexpr int64_t kStep = 8;
+    const int64_t parts = (segments + kStep - 1) / kStep;
+    ort::parallel(context, rows * parts, [&](int64_t i) {
+      const int64_t row = i / parts, first = i % parts * kStep;
+      for (int64_t s = first; s < std::min(first + kStep, segments); s++)
+        found[row * segments + s] = kernels().survey(logits.as<float>() + row * width + s * kSegment,
+                                                     std::min<int64_t>(kSegment, width - s * kSegment), bool(probs));
+    });
+    for (int64_t row = 0; row < rows; row++) {
+      const Best* best = found + row * segments;
+      const float* x = logits.as<float>() + row * width;
+      std::vector<int64_t> order = pick(x, width, best, segments, k);
+      const float floor = probs ? log_sum(best, segments) : 0;
+      for (int64_t i = 0; i < k; i++) {
+        ids.as<int64_t>()[row * k + i] = order[i];
+        if (tops) tops.as<float>()[row * k + i] = x[order[i]];
+        if (probs) probs.as<float>()[row * k + i] = x[order[i]] - floor;
+      }
+    }
+  }
+
+ private:
+  // The k best, looking only into segments whose largest could be among them.
+  static std::vector<int64_t> pick(const float* x, int64_t width, const Best* best, int64_t segments, int64_t k) {
+    const auto better = [x](int64_t i, int64_t j) { return x[i] != x[j] ? x[i] > x[j] : i < j; };
+    std::vector<int64_t> heap;  // its front is the worst
+    for (int64_t s = 0; s < segments; s++) {
+      if (int64_t(heap.size()) == k && !(best[s].top > x[heap.front()])) continue;
+      for (int64_t i = s * kSegment; i < std::min(width, (s + 1) * kSegment); i++) {
+        if (int64_t(heap.size()) == k) {
+          if (!(x[i] > x[heap.front()])) continue;
+          std::pop_heap(heap.begin(), heap.end(), better);
+          heap.pop_back();
+        }
+        heap.push_back(i);
+        std::push_heap(heap.begin(), heap.end(), better);
+      }
+    }
+    std::sort_heap(heap.begin(), heap.end(), better);
+    return heap;
+  }
+
+  static float log_sum(const Best* best, int64_t segments) {
+    float top = best[0].top;
+    for (int64_t s = 1; s < segments; s++) top = std::max(top, best[s].top);
+    double total = 0;
+    for (int64_t s = 0; s < segments; s++) total += double(best[s].exponentials) * std::exp(double(best[s].top) - top);
+    return float(top + std::log(total));
+  }
+};
+
+}  // namespace
+}  // namespace edgellm
+
+extern "C" __attribute__((visibility("default"))) edgellm::ort::Status* RegisterCustomOps(
+    edgellm::ort::Options* options, const edgellm::ort::ApiBase* base) {
+  using namespace edgellm;
+  ort::table = base->get_api(ort::kVersion);
+  if (!ort::table) {  // too old a runtime: only the first version's table can say so
+    ort::table = base->get_api(1);
+    return ort::raw<ort::Status*>(ort::kCreateStatus, 1, "edgellm's kernels need ONNX Runtime 1.17 or newer");
+  }
+  return ort::guarded([&] {
+    static ort::Domain* const domain = [] {  // for all sessions, which may outlive any owner but the process
+      ort::Domain* made = nullptr;
+      ort::call(ort::kCreateDomain, "edgellm", &made);
+      for (const ort::Operator* one : {ort::describe<QuantLinear>(), ort::describe<CachedAttention<ort::kFloat>>(),
+                                      ort::describe<CachedAttention<ort::kHalf>>(), ort::describe<CachedAttention<ort::kInt8>>(), ort::describe<Picks>()})
+        ort::call(ort::kAddOperator, made, one);
+      return made;
+    }();
+    ort::call(ort::kAddDomain, options, domain);
+  });
+}

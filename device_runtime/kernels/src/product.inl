@@ -1,0 +1,212 @@
+// Rows times a packed weight. Included by `set.inl` with `Set`, an instruction set.
+#pragma once
+
+#include "math.inl"
+
+namespace edgellm {
+namespace {
+
+// ------------------------------------------------------------------ rows as the products take them
+int32_t quantize_block(const float* x, int64_t count, int64_t block, float multiplier, int8_t* codes, float* scale) {
+  F largest = Set::set(0);
+  for (int64_t k = 0; k < count; k += kStrip) largest = Set::max(largest, Set::abs(load_up_to(x + k, count - k)));
+  const float top = Set::largest(largest);
+  const bool is_zero = !(top > 1e-30f);  // what has no inverse
+  const F inverse = Set::set(is_zero ? 0.f : 127.f / top);
+  I total = Set::set_int(0);
+  for (int64_t k = 0; k < block; k += kStrip) {
+    const I code = k < count ? Set::to_int(Set::mul(load_up_to(x + k, count - k), inverse)) : Set::set_int(0);
+    total = Set::add_int(total, code);
+    Set::store_codes(codes + k, code);
+  }
+  *scale = is_zero ? 0.f : top / 127.f * multiplier;
+  return Set::sum(total);
+}
+
+// sqrt and division are exact by the standard, so that this is one number on every processor.
+inline float inverse_rms(const float* x, int64_t count, float epsilon) {
+  F squares = Set::set(0);
+  for (int64_t k = 0; k < count; k += kStrip) {
+    const F part = load_up_to(x + k, count - k);
+    squares = Set::fma(part, part, squares);
+  }
+  return 1.f / __builtin_sqrtf(Set::sum(squares) / float(count) + epsilon);
+}
+
+void prepare(const Prologue& p, int64_t first_row, int64_t last_row) {
+  const Weight& w = *p.weight;
+  const int64_t K = w.in_features;
+  for (int64_t row = first_row; row < last_row; row++) {
+    const float* x = p.x + row * K;
+    float* out = p.rows.floats + row * p.rows.stride;
+    if (p.skip) {
+      float* sum = p.sum ? p.sum + row * K : out;
+      for (int64_t k = 0; k < K; k++) sum[k] = x[k] + p.skip[row * K + k];
+      x = sum;
+    }
+    if (p.gamma) {
+      const float factor = inverse_rms(x, K, p.epsilon);
+      for (int64_t k = 0; k < K; k++) out[k] = x[k] * factor * p.gamma[k];
+      x = out;
+    }
+    if (!w.is_quantized()) {
+      if (x != out) __builtin_memcpy(out, x, K * sizeof(float));
+      continue;
+    }
+    for (int64_t b = 0; b < p.rows.blocks; b++) {
+      const int64_t k = b * w.block, at = row * p.rows.blocks + b;
+      const int64_t count = K - k < w.block ? K - k : w.block;
+      float& scale = p.rows.scales[at];
+      const int32_t sum = quantize_block(x + k, count, w.block, w.multiplier, p.rows.codes + row * p.rows.stride + k, &scale);
+      p.rows.starts[at] = -(w.form == Form::kInt4 ? 8 : Set::kMiddle8) * sum;
+      p.rows.offsets[at] = -scale * float(sum);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------- 32 channels of a few rows
+// What a tile fetches of each record of the next group: one row has the memory to itself anyway,
+// more of them leave it idle while they compute.
+struct Share {
+  int64_t first, last;
+};
+
+// out[r][s]: sums of channels [16 s, 16 s + 16) from `strip` on; blocks are added in their order.
+template <int R, int S, Form kForm, bool kZero>
+void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t row, Share share, F (&out)[R][S]) {
+  const Weight& w = *p.weight;
+  const int64_t ahead = w.group_bytes();
+  const int64_t blocks = p.rows.blocks, codes = w.code_bytes(), step = w.record_bytes();
+  const int8_t* x = p.rows.codes + row * p.rows.stride;
+  const float* scales = p.rows.scales + row * blocks;
+  const float* offsets = p.rows.offsets + row * blocks;
+  const int32_t* starts = p.rows.starts + row * blocks;
+  F total[R][S];
+  for (auto& totals : total)
+    for (F& one : totals) one = Set::set(0);
+  for (int64_t b = 0; b < blocks; b++, record += step, x += w.block) {
+    for (int64_t at = share.first; at < share.last; at += 64) __builtin_prefetch(record + ahead + at, 0, 2);
+    I acc[R][S];
+    for (int r = 0; r < R; r++)
+      for (int s = 0; s < S; s++) acc[r][s] = Set::set_int(starts[r * blocks + b]);
+    if (kForm == Form::kInt4)
+      Set::template dot4<R, S>(acc, record + strip * 64, x, p.rows.stride, w.block);
+    else
+      Set::template dot8<R, S>(acc, record + strip * 64, x, p.rows.stride, w.block);
+    for (int s = 0; s < S; s++) {
+      const uint8_t* halves = record + codes + (strip + s) * 32;
+      const F scale = Set::load_half(halves);
+      for (int r = 0; r < R; r++) {
+        const F both = Set::mul(scale, Set::set(scales[r * blocks + b]));
+        total[r][s] = Set::fma(Set::to_float(acc[r][s]), both, total[r][s]);
+        if (kZero) total[r][s] = Set::fma(Set::load_half(halves + 64), Set::set(offsets[r * blocks + b]), total[r][s]);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int s = 0; s < S; s++) out[r][s] = total[r][s];
+}
+
+// Weights of 16 bits: one product after the other along K.
+template <int R, int S, Form kForm, bool kZero>
+void float_tile(const Product& p, const uint8_t* record, int strip, int64_t row, Share share, F (&out)[R][S]) {
+  const int64_t ahead = p.weight->group_bytes();
+  const float* x = p.rows.floats + row * p.rows.stride;
+  F total[R][S];
+  for (auto& totals : total)
+    for (F& one : totals) one = Set::set(0);
+  const uint8_t* halves = record + strip * 32;
+  for (int64_t k = 0; k < p.weight->in_features; k++, halves += 2 * kGroup) {
+    if (share.first < share.last) __builtin_prefetch(halves + ahead, 0, 2);
+    for (int s = 0; s < S; s++) {
+      const F weight = kForm == Form::kFloat16 ? Set::load_half(halves + s * 32) : Set::load_bfloat(halves + s * 32);
+      for (int r = 0; r < R; r++) total[r][s] = Set::fma(weight, Set::set(x[r * p.rows.stride + k]), total[r][s]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int s = 0; s < S; s++) out[r][s] = total[r][s];
+}
+
+// -------------------------------------------------------------------------------- what follows sums
+void write_strip(const Product& p, F sum, int64_t row, int64_t channel) {
+  const int64_t N = p.weight->out_features, rest = N - channel;
+  if (rest <= 0) return;
+  if (p.bias) sum = Set::add(sum, load_up_to(p.bias + channel, rest));
+  if (p.residual) sum = Set::add(sum, load_up_to(p.residual + row * N + channel, rest));
+  store_up_to(p.y + row * N + channel, sum, rest);
+}
+
+template <int R, int S, Form kForm, bool kZero>
+void run_tile(const Product& p, int64_t group, int64_t row, Share share) {
+  const Weight& w = *p.weight;
+  constexpr bool kQuantized = kForm == Form::kInt4 || kForm == Form::kInt8;
+  F sums[R][2];
+  for (int strip = 0; strip < 2; strip += S) {
+    F some[R][S];
+    const uint8_t* record = w.records + group * w.group_bytes();
+    if constexpr (kQuantized)
+      quantized_tile<R, S, kForm, kZero>(p, record, strip, row, strip ? Share{} : share, some);
+    else
+      float_tile<R, S, kForm, kZero>(p, record, strip, row, strip ? Share{} : share, some);
+    for (int r = 0; r < R; r++)
+      for (int s = 0; s < S; s++) sums[r][strip + s] = some[r][s];
+  }
+  const int64_t channel = group * kGroup;
+  for (int r = 0; r < R; r++) {
+    if (!w.is_gated) {
+      write_strip(p, sums[r][0], row + r, channel);
+      write_strip(p, sums[r][1], row + r, channel + kStrip);
+      continue;
+    }
+    F gate = sums[r][0], up = sums[r][1];
+    if (p.bias) {
+      gate = Set::add(gate, Set::load(p.bias + channel));
+      up = Set::add(up, Set::load(p.bias + channel + kStrip));
+    }
+    Set::store(p.y + (row + r) * w.outputs() + channel / 2, Set::mul(silu(gate), up));
+  }
+}
+
+template <int R, Form kForm, bool kZero>
+void run_rows(const Product& p, int64_t group, int64_t row, int64_t count, Share share) {
+  if (count == R)
+    run_tile<R, R == 1 ? 2 : Set::kStrips, kForm, kZero>(p, group, row, share);
+  else if constexpr (R > 1)
+    run_rows<R - 1, kForm, kZero>(p, group, row, count, share);
+}
+
+// Panels of rows whose codes stay in the second cache while the weights pass by.
+constexpr int64_t kPanelBytes = 512 << 10;
+
+constexpr int64_t kFetchFrom = 2;  // rows; see Share
+
+template <Form kForm, bool kZero>
+void run_groups(const Product& p, int64_t first, int64_t last) {
+  const int64_t row_bytes = p.rows.stride * (p.weight->is_quantized() ? 1 : 4);
+  const int64_t fitting = kPanelBytes / row_bytes / Set::kRows * Set::kRows;
+  const int64_t panel = fitting > Set::kRows ? fitting : Set::kRows;
+  const int64_t lines = (p.weight->record_bytes() + 63) / 64;
+  for (int64_t top = 0; top < p.num_rows; top += panel) {
+    const int64_t rows = p.num_rows - top < panel ? p.num_rows - top : panel;
+    const int64_t tiles = (rows + Set::kRows - 1) / Set::kRows;
+    for (int64_t group = first; group < last; group++)
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        const int64_t begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
+        const Share share = {lines * tile / tiles * 64, lines * (tile + 1) / tiles * 64};
+        run_rows<Set::kRows, kForm, kZero>(p, group, top + begin, end - begin, rows < kFetchFrom ? Share{} : share);
+      }
+  }
+}
+
+void product(const Product& p, int64_t first, int64_t last) {
+  const bool zero = p.weight->has_zero_points;
+  switch (p.weight->form) {
+    case Form::kInt4: return zero ? run_groups<Form::kInt4, true>(p, first, last) : run_groups<Form::kInt4, false>(p, first, last);
+    case Form::kInt8: return zero ? run_groups<Form::kInt8, true>(p, first, last) : run_groups<Form::kInt8, false>(p, first, last);
+    case Form::kFloat16: return run_groups<Form::kFloat16, false>(p, first, last);
+    case Form::kBFloat16: return run_groups<Form::kBFloat16, false>(p, first, last);
+  }
+}
+
+}  // namespace
+}  // namespace edgellm

@@ -1,0 +1,168 @@
+// Every instruction set of this processor against the scalar reference, bit for bit.
+// For processors that are emulated, and for the compilers' sanitizers; exits with 1 at a difference.
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels.h"
+
+using namespace edgellm;
+
+namespace {
+
+std::mt19937 generator(1);
+
+float uniform() { return std::uniform_real_distribution<float>(-1, 1)(generator); }
+int64_t below(int64_t count) { return int64_t(generator() % uint32_t(count)); }
+
+std::vector<float> floats(int64_t count) {
+  std::vector<float> out(count);
+  for (float& x : out) x = 3 * uniform();
+  return out;
+}
+
+// Random codes, and in the places of halves random halves near 1.
+std::vector<uint8_t> random_weight(Form form, int64_t K, int64_t N, int64_t block, bool zero, bool gated) {
+  Weight w{form, zero, gated, K, N, block, 1, nullptr};
+  Header h{{'e', 'd', 'g', 'e', 'l', 'l', 'm', 'W'}, 1, uint32_t(form), uint32_t(K), uint32_t(N), uint32_t(block),
+           zero, gated, 0.5f, uint64_t(sizeof(Header) + w.groups() * w.group_bytes()), {}};
+  std::vector<uint8_t> out(h.bytes);
+  std::memcpy(out.data(), &h, sizeof h);
+  for (size_t at = sizeof h; at < out.size(); at += w.record_bytes())
+    for (int64_t i = 0; i < w.record_bytes(); i++) {
+      const bool is_half = !w.is_quantized() || i >= w.code_bytes();
+      out[at + i] = is_half && i % 2 ? uint8_t(0x38 + below(8) + 128 * below(2)) : uint8_t(generator());
+    }
+  return out;
+}
+
+std::vector<float> multiply(const Kernels& set, const Weight& w, const std::vector<float>& x, const std::vector<float>& gamma) {
+  const int64_t rows = int64_t(x.size()) / w.in_features;
+  std::vector<float> y(rows * w.outputs());
+  std::vector<char> memory(rows_bytes(w, rows) + 64);
+  char* aligned = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64);
+  const Rows placed = place_rows(w, rows, aligned);
+  set.prepare({&w, x.data(), nullptr, gamma.data(), 1e-5f, nullptr, placed}, 0, rows);
+  set.product({&w, placed, rows, nullptr, nullptr, y.data()}, 0, w.groups());
+  return y;
+}
+
+bool equal(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(float));
+}
+
+int test_products(const Kernels& set, const Kernels& scalar) {
+  int faults = 0;
+  for (const Form form : {Form::kInt4, Form::kInt8, Form::kFloat16, Form::kBFloat16})
+    for (int trial = 0; trial < 24; trial++) {
+      const bool quantized = form == Form::kInt4 || form == Form::kInt8, gated = trial % 5 == 4;
+      const int64_t K = 1 + below(300), N = gated ? 64 : 1 + below(100), rows = 1 + below(trial % 6 ? 10 : 60);
+      const int64_t block = quantized ? 32 << below(3) : 1;
+      const std::vector<uint8_t> packed = random_weight(form, K, N, block, quantized && trial % 2, gated);
+      Weight w;
+      if (const char* fault = read_weight(packed.data(), packed.size(), &w)) {
+        std::printf("%s\n", fault);
+        return 1;
+      }
+      const std::vector<float> x = floats(rows * K), gamma = floats(K);
+      if (equal(multiply(set, w, x, gamma), multiply(scalar, w, x, gamma))) continue;
+      std::printf("%s: form %d, K %d, N %d, block %d, rows %d\n", set.name, int(form), int(K), int(N), int(block), int(rows));
+      faults++;
+    }
+  return faults;
+}
+
+std::vector<float> attend(const Kernels& set, Attention a, std::vector<uint8_t> keys, std::vector<uint8_t> values, bool is_split) {
+  std::vector<float> y(a.rows * a.heads * a.head_dim), queries(a.rows * a.heads * a.padded_dim());
+  std::vector<float> partials(a.chunks() * a.rows * a.heads * a.partial_floats());
+  std::vector<int32_t> seen(2 * a.rows), slots(a.rows * a.mask_columns);
+  a.y = y.data();
+  a.queries = queries.data();
+  a.partials = partials.data();
+  a.seen = seen.data();
+  a.slots = slots.data();
+  a.keys = keys.data();
+  a.values = values.data();
+  for (int64_t row = 0; row < a.rows; row++) set.append(a, row);
+  for (int64_t head = 0; head < a.kv_heads; head++) {
+    for (int64_t chunk = 0; is_split && chunk < a.chunks(); chunk++) set.attend_chunk(a, head, chunk);
+    if (!is_split) set.attend_rows(a, head, 0, a.rows);
+  }
+  for (int64_t row = 0; is_split && row < a.rows; row++) set.merge(a, row);
+  y.insert(y.end(), queries.begin(), queries.end());
+  y.resize(y.size() + keys.size() / 4);
+  std::memcpy(y.data() + y.size() - keys.size() / 4, keys.data(), keys.size() / 4 * 4);
+  return y;
+}
+
+int test_attention(const Kernels& set, const Kernels& scalar) {
+  int faults = 0;
+  for (int trial = 0; trial < 60; trial++) {
+    Attention a{};
+    a.rows = 1 + below(trial % 4 ? 6 : 30);
+    a.kv_heads = 1 + below(2);
+    a.heads = a.kv_heads * (1 + below(5));
+    a.head_dim = 8 * (1 + below(9));
+    a.write_index = below(trial % 3 ? 40 : 600);
+    a.capacity = a.write_index + a.rows + below(3);
+    a.rotary_dim = a.head_dim / 2;
+    a.table_rows = a.rows;
+    a.is_interleaved = trial % 2;
+    a.window = trial % 5 ? 0 : 1 + below(100);
+    a.scale = 0.2f;
+    a.softcap = trial % 7 ? 0 : 3;
+    a.epsilon = 1e-6f;
+    a.k_scale = 0.02f;
+    a.v_scale = 0.03f;
+    a.cache_type = CacheType(below(3));
+    const std::vector<float> q = floats(a.rows * a.heads * a.head_dim), k = floats(a.rows * a.kv_heads * a.head_dim), v = floats(k.size()),
+                             tables = floats(a.rows * a.rotary_dim), norm = floats(a.head_dim), sinks = floats(a.heads);
+    a.q = q.data();
+    a.k = k.data();
+    a.v = v.data();
+    a.q_stride = a.heads * a.head_dim;
+    a.k_stride = a.v_stride = a.kv_heads * a.head_dim;
+    a.cos = tables.data();
+    a.sin = tables.data() + tables.size() / 2;
+    a.q_norm = a.k_norm = trial % 3 ? nullptr : norm.data();
+    a.sinks = trial % 4 ? nullptr : sinks.data();
+    std::vector<uint8_t> mask(a.rows * a.rows);
+    for (int64_t i = 0; i < a.rows * a.rows; i++) mask[i] = i % a.rows <= i / a.rows && below(3);
+    a.mask = trial % 2 ? mask.data() : nullptr;
+    a.mask_columns = a.mask ? a.rows : 0;
+    const int64_t size = a.cache_type == CacheType::kFloat32 ? 4 : a.cache_type == CacheType::kFloat16 ? 2 : 1;
+    std::vector<uint8_t> cache(a.kv_heads * a.capacity * a.head_dim * size);
+    for (size_t i = 0; i < cache.size(); i++) cache[i] = size == 1 || i % size < size_t(size - 1) ? uint8_t(generator()) : uint8_t(0x38 + below(8));
+    const std::vector<float> expected = attend(scalar, a, cache, cache, true);
+    for (const bool is_split : {true, false})
+      if (!equal(attend(set, a, cache, cache, is_split), expected)) {
+        std::printf("%s: attention of trial %d differs\n", set.name, trial);
+        faults++;
+      }
+  }
+  return faults;
+}
+
+int test_survey(const Kernels& set, const Kernels& scalar) {
+  int faults = 0;
+  for (const int64_t count : {1, 16, 31, 1000, 1024}) {
+    const std::vector<float> x = floats(count);
+    const Best a = set.survey(x.data(), count, true), b = scalar.survey(x.data(), count, true);
+    faults += a.top != b.top || a.exponentials != b.exponentials;
+  }
+  return faults;
+}
+
+}  // namespace
+
+int main() {
+  int count, faults = 0;
+  const Kernels* const* sets = available_kernels(&count);
+  for (int i = 0; i < count; i++) {
+    const int own = test_products(*sets[i], *sets[count - 1]) + test_attention(*sets[i], *sets[count - 1]) + test_survey(*sets[i], *sets[count - 1]);
+    std::printf("%s: %d faults\n", sets[i]->name, own);
+    faults += own;
+  }
+  return faults != 0;
+}

@@ -1,0 +1,241 @@
+"""Attention over a cache: against float64, and the same bits in any company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kernel_calls import Rows, attention, survey
+
+from edgellm.device_runtime.kernels.library import instruction_sets
+
+SETS = instruction_sets()
+FAST = SETS[:-1]
+FLOAT_ERROR = 2e-6  # of the largest value: sums of floats in one order
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(5)
+
+
+def new_rows(rng, count, heads, kv_heads, dim, write_index, dtype=np.float32, spare=5):
+    capacity = write_index + count + spare
+    q, k, v = (
+        rng.standard_normal((count, n * dim), np.float32) for n in (heads, kv_heads, kv_heads)
+    )
+    keys, values = (rng.standard_normal((kv_heads, capacity, dim), np.float32) for _ in range(2))
+    if dtype == np.int8:
+        keys, values = np.round(keys * 40), np.round(values * 40)
+    return Rows(q, k, v, keys.astype(dtype), values.astype(dtype), write_index)
+
+
+def random_tree(rng, count, columns):
+    """Rows that see themselves and some of those before."""
+    mask = np.tri(count, columns, columns - count, dtype=np.bool_)
+    mask &= rng.random(mask.shape) < 0.6
+    mask[np.arange(count), np.arange(count) + columns - count] = True
+    return mask
+
+
+def exact(rows, mask=None, window=0, softcap=0.0, sinks=None, scales=(1.0, 1.0), q=None):
+    """float64, from a cache that already holds the new rows."""
+    kv_heads, _, dim = rows.keys.shape
+    count, heads = len(rows.q), rows.heads
+    mask = np.tri(count, dtype=np.bool_) if mask is None else mask
+    first = rows.write_index + count - mask.shape[1]
+    q = (rows.q if q is None else q).reshape(count, heads, dim).astype(np.float64)
+    y = np.zeros((count, heads, dim))
+    for row in range(count):
+        seen = np.r_[np.arange(first), first + np.flatnonzero(mask[row])]
+        seen = seen[-window:] if window else seen
+        for head in range(heads):
+            keys, values = (
+                cache[head // (heads // kv_heads), seen].astype(np.float64) * scale
+                for cache, scale in zip((rows.keys, rows.values), scales, strict=True)
+            )
+            scores = keys @ q[row, head] * dim**-0.5
+            scores = softcap * np.tanh(scores / softcap) if softcap else scores
+            top = scores.max()
+            weights = np.exp(scores - top)
+            total = weights.sum() + (0 if sinks is None else np.exp(sinks[head] - top))
+            y[row, head] = weights @ values / total
+    return y.reshape(count, -1)
+
+
+def close(y, expected, error=FLOAT_ERROR):
+    return np.abs(y - expected).max() <= error * np.abs(expected).max()
+
+
+def same_bits(a, b):
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+SHAPES = (  # rows, heads, kv heads, head dim, write index
+    (40, 9, 3, 64, 0),
+    (5, 9, 3, 64, 300),
+    (1, 4, 4, 16, 700),
+    (3, 32, 2, 128, 520),
+    (20, 6, 1, 80, 255),
+    (4, 4, 2, 8, 30),
+    (2, 20, 1, 24, 513),
+    (2, 4, 2, 256, 90),
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_float64_and_the_reference(shape, rng):
+    count, heads, kv_heads, dim, write_index = shape
+    wider = min(count + 3, write_index + count)
+    for mask in (None, random_tree(rng, count, count), random_tree(rng, count, wider)):
+        sinks = rng.standard_normal(heads, np.float32)
+        for options in ({}, {"window": 200}, {"softcap": 5.0}, {"sinks": sinks}):
+            given = new_rows(rng, count, heads, kv_heads, dim, write_index)
+            rows = given.copy()
+            reference = attention("scalar", rows, mask=mask, **options)
+            assert close(reference, exact(rows, mask, **options))
+            for name in FAST:
+                for is_split in (True, False):
+                    y = attention(name, given.copy(), mask=mask, is_split=is_split, **options)
+                    assert same_bits(y, reference), (name, is_split, options)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("dtype", [np.float16, np.int8])
+@pytest.mark.parametrize("dim", [24, 64])
+def test_narrow_caches(name, dtype, dim, rng):
+    rows = new_rows(rng, 3, 4, 2, dim, 300, dtype)
+    scales = (0.03, 0.02) if dtype == np.int8 else (1.0, 1.0)
+    reference_rows = rows.copy()
+    before = rows.copy()
+    y = attention(name, rows, scales=scales)
+    assert close(y, exact(rows, scales=scales), 5e-6)
+    for cache, old, new, scale in (
+        (rows.keys, before.keys, rows.k, scales[0]), (rows.values, before.values, rows.v, scales[1])
+    ):  # fmt: skip
+        new = new.reshape(3, 2, dim).transpose(1, 0, 2)
+        if dtype == np.int8:
+            new = np.clip(np.round(new / np.float32(scale)), -128, 127)
+        assert same_bits(cache[:, 300:303], new.astype(dtype))
+        assert same_bits(cache[:, :300], old[:, :300])
+        assert same_bits(cache[:, 303:], old[:, 303:])
+    assert same_bits(y, attention("scalar", reference_rows, scales=scales))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary", [16, 10])
+def test_rope_and_norms_of_heads(interleaved, rotary, rng):
+    count, heads, kv_heads, dim = 4, 4, 2, 16
+    given = new_rows(rng, count, heads, kv_heads, dim, 20)
+    angles = rng.standard_normal((50, rotary // 2))
+    rope = tuple(f(angles).astype(np.float32) for f in (np.cos, np.sin))
+    positions = np.array([20, 21, 21, 49])
+    gammas = [rng.standard_normal(dim, np.float32) for _ in range(2)]
+
+    def turned(x, gamma):
+        x = x.reshape(count, -1, dim).astype(np.float64)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * gamma
+        cos, sin = (table[positions][:, None].astype(np.float64) for table in rope)
+        part = np.s_[..., 0:rotary:2] if interleaved else np.s_[..., : rotary // 2]
+        other = np.s_[..., 1:rotary:2] if interleaved else np.s_[..., rotary // 2 : rotary]
+        x[part], x[other] = x[part] * cos - x[other] * sin, x[other] * cos + x[part] * sin
+        return x.reshape(count, -1)
+
+    options = {
+        "rope": rope, "positions": positions, "interleaved": interleaved,
+        "q_norm": gammas[0], "k_norm": gammas[1],
+    }  # fmt: skip
+    rows = given.copy()
+    reference = attention("scalar", rows, **options)
+    written = rows.keys[:, 20:24].transpose(1, 0, 2).reshape(count, -1)
+    assert close(written, turned(given.k, gammas[1]))
+    assert close(reference, exact(rows, q=turned(given.q, gammas[0])), 5e-6)
+    for name in FAST:
+        assert same_bits(attention(name, given.copy(), **options), reference)
+
+
+def read_in_pieces(name, given, sizes, **options):
+    """The outputs of rows that are read some at a time."""
+    rows, out, first = given.copy(), [], 0
+    for size in sizes:
+        part = np.s_[first : first + size]
+        new = (x[part] for x in (rows.q, rows.k, rows.v))
+        piece = Rows(*new, rows.keys, rows.values, given.write_index + first)
+        out.append(attention(name, piece, is_split=size < 16, **options))
+        first += size
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("window", [0, 150])
+def test_a_rows_bits_do_not_depend_on_the_piece_it_came_in(name, window, rng):
+    count = 600 if name != "scalar" else 300
+    given = new_rows(rng, count, 3, 1, 32, 0)
+    one_by_one = read_in_pieces(name, given, [1] * count, window=window)
+    for _ in range(6):
+        sizes: list[int] = []
+        while sum(sizes) < count:
+            sizes.append(min(int(rng.integers(1, 100)), count - sum(sizes)))
+        assert same_bits(read_in_pieces(name, given, sizes, window=window), one_by_one)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_rows_bits_in_a_tree_are_those_of_its_path_alone(name, rng):
+    """Also across the border of two chunks, where siblings push a row's slot beyond it."""
+    for trial in range(60):
+        write_index = int(rng.integers(235, 262))
+        count = int(rng.integers(2, 40))
+        given = new_rows(rng, count, 4, 2, 16, write_index)
+        parents = [int(rng.integers(-1, i)) if i else -1 for i in range(count)]
+        mask = np.zeros((count, count), np.bool_)
+        for row, parent in enumerate(parents):
+            mask[row] = mask[parent] if parent >= 0 else False
+            mask[row, row] = True
+        window = int(rng.choice([0, 40]))
+        tree = attention(name, given.copy(), mask=mask, is_split=bool(trial % 2), window=window)
+        row = int(rng.integers(count))
+        path = np.flatnonzero(mask[row])
+        keys, values = given.keys.copy(), given.values.copy()
+        for place, node in enumerate(path):
+            alone = Rows(
+                given.q[[node]], given.k[[node]], given.v[[node]], keys, values, write_index + place
+            )
+            y = attention(name, alone, window=window)
+        assert same_bits(y[0], tree[row])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_what_a_row_does_not_see_does_not_touch_it(name, rng):
+    given = new_rows(rng, 6, 2, 1, 16, 10)
+    mask = np.eye(6, dtype=np.bool_)
+    sound = attention(name, given.copy(), mask=mask)
+    given.k[2], given.v[4] = np.nan, np.inf
+    y = attention(name, given.copy(), mask=mask)
+    kept = [0, 1, 3, 5]
+    assert same_bits(y[kept], sound[kept])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_row_that_sees_nothing_is_zero(name, rng):
+    given = new_rows(rng, 2, 2, 1, 16, 0)
+    y = attention(name, given, mask=np.array([[False, False], [True, True]]))
+    assert not y[0].any()
+    assert np.isfinite(y[1]).all()
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_scores_of_any_size_neither_overflow_nor_vanish(name, rng):
+    given = new_rows(rng, 3, 2, 1, 16, 280)
+    given.q *= 300
+    rows = given.copy()
+    y = attention(name, rows)
+    assert close(y, exact(rows), 1e-4)  # scores of thousands have 4 digits behind the point
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 1000, 1024])
+def test_surveys_of_logits(count, rng):
+    logits = (rng.standard_normal(count) * 10).astype(np.float32)
+    top, total = survey("scalar", logits)
+    assert top == logits.max()
+    assert total == pytest.approx(np.exp(logits.astype(np.float64) - top).sum(), rel=1e-6)
+    for name in FAST:
+        assert survey(name, logits) == (top, total)

@@ -1,0 +1,96 @@
+"""Compiling and finding the kernels, and their self-test where Python cannot go."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.kernels import compile as compiling
+from edgellm.device_runtime.kernels import library
+
+SELF_TEST = Path(__file__).with_name("self_test.cpp")
+CACHE = library.library_path().parents[1]
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Nothing was compiled before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.library_path.cache_clear()
+    yield tmp_path
+    library.library_path.cache_clear()
+
+
+def test_without_a_compiler_there_is_a_remedy(fresh, monkeypatch):
+    monkeypatch.setenv("PATH", str(fresh))
+    with pytest.raises(EdgeLLMError, match=r"no C\+\+ compiler") as caught:
+        library.library_path()
+    assert "apt install g++" in str(caught.value.hint)
+
+
+def test_a_compiler_that_fails_leaves_nothing_behind(fresh, monkeypatch):
+    broken = fresh / "broken"
+    broken.write_text("#!/bin/sh\necho 'unknown option -mavxvnni' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(EdgeLLMError, match="cannot compile the kernels: unknown option"):
+        library.library_path()
+    assert not [path for path in fresh.rglob("*") if path.is_file() and path != broken]
+
+
+def test_a_cache_that_cannot_be_written_has_a_remedy(fresh):
+    (fresh / "edgellm").write_text("a file where a folder belongs")
+    with pytest.raises(EdgeLLMError, match="cannot be written") as caught:
+        library.library_path()
+    assert "XDG_CACHE_HOME" in str(caught.value.hint)
+
+
+def test_a_wheel_carries_the_kernels(tmp_path, monkeypatch):
+    builders = pytest.importorskip("hatchling.builders.wheel")
+    root = Path(__file__).parents[3]
+    for name, is_pure in (("with", False), ("without", True)):
+        monkeypatch.setenv("EDGELLM_KERNELS", str(int(not is_pure)))
+        builder = builders.WheelBuilder(str(root))
+        wheel = Path(next(builder.build(directory=str(tmp_path / name), versions=["standard"])))
+        assert wheel.name.endswith("-none-any.whl") == is_pure
+        names = zipfile.ZipFile(wheel).namelist()
+        folder = "edgellm/device_runtime/kernels"
+        assert (f"{folder}/prebuilt/{compiling.LIBRARY}" in names) != is_pure
+        assert f"{folder}/src/kernels.h" in names
+
+
+def self_test(name, cxx, machine, flags, run):
+    """Compile the kernels and their self-test, once for these sources, and run them."""
+    digest = compiling.fingerprint(cxx, machine, (*flags, SELF_TEST.read_text("utf-8")))
+    program = CACHE / f"{digest}-{name}" / "self_test"
+    if not program.exists():
+        compiling.compile_program(program, cxx, SELF_TEST, machine=machine, flags=flags)
+    return subprocess.run([*run, program], capture_output=True, text=True, check=False)
+
+
+def test_neon_has_the_bits_of_the_reference():
+    cxx, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+    if cxx is None or emulator is None:
+        pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
+    result = self_test("neon", cxx, "aarch64", ("-static",), [emulator, "-cpu", "max"])
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines() == [
+        "neon_i8mm: 0 faults", "neon_dotprod: 0 faults", "scalar: 0 faults",
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif("EDGELLM_SANITIZE" not in os.environ, reason="once in CI: compiles a minute")
+def test_sanitizers_find_nothing():
+    cxx = compiling.compiler()
+    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1")
+    assert cxx is not None
+    result = self_test("sanitized", cxx, platform.machine(), flags, [])
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(result.stdout.splitlines()) == len(library.instruction_sets())

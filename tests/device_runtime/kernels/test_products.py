@@ -1,0 +1,187 @@
+"""Products of rows with packed weights: right, and the same bits in any company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kernel_calls import float_case, product, quantized_case
+
+from edgellm.device_runtime.kernels.library import instruction_sets
+
+SETS = instruction_sets()
+FAST = SETS[:-1]
+SHAPES = (  # kind, K, N, block, zero points
+    ("int4", 256, 64, 32, False),
+    ("int4", 200, 72, 32, True),  # neither K nor N is whole
+    ("int4", 576, 41, 128, False),
+    ("int4", 448, 96, 64, True),
+    ("int8", 320, 64, 32, False),
+    ("int8", 576, 33, 128, True),
+    ("int8", 40, 5, 64, False),
+)
+# Of the norm of y: a code of 8 bits is off by 1/254 of its block's largest at most, 0.6 % of a row
+# of normal numbers; up to twice that where the blocks' sums rule y.
+INT8_INPUTS = 0.012
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+def same_bits(a, b):
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def relative_error(y, exact):
+    return np.linalg.norm(y - exact) / np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_instruction_set_has_the_bits_of_the_reference(shape, rng):
+    case = quantized_case(rng, *shape)
+    for rows in (*range(1, 10), 13, 16, 31, 64):
+        x = rng.standard_normal((rows, shape[1]), np.float32)
+        reference = product("scalar", case, x)
+        assert relative_error(reference, x @ case.weight.T) < INT8_INPUTS
+        for name in FAST:
+            assert same_bits(product(name, case, x), reference), (name, rows)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5]], ids=str)
+def test_the_products_of_codes_are_exact(shape, rng):
+    """Rows of whole numbers up to 127 lose nothing to rounding: what is left are float sums."""
+    case = quantized_case(rng, *shape)
+    x = rng.integers(-127, 128, (6, shape[1])).astype(np.float32)
+    x[:, :: shape[3]] = 127  # every block's scale is 1
+    for name in SETS:
+        # zero points are stored as half products: 2^-11 of them
+        assert relative_error(product(name, case, x), x @ case.weight.T) < 4e-4
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_the_largest_codes_do_not_overflow(kind, rng):
+    """Sums of pairs of products have 16 bits on AVX2."""
+    case = quantized_case(rng, kind, 256, 32, 128)
+    top = 0xFF
+    packed = case.packed.copy()
+    records = packed[64:].reshape(2, -1)
+    for value in (0, top):
+        records[:, : 128 * 32 * (4 if kind == "int4" else 8) // 8] = value
+        for sign in (-1, 1):
+            x = np.full((3, 256), sign, np.float32)
+            reference = product("scalar", case, x, packed=packed)
+            code = value / 17 - 8 if kind == "int4" else value - 128
+            halves = records[:, -64:].copy().view(np.float16).astype(np.float64).sum(0)
+            multiplier = case.packed[36:40].view(np.float32)[0]
+            np.testing.assert_allclose(
+                reference[0], sign * code * 128 * halves * multiplier, rtol=1e-5
+            )
+            for name in FAST:
+                assert same_bits(product(name, case, x, packed=packed), reference)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_weights_of_sixteen_bits_are_multiplied_as_floats(kind, rng):
+    case = float_case(rng, kind, 300, 72)
+    for rows in (1, 2, 5, 8, 33):
+        x = rng.standard_normal((rows, 300), np.float32)
+        reference = product("scalar", case, x)
+        assert relative_error(reference, x @ case.weight.T) < 1e-6
+        for name in FAST:
+            assert same_bits(product(name, case, x), reference), (name, rows)
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("kind", ["int4", "int8", "float16"])
+def test_a_rows_bits_do_not_depend_on_its_company(name, kind, rng):
+    if kind == "float16":
+        case = float_case(rng, kind, 96, 64)
+    else:
+        case = quantized_case(rng, kind, 96, 64, 32, zero_points=True)
+    gamma = rng.standard_normal(96, np.float32)
+    x = rng.standard_normal((2048, 96), np.float32)
+    alone = np.concatenate([product(name, case, row[None], gamma=gamma) for row in x[:256]])
+    together = product(name, case, x, gamma=gamma, threads=2)
+    assert same_bits(together[:256], alone)
+    first = 0
+    while first < len(x):
+        rows = int(rng.integers(1, 70))
+        piece = product(name, case, x[first : first + rows], gamma=gamma)
+        assert same_bits(piece, together[first : first + rows])
+        first += rows
+    order = rng.permutation(len(x))
+    assert same_bits(product(name, case, x[order], gamma=gamma), together[order])
+
+
+def test_norm_skip_bias_and_residual(rng):
+    case = quantized_case(rng, "int4", 100, 40, 32)
+    rows, width = 5, 40
+    x, skip = (rng.standard_normal((rows, 100), np.float32) for _ in range(2))
+    gamma, bias = (rng.standard_normal(n, np.float32) for n in (100, width))
+    residual = rng.standard_normal((rows, width), np.float32)
+    total = x + skip
+    norm = np.sqrt((total.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5)
+    exact = (total / norm * gamma) @ case.weight.T + bias + residual
+    for name in SETS:
+        y, found = product(name, case, x, skip=skip, gamma=gamma, bias=bias, residual=residual)
+        assert same_bits(found, total)
+        assert relative_error(y, exact) < INT8_INPUTS
+
+
+def test_gate_and_up_take_turns(rng):
+    case = quantized_case(rng, "int8", 64, 96, 32, gated=True)
+    x, bias = rng.standard_normal((4, 64), np.float32), rng.standard_normal(96, np.float32)
+    both = (x @ case.weight.T + bias).reshape(4, 3, 2, 16)
+    gate, up = both[:, :, 0].reshape(4, 48), both[:, :, 1].reshape(4, 48)
+    reference = product("scalar", case, x, bias=bias)
+    assert relative_error(reference, gate / (1 + np.exp(-gate)) * up) < 2 * INT8_INPUTS
+    for name in FAST:
+        assert same_bits(product(name, case, x, bias=bias), reference)
+
+
+def test_packed_weights_may_lie_anywhere(rng):
+    case = quantized_case(rng, "int4", 64, 40, 32, True)
+    x = rng.standard_normal((3, 64), np.float32)
+    for name in SETS:
+        for offset in (1, 2, 17, 63):
+            shifted = np.concatenate([np.zeros(offset, np.uint8), case.packed])[offset:]
+            assert same_bits(product(name, case, x, packed=shifted), product(name, case, x))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_rows_of_zeros_outliers_and_no_numbers_stay_apart(name, rng):
+    case = quantized_case(rng, "int4", 64, 32, 32)
+    x = rng.standard_normal((8, 64), np.float32)
+    sound = product(name, case, x)
+    x[1], x[3, 5], x[4, 9], x[6] = 0, np.nan, np.inf, 1e-38
+    y = product(name, case, x)
+    kept = [0, 2, 5, 7]
+    assert same_bits(y[kept], sound[kept])
+    assert not y[1].any()
+    assert np.isfinite(y[6]).all()
+
+
+DAMAGES = {
+    "magic": (0, b"x"), "version": (8, b"\x63"), "form": (12, b"\x09"),
+    "K": (16, b"\xff\xff\xff\xff"), "N": (20, b"\x00\x00\x00\x00"), "block": (24, b"\x21"),
+    "zero points": (28, b"\x02"),
+    "gated": (32, b"\x07"), "multiplier": (36, b"\x00\x00\xc0\x7f"), "bytes": (40, b"\x01"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_header_is_refused(damage, rng):
+    case = quantized_case(rng, "int4", 64, 40, 32)
+    packed = case.packed.copy()
+    at, replaced = DAMAGES[damage]
+    packed[at : at + len(replaced)] = np.frombuffer(replaced, np.uint8)
+    with pytest.raises(ValueError, match="packed weight"):
+        product("scalar", case, np.zeros((1, 64), np.float32), packed=packed)
+
+
+def test_a_weight_that_was_cut_off_is_refused(rng):
+    case = quantized_case(rng, "int4", 64, 40, 32)
+    for size in (0, 63, 64, len(case.packed) - 1):
+        with pytest.raises(ValueError, match="packed weight"):
+            product("scalar", case, np.zeros((1, 64), np.float32), packed=case.packed[:size].copy())

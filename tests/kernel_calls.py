@@ -1,0 +1,153 @@
+"""Calls of the compiled kernels past ONNX Runtime: the structures of c_api.cpp and kernels.h."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgellm.device_runtime.kernels.library import load_library
+from edgellm.device_runtime.kernels.pack import PackedForm, pack_codes, pack_floats
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_CACHES = {"float32": 0, "float16": 1, "int8": 2}
+
+
+class _Product(ctypes.Structure):
+    _fields_ = [
+        ("set", ctypes.c_char_p), ("packed", _POINTER), ("bytes", ctypes.c_uint64), ("rows", _INT),
+        *((name, _POINTER) for name in ("x", "skip", "gamma", "bias", "residual", "sum", "y")),
+        ("epsilon", _FLOAT), ("threads", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [
+        *((name, _INT) for name in (
+            "rows", "heads", "kv_heads", "head_dim", "rotary_dim", "table_rows", "capacity",
+            "write_index", "mask_columns", "window", "q_stride", "k_stride", "v_stride")),
+        *((name, _POINTER) for name in (
+            "q", "k", "v", "cos", "sin", "positions", "mask", "q_norm", "k_norm", "sinks")),
+        *((name, _FLOAT) for name in ("scale", "softcap", "epsilon", "k_scale", "v_scale")),
+        ("is_interleaved", ctypes.c_bool), ("cache_type", ctypes.c_uint32),
+        *((name, _POINTER) for name in (
+            "keys", "values", "y", "queries", "partials", "slots", "seen")),
+    ]  # fmt: skip
+
+
+def _address(array: np.ndarray | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+def _call(name: str, *arguments) -> None:
+    function = getattr(load_library(), name)
+    function.restype = ctypes.c_char_p
+    fault = function(*arguments)
+    if fault is not None:
+        raise ValueError(fault.decode())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A packed weight and what it stands for, float64 [N, K]."""
+
+    form: PackedForm
+    packed: np.ndarray
+    weight: np.ndarray
+
+
+def quantized_case(rng, kind, in_features, out_features, block, zero_points=False, gated=False):
+    form = PackedForm(kind, in_features, out_features, block, zero_points, gated)
+    top = 16 if kind == "int4" else 256
+    codes = rng.integers(0, top, (out_features, in_features)).astype(np.uint8)
+    scales = rng.uniform(0.001, 0.01, (out_features, form.blocks)).astype(np.float16)
+    points = rng.integers(0, top, scales.shape).astype(np.uint8) if zero_points else None
+    packed = b"".join(pack_codes(form, codes, scales.astype(np.float32), points))
+    wide = np.full(scales.shape, top // 2) if points is None else points
+    wide, steps = (
+        np.repeat(a.astype(np.float64), block, 1)[:, :in_features] for a in (wide, scales)
+    )
+    return Case(form, np.frombuffer(packed, np.uint8), (codes - wide) * steps)
+
+
+def float_case(rng, kind, in_features, out_features):
+    form = PackedForm(kind, in_features, out_features)
+    weight = rng.standard_normal((out_features, in_features), np.float32)
+    if kind == "float16":
+        stored = weight.astype(np.float16)
+        weight = stored.astype(np.float64)
+    else:
+        stored = (weight.view(np.uint32) >> 16).astype(np.uint16)
+        weight = (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return Case(form, np.frombuffer(b"".join(pack_floats(form, stored)), np.uint8), weight)
+
+
+def product(
+    instruction_set, case, x, *, skip=None, gamma=None, bias=None, residual=None, epsilon=1e-5,
+    threads=1, packed=None,
+):  # fmt: skip
+    """Of M rows: y [M, N], and x + skip [M, K] where there is a skip."""
+    packed = case.packed if packed is None else packed
+    width = case.form.out_features // (2 if case.form.is_gated else 1)
+    y = np.full((len(x), width), np.nan, np.float32)
+    total = None if skip is None else np.full_like(x, np.nan)
+    arguments = _Product(
+        instruction_set.encode(), _address(packed), packed.nbytes, len(x), _address(x),
+        _address(skip), _address(gamma), _address(bias), _address(residual), _address(total),
+        _address(y), epsilon, threads,
+    )  # fmt: skip
+    _call("edgellm_product", ctypes.byref(arguments))
+    return y if skip is None else (y, total)
+
+
+@dataclass
+class Rows:
+    """New rows [S, heads * D] and [S, kv_heads * D], and the cache [kv_heads, C, D] they go to."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    write_index: int
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1] // self.keys.shape[2]
+
+    def copy(self) -> Rows:
+        return Rows(self.q, self.k, self.v, self.keys.copy(), self.values.copy(), self.write_index)
+
+
+def attention(
+    instruction_set, rows, *, is_split=True, mask=None, window=0, scale=None, softcap=0.0,
+    rope=None, positions=None, interleaved=False, q_norm=None, k_norm=None,
+    sinks=None, scales=(1.0, 1.0),
+):  # fmt: skip
+    """Of S rows: y [S, heads * D]; the rows are appended to the cache. `rope`: cos and sin."""
+    kv_heads, capacity, dim = rows.keys.shape
+    cos, sin = rope or (None, None)
+    mask = None if mask is None else np.ascontiguousarray(mask).view(np.uint8)
+    y = np.full(rows.q.shape, np.nan, np.float32)
+    arguments = _Attention(
+        len(rows.q), rows.heads, kv_heads, dim, 0 if cos is None else 2 * cos.shape[1],
+        0 if cos is None else len(cos), capacity, rows.write_index,
+        0 if mask is None else mask.shape[1], window, rows.q.shape[1], rows.k.shape[1],
+        rows.v.shape[1], *(_address(a) for a in (
+            rows.q, rows.k, rows.v, cos, sin, positions, mask, q_norm, k_norm, sinks)),
+        scale or dim**-0.5, softcap, 1e-6, *scales, interleaved, _CACHES[rows.keys.dtype.name],
+        _address(rows.keys), _address(rows.values), _address(y),
+    )  # fmt: skip
+    _call("edgellm_attention", instruction_set.encode(), ctypes.byref(arguments), int(is_split))
+    return y
+
+
+def survey(instruction_set, logits):
+    """The largest of up to 1,024 logits, and the sum of exp(logit - it)."""
+    best = (ctypes.c_float * 2)()
+    _call(
+        "edgellm_survey", instruction_set.encode(), ctypes.c_void_p(_address(logits)),
+        _INT(len(logits)), best,
+    )  # fmt: skip
+    return best[0], best[1]
