@@ -1,0 +1,1 @@
+"""Kernels of our own, by the language that they are written in."""
