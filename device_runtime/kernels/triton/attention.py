@@ -24,19 +24,19 @@ MOST_SHARES: tl.constexpr = tl.constexpr(16)
 
 @triton.jit
 def store_rows(
-    q, k, v, cos, sin, positions, write_index, table, LAYER, H, HKV, q_out,
-    D: tl.constexpr, CODES: tl.constexpr, OWN_TABLES: tl.constexpr,
+    q, k, v, cos, sin, positions, write_index, table, LAYER, H, HKV, OWN_TABLES, q_out,
+    D: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Rotate q [S, H, D] into q_out, and append k (rotated) and v [S, HKV, D] to the cache.
 
     Grid [S, H + HKV]. cos and sin are fp16 [positions, D/2], or [S, D/2] of the rows themselves
-    (OWN_TABLES, M-RoPE). Rows outside the cache are dropped.
+    (OWN_TABLES is not 0; M-RoPE). Rows outside the cache are dropped.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     slot = first_slot(write_index) + row
     if (slot >= 0) & (slot < bound_capacity(table)):
         half = tl.arange(0, D // 2)
-        place = row if OWN_TABLES else tl.load(positions + row).to(tl.int32)
+        place = tl.where(OWN_TABLES != 0, row, tl.load(positions + row).to(tl.int32))
         c = tl.load(cos + place * (D // 2) + half).to(tl.float32)
         s = tl.load(sin + place * (D // 2) + half).to(tl.float32)
         if head < H:
@@ -104,9 +104,7 @@ def attend(
             scores *= scale.to(tl.float32)[None, :]
         if CAPPED:
             scores = _cap(scores, CAP_BITS)
-        visible = _visible(
-            tree, positions, step, inside, slots, live, S, M, oldest, WINDOWED
-        )
+        visible = _visible(tree, positions, step, inside, slots, live, S, M, oldest, WINDOWED)
         scores = tl.where(visible, scores, NOTHING)
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.where(visible, tl.exp2(scores - new_top[:, None]), 0.0)
@@ -148,7 +146,7 @@ def _visible(
 
 @triton.jit
 def _cap(scores, CAP_BITS):
-    """cap * tanh(score / cap) of scores in base 2, which stay so."""
+    """Scores (base 2, as before and after) between -cap and cap: cap * tanh(score / cap)."""
     cap = CAP_BITS.to(tl.float32, bitcast=True) * LOG2_E
     grown = tl.exp2(tl.minimum(scores / cap, 20.0) * (2 * LOG2_E))
     return cap * (1 - 2 / (grown + 1))

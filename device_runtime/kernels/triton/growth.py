@@ -19,7 +19,7 @@ def grow_level(
     """Add one level to the pool and choose the WIDTH best of it, which get children next; grid [1].
 
     candidates int64 and log_probs fp32 [R, K], children of `nodes` int32 [R], go to the pool from
-    BEGIN on; R * K <= SIZE, SLOTS <= COLUMNS. `seen` int8 [SLOTS, SLOTS] says which slots of the draft's cache each
+    BEGIN on; R * K <= SIZE. `seen` int8 [SLOTS, SLOTS] says which slots of the draft's cache each
     slot sees: 0 stands for the root, USED slots follow it, and the chosen nodes take the next.
 
     Of the pass over the chosen nodes: new_nodes int32 [WIDTH], new_tokens int64 [WIDTH], `above`
@@ -44,14 +44,15 @@ def grow_level(
     tl.store(new_tokens + rank, token, mask=chosen)
     tl.store(above + rank, own_above, mask=chosen)
     tl.store(positions + rank, tl.full([SIZE], LEVEL, tl.int64), mask=chosen)
-    slot = tl.arange(0, COLUMNS)[None, :]
-    here = chosen[:, None] & (slot <= USED + WIDTH)
-    above_row = seen + own_above[:, None] * SLOTS + slot
-    is_seen = tl.load(above_row, mask=here & (slot <= USED), other=0)
-    is_seen = tl.where(slot == USED + 1 + rank[:, None], 1, is_seen).to(tl.int8)
-    tl.store(seen + (USED + 1 + rank)[:, None] * SLOTS + slot, is_seen, mask=here)
-    own_row = mask + rank[:, None] * (USED + WIDTH)
-    tl.store(own_row + slot - 1, is_seen, mask=here & (slot > 0))
+    for first in tl.range(0, USED + WIDTH + 1, COLUMNS):
+        slot = first + tl.arange(0, COLUMNS)[None, :]
+        here = chosen[:, None] & (slot <= USED + WIDTH)
+        above_row = seen + own_above[:, None] * SLOTS + slot
+        is_seen = tl.load(above_row, mask=here & (slot <= USED), other=0)
+        is_seen = tl.where(slot == USED + 1 + rank[:, None], 1, is_seen).to(tl.int8)
+        tl.store(seen + (USED + 1 + rank)[:, None] * SLOTS + slot, is_seen, mask=here)
+        own_row = mask + rank[:, None] * (USED + WIDTH)
+        tl.store(own_row + slot - 1, is_seen, mask=here & (slot > 0))
 
 
 @triton.jit

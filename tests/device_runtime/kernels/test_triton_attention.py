@@ -109,7 +109,7 @@ class Pass:
         launch(
             attention.store_rows, (rows, case.heads + case.kv_heads), self.q, self.k, self.v,
             self.cos, self.sin, self.positions, self.index, self.cache.table, LAYER, case.heads,
-            case.kv_heads, rotated, D=case.dim, CODES=case.codes, OWN_TABLES=case.own_tables,
+            case.kv_heads, int(case.own_tables), rotated, D=case.dim, CODES=case.codes,
         )  # fmt: skip
         launch(
             attention.attend, (case.kv_heads, -(-queries // case.block_rows), case.shares), rotated,
@@ -133,7 +133,7 @@ class Pass:
         return np.concatenate([a * c - b * s, b * c + a * s], -1)
 
     def visible(self) -> np.ndarray:
-        """bool [S, live]."""
+        """Which live slots each row sees, bool [S, live]."""
         case, (rows, columns) = self.case, self.tree.shape
         live = case.index + rows
         seen = np.ones((rows, live), bool)
@@ -169,10 +169,10 @@ class Pass:
 CASES = {
     "first token": Case(1, 0, 14, 2),
     "one token": Case(1, 77, 14, 2),
-    "a tree": Case(13, 60, 8, 2, columns=13),
-    "older tree slots": Case(7, 60, 8, 2, columns=9),
-    "sixty rows": Case(60, 37, 4, 1, dim=128, block_rows=32, shares=2),
-    "a full cache": Case(16, 112, 4, 2, shares=8),
+    "a tree": Case(9, 60, 4, 2),
+    "older tree slots": Case(5, 60, 4, 2, columns=9),
+    "many rows": Case(20, 37, 4, 1, dim=128, block_rows=32, shares=2),
+    "a full cache": Case(8, 120, 4, 2, shares=8),
     "a window": Case(7, 90, 4, 2, window=20),
     "a window within the tree": Case(9, 70, 4, 2, window=3),
     "capped": Case(5, 50, 4, 2, cap=1.5),

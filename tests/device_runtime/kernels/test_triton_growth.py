@@ -46,13 +46,15 @@ class DevicePool:
         launch(
             growth.grow_level, (1,), candidates, log_probs, self.nodes, self.tokens, self.parents,
             self.scores, self.seen, self.count, rows, top_k, self.used, width, self.slots, level,
-            nodes, tokens, above, positions, mask, SIZE=128, COLUMNS=64,
+            nodes, tokens, above, positions, mask, SIZE=128, COLUMNS=8,
         )  # fmt: skip
         self.count, self.used, self.nodes = self.count + rows * top_k, self.used + width, nodes
         return tokens, above, positions, mask.astype(bool)
 
 
-@pytest.mark.parametrize(("top_k", "steps", "room"), [(10, 6, 59), (4, 3, 59), (1, 4, 3), (8, 2, 1)])
+@pytest.mark.parametrize(
+    ("top_k", "steps", "room"), [(10, 6, 59), (4, 3, 59), (1, 4, 3), (8, 2, 1)]
+)
 def test_trees_are_the_hosts(top_k, steps, room):
     limits = TreeLimits(top_k, steps, room + 1)
     policy = FixedTree(limits)

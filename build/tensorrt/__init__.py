@@ -1,0 +1,1 @@
+"""What a TensorRT takes, and how a graph is made to suit it."""
