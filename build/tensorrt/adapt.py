@@ -176,7 +176,7 @@ def _rotary(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
     x, cos, sin, *rest = node.inputs
     assert not node.attributes.get_int("interleaved", 0)
     assert not node.attributes.get_int("rotary_embedding_dim", 0)
-    heads = node.attributes.get_int("num_heads")
+    heads = node.attributes["num_heads"].as_int()
     if rest and rest[0] is not None:
         cos, sin = (op("Gather", table, rest[0], axis=0) for table in (cos, sin))
     axis = op.constant(np.array([2]))
@@ -211,8 +211,8 @@ def _attention(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
     if op.rank(node.inputs[0]) in ranks:
         return None
     assert not node.attributes.get_int("is_causal", 0)
-    heads = node.attributes.get_int("q_num_heads")
-    kv_heads = node.attributes.get_int("kv_num_heads")
+    heads = node.attributes["q_num_heads"].as_int()
+    kv_heads = node.attributes["kv_num_heads"].as_int()
     q, k, v, *rest = node.inputs
     mask = rest[0] if rest else None
     if ranks:

@@ -9,6 +9,7 @@ from onnx_ir.passes import common
 
 from edgellm.build.tensorrt.operators import Rule, Version, first_version, highest_opset, rules
 
+_INFERENCE_OPSET = 24
 _LARGEST_KEPT_BYTES = 4096  # of whole numbers that shapes may follow from
 
 
@@ -22,13 +23,12 @@ def check_graph(model: ir.Model, version: Version) -> list[str]:
     Returns:
         One line for each node that is not taken, and for the opset.
     """
-    model = infer_types(model)
     found = []
     opset, highest = model.opset_imports[""], highest_opset(version)
     if opset > highest:
         found.append(f"opset {opset}, {highest} is the highest")
     known = rules(version)
-    for node in model.graph:
+    for node in infer_types(model).graph:
         found += [f"{name_of(node)} {node.name}: {fault}" for fault in _faults(node, known)]
     return found
 
@@ -46,6 +46,8 @@ def infer_types(model: ir.Model) -> ir.Model:
             value.const_value = None
             copy.graph.inputs.append(value)
             del copy.graph.initializers[name]
+    # An older opset, which an older TensorRT is told, may not know types that the graph has.
+    copy.opset_imports[""] = max(copy.opset_imports[""], _INFERENCE_OPSET)
     common.ShapeInferencePass()(copy)
     return copy
 

@@ -148,18 +148,25 @@ def _draw(x, token, rules, tree, alive, uniform, V, PICKS: tl.constexpr):
     kept &= share >= (min_p * tl.max(share, 1))[:, None]
     share = tl.where(kept, share, 0.0)
     share = share / tl.sum(share, 1)[:, None]
-    drawn = _by_token(share, token, kept, uniform)
+    drawn = _by_token(share, token, kept, uniform, V)
     status = tl.where(is_settled, SETTLED, UNSETTLED)
     first = tl.sum(tl.where(pick == 0, x, 0.0), 1)  # max() would pass over what is no number
     return drawn, tl.where(_is_finite(first), status, NOT_A_NUMBER)
 
 
 @triton.jit
-def _by_token(share, token, kept, uniform):
-    """The token under whose share of the line a number falls, the tokens standing by their ids."""
-    is_before = token[:, None, :] <= token[:, :, None]
-    edge = tl.sum(tl.where(is_before, share[:, None, :], 0.0), 2)
-    behind = kept & (edge > (uniform * tl.max(edge, 1))[:, None])
-    first = tl.min(tl.where(behind, token, NO_TOKEN), 1)
+def _by_token(share, token, kept, uniform, V):
+    """The token under whose share of the line a number falls, the tokens standing by their ids.
+
+    It is the first at which the sum of shares exceeds the number, found by halving the ids.
+    """
+    target = uniform * tl.sum(share, 1)
+    first = tl.min(token, 1) * 0
+    last = first + V - 1
+    for _ in tl.range(0, 31):
+        middle = first + (last - first) // 2
+        edge = tl.sum(tl.where(token <= middle[:, None], share, 0.0), 1)
+        last = tl.where(edge > target, middle, last)
+        first = tl.where(edge > target, first, tl.minimum(middle + 1, last))
     final = tl.max(tl.where(kept, token, 0), 1)
-    return tl.where(first == NO_TOKEN, final, first)
+    return tl.minimum(first, final)

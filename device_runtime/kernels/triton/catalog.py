@@ -131,7 +131,7 @@ def variants(sm: int) -> Iterator[Variant]:
     yield Variant(KERNELS["pick_shares"], {"PICKS": PICKS, "BLOCK": 4096}, 8)
     yield Variant(KERNELS["join_picks"], {"PICKS": PICKS, "MOST": 64}, 8)
     yield Variant(KERNELS["accept_greedy"], {"TREES": 1, "NODES": NODES}, 1)
-    yield Variant(KERNELS["accept_sampled"], {"TREES": 1, "NODES": NODES, "PICKS": PICKS}, 8)
+    yield Variant(KERNELS["accept_sampled"], {"TREES": 1, "NODES": NODES, "PICKS": PICKS}, 1)
     yield Variant(KERNELS["grow_level"], {"SIZE": 128, "COLUMNS": 8}, 4)
     yield Variant(KERNELS["select_tree"], {"SIZE": 512, "BLOCK": 32}, 8)
     yield Variant(KERNELS["lay_out"], {"NODES": NODES}, 4)
