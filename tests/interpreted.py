@@ -1,13 +1,10 @@
-"""Triton's kernels on the CPU, in its interpreter; the tests' arrays are numpy's."""
+"""Triton's kernels on the CPU, in its interpreter (`conftest`); the tests' arrays are numpy's."""
 
 from __future__ import annotations
-
-import os
 
 import numpy as np
 import pytest
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
 pytest.importorskip("triton", reason="kernels are interpreted by triton: pip install '.[kernels]'")
 torch = pytest.importorskip("torch")
 

@@ -16,6 +16,9 @@ from edgellm.device_runtime.session import HostResult
 from edgellm.device_runtime.speculate.accept import accept_exactly
 from edgellm.device_runtime.speculate.tree import Tree
 
+# The interpreter computes with numpy, which warns of what is no number.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
 GREEDY_SAFE = SamplingParams(0.9, 0.9, 2)
 NODES, VOCAB, TREES = 16, 12, 10_000
 GREEDY = SamplingParams(temperature=0)
