@@ -42,6 +42,8 @@ def test_the_wheel_holds_every_package(tmp_path):
         *(f"edgellm/tools/serve/page/{name}" for name in ("index.html", "app.js", "style.css")),
         "edgellm/tools/bench/requests.json",
     } <= set(names)
+    ptx = "edgellm/device_runtime/kernels/triton/ptx"
+    assert {f"{ptx}/manifest.json", f"{ptx}/sm_110.zip"} <= set(names)
     assert {"edgellm/quantize/calibration.jsonl", "edgellm/quantize/report.html"} <= set(names)
     assert all(name.startswith(("edgellm/", "edgellm-")) for name in names)
     assert not [

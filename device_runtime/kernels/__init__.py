@@ -6,6 +6,8 @@
 * `pack.py` writes weights as the kernels read them.
 * `compile.py` and `library.py` compile the library, find it and register it with sessions.
 
+* `triton/` has those for GPUs.
+
 A row's bits depend neither on the rows beside it nor on threads, and are the same on every
 instruction set.
 """

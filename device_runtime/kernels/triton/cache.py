@@ -1,0 +1,80 @@
+"""How kernels find a KV cache, and how its rows are coded.
+
+A cache is known by address. The table, int64, says where: [0] rows C, [1] C ^ MAGIC, then for each
+layer the addresses of K and V [kv_heads, C, D] and of their scales, fp16 [kv_heads, C]. Codes are
+fp16 (which has no scales), int8, or fp8 (E4M3) with a scale for each row. Kernels do nothing under
+a wrong magic, because TensorRT times plugins on random inputs.
+"""
+
+import triton
+import triton.language as tl
+
+MAGIC: tl.constexpr = tl.constexpr(0x656467656C6C6D)
+HEADER: tl.constexpr = tl.constexpr(2)  # entries of the table before the layers'
+PARTS: tl.constexpr = tl.constexpr(4)  # entries of a layer: K, V and their scales
+FAR: tl.constexpr = tl.constexpr(1 << 29)  # no cache has as many rows
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-6)  # of a row of zeros; fp16 holds it
+
+
+@triton.jit
+def bound_capacity(table):
+    """Rows of the caches that `table` names; 0 if it is none."""
+    capacity = tl.load(table)
+    return tl.where(tl.load(table + 1) == (capacity ^ MAGIC), capacity, 0).to(tl.int32)
+
+
+@triton.jit
+def first_slot(write_index):
+    """Where a pass writes, as int32; what is far outside stays outside."""
+    return tl.minimum(tl.maximum(tl.load(write_index), -FAR), FAR).to(tl.int32)
+
+
+@triton.jit
+def find_rows(table, layer, part, head, D: tl.constexpr, CODES: tl.constexpr):
+    """Pointers to the codes and scales of K (part 0) or V (1) of a layer and head."""
+    at = table + HEADER + layer * PARTS + part
+    first = head * tl.load(table)
+    ELEMENT: tl.constexpr = tl.float16 if CODES == "fp16" else tl.int8
+    codes = tl.load(at).to(tl.pointer_type(ELEMENT)) + first * D
+    scales = tl.load(at + 2).to(tl.pointer_type(tl.float16)) + first
+    # Said of the pointer that came from a number: without it loads have 2 bytes instead of 16.
+    return tl.multiple_of(codes, 16), scales
+
+
+@triton.jit
+def encode(x, CODES: tl.constexpr):
+    """Codes of float32 numbers that were divided by their scale."""
+    if CODES == "int8":
+        y = tl.floor(x + 0.5).to(tl.int8)
+    elif CODES == "fp8":
+        # To 3 bits of mantissa first, nearest even: Triton 3.9's interpreter loses the carry.
+        x = tl.clamp(x, -448.0, 448.0)
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        rounded = bits.to(tl.float32, bitcast=True)
+        # Below 2^-6 steps are 2^-9, as those of floats between 2^14 and 2^15.
+        rounded = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, rounded)
+        y = rounded.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    else:
+        y = x.to(tl.float16)
+    return y
+
+
+@triton.jit
+def decode(codes, CODES: tl.constexpr):
+    """fp16 numbers without their scale."""
+    return (codes.to(tl.float8e4nv, bitcast=True) if CODES == "fp8" else codes).to(tl.float16)
+
+
+@triton.jit
+def store_row(codes, scales, slot, low, high, D: tl.constexpr, CODES: tl.constexpr):
+    """Write the halves of one row, float32 [D/2] each, to its slot."""
+    half = tl.arange(0, D // 2)
+    if CODES != "fp16":
+        LARGEST: tl.constexpr = 127.0 if CODES == "int8" else 448.0
+        largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0)
+        scale = tl.maximum(largest / LARGEST, SMALLEST_SCALE).to(tl.float16)
+        tl.store(scales + slot, scale)
+        low, high = low / scale.to(tl.float32), high / scale.to(tl.float32)
+    tl.store(codes + slot * D + half, encode(low, CODES))
+    tl.store(codes + slot * D + D // 2 + half, encode(high, CODES))

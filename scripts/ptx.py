@@ -1,0 +1,248 @@
+"""Compile edgellm's Triton kernels to PTX, for GPUs that need not be here.
+
+python -m edgellm.scripts.ptx [--sm 110]... writes device_runtime/kernels/triton/ptx; it needs Triton
+(pip install '.[kernels]'), whose wheels carry the assembler that checks what was compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from edgellm.command import SNAKE_CASE, App, run_command
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.kernels.triton import prebuilt
+from edgellm.device_runtime.kernels.triton.catalog import (
+    LARGEST_SHARED_BYTES,
+    TARGETS,
+    Variant,
+    variants,
+)
+
+_PACKAGE = "edgellm.device_runtime.kernels.triton"
+_ALIGNED = [["tt.divisibility", 16]]  # what every pointer is given as
+_WIDE_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,")
+
+
+@dataclass(frozen=True, slots=True)
+class Ptx:
+    """One kernel for one GPU."""
+
+    entry: str
+    text: str
+    version: int  # 85 for 8.5
+    target: str  # sm_110a
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """What the assembler says of a kernel."""
+
+    registers: int
+    spilled_bytes: int
+
+
+def compile_variant(variant: Variant, sm: int) -> Ptx:
+    """PTX without debug lines (which hold paths) and without Triton's own arguments.
+
+    Raises:
+        EdgeLLMError: Triton is missing or is asked to interpret.
+    """
+    triton, compiler, backend = _load_triton()
+    kernel = variant.kernel
+    function = getattr(importlib.import_module(f"{_PACKAGE}.{kernel.module}"), kernel.name)
+    names = list(function.arg_names)
+    if names != [*kernel.signature, *variant.constants]:
+        raise EdgeLLMError(f"the catalog's arguments of {kernel.name} are not its own: {names}")
+    kinds = {**kernel.signature, **dict.fromkeys(variant.constants, "constexpr")}
+    attributes = {(i,): _ALIGNED for i, name in enumerate(names) if kinds[name].startswith("*")}
+    constants = {(names.index(key),): value for key, value in variant.constants.items()}
+    source = compiler.ASTSource(
+        fn=function, signature=kinds, constexprs=constants, attrs=attributes
+    )
+    options = {
+        "num_warps": variant.warps, "num_stages": variant.stages, "ptx_version": TARGETS[sm],
+        "enable_fp_fusion": kernel.fuses,
+    }  # fmt: skip
+    made = triton.compile(source, target=backend.GPUTarget("cuda", sm, 32), options=options)
+    text = _strip_hidden(made.asm["ptx"], len(kernel.signature))
+    text = re.sub(r"^\s*(//.*|\.(loc|file)\s.*)?\n", "", text, flags=re.MULTILINE)
+    version, target = (re.search(rf"\.{name} (\S+)", text) for name in ("version", "target"))
+    assert version is not None
+    assert target is not None
+    number = int(version[1].replace(".", ""))
+    return Ptx(made.metadata.name, text, number, target[1].rstrip(","), made.metadata.shared)
+
+
+def _load_triton() -> tuple[Any, Any, Any]:
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # read when a kernel is compiled
+    names = "triton", "triton.compiler", "triton.backends.compiler"
+    try:
+        found = tuple(importlib.import_module(name) for name in names)
+    except ImportError as error:
+        raise EdgeLLMError(
+            f"Triton cannot be loaded: {error}",
+            hint="in edgellm's folder: pip install '.[kernels]'",
+        ) from None
+    if found[0].knobs.runtime.interpret:
+        raise EdgeLLMError("TRITON_INTERPRET is set", hint="unset it to compile")
+    return found[0], found[1], found[2]
+
+
+def _strip_hidden(ptx: str, declared: int) -> str:
+    """Drop the trailing scratch pointers that only Triton's own launcher passes.
+
+    Raises:
+        EdgeLLMError: the kernel reads one of them.
+    """
+    head = re.search(r"(\.entry \w+\()(.*?)(\))", ptx, re.DOTALL)
+    assert head is not None
+    parameters = head[2].split(",\n")
+    for parameter in parameters[declared:]:
+        name = re.search(r"\w+_param_\d+", parameter)
+        assert name is not None
+        if len(re.findall(rf"{name[0]}\b", ptx)) != 1:
+            raise EdgeLLMError(f"a kernel reads {name[0]}, which no launcher gives")
+    kept = ",\n".join(parameters[:declared])
+    return f"{ptx[: head.start(2)]}{kept}\n{ptx[head.start(3) :]}"
+
+
+def assemble(ptx: Ptx) -> Assembled:
+    """Let the assembler of Triton's wheel read PTX; raises `EdgeLLMError` with its words."""
+    triton, _, _ = _load_triton()
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as work:
+        path = Path(work, "kernel.ptx")
+        path.write_text(ptx.text, "ascii")
+        command = [folder / "ptxas-blackwell", "-v", f"--gpu-name={ptx.target}", path]
+        command += ["-o", path.with_suffix(".cubin")]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise EdgeLLMError(f"the assembler refuses {ptx.entry}: {result.stderr[:300]}")
+    registers = re.search(r"Used (\d+) registers", result.stderr)
+    spilled = re.search(r"(\d+) bytes spill stores", result.stderr)
+    assert registers is not None
+    return Assembled(int(registers[1]), int(spilled[1]) if spilled else 0)
+
+
+def faults(variant: Variant, ptx: Ptx, assembled: Assembled) -> list[str]:
+    """What a kernel that is to ship must not have."""
+    found = []
+    if assembled.spilled_bytes:
+        found.append(f"{assembled.spilled_bytes} bytes of registers are spilled")
+    if ptx.shared_bytes > LARGEST_SHARED_BYTES:
+        found.append(f"{ptx.shared_bytes} bytes of shared memory")
+    if "/" in re.sub(r"//.*", "", ptx.text):
+        found.append("a path is in the text")
+    for unit in ("wgmma", "tcgen05"):  # other matrix units than mma.sync take other memory
+        found += [f"{unit} in the text"] * (unit in ptx.text)
+    if variant.kernel.name == "attend":
+        wide, wanted = 16 * len(_WIDE_COPY.findall(ptx.text)), _wide_bytes(variant)
+        if wide < wanted:
+            found.append(f"a thread reads {wide} bytes 16 at a time, not {wanted}")
+    return found
+
+
+def _wide_bytes(variant: Variant) -> int:
+    """Bytes of the cache that the text lets a thread of `attend` copy 16 at a time.
+
+    A block of rows stands there twice, before the loop and in it. Triton 3.9 copies the values of
+    8-bit caches, which it converts, 8 bytes at a time.
+    """
+    constants = variant.constants
+    parts_bytes = 4 if constants["CODES"] == "fp16" else 1
+    rows_bytes = int(constants["BLOCK"]) * int(constants["D"]) * parts_bytes
+    return 2 * rows_bytes // (32 * variant.warps)
+
+
+def write_target(sm: int, folder: Path) -> dict[str, Any]:
+    """Compile, gate and pack all kernels for a GPU; returns its part of the manifest.
+
+    Raises:
+        EdgeLLMError: a kernel fails a gate.
+        OSError: the archive cannot be written.
+    """
+    entries, targets = {}, set()
+    archive = folder / f"sm_{sm}.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as pack:
+        for variant in variants(sm):
+            ptx = compile_variant(variant, sm)
+            assembled = assemble(ptx)
+            if found := faults(variant, ptx, assembled):
+                raise EdgeLLMError(f"{variant.name} for sm_{sm}: {'; '.join(found)}")
+            data = ptx.text.encode("ascii")
+            pack.writestr(zipfile.ZipInfo(f"{variant.name}.ptx"), data, zipfile.ZIP_DEFLATED, 9)
+            targets.add(ptx.target)
+            entries[variant.name] = _entry(variant, ptx, assembled, data)
+            print(f"sm_{sm} {variant.name}: {assembled.registers} registers, "
+                  f"{ptx.shared_bytes} bytes shared", flush=True)  # fmt: skip
+    return {"is_portable": targets == {f"sm_{sm}"}, "kernels": entries}
+
+
+def _entry(variant: Variant, ptx: Ptx, assembled: Assembled, data: bytes) -> Mapping[str, Any]:
+    return {
+        "entry": ptx.entry,
+        "signature": variant.kernel.arguments,
+        "grid": list(variant.kernel.grid),
+        "constants": dict(variant.constants),
+        "warps": variant.warps,
+        "shared_bytes": ptx.shared_bytes,
+        "registers": assembled.registers,
+        "target": ptx.target,
+        "ptx_version": ptx.version,
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
+
+
+app = App(SNAKE_CASE)
+
+
+@app.command()
+def ptx(
+    sm: Annotated[
+        list[int] | None, typer.Option(help="Compute capability, 110 for 11.0; all if left away.")
+    ] = None,
+) -> None:
+    """Compile edgellm's Triton kernels to the PTX that ships with it."""
+    triton, _, _ = _load_triton()
+    if unknown := set(sm or ()) - set(TARGETS):
+        raise EdgeLLMError(
+            f"--sm {min(unknown)} is no target", hint=f"there are {', '.join(map(str, TARGETS))}"
+        )
+    folder = prebuilt.FOLDER
+    folder.mkdir(exist_ok=True)
+    path = folder / prebuilt.MANIFEST
+    header = {"source_sha256": prebuilt.source_hash(), "triton": triton.__version__}
+    manifest: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    is_current = all(manifest.get(key) == value for key, value in header.items())
+    known = manifest["targets"] if is_current else {}
+    for each in sm or TARGETS:
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            known[str(each)] = write_target(each, Path(work))
+            targets = {key: known[key] for key in sorted(known, key=int)}
+            content = json.dumps({**header, "targets": targets}, indent=1) + "\n"
+            Path(work, path.name).write_text(content, "utf-8")
+            for made in Path(work).iterdir():
+                made.replace(folder / made.name)
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Every graph that we make, in every precision, for every TensorRT: each node against the table."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from conftest import make_checkpoint
+from tensorrt_bundles import CAPACITY, PRECISIONS, TREE, Bundles
+
+from edgellm import contract
+from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.tensorrt import operators
+from edgellm.build.tensorrt.adapt import adapt, rewrite
+from edgellm.build.tensorrt.gate import check_graph
+from edgellm.build.tensorrt.lower import lower
+from edgellm.build.tensorrt.operators import CHECKED
+from edgellm.contract import EdgeLLMError
+from edgellm.export import models, visual
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
+from edgellm.manifest import VISUAL_BUNDLE, load_bundle
+from edgellm.multimodal.grids import grid_inputs
+
+DECODERS = ("base", "eagle_base", "draft")
+CASES = [
+    *((kind, precision) for kind in DECODERS for precision in PRECISIONS),
+    ("heads", "fp16"),
+    *((kind, precision) for kind in visual.supported() for precision in ("fp16", "int8", "fp8")),
+]
+LACKING = {  # what the graphs of a base have that a version does not take, as they are lowered
+    (10, 3): {"Attention", "Clip", "RMSNormalization", "RotaryEmbedding", "Swish",
+              "TensorScatter", "opset"},
+    (10, 16): {"Attention", "Clip", "Swish"},
+    (11, 4): set(),
+}  # fmt: skip
+LACKING[10, 13] = LACKING[10, 3]
+ROWS, WRITTEN = 5, 3
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory) -> Bundles:
+    return Bundles(tmp_path_factory.mktemp("bundles"))
+
+
+def lowered(bundle, name: str, folder, *, is_draft: bool) -> ir.Model:
+    """As `llm_build` and `visual_build` hand it to the parser."""
+    model, weights = ir.load(bundle / f"{name}.onnx"), WeightFile(folder / f"{name}.data")
+    if any(value.name == contract.LOGITS_INDEX for value in model.graph.inputs) or is_draft:
+        candidates = TREE if is_draft and name == "model" else 0
+        lower(model, weights, ir.DataType.FLOAT16, CAPACITY, candidates)
+    else:
+        lower(model, weights, ir.DataType.FLOAT16)
+    weights.close()
+    return model
+
+
+@pytest.mark.parametrize(("kind", "precision"), CASES)
+def test_every_version_takes_the_adapted_graph(bundles, tmp_path, kind, precision):
+    bundle = bundles.make(kind, precision)
+    is_draft = kind in ("draft", "heads")
+    for path in bundle.glob("*.onnx"):
+        model = lowered(bundle, path.stem, tmp_path, is_draft=is_draft and path.stem != "fuse")
+        for version in CHECKED:
+            if kind == "base" and precision != "nvfp4":
+                faults = check_graph(model, version)
+                assert {fault.split()[0] for fault in faults} == LACKING[version]
+            adapted = model.clone()
+            if precision == "nvfp4" and version == (10, 3) and path.stem != "fuse":
+                with pytest.raises(EdgeLLMError, match=r"10\.3 does not take .*(FLOAT4|FP4)"):
+                    adapt(adapted, version)
+                continue
+            adapt(adapted, version)  # which holds it against the table
+            assert adapted.opset_imports[""] <= operators.highest_opset(version)
+            if version >= (11, 0):
+                assert [n.op_type for n in adapted.graph] == [n.op_type for n in model.graph]
+
+
+FAULTS = {
+    "Sin(i)": "Sin n: input 0 is INT64",
+    "Attention(x, x, x)": "Attention n: input 0 has 2 dimensions",
+    "TopK(x, k)": "TopK n: input 1 is computed",
+    'ScatterND<reduction = "add">(x, i, x)': "ScatterND n: reduction is add",
+    "NonZero(x)": "NonZero n: is not known",
+    "com.microsoft.MatMulNBits(x)": "com.microsoft::MatMulNBits n: is not known",
+}
+
+
+def small(node: str, opset: int = 24) -> ir.Model:
+    """A graph of one node."""
+    model = ir.from_onnx_text(
+        f'<ir_version: 11, opset_import: ["" : {opset}, "com.microsoft" : 1]> g'
+        f"(float16[2, 5] x, int64[1] k, int64[2, 1] i) => (y) {{ y = {node} }}"
+    )
+    next(iter(model.graph)).name = "n"
+    return model
+
+
+@pytest.mark.parametrize("node", FAULTS)
+def test_the_gate_sees_what_is_not_taken(node):
+    assert check_graph(small(node), (10, 16)) == [FAULTS[node]]
+
+
+def test_the_gate_sees_the_opset():
+    assert check_graph(small("Sin(x)", 25), (10, 16)) == ["opset 25, 24 is the highest"]
+    assert check_graph(small("Sin(x)"), (10, 16)) == []
+
+
+def test_the_table_begins_with_10_3():
+    with pytest.raises(ValueError, match="no table"):
+        operators.rules((10, 2))
+
+
+# ------------------------------------------------------------------- they compute what they did
+def run(model: ir.Model, folder, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    path = folder / "graph.onnx"
+    ir.save(model, path)
+    onnx.checker.check_model(path, full_check=True)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    wanted = {each.name for each in session.get_inputs()}
+    given = {name: array for name, array in feeds.items() if name in wanted}
+    return dict(zip(names, session.run(None, given), strict=True))
+
+
+def decoder_feeds(model: ir.Model) -> dict[str, np.ndarray]:
+    """Rows of a tree behind `WRITTEN` random ones."""
+    random = np.random.default_rng(0)
+    tree = np.tril(np.ones((ROWS, ROWS), np.bool_))
+    tree[3, 2] = False
+    feeds = {
+        contract.INPUT_IDS: random.integers(9, 96, (1, ROWS)),
+        contract.POSITION_IDS: np.array([[3, 4, 5, 5, 6]]),
+        contract.WRITE_INDEX: np.array([WRITTEN]),
+        contract.TREE_MASK: tree,
+        contract.LOGITS_INDEX: np.arange(ROWS),
+    }
+    for each in model.graph.inputs:
+        if each.name not in feeds:
+            shape = [dim if isinstance(dim, int) else 16 for dim in each.shape]
+            feeds[each.name] = random.normal(size=shape).astype(each.dtype.numpy())
+    return feeds
+
+
+def check_numbers(path, feeds, tolerance: float) -> None:
+    model = ir.load(path)
+    expected = run(model, path.parent, feeds)
+    for version in ((10, 3), (10, 16)):  # 10.13's graphs are those of 10.3
+        adapted = ir.load(path)
+        rewrite(adapted, version)
+        kinds = {node.op_type for node in adapted.graph}
+        assert "Swish" not in kinds
+        assert (version == (10, 16)) == ("Attention" in kinds)
+        found = run(adapted, path.parent, feeds)
+        assert list(found) == list(expected)
+        for name, array in expected.items():
+            np.testing.assert_allclose(found[name], array, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("model_type", models.supported())
+def test_decoders_compute_the_same(tmp_path, model_type):
+    config = {**models.find(model_type).TINY, "num_hidden_layers": 2}
+    make_checkpoint(tmp_path / "checkpoint", **config)
+    source = open_checkpoint(str(tmp_path / "checkpoint"))
+    export_llm(source, tmp_path / "bundle", ExportOptions("fp32"))
+    path = tmp_path / "bundle" / "model.onnx"
+    check_numbers(path, decoder_feeds(ir.load(path)), 2e-5)
+
+
+def test_halves_compute_the_same(bundles):
+    path = bundles.make("base", "fp16") / "model.onnx"
+    check_numbers(path, decoder_feeds(ir.load(path)), 3e-2)
+
+
+@pytest.mark.parametrize("family", visual.supported())
+def test_encoders_compute_the_same(bundles, family):
+    bundle = bundles.make(family, "fp16", "fp32")
+    spec = load_bundle(bundle, VISUAL_BUNDLE).vision
+    random, side = np.random.default_rng(0), 4
+    feeds = grid_inputs(side, side, spec)
+    for each in ir.load(bundle / "model.onnx").graph.inputs:
+        if each.name not in feeds:
+            count = 2 if spec.image_size else side * side
+            shape = [dim if isinstance(dim, int) else count for dim in each.shape]
+            feeds[each.name] = random.normal(size=shape).astype(np.float32)
+    check_numbers(bundle / "model.onnx", feeds, 1e-4)

@@ -1,0 +1,249 @@
+"""Rotation, the cache's codes, attention over live rows and compaction against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import pytest
+from interpreted import launch
+
+from edgellm.device_runtime.kernels.triton import attention, cache, compaction
+
+LAYERS, LAYER = 2, 1
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+# Of the largest error of an output: fp16 rounds weights and results, the others rows as well.
+TOLERANCE = {"fp16": 4e-3, "int8": 3e-2, "fp8": 1.2e-1}
+
+
+@dataclass
+class Case:
+    """Sizes of a pass, and what the model asks for."""
+
+    rows: int
+    index: int
+    heads: int
+    kv_heads: int
+    dim: int = 64
+    capacity: int = 128
+    columns: int = 0  # of the tree; 0: as many as rows
+    codes: str = "fp16"
+    window: int = 0
+    cap: float = 0.0
+    sinks: bool = False
+    block_rows: int = 16
+    shares: int = 4
+    own_tables: bool = False
+    seed: int = 0
+
+
+class Cache:
+    """K and V of `LAYERS` layers full of earlier rows, and the table that says where they are."""
+
+    def __init__(self, case: Case, random: np.random.Generator) -> None:
+        shape = LAYERS, 2, case.kv_heads, case.capacity, case.dim
+        self.codes_name = case.codes
+        values = random.standard_normal(shape).astype(np.float16)
+        self.codes, self.scales = self.encode(values)
+        addresses = [
+            (self.codes[layer, part].ctypes.data, self.scales[layer, part].ctypes.data)
+            for layer in range(LAYERS) for part in range(2)
+        ]  # fmt: skip
+        entries = [case.capacity, case.capacity ^ cache.MAGIC.value]
+        for k, v in zip(addresses[::2], addresses[1::2], strict=True):
+            entries += [k[0], v[0], k[1], v[1]]
+        self.table = np.array(entries, np.int64)
+
+    def encode(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self.codes_name == "fp16":
+            return values.copy(), np.zeros(values.shape[:-1], np.float16)
+        largest = LARGEST[self.codes_name]
+        scales = (np.abs(values.astype(np.float32)).max(-1) / largest).astype(np.float16)
+        exact = values.astype(np.float32) / scales[..., None].astype(np.float32)
+        if self.codes_name == "int8":
+            return np.floor(exact + 0.5).astype(np.int8), scales
+        rounded = exact.clip(-largest, largest).astype(ml_dtypes.float8_e4m3fn)
+        return rounded.view(np.int8), scales
+
+    def values(self) -> np.ndarray:
+        """float64 [layers, 2, kv_heads, C, D]."""
+        if self.codes_name == "fp16":
+            return self.codes.astype(np.float64)
+        is_fp8 = self.codes_name == "fp8"
+        codes = self.codes.view(ml_dtypes.float8_e4m3fn) if is_fp8 else self.codes
+        return codes.astype(np.float64) * self.scales[..., None].astype(np.float64)
+
+
+class Pass:
+    """Inputs of one pass."""
+
+    def __init__(self, case: Case) -> None:
+        random = np.random.default_rng(case.seed)
+        self.case, half = case, case.dim // 2
+        rows = case.rows
+        self.q, self.k, self.v = (
+            random.standard_normal((rows, heads, case.dim)).astype(np.float16)
+            for heads in (case.heads, case.kv_heads, case.kv_heads)
+        )
+        self.positions = case.index + np.minimum(np.arange(rows), 5).astype(np.int64)
+        places = random.integers(0, 99, rows) if case.own_tables else np.arange(case.capacity)
+        angles = places[:, None] * 10000.0 ** (-np.arange(half) / half)
+        self.cos, self.sin = np.cos(angles).astype(np.float16), np.sin(angles).astype(np.float16)
+        columns = case.columns or rows
+        self.tree = (random.random((rows, columns)) < 0.4).astype(np.int8)
+        self.tree[np.arange(rows), columns - rows + np.arange(rows)] = 1
+        self.index = np.array([case.index])
+        self.sinks = random.standard_normal(case.heads).astype(np.float32)
+        self.cache = Cache(case, random)
+
+    def run(self) -> np.ndarray:
+        """The kernels' output [S, H, D]."""
+        case, rows = self.case, self.case.rows
+        queries = rows * case.heads // case.kv_heads
+        rotated, y = np.zeros_like(self.q), np.zeros_like(self.q)
+        shape = case.shares, rows, case.heads
+        parts = np.full((*shape, case.dim), np.nan, np.float32)
+        stats = np.full((*shape, 2), np.nan, np.float32)
+        launch(
+            attention.store_rows, (rows, case.heads + case.kv_heads), self.q, self.k, self.v,
+            self.cos, self.sin, self.positions, self.index, self.cache.table, LAYER, case.heads,
+            case.kv_heads, int(case.own_tables), rotated, D=case.dim, CODES=case.codes,
+        )  # fmt: skip
+        launch(
+            attention.attend, (case.kv_heads, -(-queries // case.block_rows), case.shares), rotated,
+            self.tree, self.positions, self.index, self.cache.table, LAYER, rows,
+            self.tree.shape[1], case.heads // case.kv_heads, case.window,
+            int(np.float32(case.cap).view(np.int32)), parts, stats,
+            D=case.dim, ROWS=case.block_rows, BLOCK=32, CODES=case.codes,
+            WINDOWED=bool(case.window), CAPPED=bool(case.cap),
+        )  # fmt: skip
+        launch(
+            attention.combine, (rows * case.heads,), parts, stats, self.sinks, rows * case.heads,
+            case.heads, case.shares, y, D=case.dim, SUNK=case.sinks,
+        )  # fmt: skip
+        return y
+
+    def rotated(self, x: np.ndarray) -> np.ndarray:
+        """By the definition, float64."""
+        rows = np.arange(self.case.rows) if self.case.own_tables else self.positions
+        c, s = (table[rows][:, None].astype(np.float64) for table in (self.cos, self.sin))
+        a, b = np.split(x.astype(np.float64), 2, -1)
+        return np.concatenate([a * c - b * s, b * c + a * s], -1)
+
+    def visible(self) -> np.ndarray:
+        """Which live slots each row sees, bool [S, live]."""
+        case, (rows, columns) = self.case, self.tree.shape
+        live = case.index + rows
+        seen = np.ones((rows, live), bool)
+        seen[:, live - columns :] = self.tree
+        if case.window:
+            places = np.arange(live)
+            places[live - rows :] = self.positions
+            seen &= places[None] > self.positions[:, None] - case.window
+        return seen
+
+    def expected(self, before: np.ndarray) -> np.ndarray:
+        """float64 [S, H, D]; `before`: values of the cache before the pass."""
+        case = self.case
+        keys, values = before[LAYER].copy()
+        new = slice(case.index, case.index + case.rows)
+        keys[:, new] = self.rotated(self.k).transpose(1, 0, 2)
+        values[:, new] = self.v.transpose(1, 0, 2)
+        q, seen, y = self.rotated(self.q), self.visible(), np.zeros(self.q.shape)
+        for head in range(case.heads):
+            own = head * case.kv_heads // case.heads
+            scores = q[:, head] @ keys[own, : new.stop].T / case.dim**0.5
+            if case.cap:
+                scores = case.cap * np.tanh(scores / case.cap)
+            scores[~seen] = -np.inf
+            sink = self.sinks[head] if case.sinks else -np.inf
+            top = np.maximum(scores.max(1, keepdims=True), sink)
+            weights = np.exp(scores - top)
+            y[:, head] = weights @ values[own, : new.stop]
+            y[:, head] /= weights.sum(1, keepdims=True) + np.exp(sink - top)
+        return y
+
+
+CASES = {
+    "first token": Case(1, 0, 14, 2),
+    "one token": Case(1, 77, 14, 2),
+    "a tree": Case(9, 60, 4, 2),
+    "older tree slots": Case(5, 60, 4, 2, columns=9),
+    "many rows": Case(20, 37, 4, 1, dim=128, block_rows=32, shares=2),
+    "a full cache": Case(8, 120, 4, 2, shares=8),
+    "a window": Case(7, 90, 4, 2, window=20),
+    "a window within the tree": Case(9, 70, 4, 2, window=3),
+    "capped": Case(5, 50, 4, 2, cap=1.5),
+    "sinks": Case(5, 50, 4, 2, sinks=True),
+    "all": Case(6, 60, 4, 1, window=30, cap=3.0, sinks=True),
+    "rows' own angles": Case(6, 60, 4, 1, own_tables=True),
+}
+
+
+CODED = ("one token", "older tree slots", "all")
+RUNS = [(name, "fp16") for name in CASES] + [(n, c) for n in CODED for c in ("int8", "fp8")]
+
+
+@pytest.mark.parametrize(("name", "codes"), RUNS)
+def test_attention_is_that_of_float64(name, codes):
+    case = dataclasses.replace(CASES[name], codes=codes)
+    one = Pass(case)
+    before = one.cache.values()
+    stored = one.cache.codes.copy()
+    error = np.abs(one.run() - one.expected(before)).max()
+    assert error < TOLERANCE[codes]
+    new = slice(case.index, case.index + case.rows)
+    changed = np.any(one.cache.codes != stored, axis=-1)
+    assert changed[LAYER, :, :, new].all()
+    changed[LAYER, :, :, new] = False
+    assert not changed.any()  # other slots and layers
+
+
+@pytest.mark.parametrize("codes_name", ["int8", "fp8"])
+def test_rows_are_coded_as_numpy_codes_them(codes_name):
+    one = Pass(Case(8, 20, 4, 2, codes=codes_name))
+    one.v[0], one.v[1, 0, 0] = 0, 60000
+    one.run()
+    codes, scales = one.cache.encode(one.v[1:])
+    found = one.cache.codes[LAYER, 1, :, 20:28].transpose(1, 0, 2)
+    assert (found[0] == 0).all()
+    zero = codes == -128 if codes_name == "fp8" else np.zeros(codes.shape, bool)  # -0
+    np.testing.assert_array_equal(np.where(zero, 0, codes), np.where(zero, 0, found[1:]))
+    np.testing.assert_array_equal(one.cache.scales[LAYER, 1, :, 20:28].T[1:], scales)
+
+
+def test_a_table_that_is_none_is_not_followed():
+    """TensorRT times plugins on random inputs."""
+    one = Pass(Case(4, 10, 4, 2))
+    stored = one.cache.codes.copy()
+    one.cache.table[1] += 1
+    assert (one.run() == 0).all()
+    np.testing.assert_array_equal(one.cache.codes, stored)
+
+
+@pytest.mark.parametrize("index", [-3, 126, 1 << 40])
+def test_rows_outside_the_cache_are_dropped(index):
+    one = Pass(Case(4, 10, 4, 2))
+    one.index[0] = index
+    stored = one.cache.codes.copy()
+    one.run()
+    changed = np.any(one.cache.codes != stored, axis=-1)[LAYER, 0, 0]
+    assert np.flatnonzero(changed).tolist() == [s for s in range(index, index + 4) if 0 <= s < 128]
+
+
+@pytest.mark.parametrize("codes", ["fp16", "int8"])
+def test_accepted_rows_move_together(codes):
+    one = Cache(Case(0, 0, 4, 2, codes=codes), np.random.default_rng(0))
+    codes_before, scales_before = one.codes.copy(), one.scales.copy()
+    path = np.array([0, 2, 3, 7, 11, -1, -1], np.int32)
+    launch(
+        compaction.keep_rows, (LAYERS, 2, 2), path, np.array([5, 9, 0], np.int32), np.array([30]),
+        one.table, D=64, CODES=codes,
+    )  # fmt: skip
+    rows = np.arange(128)
+    rows[30:35] = 30 + path[:5]
+    np.testing.assert_array_equal(one.codes, codes_before[:, :, :, rows])
+    if codes != "fp16":
+        np.testing.assert_array_equal(one.scales, scales_before[:, :, :, rows])

@@ -1,0 +1,135 @@
+"""The PTX that ships: it belongs to its sources, passes its gates, and is found or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.kernels.triton import prebuilt
+from edgellm.device_runtime.kernels.triton.catalog import (
+    KERNELS,
+    LARGEST_SHARED_BYTES,
+    TARGETS,
+    Variant,
+    attend,
+    variants,
+)
+from edgellm.scripts.ptx import Assembled, Ptx, faults
+
+MANIFEST = json.loads((prebuilt.FOLDER / prebuilt.MANIFEST).read_text("utf-8"))
+SMALLEST = Variant(KERNELS["keep_rows"], {"D": 64, "CODES": "fp16"}, 1)
+
+
+def test_the_ptx_is_of_these_sources():
+    assert MANIFEST["source_sha256"] == prebuilt.source_hash(), "run python -m edgellm.scripts.ptx"
+    assert set(MANIFEST["targets"]) == {str(sm) for sm in TARGETS}
+
+
+@pytest.mark.parametrize("sm", TARGETS)
+def test_every_kernel_of_a_target_passes_its_gates(sm):
+    listed = MANIFEST["targets"][str(sm)]["kernels"]
+    assert set(listed) == {variant.name for variant in variants(sm)}
+    for variant in variants(sm):
+        found, entry = prebuilt.find(variant, sm, TARGETS[sm]), listed[variant.name]
+        text, name = found.ptx, variant.name
+        version = re.search(r"^\.version (\d)\.(\d)$", text, re.MULTILINE)
+        assert version is not None
+        assert int(version[1] + version[2]) == found.ptx_version == TARGETS[sm], name
+        assert re.search(rf"^\.target sm_{sm}a?$", text, re.MULTILINE), name
+        assert f".entry {found.entry}(" in text
+        assert len(re.findall(rf"^\s*\.param .*{found.entry}_param_", text, re.MULTILINE)) == len(
+            variant.kernel.signature
+        )
+        assert found.threads == 32 * variant.warps
+        assert f".reqntid {found.threads}" in text
+        assert found.shared_bytes <= LARGEST_SHARED_BYTES
+        ptx = Ptx(found.entry, text, found.ptx_version, entry["target"], found.shared_bytes)
+        assert faults(variant, ptx, Assembled(entry["registers"], 0)) == []
+
+
+def test_gpus_without_ptx_of_their_own():
+    assert prebuilt.find(SMALLEST, 121).sm == 89  # Triton's sm_120a runs on no other
+    assert prebuilt.find(SMALLEST, 103).sm == 89
+    with pytest.raises(EdgeLLMError, match=r"no kernels were compiled for compute capability 8\.6"):
+        prebuilt.find(SMALLEST, 86)
+
+
+def test_a_driver_that_is_too_old():
+    with pytest.raises(EdgeLLMError, match=r"11\.0 are PTX 9\.0, the NVIDIA driver takes 8\.8"):
+        prebuilt.find(SMALLEST, 110, 88)
+
+
+def test_a_kernel_that_was_not_compiled():
+    capped = attend(87, 64, 16, "fp16", capped=True)
+    with pytest.raises(EdgeLLMError, match=r"no kernel attend-.*-cappedtrue .* 8\.7") as caught:
+        prebuilt.find(capped, 87)
+    assert "edgellm.scripts.ptx" in caught.value.hint
+
+
+@pytest.mark.parametrize("damage", ["folder", "manifest", "archive", "kernel"])
+def test_files_that_are_damaged(tmp_path, monkeypatch, damage):
+    prebuilt._manifest.cache_clear()
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "ptx")
+    if damage != "folder":
+        (tmp_path / "ptx").mkdir()
+        text = json.dumps(MANIFEST) if damage != "manifest" else "{"
+        (tmp_path / "ptx" / prebuilt.MANIFEST).write_text(text)
+        if damage == "archive":
+            (tmp_path / "ptx" / "sm_110.zip").write_bytes(b"PK")
+        if damage == "kernel":
+            with zipfile.ZipFile(tmp_path / "ptx" / "sm_110.zip", "w") as archive:
+                archive.writestr(f"{SMALLEST.name}.ptx", ".version 9.0")
+    try:
+        with pytest.raises(EdgeLLMError, match=r"cannot be read|is damaged") as caught:
+            prebuilt.find(SMALLEST, 110)
+    finally:
+        prebuilt._manifest.cache_clear()
+    assert "install edgellm again" in caught.value.hint
+
+
+WIDE = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "shared", "spilled"),
+    [
+        ("8 bytes of registers are spilled", WIDE * 64, 0, 8),
+        ("49153 bytes of shared memory", WIDE * 64, 49153, 0),
+        ("a path is in the text", WIDE * 64 + '.file 1 "/home/a.py"\n', 0, 0),
+        ("wgmma in the text", WIDE * 64 + "wgmma.mma_async;\n", 0, 0),
+        ("a thread reads 496 bytes 16 at a time, not 512", WIDE * 31, 0, 0),
+    ],
+)
+def test_the_gates_can_fail(said, text, shared, spilled):
+    ptx = Ptx("attend", text, 85, "sm_87", shared)
+    variant = attend(87, 128, 16, "fp16")
+    assert faults(variant, ptx, Assembled(64, spilled)) == [said]
+    assert faults(variant, Ptx("attend", WIDE * 32, 85, "sm_87", 0), Assembled(64, 0)) == []
+
+
+def test_a_kernel_compiles_to_the_ptx_that_ships(tmp_path):
+    """Elsewhere than in this process, whose kernels are interpreted."""
+    pytest.importorskip("triton", reason="kernels are compiled by triton: pip install '.[kernels]'")
+    code = (
+        "import hashlib\n"
+        "from edgellm.device_runtime.kernels.triton.catalog import variants\n"
+        "from edgellm.scripts.ptx import assemble, compile_variant\n"
+        f"variant = next(v for v in variants(110) if v.name == {SMALLEST.name!r})\n"
+        "ptx = compile_variant(variant, 110)\n"
+        "print(hashlib.sha256(ptx.text.encode()).hexdigest(), assemble(ptx).spilled_bytes)\n"
+    )
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    expected = MANIFEST["targets"]["110"]["kernels"][SMALLEST.name]["sha256"]
+    assert result.stdout.split() == [expected, "0"]
