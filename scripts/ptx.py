@@ -1,7 +1,7 @@
 """Compile edgellm's Triton kernels to PTX, for GPUs that need not be here.
 
-python -m edgellm.scripts.ptx [--sm 110]... writes device_runtime/kernels/triton/ptx; it needs Triton
-(pip install '.[kernels]'), whose wheels carry the assembler that checks what was compiled.
+python -m edgellm.scripts.ptx [--sm 110]... writes device_runtime/kernels/triton/ptx; it needs
+Triton (pip install '.[kernels]'), whose wheels carry the assembler that checks what was compiled.
 """
 
 from __future__ import annotations
