@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.contract import EdgeLLMError, LimitError, RequestError
+from edgellm.contract import LOGITS, EdgeLLMError, LimitError, RequestError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.profile import Profile
@@ -33,7 +33,7 @@ class ScriptedSession:
         assert self.length <= self.capacity
         logits = np.zeros((len(logits_index), self.vocab_size), np.float32)
         logits[:, self.script.pop(0)] = 9
-        return PassResult(logits.argmax(-1), logits, logits[:, :0])
+        return PassResult({LOGITS: logits[None]}, len(logits))
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_first_rows_must_count_from_zero(llm):
 
 def test_numbers_that_are_none_end_the_answer(llm, monkeypatch):
     session = ScriptedSession([9])
-    nan = PassResult(np.array([0]), np.full((1, 96), np.nan, np.float32), np.zeros((1, 0)))
+    nan = PassResult({LOGITS: np.full((1, 1, 96), np.nan, np.float32)}, 1)
     monkeypatch.setattr(session, "run", lambda *_, **__: nan)
     monkeypatch.setattr(llm, "session", session)
     with pytest.raises(EdgeLLMError, match="computed nan"):

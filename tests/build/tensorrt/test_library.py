@@ -95,7 +95,7 @@ def test_spellings_of_a_gpu(text, sm):
 
 
 MANIFEST = SimpleNamespace(
-    backend_version="TensorRT 10.16.2.10", machine="sm110", decoder=None, max_kv_cache_capacity=0
+    backend="tensorrt", backend_version="TensorRT 10.16.2.10", machine="sm110", builder="llm_build"
 )
 
 

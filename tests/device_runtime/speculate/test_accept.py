@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgellm.contract import LOGITS
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.sessions.decoder import PassResult
 from edgellm.device_runtime.speculate.accept import (
@@ -160,7 +161,7 @@ def verify(seed: int, context: tuple[int, ...], tree: Tree) -> PassResult:
             node = int(tree.parents[node])
         rows.append(base_logits(seed, context + tuple(path[::-1])))
     logits = np.stack(rows)
-    return PassResult(logits.argmax(-1), logits, logits[:, :0])
+    return PassResult({LOGITS: logits[None]}, len(logits))
 
 
 def emitted(seed: int, accept, sampler) -> tuple[int, ...]:
@@ -326,6 +327,6 @@ def test_typical_acceptance_follows_its_definition(threshold, alpha, seed):
 def test_typical_acceptance_of_vanishing_probabilities():
     logits = np.array([[0, 90, -90, 5], [1, 2, 3, 4]], np.float32)
     tree = Tree(np.array([0, 1]), np.array([-1, 0]), np.ones(2))
-    result = PassResult(logits.argmax(-1), logits, logits[:, :0])
+    result = PassResult({LOGITS: logits[None]}, len(logits))
     outcome = accept_typically(tree, result, Sampler(SamplingParams(0.01, 1.0, 0)), Typical(0.09))
     assert outcome.path == [0, 1]

@@ -25,9 +25,11 @@ class _Passes:
 
     def __init__(self, session):
         self.session, self.capacity, self.count = session, session.capacity, 0
-        self.at, self.happens = None, None
+        self.at, self.happens, self.before_pass = None, None, None
 
     def run(self, *arguments, **options):
+        if self.before_pass is not None:
+            self.before_pass()
         self.count += 1
         if self.count == self.at:
             self.happens()
