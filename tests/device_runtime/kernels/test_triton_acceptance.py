@@ -7,12 +7,12 @@ import math
 
 import numpy as np
 import pytest
-from edgellm.device_runtime.session import HostResult
 from interpreted import launch
 
-from edgellm.contract import EdgeLLMError
+from edgellm.contract import LOGITS, EdgeLLMError
 from edgellm.device_runtime.kernels.triton import acceptance, picks
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.device_runtime.sessions.decoder import PassResult
 from edgellm.device_runtime.speculate.accept import accept_exactly
 from edgellm.device_runtime.speculate.tree import Tree
 
@@ -110,7 +110,7 @@ def sampled(trees, logits, params, uniforms, at_once: int, most: int = NODES) ->
 
 def on_host(tree: Tree, logits: np.ndarray, params: SamplingParams) -> tuple[list[int], int]:
     rows = logits[: len(tree)]
-    outcome = accept_exactly(tree, HostResult(rows.argmax(-1), rows, rows[:, :0]), Sampler(params))
+    outcome = accept_exactly(tree, PassResult({LOGITS: rows[None]}, len(rows)), Sampler(params))
     return outcome.path, outcome.bonus
 
 
