@@ -192,17 +192,16 @@ def linear() -> ir.Function:
     return _function(contract.LINEAR, "x weight", body)
 
 
-def quantized_linear() -> ir.Function:
+def quantized_linear(*, has_zero_points: bool) -> ir.Function:
     """Y = x ((codes - zero points) * scales), codes [in, out] as DequantizeLinear takes them."""
 
-    def body(
-        op: Op, x: ir.Value, codes: ir.Value, scales: ir.Value, zero_points: ir.Value
-    ) -> ir.Value:
+    def body(op: Op, x: ir.Value, *stored: ir.Value) -> ir.Value:
         place = _of_call(axis=_INT, block_size=_INT)
-        return op.MatMul(x, op.DequantizeLinear(codes, scales, zero_points, **place))
+        return op.MatMul(x, op.DequantizeLinear(*stored, **place))
 
-    inputs = "x codes scales zero_points"
-    return _function(contract.QUANTIZED_LINEAR, inputs, body, {"axis": _INT, "block_size": _INT})
+    name = contract.SHIFTED_LINEAR if has_zero_points else contract.QUANTIZED_LINEAR
+    inputs = "x codes scales zero_points" if has_zero_points else "x codes scales"
+    return _function(name, inputs, body, {"axis": _INT, "block_size": _INT})
 
 
 def fp4_linear() -> ir.Function:

@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 
 from edgellm.build.lowering.calls import LINEARS, is_call, require_known
 from edgellm.build.lowering.weights import U8, stored_bytes
-from edgellm.contract import FP4_LINEAR, LINEAR, QUANTIZED_LINEAR, BrokenArtifactError
+from edgellm.contract import (
+    FP4_LINEAR,
+    LINEAR,
+    QUANTIZED_LINEAR,
+    SHIFTED_LINEAR,
+    BrokenArtifactError,
+)
 
 F32 = NDArray[np.float32]
 _KINDS = {
@@ -27,6 +33,7 @@ _KINDS = {
     ir.DataType.FLOAT4E2M1: "fp4",
 }
 _FP4_BLOCK = 16
+_BY_INPUT = QUANTIZED_LINEAR, SHIFTED_LINEAR  # whose codes are [in, out]
 _BLOCK_SIZES = (256, 128, 64, 32, 16)  # of MatMulNBits, largest first
 _REROUNDED_BLOCK = 32  # of weights that become int8 only here
 _E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
@@ -63,7 +70,7 @@ class WeightPart:
         tensors = tuple(_constant(value, call) for value in values)
         first = tensors[0]
         dims, is_quantized = _dims(first), call.op_type != LINEAR
-        rows, columns = dims if call.op_type == QUANTIZED_LINEAR else dims[::-1]
+        rows, columns = dims if call.op_type in _BY_INPUT else dims[::-1]
         block = call.attributes["block_size"].as_int() if "block_size" in call.attributes else 0
         return cls(
             _KINDS[first.dtype] if is_quantized else "dense",

@@ -48,9 +48,10 @@ def _quantized(op: Op, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
     if layer.global_scale is not None:
         global_scale = op.constant(layer.global_scale, ir.DataType.FLOAT)
         return call(op, functions.fp4_linear(), x, codes, scales, global_scale)
-    zeros = op.parameter(layer.zero_points) if layer.zero_points is not None else None
+    zeros = [] if layer.zero_points is None else [op.parameter(layer.zero_points)]
+    function = functions.quantized_linear(has_zero_points=bool(zeros))
     place = {"axis": 0, "block_size": layer.block_size} if layer.block_size else {"axis": 1}
-    return call(op, functions.quantized_linear(), x, codes, scales, zeros, **place)
+    return call(op, function, x, codes, scales, *zeros, **place)
 
 
 def _rounded(op: Op, x: ir.Value, how: InputRounding) -> ir.Value:

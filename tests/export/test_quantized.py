@@ -67,7 +67,8 @@ def _graph_weights(bundle) -> dict[str, np.ndarray]:
         part = onnx.helper.make_model(
             part, opset_imports=model.opset_import, functions=model.functions
         )
-        in_features = constants[node.input[1]].dims[0 if node.op_type == "QuantizedLinear" else 1]
+        by_input = node.op_type in ("QuantizedLinear", "ShiftedLinear")
+        in_features = constants[node.input[1]].dims[0 if by_input else 1]
         one_hot = np.eye(in_features, dtype=activations)
         alone = onnx.inliner.inline_local_functions(part)
         (array,) = ReferenceEvaluator(alone).run(None, {"x": one_hot})
