@@ -1,6 +1,6 @@
 """Folders with a manifest: written whole or not at all, checked by size, hash and counterpart.
 
-Standard library and `edgellm.contract` only: host and device both use it.
+Standard library and edgellm's own modules beside this one only: host and device both use it.
 """
 
 from __future__ import annotations
@@ -9,16 +9,32 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import shutil
+import os
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
-from edgellm.manifest import MANIFEST_NAME, Bundle, DraftSpec, Engine, FileRecord, Manifest
+from edgellm.disk import explain_full_disk
+from edgellm.exclusive import Unfinished, begin
+from edgellm.manifest import (
+    DRAFT_FOLDER,
+    MANIFEST_NAME,
+    Bundle,
+    DraftSpec,
+    Engine,
+    FileRecord,
+    Manifest,
+)
+
+
+def cache_folder() -> Path:
+    """$EDGELLM_CACHE, or edgellm's folder in the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "edgellm"
+    return Path(os.environ.get("EDGELLM_CACHE", default))
 
 
 def verify_sizes(folder: Path, files: dict[str, FileRecord]) -> None:
@@ -46,14 +62,23 @@ def verify_files(folder: Path, files: dict[str, FileRecord]) -> None:
             )
 
 
-def hash_file(path: Path) -> FileRecord:
-    """Size and sha256 of a file, read in pieces."""
+def hash_file(path: Path, is_stopped: Callable[[], bool] = lambda: False) -> FileRecord:
+    """Size and sha256 of a file, read in pieces; of no use if `is_stopped` ended it early."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as stream:
-        while piece := stream.read(1 << 22):
+        while not is_stopped() and (piece := stream.read(1 << 22)):
             digest.update(piece)
             size += len(piece)
     return FileRecord(size, digest.hexdigest())
+
+
+def hash_engines(engine: Path, visual: Path | None, draft_model: Path | None) -> dict[str, str]:
+    """Manifests of all engines that take part, by role; one that is missing is left out."""
+    folders = {"base": engine, "draft": engine / DRAFT_FOLDER}
+    folders |= {"visual": visual} if visual is not None else {}
+    folders |= {"draft model": draft_model} if draft_model is not None else {}
+    manifests = {role: folder / MANIFEST_NAME for role, folder in folders.items()}
+    return {role: hash_file(path).sha256 for role, path in manifests.items() if path.is_file()}
 
 
 def publish(temporary: Path, output: Path, manifest: Manifest) -> Manifest:
@@ -93,26 +118,22 @@ def move_files(temporary: Path, output: Path, names: list[str], old: set[str]) -
 
 @contextlib.contextmanager
 def temporary_folder(output: Path) -> Iterator[Path]:
-    """A folder beside `output` (same file system) that is gone when the block ends."""
-    parent = output.absolute().parent
-    path: Path | None = None
+    """A folder on the file system of `output` that is gone when the block ends.
+
+    What killed runs left is removed first.
+
+    Raises:
+        EdgeLLMError: another run writes `output`, it cannot be written, or the disk is full.
+    """
+    work: Unfinished | None = None
     try:
         with defer_interrupt():
-            path = _make_folder(parent, f".{output.name}.partial-")
-        yield path
+            work = begin(output)
+        with explain_full_disk(work.files, shown=output.absolute().parent):
+            yield work.files
     finally:
-        if path is not None:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _make_folder(parent: Path, prefix: str) -> Path:
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    except OSError as error:
-        raise EdgeLLMError(f"cannot write into {parent}: {error.strerror}") from None
-    path.chmod(0o755)
-    return path
+        if work is not None:
+            work.remove()
 
 
 def check_output_file(path: Path, *inputs: Path) -> None:
@@ -137,14 +158,20 @@ def check_output_file(path: Path, *inputs: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write the file (that a link points to) in one step; half surrogates become marks."""
+    """Write the file (that a link points to) in one step; half surrogates become marks.
+
+    Raises:
+        LimitError: the disk is full; what was there is still there.
+    """
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{time.time_ns()}")
-    try:
-        temporary.write_text(text, "utf-8", errors="replace")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    content = text.encode("utf-8", errors="replace")
+    with explain_full_disk(path.parent, num_bytes=len(content)):
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def check_output(output: Path, kind: str, names: list[str]) -> None:

@@ -1,19 +1,64 @@
-"""How every command ends: one line and its remedy on stderr, and an exit code."""
+"""What all commands have in common: `--debug`, one line and its remedy on stderr, an exit code."""
 
 from __future__ import annotations
 
 import errno
+import functools
+import inspect
 import io
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
 
 from edgellm.contract import EdgeLLMError
 
-# Flags are camelCase; --engine-dir is --engineDir.
-ONE_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
+# How flags are spelled: --engine-dir is --engineDir, --model-dir is --model_dir.
+CAMEL_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
+SNAKE_CASE = {"token_normalize_func": lambda name: name.replace("-", "_")}
+_DEBUG = inspect.Parameter(
+    "debug",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--debug", help="Show tracebacks.")],
+)
+
+
+class App(typer.Typer):
+    """A command line. Each of its commands takes `--debug`, which `run_command` obeys."""
+
+    def __init__(self, flag_case: dict[str, Any], *, no_args_is_help: bool = False) -> None:
+        super().__init__(
+            add_completion=True,
+            rich_markup_mode=None,
+            pretty_exceptions_enable=False,
+            no_args_is_help=no_args_is_help,
+            context_settings=flag_case,
+        )
+        self.shows_tracebacks = False
+
+    def command(
+        self, name: str | None = None, **settings: Any
+    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """A decorator that adds a command, as typer's does."""
+        add = super().command(name, **settings)
+        return lambda function: add(self._with_debug(function))
+
+    def _with_debug(self, function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(*, debug: bool, **given: Any) -> None:
+            self.shows_tracebacks = debug
+            function(**given)
+
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        merged = [*(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own), _DEBUG]
+        command.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
+        command.__annotations__ = {one.name: one.annotation for one in merged}
+        return command
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
@@ -28,15 +73,18 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
         raise EdgeLLMError(f"{flag} {text}: give whole numbers, such as 2,15,27") from None
 
 
-def run_command(command: Callable[[], object]) -> None:
+def run_command(app: App, *, second_ends: bool = True) -> None:
     """Run a command line; a failure becomes one line and its remedy on stderr, exit code not 0.
 
-    `--debug` anywhere on the command line shows the traceback instead.
+    With `--debug` it keeps its traceback. The second Ctrl-C ends the process at once, whatever it
+    is at, unless `second_ends` is false: for a command that goes on.
     """
     interrupts: list[int] = []
 
     def interrupt(number: int, _frame: object) -> None:
         interrupts.append(number)
+        if second_ends:
+            signal.signal(number, signal.SIG_DFL)
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -45,12 +93,12 @@ def run_command(command: Callable[[], object]) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        command()
+        app()
     except BaseException as error:  # the last resort of a command, not of a library
         # Extension modules turn an interrupt during their import into an ImportError.
         if interrupts or isinstance(error, KeyboardInterrupt):
             _fail("interrupted; nothing half-written was left", "", 130)
-        if isinstance(error, SystemExit) or "--debug" in sys.argv:
+        if isinstance(error, SystemExit) or app.shows_tracebacks:
             raise
         _fail(*_explain(error))
 

@@ -7,7 +7,6 @@ roles. Standard library and `edgellm.contract` only.
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 import typing
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edgellm.contract import BrokenArtifactError
+from edgellm.strict_json import parse
 
 CONTRACT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -317,7 +317,7 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
         fault = f"{folder} is not a folder" if folder.exists() else f"no such folder: {folder}"
         raise BrokenArtifactError(fault, hint=f"make it with {maker}")
     try:
-        raw = json.loads(path.read_text("utf-8"))
+        raw = parse(path.read_text("utf-8"))
         found = raw["kind"]
         version = raw["contract_version"]
     except FileNotFoundError:

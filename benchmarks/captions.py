@@ -26,9 +26,9 @@ from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
-from edgellm.tools import smollm2
-from edgellm.tools.demo_images import DRAFT, MODEL
-from edgellm.tools.synthetic_vlm.scenes import Scene, draw, score
+from edgellm.scripts import smollm2
+from edgellm.scripts.demo_images import DRAFT, MODEL
+from edgellm.scripts.synthetic_vlm.scenes import Scene, draw, score
 
 
 @dataclass(frozen=True)

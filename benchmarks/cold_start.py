@@ -25,7 +25,7 @@ import weights
 from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 from edgellm.manifest import LLM_ENGINE, load_engine
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 COMMANDS = ("edgellm-export", "llm_build", "llm_inference")
 

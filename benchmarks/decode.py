@@ -18,7 +18,7 @@ from pathlib import Path
 import weights
 from engines import CAPACITY, CONTEXT, Process
 
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 
 def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str, str, Path]]:

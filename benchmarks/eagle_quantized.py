@@ -27,7 +27,7 @@ from edgellm.device_runtime.llm import LLM
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 BASES = ("fp32", "fp8", "int8_sq", "int4_awq", "nvfp4")
 DRAFTS = ("float", "fp8", "int8_sq", "int4_awq", "nvfp4", "nvfp4_awq")

@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 import weights
 
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 SHAPE = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256,

@@ -30,7 +30,7 @@ from edgellm.device_runtime.speculate.static_tree import NAMED
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint, open_draft
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 EAGLE3 = Path(__file__).parents[1] / "examples" / "smollm2-135m-instruct-eagle3"
 ENGINES = {"fp32": ("fp32", "auto"), "int8": ("fp32", "int8"), "int4": ("int4", "auto")}

@@ -27,7 +27,7 @@ import weights
 from engines import Process
 
 from edgellm.device_runtime.tokenizer import ChatTokenizer
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 
 @dataclass

@@ -19,7 +19,7 @@ import numpy as np
 from quality import RECIPES, open_engine
 
 from edgellm.device_runtime.sessions.decoder import DecoderSession
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 ROWS, CONTEXT, REPEATS = (1, 2, 4, 8, 16, 32, 64), 512, 8
 

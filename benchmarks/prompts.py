@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 from edgellm.tools.evaluate.packages import HELLASWAG, PackagedFile, read_rows
 from edgellm.tools.evaluate.questions import PACKAGED, packaged
 

@@ -31,7 +31,7 @@ from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.manifest import LLM_ENGINE, load_engine
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 Logits = Callable[[np.ndarray], np.ndarray]  # int64 [S] -> float32 [S, V]
 PIECE = 64  # rows of a pass when prompts are read

@@ -18,7 +18,7 @@ from pathlib import Path
 import weights
 from export import make_large, run
 
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 SCHEMES = {
     "fp8": [], "int8_sq": [], "nvfp4": [], "int4_awq": [], "nvfp4_awq": [],

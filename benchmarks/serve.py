@@ -280,7 +280,7 @@ def smollm2_engine(work: Path, threads: int) -> Path:
     from edgellm.build.plan import Plan
     from edgellm.export.bundle import ExportOptions, export_llm
     from edgellm.export.source import open_checkpoint
-    from edgellm.tools import smollm2
+    from edgellm.scripts import smollm2
 
     checkpoint, bundle, engine = (
         work / name for name in ("fp32", "serve-bundle", f"serve-engine-{threads}")
@@ -296,7 +296,7 @@ def smollm2_engine(work: Path, threads: int) -> Path:
 
 def main() -> None:
     """Print the figures; exit code 1 if an answer was wrong."""
-    from edgellm.tools import smollm2
+    from edgellm.scripts import smollm2
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engineDir", type=Path, help="SmolLM2 in float32 without it")

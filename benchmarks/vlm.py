@@ -36,7 +36,7 @@ from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
 from edgellm.manifest import VISUAL_ENGINE, load_engine
 from edgellm.multimodal.grids import grid_inputs
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 SIDES = ((448, 448), (896, 644), (1344, 1008))  # width, height; multiples of 28
 MEMORY_COUNTS = (1, 2, 4, 8)

@@ -14,7 +14,6 @@ import typer
 
 from edgellm.build.flags import (
     Backend,
-    Debug,
     Device,
     DryRun,
     EagleBase,
@@ -36,7 +35,7 @@ from edgellm.build.flags import (
     TimingCache,
     Workspace,
 )
-from edgellm.command import ONE_CASE, run_command
+from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.manifest import ALL_HEADS, DRAFT_ENGINE, DRAFT_FOLDER, PASS, STEP, Engine, FileRecord
 
@@ -45,12 +44,7 @@ if TYPE_CHECKING:
     from edgellm.build.plan import Plan
 
 # --onnx-dir is --onnxDir
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=ONE_CASE,
-)
+app = App(CAMEL_CASE)
 
 
 @app.command()
@@ -76,10 +70,8 @@ def llm_build(
     timing_cache: TimingCache = None,
     layer_report: LayerReport = False,
     dry_run: DryRun = False,
-    debug: Debug = False,
 ) -> None:
     """Build an engine for this machine from an ONNX bundle."""
-    del debug  # read by run_command
     from edgellm.build.backends import choose, options_of
     from edgellm.build.plan import Plan
 

@@ -14,6 +14,7 @@ from edgellm.build.fit import predict, require_fit
 from edgellm.build.plan import Compiled, Origin, Plan, Report
 from edgellm.build.products import PRODUCTS, read_bundle, remembered
 from edgellm.device_runtime import runners
+from edgellm.integrity import remember
 from edgellm.manifest import MANIFEST_NAME, Bundle, Engine, with_kv_dtype
 
 
@@ -53,7 +54,9 @@ def build_engine(
                 shutil.copyfile(source / file, folder / file)
         built = _manifest(product, source, bundle, plan, name, prediction.origin, compiled)
         report("hashing the engine")
-        return publish(folder, target, built)
+        built = publish(folder, target, built)
+    remember(target, built.files)
+    return built
 
 
 def _manifest(

@@ -101,7 +101,8 @@ def _needs(estimate: Estimate, engine: Path) -> list[Need]:
         ),
         Need(
             "disk",
-            f"the build needs about {_size(files)} of disk, {_size(disk)} are free",
+            f"the build needs about {_size(files)} of disk ({files} bytes), "
+            f"{_size(disk)} are free in {engine.absolute().parent}",
             "free some space, or give an --engineDir on another disk" if files > disk else "",
         ),
     ]
@@ -114,7 +115,7 @@ def _needs(estimate: Estimate, engine: Path) -> list[Need]:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def require_fit(needs: Sequence[Need]) -> None:

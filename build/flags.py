@@ -112,4 +112,3 @@ DryRun = Annotated[
         help="Predict sizes and speed, say what does not fit, build nothing.",
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]

@@ -17,7 +17,6 @@ from edgellm.build.cli import (
 )
 from edgellm.build.flags import (
     Backend,
-    Debug,
     Device,
     DryRun,
     EngineDir,
@@ -29,15 +28,10 @@ from edgellm.build.flags import (
     TimingCache,
     Workspace,
 )
-from edgellm.command import ONE_CASE, run_command
+from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=ONE_CASE,
-)
+app = App(CAMEL_CASE)
 MinImageTokens = Annotated[
     int, typer.Option("--minImageTokens", min=1, help="Fewest tokens of an image.")
 ]
@@ -73,10 +67,8 @@ def visual_build(
     timing_cache: TimingCache = None,
     layer_report: LayerReport = False,
     dry_run: DryRun = False,
-    debug: Debug = False,
 ) -> None:
     """Build a visual engine for this machine from the bundle of an encoder."""
-    del debug  # read by run_command
     from edgellm.build.backends import choose, options_of
     from edgellm.build.engine import build_engine
     from edgellm.build.fit import predict

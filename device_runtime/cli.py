@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from edgellm.artifact import check_output_file, replace_file
-from edgellm.command import ONE_CASE, run_command
+from edgellm.artifact import hash_engines
+from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.flags import (
     BatchSize,
     ContextReuse,
-    Debug,
     DumpOutput,
     DumpProfile,
     EngineDir,
@@ -27,6 +26,7 @@ from edgellm.device_runtime.flags import (
     OutputFile,
     ProfileFile,
     Prove,
+    Resume,
     Stream,
     TreeFile,
     Verify,
@@ -36,16 +36,12 @@ from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.llm import LLM, Step
+    from edgellm.device_runtime.outputs import Outputs
     from edgellm.device_runtime.profile import Profile
     from edgellm.device_runtime.requests import Options
-    from edgellm.device_runtime.tree_log import TreeLog
+    from edgellm.device_runtime.unfinished_run import Answered, UnfinishedRun
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=ONE_CASE,
-)
+app = App(CAMEL_CASE)
 
 
 @app.command()
@@ -65,62 +61,44 @@ def llm_inference(
     prove_count: Prove = 0,
     context_reuse: ContextReuse = False,
     stream: Stream = False,
-    verify: Verify = False,
+    verify: Verify = None,
     dump_output: DumpOutput = False,
-    debug: Debug = False,
+    resume: Resume = False,
 ) -> None:
     """Answer the requests of a JSON file; a bad request gets an error object of its own."""
-    del debug  # read by run_command
     from edgellm.device_runtime.llm import LLM
+    from edgellm.device_runtime.outputs import Outputs
+    from edgellm.device_runtime.requests import read_file
+    from edgellm.device_runtime.unfinished_run import settings_of, unfinished_run
 
     how = spec_flags.read()
     if how is None and (prove_count or tree_file):
         flag = "--prove" if prove_count else "--treeOutputFile"
         raise EdgeLLMError(f"{flag} is about speculation", hint="give --eagle or --spec as well")
-    options, requests = _read(input_file, max_generate_length, batch_size)
-    outputs = _Outputs(output_file, profile_file, tree_file)
-    outputs.check(input_file, engine_dir)
-    llm = LLM(
-        engine_dir, verify=verify, spec=how,
+    given = read_file(input_file)
+    options, requests = _with_flags(*given, max_generate_length, batch_size)
+    outputs = Outputs(input_file, output_file, profile_file, tree_file)
+    outputs.check(engine_dir)
+    load = functools.partial(
+        LLM, engine_dir, verify=verify, spec=how,
         multimodal_engine_dir=multimodal_engine_dir, context_reuse=context_reuse,
     )  # fmt: skip
     if prove_count:
-        raise typer.Exit(_prove(llm, options, requests[:prove_count]))
-    profile, responses = _answer(llm, options, requests, warmup, outputs, input_file, stream=stream)
+        raise typer.Exit(_prove(load(), options, requests[:prove_count]))
+    engines = hash_engines(engine_dir, multimodal_engine_dir, how and how.draft_engine_dir)
+    settings = settings_of(
+        given, engines, how, max_generate_length=max_generate_length,
+        context_reuse=context_reuse, trees=tree_file is not None,
+    )  # fmt: skip
+    with unfinished_run(output_file, settings, goes_on=resume) as run:
+        profile = _answer(load(), options, requests, warmup, outputs, run, stream=stream)
+        outputs.write(run, profile)
     if dump_profile:
         typer.echo(json.dumps(profile.as_json(), indent=4))
+    responses = [answered.response for answered in run.answered]
     for response in responses if dump_output else ():
         typer.echo(f"[{response['request_idx']}] {response['output_text']}")
     raise typer.Exit(1 if _summarize(responses, profile, output_file) else 0)
-
-
-def _read(
-    path: Path, max_generate_length: int | None, batch_size: int | None
-) -> tuple[Options, list[Any]]:
-    """The request file as the flags change it."""
-    from edgellm.device_runtime.requests import read_file
-
-    options, requests = _with_length(*read_file(path), max_generate_length)
-    if (batch_size or options.batch_size) > 1:
-        typer.echo("note: requests run one by one, whatever the batch size", err=True)
-    return options, requests
-
-
-def _answer(
-    llm: LLM, options: Options, requests: list[Any], warmup: int, outputs: _Outputs,
-    input_file: Path, *, stream: bool,
-) -> tuple[Profile, list[dict[str, Any]]]:  # fmt: skip
-    """Answer everything and write the files; an interrupt keeps what was answered."""
-    from edgellm.device_runtime.profile import Profile
-    from edgellm.device_runtime.tree_log import TreeLog
-
-    trees, profile, responses = TreeLog(llm.tokenizer), Profile(), []
-    try:
-        _run_all(llm, options, requests, warmup, responses, profile, trees, stream=stream)
-    finally:
-        if responses:
-            outputs.write(str(input_file), responses, profile, trees)
-    return profile, responses
 
 
 def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
@@ -136,39 +114,12 @@ def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
     return 1 if diverged else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Outputs:
-    """The files that a run writes."""
-
-    answers: Path
-    profile: Path | None
-    trees: Path | None
-
-    def check(self, input_file: Path, engine_dir: Path) -> None:
-        """Refuse what cannot be written, before the work."""
-        paths = [path for path in (self.answers, self.profile, self.trees) if path is not None]
-        for path in paths:
-            check_output_file(path, input_file)
-            if path.resolve().parent == engine_dir.resolve():
-                raise EdgeLLMError(f"{path} lies in the engine's folder", hint="write elsewhere")
-        if len({path.resolve() for path in paths}) < len(paths):
-            raise EdgeLLMError("the answers, the profile and the trees are files of their own")
-
-    def write(
-        self, input_file: str, responses: list[Any], profile: Profile, trees: TreeLog
-    ) -> None:
-        """Write what was asked for."""
-        _write_json(self.answers, {"input_file": input_file, "responses": responses})
-        if self.trees is not None:
-            _write_json(self.trees, trees.as_json(input_file))
-        if self.profile is not None:
-            _write_json(self.profile, profile.as_json())
-
-
-def _with_length(
-    options: Options, requests: list[Any], length: int | None
+def _with_flags(
+    options: Options, requests: list[Any], length: int | None, batch_size: int | None
 ) -> tuple[Options, list[Any]]:
     """The file with one length for all requests, unless it is None."""
+    if (batch_size or options.batch_size) > 1:
+        typer.echo("note: requests run one by one, whatever the batch size", err=True)
     if length is None:
         return options, requests
     import msgspec
@@ -183,32 +134,73 @@ def _with_length(
     return msgspec.structs.replace(options, max_generate_length=length), own
 
 
-def _run_all(
-    llm: LLM, options: Options, requests: list[Any], warmup: int,
-    responses: list[dict[str, Any]], profile: Profile, trees: TreeLog, *, stream: bool,
-) -> None:  # fmt: skip
-    """Answer everything; `responses`, `profile` and `trees` grow as it goes."""
+def _answer(
+    llm: LLM, options: Options, requests: list[Any], warmup: int, outputs: Outputs,
+    run: UnfinishedRun, *, stream: bool,
+) -> Profile:  # fmt: skip
+    """Answer what `run` lacks; the times of all requests."""
     from edgellm.device_runtime.profile import Profile
     from edgellm.device_runtime.runner import run_request
 
-    def show(index: int, step: Step) -> None:
-        trees.add(index, step)
+    done, profile = len(run.answered), Profile()
+    for answered in run.answered:
+        profile.add(answered.profile)
+    if done:
+        typer.echo(f"going on with request {done} of {len(requests)}", err=True)
+    for _ in range(warmup if done < len(requests) else 0):
+        run_request(llm, options, requests[0], 0, Profile(), lambda *_: None)
+    try:
+        with _progress(len(requests), done, hidden=stream) as advance:
+            for index in range(done, len(requests)):
+                has_trees = outputs.trees is not None
+                answered = _answer_one(
+                    llm, options, requests[index], index, has_trees=has_trees, stream=stream
+                )
+                run.add(answered)
+                profile.add(answered.profile)
+                _report(index, answered.response)
+                advance()
+    except KeyboardInterrupt:
+        if run.answered:
+            outputs.write(run, profile)
+        raise
+    finally:
+        if done < len(run.answered) < len(requests):
+            typer.echo(
+                f"{len(run.answered)} of {len(requests)} answers are kept in {run.path}; "
+                "the same command with --resume goes on",
+                err=True,
+            )
+    return profile
+
+
+def _answer_one(
+    llm: LLM, options: Options, raw: Any, index: int, *, has_trees: bool, stream: bool
+) -> Answered:
+    from edgellm.device_runtime.profile import Profile
+    from edgellm.device_runtime.runner import run_request
+    from edgellm.device_runtime.tree_log import TreeLog
+    from edgellm.device_runtime.unfinished_run import Answered
+
+    profile, trees = Profile(), TreeLog(llm.tokenizer)
+
+    def show(_index: int, step: Step) -> None:
+        if has_trees:
+            trees.add(step)
         if stream:
             _print(step.text)
 
-    for _ in range(warmup):
-        run_request(llm, options, requests[0], 0, Profile(), lambda *_: None)
-    with _progress(len(requests), hidden=stream) as advance:
-        for index, raw in enumerate(requests):
-            response = run_request(llm, options, raw, index, profile, show)
-            responses.append(response)
-            if stream:
-                _print("\n")
-            for line in response.get("warnings", ()):
-                typer.echo(f"warning: request {index}: {line}", err=True)
-            if "error" in response:
-                _complain(index, response["error"])
-            advance()
+    response = run_request(llm, options, raw, index, profile, show)
+    if stream:
+        _print("\n")
+    return Answered(response, profile, trees.rounds)
+
+
+def _report(index: int, response: dict[str, Any]) -> None:
+    for line in response.get("warnings", ()):
+        typer.echo(f"warning: request {index}: {line}", err=True)
+    if "error" in response:
+        _complain(index, response["error"])
 
 
 def _print(text: str) -> None:
@@ -224,7 +216,7 @@ def _complain(index: int, error: dict[str, str]) -> None:
     typer.echo(f"request {index} failed: {error['message']}{hint}", err=True)
 
 
-def _progress(total: int, *, hidden: bool) -> Any:
+def _progress(total: int, done: int, *, hidden: bool) -> Any:
     """A bar over the requests; silent when stderr is not a terminal or the text streams."""
     import contextlib
 
@@ -236,14 +228,10 @@ def _progress(total: int, *, hidden: bool) -> Any:
     @contextlib.contextmanager
     def shown() -> Any:
         with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("requests", total=total)
+            task = bar.add_task("requests", total=total, completed=done)
             yield lambda: bar.advance(task)
 
     return shown()
-
-
-def _write_json(path: Path, content: Any) -> None:
-    replace_file(path, json.dumps(content, indent=4, ensure_ascii=False) + "\n")
 
 
 def _summarize(responses: list[dict[str, Any]], profile: Profile, output: Path) -> int:

@@ -41,7 +41,15 @@ ContextReuse = Annotated[
 ]
 Stream = Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Check the hashes of the engine's files first.")
+    bool | None,
+    typer.Option(
+        "--verify/--noVerify",
+        help="Check the hashes of all files, or only sizes; by default those of changed files.",
+        show_default=False,
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on with an interrupted run of the same command, if any."),
 ]
 DumpOutput = Annotated[bool, typer.Option("--dumpOutput", help="Print the answers.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]

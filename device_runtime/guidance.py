@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -20,10 +20,9 @@ from edgellm.device_runtime.sessions import F32, Bool
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark"]
 # As json.dumps writes. Free white space would let a small model write nothing else.
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LONGEST = 1 << 20  # characters of a grammar
 
 
@@ -84,7 +83,8 @@ class Guidance:
                 ) from None
         matcher = LLMatcher(self._tokenizer, _grammar(guide), log_level=0)
         if matcher.is_error():
-            raise RequestError(f"the {guide.kind} of the answer is faulty: {_fault(matcher)}")
+            name = "grammar" if guide.kind == "lark" else guide.kind
+            raise RequestError(f"the {name} of the answer is faulty: {_fault(matcher)}")
         return Constraint(matcher)
 
 
@@ -94,7 +94,7 @@ def _grammar(guide: Guide) -> str:
     if guide.kind == "json_object" or guide.kind == "json_schema":
         text = guide.text if guide.kind == "json_schema" else '{"type": "object"}'
         try:
-            return LLMatcher.grammar_from_json_schema(text, overrides=_JSON)  # type: ignore[arg-type]  # a TypedDict
+            return LLMatcher.grammar_from_json_schema(text, overrides=JSON_FORM)  # type: ignore[arg-type]  # a TypedDict
         except ValueError as error:
             raise RequestError(f"the schema of the answer is no JSON: {error}") from None
     try:
@@ -113,16 +113,16 @@ class Constraint:
         """The answer goes on with these.
 
         Raises:
-            EdgeLLMError: it may not, or the form is too complex to go on.
+            RequestError: it may not, or the form is too complex to go on.
         """
         if not self._matcher.is_stopped() and not self._matcher.consume_tokens(list(token_ids)):
-            raise EdgeLLMError(f"guiding the answer failed: {_fault(self._matcher)}")
+            raise RequestError(f"guiding the answer failed: {_fault(self._matcher)}")
 
     def apply(self, logits: F32, path: Sequence[int] = ()) -> F32:
         """Logits [V] with -inf for what may not come behind the answer and `path`; a copy."""
         allowed = self._allowed(path)
         if not allowed.any():
-            raise EdgeLLMError(f"guiding the answer failed: {_fault(self._matcher)}")
+            raise RequestError(f"guiding the answer failed: {_fault(self._matcher)}")
         return np.where(allowed, logits, np.float32(-np.inf))
 
     def _allowed(self, path: Sequence[int]) -> Bool:

@@ -10,11 +10,11 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from edgellm.artifact import verify_files, verify_sizes
 from edgellm.contract import PIXEL_VALUES, BrokenArtifactError, RequestError
 from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.sessions import F32, ImageRows
 from edgellm.device_runtime.sessions.encoder import open_encoder
+from edgellm.integrity import FileCheck
 from edgellm.manifest import VISUAL_ENGINE, DecoderSpec, Engine, load_engine
 from edgellm.multimodal import processors
 from edgellm.multimodal.grids import grid_inputs
@@ -49,20 +49,25 @@ class ImageReader:
     """A loaded visual engine, its image processor and the features of the latest images."""
 
     def __init__(
-        self, folder: Path, decoder: DecoderSpec, *, verify: bool, cache_bytes: int = CACHE_BYTES
+        self,
+        folder: Path,
+        decoder: DecoderSpec,
+        *,
+        verify: bool | None,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """Load a visual engine for a decoder.
+        """Load a visual engine for a decoder; `verify` as for `FileCheck`.
 
         Raises:
             BrokenArtifactError: damaged, or of another model than the decoder.
         """
         manifest = load_engine(folder, VISUAL_ENGINE)
-        (verify_files if verify else verify_sizes)(folder, manifest.files)
         _require_match(folder, manifest, decoder)
         assert decoder.images is not None
         self.manifest = manifest
-        self.processor = processors.load(folder)
-        self._session = open_encoder(folder, manifest)
+        with FileCheck(folder, manifest.files, verify):
+            self.processor = processors.load(folder)
+            self._session = open_encoder(folder, manifest)
         self._decoder, self._token_id = decoder, decoder.images.token_id
         self._kept: OrderedDict[str, Seen] = OrderedDict()
         self._room = cache_bytes

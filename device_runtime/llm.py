@@ -3,95 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgellm.artifact import verify_files, verify_sizes
-from edgellm.contract import EdgeLLMError, RequestError
+from edgellm.contract import RequestError
+from edgellm.device_runtime import arguments
+from edgellm.device_runtime.answer import Answer, Step
+from edgellm.device_runtime.endings import Endings
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.guidance import Guidance
-from edgellm.device_runtime.logprobs import TokenLogprobs
 from edgellm.device_runtime.prefix_cache import KeptContexts, RowCache, count_common
-from edgellm.device_runtime.profile import IMAGES, PREFILL, RESTORE, Profile, RoundCounts
+from edgellm.device_runtime.profile import IMAGES, RESTORE, Profile, RoundCounts
 from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.sessions import ImageRows
-from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.device_runtime.speculate.loop import Round, speculate
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.setup import Drafters, settled
-from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher, TextStream
+from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher
+from edgellm.device_runtime.turns import Turns
+from edgellm.integrity import FileCheck
 from edgellm.manifest import LLM_ENGINE, load_engine
 
 if TYPE_CHECKING:
-    from edgellm.device_runtime.images import ImageReader
+    from edgellm.device_runtime.images import ImageReader, Seen
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one pass added to the answer."""
-
-    token_ids: tuple[int, ...]
-    text: str  # whole characters only; may be empty
-    round: Round | None = None  # the tree that gave them, when they were drafted
-    pieces: tuple[str, ...] = ()  # the text that each token completed
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens, if the sampling asks for them
-
-
-@dataclass(slots=True)
-class Answer:
-    """An answer that grows while it is iterated over; complete when the iteration ends."""
-
-    prompt: Prompt
-    max_tokens: int
-    warnings: list[str]
-    profile: Profile
-    steps: Iterator[Step] = field(repr=False)
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str = "length"  # "stop": end token or stop string
-
-    @property
-    def prompt_token_count(self) -> int:
-        """Tokens of the prompt, those of images among them."""
-        return len(self.prompt.token_ids)
-
-    def __iter__(self) -> Iterator[Step]:
-        """Yield the steps as they are computed."""
-        for step in self.steps:
-            self.text += step.text
-            yield step
-
-    def timings(self) -> dict[str, float]:
-        """Milliseconds and rates of this answer."""
-        prefill, decode = self.profile.total_ms(PREFILL), self.profile.decode_ms()
-        decoded, rounds = max(len(self.token_ids) - 1, 0), self.profile.rounds
-        reused = sum(self.profile.reused_tokens)
-        computed = self.prompt_token_count - reused
-        timings = {
-            "prefill_ms": prefill,
-            "generation_ms": decode,
-            "reused_tokens": reused,
-            "prefill_tokens_per_second": computed / prefill * 1e3 if prefill else 0.0,
-            "generation_tokens_per_second": decoded / decode * 1e3 if decode else 0.0,
-        }
-        if rounds:
-            timings["spec_verify_count"] = len(rounds)
-            timings["spec_acceptance_length"] = sum(c.emitted for c in rounds) / len(rounds)
-            timings |= self.profile.acceptance()
-        return timings
+__all__ = ["LLM", "Answer", "Step"]
 
 
 class LLM:
-    """A loaded engine with its tokenizer."""
+    """A loaded engine with its tokenizer; `close` or `with` gives its memory back.
+
+    Threads may share it: answers are computed one after the other, see `Turns`.
+    """
 
     def __init__(
         self,
         engine_dir: Path | str,
         *,
-        verify: bool = False,
+        verify: bool | None = None,
         spec: SpecOptions | None = None,
         multimodal_engine_dir: Path | str | None = None,
         context_reuse: bool = False,
@@ -100,7 +51,8 @@ class LLM:
 
         Args:
             engine_dir: a folder made by llm_build on this machine.
-            verify: check the hash of every file first, not only its size.
+            verify: True checks the hash of every file, False only sizes; None checks the hashes
+                unless this was done since the files were last changed.
             spec: decode speculatively; None decodes plainly.
             multimodal_engine_dir: a folder made by visual_build, for prompts with images.
             context_reuse: do not compute again what a prompt has in common with the prompt before
@@ -109,16 +61,20 @@ class LLM:
         Raises:
             BrokenArtifactError: damaged, or built for another machine or library version.
             LimitError: `spec` exceeds what the engine was built for.
+            RequestError: an argument of the wrong kind.
         """
+        arguments.check_loading(engine_dir, verify, spec, multimodal_engine_dir, context_reuse)
         folder = Path(engine_dir)
         self.manifest = load_engine(folder, LLM_ENGINE)
-        (verify_files if verify else verify_sizes)(folder, self.manifest.files)
-        self.tokenizer = ChatTokenizer(folder)
-        self.session = open_decoder(folder, self.manifest)
-        self._drafters = None
+        with FileCheck(folder, self.manifest.files, verify):
+            self.tokenizer = ChatTokenizer(folder)
+            session = open_decoder(folder, self.manifest)
+        self._turns = Turns()
+        self._session: DecoderSession | None = session
+        self._drafters: Drafters | None = None
         spec = settled(spec, folder, self.manifest) if spec is not None else None
         if spec is not None:
-            self._drafters = Drafters(folder, self.manifest, self.session, spec, verify=verify)
+            self._drafters = Drafters(folder, self.manifest, session, spec, verify=verify)
         decoder = self.manifest.decoder
         self._no_images = None
         if decoder.images is not None:
@@ -130,10 +86,34 @@ class LLM:
             self.images = ImageReader(
                 Path(multimodal_engine_dir), self.manifest.decoder, verify=verify
             )
-        self._end_ids = frozenset(self.manifest.eos_token_ids)
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
         self._reuses_context, self._kept = context_reuse, KeptContexts()
-        self._current: Answer | None = None  # whose rows the KV cache holds
+
+    @property
+    def session(self) -> DecoderSession:
+        """The base; raises `EdgeLLMError` behind `close`."""
+        self._turns.require_open()
+        assert self._session is not None
+        return self._session
+
+    @session.setter
+    def session(self, session: DecoderSession) -> None:
+        self._session = session
+
+    def __enter__(self) -> LLM:
+        """`with LLM(...) as llm:` closes it at the end."""
+        self._turns.require_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """See `close`."""
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back behind the pass that runs; unfinished answers end in an error."""
+        self._turns.close()
+        self._session = self._drafters = self.images = None
+        self._kept = KeptContexts()
 
     def generate(
         self,
@@ -162,20 +142,16 @@ class LLM:
         images: list[str] = []
         if isinstance(prompt, str):
             text, is_raw = prompt, True
+            arguments.refuse_flags(template_flags)
         else:
-            images = [
-                item["image"]
-                for message in prompt
-                for item in (message["content"] if isinstance(message["content"], list) else ())
-                if item["type"] == "image"
-            ]
+            images = arguments.image_sources(prompt)
             flags = {"add_generation_prompt": True, **template_flags}
             text, is_raw = self.tokenizer.render(prompt, **flags), False
         return self.generate_text(
             text,
             images=images,
             add_special_tokens=is_raw,
-            sampling=sampling or SamplingParams(),
+            sampling=SamplingParams() if sampling is None else sampling,
             max_generate_length=max_generate_length,
             stop=stop,
             speculative=speculative,
@@ -183,7 +159,7 @@ class LLM:
 
     def generate_text(
         self,
-        text: str,
+        text: str | Sequence[int],
         *,
         images: Sequence[str] = (),
         add_special_tokens: bool,
@@ -193,51 +169,78 @@ class LLM:
         speculative: bool = True,
         system_prompt: str | None = None,
     ) -> Answer:
-        """As `generate`, for a text that is already formatted; images are encoded at once.
+        """As `generate`, for a text that is already formatted, or its token ids, without images.
+
+        Images are encoded at once.
 
         With `system_prompt`, which the text begins with, its rows are kept for later answers.
         """
-        if unknown := [t for t in sampling.logit_bias if t >= self.manifest.decoder.vocab_size]:
-            raise RequestError(
-                f"logit_bias names token {unknown[0]}, the model has "
-                f"{self.manifest.decoder.vocab_size} tokens"
-            )
+        self._turns.require_open()
+        arguments.require_kind("sampling", sampling, SamplingParams, "a SamplingParams")
+        arguments.require_kind("speculative", speculative, bool, "True or False")
+        stops = StopMatcher(arguments.text_list("stop", stop))
+        max_tokens = arguments.require_length("max_generate_length", max_generate_length)
+        sampling.require_fit(self.manifest.decoder.vocab_size, max_tokens)
         profile = Profile()
         prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
-        max_tokens, warnings = self._fit(len(prompt.token_ids), max_generate_length)
+        max_tokens, warnings = self._fit(len(prompt.token_ids), max_tokens)
         answer = Answer(prompt, max_tokens, warnings, profile, iter(()))
         speculates = speculative and self._drafters is not None
         sampler = self.sampler(sampling, prompt)
         rounds = (self._speculated if speculates else self._plain)(sampler, answer)
-        stops = StopMatcher(stop)
-        answer.steps = self._steps(rounds, sampler, answer, stops, speculates=speculates)
+        endings = Endings(self.tokenizer.stream(), stops, sampler.ends, sampling.min_tokens)
+        steps = self._steps(rounds, sampler, answer, endings, speculates=speculates)
         if system_prompt is not None:
             ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
-            answer.steps = self._keeping(answer, answer.steps, count_common(ids, prompt.token_ids))
+            steps = self._keeping(answer, steps, count_common(ids, prompt.token_ids))
+        answer.steps = self._in_turn(steps)
         return answer
 
+    def _in_turn(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps, from the first to the last while no other answer has the engine."""
+        with self._turns.take() as turn:
+            while True:
+                with turn.computing():
+                    step = next(steps, None)
+                if step is None:
+                    return
+                yield step
+
     def _prompt(
-        self, text: str, sources: Sequence[str], profile: Profile, *, add_special_tokens: bool
+        self,
+        text: str | Sequence[int],
+        sources: Sequence[str],
+        profile: Profile,
+        *,
+        add_special_tokens: bool,
     ) -> Prompt:
-        if self.images is None:
+        images = self.images
+        if images is None:
             if sources:
                 raise RequestError(
                     "the engine takes text only", hint="give a multimodal_engine_dir"
                 )
-            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return Prompt(ids)
-        with profile.stage(IMAGES) if sources else nullcontext():
-            seen = self.images.see(sources, Path.cwd())
+            return Prompt(self._ids(text, add_special_tokens=add_special_tokens))
+        seen: list[Seen] = []
+        if sources:
+            with self._turns.visiting(), profile.stage(IMAGES):
+                seen = images.see(sources, Path.cwd())
         profile.image_tokens += [one.prepared.num_tokens for one in seen]
-        text = self.images.expand(text, seen)
-        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return self.images.prompt(ids, seen)
+        text = images.expand(text, seen) if isinstance(text, str) else text
+        return images.prompt(self._ids(text, add_special_tokens=add_special_tokens), seen)
+
+    def _ids(self, text: str | Sequence[int], *, add_special_tokens: bool) -> list[int]:
+        if isinstance(text, str):
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if unknown := [i for i in text if not 0 <= i < self.manifest.decoder.vocab_size]:
+            raise RequestError(f"the model has no token {unknown[0]}")
+        return list(text)
 
     def sampler(self, sampling: SamplingParams, prompt: Prompt) -> Sampler:
         """What chooses the tokens of an answer; raises as `Guidance.start`."""
         guide = sampling.guide
         constraint = self._guidance.start(guide) if guide is not None else None
-        return Sampler(sampling, prompt.token_ids, constraint)
+        return Sampler(sampling, prompt.token_ids, constraint, self.manifest.eos_token_ids)
 
     def show(self, prompt: Prompt) -> None:
         """Tell the session what image rows of a prompt stand for, before it is read."""
@@ -303,8 +306,6 @@ class LLM:
         longest, capacity = self.manifest.max_input_len, self.manifest.max_kv_cache_capacity
         if prompt_tokens == 0:
             raise RequestError("the prompt is empty")
-        if wanted_tokens < 1:
-            raise RequestError(f"max_generate_length {wanted_tokens} is less than 1")
         if prompt_tokens > longest:
             raise RequestError(
                 f"the prompt has {prompt_tokens} tokens, the engine takes {longest}",
@@ -332,61 +333,36 @@ class LLM:
         rounds: Iterator[Round],
         sampler: Sampler,
         answer: Answer,
-        stops: StopMatcher,
+        endings: Endings,
         *,
         speculates: bool,
     ) -> Iterator[Step]:
-        stream = self.tokenizer.stream()
         answer.profile.prompt_tokens.append(answer.prompt_token_count)
-        self._current = answer
         stopped = False
         for found in rounds:
-            taken, pieces, ended, stopped = self._take(found.token_ids, stream, stops)
-            begin = len(answer.token_ids)
-            answer.token_ids += taken
+            taken = endings.take(found.token_ids)
+            begin, pieces = len(answer.token_ids), tuple(taken.pieces)
+            answer.token_ids += taken.token_ids
+            if taken.ended or taken.stopped:
+                stopped, answer.finish_reason = taken.stopped, "stop"
+            elif len(answer.token_ids) >= answer.max_tokens:
+                answer.finish_reason = "length"
             if found.tree is not None:
-                answer.profile.rounds.append(_counts(found, len(taken)))
-            if speculates or not ended or len(taken) > 1:
-                logprobs = tuple(sampler.logprobs[begin : begin + len(taken)])
+                answer.profile.rounds.append(_counts(found, len(pieces)))
+            if speculates or not taken.ended or len(pieces) > 1:
+                logprobs = tuple(sampler.logprobs[begin : begin + len(pieces)])
                 drafted = found if speculates else None
-                yield Step(tuple(taken), "".join(pieces), drafted, tuple(pieces), logprobs)
-            if self._current is not answer:
-                raise EdgeLLMError(
-                    "another answer was started, which took over the KV cache",
-                    hint="finish one answer before the next, or load a second LLM",
-                )
-            if ended or stopped:
-                answer.finish_reason = "stop"
+                yield Step(tuple(taken.token_ids), "".join(pieces), drafted, pieces, logprobs)
+            if taken.ended or taken.stopped:
                 break
         profile = answer.profile
         tokens = profile.speculated_tokens if speculates else profile.generated_tokens
         tokens.append(len(answer.token_ids))
-        if not stopped and (rest := _rest(stops, stream.finish())):
+        if not stopped and (rest := endings.rest()):
             yield Step((), rest)
-
-    def _take(
-        self, token_ids: Sequence[int], stream: TextStream, stops: StopMatcher
-    ) -> tuple[list[int], list[str], bool, bool]:
-        """The tokens up to an end, their texts, and whether an end token or a stop string came."""
-        taken: list[int] = []
-        pieces: list[str] = []
-        for token_id in token_ids:
-            taken.append(token_id)
-            if token_id in self._end_ids:
-                return taken, [*pieces, ""], True, False
-            text, stopped = stops.push(stream.push(token_id))
-            pieces.append(text)
-            if stopped:
-                return taken, pieces, False, True
-        return taken, pieces, False, False
 
 
 def _counts(found: Round, emitted: int) -> RoundCounts:
     assert found.tree is not None
     depths, _ = found.tree.layout()
     return RoundCounts(emitted, len(found.tree), int(depths.max()), len(found.path) - 1)
-
-
-def _rest(stops: StopMatcher, tail: str) -> str:
-    shown, stopped = stops.push(tail)
-    return shown if stopped else shown + stops.finish()

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.guidance import KINDS, Guide, Kind
+from edgellm.device_runtime.guidance import Guide, Kind
 from edgellm.device_runtime.sampling import LARGEST_BIAS, MOST_BIASES, SamplingParams
+from edgellm.strict_json import parse
 
 _ARTICLE = {"text": "a text", "image": "an image"}
 Role = Literal["system", "user", "assistant", "tool"]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias = Annotated[float, msgspec.Meta(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
@@ -76,7 +78,7 @@ class GuidedDecoding(msgspec.Struct, forbid_unknown_fields=True):
         }
         found = [Guide(kind, text) for kind, text in given.items() if text is not None]
         if len(found) != 1:
-            raise RequestError("guided_decoding: give exactly one of " + ", ".join(KINDS))
+            raise RequestError("guided_decoding: give exactly one of " + ", ".join(given))
         return found[0]
 
 
@@ -99,6 +101,9 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     logit_bias: LogitBias = {}
     guided_decoding: GuidedDecoding | None = None
     stop: str | list[str] = []
+    min_tokens: Count = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[Count] = []
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -122,6 +127,9 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     logit_bias: LogitBias | None = None
     guided_decoding: GuidedDecoding | None = None
     stop: str | list[str] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[Count] | None = None
 
     def merged(self, options: Options) -> Options:
         """The file's options with this request's own."""
@@ -146,6 +154,9 @@ def sampling_of(options: Options, *, greedy: bool = False) -> SamplingParams:
         options.frequency_penalty,
         options.logit_bias,
         None if options.guided_decoding is None else options.guided_decoding.guide(),
+        min_tokens=options.min_tokens,
+        ignore_eos=options.ignore_eos,
+        stop_token_ids=tuple(options.stop_token_ids),
     )
 
 
@@ -156,7 +167,7 @@ def read_file(path: Path) -> tuple[Options, list[Any]]:
         RequestError: no such file, not JSON (line and column), wrong top-level fields.
     """
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = parse(path.read_text("utf-8"))
     except OSError as error:
         raise RequestError(f"cannot read {path}: {error.strerror}") from None
     except json.JSONDecodeError as error:
@@ -167,7 +178,7 @@ def read_file(path: Path) -> tuple[Options, list[Any]]:
         raise RequestError(f"{path} is not UTF-8: byte {error.start}") from None
     except RecursionError:
         raise RequestError(f"{path} is nested too deeply") from None
-    except ValueError as error:  # integers of thousands of digits
+    except ValueError as error:  # a key twice, integers of thousands of digits
         raise RequestError(f"{path}: {error}") from None
     if not isinstance(document, dict):
         raise RequestError(f"{path}: the top level must be an object with `requests`")

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import RequestError
+from edgellm.device_runtime.arguments import is_number, is_whole, require_kind
 from edgellm.device_runtime.guidance import Constraint, Guide
 from edgellm.device_runtime.logprobs import TokenLogprobs, token_logprobs
 from edgellm.device_runtime.penalties import Penalties, PenaltyRules
 from edgellm.device_runtime.sessions import F32, I64
 
 GREEDY_BELOW_TEMPERATURE = 1e-3
-LARGEST_BIAS, MOST_BIASES = 100, 1024
+LARGEST_BIAS, MOST_BIASES, MOST_STOPS = 100, 1024, 1024
+_WHOLE = "top_k", "seed", "num_logprobs", "min_tokens"
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+)  # fmt: skip
 LARGEST_REPETITION = 100.0  # and its inverse; logits stay finite
 
 
@@ -35,9 +40,13 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     guide: Guide | None = None  # the form of the answer; None: free text
     num_logprobs: int | None = None  # most likely tokens to record at each token; None: nothing
+    min_tokens: int = 0  # no end before so many tokens
+    ignore_eos: bool = False  # the model's end tokens do not end the answer
+    stop_token_ids: tuple[int, ...] = ()  # these end it as well, without their text
 
     def __post_init__(self) -> None:
         """Refuse values that no distribution follows from; raises `RequestError`."""
+        self._check_kinds()
         for name, allowed in (
             ("temperature", 0 <= self.temperature < math.inf),
             ("top_p", 0 < self.top_p <= 1),
@@ -51,6 +60,7 @@ class SamplingParams:
             ("presence_penalty", -2 <= self.presence_penalty <= 2),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2),
             ("num_logprobs", self.num_logprobs is None or self.num_logprobs >= 0),
+            ("min_tokens", self.min_tokens >= 0),
         ):
             if not allowed:
                 raise RequestError(f"{name} {getattr(self, name)} is out of range")
@@ -59,6 +69,49 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             if token_id < 0 or not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
                 raise RequestError(f"logit_bias {bias} of token {token_id} is out of range")
+        if len(self.stop_token_ids) > MOST_STOPS:
+            raise RequestError(f"stop_token_ids has more than {MOST_STOPS} tokens")
+        if min(self.stop_token_ids, default=0) < 0:
+            raise RequestError(f"stop_token_ids names token {min(self.stop_token_ids)}")
+        if self.ignore_eos and self.guide is not None:
+            raise RequestError("ignore_eos: an answer of a given form ends where the form ends")
+
+    def require_fit(self, vocab_size: int, max_tokens: int) -> None:
+        """Raises `RequestError` for tokens that the model has not, or more than are allowed."""
+        for name, token_ids in (
+            ("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids),
+        ):  # fmt: skip
+            if unknown := [token_id for token_id in token_ids if token_id >= vocab_size]:
+                raise RequestError(
+                    f"{name} names token {unknown[0]}, the model has {vocab_size} tokens"
+                )
+        if self.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens {self.min_tokens} is more than the answer may have: {max_tokens}"
+            )
+
+    def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end an answer of a model with these end tokens."""
+        own = () if self.ignore_eos else eos_token_ids
+        return frozenset(self.stop_token_ids).union(own)
+
+    def _check_kinds(self) -> None:
+        """Refuse what is no number, or no whole one; raises `RequestError`."""
+        for name in _WHOLE:
+            value = getattr(self, name)
+            if not is_whole(value) and (value is not None or name != "num_logprobs"):
+                raise RequestError(f"{name} {value!r} is not a whole number")
+        for name in _NUMBERS:
+            if not is_number(getattr(self, name)):
+                raise RequestError(f"{name} {getattr(self, name)!r} is not a number")
+        require_kind("logit_bias", self.logit_bias, Mapping, "an object of biases by token id")
+        for token_id, bias in self.logit_bias.items():
+            if not is_whole(token_id) or not is_number(bias):
+                raise RequestError(f"logit_bias {token_id!r}: {bias!r} is no bias of a token id")
+        require_kind("ignore_eos", self.ignore_eos, bool, "True or False")
+        if unknown := [each for each in self.stop_token_ids if not is_whole(each)]:
+            raise RequestError(f"stop_token_ids: {unknown[0]!r} is no token id")
+        require_kind("guide", self.guide, (Guide, type(None)), "a Guide")
 
     @property
     def rules(self) -> PenaltyRules:
@@ -124,6 +177,7 @@ class Sampler:
         params: SamplingParams,
         prompt: Sequence[int] = (),
         constraint: Constraint | None = None,
+        eos_token_ids: Iterable[int] = (),
     ) -> None:
         """Begin an answer.
 
@@ -131,18 +185,27 @@ class Sampler:
             params: of the request.
             prompt: its token ids, for the repetition penalty.
             constraint: of the form that the answer shall have.
+            eos_token_ids: the model's end tokens.
         """
         self.params = params
+        self.ends = params.ends(eos_token_ids)
         self._constraint = constraint
         self._penalties = None if params.rules.do_nothing else Penalties(params.rules, prompt)
+        self._num_taken = 0
         self.logprobs: list[TokenLogprobs] = []  # of the tokens of the answer, if asked for
         self._random = np.random.Generator(np.random.Philox(params.seed))
 
     @property
     def needs_logits(self) -> bool:
         """Whether more than the argmax counts."""
-        is_plain = self._penalties is None and self._constraint is None
-        return not (self.params.is_greedy and is_plain and self.params.num_logprobs is None)
+        is_plain = self.params.is_greedy and not self._adjusts
+        return not (is_plain and self.params.num_logprobs is None)
+
+    @property
+    def _adjusts(self) -> bool:
+        """Whether logits depend on the text before."""
+        has_rules = self._penalties is not None or self._constraint is not None
+        return has_rules or self.params.min_tokens > 0
 
     def record(self, logits: F32, token_id: int) -> None:
         """Note that a token of the answer was taken at logits float32 [V]."""
@@ -151,7 +214,7 @@ class Sampler:
 
     def choose(self, logits: F32, argmax: int) -> int:
         """The next token from logits float32 [V] and their argmax."""
-        if self._penalties is None and self._constraint is None:
+        if not self._adjusts:
             return self._pick(logits, argmax)
         logits = self.adjusted(logits)
         token_id = self._pick(logits, int(logits.argmax()))
@@ -160,6 +223,7 @@ class Sampler:
 
     def take(self, token_ids: Sequence[int]) -> None:
         """The text goes on with these."""
+        self._num_taken += len(token_ids)
         if self._penalties is not None:
             self._penalties.add(token_ids)
         if self._constraint is not None:
@@ -169,7 +233,14 @@ class Sampler:
         """Logits [V] with biases, penalties and the form's bans behind the text and `path`."""
         if self._penalties is not None:
             logits = self._penalties.apply(logits, path)
-        return logits if self._constraint is None else self._constraint.apply(logits, path)
+        if self._constraint is not None:
+            logits = self._constraint.apply(logits, path)
+        if self._num_taken + len(path) >= self.params.min_tokens:
+            return logits
+        longer = logits.copy()
+        longer[[token_id for token_id in self.ends if token_id < len(longer)]] = -np.inf
+        # A form that is complete may leave nothing but an end.
+        return longer if longer.max() > -np.inf else logits
 
     def _pick(self, logits: F32, argmax: int) -> int:
         if self.params.is_greedy:

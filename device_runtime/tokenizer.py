@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
@@ -18,8 +18,22 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from edgellm.contract import BrokenArtifactError, RequestError
+from edgellm.strict_json import parse
 
 _CUT = "\ufdd0"  # a noncharacter, which no text may hold: what stands around it is no one token
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = parse(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        fault = f"{path} cannot be read: {error}"
+        raise BrokenArtifactError(fault, hint="build the engine again") from None
+    if not isinstance(config, dict):
+        raise BrokenArtifactError(f"{path} holds no JSON object", hint="build the engine again")
+    return config
 
 
 class ChatTokenizer:
@@ -38,8 +52,7 @@ class ChatTokenizer:
             raise BrokenArtifactError(
                 f"{path} cannot be read: {error}", hint="build the engine again"
             ) from None
-        config_path = folder / "tokenizer_config.json"
-        config = json.loads(config_path.read_text("utf-8")) if config_path.exists() else {}
+        config = _read_config(folder / "tokenizer_config.json")
         self._special = {
             name: value["content"] if isinstance(value, dict) else value
             for name, value in config.items()
@@ -72,6 +85,16 @@ class ChatTokenizer:
         """Ids of all tokens, added ones among them."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
+    def added_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """Ids of those texts that are tokens of their own, special or not."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        ids = {token.content: token_id for token_id, token in added}
+        return {text: ids[text] for text in texts if text in ids}
+
+    def token_name(self, token_id: int) -> str:
+        """A token as the vocabulary spells it."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     @property
     def has_template(self) -> bool:
         """Whether messages can be rendered."""
@@ -91,9 +114,17 @@ class ChatTokenizer:
         )
         return list(chain.from_iterable(parts))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens; bytes that are not UTF-8 become U+FFFD."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def gap(self, prompt: str | Sequence[int], token_ids: Sequence[int]) -> str:
+        """What stands between a prompt and its answer: some decoders begin every text unspaced."""
+        before = (
+            self.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+        )
+        parts = self.decode(before), self.decode(token_ids)
+        return " " if self.decode([*before, *token_ids]) == " ".join(parts) else ""
 
     def token_text(self, token_id: int) -> str:
         """One token alone, special ones too; bytes that are no whole character become U+FFFD."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,17 +12,16 @@ from edgellm.device_runtime.tokenizer import ChatTokenizer
 
 @dataclass(slots=True)
 class TreeLog:
-    """Rounds by request; only requests that were speculated have any."""
+    """The rounds of one request; only those that were speculated have any."""
 
     tokenizer: ChatTokenizer
-    requests: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    rounds: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, index: int, step: Step) -> None:
+    def add(self, step: Step) -> None:
         """Keep the tree that gave a step."""
         found = step.round
         if found is None:
             return
-        rounds = self.requests.setdefault(index, [])
         entry: dict[str, Any] = {"emitted": [self._text(token) for token in step.token_ids]}
         if found.tree is not None:
             tree = found.tree
@@ -34,16 +34,17 @@ class TreeLog:
                 "path": list(found.path),
                 "bonus": self._text(found.token_ids[-1]),
             }
-        rounds.append(entry)
-
-    def as_json(self, input_file: str) -> dict[str, Any]:
-        """The content of the file."""
-        return {
-            "input_file": input_file,
-            "requests": [
-                {"request_idx": index, "rounds": rounds} for index, rounds in self.requests.items()
-            ],
-        }
+        self.rounds.append(entry)
 
     def _text(self, token_id: int) -> str:
         return self.tokenizer.decode([token_id])
+
+
+def trees_as_json(input_file: str, rounds: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
+    """The content of the file; `rounds` are those of every request in order."""
+    return {
+        "input_file": input_file,
+        "requests": [
+            {"request_idx": index, "rounds": found} for index, found in enumerate(rounds) if found
+        ],
+    }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.artifact import check_output, publish, temporary_folder
-from edgellm.contract import UnsupportedModelError
+from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.config import ConfigReader
@@ -29,6 +29,7 @@ from edgellm.export.kv_cache import read_ranges
 from edgellm.export.medusa_config import head_names
 from edgellm.export.op import OPSET
 from edgellm.export.source import open_draft
+from edgellm.export.stated import judge
 from edgellm.export.taps import check_taps, default_taps
 from edgellm.export.vlm import text_tower
 from edgellm.export.weights import Weights
@@ -68,7 +69,11 @@ def export_llm(
     dtype = DTYPES[options.dtype]
     model, op = build_decoder(architecture, config, weights, dtype, taps)
     ranges = read_ranges(weights, config.num_hidden_layers)
-    refuse_leftovers(_unused(weights, config), "checkpoint")
+    _refuse_unused(weights, tower, config)
+    quantization, contradiction = judge(checkpoint, weights.layouts, options.ignore_config_keys)
+    if ranges is not None:
+        contradiction = {}  # it speaks of the cache
+    _check_tokens(checkpoint, config.vocab_size)
     configs = (checkpoint.generation_config, checkpoint.config, tower.config)
     eos_token_ids = _eos_token_ids(configs, config.vocab_size)
     with temporary_folder(output) as folder:
@@ -84,11 +89,16 @@ def export_llm(
             spec=replace(decoder, kv=replace(decoder.kv, ranges=ranges)),
             graphs={DECODER: GraphSpec(f"{_GRAPH}.onnx")},
             dtype=dtype.numpy().name,
-            quantization=checkpoint.quantization,
+            quantization=quantization,
             opset=OPSET,
             eos_token_ids=eos_token_ids,
             options=asdict(replace(options, hidden_taps=taps)),
-            provenance={"checkpoint": checkpoint.label, **tap_source, **versions()},
+            provenance={
+                "checkpoint": checkpoint.label,
+                **tap_source,
+                **contradiction,
+                **versions(),
+            },
             hidden_taps=taps,
             files=records,
         )
@@ -106,7 +116,8 @@ def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:
     weights = Weights(tower.tensors, tower.quant_config)
     build_decoder(architecture, config, weights, DTYPES[options.dtype])
     read_ranges(weights, config.num_hidden_layers)
-    refuse_leftovers(_unused(weights, config), "checkpoint")
+    _refuse_unused(weights, tower, config)
+    judge(checkpoint, weights.layouts, options.ignore_config_keys)
     return config
 
 
@@ -150,18 +161,38 @@ def read_architecture(
     return tower, architecture, config
 
 
-def _unused(weights: Weights, config: DecoderConfig) -> list[str]:
-    """Tensors that nobody took, but for cut layers, a tied head's second copy and Medusa heads."""
-    layers = tuple(f"model.layers.{index}." for index in range(config.num_hidden_layers))
+def _refuse_unused(weights: Weights, tower: Checkpoint, config: DecoderConfig) -> None:
+    """Refuse what nobody took, but for cut layers, a tied head's second copy, Medusa heads."""
+    layers = tower.config["num_hidden_layers"]
+    cut = tuple(f"model.layers.{index}." for index in range(config.num_hidden_layers, layers))
     unused = weights.unused()
     heads = {*head_names(unused)}
-    return [
+    left = [
         name
         for name in unused
         if name not in heads
-        and not (name.startswith("model.layers.") and not name.startswith(layers))
+        and not name.startswith(cut)
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
     ]
+    hint = ""
+    if any(name.startswith(f"model.layers.{layers}.") for name in left):
+        hint = (
+            f"config.json says num_hidden_layers {layers}, the weights have more; to export the "
+            f"first ones on purpose, correct it and give --num_layers {layers}"
+        )
+    refuse_leftovers(left, "checkpoint", hint)
+
+
+def _check_tokens(checkpoint: Checkpoint, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the embedding, of `vocab_size` rows, does not have."""
+    token, token_id = checkpoint.last_token
+    if token_id >= vocab_size:
+        raise BrokenArtifactError(
+            f"the tokenizer's token {token!r} has id {token_id}, the embedding has "
+            f"{vocab_size} rows",
+            hint="it is another model's tokenizer, or tokens were added without room for them: "
+            "model.resize_token_embeddings(len(tokenizer)) in transformers makes it",
+        )
 
 
 def _eos_token_ids(configs: Iterable[dict[str, Any]], vocab_size: int) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from edgellm.contract import BrokenArtifactError
+from edgellm.strict_json import parse
 
 CHUNK_BYTES = 1 << 22
 ITEM_BITS = {
@@ -63,6 +63,7 @@ class Checkpoint:
     tokenizer_files: dict[str, bytes] = field(repr=False)
     quant_config: dict[str, Any] = field(default_factory=dict)
     processor_files: dict[str, bytes] = field(default_factory=dict, repr=False)
+    last_token: tuple[str, int] = ("", -1)  # of the tokenizer, with its id, the highest
 
     @property
     def quantization(self) -> str:
@@ -128,7 +129,7 @@ class Safetensors:
                         f"the file has {size}",
                         hint=remedy,
                     )
-                header = json.loads(stream.read(length))
+                header = parse(stream.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             for name, entry in entries.items():
                 info = TensorInfo(entry["dtype"], tuple(entry["shape"]))

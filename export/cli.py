@@ -8,17 +8,11 @@ from typing import Annotated
 
 import typer
 
-from edgellm.command import numbers, run_command
+from edgellm.command import SNAKE_CASE, App, numbers, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.manifest import Bundle, DraftSpec
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
-)
+app = App(SNAKE_CASE, no_args_is_help=True)
 
 DType = Annotated[str, typer.Option("--dtype", help="Activations: fp16 or fp32.")]
 Quantization = Annotated[
@@ -27,7 +21,6 @@ Quantization = Annotated[
 IgnoredKeys = Annotated[
     str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 @app.callback()
@@ -58,10 +51,8 @@ def llm(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with transformers (needs edgellm[host]).")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Export a language model."""
-    del debug  # read by run_command
     from edgellm.export.bundle import ExportOptions, export_llm
     from edgellm.export.progress import byte_progress, spinner
     from edgellm.export.source import open_checkpoint
@@ -88,8 +79,8 @@ def llm(
         f"{output_dir}: {manifest.decoder.model_type}, {parameters:.1f} M parameters, "
         f"{dtype}, {_cost(manifest, start)}"
     )
-    if manifest.hidden_taps:
-        typer.echo(f"hidden taps for a draft: {', '.join(map(str, manifest.hidden_taps))}")
+    _say_contradiction(manifest)
+    _say_taps(manifest)
     if verify:
         from edgellm.export.verify import verify_bundle
 
@@ -112,10 +103,8 @@ def draft(
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the bundle.")],
     dtype: DType = "fp16",
     ignore_config_keys: IgnoredKeys = "",
-    debug: Debug = False,
 ) -> None:
     """Export an EAGLE draft or Medusa heads for a base exported with --draft_model_dir."""
-    del debug  # read by run_command
     from edgellm.export.draft import DraftOptions, export_draft
     from edgellm.export.progress import byte_progress
     from edgellm.export.source import open_checkpoint, open_draft
@@ -133,6 +122,7 @@ def draft(
         f"{spec.decoder.num_parameters / 1e6:.1f} M parameters, {_foresees(spec)}, {dtype}, "
         f"{_cost(manifest, start)}"
     )
+    _say_contradiction(manifest)
     taps = ", ".join(map(str, spec.hidden_taps))
     typer.echo(f"hidden taps {taps} ({manifest.provenance['hidden_taps']})")
 
@@ -146,10 +136,8 @@ def visual(
     dtype: DType = "fp16",
     quantization: Quantization = "none",
     ignore_config_keys: IgnoredKeys = "",
-    debug: Debug = False,
 ) -> None:
     """Export the visual encoder of a vision-language model."""
-    del debug  # read by run_command
     from edgellm.export.progress import byte_progress
     from edgellm.export.source import open_checkpoint
     from edgellm.export.visual_bundle import VisualOptions, export_visual
@@ -179,6 +167,18 @@ def _cost(manifest: Bundle, start: float) -> str:
     size = sum(record.num_bytes for record in manifest.files.values())
     seconds = time.perf_counter() - start
     return f"quantization {manifest.quantization}, {size / 1e6:.1f} MB in {seconds:.1f} s"
+
+
+def _say_taps(manifest: Bundle) -> None:
+    if manifest.hidden_taps:
+        typer.echo(f"hidden taps for a draft: {', '.join(map(str, manifest.hidden_taps))}")
+
+
+def _say_contradiction(manifest: Bundle) -> None:
+    from edgellm.export.stated import contradiction
+
+    if said := contradiction(manifest.provenance):
+        typer.echo(f"warning: {said}: exported as floats", err=True)
 
 
 def _expect_dtype(dtype: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -120,10 +119,3 @@ class ConfigReader:
                 hint=f"if they do not change the mathematics: --ignore_config_keys "
                 f"{','.join(unknown)}",
             )
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """A hint that names the most similar known word and lists the others."""
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
-    suggestion = f"nearest supported: {match[0]}; " if match else ""
-    return f"{suggestion}supported: {', '.join(sorted(known))}"

@@ -29,6 +29,7 @@ from edgellm.export.graph_files import (
 )
 from edgellm.export.medusa_config import MedusaConfig, head_names, is_medusa
 from edgellm.export.op import OPSET, Op
+from edgellm.export.stated import judge
 from edgellm.export.weights import Weights
 from edgellm.manifest import (
     DRAFT,
@@ -75,8 +76,9 @@ def export_draft(
         EdgeLLMError: one of the folders holds something else, or `output` cannot be written.
     """
     check_output(output, DRAFT_BUNDLE, file_names((_MODEL, _FUSE)))
-    config, tensors, graphs = _build(draft, base, options)
+    config, tensors, graphs, layouts = _build(draft, base, options)
     ops = [op for _, op in graphs.values()]
+    quantization, contradiction = judge(draft, layouts, options.ignore_config_keys)
     with temporary_folder(output) as folder:
         records = write_graphs(folder, graphs, progress)
         main = HEADS if isinstance(config, MedusaConfig) else DRAFT
@@ -85,10 +87,10 @@ def export_draft(
             spec=_spec(config, ops, tensors),
             graphs={main if name == _MODEL else FUSE: GraphSpec(f"{name}.onnx") for name in graphs},
             dtype=DTYPES[options.dtype].numpy().name,
-            quantization=draft.quantization,
+            quantization=quantization,
             opset=OPSET,
             options=dataclasses.asdict(options),
-            provenance=_provenance(draft, base, config),
+            provenance={**_provenance(draft, base, config), **contradiction},
             files=records,
         )
         return publish(folder, output, manifest)
@@ -107,8 +109,13 @@ def understand_draft(
 
 def _build(
     draft: Checkpoint, base: Checkpoint, options: DraftOptions
-) -> tuple[DraftConfig | MedusaConfig, TensorSource, Graphs]:
-    """Check both checkpoints and record the graphs; nothing is written yet."""
+) -> tuple[DraftConfig | MedusaConfig, TensorSource, Graphs, set[str]]:
+    """Check both checkpoints and record the graphs; nothing is written yet.
+
+    Returns:
+        The draft's facts, its tensors with those of the base, the graphs, and the layouts of its
+        quantized layers.
+    """
     names = base.tensors.infos()
     if "fc.weight" in names or (is_medusa(base) and len(head_names(names)) == len(names)):
         raise EdgeLLMError(
@@ -120,7 +127,9 @@ def _build(
     config = read_draft(draft, base_config, keys)
     dtype = DTYPES[options.dtype]
     if isinstance(config, MedusaConfig):
-        return config, draft.tensors, {_MODEL: _build_heads(draft, base, config, dtype)}
+        heads = Weights(draft.tensors, draft.quant_config)
+        graphs: Graphs = {_MODEL: _build_heads(draft, base, config, heads, dtype)}
+        return config, draft.tensors, graphs, heads.layouts
     config = _seeing(config, base_config)
     tensors = complete(draft.tensors, tower.tensors, config)
     weights = Weights(tensors, draft.quant_config or base.quant_config)
@@ -129,13 +138,16 @@ def _build(
     if config.fuses:
         graphs[_FUSE] = build_fuse(config, weights, dtype)
     refuse_leftovers(weights.unused(), "draft")
-    return config, tensors, graphs
+    return config, tensors, graphs, weights.layouts
 
 
 def _build_heads(
-    draft: Checkpoint, base: Checkpoint, config: MedusaConfig, dtype: ir.DataType
+    draft: Checkpoint,
+    base: Checkpoint,
+    config: MedusaConfig,
+    weights: Weights,
+    dtype: ir.DataType,
 ) -> tuple[ir.Model, Op]:
-    weights = Weights(draft.tensors, draft.quant_config)
     graph = build_heads(config, weights, dtype)
     left = weights.unused()
     if len(head_names(draft.tensors.infos())) < len(draft.tensors.infos()):

@@ -218,15 +218,17 @@ def _taps(
     above, below = outer.optional(TAP_IDS, list), eagle.optional(TAP_IDS, list)
     if method == "eagle":
         return (num_layers,), "EAGLE-1: output of the final norm"
-    if above and below:
-        raise UnsupportedModelError(
-            f"config.json names {TAP_IDS} twice, at the top and in eagle_config, which count "
-            "differently",
-            hint="keep the one that the draft was trained with",
-        )
     ids = above or below or []
-    if not all(isinstance(tap, int) and not isinstance(tap, bool) for tap in ids):
+    named = [*(above or ()), *(below or ())]
+    if not all(isinstance(tap, int) and not isinstance(tap, bool) for tap in named):
         raise UnsupportedModelError(f"config.json: {TAP_IDS} = {ids!r} is no list of integers")
+    if above and below and above != [tap + 1 for tap in below]:
+        raise UnsupportedModelError(
+            f"config.json: {TAP_IDS} is {above} at the top and {below} in eagle_config, which name "
+            "different streams",
+            hint="outputs of layers in eagle_config, inputs at the top, hence + 1; keep the one "
+            "that the draft was trained with",
+        )
     if below:
         taps = tuple(tap + 1 for tap in below)
         meaning = f"{TAP_IDS} {below} in eagle_config: outputs of these layers, so one more"

@@ -17,7 +17,6 @@ from gguf import GGMLQuantizationType, GGUFReader, dequantize
 
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoint import CHUNK_BYTES, Checkpoint, TensorInfo
-from edgellm.export.config import nearest
 from edgellm.export.gguf_tokenizer import convert_tokenizer
 from edgellm.export.weights import as_bytes
 
@@ -135,7 +134,8 @@ def _config(metadata: GGUFMetadata, reader: GGUFReader) -> dict[str, Any]:
     arch = metadata.require("general.architecture")
     if arch not in _MODEL_TYPES:
         raise UnsupportedModelError(
-            f"GGUF architecture {arch!r} is not supported", hint=nearest(arch, [*_MODEL_TYPES])
+            f"GGUF architecture {arch!r} is not supported",
+            hint=f"supported: {', '.join(_MODEL_TYPES)}; docs/reference/models.md says more",
         )
     heads = metadata.require(f"{arch}.attention.head_count")
     hidden = metadata.require(f"{arch}.embedding_length")

@@ -15,7 +15,6 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from edgellm.contract import UnsupportedModelError
-from edgellm.export.config import nearest
 from edgellm.export.tokenizer_files import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
@@ -96,7 +95,7 @@ def _byte_level(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
     else:
         raise UnsupportedModelError(
             f"GGUF pre-tokenizer {kind!r} is not supported",
-            hint=nearest(kind, ["default", "gpt-2", "smollm", *_PATTERNS]),
+            hint=f"supported: default, gpt-2, smollm, {', '.join(sorted(_PATTERNS))}",
         )
     if kind in _NFC:
         tokenizer.normalizer = normalizers.NFC()

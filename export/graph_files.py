@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 import onnx_ir as ir
 
 from edgellm.contract import BrokenArtifactError
+from edgellm.disk import require_space
 from edgellm.export.checkpoint import TensorSource
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.op import Op
@@ -17,6 +19,8 @@ from edgellm.export.weights import write_weights
 from edgellm.manifest import DecoderSpec, FileRecord, KVCacheSpec
 
 DTYPES = {"fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
+
+_NOT_COUNTED = ("_scale", "_scale_inv", "_zero_point")
 
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
 Graphs = Mapping[str, tuple[ir.Model, Op]]  # by file name without its ending
@@ -32,10 +36,14 @@ def write_graphs(folder: Path, graphs: Graphs, progress: Progress | None) -> dic
 
     Returns:
         The records of the weight files, hashed while they were written.
+
+    Raises:
+        NoSpaceError: the disk is too small.
     """
     total = sum(
         stored.num_bytes for _, op in graphs.values() for _, stored in op.parameters.values()
     )
+    require_space(folder, total)
     written = 0
 
     def advance(count: int) -> None:
@@ -84,18 +92,31 @@ def decoder_spec(
 
 
 def count_parameters(ops: list[Op], tensors: TensorSource) -> int:
-    """Numbers of all graphs together that the checkpoint holds, scales left out."""
+    """Numbers of all graphs together that the checkpoint holds, packed or not, scales left out."""
     infos = tensors.infos()
     stored = {name: stored for op in ops for name, (_, stored) in op.parameters.items()}
     return sum(
-        tensor.num_bytes * 8 // tensor.dtype.bitwidth
+        math.prod(tensor.shape)
         for name, tensor in stored.items()
-        if name in infos and not name.endswith("_scale")
+        if not name.endswith(_NOT_COUNTED) and any(held in infos for held in _held_names(name))
     )
 
 
-def refuse_leftovers(left: list[str], owner: str) -> None:
+def _held_names(name: str) -> Iterator[str]:
+    """What a checkpoint may call a graph's parameter: GPTQ and AWQ, compressed-tensors pack it."""
+    yield name
+    if name.endswith("weight"):
+        stem = name.removesuffix("weight")
+        yield from (f"{stem}qweight", f"{stem}weight_packed")
+
+
+def refuse_leftovers(left: list[str], owner: str, hint: str = "") -> None:
     """A tensor that no graph uses means that the model is not the one we computed.
+
+    Args:
+        left: their names.
+        owner: what they belong to.
+        hint: the remedy, where more is known than that config and weights differ.
 
     Raises:
         BrokenArtifactError: `left` is not empty.
@@ -105,5 +126,5 @@ def refuse_leftovers(left: list[str], owner: str) -> None:
         shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
         raise BrokenArtifactError(
             f"the {owner} has tensors that the architecture does not use: {shown}",
-            hint="config.json does not describe these weights",
+            hint=hint or "config.json does not describe these weights",
         )

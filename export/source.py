@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
 from edgellm.export.checkpoint import Checkpoint, Safetensors, TensorSource
 from edgellm.export.tokenizer_files import read_tokenizer
+from edgellm.strict_json import parse
 
 PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json"
 _TOKENS = "tokenizer_config.json"
 _WHOLE = "model.safetensors", "pytorch_model.bin"  # safetensors win over torch's own format
+_ADAPTER = "adapter_config.json"  # of PEFT
 _HEADS = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # of Medusa, perhaps beside a model
 
 
@@ -70,7 +71,7 @@ def _cached_snapshot(model_id: str) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; {} when there is no such file."""
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = parse(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
@@ -83,20 +84,54 @@ def read_json(path: Path) -> dict[str, Any]:
 def _open_folder(
     folder: Path, *, tokenizer: bool, weights: tuple[str, ...] = (*_WHOLE, *_HEADS)
 ) -> Checkpoint:
+    refuse_adapter(folder)
     config = read_json(folder / "config.json")
     if not config:
         raise EdgeLLMError(
             f"{folder} is not a checkpoint: it has no config.json",
             hint="give the folder that holds config.json and *.safetensors",
         )
+    files, last_token = read_tokenizer(folder) if tokenizer else ({}, ("", -1))
     return Checkpoint(
         label=str(folder),
         config=config,
         generation_config=read_json(folder / "generation_config.json"),
         tensors=_open_tensors(folder, weights),
-        tokenizer_files=read_tokenizer(folder) if tokenizer else {},
+        tokenizer_files=files,
         quant_config=_quantization(folder, config),
         processor_files=_processor_files(folder),
+        last_token=last_token,
+    )
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Refuse what PEFT wrote: changes to a model, which must first become one with it.
+
+    Raises:
+        UnsupportedModelError: the folder holds an adapter, alone or beside weights.
+    """
+    adapter = read_json(folder / _ADAPTER)
+    if not adapter:
+        return
+    kind = str(adapter.get("peft_type", "PEFT"))
+    kind = {"LORA": "a LoRA"}.get(kind.upper(), f"a {kind}")
+    if any(_weight_files(folder, name) for name in _WHOLE):
+        raise UnsupportedModelError(
+            f"{folder} holds {kind} adapter beside a model: it does not say which is meant",
+            hint=f"move {_ADAPTER} away if the weights are merged already; else merge them: "
+            f"{_merging(folder)}",
+        )
+    base = adapter.get("base_model_name_or_path") or "an unnamed base"
+    raise UnsupportedModelError(
+        f"{folder} is {kind} adapter of {base}, no whole model",
+        hint=f"merge it into its base and export the result: {_merging(folder)}",
+    )
+
+
+def _merging(folder: Path) -> str:
+    return (
+        f'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}").merge_and_unload()'
+        '.save_pretrained("merged") in Python, and the tokenizer beside it'
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,20 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.strict_json import parse
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
-def read_tokenizer(folder: Path) -> dict[str, bytes]:
+def read_tokenizer(folder: Path) -> tuple[dict[str, bytes], tuple[str, int]]:
     """tokenizer.json, tokenizer_config.json and, if the model has one, chat_template.jinja.
 
     A folder without tokenizer.json but with a SentencePiece model is converted by transformers.
+
+    Returns:
+        The files, and the token of the highest id with that id.
 
     Raises:
         EdgeLLMError: there is no tokenizer, or converting needs transformers.
@@ -34,16 +37,16 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
     files = {TOKENIZER: (folder / TOKENIZER).read_bytes()}
     config: dict[str, Any] = {}
     try:
-        Tokenizer.from_buffer(files[TOKENIZER])
+        ids = Tokenizer.from_buffer(files[TOKENIZER]).get_vocab()
         if (folder / TOKENIZER_CONFIG).exists():
             files[TOKENIZER_CONFIG] = (folder / TOKENIZER_CONFIG).read_bytes()
-            config = json.loads(files[TOKENIZER_CONFIG])
+            config = parse(files[TOKENIZER_CONFIG])
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
         raise BrokenArtifactError(f"the tokenizer of {folder} is damaged: {error}") from None
     template = _chat_template(folder, config)
     if template is not None:
         files[CHAT_TEMPLATE] = template.encode("utf-8")
-    return files
+    return files, max(ids.items(), key=lambda item: item[1], default=("", -1))
 
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
@@ -51,7 +54,11 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     if (folder / CHAT_TEMPLATE).exists():
         return (folder / CHAT_TEMPLATE).read_text("utf-8")
     if (folder / "chat_template.json").exists():
-        return json.loads((folder / "chat_template.json").read_text("utf-8"))["chat_template"]
+        path = folder / "chat_template.json"
+        try:
+            return parse(path.read_text("utf-8"))["chat_template"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise BrokenArtifactError(f"{path} holds no template: {error}") from None
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = {entry["name"]: entry["template"] for entry in template}
@@ -59,7 +66,7 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     return template
 
 
-def _convert_slow(folder: Path) -> dict[str, bytes]:
+def _convert_slow(folder: Path) -> tuple[dict[str, bytes], tuple[str, int]]:
     try:
         from transformers import AutoTokenizer
     except ImportError:

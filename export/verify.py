@@ -87,7 +87,23 @@ def _prompt_ids(bundle: Path, manifest: Bundle) -> NDArray[np.int64]:
 def _transformers_outputs(source: Path, manifest: Bundle, token_ids: NDArray[np.int64]) -> Outputs:
     """Those of the float32 reference, cut to the exported number of layers."""
     import torch
+
+    model = _load(source, manifest.decoder)
+    with torch.no_grad():
+        result = model(torch.from_numpy(token_ids)[None], output_hidden_states=True)
+    taps = [result.hidden_states[tap][0] for tap in manifest.hidden_taps]
+    return Outputs(result.logits[0].numpy(), torch.cat(taps, -1).numpy() if taps else None)
+
+
+def _load(source: Path, spec: DecoderSpec) -> Any:
+    """The checkpoint in transformers, float32, cut to the exported number of layers.
+
+    Raises:
+        EdgeLLMError: transformers refuses it.
+    """
+    import torch
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     transformers.logging.set_verbosity_error()
@@ -95,17 +111,23 @@ def _transformers_outputs(source: Path, manifest: Bundle, token_ids: NDArray[np.
     where, extra = source, {}
     if source.suffix == ".gguf":
         where, extra = source.parent, {"gguf_file": source.name}
-    config = AutoConfig.from_pretrained(where, local_files_only=True, **extra)
-    config.get_text_config().num_hidden_layers = manifest.decoder.kv.num_layers
-    sees = manifest.decoder.images is not None
-    kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    model = kind.from_pretrained(
-        where, config=config, dtype=torch.float32, local_files_only=True, **extra
-    )
-    with torch.no_grad():
-        result = model(torch.from_numpy(token_ids)[None], output_hidden_states=True)
-    taps = [result.hidden_states[tap][0] for tap in manifest.hidden_taps]
-    return Outputs(result.logits[0].numpy(), torch.cat(taps, -1).numpy() if taps else None)
+    kind: Any = AutoModelForCausalLM if spec.images is None else AutoModelForImageTextToText
+    try:
+        config = AutoConfig.from_pretrained(where, local_files_only=True, **extra)
+        vars(config).pop("quantization_config", None)  # the exported tensors are floats
+        text = config.get_text_config()
+        text.num_hidden_layers = spec.kv.num_layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[: spec.kv.num_layers]
+        return kind.from_pretrained(
+            where, config=config, dtype=torch.float32, local_files_only=True, **extra
+        )
+    except (StrictDataclassError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise EdgeLLMError(
+            f"transformers cannot load {source}, so that nothing was compared: {reason[:300]}",
+            hint="the bundle is written; correct config.json for --verify, or export without it",
+        ) from None
 
 
 def run_portable(

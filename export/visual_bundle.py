@@ -23,13 +23,13 @@ from edgellm.export.graph_files import (
     versions,
     write_graphs,
 )
-from edgellm.export.op import OPSET, Op
+from edgellm.export.op import OPSET
+from edgellm.export.stated import judge
 from edgellm.export.visual_graph import build_visual, own_leftovers
 from edgellm.export.weights import Weights
 from edgellm.manifest import ENCODER, VISUAL_BUNDLE, Bundle, GraphSpec
 
 _GRAPH, _CONFIG = "model", "config.json"
-_FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def export_visual(
             graphs={ENCODER: GraphSpec(f"{_GRAPH}.onnx")},
             spec=config.spec(checkpoint.config["model_type"], parameters),
             dtype=dtype.numpy().name,
-            quantization=_quantization(checkpoint, options, op),
+            quantization=_quantization(checkpoint, options, weights.layouts),
             opset=OPSET,
             options=dataclasses.asdict(options),
             provenance={"checkpoint": checkpoint.label, **versions()},
@@ -105,9 +105,8 @@ def read_encoder(checkpoint: Checkpoint, options: VisualOptions) -> tuple[Module
     return encoder, config
 
 
-def _quantization(checkpoint: Checkpoint, options: VisualOptions, op: Op) -> str:
+def _quantization(checkpoint: Checkpoint, options: VisualOptions, layouts: set[str]) -> str:
     """How the graph's linear layers are stored; most quantized checkpoints spare the encoder."""
     if options.quantization != "none":
         return options.quantization
-    kinds = {stored.dtype.name for _, stored in op.parameters.values()}
-    return "none" if kinds <= set(_FLOATS) else checkpoint.quantization
+    return judge(checkpoint, layouts, options.ignore_config_keys)[0]

@@ -10,7 +10,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoint import TensorInfo, TensorSource, read_whole
+from edgellm.export.finite import checked
 from edgellm.manifest import FileRecord
 
 _ONNX_TYPE = {
@@ -31,6 +32,11 @@ _ONNX_TYPE = {
     "I32": ir.DataType.INT32,
     "I64": ir.DataType.INT64,
     "BOOL": ir.DataType.BOOL,
+}
+_BITS_BUT_SIGN = {
+    "F32": (np.uint32, 0x7FFFFFFF),
+    "F16": (np.uint16, 0x7FFF),
+    "BF16": (np.uint16, 0x7FFF),
 }
 _ALIGNMENT_BYTES = 64
 
@@ -52,6 +58,14 @@ class StoredTensor:
         return math.ceil(math.prod(self.shape) * self.dtype.bitwidth / 8)
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What all parts of a model took of their checkpoint."""
+
+    names: set[str] = field(default_factory=set)  # of tensors
+    layouts: set[str] = field(default_factory=set)  # of quantized layers, see `export.quantized`
+
+
 class Weights:
     """The tensors below one dotted name of a checkpoint; remembers which were taken."""
 
@@ -62,7 +76,7 @@ class Weights:
         *,
         rounding: str = "none",
         prefix: str = "",
-        taken: set[str] | None = None,
+        taken: Taken | None = None,
     ) -> None:
         """Tensors of `source`.
 
@@ -77,7 +91,7 @@ class Weights:
         self._prefix = prefix
         self.quantization: Mapping[str, Any] = quantization or {}
         self.rounding = rounding
-        self._taken: set[str] = set() if taken is None else taken
+        self._taken = Taken() if taken is None else taken
 
     def __truediv__(self, name: str) -> Weights:
         """The tensors below `name`."""
@@ -102,15 +116,22 @@ class Weights:
         Raises:
             BrokenArtifactError: absent, or not of this shape.
             UnsupportedModelError: stored in a type that is not a float.
+
+        Raises (when the tensor is written):
+            EdgeLLMError: see `finite.checked`.
         """
         info = self._checked(name, shape)
         if info.dtype not in ("F32", "F16", "BF16"):
             raise UnsupportedModelError(f"{self._prefix}{name} has type {info.dtype}")
-        full = self._prefix + name
-        if info.dtype == "F32" and dtype == ir.DataType.FLOAT16:
-            return StoredTensor(full, dtype, shape, lambda: _to_half(self._source.stream(full)))
-        stored = _ONNX_TYPE[info.dtype]
-        return StoredTensor(full, stored, shape, lambda: self._source.stream(full))
+        full, kind = self._prefix + name, info.dtype
+        half = dtype == ir.DataType.FLOAT16
+
+        def stream() -> Pieces:
+            return checked(full, kind, self._source.stream(full), half=half)
+
+        if kind == "F32" and half:
+            return StoredTensor(full, dtype, shape, lambda: _to_half(stream()))
+        return StoredTensor(full, _ONNX_TYPE[kind], shape, stream)
 
     def array(self, name: str, shape: tuple[int, ...], dtype: str) -> Callable[[], np.ndarray]:
         """A loader of a whole tensor (for quantized weights, which must be re-packed)."""
@@ -120,9 +141,24 @@ class Weights:
         full, numpy_type = self._prefix + name, _ONNX_TYPE[dtype].numpy()
         return lambda: np.frombuffer(read_whole(self._source, full), numpy_type).reshape(shape)
 
+    def drop_zeros(self, name: str) -> None:
+        """Count a float tensor as taken if it adds nothing; any other is left for `unused`."""
+        info = self.info(name)
+        if info is None or info.dtype not in _BITS_BUT_SIGN:
+            return
+        values = read_whole(self._source, self._prefix + name)
+        kind, magnitude = _BITS_BUT_SIGN[info.dtype]
+        if not (np.frombuffer(values, kind) & kind(magnitude)).any():
+            self._taken.names.add(self._prefix + name)
+
     def unused(self) -> list[str]:
         """Names of all tensors of the checkpoint that nobody took."""
-        return sorted(set(self._source.infos()) - self._taken)
+        return sorted(set(self._source.infos()) - self._taken.names)
+
+    @property
+    def layouts(self) -> set[str]:
+        """The layouts of all quantized layers that the model has so far; readers add theirs."""
+        return self._taken.layouts
 
     @property
     def prefix(self) -> str:
@@ -141,7 +177,7 @@ class Weights:
                 f"tensor {self._prefix}{name} has shape {list(info.shape)}, "
                 f"config.json implies {list(shape)}"
             )
-        self._taken.add(self._prefix + name)
+        self._taken.names.add(self._prefix + name)
         return info
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from edgellm.contract import EdgeLLMError
+from edgellm.strict_json import parse
 
 DEFAULT = "default"
 _OWN_TEXT = Path(__file__).with_name("calibration.jsonl")
@@ -128,7 +128,7 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             try:
-                yield _shown(json.loads(line), tokenizer)
+                yield _shown(parse(line), tokenizer)
             except (ValueError, KeyError, TypeError, TemplateError) as error:
                 raise EdgeLLMError(
                     f"{path} line {number} is no conversation and no text: {error!r}",

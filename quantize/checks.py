@@ -146,6 +146,7 @@ def check_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise LimitError(
-            f"{folder} needs about {needed / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free",
+            f"{folder} needs about {needed / 1e9:.1f} GB of disk ({needed} bytes), "
+            f"{free / 1e9:.1f} GB are free in {place}",
             hint="free some space, or give fewer --num_samples",
         )

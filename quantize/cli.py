@@ -10,19 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.command import run_command
+from edgellm.command import SNAKE_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.quantize.report import Report
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
-)
+app = App(SNAKE_CASE, no_args_is_help=True)
 
 Head = Annotated[
     str | None, typer.Option("--lm_head_quantization", help="fp8, nvfp4, int8 or int4.")
@@ -61,7 +55,6 @@ Body = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 IgnoredKeys = Annotated[
     str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
 ]
@@ -95,10 +88,8 @@ def llm(
     device: Device = "auto",
     seed: Seed = 0,
     ignore_config_keys: IgnoredKeys = "",
-    debug: Debug = False,
 ) -> None:
     """Quantize a language model; run the same command again after an interrupt to go on."""
-    del debug  # read by run_command
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
         algo=algo, kv_cache_quantization=kv_cache_quantization,
@@ -129,10 +120,8 @@ def draft(
     device: Device = "auto",
     seed: Seed = 0,
     ignore_config_keys: IgnoredKeys = "",
-    debug: Debug = False,
 ) -> None:
     """Quantize an EAGLE draft, calibrated with its base's features; fc stays as it is."""
-    del debug
     _run(
         draft_model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
         base_model_dir=base_model_dir,

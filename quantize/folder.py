@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgellm.artifact import move_files, temporary_folder
+from edgellm.artifact import move_files, replace_file, temporary_folder
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.disk import require_space
 from edgellm.export.checkpoint import Renamed, TensorSource
 from edgellm.quantize.engine import hf_config
 from edgellm.quantize.job import Plan
@@ -64,7 +65,21 @@ def write_folder(plan: Plan, report: Report) -> None:
         names = sorted([SIDE_FILE, *(path.name for path in folder.iterdir())])
         _write_json(folder / SIDE_FILE, {**as_json(report), "files": names})
         check_output(output)
-        move_files(folder, output, names, _own_files(output))
+        publish(folder, output)
+
+
+def publish(folder: Path, output: Path) -> None:
+    """Move a finished folder, with its list of files in `SIDE_FILE`, to `output`.
+
+    A run that is killed in the middle leaves files that the next one knows as its own.
+    """
+    names, old = _own_files(folder), _own_files(output)
+    if not output.is_symlink() and not (output.exists() and any(output.iterdir())):
+        folder.replace(output)
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    replace_file(output / SIDE_FILE, json.dumps({"files": sorted(names | old)}))
+    move_files(folder, output, [*sorted(names - {SIDE_FILE}), SIDE_FILE], old)
 
 
 def _own_files(output: Path) -> set[str]:
@@ -101,6 +116,8 @@ def _write_tensors(plan: Plan, folder: Path) -> None:
     others = [name for name in sorted(whole.infos()) if name not in own]
     source = Joined([whole, Renamed(source, places)])
     names = [*others, *places]
+    size = sum(source.infos()[name].num_bytes for name in names)
+    require_space(folder, size)
     shards = split_shards(source, names, _SHARD_BYTES)
     if len(shards) == 1:
         write_safetensors(folder / "model.safetensors", source, names)
@@ -110,8 +127,6 @@ def _write_tensors(plan: Plan, folder: Path) -> None:
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_safetensors(folder / file, source, part)
         places |= dict.fromkeys(part, file)
-    infos = source.infos()
-    size = sum(infos[name].num_bytes for name in names)
     index = {"metadata": {"total_size": size}, "weight_map": places}
     _write_json(folder / "model.safetensors.index.json", index)
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from edgellm.disk import explain_full_disk
+from edgellm.exclusive import hold
 from edgellm.export.checkpoint import TensorSource
 from edgellm.quantize.autoround import autoround
 from edgellm.quantize.block import LAYER, quiet_transformers, run_layer
@@ -27,6 +29,7 @@ from edgellm.quantize.work import (
     CALIBRATION,
     FLOAT,
     HEAD_PART,
+    LOCK,
     QUANTIZED,
     ROUNDED,
     as_facts,
@@ -34,6 +37,7 @@ from edgellm.quantize.work import (
 )
 
 Progress = Callable[[str, int, int], None]  # what was finished, parts done, parts in all
+_FULL_HINT = "free some space and run it again: finished layers are kept"
 _HEAD_TOKENS = 1024  # with which a head is calibrated whose smoothing is searched
 
 
@@ -49,12 +53,27 @@ def run_job(job: Job, progress: Progress) -> Report:
     start = time.perf_counter()
     check_output(job.output_dir)
     plan = make_plan(job)
-    work, subject = plan.task.work, plan.subject
+    work = plan.task.work
     work.claim(plan.settings)
+    busy = f"another edgellm-quantize works in {work.path}"
+    with (
+        hold(work.path / LOCK, busy, "wait for it, or give another --output_dir"),
+        explain_full_disk(work.path, hint=_FULL_HINT),
+    ):
+        quality = _quantize(plan, progress)
+        report = make_report(plan, quality, time.perf_counter() - start)
+        write_folder(plan, report)
+        work.remove()
+    return report
+
+
+def _quantize(plan: Plan, progress: Progress) -> Quality:
+    """All layers that are not finished yet, and the comparison of the two models."""
+    work, subject = plan.task.work, plan.subject
     prepared, layers = subject.num_preparations, len(subject.layers)
     parts = prepared + layers + 1
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(job.seed)
+        torch.manual_seed(plan.job.seed)
         for index in range(layers):
             if not work.has(layer_part(index)):
                 if index == 0:
@@ -65,10 +84,7 @@ def run_job(job: Job, progress: Progress) -> Report:
             progress(f"layer {index}", prepared + index + 1, parts)
         quality = _finish(plan)
     progress("evaluation", parts, parts)
-    report = make_report(plan, quality, time.perf_counter() - start)
-    write_folder(plan, report)
-    work.remove()
-    return report
+    return quality
 
 
 def _streams(plan: Plan, layer: int) -> dict[str, States]:

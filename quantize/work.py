@@ -14,7 +14,7 @@ from edgellm.export.checkpoint import Safetensors
 from edgellm.quantize.states import write_text
 from edgellm.quantize.tensors import InMemory, Tensor, write_safetensors
 
-_JOB = "job.json"
+_JOB, LOCK = "job.json", "lock"
 CALIBRATION, FLOAT, QUANTIZED = "calibration", "float", "quantized"
 ROUNDED = "rounded"  # the calibration text behind layers that are quantized
 HEAD_PART = "head"

@@ -19,16 +19,44 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import without_host
 from hypothesis import settings
 
 from edgellm.export import models
-from edgellm.tools import smollm2
+from edgellm.scripts import smollm2
 
 if TYPE_CHECKING:
     from eagle_engines import EaglePair
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=25)
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="Leave out what needs torch and its kin.")
+    parser.addoption("--folders", action="store_true", help="Say what each folder of tests took.")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not terminalreporter.config.getoption("folders"):
+        return
+    took: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                folder = str(Path(report.nodeid.partition("::")[0]).parent)
+                took[folder] = took.get(folder, 0.0) + report.duration
+    terminalreporter.section("seconds by folder, of all workers")
+    for folder, seconds in sorted(took.items(), key=lambda item: -item[1]):
+        terminalreporter.write_line(f"{seconds:7.1f}  {folder}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("quick"):
+        config.pluginmanager.register(without_host)
+        settings.load_profile("quick")
+
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'tool' %}"
@@ -184,7 +212,7 @@ def smollm2_gguf() -> Path:
     """The real model; `make test` fetches it."""
     path = smollm2.cached()
     if path is None:
-        pytest.skip("SmolLM2 is not there: python -m edgellm.tools.smollm2 fetches it")
+        pytest.skip("SmolLM2 is not there: python -m edgellm.scripts.smollm2 fetches it")
     return path
 
 

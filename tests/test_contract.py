@@ -4,14 +4,18 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
-from edgellm import artifact
-from edgellm import command as command_module
+from edgellm import artifact, exclusive
 from edgellm.artifact import publish, temporary_folder, verify_files
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.disk import require_space
 from edgellm.manifest import (
     LLM_BUNDLE,
     LLM_ENGINE,
@@ -82,7 +86,7 @@ def test_a_failure_leaves_the_old_artifact(tmp_path):
             (folder / "model.onnx").write_text("half")
             raise OSError(errno.ENOSPC, "disk full")
 
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(EdgeLLMError, match="No space left on device"):
         fail()
     assert load_bundle(output, LLM_BUNDLE) == before
     verify_files(output, before.files)
@@ -145,33 +149,6 @@ def test_changed_files_are_found(tmp_path, change, message):
         verify_files(tmp_path / "out", manifest.files)
 
 
-def test_a_full_disk_becomes_one_line(capsys):
-    def command():
-        raise OSError(errno.ENOSPC, "No space left on device", "/x/model.weights")
-
-    with pytest.raises(SystemExit) as stop:
-        command_module.run_command(command)
-    assert stop.value.code == 2
-    printed = capsys.readouterr().err.splitlines()
-    assert printed == [
-        "error: No space left on device (/x/model.weights)",
-        "hint: free some space or give another folder",
-    ]
-
-
-def test_surprises_become_one_line(capsys, monkeypatch):
-    def command():
-        raise RuntimeError("deep inside\nand more")
-
-    with pytest.raises(SystemExit) as stop:
-        command_module.run_command(command)
-    assert stop.value.code == 3
-    assert "error: unexpected RuntimeError: deep inside\n" in capsys.readouterr().err
-    monkeypatch.setattr(command_module.sys, "argv", ["llm_build", "--debug"])
-    with pytest.raises(RuntimeError):
-        command_module.run_command(command)
-
-
 def test_manifests_are_facts():
     with pytest.raises(dataclasses.FrozenInstanceError):
         MANIFEST.opset = 23
@@ -197,3 +174,89 @@ def test_a_deferred_interrupt_reaches_its_handler():
     finally:
         signal.signal(signal.SIGTERM, before)
     assert seen == ["finished", signal.SIGTERM]
+
+
+def _killed_in_the_middle(output):
+    """What a run leaves that is killed while it writes."""
+    before = set(_leftovers(output.parent))
+    code = (
+        "import os, pathlib, sys; from edgellm.artifact import temporary_folder\n"
+        "with temporary_folder(pathlib.Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'model.weights').write_bytes(b'x' * 9)\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, output], check=False)
+    assert result.returncode == -signal.SIGKILL
+    (left,) = set(_leftovers(output.parent)) - before
+    return left
+
+
+def test_the_next_run_removes_what_a_killed_one_left(tmp_path):
+    """Nothing of somebody else's, and nothing of another output."""
+    output = tmp_path / "out"
+    other = _killed_in_the_middle(tmp_path / "out2")
+    left = _killed_in_the_middle(output)
+    foreign = tmp_path / ".out.partial-mine"
+    (foreign / "files").mkdir(parents=True)
+    (foreign / "lock").write_text("my own lock")
+    (tmp_path / ".out.partial-file").write_text("mine")
+    _publish(output)
+    assert left != other
+    assert sorted(_leftovers(tmp_path)) == sorted([other, ".out.partial-mine", ".out.partial-file"])
+    assert (foreign / "lock").read_text() == "my own lock"
+
+
+def test_two_runs_into_one_folder(tmp_path):
+    """The second is refused, whatever the first has written; another folder is free."""
+    output = tmp_path / "out"
+    with temporary_folder(output) as first:
+        (first / "model.onnx").write_text("first")
+        with pytest.raises(EdgeLLMError, match=r"another run is writing .*out") as caught:
+            _publish(output, "second")
+        assert caught.value.hint
+        _publish(tmp_path / "out2")
+        publish(first, output, MANIFEST)
+    assert (output / "model.onnx").read_text() == "first"
+    assert not _leftovers(tmp_path)
+    _publish(output, "second")
+    assert (output / "model.onnx").read_text() == "second"
+
+
+def test_an_output_on_another_disk_than_the_folder_above(tmp_path, monkeypatch):
+    """As a volume that a container mounts: nothing can be renamed into it from outside."""
+    output = tmp_path / "out"
+    output.mkdir()
+    devices = {output: 1, tmp_path: 2}
+    stat = exclusive.Path.stat
+
+    def with_devices(self, **options):
+        found = stat(self, **options)
+        if self not in devices:
+            return found
+        return SimpleNamespace(st_mode=found.st_mode, st_dev=devices[self])
+
+    monkeypatch.setattr(exclusive.Path, "stat", with_devices)
+    with temporary_folder(output) as folder:
+        assert output in folder.parents
+        (folder / "model.onnx").write_text("one")
+        publish(folder, output, MANIFEST)
+    assert sorted(path.name for path in output.iterdir()) == ["manifest.json", "model.onnx"]
+
+
+def test_a_full_disk_names_folder_and_bytes(tmp_path):
+    def fill():
+        with temporary_folder(tmp_path / "out") as folder:
+            (folder / "half").write_bytes(b"x" * 100_000)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(EdgeLLMError, match=r"No space left on device in .*: more than ") as caught:
+        fill()
+    needed, free = map(int, re.findall(r"(\d+) (?:bytes )?are", str(caught.value)))
+    assert needed - free >= 100_000
+    assert str(tmp_path) in str(caught.value)
+    fault = rf"in {tmp_path}: {10**18} bytes are needed, \d+ are"
+    with (
+        pytest.raises(EdgeLLMError, match=fault),
+        temporary_folder(tmp_path / "out") as folder,
+    ):
+        require_space(folder, 10**18)

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import typer
+from device_fakes import make_device
 from installed import PROJECT, ROOT, SCRIPTS, install
 from serve_process import serving
 from typer.core import TyperGroup
 
-from edgellm.tools.site.files import comments, manifest_page, request_page
-from edgellm.tools.site.flags import command_page, commands
+from edgellm.device_runtime.runners import Backend
+from edgellm.scripts.site.files import comments, manifest_page, request_page
+from edgellm.scripts.site.flags import command_page, commands
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -47,6 +49,8 @@ def apps() -> dict[str, typer.core.TyperCommand]:
 
 
 def test_the_site_builds_and_needs_no_other_host(tmp_path):
+    import mkdocs  # noqa: F401  # its absence is named, so that --quick leaves this out
+
     environment = {**os.environ, "PYTHONPATH": str(ROOT / ".src"), "NO_MKDOCS_2_WARNING": "1"}
     subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
@@ -55,7 +59,7 @@ def test_the_site_builds_and_needs_no_other_host(tmp_path):
     for page in ("index", "tutorial/index", "reference/commands/index", "architecture/index"):
         html = (tmp_path / f"{page}.html").read_text("utf-8")
         assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(?:https?:)?//[^>]+", html)
-    assert "scp -r" not in (tmp_path / "index.html").read_text("utf-8")
+    assert (tmp_path / "demo.svg").exists()
     assert "From host to device" in (tmp_path / "index.html").read_text("utf-8")
 
 
@@ -100,7 +104,7 @@ def test_commands_have_these_flags(path, apps):
 def test_json_is_json(path):
     for block in _blocks(path):
         if block["kind"] == "json":
-            json.loads(block["text"])
+            assert isinstance(json.loads(block["text"]), dict)
 
 
 def test_extras_that_pages_name_exist():
@@ -151,6 +155,64 @@ def test_python_runs(path, followed):
             )  # fmt: skip
         assert result.returncode == 0, result.stderr
         assert result.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def four_commands(eagle_pair, tmp_path_factory) -> list[str]:
+    """What the README's four commands print, with a tiny model and a folder as the robot."""
+    folder = tmp_path_factory.mktemp("readme")
+    device, here = make_device(folder)
+    shell = {
+        **os.environ, **device.environment(here), "MODEL": str(eagle_pair.base_checkpoint),
+    }  # fmt: skip
+    bin_folder = install(tmp_path_factory.mktemp("bin"))
+    shell |= {**bin_folder, "PATH": f"{here}{os.pathsep}{bin_folder['PATH']}"}
+    (script,) = [one["text"] for one in _blocks(ROOT / "README.md") if one["kind"] == "shell"]
+    (request,) = [one["text"] for one in _blocks(ROOT / "README.md") if one["kind"] == "json"]
+    (folder / "requests.json").write_text(request, "utf-8")
+    for real, tiny in _TINY.items():
+        script = script.replace(real, tiny)
+    result = subprocess.run(
+        ["bash", "-ec", script], cwd=folder, env=shell, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (device.home / "bundle/manifest.json").exists()
+    return result.stdout.splitlines()
+
+
+def _form(line: str) -> str:
+    """A printed line without the figures and names of a model."""
+    return re.sub(r"[\d.]+|(?<=: )(llama|qwen\d)", "N", line)
+
+
+def test_the_commands_of_the_readme_print_what_it_shows(four_commands):
+    shown = [one["text"] for one in _blocks(ROOT / "README.md") if one["kind"] == "text"][-1]
+    printed = {_form(line) for line in four_commands}
+    said = [line for line in shown.splitlines() if not line.startswith("[")]
+    said.remove("The capital of France is Paris.")  # a tiny model says other words
+    assert len(said) == 2
+    assert [line for line in said if _form(line) not in printed] == []
+
+
+def test_the_readme_is_a_page():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
+
+
+def test_structure_names_every_package():
+    page = (DOCS / "structure.md").read_text("utf-8")
+    named = set(re.findall(r"^\| `([\w/]+)` \|", page, re.MULTILINE))
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/__init__.py")}
+    assert named == {name for name in folders if not name.startswith((".", "tests"))}
+
+
+def test_paths_that_contributing_names_exist():
+    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    paths = re.findall(r"`((?:\w+/)+[\w.]*)`", page)
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    section = page.partition("## A backend")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", section)) - {"Backend", "auto"}
+    assert named == {name for name in vars(Backend) if not name.startswith("_")}
 
 
 def test_a_flag_that_does_not_exist_is_found(apps):

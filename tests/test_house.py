@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("quantize", "export", "build", "device_runtime", "multimodal", "tools", "benchmarks")
+IN_A_CLONE = ("scripts", "benchmarks")
+FOLDERS = ("quantize", "export", "build", "device_runtime", "multimodal", "tools", *IN_A_CLONE)
 FILES = [*ROOT.glob("*.py"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
@@ -27,22 +29,30 @@ def test_sizes_and_names(path):
 
 
 def test_the_wheel_holds_every_package(tmp_path):
-    """`build/` in a .gitignore would silently drop edgellm.build."""
+    """`build/` in a .gitignore would silently drop edgellm.build; scripts stay in the clone."""
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--wheel-dir", tmp_path, ROOT], check=True, capture_output=True)
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
-    shipped = [path for path in FILES if path.relative_to(ROOT).parts[0] != "benchmarks"]
+    shipped = [path for path in FILES if path.relative_to(ROOT).parts[0] not in IN_A_CLONE]
     missing = {f"edgellm/{p.relative_to(ROOT).as_posix()}" for p in shipped} - set(names)
     assert not missing
     assert {
         "edgellm/tools/trees.html",
-        "edgellm/tools/demo_requests.json",
         "edgellm/tools/inspection/page.html",
         *(f"edgellm/tools/serve/page/{name}" for name in ("index.html", "app.js", "style.css")),
         "edgellm/tools/bench/requests.json",
     } <= set(names)
     assert {"edgellm/quantize/calibration.jsonl", "edgellm/quantize/report.html"} <= set(names)
     assert all(name.startswith(("edgellm/", "edgellm-")) for name in names)
+    assert not [
+        name for name in names if name.startswith(("edgellm/scripts", "edgellm/benchmarks"))
+    ]
+
+
+def test_hooks_and_quick_checks_have_one_ruff():
+    hooks = re.findall(r"ruff==[\d.]+", (ROOT / ".pre-commit-config.yaml").read_text("utf-8"))
+    (pinned,) = re.findall(r"ruff==[\d.]+", (ROOT / "pyproject.toml").read_text("utf-8"))
+    assert set(hooks) == {pinned}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +72,7 @@ def test_the_device_side_imports_no_training_framework(module):
 @pytest.mark.parametrize(
     "module",
     ["edgellm.export.cli", "edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.tools.trees",
-     "edgellm.tools.train_draft.cli", "edgellm.tools.synthetic_vlm.cli", "edgellm.quantize.cli",
+     "edgellm.tools.train_draft.cli", "edgellm.scripts.synthetic_vlm.cli", "edgellm.quantize.cli",
      "edgellm.tools.inspection.cli", "edgellm.tools.serve.cli", "edgellm.tools.bench.cli",
       "edgellm.tools.transfer.cli", "edgellm.tools.chat.cli", "edgellm.tools.evaluate.cli",
       "edgellm.tools.doctor.cli"],

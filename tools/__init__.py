@@ -1,1 +1,1 @@
-"""Programs around the pipeline: the demo, and the model that it runs."""
+"""The commands around the pipeline."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from edgellm.artifact import check_output_file, replace_file
-from edgellm.command import run_command
+from edgellm.command import SNAKE_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 
 PAGE = Path(__file__).with_name("trees.html")
@@ -20,12 +20,7 @@ _PLACE = "@DATA@"
 _OF_A_TREE = ("tokens", "parents", "expected", "confidence", "path", "bonus")
 _HOW = "give the file that llm_inference --eagle --treeOutputFile wrote"
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
-)
+app = App(SNAKE_CASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +44,8 @@ def trees(
     output_file: Annotated[
         Path | None, typer.Option("--output_file", help="The page; default TREES.html.")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Draw the trees of speculative decoding: what was drafted, accepted, rejected."""
-    del debug  # read by run_command
     output = output_file or trees_file.with_suffix(".html")
     content = read_trees(trees_file)
     check_output_file(output, trees_file)

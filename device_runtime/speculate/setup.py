@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgellm.artifact import require_pair, verify_files, verify_sizes
+from edgellm.artifact import require_pair
 from edgellm.contract import BrokenArtifactError, LimitError
 from edgellm.device_runtime.pass_costs import draft_costs, heads_costs, pass_costs
 from edgellm.device_runtime.prefix_cache import RowCache
@@ -34,6 +34,7 @@ from edgellm.device_runtime.speculate.policy import (
 from edgellm.device_runtime.speculate.static_tree import StaticTree
 from edgellm.device_runtime.speculate.suffix import SuffixLookup
 from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.integrity import FileCheck
 from edgellm.manifest import (
     ALL_HEADS,
     DRAFT,
@@ -46,7 +47,6 @@ from edgellm.manifest import (
     STEP,
     DraftSpec,
     Engine,
-    FileRecord,
     load_engine,
 )
 
@@ -73,11 +73,7 @@ class _Order:
     session: DecoderSession  # of the base
     options: SpecOptions
     limits: TreeLimits
-    verify: bool  # hashes, not only sizes
-
-    def check(self, folder: Path, files: dict[str, FileRecord]) -> None:
-        """Refuse damaged files; raises `BrokenArtifactError`."""
-        (verify_files if self.verify else verify_sizes)(folder, files)
+    verify: bool | None  # see `FileCheck`
 
     def pass_costs(self) -> Mapping[str, float]:
         """Of the base: what the build measured, or passes now if it was compiled ahead of time."""
@@ -120,7 +116,7 @@ class Drafters:
         session: DecoderSession,
         options: SpecOptions,
         *,
-        verify: bool,
+        verify: bool | None,
     ) -> None:
         """Load what the options ask for; of EAGLE and Medusa that is `engine`/draft.
 
@@ -187,13 +183,13 @@ def _open_own(order: _Order) -> _Opened:
         )
     require_pair(manifest.draft, base, str(engine))
     check_tree_size(order.limits, base, engine)
-    order.check(folder, manifest.files)
     return open_network(order, folder, manifest)
 
 
 def _open_eagle(order: _Order, folder: Path, manifest: Engine) -> _Opened:
     check_draft_rows(order.limits, manifest)
-    session = open_draft(folder, manifest)
+    with FileCheck(folder, manifest.files, order.verify):
+        session = open_draft(folder, manifest)
     costs = _eagle_costs(order, session, manifest)
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
     round_rows = order.limits.round_rows
@@ -220,7 +216,8 @@ def _eagle_costs(order: _Order, session: DraftSession, draft: Engine) -> Costs:
 
 def _open_medusa(order: _Order, folder: Path, manifest: Engine) -> _Opened:
     limits = heads_limits(order.options, order.limits, manifest.draft)
-    session = open_heads(folder, manifest)
+    with FileCheck(folder, manifest.files, order.verify):
+        session = open_heads(folder, manifest)
     heads_ms = manifest.costs(ALL_HEADS) or heads_costs(session, manifest.draft, limits.top_k)
     costs = Costs.of(order.pass_costs(), None, heads_ms)
     image_ids = order.image_ids(reads_rows=True)
@@ -239,10 +236,10 @@ def _open_model(order: _Order) -> _Opened:
     assert folder is not None
     check_tree_size(order.limits, base, order.engine)
     manifest = load_engine(folder, LLM_ENGINE)
-    order.check(folder, manifest.files)
-    if manifest.files.get(_TOKENIZER) != base.files.get(_TOKENIZER):
-        require_same_tokens(order.engine, folder)
-    session = open_decoder(folder, manifest)
+    with FileCheck(folder, manifest.files, order.verify):
+        if manifest.files.get(_TOKENIZER) != base.files.get(_TOKENIZER):
+            require_same_tokens(order.engine, folder)
+        session = open_decoder(folder, manifest)
     if (images := manifest.decoder.images) is not None:
         session.set_images(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
     drafting = manifest.costs(PASS) or pass_costs(session, manifest.decoder)

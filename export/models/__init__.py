@@ -13,6 +13,17 @@ from types import ModuleType
 
 from edgellm.contract import UnsupportedModelError
 
+# Architectures that compute as a supported one does, but for what is named.
+_RELATIVES = {
+    "granite": ("llama", "multipliers"),
+    "mixtral": ("mistral", "mixture of experts"),
+    "phi3": ("llama", "fused projections and partial rope"),
+    "qwen2_moe": ("qwen2", "mixture of experts"),
+    "qwen3_moe": ("qwen3", "mixture of experts"),
+    "smollm3": ("llama", "layers without rope"),
+}
+_LIST = "docs/reference/models.md"
+
 
 def supported() -> list[str]:
     """The model types that have a file."""
@@ -20,12 +31,16 @@ def supported() -> list[str]:
 
 
 def find(model_type: str) -> ModuleType:
-    """The architecture's module; raises `UnsupportedModelError` naming the nearest one."""
-    from edgellm.export.config import nearest
+    """The architecture's module.
 
+    Raises:
+        UnsupportedModelError: there is none; the hint names a relative, if any, and all others.
+    """
     known = supported()
     if model_type not in known:
-        raise UnsupportedModelError(
-            f"architecture {model_type!r} is not supported", hint=nearest(model_type, known)
-        )
+        hint = f"supported: {', '.join(known)}; {_LIST} says more"
+        if model_type in _RELATIVES:
+            family, besides = _RELATIVES[model_type]
+            hint = f"it computes as {family} does, but for its {besides}; {hint}"
+        raise UnsupportedModelError(f"architecture {model_type!r} is not supported", hint=hint)
     return importlib.import_module(f"{__name__}.{model_type}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgellm.contract import UnsupportedModelError
 from edgellm.export.config import ConfigReader
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.models import llama
@@ -13,13 +14,18 @@ TINY = {**llama.TINY, "model_type": "qwen2", "tie_word_embeddings": False}
 
 
 def expect_full_attention(reader: ConfigReader) -> None:
-    """Accept Qwen's window keys only while the window is off."""
+    """Accept Qwen's window keys only while the window is off, in every layer."""
     reader.expect("use_sliding_window", False)
     for key in ("sliding_window", "max_window_layers"):
         reader.optional(key, int)
-    for kind in reader.read("layer_types", list, []):
-        if kind != "full_attention":
-            reader.expect("layer_types", ["full_attention", "..."])
+    kinds = reader.read("layer_types", list, [])
+    if any(kind != "full_attention" for kind in kinds):
+        reader.expect("layer_types", ["full_attention", "..."])
+    if kinds and len(kinds) != (layers := reader.positive("num_hidden_layers")):
+        raise UnsupportedModelError(
+            f"config.json: layer_types has {len(kinds)} entries, num_hidden_layers is {layers}",
+            hint="correct config.json; --num_layers N exports the first N layers",
+        )
 
 
 class Config(DecoderConfig):

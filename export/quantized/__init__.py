@@ -47,10 +47,11 @@ def find(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
     info = weights.info("weight")
     if info is not None and info.dtype in _FLOATS:
         return round_linear(weights, shape, dtype) if weights.rounding != "none" else None
-    for layout in _layouts():
-        found = layout.read(weights, shape, dtype)
+    for name in names():
+        found = _layout(name).read(weights, shape, dtype)
         if found is not None:
             _expect_float(weights)
+            weights.layouts.add(name)
             return found
     if info is None:
         return None
@@ -70,6 +71,7 @@ def _expect_float(weights: Weights) -> None:
         )
 
 
+@cache
 def names() -> list[str]:
     """All layouts."""
     modules = (module.name for module in pkgutil.iter_modules(__path__))
@@ -77,5 +79,5 @@ def names() -> list[str]:
 
 
 @cache
-def _layouts() -> list[Layout]:
-    return [cast(Layout, importlib.import_module(f"{__name__}.{name}")) for name in names()]
+def _layout(name: str) -> Layout:
+    return cast(Layout, importlib.import_module(f"{__name__}.{name}"))

@@ -31,6 +31,7 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
     words = weights.array("qweight", info.shape, "I32")
     scale = weights.array("scales", (blocks, out), scale_info.dtype)
     order = _order(weights, width, blocks)
+    weights.drop_zeros("bias")  # AutoGPTQ gave one to every layer, needed or not
 
     def codes() -> np.ndarray:
         values = unpack(np.ascontiguousarray(words().T), bits).T  # [in, out]

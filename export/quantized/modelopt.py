@@ -1,8 +1,10 @@
-"""nvidia-modelopt's unified layout, and the 8-bit layouts of compressed-tensors that equal it.
+"""nvidia-modelopt's unified layout, and 8-bit layouts that equal it.
 
 Source: nvidia-modelopt 0.47, `export_hf_checkpoint`; compressed-tensors 0.20, `float-quantized` and
-`int-quantized`. A layer's tensors are `weight`, `weight_scale` and, by format, `weight_scale_2`,
-`input_scale`, `pre_quant_scale` (the last is the linear layer's business).
+`int-quantized`; transformers 5, `FbgemmFp8Linear`, whose `input_scale_ub` bounds input scales that
+are found at run time: here such inputs stay floats. A layer's tensors are `weight`, `weight_scale`
+and, by format, `weight_scale_2`, `input_scale`, `pre_quant_scale` (the last is the linear layer's
+business).
 """
 
 from __future__ import annotations
@@ -65,6 +67,8 @@ def _eight_bits(
             f"of the {out} output channels"
         )
     scale = weights.array("weight_scale", info.shape, info.dtype)
+    if (bound := weights.info("input_scale_ub")) is not None:
+        weights.array("input_scale_ub", bound.shape, bound.dtype)
     per_channel = (out,) if np.prod(info.shape, dtype=int) > 1 else ()
     return QuantizedLinear(
         stored(f"{name}weight", onnx_type, (width, out), lambda: finite_fp8(name, codes().T)),

@@ -20,13 +20,11 @@ def supported() -> list[str]:
 
 
 def find(model_type: str) -> ModuleType:
-    """The encoder's module; raises `UnsupportedModelError` naming the nearest one."""
-    from edgellm.export.config import nearest
-
+    """The encoder's module; raises `UnsupportedModelError` naming those that there are."""
     known = supported()
     if model_type not in known:
         raise UnsupportedModelError(
             f"the visual encoder of {model_type!r} is not supported",
-            hint=nearest(model_type, known),
+            hint=f"supported: {', '.join(known)}; docs/reference/models.md says more",
         )
     return importlib.import_module(f"{__name__}.{model_type}")

@@ -5,7 +5,6 @@ A file exports `Processor`, which `read` builds from a checkpoint's settings.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,13 +73,11 @@ def supported() -> list[str]:
 
 
 def find(model_type: str) -> ModuleType:
-    """The family's module; raises `UnsupportedModelError` naming the nearest one."""
+    """The family's module; raises `UnsupportedModelError` naming those that there are."""
     if model_type not in _FAMILIES:
-        match = difflib.get_close_matches(model_type, _FAMILIES, n=1)
-        nearest = f"nearest supported: {match[0]}; " if match else ""
         raise UnsupportedModelError(
             f"images of {model_type!r} models are not supported",
-            hint=f"{nearest}supported: {', '.join(supported())}",
+            hint=f"supported: {', '.join(supported())}",
         )
     return importlib.import_module(f"{__name__}.{_FAMILIES[model_type]}")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.strict_json import parse
 
 FILES = "config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"
 T = TypeVar("T")
@@ -169,7 +169,7 @@ class Checkpoint:
 def _load(path: Path, *, required: bool = False) -> dict[str, Any]:
     hint = "copy it from the checkpoint"
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = parse(path.read_text("utf-8"))
     except FileNotFoundError:
         if required:
             raise BrokenArtifactError(f"{path.parent} holds no {path.name}", hint=hint) from None

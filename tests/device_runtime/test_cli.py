@@ -212,12 +212,19 @@ def test_damaged_engines(infer, tiny_engine, tmp_path):
     good = {"requests": [{"messages": [USER]}]}
     graph = engine / "decode.onnx"
     graph.write_bytes(b"\x00" * graph.stat().st_size)
-    assert_one_line_error(infer(good, engine=engine)[0], "cannot load", "build the engine again")
+    assert_one_line_error(infer(good, engine=engine)[0], "decode.onnx was changed: its sha256")
+    unread = infer(good, "--noVerify", engine=engine)[0]
+    assert_one_line_error(unread, "cannot load", "build the engine again")
     shutil.copy(tiny_engine / "decode.onnx", engine)
     data = engine / "decode.data"
     whole = data.read_bytes()
-    data.write_bytes(whole[:5000] + b"\x01\x02\x03" + whole[5003:])
-    assert_one_line_error(infer(good, "--verify", engine=engine)[0], "sha256 differs")
+    assert infer(good, engine=engine)[0].returncode == 0
+    data.write_bytes(whole[:5000] + b"\x01\x02" + whole[5002:])
+    for flags in ((), ("--verify",)):
+        result = infer(good, *flags, engine=engine)[0]
+        assert_one_line_error(result, "decode.data was changed: its sha256 differs")
+        assert result.returncode == 2
+    assert infer(good, "--no-verify", engine=engine)[0].returncode == 0
     data.write_bytes(whole[:1000])
     assert_one_line_error(infer(good, engine=engine)[0], "has 1000 bytes instead of")
     data.unlink()

@@ -228,7 +228,8 @@ def test_engines_of_another_version_open(engine):
     """Nothing in them depends on it, unlike the CPU's."""
     manifest = dataclasses.replace(load_engine(engine, LLM_ENGINE), backend_version="1.99")
     with cuda_on_cpu.cuda_is_the_cpu():
-        open_decoder(engine, manifest)
+        session = open_decoder(engine, manifest)
+        assert len(session.run(np.array([5]), 0, np.zeros(1, np.int64)).logits) == 1
 
 
 def test_a_draft_may_stay_on_the_cpu(eagle_pair, engine, tmp_path):

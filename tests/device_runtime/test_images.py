@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,35 @@ def test_a_second_question_does_not_encode_again(qwen, pictures, monkeypatch):
         answers.append(answer.token_ids)
     assert len(runs) == 1
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_threads_with_pictures(qwen, pictures):
+    """They share the encoder and the features that are kept; every answer is its picture's."""
+    llm = LLM(qwen.engine, multimodal_engine_dir=qwen.visual_engine)
+
+    def ask(at: int) -> list[int]:
+        content = [_image(pictures["abc"[at % 3]]), _text(f"w{at % 6}")]
+        sampling = SamplingParams(1.0, 1.0, 0, at % 6)
+        answer = llm.generate([{"role": "user", "content": content}], sampling=sampling,
+                              max_generate_length=6)  # fmt: skip
+        list(answer)
+        return answer.token_ids
+
+    alone = [ask(at) for at in range(6)]
+    llm.images._kept.clear()
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, range(24))) == alone * 4
+
+
+def test_a_damaged_encoder(qwen, tmp_path):
+    folder = Path(shutil.copytree(qwen.visual_engine, tmp_path / "visual"))
+    largest = max(folder.glob("*.*"), key=lambda path: path.stat().st_size)
+    data = largest.read_bytes()
+    middle = len(data) // 2
+    largest.write_bytes(data[:middle] + bytes((data[middle] ^ 255,)) + data[middle + 1 :])
+    with pytest.raises(BrokenArtifactError, match=f"{largest.name} was changed"):
+        LLM(qwen.engine, multimodal_engine_dir=folder)
+    LLM(qwen.engine, multimodal_engine_dir=folder, verify=False)
 
 
 def test_the_oldest_features_are_forgotten(qwen, pictures):

@@ -146,6 +146,97 @@ def test_sampling_parameters_have_ranges(wrong):
         SamplingParams(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", "hot"), ("temperature", None), ("temperature", True), ("top_p", "1"),
+     ("top_k", 1.5), ("top_k", True), ("seed", None), ("seed", "7"), ("num_logprobs", 0.5),
+     ("min_p", []), ("logit_bias", [1]), ("logit_bias", {"a": 1}), ("logit_bias", {3: None}),
+     ("guide", "json")],
+    ids=str,
+)  # fmt: skip
+def test_sampling_parameters_have_kinds(name, value):
+    with pytest.raises(RequestError, match=f"^{name} .* (is not|is no) "):
+        SamplingParams(**{name: value})
+
+
+def test_numbers_of_numpy_are_numbers(llm):
+    sampling = SamplingParams(np.float32(0.5), top_k=np.int64(3), seed=np.int32(1))
+    answer = llm.generate("w20", sampling=sampling, max_generate_length=np.int64(2))
+    list(answer)
+    assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"max_generate_length": 1.5}, "max_generate_length 1.5 is not a whole number"),
+     ({"max_generate_length": "3"}, "max_generate_length '3' is not a whole number"),
+     ({"max_generate_length": None}, "max_generate_length None is not"),
+     ({"max_generate_length": True}, "max_generate_length True is not"),
+     ({"sampling": {"temperature": 0}}, "is not a SamplingParams"),
+     ({"sampling": 0}, "sampling 0 is not a SamplingParams"),
+     ({"stop": 5}, "stop 5 is not a list of texts"), ({"stop": [b"x"]}, "is not a list of texts"),
+     ({"speculative": "no"}, "speculative 'no' is not True or False"),
+     ({"temperature": 0}, "temperature is no argument for raw text")],
+    ids=str,
+)  # fmt: skip
+def test_arguments_have_kinds(llm, arguments, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate("w20", **arguments)
+
+
+USER = {"role": "user", "content": "w20"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [(None, "the prompt None is neither a text nor a list"), ([], "the prompt \\[\\] is neither"),
+     (USER, "is neither a text nor a list of messages"), (b"w20", "is neither"),
+     (["w20"], r"messages\[0\] 'w20' is not an object"),
+     ([USER, {"content": "w20"}], r"messages\[1\] has no `role`"),
+     ([USER, {"role": "user"}], r"messages\[1\].content None is not a text or a list"),
+     ([{"role": "user", "content": 5}], r"messages\[0\].content 5 is not"),
+     ([{"role": "user", "content": ["w20"]}], r"content\[0\] 'w20' is not an object"),
+     ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\].text None is not a text"),
+     ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\].image None is not a"),
+     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}],
+      "'image_url' is neither 'text' nor 'image'")],
+    ids=str,
+)  # fmt: skip
+def test_messages_have_a_form(llm, prompt, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"context_reuse": "x"}, {"verify": 1}, {"spec": "eagle"},
+                  {"multimodal_engine_dir": 5}, {"engine_dir": None}], ids=str
+)  # fmt: skip
+def test_loading_has_kinds(tiny_engine, arguments):
+    with pytest.raises(RequestError, match=f"^{next(iter(arguments))} .* is not "):
+        LLM(**{"engine_dir": tiny_engine, **arguments})
+
+
+def test_one_stop_string_needs_no_list(scripted, llm):
+    scripted("w9", "w10", "w11")
+    answer = llm.generate("w20", sampling=GREEDY, stop="w10")
+    list(answer)
+    assert (answer.text, answer.finish_reason) == ("w9 ", "stop")
+
+
+def test_why_an_answer_ended_is_none_until_it_is_known(scripted, llm):
+    scripted("w9", "w10")
+    answer = llm.generate("w20", sampling=GREEDY, max_generate_length=2)
+    seen = [answer.finish_reason, *(answer.finish_reason for _ in answer)]
+    assert seen == [None, None, "length"]
+
+
+def test_an_answer_is_iterated_over_once(llm):
+    answer = llm.generate("w20", sampling=GREEDY, max_generate_length=2)
+    list(answer)
+    with pytest.raises(EdgeLLMError, match="iterated over once"):
+        list(answer)
+
+
 def test_half_surrogates_are_no_text(llm):
     with pytest.raises(RequestError, match="surrogate"):
         llm.generate("\ud800")

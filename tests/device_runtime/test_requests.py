@@ -36,6 +36,8 @@ def test_a_request_overrides_the_file():
         ("{}", r"\$\.requests must be a list"),
         ('{"requests": []}', r"\$\.requests must be a list"),
         ('{"requests": [1], "top_p": 2}', r"\$\.top_p: expected `float` <= 1.0"),
+        ('{"requests": [1], "top_k": 1, "top_k": 2}', r"in\.json: the key \$\.top_k stands there"),
+        ('{"requests": [{"seed": 1, "seed": 2}]}', r"the key \$\.requests\[0\]\.seed stands there"),
         ('{"requests": [1], "temprature": 1}', r"unknown field `temprature`"),
         ('{"requests": [1], "batch_size": "two"}', r"\$\.batch_size: expected `int`, got `str`"),
         ('{"requests": [1], "available_lora_weights": {"a": "b"}}', "LoRA adapters"),

@@ -86,6 +86,14 @@ def test_models_without_a_template_say_so(byte_level):
         byte_level.render([])
 
 
+def test_settings_of_a_tokenizer_that_stand_there_twice(tmp_path):
+    write_tokenizer(tmp_path, 20)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text('{"bos_token": "<s>", "bos_token": "</s>"}')
+    with pytest.raises(BrokenArtifactError, match=r"config\.json .*the key \$\.bos_token stands"):
+        ChatTokenizer(tmp_path)
+
+
 def test_damaged_tokenizers(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BrokenArtifactError, match=r"tokenizer\.json cannot be read"):

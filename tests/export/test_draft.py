@@ -62,6 +62,10 @@ LAYOUTS = {
         {**_SPECFORGE, "eagle_config": {_AUX: [0, 3, 5], "use_aux_hidden_state": True}},
         taps=(1, 4, 6), head_dim=24, file="sharded",
     ),
+    "specforge_both_keys": Layout(
+        {**_SPECFORGE, "eagle_config": {_AUX: [0, 3, 4], "use_aux_hidden_state": True},
+         _AUX: [1, 4, 5]}, taps=(1, 4, 5),
+    ),
     "specforge_eagle31": Layout(
         {**_SPECFORGE, "fc_norm": True, "norm_output": True}, fc_norm=True, norm_output=True
     ),

@@ -205,4 +205,4 @@ def test_families():
     assert processors.supported() == sorted(FAMILIES)
     with pytest.raises(UnsupportedModelError, match="'qwen4_vl' models") as caught:
         processors.find("qwen4_vl")
-    assert "nearest supported: qwen" in caught.value.hint
+    assert caught.value.hint == f"supported: {', '.join(processors.supported())}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import shutil
 import subprocess
@@ -18,7 +19,9 @@ from safetensors.numpy import save_file
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError, UnsupportedModelError
 from edgellm.quantize import checks, engine
+from edgellm.quantize import folder as folder_module
 from edgellm.quantize import run as run_module
+from edgellm.quantize import work as work_module
 from edgellm.quantize.run import run_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,6 +130,45 @@ def test_every_step_may_be_the_last_before_an_interrupt(place, tmp_path, monkeyp
     assert _files(job.output_dir) == _files(whole.output_dir)
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_run_killed_while_its_files_move_can_go_on(tmp_path, monkeypatch, replaces):
+    """The folder is there at once, or all that will be in it is known as this command's."""
+    output, replace, moves = tmp_path / "out", Path.replace, 0
+
+    def write(name: str, files: list[str]) -> Path:
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text(name)
+        listed = {"files": sorted([*files, folder_module.SIDE_FILE]), "of": name}
+        (tmp_path / name / folder_module.SIDE_FILE).write_text(json.dumps(listed))
+        return tmp_path / name
+
+    if replaces:
+        folder_module.publish(write("first", ["config.json", "model-1.safetensors"]), output)
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    def cut(path, target):
+        nonlocal moves
+        moves += 1
+        if moves == attempt:
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    for attempt in range(1, 9):
+        moves = 0
+        second = write(f"second{attempt}", ["config.json", "model.safetensors", "tokenizer.json"])
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(Path, "replace", cut)
+            folder_module.publish(second, output)
+            break
+        folder_module.check_output(output)
+    assert attempt == (6 if replaces else 2)
+    assert {path.name for path in output.iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", folder_module.SIDE_FILE
+    }  # fmt: skip
+    assert json.loads((output / folder_module.SIDE_FILE).read_text())["of"] == f"second{attempt}"
+
+
 def test_a_run_with_other_settings_is_refused(job, place):
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -214,6 +256,30 @@ def test_too_little_disk_is_foreseen(job, monkeypatch):
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(LimitError, match="GB of disk"):
         run_job(job, _quiet)
+
+
+def test_a_disk_that_fills_up_and_a_second_run(job, monkeypatch):
+    """Folder and bytes are named; what is finished is kept; nobody else works there meanwhile."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def once_more(*_: object) -> None:
+        with pytest.raises(EdgeLLMError, match="another edgellm-quantize works in"):
+            run_job(job, _quiet)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work_module, "write_safetensors", full)
+        with pytest.raises(LimitError, match=rf"in {job.work_dir}: more than \d+ bytes") as caught:
+            run_job(job, _quiet)
+    assert "finished layers are kept" in caught.value.hint
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "write_safetensors", full)
+        with pytest.raises(LimitError, match=rf"in {job.output_dir.parent}: more than \d+ bytes"):
+            run_job(job, once_more)
+    assert not job.output_dir.exists()
+    run_job(job, _quiet)
+    assert [path.name for path in job.output_dir.parent.iterdir()] == ["out"]
 
 
 def test_foreign_files_are_kept(job):

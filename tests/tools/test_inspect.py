@@ -299,6 +299,7 @@ def test_a_gguf_file_as_its_own_package_reads_it(tmp_path, kind):
         assert b"".join(tensor.contents()) == stored.data.tobytes()
     assert report.description["tokenizer.ggml.tokens"] == "40 values"
     assert report.description["some.flags"] == [True, False, True]
+    assert report.facts["parameters"] == f"{3 * 40 * 64 + 64:,}"
     assert report.kv_bytes_per_token == 2 * 1 * 2 * 16 * 2
     assert report.read_bytes == 2 * (3 * 40 * 64 + 64)  # the table is the head
 
@@ -449,7 +450,8 @@ def test_names_cannot_break_the_page(tmp_path, tiny_checkpoint):
 
 def test_json_has_no_surprises(tiny_engine, eagle_pair, visual_folders):
     for folder in (tiny_engine, eagle_pair.engine, *visual_folders):
-        json.dumps(report_json(inspect(folder), 10), allow_nan=False)
+        report = report_json(inspect(folder), 10)
+        assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 
 def _break_manifest(folder: Path) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from edgellm import contract
 from edgellm.contract import EdgeLLMError
+from edgellm.exclusive import hold
 from edgellm.export import models
 from edgellm.manifest import Bundle
 from edgellm.tools.train_draft import run as run_module
@@ -124,6 +125,8 @@ def test_the_command_trains_a_draft_that_loads(job):
     again = _command(job)  # the run is over: nothing is trained, the same draft is written
     assert again.returncode == 0, again.stderr
     assert _files(job.output_dir) == written
+    with hold(job.work_dir / "lock", "", ""):
+        assert_one_line_error(_command(job), f"another edgellm-train-draft works in {job.work_dir}")
     other = _command(job, epochs=3)
     assert_one_line_error(other, "holds a run with other settings", "another --work_dir")
     assert other.returncode == 2
@@ -230,6 +233,8 @@ def test_the_reduced_vocabulary_is_that_of_the_answers(job):
     assert (config["draft_vocab_size"], config["vocab_size"]) == (HEAD, VOCAB)
     ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert [tap + 1 for tap in ids] == [2, LAYERS // 2, LAYERS - 3]
+    # vLLM takes both keys as inputs of layers and prefers the one at the top.
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, LAYERS // 2, LAYERS - 3]
 
 
 def test_a_draft_goes_on_with_another(job, tmp_path):

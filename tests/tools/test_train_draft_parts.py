@@ -19,6 +19,7 @@ from edgellm.contract import UnsupportedModelError
 from edgellm.export import models
 from edgellm.tools.train_draft import base as base_module
 from edgellm.tools.train_draft import corpus
+from edgellm.tools.train_draft import features as features_module
 from edgellm.tools.train_draft.base import Base, Prompt
 from edgellm.tools.train_draft.corpus import Generation, Sample, answer_prompts, stored_answers
 from edgellm.tools.train_draft.features import (
@@ -31,6 +32,7 @@ from edgellm.tools.train_draft.features import (
 from edgellm.tools.train_draft.generate import generate
 from edgellm.tools.train_draft.losses import PIECE, head_loss
 from edgellm.tools.train_draft.network import Draft, DraftShape
+from edgellm.tools.train_draft.train import Trainer
 
 CPU = torch.device("cpu")
 STOPS = frozenset([2, 17, 33, 50, 71])
@@ -319,6 +321,30 @@ def test_long_conversations_are_cut():
     assert row_lengths(samples, 5) == [batch.num_tokens] == [5]
     assert batch.rows.ids.tolist() == [[5, 6, 7, 8, 9]]
     assert batch.learned.tolist() == [[False, False, False, True, True]]
+
+
+def test_a_full_disk_while_the_state_is_saved(tmp_path):
+    """Torch hides the disk's fault behind one of its own."""
+    (tmp_path / "training.pt.partial").symlink_to("/dev/full")
+    trainer = Trainer.__new__(Trainer)
+    trainer.folder, trainer.optimizers, trainer.step = tmp_path, [], 1
+    trainer._module = torch.nn.Linear(300, 300)
+    with pytest.raises(OSError, match="No space left on device"):
+        trainer.save()
+
+
+def test_a_full_disk_is_found_before_a_page_of_it_is_missing(tmp_path, monkeypatch):
+    """Which would end the process by a signal."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(features_module.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        FeatureCache(tmp_path / "features.bin", [3], (2, 4))
+    with pytest.raises(OSError, match="No space left"):
+        FeatureCache(tmp_path / "features.bin", [10**12], (2, 10**4))
+    assert not list(tmp_path.iterdir())
 
 
 def test_features_outlive_an_interrupt_only_once_saved(tmp_path):

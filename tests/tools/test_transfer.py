@@ -292,7 +292,7 @@ def test_a_disk_that_is_too_small(bundle, device):
     (device.commands / "df").unlink()
     line = "/dev/disk 100 98 2 98% /data"
     write_command(device.commands / "df", f"#!/bin/sh\necho Filesystem\necho {line}\n")
-    with pytest.raises(LimitError, match="models/bundle has 0 MB free") as found:
+    with pytest.raises(LimitError, match=r"models/bundle has 0.0 MB free, .* bytes") as found:
         _deliver(bundle, DEVICE)
     assert "free some space" in found.value.hint
     assert device.rsync_calls() == []
@@ -423,7 +423,7 @@ def test_a_full_disk_here(bundle, tmp_path):
         bundle, tmp_path / "there",
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
     )  # fmt: skip
-    assert_one_line_error(result, "File too large")
+    assert_one_line_error(result, f"File too large in {tmp_path}", "bytes are needed")
     assert not (tmp_path / "there").exists()
     assert _deliver(bundle, str(tmp_path / "there")).changed == ALL
 

@@ -18,7 +18,7 @@ from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.llm import Step
 from edgellm.device_runtime.speculate.loop import Round
 from edgellm.device_runtime.speculate.tree import Tree
-from edgellm.device_runtime.tree_log import TreeLog
+from edgellm.device_runtime.tree_log import TreeLog, trees_as_json
 from edgellm.tools.trees import PAGE, read_trees, render, summarize
 
 NASTY = [
@@ -120,7 +120,8 @@ def test_tokens_cannot_break_the_page():
 def test_the_script_is_valid(tmp_path):
     script = next(text for text in Page(render(RUN)).texts["script"] if "use strict" in text)
     (tmp_path / "page.js").write_text(script, "utf-8")
-    subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
+    checked = subprocess.run(["node", "--check", tmp_path / "page.js"], capture_output=True)
+    assert (checked.returncode, checked.stderr) == (0, b"")
 
 
 def test_what_the_runtime_logs_can_be_read(tmp_path):
@@ -130,13 +131,16 @@ def test_what_the_runtime_logs_can_be_read(tmp_path):
 
     tree = Tree(np.array([5, 6, 7]), np.array([-1, 0, 1]), np.array([1.0, 0.5, 0.25]))
     log = TreeLog(Tokenizer())  # type: ignore[arg-type]
-    log.add(0, Step((5,), "a", Round((5,))))
-    log.add(0, Step((6, 8), "b", Round((6, 8), tree, (0, 1), (1.0, 0.5, 0.5))))
-    log.add(0, Step((9,), "c", Round((9,), Tree.of_root(8), (0,), (1.0,))))
-    log.add(1, Step((5,), "plain"))
+    log.add(Step((5,), "a", Round((5,))))
+    log.add(Step((6, 8), "b", Round((6, 8), tree, (0, 1), (1.0, 0.5, 0.5))))
+    log.add(Step((9,), "c", Round((9,), Tree.of_root(8), (0,), (1.0,))))
+    plain = TreeLog(Tokenizer())  # type: ignore[arg-type]
+    plain.add(Step((5,), "plain"))
     path = tmp_path / "trees.json"
-    path.write_text(json.dumps(log.as_json("in.json")))
-    rounds = read_trees(path)["requests"][0]["rounds"]
+    path.write_text(json.dumps(trees_as_json("in.json", [log.rounds, plain.rounds])))
+    (request,) = read_trees(path)["requests"]
+    assert request["request_idx"] == 0
+    rounds = request["rounds"]
     assert (len(rounds), summarize(rounds).acceptance_length) == (3, 1.5)
 
 

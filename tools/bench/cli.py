@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from edgellm.build.cli import status
-from edgellm.command import ONE_CASE, numbers, run_command
+from edgellm.command import CAMEL_CASE, App, numbers, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.flags import Debug, EngineDir
+from edgellm.device_runtime.flags import EngineDir, Verify
 from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.bench.flags import Depth, Generate, InputFile, Output, Prompt, Repetitions
 
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 REQUESTS = Path(__file__).with_name("requests.json")
 _DEFAULT_PROMPTS = (128, 512)
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=ONE_CASE,
-)
+app = App(CAMEL_CASE)
 
 
 @app.command()
@@ -41,10 +36,9 @@ def bench(
     repetitions: Repetitions = 5,
     input_file: InputFile = None,
     output: Output = "text",
-    debug: Debug = False,
+    verify: Verify = None,
 ) -> None:
     """Measure an engine in turns; --eagle or --spec compares with plain decoding."""
-    del debug  # read by run_command
     from edgellm.device_runtime.llm import LLM
     from edgellm.device_runtime.requests import read_file
     from edgellm.tools.bench.formats import NAMES
@@ -60,7 +54,7 @@ def bench(
         raise EdgeLLMError("--inputFile is for speculation", hint="give --eagle or --spec as well")
     depths = numbers("--depth", depth)
     requests = read_file(input_file or REQUESTS)
-    llm = LLM(engine_dir, spec=how)
+    llm = LLM(engine_dir, verify=verify, spec=how)
     prompts = _prompts(prompt, llm.manifest)
     check_sizes(llm.manifest, prompts, depths, generate)
     texts = Texts.at(llm, *requests, depths) if how is not None else None

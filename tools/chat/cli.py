@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.command import ONE_CASE, run_command
+from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.flags import Debug, EngineDir, MultimodalEngineDir, Verify
+from edgellm.device_runtime.flags import EngineDir, MultimodalEngineDir, Verify
 from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.chat.flags import (
     EnableThinking,
@@ -32,12 +32,7 @@ if TYPE_CHECKING:
 
 _SEED_BYTES = 4
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=ONE_CASE,
-)
+app = App(CAMEL_CASE)
 
 
 @app.command()
@@ -54,14 +49,12 @@ def chat(
     max_generate_length: MaxGenerateLength = 512,
     enable_thinking: EnableThinking = False,
     history_file: HistoryFile = None,
-    verify: Verify = False,
-    debug: Debug = False,
+    verify: Verify = None,
 ) -> None:
     """Talk with an engine; /help lists what else a line may say.
 
     Without a terminal every line of standard input is a message, and its answer is printed.
     """
-    del debug  # read by run_command
     from edgellm.device_runtime.llm import LLM
     from edgellm.device_runtime.sampling import SamplingParams
     from edgellm.tools.chat.conversation import Conversation, Settings
@@ -135,4 +128,4 @@ def _state_folder() -> Path:
 
 def main() -> None:
     """Entry point."""
-    run_command(app)
+    run_command(app, second_ends=False)

@@ -9,14 +9,9 @@ from typing import Annotated
 import typer
 
 from edgellm.build.flags import Backend, TargetSm
-from edgellm.command import ONE_CASE, run_command
+from edgellm.command import CAMEL_CASE, App, run_command
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=ONE_CASE,
-)
+app = App(CAMEL_CASE)
 
 
 @app.command()
@@ -27,10 +22,8 @@ def doctor(
     ] = None,
     backend: Backend = "auto",
     target_sm: TargetSm = "",
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Look at driver, CUDA, JetPack, memory, power mode, packages; exit code 1 for a fault."""
-    del debug  # read by run_command
     from edgellm.tools.doctor.checks import FAULT, examine
     from edgellm.tools.doctor.machine import Machine
 

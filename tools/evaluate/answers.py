@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.journal import Journal
 
 
 class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -56,30 +56,17 @@ class AnswerLog:
         Raises:
             EdgeLLMError: a line is damaged, or a question is answered twice.
         """
-        self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.ftruncate(self._file, whole)
-        self.records = read_records(path, content[:whole])
+        self._journal = Journal(path)
+        self.records = read_records(path, self._journal.content)
 
     def append(self, record: Record) -> None:
         """Add a line; it is on the disk when this returns, or not there at all."""
-        line = memoryview(msgspec.json.encode(record) + b"\n")
-        size = os.fstat(self._file).st_size
-        try:
-            while line:
-                line = line[os.write(self._file, line) :]
-            os.fsync(self._file)
-        except BaseException:
-            os.ftruncate(self._file, size)
-            raise
+        self._journal.append(msgspec.json.encode(record))
         self.records[record.question_id] = record
 
     def close(self) -> None:
         """No more answers come."""
-        os.close(self._file)
+        self._journal.close()
 
 
 def read_records(path: Path, content: bytes) -> dict[int | str, Record]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
-
-from edgellm.command import ONE_CASE, run_command
+from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.evaluate.flags import (
     Compare,
     DataFile,
     Dataset,
-    Debug,
     EngineDir,
     Limit,
     MaxGenerateLength,
@@ -25,12 +22,7 @@ from edgellm.tools.evaluate.flags import (
     Temperature,
 )
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=ONE_CASE,
-)
+app = App(CAMEL_CASE)
 
 
 @app.command()
@@ -49,14 +41,12 @@ def evaluate(
     repeats: Repeats = 1,
     run_code: RunCode = False,
     compare: Compare = None,
-    debug: Debug = False,
 ) -> None:
     """Answer a dataset with and without speculation in turns, score both, write a report.
 
     Without flags that say what drafts, there are plain answers alone. The same command again goes
     on with an interrupted run.
     """
-    del debug  # read by run_command
     how = spec_flags.read()
     if compare is not None:
         _compare(*compare, engine_dir or dataset or output_dir)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgellm.artifact import replace_file
+from edgellm.artifact import hash_engines, replace_file
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -22,7 +22,7 @@ from edgellm.tools.evaluate.report import report_markdown, report_page, tables
 from edgellm.tools.evaluate.run import answer_all, open_logs
 from edgellm.tools.evaluate.sandbox import open_sandbox
 from edgellm.tools.evaluate.scores import SCORES_FILE, Scores, score
-from edgellm.tools.evaluate.settings import Settings, hash_engines, run_folder
+from edgellm.tools.evaluate.settings import Settings, run_folder
 from edgellm.tools.tables import show
 
 

@@ -47,4 +47,3 @@ Compare = Annotated[
     tuple[Path, Path] | None,
     typer.Option("--compare", metavar="A B", help="Compare two finished runs of the same data."),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from edgellm.contract import EdgeLLMError
+from edgellm.strict_json import parse
 from edgellm.tools.evaluate import packages
 from edgellm.tools.evaluate.packages import PackagedFile
 
@@ -197,7 +198,7 @@ def _question(line: bytes, kind: str) -> Question:
 
 
 def _decode(line: bytes, kind: type[Line]) -> Line:
-    return msgspec.json.decode(line, type=kind)
+    return msgspec.convert(parse(line), kind)
 
 
 def _in_folder(question: Question, folder: Path) -> Question:

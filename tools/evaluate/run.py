@@ -154,6 +154,7 @@ def _note(choice: Choice, given: Answer, wall_s: float) -> None:
     choice.rounds.append(len(profile.rounds))
     choice.draft_tokens.append(int(counts["total_draft_tokens"]))
     choice.accepted_draft_tokens.append(int(counts["total_accepted_draft_tokens"]))
+    assert given.finish_reason is not None  # it is complete
     choice.finish_reasons.append(given.finish_reason)
 
 

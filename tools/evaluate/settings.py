@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -12,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from edgellm.artifact import hash_file, replace_file
+from edgellm.artifact import replace_file
 from edgellm.contract import EdgeLLMError
-from edgellm.manifest import DRAFT_FOLDER, MANIFEST_NAME
+from edgellm.exclusive import hold
 
 RUN_FILE = "run.json"
 _FLAGS = {
@@ -54,15 +53,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.temperature == 0 and self.spec is not None and not self.spec.get("typical")
 
 
-def hash_engines(engine: Path, visual: Path | None, draft_model: Path | None) -> dict[str, str]:
-    """Manifests of all engines that take part, by role; one that is missing is left out."""
-    folders = {"base": engine, "draft": engine / DRAFT_FOLDER}
-    folders |= {"visual": visual} if visual is not None else {}
-    folders |= {"draft model": draft_model} if draft_model is not None else {}
-    manifests = {role: folder / MANIFEST_NAME for role, folder in folders.items()}
-    return {role: hash_file(path).sha256 for role, path in manifests.items() if path.is_file()}
-
-
 @contextlib.contextmanager
 def run_folder(folder: Path, settings: Settings) -> Iterator[None]:
     """Begin a run in the folder, or go on with one; no other process may meanwhile.
@@ -74,12 +64,8 @@ def run_folder(folder: Path, settings: Settings) -> Iterator[None]:
     path = folder / RUN_FILE
     if not path.exists():
         _begin(folder, settings)
-    with path.open("rb") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            hint = "wait for it, or give another --outputDir"
-            raise EdgeLLMError(f"another edgellm-eval works in {folder}", hint=hint) from None
+    busy = f"another edgellm-eval works in {folder}"
+    with hold(path, busy, "wait for it, or give another --outputDir"):
         begun = read_settings(folder)
         for name, flag in _FLAGS.items():
             if getattr(begun, name) != getattr(settings, name):

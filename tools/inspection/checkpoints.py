@@ -12,6 +12,7 @@ from edgellm.export.medusa_config import head_names
 from edgellm.export.source import open_checkpoint
 from edgellm.manifest import KVCacheSpec
 from edgellm.tools.inspection.origins import of_checkpoint
+from edgellm.tools.inspection.parameters import count_parameters
 from edgellm.tools.inspection.report import Graph, Report, flat
 from edgellm.tools.inspection.tensors import VISION, Contents, Tensor, layer_of, part_of
 
@@ -45,8 +46,10 @@ def inspect_checkpoint(folder: Path) -> Report:
     if is_draft:
         kind = "Medusa heads" if is_medusa else "EAGLE draft"
     facts = {"architecture": str(config.get("model_type")), "contents": kind}
+    facts["parameters"] = f"{count_parameters(checkpoint):,}"
     facts |= {key: str(text[key]) for key in _SHOWN if text.get(key) is not None}
-    facts["quantization"] = checkpoint.quantization
+    quantization, contradiction = _quantization(checkpoint, infos)
+    facts["quantization"] = quantization + contradiction
     if checkpoint.quant_config:
         facts["quantization config"] = ", ".join(
             f"{key} {value}"
@@ -58,7 +61,7 @@ def inspect_checkpoint(folder: Path) -> Report:
         path=str(folder),
         kind="hf_checkpoint",
         title=f"Hugging Face checkpoint: {config.get('model_type')}, {kind}, "
-        f"{kv.num_layers if kv else '?'} layers, quantization {checkpoint.quantization}",
+        f"{kv.num_layers if kv else '?'} layers, quantization {quantization}",
         facts=facts,
         description=flat({"config": config, "quantization": checkpoint.quant_config}),
         graphs=(Graph("weights", tensors),),
@@ -68,6 +71,14 @@ def inspect_checkpoint(folder: Path) -> Report:
         capacity=_number(text, "max_position_embeddings"),
         is_decoder=kv is not None and not is_draft,
     )
+
+
+def _quantization(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> tuple[str, str]:
+    """How the weights are stored, and what config.json says to the contrary: tensors decide."""
+    said = checkpoint.quantization
+    if said != "none" and all(info.dtype in _FLOATS for info in infos.values()):
+        return "none", f" (config.json says {said}, but all weights are floats)"
+    return said, ""
 
 
 def _tensors(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> Iterator[Tensor]:

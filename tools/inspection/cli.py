@@ -8,19 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.command import run_command
+from edgellm.command import SNAKE_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.tools.inspection.report import Report
     from edgellm.tools.tables import Table
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
-)
+app = App(SNAKE_CASE)
 
 
 @app.command()
@@ -43,10 +38,8 @@ def inspect(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a page with plots, which needs no network.")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Show what a checkpoint, bundle or engine holds and needs, and where it comes from."""
-    del debug  # read by run_command
     from edgellm.artifact import check_output_file
     from edgellm.tools.inspection.find import inspect as read
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from edgellm.artifact import verify_files, verify_sizes
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.export.source import refuse_adapter
 from edgellm.manifest import MANIFEST_NAME
 from edgellm.tools.inspection.bundles import (
     inspect_bundle,
@@ -61,6 +62,7 @@ def inspect(path: Path, *, verify: bool = False) -> Report:
         raise BrokenArtifactError(
             f"{path / MANIFEST_NAME} is not a manifest of edgellm, or damaged", hint=_WANTED
         )
+    refuse_adapter(path)
     raise EdgeLLMError(f"{path} is no checkpoint, bundle or engine", hint=_inside(path) or _WANTED)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,11 +19,20 @@ from edgellm.tools.serve.guard import Guard
 from edgellm.tools.serve.metrics import Metrics
 from edgellm.tools.serve.openapi import document
 from edgellm.tools.serve.pages import add_page
-from edgellm.tools.serve.schemas import ChatRequest, CompletionRequest
+from edgellm.tools.serve.schemas import ChatRequest, CompletionRequest, Sampled
 from edgellm.tools.serve.settings import Settings
+from edgellm.tools.serve.sites import share
 from edgellm.tools.serve.streams import Writer, answer
+from edgellm.tools.serve.tokens import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenized,
+    tokenized,
+)
 from edgellm.tools.serve.triton import GenerateRequest, GenerateWriter
 from edgellm.tools.serve.worker import Worker
+
+_log = logging.getLogger(__name__)
 
 
 class Server:
@@ -31,6 +42,7 @@ class Server:
         self.worker, self.metrics, self.settings = worker, metrics, settings
         self.llm = worker.llm
         self.created = int(time.time())
+        self._told: set[str] = set()  # fields that the log named as ignored
 
     def require_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 for another model than the one there is."""
@@ -41,11 +53,29 @@ class Server:
             )  # fmt: skip
 
     async def respond(
-        self, request: Request, ask: Ask, writer: Writer, *, streams: bool
+        self,
+        request: Request,
+        asks: Sequence[Ask],
+        writer: Writer,
+        *,
+        streams: bool,
+        ignored: Sequence[str] = (),
     ) -> Response:
-        """Queue a request and answer it."""
-        call = Call(self.worker, ask, request, self.settings.total_timeout_s)
-        return await answer(call, writer, request, streams=streams)
+        """Queue a request and answer it; say which of its fields were ignored."""
+        call = Call(self.worker, asks, request, self.settings.total_timeout_s)
+        for name in ignored:
+            if name not in self._told:
+                self._told.add(name)
+                _log.warning("requests have %s, which is ignored; said once", name)
+        headers = {"x-edgellm-ignored": ", ".join(ignored)} if ignored else {}
+        return await answer(call, writer, request, headers, streams=streams)
+
+    async def respond_openai(
+        self, request: Request, body: Sampled, asks: Sequence[Ask], writer: Writer
+    ) -> Response:
+        """As `respond`."""
+        ignored = body.ignored(self.llm.tokenizer.chat_template or "")
+        return await self.respond(request, asks, writer, streams=body.streams(), ignored=ignored)
 
     def model_card(self) -> dict[str, Any]:
         """The model, in OpenAI's form."""
@@ -63,11 +93,13 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
     server = Server(worker, metrics, settings)
     _add_openai(app, server)
     _add_triton(app, server)
+    _add_tokens(app, server, version)
     _add_states(app, server)
     add_page(app)
     errors.install(app)
     app.openapi = document(app)  # type: ignore[method-assign]
     app.add_middleware(Guard, settings=settings, worker=worker)
+    share(app, settings.origins)  # outside the guard: a page may read its refusals
     return app
 
 
@@ -78,15 +110,15 @@ def _add_openai(app: FastAPI, server: Server) -> None:
         server.require_model(body.model)
         writer = chat.ChatWriter(body, server.llm, server.settings.model)
         ask = await chat.ask_of(body, server.llm, server.settings.images)
-        return await server.respond(request, ask, writer, streams=body.streams())
+        return await server.respond_openai(request, body, [ask], writer)
 
     @app.post("/v1/completions")
     async def text_completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue a text."""
+        """Continue a text, or several."""
         server.require_model(body.model)
+        asks = completions.asks_of(body)
         writer = completions.CompletionWriter(body, server.llm, server.settings.model)
-        ask = completions.ask_of(body)
-        return await server.respond(request, ask, writer, streams=body.streams())
+        return await server.respond_openai(request, body, asks, writer)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -105,11 +137,9 @@ def _add_triton(app: FastAPI, server: Server) -> None:
         name: str, body: GenerateRequest, request: Request, *, streams: bool
     ) -> Response:
         server.require_model(name)
-        if body.streaming not in (None, streams):
-            path = "generate_stream" if body.streaming else "generate"
-            raise ApiError(400, f"streaming: this is what {path} is for", param="streaming")
-        writer = GenerateWriter(body, server.settings.model)
-        return await server.respond(request, body.ask(), writer, streams=streams)
+        body.require_path(streams=streams)
+        writer = GenerateWriter(body, server.llm.tokenizer, server.settings.model, streams=streams)
+        return await server.respond(request, [body.ask()], writer, streams=streams)
 
     @app.post("/v2/models/{name}/generate")
     async def generate(name: str, body: GenerateRequest, request: Request) -> Response:
@@ -136,6 +166,25 @@ def _add_triton(app: FastAPI, server: Server) -> None:
     async def triton_live() -> Response:
         """Whether the server runs."""
         return Response(status_code=200)
+
+
+def _add_tokens(app: FastAPI, server: Server, version: str) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> JSONResponse:
+        """The tokens of a text or of messages."""
+        server.require_model(body.model)
+        return JSONResponse(await tokenized(body, server.llm))
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> JSONResponse:
+        """The text of tokens."""
+        server.require_model(body.model)
+        return JSONResponse(await detokenized(body, server.llm))
+
+    @app.get("/version")
+    async def own_version() -> JSONResponse:
+        """The server's version."""
+        return JSONResponse({"version": version})
 
 
 def _add_states(app: FastAPI, server: Server) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from starlette.requests import Request
 
@@ -21,8 +21,10 @@ class DisconnectedError(Exception):
 class Call:
     """A job with what comes back from it; closing it ends the job before its next pass."""
 
-    def __init__(self, worker: Worker, ask: Ask, request: Request, total_timeout_s: float) -> None:
-        """Put the job into the queue.
+    def __init__(
+        self, worker: Worker, asks: Sequence[Ask], request: Request, total_timeout_s: float
+    ) -> None:
+        """Put the job into the queue; its answers come one after the other.
 
         Raises:
             ApiError: 429 or 503.
@@ -30,9 +32,9 @@ class Call:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         deadline = request.scope.get("arrived", self._loop.time()) + total_timeout_s
-        self._worker, self._job = worker, Job(ask, self._post, deadline)
+        self._worker, self._job = worker, Job(tuple(asks), self._post, deadline)
         worker.submit(self._job)
-        self._over = False
+        self._left = len(asks)
         self._timer = self._loop.call_at(deadline, self._fail, _too_late())
         self._watch = asyncio.create_task(self._wait_for_disconnect(request))
 
@@ -55,14 +57,13 @@ class Call:
             raise events[0].error
         if isinstance(events[-1], Failed):
             self._events.put_nowait(events.pop())  # what came before is delivered first
+        self._left -= sum(isinstance(event, Finished) for event in events)
         return events
 
     async def __aiter__(self) -> AsyncIterator[list[Event]]:
-        """Yield events until the answer is complete; raises as `arrived`."""
-        while not self._over:
-            events = await self.arrived()
-            self._over = isinstance(events[-1], Finished)
-            yield events
+        """Yield events until all answers are complete; raises as `arrived`."""
+        while self._left:
+            yield await self.arrived()
 
     def close(self) -> None:
         """Let the worker stop, whatever it is at."""

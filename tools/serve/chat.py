@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from edgellm.device_runtime.guidance import Guide
 from edgellm.device_runtime.llm import LLM, Step
-from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.engine import Ask
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished
@@ -18,7 +18,7 @@ from edgellm.tools.serve.logprobs import chat_logprobs
 from edgellm.tools.serve.origins import origins
 from edgellm.tools.serve.schemas import ChatRequest, Message, StreamOptions, TextPart
 from edgellm.tools.serve.settings import ImageRules
-from edgellm.tools.serve.tool_calls.call import Call, ToolParser
+from edgellm.tools.serve.tool_calls.call import Call
 from edgellm.tools.serve.usage import timing, usage
 
 _Event = dict[str, Any]
@@ -30,26 +30,43 @@ async def ask_of(body: ChatRequest, llm: LLM, rules: ImageRules) -> Ask:
     Raises:
         ApiError: pictures that are not allowed, tools for a model that has no template for them.
     """
-    images: list[str] = []
-    messages = []
-    for index, message in enumerate(body.messages):
-        messages.append(_template_message(message, f"messages.{index}"))
-        parts = message.content if isinstance(message.content, list) else []
-        urls = [part.image_url.url for part in parts if not isinstance(part, TextPart)]
-        images += [await image_source(url, rules) for url in urls]
+    messages, images = await messages_of(body.messages, rules)
     if images and llm.images is None:
         raise ApiError(
             400, "this server takes text only: it has no visual engine", param="messages"
         )
-    flags: dict[str, Any] = {}
-    if body.tools and body.tool_choice != "none":
-        flags["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    if body.chat_template_kwargs is not None:
-        flags |= body.chat_template_kwargs.model_dump(exclude_none=True)
     return Ask(
-        messages, body.sampling(_num_logprobs(body)), body.max_completion_tokens or body.max_tokens,
-        body.stops(), tuple(images), flags,
+        messages, body.sampling(_num_logprobs(body), _form(body, llm)),
+        body.max_completion_tokens or body.max_tokens, body.stops(), images,
+        body.template_flags(llm.tokenizer.chat_template or ""),
     )  # fmt: skip
+
+
+def _form(body: ChatRequest, llm: LLM) -> Guide | None:
+    """The form of the answer: what was asked for, or a call that must be made."""
+    form, calls = body.form(), body.calls_form(llm)
+    if form is not None and calls is not None:
+        raise ApiError(
+            400, "tool_choice: an answer that must be a call has no other form", param="tool_choice"
+        )
+    return form or calls
+
+
+async def messages_of(
+    given: Sequence[Message], rules: ImageRules
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Messages as chat templates want them, and the sources of their pictures.
+
+    Raises:
+        ApiError: pictures that are not allowed, messages without content.
+    """
+    messages, images = [], []
+    for index, message in enumerate(given):
+        messages.append(_template_message(message, f"messages.{index}"))
+        parts = message.content if isinstance(message.content, list) else []
+        urls = [part.image_url.url for part in parts if not isinstance(part, TextPart)]
+        images += [await image_source(url, rules) for url in urls]
+    return messages, tuple(images)
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:
@@ -102,28 +119,16 @@ def _arguments(text: str, place: str) -> Any:
         ) from None
 
 
-def parser_of(body: ChatRequest, llm: LLM) -> ToolParser | None:
-    """What finds tool calls in the answer; None where none are wanted.
-
-    Raises:
-        ApiError: the model's chat template has no tools of a known kind.
-    """
-    if not body.tools or body.tool_choice == "none":
-        return None
-    parser = tool_calls.find(llm.tokenizer.chat_template or "")
-    if parser is None:
-        raise ApiError(400, "tools: this model's chat template knows no tools", param="tools")
-    return parser({tool.function.name for tool in body.tools})
-
-
 class ChatWriter:
     """A chat completion as it grows."""
 
     last = b"data: [DONE]\n\n"
 
     def __init__(self, body: ChatRequest, llm: LLM, model: str) -> None:
-        self._tokenizer, self._end_ids = llm.tokenizer, frozenset(llm.manifest.eos_token_ids)
-        self._parser = parser_of(body, llm)
+        self._tokenizer = llm.tokenizer
+        self._end_ids = body.ends(llm.manifest.eos_token_ids)
+        self._parser = body.parser(llm)
+        self._most_calls = 1 if body.parallel_tool_calls is False else None
         self._options = body.stream_options or StreamOptions()
         self._wants_logprobs = bool(body.logprobs)
         self._head: _Event = {
@@ -196,12 +201,14 @@ class ChatWriter:
     def _added(self, found: Sequence[str | Call]) -> _Event:
         delta: _Event = {}
         text = "".join(item for item in found if isinstance(item, str))
-        calls = [self._call(item) for item in found if not isinstance(item, str)]
+        calls = [item for item in found if not isinstance(item, str)]
+        if self._most_calls is not None:
+            calls = calls[: self._most_calls - len(self._calls)]
         self._content += text
         if text:
             delta["content"] = text
         if calls:
-            delta["tool_calls"] = calls
+            delta["tool_calls"] = [self._call(call) for call in calls]
         return delta
 
     def _call(self, call: Call) -> _Event:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.command import ONE_CASE, run_command
+from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.flags import Debug, EngineDir, MultimodalEngineDir, Verify
+from edgellm.device_runtime.flags import EngineDir, MultimodalEngineDir, Verify
 from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.serve.flags import (
     AllowNoKey,
+    AllowOrigins,
     ApiKeyFile,
     ContextReuse,
     DrainTimeout,
@@ -34,12 +35,7 @@ if TYPE_CHECKING:
     from edgellm.device_runtime.llm import LLM
     from edgellm.tools.serve.settings import Settings
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=ONE_CASE,
-)
+app = App(CAMEL_CASE)
 
 
 @app.command()
@@ -60,14 +56,13 @@ def edgellm_serve(
     max_body_bytes: MaxBodyBytes = None,
     image_folders: ImageFolders = None,
     image_hosts: ImageHosts = None,
+    allow_origins: AllowOrigins = None,
     context_reuse: ContextReuse = True,
-    verify: Verify = False,
-    debug: Debug = False,
+    verify: Verify = None,
 ) -> None:
     """Answer OpenAI's and Triton's requests over HTTP, one after the other."""
-    del debug  # read by run_command
     how = spec_flags.read()
-    from edgellm.tools.serve import settings
+    from edgellm.tools.serve import settings, sites
 
     keys = settings.read_keys(api_key_file) if api_key_file is not None else frozenset()
     settings.require_safe(host, has_keys=bool(keys), allow_no_key=allow_no_key)
@@ -76,6 +71,7 @@ def edgellm_serve(
     wanted = settings.Settings(
         model_name or engine_dir.resolve().name, keys, settings.is_loopback(host) and not keys,
         queue_size, request_timeout, total_timeout, max_body_bytes=max_body_bytes or most,
+        origins=sites.read_origins(allow_origins or ()),
         images=settings.ImageRules(
             _folders(image_folders), frozenset(map(str.lower, image_hosts or ()))
         ),

@@ -18,7 +18,7 @@ from edgellm.device_runtime.tokenizer import ChatTokenizer
 class Ask:
     """What one request wants from the engine."""
 
-    prompt: str | list[dict[str, Any]]  # raw text, or messages for the chat template
+    prompt: str | tuple[int, ...] | list[dict[str, Any]]  # raw text, token ids, or messages
     sampling: SamplingParams
     max_tokens: int | None = None  # None: as many as the cache has room for
     stop: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ def load(
     how: SpecOptions | None,
     *,
     context_reuse: bool,
-    verify: bool,
+    verify: bool | None,
 ) -> LLM:
     """The engine of a server; raises what `LLM` raises."""
     return LLM(
@@ -50,25 +50,29 @@ def start(llm: LLM, ask: Ask) -> Answer:
     Raises:
         RequestError: the template refuses the messages, an image cannot be read, nothing fits.
     """
-    is_raw = isinstance(ask.prompt, str)
-    try:
-        text = ask.prompt if isinstance(ask.prompt, str) else _render(llm.tokenizer, ask)
-    except RecursionError:
-        raise RequestError("the messages are nested too deeply") from None
+    prompt = rendered(llm.tokenizer, ask) if isinstance(ask.prompt, list) else ask.prompt
     return llm.generate_text(
-        text,
+        prompt,
         images=ask.images,
-        add_special_tokens=is_raw,
+        add_special_tokens=not isinstance(ask.prompt, list),
         sampling=ask.sampling,
         max_generate_length=ask.max_tokens or llm.manifest.max_kv_cache_capacity,
         stop=ask.stop,
     )
 
 
-def _render(tokenizer: ChatTokenizer, ask: Ask) -> str:
-    messages = _as_text(tokenizer, ask.prompt)
-    flags = {"add_generation_prompt": True, **_as_text(tokenizer, dict(ask.template_flags))}
-    return tokenizer.render(messages, **flags)
+def rendered(tokenizer: ChatTokenizer, ask: Ask) -> str:
+    """The messages of an `Ask` in the chat template, with the marks of `ChatTokenizer.as_text`.
+
+    Raises:
+        RequestError: the template refuses them.
+    """
+    try:
+        messages = _as_text(tokenizer, ask.prompt)
+        flags = {"add_generation_prompt": True, **_as_text(tokenizer, dict(ask.template_flags))}
+        return tokenizer.render(messages, **flags)
+    except RecursionError:
+        raise RequestError("the messages are nested too deeply") from None
 
 
 def _as_text(tokenizer: ChatTokenizer, value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -24,12 +25,10 @@ _TYPES = {
 _REMEDIES = {
     "n": "one answer at a time; send several requests with different seeds",
     "best_of": "one answer at a time",
-    "tool_choice": 'give "auto" or "none"',
-    "parallel_tool_calls": "the model decides how many calls it makes, leave it away",
-    "echo": "the prompt is not repeated",
-    "suffix": "text cannot be inserted before a suffix",
-    "prompt": "give one text",
+    "tool_choice": 'give "auto", "none", "required" or a function\'s name',
+    "prompt": "give a text, its token ids, or a list of either",
 }
+_SUFFIX = "suffix: the model writes behind a text; it cannot fill a gap before a suffix"
 
 
 class ApiError(Exception):
@@ -97,7 +96,10 @@ def install(app: FastAPI) -> None:
 
     async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        answer = response_for(request.url.path, ApiError(error.status_code, str(error.detail)))
+        detail = str(error.detail)
+        if error.status_code == http.HTTPStatus.NOT_FOUND:
+            detail = f"there is no {request.url.path[:100]} here; there are {_paths(app)}"
+        answer = response_for(request.url.path, ApiError(error.status_code, detail))
         answer.headers.update(error.headers or {})
         return answer
 
@@ -109,6 +111,17 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(EdgeLLMError, known)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, invalid)
+
+
+def _paths(app: FastAPI) -> str:
+    """What can be asked for."""
+    found = [
+        f"{method} {route.path}"
+        for route in app.routes
+        if isinstance(route, APIRoute) and route.include_in_schema
+        for method in sorted(route.methods or ())
+    ]
+    return ", ".join([*found, "GET /openapi.json", "GET / (a page to chat on)"])
 
 
 def _invalid(request: Request, error: RequestValidationError) -> ApiError:
@@ -123,6 +136,8 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
         )
     place = [str(part) for part in first["loc"] if part != "body"]
     reason = first["msg"][:1].lower() + first["msg"][1:]
+    if place[:1] == ["suffix"]:
+        return ApiError(400, _SUFFIX, param="suffix")
     if (remedy := _REMEDIES.get(place[0] if place else "")) is not None:
         reason += f" ({remedy})"
     if not place:

@@ -45,6 +45,10 @@ ImageHosts = Annotated[
     list[str] | None,
     typer.Option("--allowImageHost", help="Take http(s) URLs of this host; repeatable."),
 ]
+AllowOrigins = Annotated[
+    list[str] | None,
+    typer.Option("--allowOrigin", help="Let web pages of this origin in, * of all; repeatable."),
+]
 ContextReuse = Annotated[
     bool,
     typer.Option(

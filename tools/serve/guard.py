@@ -11,10 +11,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgellm.tools.serve.errors import ApiError, response_for
 from edgellm.tools.serve.settings import Settings, is_loopback, key_hash
+from edgellm.tools.serve.sites import require_known_site
 from edgellm.tools.serve.worker import Worker
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/v2/health/live", "/v2/health/ready"))
 OPEN_FOLDER = "/page/"
+WITHOUT_ENGINE = frozenset(("/tokenize", "/detokenize"))
 _GONE: Message = {"type": "http.disconnect"}
 _DISCARD_S, _DISCARD_BYTES = 2.0, 256 << 20
 
@@ -37,7 +39,11 @@ class Guard:
             self._require_host(headers)
             self._require_key(path, headers)
             if scope["method"] == "POST":
-                self._worker.require_room()
+                require_known_site(headers, self._settings.origins)
+                if path not in WITHOUT_ENGINE:
+                    self._worker.require_room()
+                if path.startswith("/v2/"):
+                    _take_as_json(scope)
                 receive = await self._with_body(headers, receive)
         except ApiError as error:
             if error.status != 400:
@@ -96,6 +102,12 @@ class Guard:
         if in_time.cancelled_caught:
             raise ApiError(408, "the body did not come in time")
         return _replay(bytes(body), message, receive)
+
+
+def _take_as_json(scope: Scope) -> None:
+    """Triton's clients say nothing true of the body's type: curl says that it is a form's."""
+    others = [header for header in scope["headers"] if header[0] != b"content-type"]
+    scope["headers"] = [*others, (b"content-type", b"application/json")]
 
 
 def _replay(body: bytes, last: Message, receive: Receive) -> Receive:

@@ -28,7 +28,7 @@ _TRITON_ERROR = {
 _REFUSALS = {
     "400": "The request is faulty, or what it asks for cannot be done.",
     "401": "No API key, or an unknown one.",
-    "403": "The server was addressed by a foreign name.",
+    "403": "The server was addressed by a foreign name, or by a page of another site.",
     "404": "There is no such model.",
 }
 _POST_REFUSALS = {
@@ -41,7 +41,8 @@ _POST_REFUSALS = {
     "504": "The answer took too long.",
 }
 _OBJECT = {"schema": {"type": "object"}}
-_STREAM = {"schema": {"type": "string"}}
+_TEXT = {"schema": {"type": "string"}}
+_STREAM: dict[str, Any] = {}  # OpenAPI 3.1 cannot say what the events of a stream hold
 
 
 def document(app: FastAPI) -> Callable[[], dict[str, Any]]:
@@ -76,7 +77,7 @@ def _responses(path: str, method: str) -> dict[str, Any]:
 
 def _content(path: str, method: str) -> dict[str, Any]:
     if path == "/metrics":
-        return {"content": {"text/plain": _STREAM}}
+        return {"content": {"text/plain": _TEXT}}
     if path.endswith("/generate_stream"):
         return {"content": {"text/event-stream": _STREAM}}
     if path.startswith("/v1/") and method == "post":

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from edgellm.device_runtime.guidance import Guide
-from edgellm.device_runtime.sampling import LARGEST_BIAS, LARGEST_REPETITION, SamplingParams
+from edgellm.device_runtime.sampling import (
+    LARGEST_BIAS,
+    LARGEST_REPETITION,
+    MOST_STOPS,
+    SamplingParams,
+)
+from edgellm.tools.serve.forms import Body, Formed
 from edgellm.tools.serve.seeds import seed_or_any
+from edgellm.tools.serve.tools import Tooled
+
+MOST_PROMPTS = 256
+WITHOUT_EFFECT = (
+    "service_tier", "reasoning_effort", "verbosity", "prediction", "cache_prompt",
+    "guided_decoding_backend",
+)  # fmt: skip
 
 # Clients give an unused option its neutral value: that one is taken.
 _One = Annotated[int, Field(ge=1, le=1)] | None
-_Penalty = Annotated[float, Field(ge=-2, le=2)]
-_Repetition = Annotated[float, Field(ge=1 / LARGEST_REPETITION, le=LARGEST_REPETITION)]
-_TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Repetition = Annotated[float, Field(ge=1 / LARGEST_REPETITION, le=LARGEST_REPETITION)]
+_IdName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Stop = str | Annotated[list[str], Field(max_length=16)]
-
-
-class Body(BaseModel):
-    """JSON with known fields of the right types only."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
 
 class StreamOptions(Body):
@@ -33,61 +43,7 @@ class StreamOptions(Body):
     include_tokens: bool = False
 
 
-class FreeText(Body):
-    """Any text."""
-
-    type: Literal["text"]
-
-    def guide(self) -> Guide | None:
-        """Nothing guides."""
-        return None
-
-
-class AnyJson(Body):
-    """A JSON object."""
-
-    type: Literal["json_object"]
-
-    def guide(self) -> Guide:
-        """What guides."""
-        return Guide("json_object")
-
-
-class NamedSchema(Body):
-    """A JSON schema with the name that OpenAI asks for."""
-
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None  # the schema is always kept
-
-
-class JsonBySchema(Body):
-    """JSON by a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: NamedSchema
-
-    def guide(self) -> Guide:
-        """What guides."""
-        return Guide.of_schema(self.json_schema.schema_)
-
-
-class ByRegex(Body):
-    """A text that a regular expression matches, an extension."""
-
-    type: Literal["regex"]
-    regex: str
-
-    def guide(self) -> Guide:
-        """What guides."""
-        return Guide("regex", self.regex)
-
-
-ResponseFormat = Annotated[FreeText | AnyJson | JsonBySchema | ByRegex, Field(discriminator="type")]
-
-
-class Sampled(Body):
+class Sampled(Formed):
     """What chat and completions have in common."""
 
     model: str | None = None
@@ -100,19 +56,34 @@ class Sampled(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | None = None
     n: _One = None
-    frequency_penalty: _Penalty | None = None
-    presence_penalty: _Penalty | None = None
-    repetition_penalty: _Repetition | None = None  # vLLM's
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None  # vLLM's
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None  # vLLM's
-    logit_bias: dict[_TokenId, _Bias] | None = None
-    response_format: ResponseFormat | None = None
-    # These change no answer.
+    logit_bias: dict[_IdName, _Bias] | None = None
+    # vLLM's, too.
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOPS)] | None = None
+    # These say who asks, and change no answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    # These ask for something that there is not here; the answer says that they had no effect.
+    service_tier: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prediction: dict[str, Any] | None = None
+    cache_prompt: bool | None = None
+    guided_decoding_backend: str | None = None
 
-    def sampling(self, num_logprobs: int | None) -> SamplingParams:
+    def ignored(self, chat_template: str) -> list[str]:
+        """Names of the fields that have no effect on this model."""
+        del chat_template
+        return [name for name in WITHOUT_EFFECT if getattr(self, name) is not None]
+
+    def sampling(self, num_logprobs: int | None, guide: Guide | None) -> SamplingParams:
         """OpenAI's defaults: temperature 1 and the whole vocabulary."""
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -124,9 +95,17 @@ class Sampled(Body):
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            guide=self.response_format.guide() if self.response_format is not None else None,
+            guide=guide,
             num_logprobs=num_logprobs,
+            min_tokens=self.min_tokens or 0,
+            ignore_eos=bool(self.ignore_eos),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
         )
+
+    def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end the answer, and are not in it."""
+        own = () if self.ignore_eos else eos_token_ids
+        return frozenset(self.stop_token_ids or ()).union(own)
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
@@ -140,15 +119,24 @@ class Sampled(Body):
 class CompletionRequest(Sampled):
     """`/v1/completions`: a text without a template."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | _TokenIds
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: _One = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     suffix: Annotated[str, Field(max_length=0)] | None = None
 
-    def text(self) -> str:
-        """The prompt."""
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+    def prompts(self) -> list[str | list[int]]:
+        """Texts and token ids, each to be continued for itself."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[token_id for token_id in self.prompt if isinstance(token_id, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
 
 class TextPart(Body):
@@ -202,37 +190,34 @@ class Message(Body):
     reasoning_content: None = None
 
 
-class Function(Body):
-    """What a model may call."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
-
-
-class Tool(Body):
-    """What a model may call."""
-
-    type: Literal["function"]
-    function: Function
-
-
 class TemplateFlags(Body):
     """Variables of the chat template, an extension that vLLM has as well."""
 
     enable_thinking: bool | None = None
 
 
-class ChatRequest(Sampled):
+class ChatRequest(Tooled, Sampled):
     """`/v1/chat/completions`: a conversation for the model's chat template."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: TemplateFlags | None = None
     store: Literal[False] | None = None
+
+    def ignored(self, chat_template: str) -> list[str]:
+        """As `Sampled.ignored`; some templates ask for an effort of reasoning."""
+        names = super().ignored(chat_template)
+        return [name for name in names if name not in self.template_flags(chat_template)]
+
+    def template_flags(self, chat_template: str) -> dict[str, Any]:
+        """Variables for the chat template."""
+        flags: dict[str, Any] = {}
+        if tools := self.usable_tools():
+            flags["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        if self.reasoning_effort is not None and "reasoning_effort" in chat_template:
+            flags["reasoning_effort"] = self.reasoning_effort
+        if self.chat_template_kwargs is not None:
+            flags |= self.chat_template_kwargs.model_dump(exclude_none=True)
+        return flags

@@ -33,6 +33,7 @@ class Settings:
     total_timeout_s: float = 900.0  # from arrival to the last byte
     body_timeout_s: float = 30.0
     max_body_bytes: int = TEXT_BODY_BYTES
+    origins: frozenset[str] = frozenset()  # whose pages may use the server; "*": all
     images: ImageRules = field(default_factory=ImageRules)
 
 

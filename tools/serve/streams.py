@@ -40,16 +40,18 @@ class Writer(Protocol):
         ...
 
     def end(self, figures: Finished) -> list[dict[str, Any]]:
-        """Events after the last token."""
+        """Events after the last token of a text."""
         ...
 
     def whole(self, figures: Finished) -> dict[str, Any]:
-        """The answer in one piece, after all steps."""
+        """The answer in one piece, after the last step of each of its texts."""
         ...
 
 
-async def answer(call: Call, writer: Writer, request: Request, *, streams: bool) -> Response:
-    """The response to a request, once it is known that there is one.
+async def answer(
+    call: Call, writer: Writer, request: Request, headers: dict[str, str], *, streams: bool
+) -> Response:
+    """The response to a request, with these headers, once it is known that there is one.
 
     Raises:
         Exception: the request failed before its first token.
@@ -57,8 +59,8 @@ async def answer(call: Call, writer: Writer, request: Request, *, streams: bool)
     try:
         first = await call.arrived()  # a faulty request becomes an error status, not a stream
         if streams:
-            return EventStream(call, writer, first, request.url.path)
-        return await _whole(call, writer, first)
+            return EventStream(call, writer, first, request.url.path, headers)
+        return await _whole(call, writer, first, headers)
     except DisconnectedError:
         call.close()
         return Response(status_code=499)  # nobody reads it
@@ -67,24 +69,26 @@ async def answer(call: Call, writer: Writer, request: Request, *, streams: bool)
         raise
 
 
-async def _whole(call: Call, writer: Writer, first: list[Event]) -> Response:
+async def _whole(
+    call: Call, writer: Writer, first: list[Event], headers: dict[str, str]
+) -> Response:
+    content: dict[str, Any] = {}
     try:
         async for events in _all(call, first):
             for event in events:
                 if isinstance(event, Step):
                     writer.step(event)
                 elif isinstance(event, Finished):
-                    return JSONResponse(writer.whole(event))
-        raise AssertionError("an answer ended without its figures")
+                    content = writer.whole(event)
+        return JSONResponse(content, headers=headers)
     finally:
         call.close()
 
 
 async def _all(call: Call, first: list[Event]) -> AsyncIterator[list[Event]]:
     yield first
-    if not isinstance(first[-1], Finished):
-        async for events in call:
-            yield events
+    async for events in call:
+        yield events
 
 
 class EventStream(Response):
@@ -92,8 +96,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, call: Call, writer: Writer, first: list[Event], path: str) -> None:
+    def __init__(
+        self, call: Call, writer: Writer, first: list[Event], path: str, headers: dict[str, str]
+    ) -> None:
         super().__init__()
+        self._own = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._call, self._writer, self._first, self._path = call, writer, first, path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +108,8 @@ class EventStream(Response):
         del scope, receive
         try:
             with anyio.CancelScope(deadline=self._call.deadline + 1) as time_left:
-                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                headers = [*_HEADERS, *self._own]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 async for chunk in self._chunks():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": self._writer.last})

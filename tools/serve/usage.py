@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from edgellm.tools.serve.events import Finished
+
+
+def together(figures: Sequence[Finished]) -> Finished:
+    """The figures of several answers to one request, as if they were one."""
+    return Finished(
+        figures[-1].finish_reason,
+        sum(one.prompt_tokens for one in figures),
+        sum(one.cached_tokens for one in figures),
+        sum(one.completion_tokens for one in figures),
+        tuple(chain.from_iterable(one.rounds for one in figures)),
+        figures[0].queue_ms,
+        figures[0].first_token_ms,
+        sum(one.generation_ms for one in figures),
+    )
 
 
 def usage(figures: Finished) -> dict[str, Any]:

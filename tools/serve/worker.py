@@ -27,7 +27,7 @@ class AbandonedError(Exception):
 class Job:
     """One request between the task that serves a client and the worker."""
 
-    ask: Ask
+    asks: tuple[Ask, ...]
     post: Callable[[Event], object]  # hands an event to the client's task; from any thread
     deadline: float  # of time.monotonic()
     arrived: float = field(default_factory=time.monotonic)
@@ -144,7 +144,12 @@ class Worker:
 
     def _run(self, job: Job, began: float) -> None:
         self._check()
-        answer = start(self.llm, job.ask)
+        # A faulty prompt is told of before the work on the others begins.
+        answers = [start(self.llm, ask) for ask in job.asks]
+        for answer in answers:
+            self._answer(job, answer, began)
+
+    def _answer(self, job: Job, answer: Answer, began: float) -> None:
         job.post(Started(answer.prompt_token_count))
         first = latest = 0.0
         try:
@@ -169,6 +174,7 @@ def _stopped() -> ApiError:
 
 
 def _figures(answer: Answer, job: Job, began: float, first: float) -> Finished:
+    assert answer.finish_reason is not None  # it is complete
     return Finished(
         answer.finish_reason,
         answer.prompt_token_count,

@@ -8,15 +8,10 @@ from typing import Annotated
 
 import typer
 
-from edgellm.command import numbers, run_command
+from edgellm.command import SNAKE_CASE, App, numbers, run_command
 from edgellm.contract import EdgeLLMError
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
-)
+app = App(SNAKE_CASE)
 
 
 BaseModel = Annotated[
@@ -154,10 +149,8 @@ def train_draft(
     save_every: Annotated[int, typer.Option("--save_every", min=1, help="Steps.")] = 100,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")] = "auto",
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Train a draft; run the same command again after an interrupt to go on."""
-    del debug  # read by run_command
     _require_data(data, self_prompts)
     given = MethodFlags(
         draft_vocab_size, hidden_taps or None, unrolls, unroll_weight, num_heads, feature_noise

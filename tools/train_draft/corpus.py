@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from edgellm.contract import EdgeLLMError
 from edgellm.multimodal.processors import Prepared
+from edgellm.strict_json import parse
 from edgellm.tools.train_draft.base import Base, Prompt
 from edgellm.tools.train_draft.generate import generate
 from edgellm.tools.train_draft.pictures import Picture
@@ -84,7 +85,7 @@ def read_conversations(paths: Sequence[Path], base: Base) -> tuple[list[Sample],
 
 def _sample(base: Base, line: bytes, folder: Path) -> Sample:
     """One line; the answer is empty where the base is to give it."""
-    messages = json.loads(line)["messages"]
+    messages = parse(line)["messages"]
     if not all(isinstance(m["role"], str) and m["content"] is not None for m in messages):
         raise TypeError("a message has no role or no content")
     looked = [_look(base, source, folder) for source in _sources(messages)]

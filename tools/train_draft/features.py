@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from edgellm.disk import require_space
 from edgellm.tools.train_draft.base import Base, Rows, padded
 from edgellm.tools.train_draft.corpus import Sample
 
@@ -103,6 +105,17 @@ def make_batch(samples: Sequence[Sample], numbers: Sequence[int], max_tokens: in
     return Batch(rows, learned, tuple(numbers))
 
 
+def _reserve(path: Path, num_bytes: int) -> None:
+    """An empty file of that size, whose disk is taken: a page that finds none ends the process."""
+    require_space(path.parent, num_bytes)
+    with path.open("wb") as stream:
+        try:
+            os.posix_fallocate(stream.fileno(), 0, num_bytes)
+        except OSError:
+            path.unlink()
+            raise
+
+
 class FeatureCache:
     """Features of a whole corpus in one file, so that later epochs skip the base.
 
@@ -122,7 +135,8 @@ class FeatureCache:
             self._known |= _read_flags(self._known_path, len(lengths))
         else:
             self._known_path.unlink(missing_ok=True)
-            self._values = np.memmap(path, np.int16, "w+", shape=shape)
+            _reserve(path, 2 * math.prod(shape))
+            self._values = np.memmap(path, np.int16, "r+", shape=shape)
 
     def save(self) -> None:
         """Make what was stored so far outlive this process."""

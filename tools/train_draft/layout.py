@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.disk import require_space
+from edgellm.strict_json import parse
 from edgellm.tools.train_draft.base import Base
 from edgellm.tools.train_draft.network import Draft, DraftShape, Layer
 
@@ -90,7 +92,9 @@ def write_draft(
     config = {
         **draft_config(draft.shape, base, "LlamaForCausalLMEagle3"),
         "draft_vocab_size": draft.shape.draft_vocab_size,
-        # In this key an id names the layer whose output is read, hence the - 1.
+        # An id at the top names the layer whose input is read, as speculators writes and vLLM
+        # reads it; below the layer whose output is read, as SpecForge does, hence the - 1.
+        _TAP_IDS: list(taps),
         _EAGLE: {_TAP_IDS: [tap - 1 for tap in taps], "use_aux_hidden_state": True},
     }
     tensors = {**draft.state_dict(), **tables}
@@ -130,6 +134,7 @@ def write_checkpoint(
         name: (value.detach().bfloat16() if value.is_floating_point() else value).cpu().contiguous()
         for name, value in tensors.items()
     }
+    require_space(folder, sum(value.nbytes for value in stored.values()))
     save_file(stored, folder / weights, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     # safetensors makes files that nobody but their owner may read.
@@ -163,7 +168,7 @@ def read_draft(draft: Draft, folder: Path, taps: Sequence[int], vocab_size: int)
         EdgeLLMError: it reads other taps of the base.
     """
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
+        config = parse((folder / "config.json").read_text("utf-8"))
         theirs = [tap + 1 for tap in config[_EAGLE][_TAP_IDS]]
         tensors = load_file(folder / "model.safetensors")
         vocabulary = (tensors.pop("d2t") + torch.arange(draft.shape.draft_vocab_size)).numpy()

@@ -16,6 +16,8 @@ from torch import nn
 
 from edgellm.artifact import move_files, temporary_folder
 from edgellm.contract import EdgeLLMError, LimitError
+from edgellm.disk import explain_full_disk
+from edgellm.exclusive import hold
 from edgellm.export.taps import check_taps, default_taps
 from edgellm.quantize.device import choose_device
 from edgellm.tools.train_draft.base import Base, Prompt, load_base
@@ -79,6 +81,18 @@ def run(job: Job) -> None:
     if job.init_from is not None:
         learner.load(job.init_from)
     _claim(job)
+    busy = f"another edgellm-train-draft works in {job.work_dir}"
+    with (
+        hold(job.work_dir / "lock", busy, "wait for it, or give another --work_dir"),
+        explain_full_disk(job.work_dir, hint="free some space and run it again to go on"),
+    ):
+        _learn(job, base, learner, samples, prompts)
+
+
+def _learn(
+    job: Job, base: Base, learner: Learner, samples: list[Sample], prompts: list[Prompt]
+) -> None:
+    """The answers that are missing, the training, the draft's folder."""
     if job.self_prompts:
         prompts += _self_prompts(job, base)
     if prompts:
@@ -86,7 +100,7 @@ def run(job: Job) -> None:
     samples = _shuffled(job, samples)
     if job.init_from is None:
         learner.start(samples)
-    trainer = Trainer(learner, job.recipe, job.work_dir, device)
+    trainer = Trainer(learner, job.recipe, job.work_dir, base.model.device)
     if trainer.resume():
         _say(f"going on at step {trainer.step}")
     estimate = _train(job, trainer, samples)

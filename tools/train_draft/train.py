@@ -84,7 +84,13 @@ class Trainer:
             "step": self.step,
         }
         partial = self.folder / f"{_STATE}.partial"
-        torch.save(state, partial)
+        with partial.open("wb") as stream:
+            try:
+                torch.save(state, stream)
+            except RuntimeError as error:  # torch's own fault, behind the disk's
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
         partial.replace(self.folder / _STATE)
 
     def run(

@@ -8,19 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgellm.command import run_command
+from edgellm.command import SNAKE_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.tools.transfer.cargo import Cargo
     from edgellm.tools.transfer.target import Target
 
-app = typer.Typer(
-    add_completion=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
-)
+app = App(SNAKE_CASE)
 
 
 @app.command()
@@ -37,14 +32,12 @@ def transfer(
     check_only: Annotated[
         bool, typer.Option("--check", help="Send nothing, check the hashes of what is there.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Bring a bundle to a device; run it again after an interrupt to go on.
 
     Files whose hash is right there already do not travel; of a file that differs, rsync sends the
     parts that differ. What arrived is checked by sha256sum on the device and then moved into place.
     """
-    del debug  # read by run_command
     from edgellm.tools.transfer.cargo import load
     from edgellm.tools.transfer.deliver import check, deliver
     from edgellm.tools.transfer.target import connected, is_within, parse

@@ -106,7 +106,8 @@ def _require_space(target: Target, needed: int, disk: str) -> None:
     free = int(fields[3]) * 1024 if len(fields) > 3 and fields[3].isdigit() else needed
     if needed > free:
         raise LimitError(
-            f"{target} has {free / 1e6:.0f} MB free, the files need {needed / 1e6:.0f} MB",
+            f"{target} has {free / 1e6:.1f} MB free, the files need {needed / 1e6:.1f} MB "
+            f"({needed} bytes)",
             hint="free some space there, or give a folder on another disk",
         )
 

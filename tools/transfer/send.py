@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from edgellm.contract import EdgeLLMError
+from edgellm.disk import explain_full_disk
 from edgellm.tools.transfer.faults import explain
 from edgellm.tools.transfer.target import Target, run
 
@@ -42,7 +43,10 @@ def send(source: Path, names: Sequence[str], target: Target, *, has_others: bool
         EdgeLLMError: there is no rsync, or it failed.
     """
     if not target.host:
-        return _locally(source, names, target)
+        needed = sum((source / name).stat().st_size for name in names)
+        hint = "free some space and run it again: what has arrived is kept"
+        with explain_full_disk(Path(target.stage), num_bytes=needed, hint=hint):
+            return _locally(source, names, target)
     folder = PurePosixPath(target.folder).name if has_others else ""
     return _with_rsync(source, names, target, folder)
 

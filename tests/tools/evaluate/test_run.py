@@ -13,7 +13,7 @@ import time
 import pytest
 from conftest import assert_one_line_error
 
-from edgellm.contract import EdgeLLMError
+from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.device_runtime.llm import LLM
 from edgellm.tools.evaluate import divergence
 from edgellm.tools.evaluate.answers import AnswerLog
@@ -185,7 +185,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
     whole, write = path.read_bytes(), os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, bytes(data[:5])))
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(LimitError, match=rf"No space left on device in {tmp_path}: \d+ bytes"):
         log.append(log.records[1])
     assert path.read_bytes() == whole
 

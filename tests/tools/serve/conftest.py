@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from eagle_engines import EAGLE3, export_pair
+from lettered_engine import with_letters
 from serve_process import ServerProcess, serving
 
 from edgellm.build.engine import build_engine
@@ -46,4 +47,22 @@ def offline(roomy_engine: Path) -> LLM:
 @pytest.fixture(scope="session")
 def server(roomy_engine: Path) -> Iterator[ServerProcess]:
     with serving(roomy_engine, *FIXED_TREES, "--modelName", "tiny") as process:
+        yield process
+
+
+# As Qwen's, but that it does not show the tools: a letter is a token here.
+CALLING = (
+    '{%- if tools %}<tool_call>{"name": <name>, "arguments": <object>}</tool_call>{%- endif %}'
+    "{%- for m in messages %} {{ m.role }}: {{ m.content }}{%- endfor %}"
+)
+
+
+@pytest.fixture(scope="session")
+def lettered_server(
+    roomy_engine: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """A server whose answers can be guided, of a model that knows tools."""
+    folder = tmp_path_factory.mktemp("lettered") / "engine"
+    engine = with_letters(roomy_engine, folder, chat_template=CALLING)
+    with serving(engine, *FIXED_TREES, "--modelName", "tiny") as process:
         yield process

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
+import downloaded
 import pytest
 
-from edgellm.tools import smollm2
-
-PACKAGES = Path(__file__).with_name("aiperf.txt")
 REQUESTS, TOKENS = 16, 12
 DRAFTS = "vllm:spec_decode_num_"
 
 
 @pytest.fixture(scope="session")
 def aiperf() -> Path:
-    """The folder of AIPerf and its dependencies, downloaded once."""
-    if sys.version_info < (3, 11):
-        pytest.skip("AIPerf 0.13 needs Python 3.11")
-    version = hashlib.sha256(PACKAGES.read_bytes()).hexdigest()[:8]
-    folder = smollm2.cache_folder() / f"aiperf-{version}-{sys.implementation.cache_tag}"
-    if folder.exists():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        result = subprocess.run(
-            [*command, "--target", f"{work}/aiperf", "--requirement", str(PACKAGES)],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if result.returncode:
-            pytest.skip(f"AIPerf cannot be downloaded: {result.stderr.splitlines()[-1:]}")
-        Path(work, "aiperf").replace(folder)
-    return folder
+    """The folder of AIPerf and its dependencies."""
+    return downloaded.packages(Path(__file__).with_name("aiperf.txt"))
 
 
 def _profile(aiperf: Path, folder: Path, *flags: object) -> dict:

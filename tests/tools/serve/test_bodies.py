@@ -102,7 +102,12 @@ def test_a_client_that_says_a_false_length_harms_nobody(server):
 def test_unknown_paths_and_methods(server):
     status, found = server.json("/v1/nothing")
     assert status == 404
-    assert found["error"]["message"] == "Not Found"
+    assert "there is no /v1/nothing here" in found["error"]["message"]
+    for what in ("POST /v1/chat/completions", "GET /v1/models", "POST /tokenize", "GET /version"):
+        assert what in found["error"]["message"]
+    status, found = server.json("/v2/nothing")
+    assert (status, list(found)) == (404, ["error"])
+    assert "POST /v2/models/{name}/generate" in found["error"]
     status, response, _ = server.send(CHAT, method="DELETE")
     assert status == 405
     assert response.headers["allow"] == "POST"

@@ -54,7 +54,7 @@ def worker(roomy_engine):
 
 def _submit(worker, prompt="w20 w30", tokens=12):
     events = queue.Queue()
-    job = Job(Ask(prompt, GREEDY, tokens), events.put, time.monotonic() + 60)
+    job = Job((Ask(prompt, GREEDY, tokens),), events.put, time.monotonic() + 60)
     worker.submit(job)
     return job, events
 

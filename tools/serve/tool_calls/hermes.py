@@ -6,14 +6,21 @@ r"""Calls between tags, as Hermes 2 Pro, Qwen2.5 and Qwen3 write them.
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 from edgellm.tools.serve.tool_calls.call import Call
+from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
     """See `ToolParser`; newlines behind a call are no text."""
+
+    form: ClassVar = CallForm(
+        _OPEN + '\n{"name": "NAME", "arguments": ', "}\n" + _CLOSE, between="\n",
+        marks=(_OPEN, _CLOSE),
+    )  # fmt: skip
 
     def __init__(self, names: set[str]) -> None:
         self._names, self._held, self._is_behind_call = names, "", False

@@ -7,12 +7,16 @@ and not a part of the text.
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 from edgellm.tools.serve.tool_calls.call import Call
+from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 
 class Llama3Parser:
     """See `ToolParser`."""
+
+    form: ClassVar = CallForm('{"name": "NAME", "parameters": ', "}", between="; ")
 
     def __init__(self, names: set[str]) -> None:
         self._names, self._held, self._is_text = names, "", False

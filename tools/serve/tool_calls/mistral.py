@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from typing import ClassVar
 
 from edgellm.tools.serve.tool_calls.call import Call
+from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 _MARK = "[TOOL_CALLS]"
 _LIST = re.compile(r"\[\s*(\{|$)")
@@ -17,6 +19,11 @@ _LIST = re.compile(r"\[\s*(\{|$)")
 
 class MistralParser:
     """See `ToolParser`."""
+
+    form: ClassVar = CallForm(
+        '{"name": "NAME", "arguments": ', "}", between=", ", opening=f"{_MARK} [", closing="]",
+        marks=(_MARK,),
+    )  # fmt: skip
 
     def __init__(self, names: set[str]) -> None:
         self._names, self._held, self._is_text = names, "", False

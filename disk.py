@@ -1,0 +1,76 @@
+"""Disks that are full, told with the folder and the bytes.
+
+Standard library and `edgellm.contract` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from edgellm.contract import LimitError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_HINT = "free some space, or give a folder on another disk"
+
+
+class NoSpaceError(OSError):
+    """A disk will be full before the work is done."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        self.num_bytes = num_bytes  # that are needed
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Find out before the work whether a folder takes so much.
+
+    Raises:
+        NoSpaceError: no; `explain_full_disk` tells it as a disk that is full already.
+    """
+    if num_bytes > shutil.disk_usage(folder).free:
+        raise NoSpaceError(folder, num_bytes)
+
+
+@contextlib.contextmanager
+def explain_full_disk(
+    folder: Path, *, num_bytes: int = 0, shown: Path | None = None, hint: str = _HINT
+) -> Iterator[None]:
+    """Say where it was and what was needed, when what the block writes does not fit.
+
+    Args:
+        folder: where the block writes.
+        num_bytes: how much in all; 0 where nobody knows, then what is there counts.
+        shown: the folder that the user knows, where it is another one.
+        hint: the remedy.
+
+    Raises:
+        LimitError: the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        # Before the folder is emptied: what it holds was free for it.
+        free = shutil.disk_usage(folder).free
+        known = error.num_bytes if isinstance(error, NoSpaceError) else num_bytes
+        needed = known or f"more than {_used_bytes(folder) + free}"
+        raise LimitError(
+            f"{os.strerror(error.errno)} in {shown or folder}: "
+            f"{needed} bytes are needed, {free} are free",
+            hint=hint,
+        ) from None
+
+
+def _used_bytes(folder: Path) -> int:
+    used = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                used += os.lstat(os.path.join(place, name)).st_blocks * 512
+    return used

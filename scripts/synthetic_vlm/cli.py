@@ -1,0 +1,58 @@
+"""`python -m edgellm.scripts.synthetic_vlm`: a small vision-language model of drawn scenes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edgellm.command import SNAKE_CASE, App, run_command
+from edgellm.contract import EdgeLLMError
+
+app = App(SNAKE_CASE)
+
+Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the checkpoint.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
+BatchSize = Annotated[int, typer.Option("--batch_size", min=1, help="Conversations of a step.")]
+LearningRate = Annotated[float, typer.Option("--learning_rate", min=0)]
+Threads = Annotated[
+    int, typer.Option("--threads", min=0, help="Of the processor; 0: all. Fewer on a busy machine.")
+]
+SaveEvery = Annotated[int, typer.Option("--save_every", min=1, help="Steps.")]
+
+
+@app.command()
+def synthetic_vlm(
+    output_dir: Output,
+    steps: Steps = 800,
+    batch_size: BatchSize = 16,
+    learning_rate: LearningRate = 2e-3,
+    threads: Threads = 0,
+    save_every: SaveEvery = 25,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+) -> None:
+    """Train a synthetic model of Qwen2.5-VL's classes; the same command again goes on."""
+    _require_host()
+    from edgellm.scripts.synthetic_vlm.run import Job, run
+    from edgellm.scripts.synthetic_vlm.train import Recipe
+
+    warmup_steps = max(1, min(30, steps // 10))
+    recipe = Recipe(steps, batch_size, learning_rate, warmup_steps, seed)
+    run(Job(output_dir, recipe, threads, save_every))
+
+
+def _require_host() -> None:
+    import importlib.util
+
+    for name in ("torch", "transformers", "tokenizers", "PIL"):
+        if importlib.util.find_spec(name) is None:
+            raise EdgeLLMError(
+                f"training needs {name}",
+                hint="in edgellm's folder: pip install torch==2.13.0, then '.[host]'",
+            )
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)

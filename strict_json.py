@@ -1,0 +1,56 @@
+"""JSON as files of people are read: a key that stands twice in an object is a fault.
+
+Python takes the last of them without a word; whoever wrote the file meant one of both. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class DuplicateKeyError(ValueError):
+    """A key stands twice in one object."""
+
+
+def parse(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        DuplicateKeyError: it names the key by its path from the top, $.
+        ValueError: as `json.loads`; `RecursionError` too.
+    """
+    twice: dict[int, str] = {}  # by the identity of the object; all of them live until the end
+    kept: list[dict[str, Any]] = []
+
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            seen: set[str] = set()
+            twice[id(found)] = next(key for key, _ in pairs if key in seen or seen.add(key))
+            kept.append(found)
+        return found
+
+    value = json.loads(text, object_pairs_hook=collect)
+    if twice:
+        raise DuplicateKeyError(f"the key {_find(value, twice)} stands there twice")
+    return value
+
+
+def _find(value: Any, twice: dict[int, str]) -> str:
+    """The path of the first key; one in a value that a second one displaced is found above it."""
+    left: list[tuple[str, Any]] = [("$", value)]
+    while left:
+        path, found = left.pop()
+        if isinstance(found, dict):
+            if id(found) in twice:
+                return path + _step(twice[id(found)])
+            left += [(path + _step(key), below) for key, below in reversed(found.items())]
+        elif isinstance(found, list):
+            left += [(f"{path}[{at}]", below) for at, below in reversed([*enumerate(found)])]
+    raise AssertionError("every object with such a key is below the top or displaced by another")
+
+
+def _step(key: str) -> str:
+    return f".{key}" if key.isidentifier() else f"[{json.dumps(key)}]"

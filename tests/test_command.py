@@ -1,0 +1,65 @@
+"""What all commands share: how they end, and `--debug`."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from typing import Annotated
+
+import pytest
+import typer
+
+from edgellm.command import CAMEL_CASE, App, run_command
+
+
+def _failing(error: Exception) -> App:
+    app = App(CAMEL_CASE)
+
+    @app.command()
+    def fail(word: Annotated[str, typer.Option("--someWord")] = "") -> None:
+        typer.echo(word)
+        raise error
+
+    return app
+
+
+@pytest.fixture
+def run(monkeypatch):
+    def run(error: Exception, *arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["fail", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            run_command(_failing(error))
+        return stop.value.code
+
+    return run
+
+
+def test_a_full_disk_becomes_one_line(run, capsys):
+    assert run(OSError(errno.ENOSPC, "No space left on device", "/x/model.weights")) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: No space left on device (/x/model.weights)",
+        "hint: free some space or give another folder",
+    ]
+
+
+def test_surprises_become_one_line(run, capsys):
+    assert run(RuntimeError("deep inside\nand more")) == 3
+    assert "error: unexpected RuntimeError: deep inside\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("--debug",), ("--some-word", "a", "--debug")])
+def test_debug_keeps_the_traceback(monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", ["fail", *arguments])
+    with pytest.raises(RuntimeError, match="deep inside"):
+        run_command(_failing(RuntimeError("deep inside")))
+
+
+def test_a_value_that_reads_like_debug_is_a_value(run, capsys):
+    assert run(RuntimeError("deep inside"), "--some-word", "--debug") == 3
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_every_command_offers_it(run, capsys):
+    assert run(RuntimeError("never"), "--help") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "--debug" in line]
+    assert line.split() == ["--debug", "Show", "tracebacks."]

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from edgellm.contract import BrokenArtifactError
+from edgellm.export.source import open_checkpoint
+from edgellm.strict_json import DuplicateKeyError, parse
+
+
+def test_what_is_sound_is_what_json_says():
+    assert parse('{"a": [1, {"b": null, "a": 2.5}], "c": "x"}') == {
+        "a": [1, {"b": None, "a": 2.5}],
+        "c": "x",
+    }
+    assert parse(b"[1]") == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ('{"a": 1, "a": 1}', "$.a"),
+        ('{"a": {"b": [0, {"c d": 1, "x": 2, "c d": 3}]}}', '$.a.b[1]["c d"]'),
+        ('[{"a": 1}, {"z": 1, "y": 2, "y": 3, "z": 4}]', "$[1].y"),
+        ('{"a": {"b": 1, "b": 2}, "a": 3}', "$.a"),  # the inner one is gone
+        ('{"x": {"b": 1, "b": 2}, "y": {"c": 1, "c": 2}}', "$.x.b"),
+    ],
+)
+def test_a_key_twice_is_named_by_its_path(text, path):
+    with pytest.raises(DuplicateKeyError) as caught:
+        parse(text)
+    assert str(caught.value) == f"the key {path} stands there twice"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "path"),
+    [
+        ("config.json", '{"rope": 1, "rope": 2}', "rope"),
+        ("config.json", '{"quantization_config": {"a": 4, "a": 8}}', "quantization_config.a"),
+        ("generation_config.json", '{"eos_token_id": 1, "eos_token_id": 2}', "eos_token_id"),
+        ("hf_quant_config.json", '{"quantization": {"a": 1, "a": 2}}', "quantization.a"),
+        ("tokenizer_config.json", '{"eos_token": "a", "eos_token": "b"}', "eos_token"),
+        ("chat_template.json", '{"chat_template": "a", "chat_template": "b"}', "chat_template"),
+        ("preprocessor_config.json", '{"size": {"a": 1, "a": 2}}', "size.a"),
+    ],
+)  # fmt: skip
+def test_checkpoints_with_a_key_twice_are_refused(tiny_checkpoint, tmp_path, name, text, path):
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    (folder / name).write_text(text)
+    with pytest.raises(BrokenArtifactError) as caught:
+        open_checkpoint(str(folder))
+    assert f"the key $.{path} stands there twice" in str(caught.value)
+    assert str(folder) in str(caught.value)

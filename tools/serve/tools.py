@@ -1,0 +1,119 @@
+"""What a model may call, and what it must."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from edgellm.device_runtime.guidance import Guide
+from edgellm.device_runtime.llm import LLM
+from edgellm.tools.serve import tool_calls
+from edgellm.tools.serve.errors import ApiError
+from edgellm.tools.serve.forms import Body
+from edgellm.tools.serve.tool_calls.call import CallReader, ToolParser
+from edgellm.tools.serve.tool_calls.grammar import forced_calls
+from edgellm.tools.serve.tool_calls.loose import LooseParser
+
+
+class Function(Body):
+    """What a model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """What a model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Tooled(Body):
+    """A request with tools."""
+
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def must_call(self) -> list[Function]:
+        """The functions of which one must be called; none: the model decides.
+
+        Raises:
+            ApiError: the choice needs tools that are not given, or a promise cannot be kept.
+        """
+        functions = [tool.function for tool in self.tools or ()]
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            functions = [one for one in functions if one.name == choice.function.name]
+            if not functions:
+                raise _refusal(f"there is no tool {choice.function.name!r} among the tools")
+        elif choice == "required":
+            if not functions:
+                raise _refusal('"required" needs tools')
+        else:
+            if any(tool.function.strict for tool in self.usable_tools()):
+                raise ApiError(
+                    400, 'tools: strict needs a tool_choice that is "required" or a name: '
+                    "only then the arguments are guided by their schema", param="tools",
+                )  # fmt: skip
+            functions = []
+        return functions
+
+    def calls_form(self, llm: LLM) -> Guide | None:
+        """The form of an answer that must be a call, in the way of the model's chat template.
+
+        Raises:
+            ApiError: see `must_call`; the template has no tools of a known kind.
+        """
+        functions = self.must_call()
+        if not functions:
+            return None
+        several = self.tool_choice == "required" and self.parallel_tool_calls is not False
+        form = _parser(llm).form
+        marks = llm.tokenizer.added_ids(form.marks)
+        schemas = {one.name: one.parameters for one in functions}
+        return Guide("lark", forced_calls(form, schemas, marks=marks, several=several))
+
+    def parser(self, llm: LLM) -> CallReader | None:
+        """What finds tool calls in the answer; None where none are wanted.
+
+        Raises:
+            ApiError: the model's chat template has no tools of a known kind.
+        """
+        names = {tool.function.name for tool in self.usable_tools()}
+        return LooseParser(_parser(llm)(names), names) if names else None
+
+
+def _parser(llm: LLM) -> type[ToolParser]:
+    parser = tool_calls.find(llm.tokenizer.chat_template or "")
+    if parser is None:
+        raise ApiError(
+            400, "tools: this model's chat template knows no tools; for JSON by a schema give "
+            "response_format", param="tools",
+        )  # fmt: skip
+    return parser
+
+
+def _refusal(message: str) -> ApiError:
+    return ApiError(400, f"tool_choice: {message}", param="tool_choice")

@@ -1,5 +1,0 @@
-"""`python -m edgellm.tools.synthetic_vlm`."""
-
-from edgellm.tools.synthetic_vlm.cli import main
-
-main()
