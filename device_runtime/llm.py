@@ -74,7 +74,7 @@ class LLM:
         self._drafters: Drafters | None = None
         spec = settled(spec, folder, self.manifest) if spec is not None else None
         if spec is not None:
-            self._drafters = Drafters(folder, self.manifest, self.session, spec, verify=verify)
+            self._drafters = Drafters(folder, self.manifest, session, spec, verify=verify)
         decoder = self.manifest.decoder
         self._no_images = None
         if decoder.images is not None:
