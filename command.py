@@ -44,9 +44,14 @@ class App(typer.Typer):
     def command(
         self, name: str | None = None, **settings: Any
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """A decorator that adds a command, as typer's does."""
+        """A decorator that adds a command and gives the function back, as typer's does."""
         add = super().command(name, **settings)
-        return lambda function: add(self._with_debug(function))
+
+        def register(function: Callable[..., None]) -> Callable[..., None]:
+            add(self._with_debug(function))
+            return function
+
+        return register
 
     def _with_debug(self, function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import itertools
 import json
@@ -92,8 +93,9 @@ def test_decoding_counts_passes_behind_the_depth(llm, passes, depth, prompt):
 
 
 def test_an_end_token_does_not_end_a_measurement(llm, passes, monkeypatch):
-    everything = frozenset(range(llm.manifest.decoder.vocab_size))
-    monkeypatch.setattr(llm, "_end_ids", everything)
+    everything = tuple(range(llm.manifest.decoder.vocab_size))
+    ending = dataclasses.replace(llm.manifest, eos_token_ids=everything)
+    monkeypatch.setattr(llm, "manifest", ending)
     decode_rate(llm, 4, 9)
     assert len(passes) == 10
 

@@ -198,7 +198,9 @@ def _question(line: bytes, kind: str) -> Question:
 
 
 def _decode(line: bytes, kind: type[Line]) -> Line:
-    return msgspec.convert(parse(line), kind)
+    found = parse(line)
+    msgspec.json.encode(found)  # halves of surrogate pairs are no text
+    return msgspec.convert(found, kind)
 
 
 def _in_folder(question: Question, folder: Path) -> Question:

@@ -17,7 +17,7 @@ def report_json(report: Report, context: int) -> dict[str, Any]:
         report: what was found.
         context: tokens in the cache, for the predictions.
     """
-    return {
+    content = {
         "path": report.path,
         "kind": report.kind,
         "title": report.title,

@@ -133,7 +133,7 @@ def test_summaries_and_captions(lines, tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{not json", "line 2: JSON is malformed"),
+        ("{not json", "line 2: Expecting property name"),
         ("[1]", "line 2: Expected `object`, got `array`"),
         ({"turn": ["a"]}, "line 2: Object contains unknown field `turn`"),
         ({"turns": []}, r"line 2: Expected `array` of length >= 1 - at `\$.turns`"),
