@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 from edgellm.tools.inspection.report import Graph, Report
@@ -55,6 +56,7 @@ def report_json(report: Report, context: int) -> dict[str, Any]:
         "files": {name: dataclasses.asdict(record) for name, record in report.files.items()},
         "draft": None if report.draft is None else report_json(report.draft, context),
     }
+    return json.loads(json.dumps(content))  # as JSON has it: lists, and keys that are text
 
 
 def _graph(graph: Graph) -> dict[str, Any]:
