@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from edgellm.manifest import GraphSpec
 
@@ -93,6 +94,7 @@ class Compiled:
     kv_dtype: str = ""  # "" without a cache
     cost_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     prefill_rows: int = 0
+    options: dict[str, Any] = field(default_factory=dict)  # what the runner must know besides
     notes: tuple[str, ...] = ()  # what people should know of the engine
 
 
