@@ -94,8 +94,8 @@ class Compiled:
     kv_dtype: str = ""  # "" without a cache
     cost_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     prefill_rows: int = 0
-    options: dict[str, Any] = field(default_factory=dict)  # what the runner must know besides
     notes: tuple[str, ...] = ()  # what people should know of the engine
+    options: dict[str, Any] = field(default_factory=dict)  # what the runner must know besides
 
 
 Report = Callable[[str], None]  # told what is being done

@@ -68,7 +68,7 @@ def compile_bundle(
     dtype = cache.dtype if cache is not None else ""
     report("measuring the cost of a pass")
     costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype), plan)
-    return Compiled(graphs, dtype, costs, prefill_rows, _what_runs(plan, bundle))
+    return Compiled(graphs, dtype, costs, prefill_rows, options=_what_runs(plan, bundle))
 
 
 def _what_runs(plan: Plan, bundle: Bundle) -> dict[str, Any]:
