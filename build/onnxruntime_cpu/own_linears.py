@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 
-import numpy as np
 import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor

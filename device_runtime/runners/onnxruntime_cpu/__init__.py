@@ -10,7 +10,10 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction
 from edgellm.manifest import ENCODER, Engine
 
 MINIMUM_VERSION = (1, 22)
-KERNELS, LAYOUT = "kernels", "weight_layout"  # options of an engine: whose kernels, and of which version
+KERNELS, LAYOUT = (
+    "kernels",
+    "weight_layout",
+)  # options of an engine: whose kernels, and of which version
 EDGELLM, ONNXRUNTIME = "edgellm", "onnxruntime"  # whose
 
 
