@@ -164,6 +164,8 @@ def test_flags(command, tiny_bundle, tmp_path):
     assert_one_line_error(result, "--kernels ours: give auto, edgellm or onnxruntime")
     result = command(*build, "--kernels", "edgellm", "--prefill", "int8")
     assert_one_line_error(result, "--prefill int8 is made of ONNX Runtime's operators")
+    result = command(*build, "--kernels", "edgellm", "--device", "cuda")
+    assert_one_line_error(result, "--kernels is not for cuda", "it goes with --device cpu")
     assert not (tmp_path / "e").exists()
     assert command(*build, "--kernels", "edgellm").returncode == 0
     options = json.loads((tmp_path / "e" / "manifest.json").read_text())["options"]
