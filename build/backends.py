@@ -70,9 +70,14 @@ def options_of(name: str, flags: Mapping[str, Any]) -> Options:
     given = {flag: value for flag, value in flags.items() if value is not None}
     for flag in given:
         if flag not in fields:
-            owner = next(library_of(each) for each in runners.names() if flag in _fields(each))
+            owner = next(each for each in runners.names() if flag in _fields(each))
+            library, device = library_of(owner), find(owner).DEVICE
+            if library == library_of(name):
+                raise EdgeLLMError(
+                    f"{flag} is not for {find(name).DEVICE}", hint=f"it goes with --device {device}"
+                )
             raise EdgeLLMError(
-                f"{flag} is not for {find(name).LABEL}", hint=f"it goes with --backend {owner}"
+                f"{flag} is not for {find(name).LABEL}", hint=f"it goes with --backend {library}"
             )
     return find(name).Options(**{fields[flag]: value for flag, value in given.items()})
 

@@ -19,6 +19,7 @@ from edgellm.build.flags import (
     EagleBase,
     EagleDraft,
     EngineDir,
+    Kernels,
     KvCache,
     KvCapacity,
     LayerReport,
@@ -58,6 +59,7 @@ def llm_build(
     device: Device = "",
     threads: Threads = 0,
     prefill: Prefill = "auto",
+    kernels: Kernels = "auto",
     quantize: Quantize = "auto",
     kv_cache: KvCache = "auto",
     eagle_base: EagleBase = False,
@@ -75,7 +77,7 @@ def llm_build(
     from edgellm.build.backends import choose, options_of
     from edgellm.build.plan import Plan
 
-    _check_words(prefill, quantize, kv_cache)
+    _check_words(prefill, kernels, quantize, kv_cache)
     check_device(device)
     if eagle_base and eagle_draft:
         raise EdgeLLMError(
@@ -88,6 +90,7 @@ def llm_build(
         )
     name = choose(backend, device)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
+    flags["--kernels"] = None if kernels == "auto" else kernels
     plan = Plan(
         max_input_len,
         kv_capacity,
@@ -159,9 +162,10 @@ def show_prediction(prediction: Prediction, speed_lines: Sequence[str] = ()) -> 
     require_fit(prediction.needs)
 
 
-def _check_words(prefill: str, quantize: str, kv_cache: str) -> None:
+def _check_words(prefill: str, kernels: str, quantize: str, kv_cache: str) -> None:
     for flag, value, allowed in (
         ("--prefill", prefill, ("auto", "same", "int8")),
+        ("--kernels", kernels, ("auto", "edgellm", "onnxruntime")),
         ("--quantize", quantize, ("auto", "none", "int8", "int4")),
         ("--kvCache", kv_cache, ("auto", "float", "int8")),
     ):

@@ -78,7 +78,8 @@ def _manifest(
         machine=origin.machine,
         quantization=bundle.quantization,
         options={
-            **remembered(product, plan), **plan.options.given(), "notes": list(compiled.notes),
+            **remembered(product, plan), **plan.options.given(), **compiled.options,
+            "notes": list(compiled.notes),
         },
         provenance=_provenance(source, bundle.provenance),
         eos_token_ids=bundle.eos_token_ids,

@@ -43,6 +43,15 @@ Prefill = Annotated[
         "the weights, same keeps one, auto takes int8 where the CPU has int8 dot products.",
     ),
 ]
+Kernels = Annotated[
+    str,
+    typer.Option(
+        "--kernels",
+        help="What computes on the CPU with onnxruntime: edgellm (kernels of its own: one copy of "
+        "the weights, bits that do not depend on speculation; they need a C++ compiler or a wheel "
+        "that has them), or onnxruntime (its operators), which auto takes for now.",
+    ),
+]
 KvCache = Annotated[
     str,
     typer.Option(

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from edgellm.manifest import GraphSpec
 
@@ -94,6 +95,7 @@ class Compiled:
     cost_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     prefill_rows: int = 0
     notes: tuple[str, ...] = ()  # what people should know of the engine
+    options: dict[str, Any] = field(default_factory=dict)  # what the runner must know besides
 
 
 Report = Callable[[str], None]  # told what is being done

@@ -149,6 +149,7 @@ def test_int4_engine_keeps_its_precision_switch_honest(smollm2_gguf, tmp_path, r
     from weights import round_checkpoint
 
     from edgellm.build.engine import build_engine
+    from edgellm.build.onnxruntime_cpu.options import CpuOptions
     from edgellm.build.plan import Plan
     from edgellm.export.bundle import ExportOptions, export_llm
     from edgellm.export.source import open_checkpoint
@@ -163,7 +164,7 @@ def test_int4_engine_keeps_its_precision_switch_honest(smollm2_gguf, tmp_path, r
             "llm",
             tmp_path / "bundle",
             engine,
-            Plan(600, 700, 0, prefill),
+            Plan(600, 700, 0, prefill, options=CpuOptions("onnxruntime")),
             "onnxruntime",
             lambda _: None,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,14 @@ class GraphEditor:
         if name in self.graph.initializers:
             return self.graph.initializers[name]
         return self._initializer(name, self._weights.add(name, make, dtype, shape))
+
+    def streamed_weight(
+        self, name: str, num_bytes: int, make: Callable[[], Iterator[bytes]]
+    ) -> ir.Value:
+        """Bytes [num_bytes] in the engine's weight file, see `WeightFile.stream`."""
+        if name in self.graph.initializers:
+            return self.graph.initializers[name]
+        return self._initializer(name, self._weights.stream(name, num_bytes, make))
 
     def _initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         value = ir.Value(

@@ -142,7 +142,7 @@ class WeightPart:
         bits, size = self.packing
         middle = np.int16(1 << (bits - 1))
         if self.is_rerounded:
-            codes, scales = _blocks_of_int8(self.dense(), size)
+            codes, scales = blocks_of_int8(self.dense(), size)
             return Blocks(bits, size, _rows(codes + middle, size, bits), _columns(scales), None)
         repeats = self._shared // size
         scales = np.repeat(self.scales(), repeats, 0)
@@ -292,7 +292,7 @@ def _column_int8(dense: F32) -> tuple[NDArray[np.int8], F32]:
     return dense.astype(np.int8), scale
 
 
-def _blocks_of_int8(dense: F32, size: int) -> tuple[NDArray[np.int16], F32]:
+def blocks_of_int8(dense: F32, size: int) -> tuple[NDArray[np.int16], F32]:
     """Round [in, out] in blocks along the input: codes, and scales [ceil(in / size), out].
 
     The error of a weight is at most 1/254 of its block's largest.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -64,16 +64,37 @@ class WeightFile:
         """
         if name not in self._stored:
             array = np.ascontiguousarray(make())
-            self._stream.write(bytes(-self._stream.tell() % _ALIGNMENT_BYTES))
-            offset = self._stream.tell()
-            self._stream.write(array.view(np.uint8).data.cast("B"))
-            self._stream.flush()  # later steps of the lowering read it back
-            self._stored[name] = ir.ExternalTensor(
-                self.path.name, offset, array.nbytes, dtype or ir.DataType.from_numpy(array.dtype),
-                shape=ir.Shape(array.shape if shape is None else shape), name=name,
-                base_dir=self.path.parent,
+            self._append(
+                name, iter([array.view(np.uint8).data.cast("B")]),
+                dtype or ir.DataType.from_numpy(array.dtype),
+                array.shape if shape is None else shape,
             )  # fmt: skip
         return self._stored[name]
+
+    def stream(
+        self, name: str, num_bytes: int, make: Callable[[], Iterator[bytes]]
+    ) -> ir.ExternalTensor:
+        """Append bytes [num_bytes] piece by piece under `name`, unless they are there already."""
+        if name not in self._stored:
+            self._append(name, make(), ir.DataType.UINT8, (num_bytes,))
+        return self._stored[name]
+
+    def _append(
+        self,
+        name: str,
+        pieces: Iterator[bytes | memoryview],
+        dtype: ir.DataType,
+        shape: tuple[int, ...],
+    ) -> None:
+        self._stream.write(bytes(-self._stream.tell() % _ALIGNMENT_BYTES))
+        offset = self._stream.tell()
+        for piece in pieces:
+            self._stream.write(piece)
+        self._stream.flush()  # later steps of the lowering read it back
+        self._stored[name] = ir.ExternalTensor(
+            self.path.name, offset, self._stream.tell() - offset, dtype, shape=ir.Shape(shape),
+            name=name, base_dir=self.path.parent,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Flush the file."""

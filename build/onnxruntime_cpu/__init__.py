@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgellm.build.plan import Compiled, Estimate, Options, Origin, Plan, Report
+from edgellm.build.onnxruntime_cpu.options import CpuOptions as Options
+from edgellm.build.plan import Compiled, Estimate, Origin, Plan, Report
+from edgellm.build.plan import Options as AnyOptions
 from edgellm.device_runtime.runners import onnxruntime_cpu
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction_sets
 from edgellm.manifest import Bundle
@@ -14,9 +16,9 @@ LABEL = "ONNX Runtime"
 DEVICE = "cpu"
 
 
-def origin(options: Options) -> Origin:
+def origin(options: AnyOptions) -> Origin:
     """This version, and the instruction sets that it chooses kernels by; see `Backend`."""
-    del options  # there are none
+    del options  # origin is the same with all
     return Origin(onnxruntime_cpu.available(), instruction_sets())
 
 

@@ -18,15 +18,21 @@ from edgellm.build.lowering.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu.lower import lower
 from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
+from edgellm.build.onnxruntime_cpu.options import kernels_of
+from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import Variant, variants_of
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
 from edgellm.build.samples import held_inputs, sample_passes
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.device_runtime.kernels.library import register
+from edgellm.device_runtime.kernels.pack import VERSION
+from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, KERNELS, LAYOUT
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, OnnxRuntimeRunner
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, set_threads
 from edgellm.manifest import (
     DECODER,
     DRAFT,
+    ENCODER,
     Bundle,
     GraphSpec,
     KVCacheSpec,
@@ -62,7 +68,15 @@ def compile_bundle(
     dtype = cache.dtype if cache is not None else ""
     report("measuring the cost of a pass")
     costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype), plan)
-    return Compiled(graphs, dtype, costs, prefill_rows)
+    return Compiled(graphs, dtype, costs, prefill_rows, options=_what_runs(plan, bundle))
+
+
+def _what_runs(plan: Plan, bundle: Bundle) -> dict[str, Any]:
+    """Options of the engine, see `runners.onnxruntime_cpu`."""
+    if ENCODER in bundle.graphs:
+        return {}
+    kernels = kernels_of(plan)
+    return {KERNELS: kernels, **({LAYOUT: VERSION} if kernels == EDGELLM else {})}
 
 
 def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
@@ -110,6 +124,7 @@ class _Compiler:
         saved = optimize(
             lowered, self._folder / f"{variant.name}.onnx", self._plan.threads,
             prepacks=variant.prepacks, probe=lambda session: self._probe(session, variant),
+            own_kernels=isinstance(variant.kernel, OwnLinears),
         )  # fmt: skip
         return LoadedGraph(saved, variant.max_rows)
 
@@ -146,6 +161,7 @@ def optimize(
     *,
     prepacks: bool,
     probe: Callable[[ort.InferenceSession], Numbers],
+    own_kernels: bool = False,
 ) -> ort.InferenceSession:
     """Let ONNX Runtime fold, fuse and prepack once, keep what it made, and load that.
 
@@ -157,6 +173,7 @@ def optimize(
         threads: 0 takes all cores.
         prepacks: keep the weights as the kernels read them, too.
         probe: numbers that show what a graph computes.
+        own_kernels: it has operators of `device_runtime.kernels`.
 
     Raises:
         EdgeLLMError: the saved graph does not compute what the lowered one does.
@@ -164,6 +181,8 @@ def optimize(
     options = ort.SessionOptions()
     set_threads(options, threads)
     options.log_severity_level = 3
+    if own_kernels:
+        register(options)
     options.optimized_model_filepath = str(output)
     for key, value in (
         ("optimized_model_external_initializers_file_name", f"{output.stem}.data"),
@@ -176,7 +195,7 @@ def optimize(
     del saving
     lowered.unlink()
     lowered.with_suffix(".data").unlink()
-    saved = load_graph(output, threads=threads, optimize=False)
+    saved = load_graph(output, threads=threads, optimize=False, own_kernels=own_kernels)
     if not _are_alike(probe(saved), expected):
         raise EdgeLLMError(
             f"ONNX Runtime {ort.__version__} saved a {output.stem} graph that computes "

@@ -78,7 +78,7 @@ def _emit_gqa(
     if tables is not None:
         q, k = (rotate(graph, x, tables) for x in (q, k))
         cos = sin = positions = None
-    packed = _packed(q, k, v)
+    packed = packed_rows(q, k, v)
     given = {"scale": layer.scale, "softcap": layer.softcap}
     outputs = graph.nodes(
         "GroupQueryAttention",
@@ -120,7 +120,7 @@ def narrow_cache(graph: GraphEditor, ranges: CacheRanges) -> None:
         node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", 8)
 
 
-def _packed(*qkv: ir.Value | None) -> ir.Value | None:
+def packed_rows(*qkv: ir.Value | None) -> ir.Value | None:
     """The merged projection that q, k and v were split from, if nothing lies between."""
     nodes = {value.producer() if value is not None else None for value in qkv}
     node = nodes.pop()

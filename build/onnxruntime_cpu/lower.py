@@ -25,7 +25,10 @@ from edgellm.build.lowering.linear_groups import LinearKernel, lower_linears
 from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.lowering.weights import WeightFile, constant_array, parameter_name
 from edgellm.build.onnxruntime_cpu.grouped_attention import lower_attention, narrow_cache
+from edgellm.build.onnxruntime_cpu.own_attention import lower_attention as lower_own_attention
+from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears, lower_own_linears
 from edgellm.contract import FUNCTIONS
+from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.manifest import KVCacheSpec
 
 _HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -44,7 +47,7 @@ def lower(
 
     Args:
         model: any graph that `edgellm-export` writes.
-        kernel: computes the linear layers.
+        kernel: computes the linear layers; with edgellm's own comes its attention.
         weights: receives every weight.
         cache: of a graph that has one; int8 takes one scale for each tensor.
         capacity: rows of the cache.
@@ -57,18 +60,29 @@ def lower(
     _lower_signature(model.graph)
     lower_inputs(graph)
     _lower_floats(graph)
-    lower_linears(graph, kernel)
-    if cache is not None:
-        lower_attention(graph, needs_mask=needs_mask)
-        if cache.dtype == "int8":
-            assert cache.ranges is not None
-            narrow_cache(graph, cache.ranges)
+    if isinstance(kernel, OwnLinears):
+        lower_own_linears(graph, kernel)
     else:
+        lower_linears(graph, kernel)
+    if cache is None:
         lower_encoder_attention(graph)
+    elif isinstance(kernel, OwnLinears):
+        lower_own_attention(graph, cache)
+    else:
+        _lower_attention(graph, cache, needs_mask=needs_mask)
     _drop_argmax(model.graph)
     lower_norms(graph)
     lower_activations(graph)
     finish(model)
+    if isinstance(kernel, OwnLinears):
+        model.graph.opset_imports[DOMAIN] = 1
+
+
+def _lower_attention(graph: GraphEditor, cache: KVCacheSpec, *, needs_mask: bool) -> None:
+    lower_attention(graph, needs_mask=needs_mask)
+    if cache.dtype == "int8":
+        assert cache.ranges is not None
+        narrow_cache(graph, cache.ranges)
 
 
 def _lower_signature(graph: ir.Graph) -> None:

@@ -8,8 +8,10 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
+from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
+from edgellm.device_runtime.kernels.pack import PackedForm
 from edgellm.manifest import DECODER, Bundle, KVCacheSpec
 
 
@@ -23,6 +25,12 @@ def estimate_graphs(
         model = ir.load(source / graph.path)
         linears, table = _linear_sizes(model, plan.quantize), _table_bytes(model)
         variants = variants_of(role, model, bundle, plan)
+        if isinstance(variants[0].kernel, OwnLinears):
+            packed, doubled = _packed_sizes(model, plan.quantize, variants[0].kernel)
+            sizes.append(table + packed + 2 * doubled)
+            read = read or packed + doubled
+            largest = max(largest, *linears["dense"].values())
+            continue
         # A prepacked file holds the weights twice: as they were, and as the kernels read them.
         for variant in variants:
             weights = linears["int8" if variant.precision == "int8" else "decode"]
@@ -39,6 +47,18 @@ def estimate_graphs(
         peak_build_bytes=RUNTIME_BYTES + loaded + max(sizes[-1], 3 * largest),
         decode_bytes=read,
     )
+
+
+def _packed_sizes(model: ir.Model, quantize: str, kernel: OwnLinears) -> tuple[int, int]:
+    """Bytes of weights for edgellm's kernels, and of those that stay floats of 32 bits."""
+    packed = floats = 0
+    for _, weight in linear_layers(model.graph):
+        form = kernel.form(weight)
+        if quantize == "int4" and weight.in_features % INT4_BLOCK == 0:
+            form = PackedForm("int4", weight.in_features, sum(weight.widths), INT4_BLOCK)
+        packed += form.num_bytes if form is not None else 0
+        floats += 4 * weight.count if form is None else 0
+    return packed, floats
 
 
 def _table_bytes(model: ir.Model) -> int:

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.calls import find_calls
 from edgellm.build.lowering.linear_groups import LinearKernel
-from edgellm.build.lowering.linear_weights import weight_keys, weight_kinds
+from edgellm.build.lowering.linear_weights import linear_layers, weight_keys, weight_kinds
 from edgellm.build.lowering.round_int4 import check_quantize
 from edgellm.build.onnxruntime_cpu.linears import (
     ALL_INPUTS,
@@ -16,11 +16,16 @@ from edgellm.build.onnxruntime_cpu.linears import (
     RowInt8Kernel,
     StoredKernel,
 )
+from edgellm.build.onnxruntime_cpu.options import kernels_of
+from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.plan import Plan
 from edgellm.contract import ROUND_INPUT, EdgeLLMError
 from edgellm.device_runtime.pass_costs import MEASURED_ROWS
+from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
 from edgellm.manifest import DECODER, ENCODER, HEADS, Bundle
+
+_HALVES = {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) ->
     largest = max(plan.max_input_len, plan.max_verify_tree_size, max(MEASURED_ROWS))
     kinds = weight_kinds(model)
     check_quantize(kinds, plan.quantize)
+    if kernels_of(plan) == EDGELLM:
+        return [_own_variant("decode", model, plan.quantize, largest)]
     if plan.quantize == "int4":
         kinds = {"int4"}
     if kinds == {"dense"}:
@@ -76,6 +83,22 @@ def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) ->
     ]
 
 
+def _own_variant(name: str, model: ir.Model, quantize: str, max_rows: int) -> Variant:
+    """One graph for all numbers of rows."""
+    kinds = weight_kinds(model)
+    if quantize in ("int8", "int4"):
+        kinds = {quantize if kind == "dense" else kind for kind in kinds}
+    precision = "+".join(sorted(kinds - {"dense"})) or _float_types(model)
+    kernel = OwnLinears(rounds_floats=quantize == "int8")
+    return Variant(name, precision, kernel, prepacks=True, max_rows=max_rows)
+
+
+def _float_types(model: ir.Model) -> str:
+    """Of dense weights, as edgellm's kernels keep them."""
+    types = {weight.parts[0].stored[0].dtype for _, weight in linear_layers(model.graph)}
+    return "+".join(sorted(_HALVES.get(dtype, "fp32") for dtype in types))
+
+
 def _rounds_inputs_to_int8(model: ir.Model) -> bool:
     """Whether the checkpoint was made for products of int8 with int8 (SmoothQuant)."""
     zero_points = [call.inputs[2] for call in find_calls(model.graph, ROUND_INPUT)]
@@ -91,6 +114,9 @@ def _draft_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> l
     kinds = weight_kinds(model)
     check_quantize(kinds, plan.quantize)
     rows = 1 if role == HEADS else plan.max_input_len
+    if kernels_of(plan) == EDGELLM:
+        rounds = plan.quantize == "auto" and has_fast_int8()
+        return [_own_variant(role, model, "int8" if rounds else plan.quantize, rows)]
     if plan.quantize == "int8" or (plan.quantize == "auto" and has_fast_int8()):
         # A draft's last bits decide nothing, its steps are many.
         kernel = RowInt8Kernel(ALL_INPUTS)

@@ -18,7 +18,7 @@ from edgellm.device_runtime.kernels.compile import (
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-DOMAIN = "edgellm"
+DOMAIN = "edgellm.kernels"  # that of portable graphs has functions of equal names
 _PREBUILT = Path(__file__).parent / "prebuilt" / LIBRARY
 _HINT = (
     "install a C++ compiler, g++ 11 or clang++ 12 or newer (Debian and Ubuntu: apt install g++), "

@@ -18,7 +18,8 @@ import numpy as np
 GROUP = 32  # output channels of a record
 STRIP = 16  # channels that gate and up take in turn
 BLOCKS = (32, 64, 128)
-_MAGIC, _VERSION = b"edgellmW", 1
+VERSION = 1  # of the layout
+_MAGIC = b"edgellmW"
 _FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4}
 _HEADER = struct.Struct("<8s6I I f Q 16x")
 _LARGEST_HALF = 2.0**15
@@ -70,7 +71,7 @@ class PackedForm:
     def header(self, multiplier: float = 1.0) -> bytes:
         """The first 64 bytes; `multiplier` is that of all scales."""
         return _HEADER.pack(
-            _MAGIC, _VERSION, _FORMS[self.kind], self.in_features, self.out_features, self.block,
+            _MAGIC, VERSION, _FORMS[self.kind], self.in_features, self.out_features, self.block,
             self.has_zero_points, self.is_gated, multiplier, self.num_bytes,
         )  # fmt: skip
 

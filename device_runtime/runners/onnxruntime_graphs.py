@@ -11,6 +11,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm.contract import BrokenArtifactError
+from edgellm.device_runtime.kernels.library import register
 
 CPU, CUDA = "cpu", "cuda"  # as OrtValues name devices
 KEPT_ROWS = 128  # bindings of larger passes (prefills) are not kept
@@ -36,6 +37,7 @@ def load_graph(
     optimize: bool = True,
     keeps_memory: bool = True,
     device: str = CPU,
+    own_kernels: bool = False,
 ) -> ort.InferenceSession:
     """Load a graph.
 
@@ -45,6 +47,7 @@ def load_graph(
         optimize: fold and fuse; an engine's graphs are so already.
         keeps_memory: of activations between passes; it grows where their sizes vary.
         device: `CPU` or `CUDA`, which then computes every node.
+        own_kernels: it has operators of `device_runtime.kernels`.
 
     Raises:
         BrokenArtifactError: ONNX Runtime does not take the file, or not wholly on the device.
@@ -53,6 +56,8 @@ def load_graph(
     set_threads(options, threads)
     options.log_severity_level = 3
     options.enable_cpu_mem_arena = keeps_memory
+    if own_kernels:
+        register(options)
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if device == CUDA:

@@ -22,6 +22,7 @@ from edgellm.build.onnxruntime_cpu.linears import (
     COARSE_INPUTS,
     RowInt8Kernel,
 )
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.contract import FUNCTIONS, LINEAR
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
@@ -46,9 +47,8 @@ def float_model(tmp_path_factory):
 
 
 def _engine_logits(bundle: Path, engine: Path, quantize: str) -> np.ndarray:
-    build_engine(
-        "llm", bundle, engine, Plan(48, 64, 1, "same", quantize), "onnxruntime", lambda _: None
-    )
+    plan = Plan(48, 64, 1, "same", quantize, options=CpuOptions("onnxruntime"))
+    build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
     manifest = load_engine(engine, LLM_ENGINE)
     assert [graph.precision for graph in manifest.main_graphs] == [quantize]
     session = open_decoder(engine, manifest)

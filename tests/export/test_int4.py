@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from weights import round_checkpoint
 
 from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.contract import UnsupportedModelError
 from edgellm.device_runtime.sessions.decoder import open_decoder
@@ -110,7 +111,7 @@ def test_sliding_windows_hold_in_both_graphs(tmp_path):
     export_llm(open_checkpoint(str(tmp_path / "int4")), bundle, ExportOptions("fp32"))
     logits = {}
     for prefill in ("same", "int8"):
-        plan = Plan(48, 64, 1, prefill)
+        plan = Plan(48, 64, 1, prefill, options=CpuOptions("onnxruntime"))
         build_engine("llm", bundle, tmp_path / prefill, plan, "onnxruntime", lambda _: None)
         manifest = load_engine(tmp_path / prefill, LLM_ENGINE)
         session = open_decoder(tmp_path / prefill, manifest)

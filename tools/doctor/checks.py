@@ -156,7 +156,18 @@ def _backends() -> Iterator[Finding]:
         finding = _backend(name)
         yield finding
         if (name, finding.status) == ("onnxruntime", OK):
+            yield _own_kernels()
             yield _cuda_provider()
+
+
+def _own_kernels() -> Finding:
+    from edgellm.device_runtime.kernels.library import instruction_sets
+
+    what = "--kernels edgellm"
+    try:
+        return Finding(what, OK, f"edgellm's kernels, {instruction_sets()[0]}")
+    except EdgeLLMError as error:
+        return Finding(what, NOTE, str(error), error.hint)
 
 
 def _cuda_provider() -> Finding:

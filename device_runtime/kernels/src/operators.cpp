@@ -1,4 +1,4 @@
-// ONNX Runtime's operators of the domain "edgellm".
+// ONNX Runtime's operators of the domain "edgellm.kernels", apart from that of portable graphs' functions.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -331,7 +331,7 @@ extern "C" __attribute__((visibility("default"))) edgellm::ort::Status* Register
   return ort::guarded([&] {
     static ort::Domain* const domain = [] {  // for all sessions, which may outlive any owner but the process
       ort::Domain* made = nullptr;
-      ort::call(ort::kCreateDomain, "edgellm", &made);
+      ort::call(ort::kCreateDomain, "edgellm.kernels", &made);
       for (const ort::Operator* one : {ort::describe<QuantLinear>(), ort::describe<CachedAttention<ort::kFloat>>(),
                                       ort::describe<CachedAttention<ort::kHalf>>(), ort::describe<CachedAttention<ort::kInt8>>(), ort::describe<Picks>()})
         ort::call(ort::kAddOperator, made, one);

@@ -10,6 +10,11 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction
 from edgellm.manifest import ENCODER, Engine
 
 MINIMUM_VERSION = (1, 22)
+KERNELS, LAYOUT = (
+    "kernels",
+    "weight_layout",
+)  # options of an engine: whose kernels, and of which version
+EDGELLM, ONNXRUNTIME = "edgellm", "onnxruntime"  # whose
 
 
 def available() -> str:
@@ -37,7 +42,8 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
 
     Raises:
         BrokenArtifactError: built with another ONNX Runtime or for another processor, whose
-            prepacked weights this one would misread.
+            prepacked weights this one would misread; or it needs edgellm's kernels, and they
+            are not to be had here.
     """
     from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
         LoadedGraph,
@@ -46,10 +52,16 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 
     _check_origin(folder, engine)
+    own_kernels = engine.options.get(KERNELS) == EDGELLM
+    if own_kernels:
+        _check_kernels(folder, engine)
     threads, opened = int(engine.options["threads"]), {}
     for role, graphs in engine.graphs.items():
         # An encoder's images have all sizes.
-        options = {"threads": threads, "optimize": False, "keeps_memory": role != ENCODER}
+        options = {
+            "threads": threads, "optimize": False, "keeps_memory": role != ENCODER,
+            "own_kernels": own_kernels,
+        }  # fmt: skip
         loaded = [LoadedGraph(load_graph(folder / g.path, **options), g.max_rows) for g in graphs]
         kv = engine.cache_of(role)
         opened[role] = OnnxRuntimeRunner(loaded, kv, engine.max_kv_cache_capacity)
@@ -66,3 +78,23 @@ def _check_origin(folder: Path, engine: Engine) -> None:
                 f"{folder} was built for {what} {built}, this machine has {found}",
                 hint=f"run {engine.builder} on this machine",
             )
+
+
+def _check_kernels(folder: Path, engine: Engine) -> None:
+    from edgellm.device_runtime.kernels.library import load_library
+    from edgellm.device_runtime.kernels.pack import VERSION
+
+    built = engine.options.get(LAYOUT)
+    if built != VERSION:
+        raise BrokenArtifactError(
+            f"{folder} has weights in layout {built} of edgellm's kernels, this edgellm reads "
+            f"{VERSION}",
+            hint=f"run {engine.builder} on this machine",
+        )
+    try:
+        load_library()
+    except EdgeLLMError as error:
+        raise BrokenArtifactError(
+            f"{folder} needs edgellm's kernels: {error}",
+            hint=f"{error.hint}: {engine.builder} --kernels onnxruntime",
+        ) from None

@@ -1,0 +1,38 @@
+"""The flag that only engines for the CPU have, and what it comes to on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from edgellm.build.plan import FLAG, Options, Plan
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.kernels.library import instruction_sets
+from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, ONNXRUNTIME
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class CpuOptions(Options):
+    """What computes on the CPU."""
+
+    kernels: str = field(default=AUTO, metadata={FLAG: "--kernels"})
+
+
+def kernels_of(plan: Plan) -> str:
+    """`EDGELLM` or `ONNXRUNTIME`, which "auto" takes until edgellm's are tried everywhere.
+
+    Raises:
+        EdgeLLMError: edgellm's are asked for and cannot be had, or with an int8 copy for prompts.
+    """
+    wanted = plan.options.kernels if isinstance(plan.options, CpuOptions) else AUTO
+    if wanted != EDGELLM:
+        return ONNXRUNTIME
+    if plan.prefill == "int8":
+        raise EdgeLLMError(
+            "--prefill int8 is made of ONNX Runtime's operators; edgellm's kernels read prompts "
+            "with the one copy of the weights",
+            hint="leave --prefill away, or give --kernels onnxruntime",
+        )
+    instruction_sets()
+    return EDGELLM

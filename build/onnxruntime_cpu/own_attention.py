@@ -1,0 +1,85 @@
+"""Cached attention by edgellm's own kernel: rope, append and tree mask in one operator."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.build.lowering.attention import CachedAttention
+from edgellm.build.lowering.calls import is_call, require_known
+from edgellm.build.lowering.contrib_ops import CACHE_NAMES, row_tables
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.onnxruntime_cpu.grouped_attention import packed_rows
+from edgellm.contract import VISIBLE_IN_WINDOW, VISIBLE_SLOTS, UnsupportedModelError
+from edgellm.device_runtime.kernels.library import DOMAIN
+from edgellm.manifest import KVCacheSpec
+
+
+def lower_attention(graph: GraphEditor, cache: KVCacheSpec) -> None:
+    """Rewrite all cached attention; a cache of int8 takes one scale for each tensor.
+
+    Raises:
+        UnsupportedModelError: a mask that is not made of the tree's.
+    """
+    tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
+    for index, layer in enumerate(CachedAttention.all_of(graph.graph)):
+        graph.cursor = layer.call
+        if layer.positions is None and layer.cos not in tables:
+            tables[layer.cos] = row_tables(graph, layer.cos, layer.sin)[1:]
+        cos, sin = tables.get(layer.cos, (layer.cos, layer.sin))
+        _emit(graph, layer, (cos, sin), _scales(graph, cache, index))
+    if cache.dtype == "int8":
+        for value in (*graph.graph.inputs, *graph.graph.outputs):
+            if str(value.name).startswith(CACHE_NAMES):
+                value.type = ir.TensorType(ir.DataType.INT8)
+
+
+def _emit(
+    graph: GraphEditor,
+    layer: CachedAttention,
+    tables: tuple[ir.Value, ir.Value],
+    scales: list[ir.Value],
+) -> None:
+    mask, window = _tree_mask(layer)
+    packed = packed_rows(layer.q, layer.k, layer.v)
+    given = {"scale": layer.scale, "softcap": layer.softcap, "local_window_size": window}
+    outputs = graph.nodes(
+        "CachedAttention",
+        [
+            *((packed, None, None) if packed is not None else (layer.q, layer.k, layer.v)),
+            layer.past_key, layer.past_value, layer.write_index, *tables, layer.positions, mask,
+            *([None, None, None, *scales] if scales else []),
+        ],
+        3,
+        domain=DOMAIN,
+        num_heads=layer.num_heads,
+        kv_num_heads=layer.kv_num_heads,
+        **{name: value for name, value in given.items() if value is not None},
+    )  # fmt: skip
+    for old, new in zip(layer.outputs, outputs, strict=True):
+        graph.replace(old, new)
+
+
+def _tree_mask(layer: CachedAttention) -> tuple[ir.Value, int | None]:
+    """The pass's mask bool [S, M], and the window in positions."""
+    call = layer.visible.producer()
+    if call is None or not is_call(call, VISIBLE_SLOTS, VISIBLE_IN_WINDOW):
+        raise UnsupportedModelError(
+            f"{layer.call.name}: edgellm's kernels do not know this mask",
+            hint="give --kernels onnxruntime",
+        )
+    require_known(call, "window")
+    mask, window = call.inputs[0], call.attributes.get("window")
+    assert mask is not None
+    return mask, None if window is None else window.as_int()
+
+
+def _scales(graph: GraphEditor, cache: KVCacheSpec, index: int) -> list[ir.Value]:
+    """Of the keys and values of a layer in int8, float32 [1] each."""
+    if cache.dtype != "int8":
+        return []
+    assert cache.ranges is not None
+    return [
+        graph.constant(f"layer{index}.{part}_scale", np.array([ranges[index] / 127], np.float32))
+        for part, ranges in (("k", cache.ranges.keys), ("v", cache.ranges.values))
+    ]

@@ -1,0 +1,167 @@
+"""Linear layers by edgellm's own kernels: packed weights, with what stands around the product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+
+import onnx_ir as ir
+
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linear_groups import lower_linears
+from edgellm.build.lowering.linear_weights import LinearWeight, layer_name
+from edgellm.build.onnxruntime_cpu.linears import DenseKernel
+from edgellm.build.onnxruntime_cpu.packed_weights import form_of, packed_bytes
+from edgellm.device_runtime.kernels.library import DOMAIN
+from edgellm.device_runtime.kernels.pack import STRIP, PackedForm, gated_order
+
+_OPERATOR = "QuantLinear"
+_GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and their number
+
+
+class OwnLinears:
+    """A LinearKernel: one QuantLinear; floats of 32 bits stay with ONNX Runtime."""
+
+    def __init__(self, *, rounds_floats: bool = False) -> None:
+        """`rounds_floats`: to int8 in blocks of 32."""
+        self._rounds_floats = rounds_floats
+
+    def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
+        """See `LinearKernel`."""
+        form = self.form(weight)
+        if form is None:
+            return DenseKernel().emit(graph, x, weight, name)
+        return _product(graph, x, form, name, lambda: packed_bytes(form, weight))
+
+    def emit_gated(
+        self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str
+    ) -> ir.Value:
+        """Swish(gate) * up of a weight that is both, side by side."""
+        form, width = self.form(weight, is_gated=True), weight.widths[0]
+        assert form is not None
+        return _product(
+            graph, x, form, name, lambda: packed_bytes(form, weight, gated_order(width))
+        )
+
+    def form(self, weight: LinearWeight, *, is_gated: bool = False) -> PackedForm | None:
+        """How a weight is packed; None: it is not."""
+        return form_of(weight, rounds_floats=self._rounds_floats, is_gated=is_gated)
+
+
+def _product(
+    graph: GraphEditor,
+    x: ir.Value,
+    form: PackedForm,
+    name: str,
+    make: Callable[[], Iterator[bytes]],
+) -> ir.Value:
+    packed = graph.streamed_weight(f"{name}.{form.kind}_packed", form.num_bytes, make)
+    return graph.node(
+        _OPERATOR, [x, packed], domain=DOMAIN, K=form.in_features, N=form.out_features,
+        block=form.block,
+    )  # fmt: skip
+
+
+def lower_own_linears(graph: GraphEditor, kernel: OwnLinears) -> None:
+    """Rewrite every linear layer, with biases, gates, residuals and norms around it."""
+    for node in graph.find("Mul"):
+        _lower_gate(graph, kernel, node)
+    gates = graph.find(_OPERATOR)
+    lower_linears(graph, kernel, key=_stored_alike)
+    for node in graph.find(_OPERATOR):
+        node.resize_inputs(_INPUTS)
+        if node in gates:
+            continue
+        _take_sum(graph, node, _BIAS, _is_bias)
+        _take_sum(graph, node, _RESIDUAL, _is_residual)
+    for node in graph.find("RMSNormalization"):
+        _take_norm(node)
+
+
+def _stored_alike(weight: LinearWeight) -> Hashable:
+    return weight.key, weight.parts[0].stored[0].dtype
+
+
+# ------------------------------------------------------------------------------------ gates
+def _lower_gate(graph: GraphEditor, kernel: OwnLinears, mul: ir.Node) -> None:
+    """`Mul(Swish(gate), up)` of two linear layers that read the same."""
+    for value, other in (mul.inputs, mul.inputs[::-1]):
+        swish, up = _only_producer(value), _only_producer(other)
+        if swish is None or up is None or swish.op_type != "Swish" or swish.attributes:
+            continue
+        gate = _only_producer(swish.inputs[0])
+        weight = None if gate is None else LinearWeight.of(gate, up)
+        if gate is None or gate.inputs[0] is not up.inputs[0]:
+            continue
+        if weight is None or not _can_be_gated(kernel, weight):
+            continue
+        graph.cursor = gate
+        assert gate.inputs[0] is not None
+        name = f"{layer_name(gate)}+{layer_name(up)}"
+        graph.replace(mul.outputs[0], kernel.emit_gated(graph, gate.inputs[0], weight, name))
+        for node in (mul, swish, gate, up):
+            graph.graph.remove(node, safe=True)
+        return
+
+
+def _can_be_gated(kernel: OwnLinears, weight: LinearWeight) -> bool:
+    gate, up = (LinearWeight((part,)) for part in weight.parts)
+    return (
+        _stored_alike(gate) == _stored_alike(up)
+        and gate.widths == up.widths
+        and gate.widths[0] % STRIP == 0
+        and kernel.form(weight) is not None
+    )
+
+
+def _only_producer(value: ir.Value | None) -> ir.Node | None:
+    """What makes a value that is read once, within the graph."""
+    if value is None or value.is_graph_output() or len(tuple(value.uses())) != 1:
+        return None
+    return value.producer()
+
+
+# ----------------------------------------------------------------- what stands around products
+def _take_sum(
+    graph: GraphEditor, node: ir.Node, place: int, suits: Callable[[ir.Node, ir.Value], bool]
+) -> None:
+    """Let a product add what only it is added to."""
+    y = node.outputs[0]
+    uses = tuple(y.uses())
+    if y.is_graph_output() or len(uses) != 1 or uses[0].node.op_type != "Add":
+        return
+    add = uses[0].node
+    other = add.inputs[1 - uses[0].idx]
+    if other is None or other is y or not suits(node, other):
+        return
+    graph.graph.remove(node)
+    graph.graph.insert_before(add, node)  # where the other is known
+    node.replace_input_with(place, other)
+    graph.replace(add.outputs[0], y)
+    graph.graph.remove(add, safe=True)
+
+
+def _is_bias(node: ir.Node, other: ir.Value) -> bool:
+    tensor, count = other.const_value, node.attributes["N"].as_int()
+    return tensor is not None and tuple(tensor.shape.numpy()) == (count,)
+
+
+def _is_residual(node: ir.Node, other: ir.Value) -> bool:
+    """What is computed; layers add nothing that is narrower than their products."""
+    del node
+    return other.const_value is None
+
+
+def _take_norm(norm: ir.Node) -> None:
+    """Let products normalize their rows, where nothing else reads the norm."""
+    x, gamma = norm.inputs
+    uses = tuple(norm.outputs[0].uses())
+    is_last = "axis" not in norm.attributes or norm.attributes["axis"].as_int() == -1
+    if not uses or not is_last or norm.outputs[0].is_graph_output():
+        return
+    if any(use.node.op_type != _OPERATOR or use.idx != 0 for use in uses):
+        return
+    epsilon = norm.attributes["epsilon"].as_float()
+    for use in uses:
+        use.node.replace_input_with(0, x)
+        use.node.replace_input_with(_GAMMA, gamma)
+        use.node.attributes["epsilon"] = ir.AttrFloat32("epsilon", epsilon)

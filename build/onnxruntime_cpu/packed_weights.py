@@ -1,0 +1,99 @@
+"""Weights of a portable graph as edgellm's kernels read them, see `device_runtime.kernels.pack`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart, blocks_of_int8
+from edgellm.build.lowering.weights import U8, stored_bytes
+from edgellm.device_runtime.kernels.pack import BLOCKS, PackedForm, pack_codes, pack_floats
+
+_HALVES = {ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
+_ROUNDED_BLOCK = 32  # of weights that become int8 only here
+_Order = NDArray[np.int64]
+
+
+def form_of(
+    weight: LinearWeight, *, rounds_floats: bool = False, is_gated: bool = False
+) -> PackedForm | None:
+    """How the kernels keep a weight; None: floats of 32 bits, which they do not.
+
+    Integers keep their codes where their blocks are multiples of 32; FP8, FP4 and other blocks
+    become int8 in blocks of 32, as floats do with `rounds_floats`.
+    """
+    shape = weight.in_features, sum(weight.widths)
+    if weight.kind == "dense" and not rounds_floats:
+        kind = _HALVES.get(weight.parts[0].stored[0].dtype)
+        return None if kind is None else PackedForm(kind, *shape, is_gated=is_gated)
+    block = _block(weight.parts[0])
+    if not block:
+        return PackedForm("int8", *shape, _ROUNDED_BLOCK, is_gated=is_gated)
+    has_zero_points = any(part.is_unsigned for part in weight.parts)
+    return PackedForm(weight.kind, *shape, block, has_zero_points, is_gated)
+
+
+def _block(part: WeightPart) -> int:
+    """Inputs that share a packed scale; 0: the codes cannot stay."""
+    if part.kind not in ("int4", "int8"):
+        return 0
+    if part.block_size:
+        return next((size for size in BLOCKS[::-1] if part.block_size % size == 0), 0)
+    return next((size for size in BLOCKS[::-1] if part.shape[0] % size == 0), BLOCKS[0])
+
+
+def packed_bytes(
+    form: PackedForm, weight: LinearWeight, order: _Order | None = None
+) -> Iterator[bytes]:
+    """The packed weight, piece by piece; `order` of the output channels, None: as they are."""
+    if not form.is_quantized:
+        rows = _joined([_halves(part) for part in weight.parts], order)
+        yield from pack_floats(form, rows)
+        return
+    parts = [_codes(part, form) for part in weight.parts]
+    codes, scales = (_joined([part[at] for part in parts], order) for at in (0, 1))
+    points = _joined([part[2] for part in parts], order) if form.has_zero_points else None
+    del parts
+    yield from pack_codes(form, codes, scales, points)
+
+
+def _joined(parts: list[np.ndarray], order: _Order | None) -> np.ndarray:
+    rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    return rows if order is None else rows[order]
+
+
+def _halves(part: WeightPart) -> NDArray[np.uint16]:
+    """[out, in] as it is stored."""
+    return stored_bytes(part.stored[0]).view(np.uint16).reshape(part.shape[::-1])
+
+
+def _codes(part: WeightPart, form: PackedForm) -> tuple[U8, np.ndarray, U8]:
+    """Codes [out, in], scales and zero points [out, blocks]."""
+    middle = 8 if form.kind == "int4" else 128
+    blocks = form.blocks, part.shape[1]
+    points = np.full(blocks, middle, np.uint8)
+    if not _block(part):
+        codes, scales = blocks_of_int8(part.dense(), form.block)
+        return _columns(codes[: part.shape[0]] + np.int16(middle)), scales.T, _columns(points)
+    codes = part.codes()
+    if part.is_unsigned:
+        zeros = part.zero_points()
+        codes += part.repeated(zeros)
+        points = _spread(zeros.astype(np.uint8), part, form)
+    else:
+        codes += np.int16(middle)
+    return _columns(codes), _spread(part.scales(), part, form).T, _columns(points)
+
+
+def _spread(per_block: np.ndarray, part: WeightPart, form: PackedForm) -> np.ndarray:
+    """One row for each block of the form."""
+    repeats = part.block_size // form.block if part.block_size else 1
+    return np.broadcast_to(np.repeat(per_block, repeats, 0), (form.blocks, part.shape[1]))
+
+
+def _columns(array: np.ndarray) -> U8:
+    """[in, out] as uint8 [out, in]."""
+    return np.ascontiguousarray(array.T.astype(np.uint8))
