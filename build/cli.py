@@ -188,7 +188,9 @@ def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
 
 
 def show_notes(options: Mapping[str, Any]) -> None:
-    """What a backend wants people to know of an engine."""
+    """What a backend wants people to know of an engine, and how it was checked."""
+    for check in options.get("checks", ()):
+        typer.echo(f"check: {check}")
     for note in options.get("notes", ()):
         typer.echo(f"note: {note}", err=True)
 

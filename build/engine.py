@@ -79,6 +79,7 @@ def _manifest(
         quantization=bundle.quantization,
         options={
             **remembered(product, plan), **plan.options.given(), "notes": list(compiled.notes),
+            "checks": list(compiled.checks),
         },
         provenance=_provenance(source, bundle.provenance),
         eos_token_ids=bundle.eos_token_ids,

@@ -94,6 +94,7 @@ class Compiled:
     cost_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     prefill_rows: int = 0
     notes: tuple[str, ...] = ()  # what people should know of the engine
+    checks: tuple[str, ...] = ()  # how its graphs were compared with the bundle's
 
 
 Report = Callable[[str], None]  # told what is being done

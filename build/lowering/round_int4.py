@@ -15,6 +15,7 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.contract import EdgeLLMError
 
 BLOCK_SIZE = 32
+ROUNDED_SCALE = ".int4_scale"  # how names of the scales end
 _CLIPPING = np.linspace(1, 0.7, 7, dtype=np.float32)  # of a block's largest weight
 
 
@@ -70,7 +71,7 @@ def round_to_int4(model: ir.Model, weights: WeightFile) -> None:
         codes = graph.weight(
             f"{node.name}.int4", lambda load=load: load()[0], ir.DataType.INT4, shape
         )
-        scales = graph.weight(f"{node.name}.int4_scale", lambda load=load: load()[1])
+        scales = graph.weight(f"{node.name}{ROUNDED_SCALE}", lambda load=load: load()[1])
         node.replace_input_with(
             1, graph.node("DequantizeLinear", [codes, scales], axis=0, block_size=BLOCK_SIZE)
         )

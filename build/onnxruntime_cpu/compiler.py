@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from edgellm import contract
+from edgellm.build.check import (
+    FLOATS,
+    Numbers,
+    bound_of,
+    difference,
+    first_difference,
+    make_reference,
+    require_alike,
+    run_passes,
+)
 from edgellm.build.costs import measure
 from edgellm.build.lowering.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile
@@ -20,7 +28,6 @@ from edgellm.build.onnxruntime_cpu.lower import lower
 from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
 from edgellm.build.onnxruntime_cpu.variants import Variant, variants_of
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
-from edgellm.build.samples import held_inputs, sample_passes
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, OnnxRuntimeRunner
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, set_threads
@@ -32,8 +39,6 @@ from edgellm.manifest import (
     KVCacheSpec,
     with_kv_dtype,
 )
-
-Numbers = list[dict[str, NDArray[Any]]]
 
 
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
@@ -48,21 +53,17 @@ def compile_bundle(
     cache = _cache(bundle, plan)
     graphs: dict[str, tuple[GraphSpec, ...]] = {}
     opened: dict[str, OnnxRuntimeRunner] = {}
+    checks: list[str] = []
     with rounded_weights(folder, plan.quantize) as rounded:
         for role, graph in bundle.graphs.items():
-            own = cache if role in (DECODER, DRAFT) else None
             portable = source / graph.path
-            variants = variants_of(role, ir.load(portable), bundle, plan)
-            compiler = _Compiler(role, bundle, plan, folder, own)
-            loaded = [compiler.compile(portable, each, rounded, report) for each in variants]
-            opened[role] = OnnxRuntimeRunner(loaded, own, plan.kv_capacity)
-            graphs[role] = tuple(
-                GraphSpec(f"{each.name}.onnx", each.max_rows, each.precision) for each in variants
-            )
+            compiler = _Compiler(role, bundle, plan, portable, rounded, folder, cache, report)
+            opened[role], graphs[role] = compiler.compile()
+            checks.append(compiler.check(opened[role], graphs[role]))
     dtype = cache.dtype if cache is not None else ""
     report("measuring the cost of a pass")
     costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype), plan)
-    return Compiled(graphs, dtype, costs, prefill_rows)
+    return Compiled(graphs, dtype, costs, prefill_rows, checks=tuple(checks))
 
 
 def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
@@ -95,23 +96,68 @@ class _Compiler:
     """Makes the graphs of a role."""
 
     def __init__(
-        self, role: str, bundle: Bundle, plan: Plan, folder: Path, cache: KVCacheSpec | None
+        self,
+        role: str,
+        bundle: Bundle,
+        plan: Plan,
+        portable: Path,
+        rounded: WeightFile | None,
+        folder: Path,
+        cache: KVCacheSpec | None,
+        report: Report,
     ) -> None:
-        self._role, self._bundle, self._plan = role, bundle, plan
-        self._folder, self._cache = folder, cache
+        self._bundle, self._plan, self._portable, self._rounded = bundle, plan, portable, rounded
+        self._folder, self._cache = folder, cache if role in (DECODER, DRAFT) else None
+        self._report = report
+        self._variants = variants_of(role, ir.load(portable), bundle, plan)
+        report(f"computing a few rows of the portable {role} graph")
+        self._reference = make_reference(role, bundle, portable, rounded, folder)
 
-    def compile(
-        self, portable: Path, variant: Variant, rounded: WeightFile | None, report: Report
-    ) -> LoadedGraph:
-        """Lower a graph, let ONNX Runtime optimize and save it, and load what it saved."""
-        report(f"lowering the {variant.name} graph")
-        lowered = self._lower(load_portable(portable, rounded), variant)
-        report(f"optimizing and prepacking the {variant.name} graph")
-        saved = optimize(
-            lowered, self._folder / f"{variant.name}.onnx", self._plan.threads,
-            prepacks=variant.prepacks, probe=lambda session: self._probe(session, variant),
-        )  # fmt: skip
+    def compile(self) -> tuple[OnnxRuntimeRunner, tuple[GraphSpec, ...]]:
+        """Lower the graph in all variants, let ONNX Runtime optimize, save and load each."""
+        loaded = [self._compile(each) for each in self._variants]
+        specs = [
+            GraphSpec(f"{each.name}.onnx", each.max_rows, each.precision) for each in self._variants
+        ]
+        return OnnxRuntimeRunner(loaded, self._cache, self._plan.kv_capacity), tuple(specs)
+
+    def check(self, runner: OnnxRuntimeRunner, graphs: Sequence[GraphSpec]) -> str:
+        """See `require_alike`."""
+        dtype = self._cache.dtype if self._cache is not None else ""
+        bound = bound_of(self._bundle, graphs, dtype)
+
+        def search() -> str:
+            return first_difference(
+                self._reference, self._portable, self._rounded, self._folder, bound, self._opened
+            )
+
+        return require_alike(self._reference, runner, bound, search)
+
+    def _opened(self, model: ir.Model) -> OnnxRuntimeRunner:
+        variant = dataclasses.replace(self._variants[-1], name="searched")
+        graph = load_graph(self._lower(model, variant), optimize=False)
+        return OnnxRuntimeRunner([LoadedGraph(graph)], self._cache, self._plan.kv_capacity)
+
+    def _compile(self, variant: Variant) -> LoadedGraph:
+        self._report(f"lowering the {variant.name} graph")
+        lowered = self._lower(load_portable(self._portable, self._rounded), variant)
+        self._report(f"optimizing and prepacking the {variant.name} graph")
+        output, threads = self._folder / f"{variant.name}.onnx", self._plan.threads
+        probe = None  # the portable graph will be compared with what is saved
+        if self._reference.why_not:
+            probe = partial(self._probe, max_rows=variant.max_rows)
+        saved = optimize(lowered, output, threads, prepacks=variant.prepacks, probe=probe)
         return LoadedGraph(saved, variant.max_rows)
+
+    def _probe(self, session: ort.InferenceSession, max_rows: int) -> Numbers:
+        """What a graph gives for the passes that it is meant for."""
+        reference, graph = self._reference, LoadedGraph(session)
+        runner = OnnxRuntimeRunner([graph], self._cache, self._plan.kv_capacity)
+        passes = [
+            each for each in reference.passes
+            if contract.INPUT_IDS not in each or each[contract.INPUT_IDS].shape[1] <= max_rows
+        ]  # fmt: skip
+        return run_passes(runner, reference.role, reference.bundle, passes)
 
     def _lower(self, model: ir.Model, variant: Variant) -> Path:
         """Write the lowered graph and its weights; the graph's path."""
@@ -125,19 +171,6 @@ class _Compiler:
         ir.save(model, path)
         return path
 
-    def _probe(self, session: ort.InferenceSession, variant: Variant) -> Numbers:
-        """What a graph computes of a few passes."""
-        capacity, rows = self._plan.kv_capacity, variant.max_rows
-        graph = LoadedGraph(session, rows)
-        runner = OnnxRuntimeRunner([graph], self._cache, capacity)
-        runner.hold(held_inputs(self._role, self._bundle))
-        found = []
-        for inputs in sample_passes(self._role, self._bundle, capacity, rows):
-            outputs = runner.run(inputs)
-            names = (name for name in outputs if name != contract.CANDIDATE_IDS)
-            found.append({name: outputs[name].copy() for name in names})
-        return found
-
 
 def optimize(
     lowered: Path,
@@ -145,7 +178,7 @@ def optimize(
     threads: int,
     *,
     prepacks: bool,
-    probe: Callable[[ort.InferenceSession], Numbers],
+    probe: Callable[[ort.InferenceSession], Numbers] | None = None,
 ) -> ort.InferenceSession:
     """Let ONNX Runtime fold, fuse and prepack once, keep what it made, and load that.
 
@@ -156,7 +189,7 @@ def optimize(
         output: the saved graph.
         threads: 0 takes all cores.
         prepacks: keep the weights as the kernels read them, too.
-        probe: numbers that show what a graph computes.
+        probe: numbers that show what a graph computes, where nothing else will.
 
     Raises:
         EdgeLLMError: the saved graph does not compute what the lowered one does.
@@ -172,23 +205,15 @@ def optimize(
     ):
         options.add_session_config_entry(f"session.{key}", value)
     saving = ort.InferenceSession(str(lowered), options, providers=["CPUExecutionProvider"])
-    expected = probe(saving)
+    expected = probe(saving) if probe is not None else []
     del saving
     lowered.unlink()
     lowered.with_suffix(".data").unlink()
     saved = load_graph(output, threads=threads, optimize=False)
-    if not _are_alike(probe(saved), expected):
+    if probe is not None and difference(probe(saved), expected) > FLOATS:
         raise EdgeLLMError(
             f"ONNX Runtime {ort.__version__} saved a {output.stem} graph that computes "
             "something else than the one it was made from",
             hint="install another onnxruntime and report this",
         )
     return saved
-
-
-def _are_alike(found: Numbers, expected: Numbers) -> bool:
-    return all(
-        np.allclose(one[name], other[name], rtol=1e-3, atol=1e-3)
-        for one, other in zip(found, expected, strict=True)
-        for name in other
-    )

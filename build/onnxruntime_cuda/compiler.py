@@ -10,7 +10,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from edgellm.build.costs import Costs, measure
+from edgellm.build.check import bound_of, first_difference, make_reference, require_alike
+from edgellm.build.costs import measure
 from edgellm.build.lowering.linear_weights import LinearWeight, weight_kinds
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.round_int4 import check_quantize, load_portable, rounded_weights
@@ -21,6 +22,7 @@ from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
 from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import memory_bytes
+from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.onnxruntime_cuda import open_graphs, provider
 from edgellm.device_runtime.runners.onnxruntime_cuda.slots import ROWS_GRAPH
 from edgellm.manifest import (
@@ -30,7 +32,6 @@ from edgellm.manifest import (
     Bundle,
     GraphSpec,
     KVCacheSpec,
-    Spec,
     with_kv_dtype,
 )
 
@@ -49,58 +50,102 @@ def compile_bundle(
     quantize = _quantize(bundle, plan)
     kinds = weight_kinds(ir.load(source / next(iter(bundle.graphs.values())).path))
     check_quantize(kinds, quantize)
-    dtype = _dtype(bundle)
-    stored = "+".join(sorted(kinds - {"dense"})) or _short(dtype)
-    precision = quantize if quantize in ("int4", "int8") else stored
-    kernel = CudaKernel(dtype, rounds=quantize == "int8")
-    graphs: dict[str, tuple[GraphSpec, ...]] = {}
+    device, notes = _device()
     with rounded_weights(folder, quantize) as rounded:
-        for role, graph in bundle.graphs.items():
-            name = _NAMES.get(role, role)
-            report(f"lowering the {name} graph for CUDA")
-            model, weights = load_portable(source / graph.path, rounded), _weights(folder, name)
-            capacity = plan.kv_capacity if role in (DECODER, DRAFT) else 0
-            lower_for_cuda(model, kernel, weights, dtype, capacity)
-            weights.close()
-            ir.save(model, folder / f"{name}.onnx")
-            graphs[role] = (GraphSpec(f"{name}.onnx", _max_rows(role, plan), precision),)
-    if cache is not None and DECODER in graphs:
-        ir.save(rows_graph(cache, plan.kv_capacity), folder / ROWS_GRAPH)
-    notes = [_NO_FP8] if "fp8" in kinds else []
-    spec = with_kv_dtype(bundle.spec, bundle.dtype if cache is not None else "")
-    costs, prefill_rows = _measure(folder, graphs, spec, plan, report, notes)
+        compiler = _Compiler(source, bundle, plan, folder, rounded, quantize)
+        graphs = {role: compiler.compile(role, report) for role in bundle.graphs}
+        if cache is not None and DECODER in graphs:
+            ir.save(rows_graph(cache, plan.kv_capacity), folder / ROWS_GRAPH)
+        if not device:
+            costs, checks, prefill_rows = {}, (), min(PREFILL_ROWS, plan.max_input_len)
+        else:
+            report("measuring the cost of a pass")
+            spec, threads = with_kv_dtype(bundle.spec, bundle.dtype), plan.threads
+            opened = open_graphs(folder, graphs, spec, plan.kv_capacity, threads, device)
+            checks = tuple(
+                compiler.check(role, opened[role], graphs[role], device) for role in graphs
+            )
+            costs, prefill_rows = measure(opened, spec, plan)
     return Compiled(
-        graphs, cache.dtype if cache is not None else "", costs, prefill_rows, tuple(notes)
+        graphs,
+        cache.dtype if cache is not None else "",
+        costs,
+        prefill_rows,
+        notes=(*([_NO_FP8] if "fp8" in kinds else []), *notes),
+        checks=checks,
     )
 
 
-def _weights(folder: Path, name: str) -> WeightFile:
-    return WeightFile(folder / f"{name}.data")
+def _device() -> tuple[str, list[str]]:
+    """What engines run on here; "" where there is none, and a note."""
+    try:
+        return provider.require_cuda(), []
+    except EdgeLLMError as error:
+        return "", [f"{_NOT_MEASURED}: {error}"]
+
+
+class _Compiler:
+    """Lowers the graphs of one bundle into a folder."""
+
+    def __init__(
+        self,
+        source: Path,
+        bundle: Bundle,
+        plan: Plan,
+        folder: Path,
+        rounded: WeightFile | None,
+        quantize: str,
+    ) -> None:
+        self._source, self._bundle, self._plan = source, bundle, plan
+        self._folder, self._rounded, self._quantize = folder, rounded, quantize
+        self._dtype = _dtype(bundle)
+        self._kernel = CudaKernel(self._dtype, rounds=quantize == "int8")
+
+    def _portable(self, role: str) -> Path:
+        return self._source / self._bundle.graphs[role].path
+
+    def compile(self, role: str, report: Report) -> tuple[GraphSpec, ...]:
+        """Write the graph of a role and its weights."""
+        name = _NAMES.get(role, role)
+        report(f"lowering the {name} graph for CUDA")
+        model = load_portable(self._portable(role), self._rounded)
+        kinds = sorted(weight_kinds(model) - {"dense"})
+        self._lower(role, model, name)
+        rounded = self._quantize in ("int4", "int8")
+        precision = self._quantize if rounded else "+".join(kinds) or _short(self._dtype)
+        return (GraphSpec(f"{name}.onnx", _max_rows(role, self._plan), precision),)
+
+    def _lower(self, role: str, model: ir.Model, name: str) -> Path:
+        weights = WeightFile(self._folder / f"{name}.data")
+        capacity = self._plan.kv_capacity if role in (DECODER, DRAFT) else 0
+        lower_for_cuda(model, self._kernel, weights, self._dtype, capacity)
+        weights.close()
+        path = self._folder / f"{name}.onnx"
+        ir.save(model, path)
+        return path
+
+    def check(self, role: str, runner: Runner, graphs: tuple[GraphSpec, ...], device: str) -> str:
+        """See `require_alike`."""
+        bundle, folder, portable = self._bundle, self._folder, self._portable(role)
+        bound = bound_of(bundle, graphs, "")
+        reference = make_reference(role, bundle, portable, self._rounded, folder)
+
+        def open_lowered(model: ir.Model) -> Runner:
+            path = self._lower(role, model, "searched")
+            spec = with_kv_dtype(bundle.spec, bundle.dtype)
+            searched, capacity = {role: (GraphSpec(path.name),)}, self._plan.kv_capacity
+            return open_graphs(folder, searched, spec, capacity, self._plan.threads, device)[role]
+
+        def search() -> str:
+            return first_difference(reference, portable, self._rounded, folder, bound, open_lowered)
+
+        return require_alike(reference, runner, bound, search)
 
 
 def _max_rows(role: str, plan: Plan) -> int:
     if role == DECODER:
         return max(plan.max_input_len, plan.max_verify_tree_size)
     return 1 if role == HEADS else plan.max_input_len
-
-
-def _measure(
-    folder: Path,
-    graphs: dict[str, tuple[GraphSpec, ...]],
-    spec: Spec,
-    plan: Plan,
-    report: Report,
-    notes: list[str],
-) -> tuple[Costs, int]:
-    """Costs on the device, whose graphs are loaded in any case; none where none is, with a note."""
-    try:
-        device = provider.require_cuda()
-    except EdgeLLMError as error:
-        notes.append(f"{_NOT_MEASURED}: {error}")
-        return {}, min(PREFILL_ROWS, plan.max_input_len)
-    report("measuring the cost of a pass")
-    opened = open_graphs(folder, graphs, spec, plan.kv_capacity, plan.threads, device)
-    return measure(opened, spec, plan)
 
 
 def _quantize(bundle: Bundle, plan: Plan) -> str:

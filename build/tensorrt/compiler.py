@@ -35,6 +35,7 @@ from edgellm.manifest import (
 )
 
 _NAMES = {DECODER: "llm", ENCODER: "visual"}  # of files, where they are not the role's
+_NOT_RUN = "not compared with the portable graph: a build does not run TensorRT engines"
 _FIRST_FP8, _FIRST_FP4 = 89, 100  # Ada and Hopper, Blackwell
 _PRECISIONS = {ir.DataType.FLOAT16: "fp16", ir.DataType.FLOAT: "fp32"}
 
@@ -59,7 +60,7 @@ def compile_bundle(
         notes = notes if len(graphs) > 1 else _notes(built, passes)
     return Compiled(
         graphs, kv_dtype=bundle.dtype if bundle.cache is not None else "",
-        prefill_rows=plan.max_input_len, notes=notes,
+        prefill_rows=plan.max_input_len, notes=notes, checks=(_NOT_RUN,),
     )  # fmt: skip
 
 
