@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgellm.manifest import GraphSpec
+from edgellm.manifest import DECODER, ENCODER, HEADS, GraphSpec
 
 RUNTIME_BYTES = 150 << 20  # interpreter, ONNX Runtime's libraries, activations of a pass
 FLAG = "flag"  # metadata of the fields of `Options`: how users write them
@@ -46,6 +46,13 @@ class Plan:
     max_image_tokens: int = 0  # of a request
     max_image_tokens_per_image: int = 0
     options: Options = field(default_factory=Options)  # of the backend
+
+
+def most_rows(role: str, plan: Plan) -> int:
+    """Rows of the longest pass of a role; 0 where a pass has none."""
+    if role == DECODER:
+        return max(plan.max_input_len, plan.max_verify_tree_size)
+    return {ENCODER: 0, HEADS: 1}.get(role, plan.max_input_len)
 
 
 def image_plan(

@@ -15,11 +15,11 @@ from edgellm.build.onnxruntime_cpu.linears import (
     RowInt8Kernel,
     StoredKernel,
 )
-from edgellm.build.plan import Plan
+from edgellm.build.plan import Plan, most_rows
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.pass_costs import MEASURED_ROWS
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
-from edgellm.manifest import DECODER, ENCODER, HEADS, Bundle
+from edgellm.manifest import DECODER, ENCODER, Bundle
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,8 +46,7 @@ def variants_of(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[
 
 def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[Variant]:
     """The graphs that a bundle's precision asks for on this processor."""
-    del role
-    largest = max(plan.max_input_len, plan.max_verify_tree_size, max(MEASURED_ROWS))
+    largest = max(most_rows(role, plan), *MEASURED_ROWS)
     kinds = weight_kinds(model)
     check_quantize(kinds, plan.quantize)
     if plan.quantize == "int4":
@@ -93,7 +92,7 @@ def _draft_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> l
     del bundle
     kinds = weight_kinds(model)
     check_quantize(kinds, plan.quantize)
-    rows = 1 if role == HEADS else plan.max_input_len
+    rows = most_rows(role, plan)
     if plan.quantize == "int8" or (plan.quantize == "auto" and has_fast_int8()):
         # A draft's last bits decide nothing, its steps are many.
         kernel = RowInt8Kernel(ALL_INPUTS)

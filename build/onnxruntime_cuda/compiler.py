@@ -19,7 +19,7 @@ from edgellm.build.lowering.weights import WeightFile, parameter_name
 from edgellm.build.onnxruntime_cuda.attention import rows_graph
 from edgellm.build.onnxruntime_cuda.linears import CudaKernel, dense_name
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
-from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report
+from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report, most_rows
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners import Runner
@@ -28,7 +28,6 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.slots import ROWS_GRAPH
 from edgellm.manifest import (
     DECODER,
     DRAFT,
-    HEADS,
     Bundle,
     GraphSpec,
     KVCacheSpec,
@@ -113,7 +112,7 @@ class _Compiler:
         self._lower(role, model, name)
         rounded = self._quantize in ("int4", "int8")
         precision = self._quantize if rounded else "+".join(kinds) or _short(self._dtype)
-        return (GraphSpec(f"{name}.onnx", _max_rows(role, self._plan), precision),)
+        return (GraphSpec(f"{name}.onnx", most_rows(role, self._plan), precision),)
 
     def _lower(self, role: str, model: ir.Model, name: str) -> Path:
         weights = WeightFile(self._folder / f"{name}.data")
@@ -140,12 +139,6 @@ class _Compiler:
             return first_difference(reference, portable, self._rounded, folder, bound, open_lowered)
 
         return require_alike(reference, runner, bound, search)
-
-
-def _max_rows(role: str, plan: Plan) -> int:
-    if role == DECODER:
-        return max(plan.max_input_len, plan.max_verify_tree_size)
-    return 1 if role == HEADS else plan.max_input_len
 
 
 def _quantize(bundle: Bundle, plan: Plan) -> str:

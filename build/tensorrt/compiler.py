@@ -26,7 +26,6 @@ from edgellm.manifest import (
     DECODER,
     DRAFT,
     ENCODER,
-    HEADS,
     Bundle,
     DraftSpec,
     GraphSpec,
@@ -142,7 +141,7 @@ class _Compiler:
         self._options, self._dtype = options_of(plan), _dtype(bundle.dtype)
         self._capacity = plan.kv_capacity if role in (DECODER, DRAFT) else 0
         self._candidates = 0
-        if role in (DRAFT, HEADS) and isinstance(bundle.spec, DraftSpec):
+        if isinstance(bundle.spec, DraftSpec):
             # What a round drafts, its top-k times its steps, fits into the tree; so does its top-k.
             self._candidates = min(plan.max_draft_tree_size, bundle.spec.draft_vocab_size)
         self.precision = ""

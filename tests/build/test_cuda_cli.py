@@ -92,7 +92,7 @@ def test_visual_flags_that_do_not_suit(command, tiny_bundle, tmp_path):
 
 def test_ctrl_c_leaves_nothing(tiny_bundle, tmp_path):
     flags = ["--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine", *SMALL, *CUDA]
-    assert interrupt(["llm_build", *flags], tmp_path, ".*/llm.data") == INTERRUPTED
+    assert interrupt(["llm_build", *flags], tmp_path, ".*/files/llm.data") == INTERRUPTED
     assert not list(Path(tmp_path).iterdir())
 
 

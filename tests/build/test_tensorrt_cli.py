@@ -156,7 +156,7 @@ def test_a_gpu_must_be_named_where_there_is_none(command, half_bundle, tmp_path)
 
 def test_ctrl_c_leaves_nothing(half_bundle, tmp_path):
     flags = ["--onnxDir", half_bundle, "--engineDir", tmp_path / "engine", *ADA]
-    assert interrupt(["llm_build", *flags], tmp_path, ".*/llm.lowered.onnx") == INTERRUPTED
+    assert interrupt(["llm_build", *flags], tmp_path, ".*/files/llm.lowered.onnx") == INTERRUPTED
     assert not list(tmp_path.iterdir())
 
 
