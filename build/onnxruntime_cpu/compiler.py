@@ -111,7 +111,7 @@ class _Compiler:
         self._report = report
         self._variants = variants_of(role, ir.load(portable), bundle, plan)
         report(f"computing a few rows of the portable {role} graph")
-        self._reference = make_reference(role, bundle, portable, rounded, folder)
+        self._reference = make_reference(role, bundle, self._cache, portable, rounded, folder)
 
     def compile(self) -> tuple[OnnxRuntimeRunner, tuple[GraphSpec, ...]]:
         """Lower the graph in all variants, let ONNX Runtime optimize, save and load each."""
@@ -123,8 +123,7 @@ class _Compiler:
 
     def check(self, runner: OnnxRuntimeRunner, graphs: Sequence[GraphSpec]) -> str:
         """See `require_alike`."""
-        dtype = self._cache.dtype if self._cache is not None else ""
-        bound = bound_of(self._bundle, graphs, dtype)
+        bound = bound_of(self._bundle, graphs, self._cache)
 
         def search() -> str:
             return first_difference(

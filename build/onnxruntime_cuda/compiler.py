@@ -126,8 +126,9 @@ class _Compiler:
     def check(self, role: str, runner: Runner, graphs: tuple[GraphSpec, ...], device: str) -> str:
         """See `require_alike`."""
         bundle, folder, portable = self._bundle, self._folder, self._portable(role)
-        bound = bound_of(bundle, graphs, "")
-        reference = make_reference(role, bundle, portable, self._rounded, folder)
+        cache = bundle.cache if role in (DECODER, DRAFT) else None
+        bound = bound_of(bundle, graphs, cache)
+        reference = make_reference(role, bundle, cache, portable, self._rounded, folder)
 
         def open_lowered(model: ir.Model) -> Runner:
             path = self._lower(role, model, "searched")
