@@ -19,8 +19,8 @@ from pathlib import Path
 
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan, VisualPlan
 from edgellm.build.visual import build_visual
-from edgellm.device_runtime.backends import Plan, VisualPlan
 from edgellm.device_runtime.llm import LLM, Answer
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions

@@ -23,7 +23,7 @@ import numpy as np
 import weights
 
 from edgellm.contract import EngineManifest, load_manifest
-from edgellm.device_runtime import backends
+from edgellm.device_runtime import runners
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 from edgellm.tools import smollm2
 
@@ -33,7 +33,7 @@ COMMANDS = ("edgellm-export", "llm_build", "llm_inference")
 def engine_folder(work: Path) -> Path:
     """An INT4 engine; made when it is not there."""
     from edgellm.build.engine import build_engine
-    from edgellm.device_runtime.backends import Plan
+    from edgellm.build.plan import Plan
     from edgellm.export.bundle import ExportOptions, export_llm
     from edgellm.export.source import open_checkpoint
 
@@ -81,7 +81,7 @@ def first_token_s(engine: Path, rounds: int) -> float:
 def python_time_per_step_ms(engine: Path) -> float:
     """Median milliseconds of a decode step outside ONNX Runtime's run call."""
     manifest = load_manifest(engine, EngineManifest)
-    session = backends.find(manifest.backend).open_session(engine, manifest)
+    session = runners.find(manifest.backend).open_session(engine, manifest)
     session.run(np.arange(512), 0, np.array([511]))
     session.run(np.array([5]), 512, np.array([0]))
     bound = session._passes[1, 1]

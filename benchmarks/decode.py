@@ -47,7 +47,7 @@ def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str,
 
 def _build(checkpoint: Path, engine: Path, threads: int, prefill: str) -> None:
     from edgellm.build.engine import build_engine
-    from edgellm.device_runtime.backends import Plan
+    from edgellm.build.plan import Plan
     from edgellm.export.bundle import ExportOptions, export_llm
     from edgellm.export.source import open_checkpoint
 

@@ -32,11 +32,11 @@ class EdgeLLM:
 
     def __init__(self, path: str, threads: int) -> None:
         from edgellm.contract import EngineManifest, load_manifest
-        from edgellm.device_runtime import backends
+        from edgellm.device_runtime import runners
 
         manifest = load_manifest(Path(path), EngineManifest)
         assert manifest.options["threads"] == threads
-        self.session = backends.find(manifest.backend).open_session(Path(path), manifest)
+        self.session = runners.find(manifest.backend).open_session(Path(path), manifest)
         self.prefill_rows = manifest.prefill_rows
         self.length = 0
 

@@ -23,6 +23,8 @@ from typing import Any
 from gpu_clock import COMPACTION, measured_bandwidths, timed_engines
 from gpu_runs import OracleCheck, Run, check_oracle, run
 
+from edgellm.build import backends
+from edgellm.build.plan import CompilerOptions, Plan
 from edgellm.contract import (
     DRAFT_FOLDER,
     BundleManifest,
@@ -31,9 +33,8 @@ from edgellm.contract import (
     EngineManifest,
     load_manifest,
 )
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import CompilerOptions, Plan
-from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.bench.machine import busy_warning, facts
@@ -68,7 +69,7 @@ def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
     manifest = load_manifest(engine, EngineManifest)
     has_draft = (engine / DRAFT_FOLDER).is_dir()
     asked = {"prompt": options.prompt, "repeats": options.repeats}
-    with timed_engines(backends.find(manifest.backend)) as clocks:
+    with timed_engines(runners.find(manifest.backend)) as clocks:
         llm = LLM(engine, spec=SpecOptions() if has_draft else None)
     plain = run(llm, clocks, options.tokens, speculative=False, **asked)
     rows = len(plain.prompt_ids) + len(plain.token_ids) // 2
@@ -108,7 +109,7 @@ def foresee(
     steps = min(options.steps, draft.num_heads or options.steps)
     nodes = min(options.nodes, manifest.max_verify_tree_size)
     sizes = SpecOptions(top_k=options.top_k, steps=steps, verify_size=nodes, tree="fixed")
-    with timed_engines(backends.find(manifest.backend)) as clocks:
+    with timed_engines(runners.find(manifest.backend)) as clocks:
         llm = LLM(engine, spec=sizes)
     plain = run(llm, clocks, options.tokens, speculative=False, **asked)
     lengths = [length for length in LENGTHS if length <= steps + 1]

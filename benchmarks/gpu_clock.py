@@ -12,9 +12,9 @@ from unittest import mock
 
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.backends import Backend
-from edgellm.device_runtime.backends.tensorrt import cuda
-from edgellm.device_runtime.backends.tensorrt.device import Device, Planes
+from edgellm.device_runtime.runners import Backend
+from edgellm.device_runtime.runners.tensorrt import cuda
+from edgellm.device_runtime.runners.tensorrt.device import Device, Planes
 
 PASSES, COMPACTION, COPIES = "passes", "compaction", "copies"
 _COPIED_BYTES, _COPIES = 256 << 20, 20

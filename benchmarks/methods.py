@@ -23,7 +23,7 @@ import weights
 
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
-from edgellm.device_runtime.backends import Plan
+from edgellm.build.plan import Plan
 from edgellm.device_runtime.llm import LLM, Answer
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions

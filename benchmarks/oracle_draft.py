@@ -48,8 +48,8 @@ class OracleDrafter:
         self._within.begin(token_ids)
         self._length, self._due = 0, 1e-9  # not to lose a token to rounding
 
-    def show(self, images: ImageRows) -> None:
-        self._within.show(images)
+    def set_images(self, images: ImageRows) -> None:
+        self._within.set_images(images)
 
     def remember(self, token_ids: list[int]) -> None:
         self._within.remember(token_ids)

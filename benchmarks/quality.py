@@ -26,9 +26,9 @@ import weights
 from tokenizers import Tokenizer
 
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.contract import EngineManifest, load_manifest
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime import runners
 from edgellm.device_runtime.session import Session
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
@@ -84,7 +84,7 @@ def open_engine(work: Path, name: str, threads: int) -> Session:
         plan = Plan(1024, 2048, threads, "auto", RECIPES[name][1])
         build_engine(bundle, engine, plan, "onnxruntime", lambda _: None)
     manifest = load_manifest(engine, EngineManifest)
-    return backends.find(manifest.backend).open_session(engine, manifest)
+    return runners.find(manifest.backend).open_session(engine, manifest)
 
 
 def edgellm(work: Path, name: str, threads: int, *, single_rows: bool) -> Logits:

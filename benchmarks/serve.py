@@ -277,7 +277,7 @@ def smollm2_engine(work: Path, threads: int) -> Path:
     import weights
 
     from edgellm.build.engine import build_engine
-    from edgellm.device_runtime.backends import Plan
+    from edgellm.build.plan import Plan
     from edgellm.export.bundle import ExportOptions, export_llm
     from edgellm.export.source import open_checkpoint
     from edgellm.tools import smollm2

@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from edgellm.contract import KVCacheSpec
-from edgellm.device_runtime.backends.onnxruntime.session import _Cache
+from edgellm.device_runtime.runners.onnxruntime_cpu.session import _Cache
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.session import DraftResult, HostResult
 from edgellm.device_runtime.speculate.accept import accept_exactly
@@ -69,7 +69,7 @@ def measure(limits: TreeLimits, *, fixed: bool) -> tuple[float, float]:
         result = HostResult(picks, logits, logits)
         outcome = accept_exactly(tree, result, sampler)
         path = np.asarray(outcome.path)
-        cache.keep(100, np.array([0, 3, 7]))
+        cache.compact(100, np.array([0, 3, 7]))
         drafter.learn(tree, outcome.path, len(path) + 1)
         times.append((time.perf_counter() - start) * 1e3)
         nodes.append(len(tree))

@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan, VisualPlan
 from edgellm.build.visual import build_visual
 from edgellm.contract import PIXEL_VALUES, VisualEngineManifest, load_manifest
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Plan, VisualPlan
+from edgellm.device_runtime import runners
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.export.bundle import ExportOptions, export_llm
@@ -108,7 +108,7 @@ def build(work: Path, threads: int) -> dict[str, Path]:
 def open_encoder(engine: Path) -> Encode:
     """An encoder of ours."""
     manifest = load_manifest(engine, VisualEngineManifest)
-    session = backends.find(manifest.backend).open_visual_session(engine, manifest)
+    session = runners.find(manifest.backend).open_visual_session(engine, manifest)
     return lambda pixels, grid: session.encode(
         {PIXEL_VALUES: pixels, **grid_inputs(*grid, manifest.vision)}
     )

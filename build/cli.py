@@ -47,7 +47,7 @@ from edgellm.contract import (
 
 if TYPE_CHECKING:
     from edgellm.build.fit import Prediction
-    from edgellm.device_runtime.backends import Plan
+    from edgellm.build.plan import Plan
 
 # --onnx-dir is --onnxDir
 app = typer.Typer(
@@ -85,7 +85,8 @@ def llm_build(
 ) -> None:
     """Build an engine for this machine from an ONNX bundle."""
     del debug  # read by run_command
-    from edgellm.device_runtime.backends import CompilerOptions, Plan
+    from edgellm.build.backends import choose
+    from edgellm.build.plan import CompilerOptions, Plan
 
     _check_words(prefill, quantize, kv_cache)
     check_device(device)
@@ -98,7 +99,7 @@ def llm_build(
         typer.echo(
             "note: engines run one request at a time; --maxBatchSize is taken as 1", err=True
         )
-    compiler = CompilerOptions(target_sm, workspace, opt_level, timing_cache, layer_report, device)
+    compiler = CompilerOptions(target_sm, workspace, opt_level, timing_cache, layer_report)
     plan = Plan(
         max_input_len,
         kv_capacity,
@@ -111,7 +112,8 @@ def llm_build(
         max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,
         compiler=compiler,
     )
-    _run(onnx_dir, engine_dir, plan, backend, is_draft=eagle_draft, dry_run=dry_run)
+    name = choose(backend, device)
+    _run(onnx_dir, engine_dir, plan, name, is_draft=eagle_draft, dry_run=dry_run)
 
 
 def check_device(device: str) -> None:
@@ -163,10 +165,12 @@ def _check_words(prefill: str, quantize: str, kv_cache: str) -> None:
 
 
 def _show(built: EngineManifest | DraftEngineManifest, engine_dir: Path, seconds: float) -> None:
+    from edgellm.device_runtime.runners import library_of
+
     graphs = ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in built.graphs)
     where = engine_dir if isinstance(built, EngineManifest) else engine_dir / DRAFT_FOLDER
     typer.echo(
-        f"{where}: {built.backend} {built.backend_version}, {graphs}; "
+        f"{where}: {library_of(built.backend)} {built.backend_version}, {graphs}; "
         f"{show_size(built.files, seconds)}"
     )
     show_notes(built.options)

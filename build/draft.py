@@ -12,8 +12,10 @@ from edgellm.artifact import (
     temporary_folder,
     verify_files,
 )
+from edgellm.build import backends
 from edgellm.build.engine import provenance, read_draft_bundle, with_kv_dtype
 from edgellm.build.fit import predict, require_fit
+from edgellm.build.plan import Plan, Report
 from edgellm.contract import (
     DRAFT_FOLDER,
     MANIFEST_NAME,
@@ -21,8 +23,7 @@ from edgellm.contract import (
     EngineManifest,
     load_manifest,
 )
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Plan, Report
+from edgellm.device_runtime import runners
 from edgellm.integrity import remember
 
 
@@ -55,7 +56,7 @@ def build_draft(
             draft=dataclasses.replace(
                 draft, decoder=with_kv_dtype(draft.decoder, compiled.kv_dtype)
             ),
-            backend=backend.__name__.rsplit(".", 1)[-1],
+            backend=runners.resolve(backend_name),
             backend_version=origin.version,
             machine=origin.machine,
             max_kv_cache_capacity=0 if draft.num_heads else plan.kv_capacity,

@@ -17,7 +17,9 @@ from edgellm.artifact import (
     verify_files,
     verify_sizes,
 )
+from edgellm.build import backends
 from edgellm.build.fit import predict, require_fit
+from edgellm.build.plan import Plan, Report
 from edgellm.contract import (
     DRAFT_FOLDER,
     MANIFEST_NAME,
@@ -31,8 +33,7 @@ from edgellm.contract import (
     LimitError,
     load_manifest,
 )
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Plan, Report
+from edgellm.device_runtime import runners
 from edgellm.integrity import remember
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -125,7 +126,7 @@ def build_engine(
                 shutil.copyfile(bundle / name, folder / name)
         built = EngineManifest(
             decoder=with_kv_dtype(manifest.decoder, compiled.kv_dtype),
-            backend=backend.__name__.rsplit(".", 1)[-1],
+            backend=runners.resolve(backend_name),
             backend_version=origin.version,
             machine=origin.machine,
             max_input_len=plan.max_input_len,

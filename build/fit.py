@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgellm.build import backends
 from edgellm.build.machine import (
     available_memory_bytes,
     free_disk_bytes,
     read_bandwidth_bytes_per_s,
 )
+from edgellm.build.plan import Estimate, Origin, Plan, VisualPlan
 from edgellm.contract import (
     BundleManifest,
     DraftBundleManifest,
     LimitError,
     VisualBundleManifest,
 )
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Estimate, Origin, Plan, VisualPlan
 
 
 @dataclass(frozen=True, slots=True)

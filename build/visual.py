@@ -11,11 +11,12 @@ from edgellm.artifact import (
     temporary_folder,
     verify_files,
 )
+from edgellm.build import backends
 from edgellm.build.engine import look_at, provenance
 from edgellm.build.fit import predict, require_fit
+from edgellm.build.plan import Report, VisualPlan
 from edgellm.contract import LimitError, VisualBundleManifest, VisualEngineManifest, load_manifest
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Report, VisualPlan
+from edgellm.device_runtime import runners
 from edgellm.integrity import remember
 from edgellm.multimodal.processors import load as load_processor
 from edgellm.multimodal.processors.settings import FILES as PROCESSOR_FILES
@@ -75,7 +76,7 @@ def build_visual(
                 shutil.copyfile(bundle / name, folder / name)
         built = VisualEngineManifest(
             vision=manifest.vision,
-            backend=backend.__name__.rsplit(".", 1)[-1],
+            backend=runners.resolve(backend_name),
             backend_version=origin.version,
             machine=origin.machine,
             graph=compiled.graph,

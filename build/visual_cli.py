@@ -70,26 +70,29 @@ def visual_build(
 ) -> None:
     """Build a visual engine for this machine from the bundle of an encoder."""
     del debug  # read by run_command
+    from edgellm.build.backends import choose
     from edgellm.build.fit import predict
+    from edgellm.build.plan import CompilerOptions, VisualPlan
     from edgellm.build.visual import build_visual, read_visual_bundle
-    from edgellm.device_runtime.backends import CompilerOptions, VisualPlan
+    from edgellm.device_runtime.runners import library_of
 
     if quantize not in ("none", "int8"):
         raise EdgeLLMError(f"--quantize {quantize}: give none or int8")
     check_device(device)
-    compiler = CompilerOptions(target_sm, workspace, opt_level, timing_cache, layer_report, device)
+    compiler = CompilerOptions(target_sm, workspace, opt_level, timing_cache, layer_report)
     plan = VisualPlan(
         min_image_tokens, max_image_tokens, max_per_image, threads, quantize, compiler
     )
+    name = choose(backend, device)
     if dry_run:
         manifest = read_visual_bundle(onnx_dir, plan)
-        show_prediction(predict(onnx_dir, manifest, plan, backend, engine_dir))
+        show_prediction(predict(onnx_dir, manifest, plan, name, engine_dir))
         return
     start = time.perf_counter()
     with status() as report:
-        built = build_visual(onnx_dir, engine_dir, plan, backend, report)
+        built = build_visual(onnx_dir, engine_dir, plan, name, report)
     typer.echo(
-        f"{engine_dir}: {built.vision.model_type} encoder, {built.backend} "
+        f"{engine_dir}: {built.vision.model_type} encoder, {library_of(built.backend)} "
         f"{built.backend_version}, {built.precision}; "
         f"{show_size(built.files, time.perf_counter() - start)}"
     )

@@ -18,7 +18,7 @@ from edgellm.contract import (
     VisualEngineManifest,
     load_manifest,
 )
-from edgellm.device_runtime import backends
+from edgellm.device_runtime import runners
 from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.session import F32, ImageRows
 from edgellm.integrity import FileCheck
@@ -73,7 +73,7 @@ class ImageReader:
         self.manifest = manifest
         with FileCheck(folder, manifest.files, verify):
             self.processor = processors.load(folder)
-            self._session = backends.find(manifest.backend).open_visual_session(folder, manifest)
+            self._session = runners.find(manifest.backend).open_visual_session(folder, manifest)
         self._decoder, self._token_id = decoder, decoder.images.token_id
         self._kept: OrderedDict[str, Seen] = OrderedDict()
         self._room = cache_bytes

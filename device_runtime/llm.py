@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.contract import EngineManifest, RequestError, load_manifest
-from edgellm.device_runtime import arguments, backends
+from edgellm.device_runtime import arguments, runners
 from edgellm.device_runtime.answer import Answer, Step
-from edgellm.device_runtime.context import KeptContexts, RecordedSession, RowCache, count_common
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.guidance import Guidance
+from edgellm.device_runtime.prefix_cache import (
+    KeptContexts,
+    RecordedSession,
+    RowCache,
+    count_common,
+)
 from edgellm.device_runtime.profile import IMAGES, RESTORE, Profile, RoundCounts
 from edgellm.device_runtime.prompt import Prompt
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
@@ -65,7 +70,7 @@ class LLM:
         self.manifest = load_manifest(folder, EngineManifest)
         with FileCheck(folder, self.manifest.files, verify):
             self.tokenizer = ChatTokenizer(folder)
-            session = backends.find(self.manifest.backend).open_session(folder, self.manifest)
+            session = runners.find(self.manifest.backend).open_session(folder, self.manifest)
         self._turns = Turns()
         self._session: RecordedSession | None = RecordedSession(session)
         self._drafters: Drafters | None = None
@@ -234,7 +239,7 @@ class LLM:
     def show(self, prompt: Prompt) -> None:
         """Tell the session what image rows of a prompt stand for, before it is read."""
         if self._no_images is not None:
-            self.session.show(prompt.images or self._no_images)
+            self.session.set_images(prompt.images or self._no_images)
 
     def _plain(self, sampler: Sampler, answer: Answer) -> Iterator[Round]:
         self.show(answer.prompt)
@@ -255,7 +260,7 @@ class LLM:
         drafter = self._drafters.for_requests(greedy=sampler.params.is_greedy)
         self.show(answer.prompt)
         if self._no_images is not None:
-            drafter.show(answer.prompt.images or self._no_images)
+            drafter.set_images(answer.prompt.images or self._no_images)
         yield from speculate(
             self.session,
             drafter,

@@ -13,7 +13,7 @@ class PromptPositions:
     def __init__(self) -> None:
         self._known: I64 | None = None
 
-    def show(self, images: ImageRows) -> None:
+    def set_images(self, images: ImageRows) -> None:
         """The images of the next prompt."""
         self._known = images.positions
 

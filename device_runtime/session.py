@@ -135,11 +135,11 @@ class Session(Protocol):
         """
         ...
 
-    def show(self, images: ImageRows) -> None:
+    def set_images(self, images: ImageRows) -> None:
         """Say what image rows of the next prompt stand for; holds until it is said again."""
         ...
 
-    def keep(self, length: int, rows: I64) -> None:
+    def compact(self, length: int, rows: I64) -> None:
         """Compact the cache: the rows `length + rows` become `length`, `length + 1`, ...
 
         Args:
@@ -148,7 +148,7 @@ class Session(Protocol):
         """
         ...
 
-    def save(self, length: int) -> NDArray[Any]:
+    def read_rows(self, length: int) -> NDArray[Any]:
         """A copy of the first `length` rows, in the cache's own type.
 
         Returns:
@@ -156,7 +156,7 @@ class Session(Protocol):
         """
         ...
 
-    def load(self, rows: NDArray[Any]) -> None:
+    def write_rows(self, rows: NDArray[Any]) -> None:
         """Write rows that `save` copied, from row 0 on."""
         ...
 
@@ -175,16 +175,16 @@ class DraftSession(Protocol):
 
     capacity: int
 
-    def show(self, images: ImageRows) -> None:
-        """See `Session.show`."""
+    def set_images(self, images: ImageRows) -> None:
+        """See `Session.set_images`."""
         ...
 
-    def save(self, length: int) -> NDArray[Any]:
-        """See `Session.save`."""
+    def read_rows(self, length: int) -> NDArray[Any]:
+        """See `Session.read_rows`."""
         ...
 
-    def load(self, rows: NDArray[Any]) -> None:
-        """See `Session.load`."""
+    def write_rows(self, rows: NDArray[Any]) -> None:
+        """See `Session.write_rows`."""
         ...
 
     def fuse(self, taps: F32) -> F32:

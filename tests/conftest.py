@@ -108,7 +108,7 @@ def tiny_int4_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="session")
 def tiny_int4_engine(tiny_int4_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from edgellm.build.engine import build_engine
-    from edgellm.device_runtime.backends import Plan
+    from edgellm.build.plan import Plan
 
     engine = tmp_path_factory.mktemp("engines") / "int4"
     build_engine(tiny_int4_bundle, engine, Plan(48, 64, 1, "int8"), "onnxruntime", lambda _: None)
@@ -118,7 +118,7 @@ def tiny_int4_engine(tiny_int4_bundle: Path, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from edgellm.build.engine import build_engine
-    from edgellm.device_runtime.backends import Plan
+    from edgellm.build.plan import Plan
 
     engine = tmp_path_factory.mktemp("engines") / "tiny"
     build_engine(tiny_bundle, engine, Plan(48, 64, 1, "auto"), "onnxruntime", lambda _: None)
@@ -129,7 +129,7 @@ def tiny_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def tree_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny engine, built to verify trees of 12 nodes; it gives no features to a draft."""
     from edgellm.build.engine import build_engine
-    from edgellm.device_runtime.backends import Plan
+    from edgellm.build.plan import Plan
 
     engine, plan = tmp_path_factory.mktemp("engines") / "trees", Plan(48, 64, 1, "auto")
     plan = dataclasses.replace(plan, max_verify_tree_size=12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan, VisualPlan
 from edgellm.build.visual import build_visual
 from edgellm.contract import (
     DRAFT_FOLDER,
@@ -19,11 +19,11 @@ from edgellm.contract import (
     VisualEngineManifest,
     load_manifest,
 )
-from edgellm.device_runtime.backends import CompilerOptions, Plan, VisualPlan, onnxruntime
-from edgellm.device_runtime.backends.onnxruntime import cuda
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
 from edgellm.device_runtime.session import DraftSession, Session, VisualSession
 
-CUDA = CompilerOptions(device="cuda")
+CUDA = "onnxruntime_cuda"
 
 
 @contextmanager
@@ -35,32 +35,31 @@ def cuda_is_the_cpu() -> Iterator[None]:
 
 
 def build_base(bundle: Path, engine: Path, plan: Plan) -> EngineManifest:
-    plan = dataclasses.replace(plan, compiler=CUDA)
-    return build_engine(bundle, engine, plan, "onnxruntime", lambda _: None)
+    return build_engine(bundle, engine, plan, CUDA, lambda _: None)
 
 
 def build_its_draft(bundle: Path, engine: Path, plan: Plan) -> DraftEngineManifest:
-    plan = dataclasses.replace(plan, compiler=CUDA)
-    return build_draft(bundle, engine, plan, "onnxruntime", lambda _: None)
+    return build_draft(bundle, engine, plan, CUDA, lambda _: None)
 
 
 def build_encoder(bundle: Path, engine: Path, plan: VisualPlan) -> VisualEngineManifest:
-    plan = dataclasses.replace(plan, compiler=CUDA)
-    return build_visual(bundle, engine, plan, "onnxruntime", lambda _: None)
+    return build_visual(bundle, engine, plan, CUDA, lambda _: None)
 
 
 def open_base(engine: Path) -> Session:
     with cuda_is_the_cpu():
-        return onnxruntime.open_session(engine, load_manifest(engine, EngineManifest))
+        manifest = load_manifest(engine, EngineManifest)
+        return runners.find(manifest.backend).open_session(engine, manifest)
 
 
 def open_draft(engine: Path) -> DraftSession:
     folder = engine / DRAFT_FOLDER
     with cuda_is_the_cpu():
-        return onnxruntime.open_draft_session(folder, load_manifest(folder, DraftEngineManifest))
+        manifest = load_manifest(folder, DraftEngineManifest)
+        return runners.find(manifest.backend).open_draft_session(folder, manifest)
 
 
 def open_encoder(engine: Path) -> VisualSession:
     manifest = load_manifest(engine, VisualEngineManifest)
     with cuda_is_the_cpu():
-        return onnxruntime.open_visual_session(engine, manifest)
+        return runners.find(manifest.backend).open_visual_session(engine, manifest)

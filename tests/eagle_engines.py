@@ -12,7 +12,7 @@ from medusa_heads import make_heads
 
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
-from edgellm.device_runtime.backends import Plan
+from edgellm.build.plan import Plan
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft

@@ -19,9 +19,9 @@ import onnx_ir as ir
 import onnxruntime
 from numpy.typing import NDArray
 
+from edgellm.build.tensorrt.profiles import Pass
 from edgellm.contract import LimitError
-from edgellm.device_runtime.backends.tensorrt.device import ALIGNMENT, Planes, TensorInfo
-from edgellm.device_runtime.backends.tensorrt.passes import Pass
+from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, Planes, TensorInfo
 
 
 class GpuMisuseError(AssertionError):

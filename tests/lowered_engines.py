@@ -10,6 +10,10 @@ import pytest
 from eagle_engines import CAPACITY, INPUT, TREE, EaglePair
 from fake_gpu import FakeDevice, FakeEngine
 
+from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.plan import Plan
+from edgellm.build.tensorrt.lower import lower_decoder, lower_graph
+from edgellm.build.tensorrt.profiles import base_passes, draft_passes, heads_pass
 from edgellm.contract import (
     DRAFT_FOLDER,
     DraftEngineManifest,
@@ -17,12 +21,9 @@ from edgellm.contract import (
     PassGraph,
     load_manifest,
 )
-from edgellm.device_runtime.backends import Plan, onnxruntime
-from edgellm.device_runtime.backends.tensorrt.heads import TensorRtHeads
-from edgellm.device_runtime.backends.tensorrt.lowering import lower_decoder, lower_graph
-from edgellm.device_runtime.backends.tensorrt.passes import base_passes, draft_passes, heads_pass
-from edgellm.device_runtime.backends.tensorrt.session import TensorRtDraftSession, TensorRtSession
-from edgellm.device_runtime.lowering.weights import WeightFile
+from edgellm.device_runtime.runners import onnxruntime_cpu
+from edgellm.device_runtime.runners.tensorrt.heads import TensorRtHeads
+from edgellm.device_runtime.runners.tensorrt.session import TensorRtDraftSession, TensorRtSession
 
 PLAN = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=TREE, max_draft_tree_size=TREE)
 CANDIDATES = 40
@@ -60,9 +61,11 @@ class Lowered:
 
     def replace_engines(self, monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
         """Let the pair's own engine run on the fake GPU from now on."""
-        monkeypatch.setattr(onnxruntime, "open_session", lambda *_: self.open(device))
-        monkeypatch.setattr(onnxruntime, "open_draft_session", lambda *_: self.open_draft(device))
-        monkeypatch.setattr(onnxruntime, "open_heads", lambda *_: self.open_heads(device))
+        monkeypatch.setattr(onnxruntime_cpu, "open_session", lambda *_: self.open(device))
+        monkeypatch.setattr(
+            onnxruntime_cpu, "open_draft_session", lambda *_: self.open_draft(device)
+        )
+        monkeypatch.setattr(onnxruntime_cpu, "open_heads", lambda *_: self.open_heads(device))
 
 
 def _lower(source: Path, target: Path, candidates: int = 0, *, is_decoder: bool = True) -> None:

@@ -95,7 +95,7 @@ class StrictBase:
             assert np.flatnonzero(mask[seen[-2]]).tolist() == seen[:-1]
         return tuple(token for token, _ in (*self.rows[:write_index], *path))
 
-    def keep(self, length, rows):
+    def compact(self, length, rows):
         rows = np.asarray(rows).tolist()
         assert length == self.pending
         assert rows[0] == 0
@@ -105,11 +105,11 @@ class StrictBase:
         self.rows = [*self.rows[:length], *kept]
         self.valid = length + len(rows)
 
-    def save(self, length):
+    def read_rows(self, length):
         assert length <= self.valid
         return np.array(self.rows[:length], np.int64).reshape(length, 2)
 
-    def load(self, rows):
+    def write_rows(self, rows):
         self.rows = [tuple(row) for row in rows.tolist()]
         self.valid = len(rows)
 
@@ -125,7 +125,7 @@ class StrictModel(StrictBase):
         """Of every pass."""
         return [rows for _, rows in self.passes]
 
-    def keep(self, length, rows):
+    def compact(self, length, rows):
         assert self.valid == self.pending == length, "only a tree needs compacting"
         above = tuple(token for token, _ in self.rows[:length])
         for row in rows.tolist():
@@ -262,12 +262,12 @@ class StrictDraft:
         self.growth.append(count)
         return [slot.path for slot in self.slots[used:]]
 
-    def save(self, length):
+    def read_rows(self, length):
         assert length <= max(len(self.text) - 1, 0)
         pairs = list(zip(self.text, self.text[1:], strict=False))
         return np.array(pairs[:length], np.int64).reshape(length, 2)
 
-    def load(self, rows):
+    def write_rows(self, rows):
         self.text = [*rows[:1, 0].tolist(), *rows[:, 1].tolist()]
 
     def _answer(self, paths: list[Context], top_k: int) -> DraftResult:

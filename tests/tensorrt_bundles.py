@@ -16,9 +16,9 @@ from visual_checkpoints import make_visual_checkpoint
 
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import CompilerOptions, Plan, VisualPlan
+from edgellm.build.tensorrt.kernel_log import Kernel, Tensor
 from edgellm.build.visual import build_visual
-from edgellm.device_runtime.backends import CompilerOptions, Plan, VisualPlan
-from edgellm.device_runtime.backends.tensorrt.layers import Kernel, Tensor
 from edgellm.export import models, visual
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft

@@ -21,10 +21,10 @@ from oracle_draft import foreseeing
 
 from edgellm.build.fit import predict
 from edgellm.contract import BundleManifest, EdgeLLMError, EngineManifest, load_manifest
-from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, backends
-from edgellm.device_runtime.backends import onnxruntime
-from edgellm.device_runtime.backends.tensorrt.device import Planes
-from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
+from edgellm.device_runtime.gpu import compute_capability
+from edgellm.device_runtime.runners import onnxruntime_cpu
+from edgellm.device_runtime.runners.tensorrt.device import Planes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its answer is long
@@ -44,7 +44,7 @@ def _answer(llm: LLM, *, speculative: bool):
 @pytest.mark.parametrize("wanted", [1.0, 1.4, 2.5, 3.0, 4.0])
 @pytest.mark.parametrize("draft", ["eagle3", "medusa"])
 def test_the_oracle_is_accepted_as_often_as_it_is_told(eagle_pairs, monkeypatch, draft, wanted):
-    with timed_engines(onnxruntime) as clocks:
+    with timed_engines(onnxruntime_cpu) as clocks:
         llm = LLM(eagle_pairs(draft).engine, spec=SpecOptions(**SIZES))
     plain, _ = _answer(llm, speculative=False)
     assert len(plain.token_ids) == TOKENS
@@ -104,12 +104,12 @@ def test_a_round_on_the_fake_gpu(eagle_pairs, tmp_path, monkeypatch, draft):
     pair = eagle_pairs(draft)
     lowered, gpus = Lowered(pair, tmp_path), [FakeDevice(), FakeDevice()]
     devices = [TimedDevice(device, HostEvents(device)) for device in gpus]
-    monkeypatch.setattr(onnxruntime, "open_session", lambda *_: lowered.open(devices[0]))
+    monkeypatch.setattr(onnxruntime_cpu, "open_session", lambda *_: lowered.open(devices[0]))
     for name, open_draft in (("draft_session", lowered.open_draft), ("heads", lowered.open_heads)):
         monkeypatch.setattr(
-            onnxruntime, f"open_{name}", lambda *_, opened=open_draft: opened(devices[1])
+            onnxruntime_cpu, f"open_{name}", lambda *_, opened=open_draft: opened(devices[1])
         )
-    with timed_engines(onnxruntime) as clocks:
+    with timed_engines(onnxruntime_cpu) as clocks:
         llm = LLM(pair.engine, spec=SpecOptions(**SIZES))
     clocks.devices += devices
     plain = run(llm, clocks, TOKENS, speculative=False, prompt=PROMPT, repeats=1)
@@ -229,7 +229,7 @@ def test_verdicts_and_rates():
 
 
 def test_an_answer_that_ends_at_once(eagle_pair):
-    with timed_engines(backends.find("onnxruntime")) as clocks:
+    with timed_engines(runners.find("onnxruntime")) as clocks:
         llm = LLM(eagle_pair.engine)
     with pytest.raises(EdgeLLMError, match="the answer has 2 tokens"):
         run(llm, clocks, 2, speculative=False, prompt=PROMPT)

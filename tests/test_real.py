@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgellm.contract import BundleManifest, EngineManifest, load_manifest
-from edgellm.device_runtime import LLM, SamplingParams, backends
+from edgellm.device_runtime import LLM, SamplingParams, runners
 from edgellm.export.verify import run_portable
 
 pytestmark = pytest.mark.real
@@ -31,7 +31,7 @@ def bundle(smollm2_gguf, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def engine(bundle) -> Path:
     from edgellm.build.engine import build_engine
-    from edgellm.device_runtime.backends import Plan
+    from edgellm.build.plan import Plan
 
     folder = bundle.parent / "engine"
     build_engine(bundle, folder, Plan(1024, 2048, 0, "auto"), "onnxruntime", lambda _: None)
@@ -77,7 +77,7 @@ def test_portable_graph(bundle, reference):
 
 def test_engine(engine, reference):
     ids, expected = reference
-    session = backends.find("onnxruntime").open_session(
+    session = runners.find("onnxruntime").open_session(
         engine, load_manifest(engine, EngineManifest)
     )
     found = session.run(ids[:PREFILL], 0, np.arange(PREFILL)).logits.copy()
@@ -150,7 +150,7 @@ def test_int4_engine_keeps_its_precision_switch_honest(smollm2_gguf, tmp_path, r
     from weights import round_checkpoint
 
     from edgellm.build.engine import build_engine
-    from edgellm.device_runtime.backends import Plan
+    from edgellm.build.plan import Plan
     from edgellm.export.bundle import ExportOptions, export_llm
     from edgellm.export.source import open_checkpoint
 
@@ -163,7 +163,7 @@ def test_int4_engine_keeps_its_precision_switch_honest(smollm2_gguf, tmp_path, r
         build_engine(
             tmp_path / "bundle", engine, Plan(600, 700, 0, prefill), "onnxruntime", lambda _: None
         )
-        session = backends.find("onnxruntime").open_session(
+        session = runners.find("onnxruntime").open_session(
             engine, load_manifest(engine, EngineManifest)
         )
         logits[prefill] = session.run(ids[:PREFILL], 0, np.arange(PREFILL)).logits.copy()

@@ -8,8 +8,8 @@ import pytest
 
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.backends import Plan
 from edgellm.device_runtime.prove import prove
 from edgellm.device_runtime.requests import Options
 from edgellm.device_runtime.speculate.options import SpecOptions

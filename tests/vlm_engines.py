@@ -15,8 +15,8 @@ from visual_checkpoints import make_visual_checkpoint
 
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan, VisualPlan
 from edgellm.build.visual import build_visual
-from edgellm.device_runtime.backends import Plan, VisualPlan
 from edgellm.export import visual
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft

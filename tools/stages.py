@@ -64,13 +64,14 @@ def is_exported(bundle: Path, kind: type[Bundle], checkpoint: Path) -> bool:
 
 def is_built(engine: Path, bundle: Path, kind: type[Engine]) -> bool:
     """Whether the engine was made of this bundle, on this machine."""
-    from edgellm.device_runtime import backends
+    from edgellm.build import backends
+    from edgellm.build.plan import CompilerOptions
 
     try:
         manifest = load_manifest(engine, kind)
     except EdgeLLMError:
         return False
-    here = backends.find(manifest.backend).origin(backends.CompilerOptions())
+    here = backends.find(manifest.backend).origin(CompilerOptions())
     built_here = (manifest.backend_version, manifest.machine) == (here.version, here.machine)
     source = manifest.provenance["bundle_manifest_sha256"]
     return built_here and source == hash_file(bundle / MANIFEST_NAME).sha256

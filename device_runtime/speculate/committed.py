@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.context import count_common, row_keys
+from edgellm.device_runtime.prefix_cache import count_common, row_keys
 from edgellm.device_runtime.session import (
     F32,
     I64,
@@ -100,10 +100,10 @@ class CommittedRows:
         """Whether rows wait."""
         return bool(self._waiting)
 
-    def show(self, images: ImageRows) -> None:
+    def set_images(self, images: ImageRows) -> None:
         """The images of the answer that begins."""
         self._image_keys = images.keys
-        self.session.show(images)
+        self.session.set_images(images)
 
     def held(self, keys: Sequence[RowKey]) -> int:
         """See `RowCache.held`; rows that wait count."""
@@ -161,17 +161,17 @@ class CommittedRows:
             batches += batch if is_prompt else _joined(batch).pieces(self._most_rows)
         return batches
 
-    def save(self, length: int) -> NDArray[Any]:
-        """See `Session.save`; writes what waits before, also while drafting pauses."""
+    def read_rows(self, length: int) -> NDArray[Any]:
+        """See `Session.read_rows`; writes what waits before, also while drafting pauses."""
         if length > self.length:
             for _ in self.write(top_k=1):
                 pass
-        return self.session.save(min(length, self.length))
+        return self.session.read_rows(min(length, self.length))
 
-    def load(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
-        """See `RowCache.load`."""
+    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
+        """See `RowCache.write_rows`."""
         self._keys, self._waiting = [], []
-        self.session.load(rows)
+        self.session.write_rows(rows)
         self._keys = list(keys[: rows.shape[-2] + 1])
 
 

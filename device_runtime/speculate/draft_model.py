@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgellm.device_runtime.context import RecordedSession
+from edgellm.device_runtime.prefix_cache import RecordedSession
 from edgellm.device_runtime.session import F32, I64
 from edgellm.device_runtime.speculate.committed import ImageIds
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
@@ -158,6 +158,6 @@ class ModelDrafter(TreeDrafter):
         if self._pool is not None:
             accepted = np.flatnonzero(np.isin(self._grown, self._chosen[path]))
             if len(accepted) and not self._is_chain:
-                self._session.keep(self._length, accepted)
+                self._session.compact(self._length, accepted)
             self._length += len(accepted)
         super().learn(tree, path, emitted)

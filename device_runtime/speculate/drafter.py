@@ -31,7 +31,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def show(self, images: ImageRows) -> None:
+    def set_images(self, images: ImageRows) -> None:
         """The images of the answer that begins; only of bases that take images."""
         ...
 
@@ -101,7 +101,7 @@ class TreeDrafter:
             source.lookup.begin()
         self._spent_ms = 0.0
 
-    def show(self, images: ImageRows) -> None:
+    def set_images(self, images: ImageRows) -> None:
         """Text alone does not see them."""
 
     def remember(self, token_ids: list[int]) -> None:

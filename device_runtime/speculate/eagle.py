@@ -54,9 +54,9 @@ class EagleDrafter(TreeDrafter):
         super().begin(token_ids)
         self._rows.begin(token_ids)
 
-    def show(self, images: ImageRows) -> None:
+    def set_images(self, images: ImageRows) -> None:
         """The images of the answer that begins."""
-        self._rows.show(images)
+        self._rows.set_images(images)
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Committed rows: features [M, T*H] and the token that follows each, int64 [M]."""

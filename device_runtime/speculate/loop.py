@@ -119,7 +119,7 @@ def _commit(
 ) -> tuple[int, ...]:
     """Keep the accepted rows and tell the drafter; the new tokens."""
     path = np.asarray(outcome.path)
-    session.keep(length, path)
+    session.compact(length, path)
     token_ids = (*tree.token_ids[path[1:]].tolist(), outcome.bonus)
     drafter.observe(np.asarray(token_ids), result.taps[path])
     drafter.remember(list(token_ids))

@@ -16,9 +16,9 @@ from edgellm.contract import (
     LimitError,
     load_manifest,
 )
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.context import RecordedSession, RowCache
-from edgellm.device_runtime.measure import draft_costs, heads_costs, pass_costs
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.pass_costs import draft_costs, heads_costs, pass_costs
+from edgellm.device_runtime.prefix_cache import RecordedSession, RowCache
 from edgellm.device_runtime.session import DraftSession, ImageRows, Session
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.committed import CommittedRows, ImageIds
@@ -183,7 +183,7 @@ def _open_own(order: _Order) -> _Opened:
 def _open_eagle(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _Opened:
     check_draft_rows(order.limits, manifest)
     with FileCheck(folder, manifest.files, order.verify):
-        session = backends.find(manifest.backend).open_draft_session(folder, manifest)
+        session = runners.find(manifest.backend).open_draft_session(folder, manifest)
     costs = _eagle_costs(order, session, manifest)
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
     round_rows = order.limits.round_rows
@@ -211,7 +211,7 @@ def _eagle_costs(order: _Order, session: DraftSession, draft: DraftEngineManifes
 def _open_medusa(order: _Order, folder: Path, manifest: DraftEngineManifest) -> _Opened:
     limits = heads_limits(order.options, order.limits, manifest.draft)
     with FileCheck(folder, manifest.files, order.verify):
-        session = backends.find(manifest.backend).open_heads(folder, manifest)
+        session = runners.find(manifest.backend).open_heads(folder, manifest)
     heads_ms = manifest.extend_cost_ms or heads_costs(session, manifest.draft, limits.top_k)
     costs = Costs.of(order.pass_costs(), None, heads_ms)
     image_ids = order.image_ids(reads_rows=True)
@@ -233,9 +233,9 @@ def _open_model(order: _Order) -> _Opened:
     with FileCheck(folder, manifest.files, order.verify):
         if manifest.files.get(_TOKENIZER) != base.files.get(_TOKENIZER):
             require_same_tokens(order.engine, folder)
-        session = RecordedSession(backends.find(manifest.backend).open_session(folder, manifest))
+        session = RecordedSession(runners.find(manifest.backend).open_session(folder, manifest))
     if (images := manifest.decoder.images) is not None:
-        session.show(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
+        session.set_images(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
     drafting = manifest.pass_cost_ms or pass_costs(session, manifest.decoder)
     costs = Costs.of(order.pass_costs(), drafting, drafting)
 

@@ -12,8 +12,8 @@ from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_s
 from edgellm.artifact import verify_files
 from edgellm.build import cli, fit
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.contract import BundleManifest, EngineManifest, LimitError, load_manifest
-from edgellm.device_runtime.backends import Plan
 
 SMALL = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
 

@@ -14,6 +14,7 @@ from eagle_engines import EAGLE1, draft_plan, export_pair
 from edgellm.artifact import verify_files
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.contract import (
     BrokenArtifactError,
     BundleManifest,
@@ -21,7 +22,6 @@ from edgellm.contract import (
     EngineManifest,
     load_manifest,
 )
-from edgellm.device_runtime.backends import Plan
 
 SIZES = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
 TREES = ("--maxVerifyTreeSize", 12, "--maxDraftTreeSize", 20)

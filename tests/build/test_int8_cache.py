@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.contract import BrokenArtifactError, BundleManifest, EngineManifest, load_manifest
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime import runners
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
@@ -77,7 +77,7 @@ def test_logits_and_compaction(kind, tmp_path, monkeypatch):
     build_engine(tmp_path / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None)
     engine = load_manifest(tmp_path / "engine", EngineManifest)
     assert engine.decoder.kv.dtype == "int8"
-    session = backends.find(engine.backend).open_session(tmp_path / "engine", engine)
+    session = runners.find(engine.backend).open_session(tmp_path / "engine", engine)
     ids = np.random.default_rng(0).integers(0, 90, 16)
     (tmp_path / "checkpoint" / "hf_quant_config.json").unlink()  # not for transformers
     expected = _reference(checkpoint, ids, monkeypatch)
@@ -93,13 +93,13 @@ def test_logits_and_compaction(kind, tmp_path, monkeypatch):
     found = np.concatenate([first, next_rows, tree[1:]])
     np.testing.assert_allclose(found, expected, atol=2e-2)  # a code may fall the other way
     assert np.median(np.abs(found - expected)) < 1e-4
-    session.keep(12, np.array([1, 2, 3]))
+    session.compact(12, np.array([1, 2, 3]))
     again = session.run(ids[15:], 15, np.array([0])).logits[0].copy()
     np.testing.assert_allclose(again, tree[4], atol=1e-4)
-    saved = session.save(15)
+    saved = session.read_rows(15)
     assert saved.dtype == np.int8
     session.run(ids[::-1], 0, np.array([0]))
-    session.load(saved)
+    session.write_rows(saved)
     np.testing.assert_array_equal(session.run(ids[15:], 15, np.array([0])).logits[0], again)
 
 

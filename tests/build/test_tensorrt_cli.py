@@ -11,6 +11,8 @@ from tensorrt_bundles import Bundles
 
 from edgellm.artifact import verify_files
 from edgellm.build.fit import predict
+from edgellm.build.plan import Plan
+from edgellm.build.tensorrt import compiler, target
 from edgellm.contract import (
     BundleManifest,
     DraftEngineManifest,
@@ -18,9 +20,7 @@ from edgellm.contract import (
     VisualEngineManifest,
     load_manifest,
 )
-from edgellm.device_runtime.backends import Plan
-from edgellm.device_runtime.backends.tensorrt import compiler, library
-from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
+from edgellm.device_runtime.gpu import compute_capability
 from edgellm.integrity import RECORD_NAME
 
 pytest.importorskip(
@@ -99,7 +99,7 @@ def test_dry_runs_say_what_fits_and_what_the_gpu_lacks(command, half_bundle, tmp
 @pytest.mark.parametrize(("size", "fits"), [(8 << 30, True), (1 << 20, False)])
 def test_the_memory_of_this_gpu(half_bundle, tmp_path, monkeypatch, size, fits):
     monkeypatch.setattr(compiler, "memory_bytes", lambda: size)
-    monkeypatch.setattr(library, "compute_capability", lambda: 89)
+    monkeypatch.setattr(target, "compute_capability", lambda: 89)
     plan = Plan(48, 64, 0, "auto")
     manifest = load_manifest(half_bundle, BundleManifest)
     needs = predict(half_bundle, manifest, plan, "tensorrt", tmp_path).needs

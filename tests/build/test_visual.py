@@ -16,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels
 
 from edgellm import contract
+from edgellm.build.plan import VisualPlan
 from edgellm.build.visual import build_visual
 from edgellm.contract import EdgeLLMError, VisualEngineManifest, load_manifest
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import VisualPlan
+from edgellm.device_runtime import runners
 from edgellm.export import visual
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
@@ -49,7 +49,7 @@ def _build(bundle: Path, engine: Path, quantize: str = "none") -> VisualEngineMa
 
 def _encode(engine: Path, pixels: np.ndarray, grid: tuple[int, int]) -> list[np.ndarray]:
     manifest = load_manifest(engine, VisualEngineManifest)
-    session = backends.find(manifest.backend).open_visual_session(engine, manifest)
+    session = runners.find(manifest.backend).open_visual_session(engine, manifest)
     inputs = {contract.PIXEL_VALUES: pixels, **grid_inputs(*grid, manifest.vision)}
     embeds, deepstack = session.encode(inputs)
     assert len(deepstack) == manifest.vision.num_deepstack

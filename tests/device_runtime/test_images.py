@@ -17,9 +17,9 @@ from image_checkpoints import picture
 from vlm_engines import Engines, Reference, build_vlm
 
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan, VisualPlan
 from edgellm.build.visual import build_visual
 from edgellm.contract import BrokenArtifactError, RequestError
-from edgellm.device_runtime.backends import Plan, VisualPlan
 from edgellm.device_runtime.images import ImageReader
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams

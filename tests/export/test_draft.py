@@ -20,14 +20,14 @@ from eagle_reference import (
 )
 
 from edgellm.artifact import verify_files
+from edgellm.build.onnxruntime_cpu.compiler import float32_spec
+from edgellm.build.onnxruntime_cpu.draft_compiler import compile_draft
+from edgellm.build.plan import Plan
 from edgellm.contract import DraftBundleManifest, load_manifest
-from edgellm.device_runtime.backends import Plan
-from edgellm.device_runtime.backends.onnxruntime.compiler import float32_spec
-from edgellm.device_runtime.backends.onnxruntime.draft_compiler import compile_draft
-from edgellm.device_runtime.backends.onnxruntime.graphs import load_graph
-from edgellm.device_runtime.backends.onnxruntime.session import (
+from edgellm.device_runtime.runners.onnxruntime_cpu.session import (
     OnnxRuntimeDraftSession,
 )
+from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 from edgellm.export import models
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint

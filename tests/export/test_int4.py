@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from weights import round_checkpoint
 
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.contract import (
     BundleManifest,
     EngineManifest,
     UnsupportedModelError,
     load_manifest,
 )
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime import runners
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.checkpoint import Safetensors
@@ -95,7 +95,7 @@ def test_engine(tiny_int4_bundle, reference, tmp_path, prefill):
     plan = Plan(48, 64, 1, prefill)
     build_engine(tiny_int4_bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
     manifest = load_manifest(tmp_path / "engine", EngineManifest)
-    session = backends.find("onnxruntime").open_session(tmp_path / "engine", manifest)
+    session = runners.find("onnxruntime").open_session(tmp_path / "engine", manifest)
     logits = [session.run(ids[:20], 0, np.arange(20)).logits.copy()]
     for position in range(20, 30):
         result = session.run(ids[position : position + 1], position, np.array([0]))
@@ -117,7 +117,7 @@ def test_sliding_windows_hold_in_both_graphs(tmp_path):
         plan = Plan(48, 64, 1, prefill)
         build_engine(bundle, tmp_path / prefill, plan, "onnxruntime", lambda _: None)
         manifest = load_manifest(tmp_path / prefill, EngineManifest)
-        session = backends.find("onnxruntime").open_session(tmp_path / prefill, manifest)
+        session = runners.find("onnxruntime").open_session(tmp_path / prefill, manifest)
         ids = np.random.default_rng(6).integers(9, 96, 40)
         session.run(ids[:1], 0, np.array([0]))  # rows one by one: the decode graph alone
         for position in range(1, 40):

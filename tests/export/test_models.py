@@ -10,14 +10,14 @@ import pytest
 from conftest import make_checkpoint
 
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.contract import EngineManifest, load_manifest
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Plan
-from edgellm.device_runtime.backends.onnxruntime.graphs import load_graph
-from edgellm.device_runtime.backends.onnxruntime.session import (
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.runners.onnxruntime_cpu.session import (
     LoadedGraph,
     OnnxRuntimeSession,
 )
+from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 from edgellm.device_runtime.session import Session
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
@@ -78,7 +78,7 @@ def session(request, exported) -> Session:
         return cuda_on_cpu.open_base(engine)
     build_engine(bundle, engine, Plan(48, CAPACITY, 1, "auto"), "onnxruntime", lambda _: None)
     manifest = load_manifest(engine, EngineManifest)
-    return backends.find("onnxruntime").open_session(engine, manifest)
+    return runners.find("onnxruntime").open_session(engine, manifest)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_stored_and_computed_types(tmp_path, stored, graph):
     build_engine(
         tmp_path / "bundle", engine, Plan(32, 48, 1, "auto"), "onnxruntime", lambda _: None
     )
-    session = backends.find("onnxruntime").open_session(
+    session = runners.find("onnxruntime").open_session(
         engine, load_manifest(engine, EngineManifest)
     )
     # The CPU engine computes in float32 even of a float16 bundle; only its weights are rounded.

@@ -15,6 +15,8 @@ from quantized_layouts import LAYOUTS, Layout, gptq, rounded_input, write_checkp
 from safetensors.torch import load_file, save_file
 
 from edgellm.build.engine import build_engine
+from edgellm.build.lowering.linear_weights import LinearWeight
+from edgellm.build.plan import Plan
 from edgellm.contract import (
     BrokenArtifactError,
     BundleManifest,
@@ -22,9 +24,7 @@ from edgellm.contract import (
     UnsupportedModelError,
     load_manifest,
 )
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Plan
-from edgellm.device_runtime.lowering.linear_weights import LinearWeight
+from edgellm.device_runtime import runners
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
@@ -168,7 +168,7 @@ def test_engines_are_close(quantized, expected_logits, tmp_path, name, prefill):
     assert precisions == (
         ["int8"] if name == "int8_sq" else [LAYOUTS[name].kind, "int8"][: len(precisions)]
     )
-    session = backends.find("onnxruntime").open_session(tmp_path / "engine", manifest)
+    session = runners.find("onnxruntime").open_session(tmp_path / "engine", manifest)
     logits = [session.run(IDS[:20], 0, np.arange(20)).logits.copy()]
     for position in range(20, 24):
         result = session.run(IDS[position : position + 1], position, np.array([0]))

@@ -16,14 +16,14 @@ import torch
 from conftest import write_tokenizer
 
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.contract import BundleManifest, EngineManifest, load_manifest
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Plan
-from edgellm.device_runtime.backends.onnxruntime.graphs import load_graph
-from edgellm.device_runtime.backends.onnxruntime.session import (
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.runners.onnxruntime_cpu.session import (
     LoadedGraph,
     OnnxRuntimeSession,
 )
+from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 from edgellm.device_runtime.session import ImageRows, Session
 from edgellm.export import vlm
 from edgellm.export.bundle import ExportOptions, export_llm
@@ -144,7 +144,7 @@ def session(request, exported) -> Session:
         return cuda_on_cpu.open_base(engine)
     build_engine(bundle, engine, Plan(48, CAPACITY, 1, "auto"), "onnxruntime", lambda _: None)
     manifest = load_manifest(engine, EngineManifest)
-    return backends.find("onnxruntime").open_session(engine, manifest)
+    return runners.find("onnxruntime").open_session(engine, manifest)
 
 
 def _expected(model: Any, prompt: Prompt, axes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -192,7 +192,7 @@ def test_logits_and_taps_equal_transformers(exported, session, chunks):
     prompt = Prompt.make(spec.images.num_deepstack)
     three = spec.position_axes == 3
     positions = prompt.positions[:, :35] if three else None
-    session.show(ImageRows(prompt.embeds, prompt.deepstack, positions, keys={}))
+    session.set_images(ImageRows(prompt.embeds, prompt.deepstack, positions, keys={}))
     logits, taps, begin = [], [], 0
     for size in chunks:
         rows = slice(begin, begin + size)
@@ -213,7 +213,7 @@ def test_other_images_give_other_answers(exported, session):
     prompt = Prompt.make(spec.images.num_deepstack)
     found = []
     for factor in (1, 2):
-        session.show(ImageRows(factor * prompt.embeds, prompt.deepstack, keys={}))
+        session.set_images(ImageRows(factor * prompt.embeds, prompt.deepstack, keys={}))
         found.append(session.run(prompt.ids, 0, np.array([39])).logits.copy())
     assert np.abs(found[0] - found[1]).max() > 0.1
 

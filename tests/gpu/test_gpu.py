@@ -18,13 +18,13 @@ from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixel
 from edgellm import contract
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan, VisualPlan
 from edgellm.contract import EdgeLLMError, EngineManifest, VisualEngineManifest, load_manifest
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import CompilerOptions, Plan, VisualPlan
-from edgellm.device_runtime.backends.onnxruntime.cuda import require_cuda
-from edgellm.device_runtime.backends.tensorrt.device import Planes
-from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.runners.onnxruntime_cuda.provider import require_cuda
+from edgellm.device_runtime.runners.tensorrt.device import Planes
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export import visual
@@ -54,14 +54,14 @@ needs_cuda = pytest.mark.skipif(bool(_reason_against_cuda()), reason=_reason_aga
     scope="module",
     params=[
         pytest.param("tensorrt", marks=needs_tensorrt),
-        pytest.param("onnxruntime", marks=needs_cuda),
+        pytest.param("onnxruntime_cuda", marks=needs_cuda),
     ],
 )
 def gpu_engine(request, eagle_pair, tmp_path_factory):
     """The tiny float32 base with its draft, built here."""
     engine = tmp_path_factory.mktemp("gpu") / "engine"
     sizes = {"max_verify_tree_size": TREE, "max_draft_tree_size": TREE}
-    plan = Plan(INPUT, CAPACITY, 0, "auto", **sizes, compiler=CompilerOptions(device="cuda"))
+    plan = Plan(INPUT, CAPACITY, 0, "auto", **sizes)
     build_engine(eagle_pair.bundle, engine, plan, request.param, lambda _: None)
     build_draft(eagle_pair.draft_bundle, engine, plan, request.param, lambda _: None)
     return engine
@@ -69,7 +69,7 @@ def gpu_engine(request, eagle_pair, tmp_path_factory):
 
 def _open(engine):
     manifest = load_manifest(engine, EngineManifest)
-    return backends.find(manifest.backend).open_session(engine, manifest)
+    return runners.find(manifest.backend).open_session(engine, manifest)
 
 
 def test_numbers_are_those_of_the_cpu(eagle_pair, gpu_engine):
@@ -111,15 +111,15 @@ def test_kept_rows_are_those_of_a_fresh_prompt(gpu_engine):
     depths = np.array([0, 1, 1, 2, 2, 3])
     one.run(np.arange(10, 20), 0, np.zeros(1, np.int64))
     one.run(ids, 10, np.arange(6), position_ids=10 + depths, tree_mask=mask)
-    one.keep(10, path)
+    one.compact(10, path)
     fresh.run(np.concatenate([np.arange(10, 20), ids[path]]), 0, np.zeros(1, np.int64))
-    np.testing.assert_allclose(one.save(13), fresh.save(13), atol=1e-3)
+    np.testing.assert_allclose(one.read_rows(13), fresh.read_rows(13), atol=1e-3)
 
 
 @needs_tensorrt
 @pytest.mark.parametrize("row_bytes", [32, 128, 256, 512])
 def test_the_kernel_moves_rows(row_bytes):
-    from edgellm.device_runtime.backends.tensorrt.cuda import open_device
+    from edgellm.device_runtime.runners.tensorrt.cuda import open_device
 
     device, count, rows = open_device(), 12, 40
     memory = device.allocate(count * rows * row_bytes)
@@ -158,7 +158,7 @@ def test_onnxruntime_computes_every_encoder(encoder, tmp_path):
     model = VisualModel(source, tmp_path / "bundle")
     cuda_on_cpu.build_encoder(tmp_path / "bundle", tmp_path / "engine", VisualPlan(1, 64, 64, 0))
     manifest = load_manifest(tmp_path / "engine", VisualEngineManifest)
-    session = backends.find("onnxruntime").open_visual_session(tmp_path / "engine", manifest)
+    session = runners.find(manifest.backend).open_visual_session(tmp_path / "engine", manifest)
     pixels = random_pixels(model.spec, (6, 8), 6)
     inputs = {contract.PIXEL_VALUES: pixels, **grid_inputs(6, 8, manifest.vision)}
     expected, *_ = model.run(pixels, (6, 8))

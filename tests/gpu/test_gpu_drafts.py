@@ -13,12 +13,12 @@ from gpu_clock import measured_bandwidths
 
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.contract import DRAFT_FOLDER, DraftEngineManifest, EngineManifest, load_manifest
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Plan
-from edgellm.device_runtime.backends.tensorrt.cuda import CudaDevice
-from edgellm.device_runtime.backends.tensorrt.gpu import compute_capability
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.runners.tensorrt.cuda import CudaDevice
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 
@@ -45,13 +45,13 @@ def engines(request, eagle_pairs, tmp_path_factory):
 
 def _open(engine):
     manifest = load_manifest(engine, EngineManifest)
-    return backends.find(manifest.backend).open_session(engine, manifest)
+    return runners.find(manifest.backend).open_session(engine, manifest)
 
 
 def _open_draft(engine):
     """Heads, or a draft with a cache."""
     manifest = load_manifest(engine / DRAFT_FOLDER, DraftEngineManifest)
-    backend = backends.find(manifest.backend)
+    backend = runners.find(manifest.backend)
     open_draft = backend.open_heads if manifest.draft.num_heads else backend.open_draft_session
     return open_draft(engine / DRAFT_FOLDER, manifest), manifest.draft
 

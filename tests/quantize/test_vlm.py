@@ -11,9 +11,9 @@ from quantize_cases import load, make_job, write_text
 from vlm_engines import make_vlm
 
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.contract import EngineManifest, load_manifest
-from edgellm.device_runtime import backends
-from edgellm.device_runtime.backends import Plan
+from edgellm.device_runtime import runners
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
@@ -95,7 +95,7 @@ def test_both_parts_export(pair, tmp_path):
         engine, plan = tmp_path / f"{place.name}-engine", Plan(32, 40, 1, "same", "none")
         build_engine(tmp_path / place.name, engine, plan, "onnxruntime", lambda _: None)
         manifest = load_manifest(engine, EngineManifest)
-        session = backends.find("onnxruntime").open_session(engine, manifest)
+        session = runners.find("onnxruntime").open_session(engine, manifest)
         logits.append(session.run(ids, 0, np.arange(30)).logits.copy())
         export_visual(checkpoint, tmp_path / f"{place.name}-visual", VisualOptions("fp32"))
         encoders.append((tmp_path / f"{place.name}-visual" / "model.weights").read_bytes())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgellm.build import fit
-from edgellm.device_runtime.backends.onnxruntime import cuda
+from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
 from edgellm.tools.doctor import checks, jetpack
 from edgellm.tools.doctor.checks import FAULT, NOTE, OK, Finding, examine
 from edgellm.tools.doctor.fit import examine_bundle

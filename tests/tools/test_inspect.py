@@ -32,8 +32,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture(scope="module")
 def visual_folders(tmp_path_factory) -> tuple[Path, Path]:
     """Bundle and engine of the example's encoder."""
+    from edgellm.build.plan import VisualPlan
     from edgellm.build.visual import build_visual
-    from edgellm.device_runtime.backends import VisualPlan
     from edgellm.export.visual_bundle import VisualOptions, export_visual
 
     bundle, engine = (tmp_path_factory.mktemp("visual") / name for name in ("bundle", "engine"))

@@ -14,8 +14,8 @@ from PIL import Image
 
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan, VisualPlan
 from edgellm.build.visual import build_visual
-from edgellm.device_runtime.backends import Plan, VisualPlan
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions

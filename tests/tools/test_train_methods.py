@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.contract import DraftBundleManifest, EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.backends import Plan
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft

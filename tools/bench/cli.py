@@ -11,6 +11,7 @@ from edgellm.build.cli import status
 from edgellm.command import ONE_CASE, numbers, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.flags import Debug, EngineDir, Verify
+from edgellm.device_runtime.runners import library_of
 from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.bench.flags import Depth, Generate, InputFile, Output, Prompt, Repetitions
 
@@ -107,7 +108,7 @@ def _engine(folder: Path, manifest: EngineManifest) -> dict[str, str]:
         "engine manifest sha256": hash_file(folder / MANIFEST_NAME).sha256,
         **({"draft manifest sha256": hash_file(draft).sha256} if draft.exists() else {}),
         "model": f"{manifest.decoder.model_type}, {manifest.decoder.num_parameters / 1e6:.1f} M",
-        "backend": f"{manifest.backend} {manifest.backend_version}",
+        "backend": f"{library_of(manifest.backend)} {manifest.backend_version}",
         "precision": ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in manifest.graphs),
         "threads": str(manifest.options["threads"] or "all"),
     }

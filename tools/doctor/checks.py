@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime import backends
+from edgellm.device_runtime import runners
 from edgellm.tools.doctor import jetpack
 from edgellm.tools.doctor.machine import Machine, ProgramError
 
@@ -152,7 +152,7 @@ def _version(package: str) -> str | None:
 
 
 def _backends() -> Iterator[Finding]:
-    for name in backends.names():
+    for name in runners.libraries():
         finding = _backend(name)
         yield finding
         if (name, finding.status) == ("onnxruntime", OK):
@@ -160,7 +160,7 @@ def _backends() -> Iterator[Finding]:
 
 
 def _cuda_provider() -> Finding:
-    from edgellm.device_runtime.backends.onnxruntime import cuda
+    from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
 
     what = "--backend onnxruntime --device cuda"
     try:
@@ -172,6 +172,6 @@ def _cuda_provider() -> Finding:
 
 def _backend(name: str) -> Finding:
     try:
-        return Finding(f"--backend {name}", OK, backends.find(name).available())
+        return Finding(f"--backend {name}", OK, runners.find(name).available())
     except EdgeLLMError as error:
         return Finding(f"--backend {name}", NOTE, str(error), error.hint)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edgellm.build.engine import read_bundle, read_draft_bundle
 from edgellm.build.fit import Prediction, predict
+from edgellm.build.plan import CompilerOptions, Plan, VisualPlan
 from edgellm.build.visual import read_visual_bundle
 from edgellm.contract import (
     MANIFEST_NAME,
@@ -16,7 +17,6 @@ from edgellm.contract import (
     EdgeLLMError,
     load_manifest,
 )
-from edgellm.device_runtime.backends import CompilerOptions, Plan, VisualPlan
 from edgellm.tools.doctor.checks import FAULT, OK, Finding
 
 _LLM, _DRAFT, _VISUAL = "llm_bundle", "draft_bundle", "visual_bundle"

@@ -13,6 +13,7 @@ from edgellm.contract import (
     VisualEngineManifest,
     load_manifest,
 )
+from edgellm.device_runtime.runners import library_of
 from edgellm.tools.inspection.bundles import Check
 from edgellm.tools.inspection.graphs import read_graph
 from edgellm.tools.inspection.origins import of_engine
@@ -146,7 +147,7 @@ def _build_facts(
     manifest: EngineManifest | DraftEngineManifest | VisualEngineManifest,
 ) -> dict[str, str]:
     return {
-        "backend": f"{manifest.backend} {manifest.backend_version}",
+        "backend": f"{library_of(manifest.backend)} {manifest.backend_version}",
         "machine": manifest.machine,
         "quantization": manifest.quantization,
         "options": ", ".join(f"{key} {value}" for key, value in manifest.options.items()),
@@ -155,7 +156,7 @@ def _build_facts(
 
 def _precisions(manifest: EngineManifest | DraftEngineManifest) -> str:
     parts = [f"{graph.precision} up to {graph.max_rows} rows" for graph in manifest.graphs]
-    return f"{manifest.backend}, {', '.join(parts)}"
+    return f"{library_of(manifest.backend)}, {', '.join(parts)}"
 
 
 def _nodes(size: int) -> str:

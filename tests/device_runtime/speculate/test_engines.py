@@ -8,7 +8,7 @@ import torch
 from eagle_reference import Reference, tree_mask
 
 from edgellm.contract import DraftEngineManifest, EngineManifest, load_manifest
-from edgellm.device_runtime import LLM, SamplingParams, backends
+from edgellm.device_runtime import LLM, SamplingParams, runners
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.prove import prove
 from edgellm.device_runtime.requests import Options
@@ -29,12 +29,12 @@ TREE = Tree(
 
 def open_base(engine):
     manifest = load_manifest(engine, EngineManifest)
-    return backends.find("onnxruntime").open_session(engine, manifest)
+    return runners.find("onnxruntime").open_session(engine, manifest)
 
 
 def open_draft(engine):
     manifest = load_manifest(engine / "draft", DraftEngineManifest)
-    return backends.find("onnxruntime").open_draft_session(engine / "draft", manifest)
+    return runners.find("onnxruntime").open_draft_session(engine / "draft", manifest)
 
 
 def path_of(node: int) -> list[int]:
@@ -93,7 +93,7 @@ def test_a_compacted_cache_equals_a_fresh_one(pair, end):
     session, fresh = open_base(pair.engine), open_base(pair.engine)
     path = np.array(path_of(end))
     verified(session)
-    session.keep(len(PREFIX), path)
+    session.compact(len(PREFIX), path)
     ids = np.concatenate([PREFIX, TREE.token_ids[path]])
     fresh.run(ids, 0, np.zeros(1, np.int64))
     rows = (cache_rows(one, len(ids)) for one in (session, fresh))

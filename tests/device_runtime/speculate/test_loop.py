@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, StrictModel, adversary, oracle
 
-from edgellm.device_runtime.context import RecordedSession
 from edgellm.device_runtime.generate import generate
+from edgellm.device_runtime.prefix_cache import RecordedSession
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
@@ -399,8 +399,8 @@ def test_the_strict_sessions_find_what_is_wrong():
     with pytest.raises(AssertionError):
         base.run(ids[:1], 4, rows[:1])
     with pytest.raises(AssertionError):
-        base.keep(3, np.array([0, 1, 2]))
-    base.keep(3, np.array([0, 2]))
+        base.compact(3, np.array([0, 1, 2]))
+    base.compact(3, np.array([0, 2]))
     assert [token for token, _ in base.rows] == [1, 2, 3, 4, 6]
     for draft in (oracle, adversary):
         features = base.run(np.array([1, 2, 3]), 0, np.array([2])).taps

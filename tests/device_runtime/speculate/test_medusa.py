@@ -16,7 +16,7 @@ from medusa_heads import log_probs, make_tensors
 from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictHeads
 
 from edgellm.contract import DraftEngineManifest, LimitError, load_manifest
-from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, backends
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
 from edgellm.device_runtime.generate import generate
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.sampling import Sampler
@@ -159,7 +159,7 @@ def test_an_engine_equals_torch(eagle_pairs, tmp_path, precision):
     assert (built.step_cost_ms, list(built.extend_cost_ms)) == ({}, ["1"])
     assert (built.max_kv_cache_capacity, built.max_draft_tree_size, built.fuse_graph) == (0, 0, "")
     assert built.graphs[0].precision == {"none": "fp32"}.get(precision, precision)
-    heads = backends.find("onnxruntime").open_heads(tmp_path / "engine" / "draft", built)
+    heads = runners.find("onnxruntime").open_heads(tmp_path / "engine" / "draft", built)
     feature = torch.randn(96, generator=torch.Generator().manual_seed(2))
     expected = log_probs(make_tensors(), feature, 3, 1)
     ids, found = heads.candidates(feature.numpy(), REAL_VOCAB)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft
 
-from edgellm.device_runtime.context import KeptContexts, RecordedSession, count_common
 from edgellm.device_runtime.generate import generate
+from edgellm.device_runtime.prefix_cache import KeptContexts, RecordedSession, count_common
 from edgellm.device_runtime.profile import Profile
 from edgellm.device_runtime.sampling import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
@@ -331,9 +331,9 @@ def test_rows_that_waited_are_gone_when_others_are_loaded():
     chat = Chat(policy="dear")
     chat.drafters[GREEDY]._policy._pause = 500
     chat.ask([5, 6, 7], speculates=True)
-    saved = chat.rows.save(2)
+    saved = chat.rows.read_rows(2)
     chat.ask([8, 6, 7], speculates=True)
-    chat.rows.load(saved, [5, 6, 7])
+    chat.rows.write_rows(saved, [5, 6, 7])
     assert not chat.rows.is_behind
     assert chat.rows.held([5, 6, 7, 6, 7]) == 2
 
@@ -363,17 +363,17 @@ def test_rows_of_a_tree_are_known_when_a_path_is_kept():
         tree_mask=np.tri(2, dtype=np.bool_),
     )  # fmt: skip
     assert session.held(text) == 3
-    session.keep(3, np.arange(2))
+    session.compact(3, np.arange(2))
     assert session.held(text) == 5
 
 
 def test_the_record_follows_a_compaction():
     class Still(StrictBase):
-        def keep(self, length, rows): ...
+        def compact(self, length, rows): ...
 
     session = RecordedSession(Still(16))
     session.run(np.array([1, 2, 3, 4]), 0, np.array([3]))
-    session.keep(0, np.array([0, 2]))
+    session.compact(0, np.array([0, 2]))
     assert session.held([1, 3, 4]) == session.held([1, 3]) == 2
     session.run(np.array([5]), 2, np.array([0]))
     assert session.held([1, 3, 5]) == 3

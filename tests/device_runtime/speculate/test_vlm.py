@@ -13,7 +13,7 @@ from image_checkpoints import picture
 from vlm_engines import Engines, build_vlm
 
 from edgellm.contract import DRAFT_FOLDER, DraftEngineManifest, load_manifest
-from edgellm.device_runtime import backends
+from edgellm.device_runtime import runners
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.device_runtime.session import DraftSession, ImageRows
@@ -54,7 +54,7 @@ def mrope_draft(tmp_path_factory) -> DraftSession:
     manifest = load_manifest(folder, DraftEngineManifest)
     assert manifest.draft.decoder.position_axes == 3
     assert manifest.draft.decoder.images is not None
-    return backends.find("onnxruntime").open_draft_session(folder, manifest)
+    return runners.find("onnxruntime").open_draft_session(folder, manifest)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -166,7 +166,7 @@ def test_rows_of_images_are_reused_and_never_confused(engines, tmp_path):
 
 def _candidates(draft: DraftSession, ids: np.ndarray, shown: ImageRows) -> np.ndarray:
     hidden = np.random.default_rng(1).standard_normal((len(ids), BASE_HIDDEN), np.float32)
-    draft.show(shown)
+    draft.set_images(shown)
     return draft.run(ids, hidden, 0, np.arange(len(ids)), top_k=8).log_probs.copy()
 
 

@@ -11,7 +11,7 @@ from fake_gpu import FakeDevice
 from lowered_engines import CANDIDATES, Lowered
 
 from edgellm.contract import DRAFT_FOLDER, DraftEngineManifest, LimitError, load_manifest
-from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, backends
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = ("w83 w64 w53 w32 w35 w12 w15", "w10 w24 w79", "w20 w21")
@@ -68,7 +68,7 @@ def test_answers_are_those_of_plain_decoding(pair, lowered, device, monkeypatch,
 
 def test_candidates_are_those_of_onnxruntime(pair, lowered, device):
     manifest = load_manifest(pair.engine / DRAFT_FOLDER, DraftEngineManifest)
-    reference = backends.find("onnxruntime").open_heads(pair.engine / DRAFT_FOLDER, manifest)
+    reference = runners.find("onnxruntime").open_heads(pair.engine / DRAFT_FOLDER, manifest)
     heads, random = lowered.open_heads(device), np.random.default_rng(4)
     for top_k in (1, 7, CANDIDATES, 3):
         feature = random.standard_normal(manifest.draft.base_hidden_size, np.float32)

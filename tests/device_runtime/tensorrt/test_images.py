@@ -12,18 +12,19 @@ from visual_checkpoints import random_pixels
 from vlm_engines import build_vlm
 
 from edgellm import contract
+from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.plan import Plan, VisualPlan
+from edgellm.build.tensorrt.lower import lower_decoder, lower_graph
+from edgellm.build.tensorrt.profiles import base_passes, image_pass
 from edgellm.contract import (
     EngineManifest,
     PassGraph,
     VisualEngineManifest,
     load_manifest,
 )
-from edgellm.device_runtime.backends import Plan, VisualPlan, onnxruntime
-from edgellm.device_runtime.backends.tensorrt.lowering import lower_decoder, lower_graph
-from edgellm.device_runtime.backends.tensorrt.passes import base_passes, image_pass
-from edgellm.device_runtime.backends.tensorrt.session import TensorRtSession
-from edgellm.device_runtime.backends.tensorrt.visual import TensorRtVisualSession
-from edgellm.device_runtime.lowering.weights import WeightFile
+from edgellm.device_runtime.runners import onnxruntime_cpu
+from edgellm.device_runtime.runners.tensorrt.session import TensorRtSession
+from edgellm.device_runtime.runners.tensorrt.visual import TensorRtVisualSession
 from edgellm.device_runtime.session import ImageRows
 from edgellm.multimodal.grids import grid_inputs
 
@@ -44,7 +45,7 @@ def test_features_are_those_of_onnxruntime(engines, tmp_path):
     lower_graph(model, weights, ir.DataType.FLOAT)
     weights.close()
     ir.save(model, tmp_path / "visual.onnx")
-    device, cpu = FakeDevice(), onnxruntime.open_visual_session(engines.visual_engine, manifest)
+    device, cpu = FakeDevice(), onnxruntime_cpu.open_visual_session(engines.visual_engine, manifest)
     passes = [image_pass(VisualPlan(1, 400, 200, 1), spec)]
     session = TensorRtVisualSession(FakeEngine(tmp_path / "visual.onnx", passes, device), device)
     for grid in ((2, 3), (1, 1)) if spec.image_size else ((4, 8), (6, 4)):
@@ -66,7 +67,7 @@ def test_image_rows_are_read_by_the_passes_that_have_some(engines, tmp_path):
     ir.save(model, tmp_path / "llm.onnx")
     graphs = tuple(PassGraph("llm.engine", each.max_rows, "fp32") for each in base_passes(plan))
     built = dataclasses.replace(manifest, graphs=graphs, max_verify_tree_size=24)
-    device, cpu = FakeDevice(), onnxruntime.open_session(engines.engine, manifest)
+    device, cpu = FakeDevice(), onnxruntime_cpu.open_session(engines.engine, manifest)
     gpu = TensorRtSession(
         FakeEngine(tmp_path / "llm.onnx", base_passes(plan), device), device, built
     )
@@ -81,7 +82,7 @@ def test_image_rows_are_read_by_the_passes_that_have_some(engines, tmp_path):
     rows = spec.vocab_size + np.arange(ROWS)
     prompt = np.concatenate([[30, 31], rows, [32, 33, 34]])
     for one in (cpu, gpu):
-        one.show(images)
+        one.set_images(images)
     write = 0
     for ids in (prompt, np.array([40]), np.array([41]), np.array([42])):
         arguments = ids, write, np.array([len(ids) - 1])
@@ -90,7 +91,7 @@ def test_image_rows_are_read_by_the_passes_that_have_some(engines, tmp_path):
         write += len(ids)
     answers = []
     for shown in (images, dataclasses.replace(images, embeds=-images.embeds)):
-        gpu.show(shown)
+        gpu.set_images(shown)
         gpu.run(prompt, 0, np.array([0]))
         answers.append(gpu.run(np.array([40]), len(prompt), np.array([0])).logits)
     assert np.abs(answers[0] - answers[1]).max() > 0.01

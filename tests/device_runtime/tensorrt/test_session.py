@@ -15,16 +15,16 @@ from fake_gpu import FakeDevice, FakeEngine, GpuMisuseError
 from lowered_engines import CANDIDATES, PLAN, Lowered
 
 from edgellm import contract
+from edgellm.build.tensorrt.profiles import base_passes
 from edgellm.contract import EngineManifest, LimitError, load_manifest
-from edgellm.device_runtime.backends import onnxruntime, tensorrt
-from edgellm.device_runtime.backends.tensorrt.bound_pass import (
+from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
+from edgellm.device_runtime.runners.tensorrt.bound_pass import (
     bucket_of,
     bucket_sizes,
     fill_mask,
 )
-from edgellm.device_runtime.backends.tensorrt.passes import base_passes
-from edgellm.device_runtime.backends.tensorrt.session import TensorRtSession
-from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.runners.tensorrt.session import TensorRtSession
 from edgellm.device_runtime.sampling import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 
@@ -52,7 +52,7 @@ def session(lowered, device) -> TensorRtSession:
 @pytest.fixture(scope="module")
 def reference(eagle_pair):
     """ONNX Runtime's session of the same base."""
-    return onnxruntime.open_session(
+    return onnxruntime_cpu.open_session(
         eagle_pair.engine, load_manifest(eagle_pair.engine, EngineManifest)
     )
 
@@ -139,12 +139,12 @@ def test_kept_rows_are_those_of_a_fresh_prompt(session, lowered, device):
     session.run(prompt, 0, np.zeros(1, np.int64))
     session.run(ids, 10, np.arange(6), position_ids=10 + depths, tree_mask=mask)
     path = np.array([0, 1, 4])
-    session.keep(10, path)
+    session.compact(10, path)
     fresh = lowered.open(device)
     fresh.run(np.concatenate([prompt, ids[path]]), 0, np.zeros(1, np.int64))
-    np.testing.assert_allclose(session.save(13), fresh.save(13), atol=1e-5)
+    np.testing.assert_allclose(session.read_rows(13), fresh.read_rows(13), atol=1e-5)
     fresh.run(np.arange(50, 60), 0, np.zeros(1, np.int64))
-    fresh.load(session.save(13))
+    fresh.write_rows(session.read_rows(13))
     next_one = (np.array([70]), 13, np.zeros(1, np.int64))
     np.testing.assert_allclose(
         fresh.run(*next_one).logits, session.run(*next_one).logits, atol=1e-5

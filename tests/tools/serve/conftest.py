@@ -12,8 +12,8 @@ from serve_process import ServerProcess, serving
 
 from edgellm.build.draft import build_draft
 from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.device_runtime import LLM
-from edgellm.device_runtime.backends import Plan
 
 CAPACITY = 4096
 FIXED_TREES = (

@@ -1,0 +1,98 @@
+"""Linear layers that read the same input become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linear_weights import LinearWeight
+from edgellm.build.lowering.weights import constant_array
+
+
+class LinearKernel(Protocol):
+    """A way to compute linear layers."""
+
+    def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
+        """Nodes for x [..., in] -> [..., out]; weights are named after `name`."""
+        ...
+
+
+# Takes y [..., sum of widths] apart; the name is that of the layer.
+Split = Callable[[GraphEditor, ir.Value, list[int], str], Sequence[ir.Value]]
+
+
+def split_columns(
+    graph: GraphEditor, y: ir.Value, widths: list[int], name: str
+) -> Sequence[ir.Value]:
+    """One Split."""
+    sizes = graph.constant(f"{name}.sizes", np.array(widths, np.int64))
+    return graph.nodes("Split", [y, sizes], len(widths), axis=-1)
+
+
+def _stored_alike(weight: LinearWeight) -> Hashable:
+    return weight.key
+
+
+def lower_linears(
+    graph: GraphEditor,
+    kernel: LinearKernel,
+    *,
+    key: Callable[[LinearWeight], Hashable] = _stored_alike,
+    split: Split = split_columns,
+) -> None:
+    """Let `kernel` compute every MatMul with a weight, together with those that read the same.
+
+    Args:
+        graph: is rewritten in place.
+        kernel: computes them.
+        key: of weights that can be merged.
+        split: takes merged rows apart.
+    """
+    groups: dict[tuple[ir.Value, Hashable], list[ir.Node]] = {}
+    for node in graph.find("MatMul"):
+        x, operand = node.inputs
+        weight = LinearWeight.of(operand)
+        if weight is not None and x is not None:
+            groups.setdefault((x, key(weight)), []).append(node)
+    for nodes in groups.values():
+        _emit_group(graph, kernel, split, nodes)
+
+
+def _emit_group(
+    graph: GraphEditor, kernel: LinearKernel, split: Split, nodes: list[ir.Node]
+) -> None:
+    """Replace MatMuls (and their biases) that read the same input by one."""
+    x = nodes[0].inputs[0]  # now: it was replaced if another linear layer gave it
+    assert x is not None
+    weight = LinearWeight.of(*(node.inputs[1] for node in nodes))
+    assert weight is not None
+    biases = [_bias_of(node) for node in nodes]
+    if len({bias is None for bias in biases}) > 1:
+        for node in nodes:
+            _emit_group(graph, kernel, split, [node])
+        return
+    graph.cursor = nodes[0]
+    name = "+".join(str(node.name).removesuffix(".MatMul") for node in nodes)
+    y = kernel.emit(graph, x, weight, name)
+    olds = [node.outputs[0] for node in nodes]
+    if biases[0] is not None:
+        arrays = [bias[1] for bias in biases if bias is not None]
+        y = graph.node("Add", [y, graph.weight(f"{name}.biases", lambda: np.concatenate(arrays))])
+        olds = [bias[0].outputs[0] for bias in biases if bias is not None]
+    news = split(graph, y, weight.widths, name) if len(nodes) > 1 else [y]
+    for old, new in zip(olds, news, strict=True):
+        graph.replace(old, new)
+
+
+def _bias_of(node: ir.Node) -> tuple[ir.Node, np.ndarray] | None:
+    """The Add that follows a MatMul with a constant, and the constant."""
+    uses = tuple(node.outputs[0].uses())
+    if len(uses) != 1 or uses[0].node.op_type != "Add":
+        return None
+    other = uses[0].node.inputs[1 - uses[0].idx]
+    array = constant_array(other) if other is not None else None
+    return None if array is None else (uses[0].node, array)

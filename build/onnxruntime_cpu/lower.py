@@ -1,0 +1,158 @@
+"""The portable decoder graph in the operators that ONNX Runtime's CPU kernels are fast at.
+
+Portable graphs write the cache with TensorScatter and attend over the whole capacity. Here that
+becomes GroupQueryAttention on shared past/present buffers (cost follows the live length), linear
+layers that read one input become one GEMM, and residual additions fold into the norms. Only
+operators up to opset 21 remain, so that older ONNX Runtimes on boards load the engine too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm import contract
+from edgellm.build.lowering.contrib_ops import (
+    bind_capacity,
+    finish,
+    lower_activations,
+    lower_encoder_attention,
+    lower_norms,
+)
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linear_groups import LinearKernel, lower_linears
+from edgellm.build.lowering.rounded_inputs import lower_inputs
+from edgellm.build.lowering.weights import WeightFile, constant_array, parameter_name
+from edgellm.build.onnxruntime_cpu.grouped_attention import lower_attention, narrow_cache
+from edgellm.contract import CacheRanges
+
+_HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def lower_decoder(
+    model: ir.Model,
+    capacity: int,
+    kernel: LinearKernel,
+    weights: WeightFile,
+    *,
+    needs_mask: bool = True,
+    int8_cache: CacheRanges | None = None,
+) -> None:
+    """Rewrite `model` in place for a KV capacity and one way to compute linear layers.
+
+    Args:
+        model: a decoder as `edgellm-export` writes it.
+        capacity: rows of the KV cache.
+        kernel: computes the linear layers.
+        weights: receives every weight.
+        int8_cache: ranges of a cache of int8, with one scale for each of its tensors.
+        needs_mask: False for a graph that only ever computes one row, which sees all before it.
+    """
+    graph = GraphEditor(model.graph, weights)
+    bind_capacity(model.graph, capacity)
+    _lower_signature(model.graph)
+    lower_inputs(model)
+    _lower_floats(graph)
+    lower_linears(graph, kernel)
+    lower_attention(graph, needs_mask=needs_mask)
+    if int8_cache is not None:
+        narrow_cache(graph, int8_cache)
+    _drop_argmax(model.graph)
+    lower_norms(graph)
+    lower_activations(graph)
+    finish(model)
+
+
+def lower_rowwise(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> None:
+    """Rewrite a graph without cache and attention in place: a draft's fuse graph, or its heads."""
+    graph = GraphEditor(model.graph, weights)
+    _lower_signature(model.graph)
+    lower_inputs(model)
+    _lower_floats(graph)
+    lower_linears(graph, kernel)
+    lower_norms(graph)
+    lower_activations(graph)
+    finish(model)
+
+
+def lower_visual(model: ir.Model, kernel: LinearKernel, weights: WeightFile) -> None:
+    """Rewrite a visual encoder's graph in place."""
+    graph = GraphEditor(model.graph, weights)
+    _lower_signature(model.graph)
+    lower_inputs(model)
+    _lower_floats(graph)
+    lower_linears(graph, kernel)
+    lower_encoder_attention(graph)
+    lower_norms(graph)
+    lower_activations(graph)
+    finish(model)
+
+
+def _lower_signature(graph: ir.Graph) -> None:
+    for value in (*graph.inputs, *graph.outputs):
+        if value.dtype in _HALF_TYPES:
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+
+
+def _drop_argmax(graph: ir.Graph) -> None:
+    """Numpy finds the largest logit of a row in a fifth of the time that the operator takes."""
+    graph.outputs[:] = [value for value in graph.outputs if value.name != contract.TOKEN_IDS]
+
+
+# ----------------------------------------------------------------------------- float types
+def _lower_floats(graph: GraphEditor) -> None:
+    """Compute in float32: the CPU has no fast float16 or bfloat16 kernels."""
+    for node in tuple(graph.graph):
+        graph.cursor = node
+        if node.op_type == "Gather" and _is_table(node.inputs[0]):
+            _lower_embedding(graph, node)
+        elif node.op_type == "Gather" and _is_external(node.inputs[0]):
+            ids = node.inputs[0]
+            assert ids is not None and ids.const_value is not None  # noqa: PT018
+            node.replace_input_with(0, graph.weight(f"{ids.name}.ids", ids.const_value.numpy))
+        elif node.op_type not in ("Cast", "Transpose", "DequantizeLinear"):
+            for index, value in enumerate(node.inputs):
+                if value is not None and _is_half_constant(value):
+                    array = constant_array(value)
+                    assert array is not None
+                    name = f"{parameter_name(value)}.fp32"
+                    floats = array.astype(np.float32)
+                    node.replace_input_with(index, graph.weight(name, lambda floats=floats: floats))
+    for node in graph.find("Cast"):
+        if node.attributes["to"].as_int() == int(ir.DataType.FLOAT16):
+            node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
+
+
+def _is_table(value: ir.Value | None) -> bool:
+    return value is not None and value.const_value is not None and len(value.const_value.shape) == 2
+
+
+def _is_external(value: ir.Value | None) -> bool:
+    return value is not None and isinstance(value.const_value, ir.ExternalTensor)
+
+
+def _lower_embedding(graph: GraphEditor, node: ir.Node) -> None:
+    """Keep the table in its stored type (rows are few) and cast what was looked up."""
+    table = node.inputs[0]
+    assert table is not None and table.const_value is not None  # noqa: PT018
+    tensor = table.const_value
+    node.replace_input_with(0, graph.weight(f"{table.name}.table", tensor.numpy))
+    if tensor.dtype == ir.DataType.FLOAT16:
+        uses = tuple(node.outputs[0].uses())
+        graph.cursor = graph.graph[list(graph.graph).index(node) + 1]
+        cast = graph.node("Cast", [node.outputs[0]], to=int(ir.DataType.FLOAT))
+        for user, index in uses:
+            user.replace_input_with(index, cast)
+
+
+def _is_half_constant(value: ir.Value) -> bool:
+    """A constant that is float16, or that is a weight outside the graph file."""
+    array_source = value
+    node = value.producer()
+    while node is not None and node.op_type == "Cast" and node.inputs[0] is not None:
+        array_source = node.inputs[0]
+        node = array_source.producer()
+    tensor = array_source.const_value
+    if tensor is None or not tensor.dtype.is_floating_point():
+        return False
+    return tensor.dtype in _HALF_TYPES or isinstance(tensor, ir.ExternalTensor)

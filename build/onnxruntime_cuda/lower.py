@@ -1,0 +1,123 @@
+"""The portable graphs in operators that ONNX Runtime has CUDA kernels for.
+
+Activations keep the bundle's type, float16 or float32, weights follow it. Nothing is left to fold:
+what is saved here is what a session runs, so `cuda_kernels` can say before whether it will.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.build.lowering.contrib_ops import (
+    bind_capacity,
+    finish,
+    lower_activations,
+    lower_encoder_attention,
+    lower_norms,
+)
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linear_groups import LinearKernel, lower_linears
+from edgellm.build.lowering.picks import add_top_logits
+from edgellm.build.lowering.rounded_inputs import lower_inputs
+from edgellm.build.lowering.weights import (
+    WeightFile,
+    constant_array,
+    keep_apart,
+    parameter_name,
+)
+from edgellm.build.onnxruntime_cuda.attention import lower_cached_attention
+from edgellm.build.onnxruntime_cuda.kernels import check_kernels
+
+
+def lower_for_cuda(
+    model: ir.Model,
+    kernel: LinearKernel,
+    weights: WeightFile,
+    dtype: ir.DataType,
+    capacity: int = 0,
+) -> None:
+    """Rewrite `model` in place.
+
+    Args:
+        model: any graph that `edgellm-export` writes.
+        kernel: computes the linear layers.
+        weights: receives every weight.
+        dtype: of activations.
+        capacity: rows of the KV cache; 0 for graphs without one.
+
+    Raises:
+        UnsupportedModelError: an operator is left that has no CUDA kernel.
+    """
+    graph = GraphEditor(model.graph, weights)
+    lower_inputs(model)
+    if capacity:
+        bind_capacity(model.graph, capacity)
+        add_top_logits(graph)
+    _lower_repeated_rows(graph)
+    _lower_constants(graph, dtype)
+    lower_linears(graph, kernel)
+    if capacity:
+        lower_cached_attention(graph, dtype, capacity)
+    else:
+        lower_encoder_attention(graph)
+    lower_norms(graph)
+    lower_activations(graph)
+    finish(model)
+    model.graph.sort()  # a norm that took over an addition may stand behind its readers
+    keep_apart(model.graph, weights)
+    check_kernels(model)
+
+
+def _lower_repeated_rows(graph: GraphEditor) -> None:
+    """A row for each tile of an encoder, without a shape that has to be computed."""
+    for node in graph.find("Expand"):
+        joined = node.inputs[1].producer() if node.inputs[1] is not None else None
+        count = joined.inputs[0] if joined is not None and joined.op_type == "Concat" else None
+        shape = count.producer() if count is not None else None
+        if shape is None or shape.op_type != "Shape" or len(node.outputs[0].uses()) != 1:
+            continue
+        ((user, index),) = node.outputs[0].uses()
+        beside = user.inputs[1 - index]  # [N, rows, d]: Concat puts the row before them
+        graph.cursor = user
+        first, one = (graph.constant(f"row_{at}", np.array([at], np.int64)) for at in (0, 1))
+        like = graph.node("Slice", [beside, first, one, one])
+        zeros = graph.node("Sub", [like, like])
+        graph.replace(node.outputs[0], graph.node("Add", [zeros, node.inputs[0]]))
+
+
+def _lower_constants(graph: GraphEditor, dtype: ir.DataType) -> None:
+    """Constants as their readers see them: no Cast of a parameter is left for a pass."""
+    for node in tuple(graph.graph):
+        graph.cursor = node
+        if node.op_type == "Gather" and _is_table(node.inputs[0]):
+            _lower_table(graph, node, dtype)
+        elif node.op_type not in ("Cast", "Transpose", "DequantizeLinear"):
+            for index, value in enumerate(node.inputs):
+                producer = value.producer() if value is not None else None
+                if value is None or producer is None or producer.op_type != "Cast":
+                    continue
+                array = constant_array(value)
+                if array is not None:
+                    name = f"{parameter_name(value)}.{array.dtype}"
+                    new = graph.weight(name, lambda array=array: array)
+                    node.replace_input_with(index, new)
+
+
+def _is_table(value: ir.Value | None) -> bool:
+    tensor = value.const_value if value is not None else None
+    return tensor is not None and len(tensor.shape) == 2 and tensor.dtype.is_floating_point()
+
+
+def _lower_table(graph: GraphEditor, node: ir.Node, dtype: ir.DataType) -> None:
+    """An embedding in the activations' type, which a head may share; no cast follows."""
+    table = node.inputs[0]
+    assert table is not None
+    tensor = table.const_value
+    assert tensor is not None
+    name = f"{parameter_name(table)}.{dtype.name.lower()}"
+    new = graph.weight(name, lambda: tensor.numpy().astype(dtype.numpy()))
+    node.replace_input_with(0, new)
+    for user, _ in tuple(node.outputs[0].uses()):
+        if user.op_type == "Cast" and tensor.dtype != dtype:
+            graph.replace(user.outputs[0], node.outputs[0])

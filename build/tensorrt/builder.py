@@ -1,0 +1,191 @@
+"""A lowered graph to an engine file: parse, profile, compile, write.
+
+Weights stay in the graph's weight file, which is mapped, and the engine is written as it is made,
+so that memory holds one copy of them, the compiler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from edgellm.artifact import defer_interrupt
+from edgellm.build.plan import CompilerOptions, Report
+from edgellm.build.tensorrt.kernel_log import Kernel, read_kernels
+from edgellm.build.tensorrt.memory import MappedFile, memory_returned
+from edgellm.build.tensorrt.observers import (
+    EngineFile,
+    progress_monitor,
+)
+from edgellm.build.tensorrt.profiles import Pass
+from edgellm.build.tensorrt.target import Target
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.runners.tensorrt.library_log import LibraryLog
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What the compiler said of an engine."""
+
+    kernels: tuple[Kernel, ...]  # empty where the library does not print them
+    caches: dict[str, str]  # outputs that are inputs updated in place, by the output's name
+    attentions: int
+
+
+def build(
+    graph: Path,
+    passes: Sequence[Pass],
+    engine: Path,
+    target: Target,
+    options: CompilerOptions,
+    report: Report,
+    *,
+    threads: int = 0,
+) -> Built:
+    """Compile `graph`, a lowered ONNX file, into the file `engine`.
+
+    Args:
+        graph: its weights lie beside it.
+        passes: each becomes a profile, in this order.
+        engine: is written.
+        target: library and GPU.
+        options: of the compiler.
+        report: told the compiler's phases.
+        threads: 0 leaves their number to the library.
+
+    Raises:
+        EdgeLLMError: the parser or the compiler refused, with its own words; or an input would be
+            ignored.
+        OSError: the engine cannot be written.
+    """
+    trt = target.library.trt
+    log = LibraryLog(trt)
+    model = ir.load(graph)
+    weights = _map_weights(model)
+    with defer_interrupt() as pending:
+        builder = trt.Builder(log.logger)
+        builder.max_threads = threads or builder.max_threads
+        strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+        network = builder.create_network(strongly_typed)
+        parser = trt.OnnxParser(network, log.logger)  # constants in the graph live with it
+        _parse(parser, graph, model, weights, target, log)
+        attentions = _allow_unfused(trt, network)
+        config = _configure(trt, builder, target, options)
+        for each in passes:
+            if each.ranges:  # a graph whose sizes are all known has a profile of its own
+                config.add_optimization_profile(_profile(builder, list(model.graph.inputs), each))
+        config.progress_monitor = monitor = progress_monitor(trt, report, pending)
+        file = EngineFile(trt, engine)
+        with memory_returned(weights):
+            done = builder.build_serialized_network_to_stream(network, config, file.writer)
+        file.close()
+        if not done and not pending:
+            raise log.failure(f"{target.library.label} does not compile the graph")
+        del monitor
+        caches = _caches_in_place(trt, network)
+        _save_timing_cache(config, options)
+    log.refuse_ignored_inputs()  # they are named when the network is compiled
+    return Built(tuple(read_kernels(log.layers)), caches, attentions)
+
+
+def _external(model: ir.Model) -> dict[str, ir.ExternalTensor]:
+    """Weights that lie beside the graph, by name."""
+    tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
+    return {name: each for name, each in tensors.items() if isinstance(each, ir.ExternalTensor)}
+
+
+def _map_weights(model: ir.Model) -> MappedFile | None:
+    paths = {Path(tensor.path) for tensor in _external(model).values()}
+    return MappedFile(*paths) if paths else None  # lowering writes one file
+
+
+def _parse(
+    parser: Any,
+    graph: Path,
+    model: ir.Model,
+    weights: MappedFile | None,
+    target: Target,
+    log: LibraryLog,
+) -> None:
+    """Weights are given by their address, which the network keeps."""
+    taken = parser.load_model_proto(graph.read_bytes(), str(graph))
+    for name, tensor in _external(model).items():
+        assert weights is not None
+        address = weights.address + (tensor.offset or 0)
+        taken = taken and parser.load_initializer(name, address, tensor.nbytes)
+    if taken and parser.parse_model_proto():
+        return
+    refusal = f"{target.library.label} does not take the graph"
+    if not parser.num_errors:
+        raise log.failure(refusal)
+    first = parser.get_error(0)
+    node = f" ({first.node_operator()} {first.node_name()})" if first.node_name() else ""
+    raise EdgeLLMError(
+        f"{refusal}: {' '.join(first.desc().split())}{node}",
+        hint="report it with the bundle's manifest; --backend onnxruntime builds for the CPU",
+    )
+
+
+def _layers(network: Any) -> Iterator[Any]:
+    return (network.get_layer(index) for index in range(network.num_layers))
+
+
+def _allow_unfused(trt: Any, network: Any) -> int:
+    """Let attentions that no fused kernel is for, as in float32, become several; their number."""
+    inputs = [layer for layer in _layers(network) if layer.type == trt.LayerType.ATTENTION_INPUT]
+    for layer in inputs:
+        layer.__class__ = trt.IAttentionInputLayer  # the network's own objects know less
+        layer.attention.decomposable = True
+    return len(inputs)
+
+
+def _caches_in_place(trt: Any, network: Any) -> dict[str, str]:
+    """Outputs that TensorRT writes into the buffer of an input, and that input."""
+    return {
+        layer.get_output(0).name: layer.get_input(0).name
+        for layer in _layers(network)
+        if layer.type == trt.LayerType.KV_CACHE_UPDATE
+        and layer.get_input(0).is_network_input
+        and layer.get_output(0).is_network_output
+    }
+
+
+def _configure(trt: Any, builder: Any, target: Target, options: CompilerOptions) -> Any:
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    config.clear_flag(trt.BuilderFlag.TF32)  # float32 bundles ask for float32
+    if options.workspace_mib:
+        limit = options.workspace_mib << 20
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, limit)
+    if options.opt_level is not None:
+        config.builder_optimization_level = options.opt_level
+    if target.library.is_ahead_of_time:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{target.sm}"), 0)
+    if options.timing_cache is not None:
+        path = options.timing_cache
+        known = path.read_bytes() if path.exists() else b""
+        config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False)
+    return config
+
+
+def _save_timing_cache(config: Any, options: CompilerOptions) -> None:
+    if options.timing_cache is not None:
+        options.timing_cache.write_bytes(config.get_timing_cache().serialize())
+
+
+def _profile(builder: Any, inputs: list[ir.Value], each: Pass) -> Any:
+    """The pass's sizes of all inputs that have symbols."""
+    profile = builder.create_optimization_profile()
+    for value in inputs:
+        dims = list(value.shape or ())
+        if all(isinstance(dim, int) for dim in dims):
+            continue
+        ranges = [(d, d) if isinstance(d, int) else each.ranges[str(d.value)] for d in dims]
+        least, most = ([size[end] for size in ranges] for end in (0, 1))
+        profile.set_shape(value.name, least, most, most)
+    return profile

@@ -1,0 +1,95 @@
+"""The portable graph as TensorRT's parser and compiler want it; still ONNX, with equal outputs.
+
+The dialect was chosen for TensorRT, so little is left to do: sizes become constants, inputs that
+are rounded or smoothed alike are so once, and weights are laid out for all passes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from edgellm import contract
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linear_groups import lower_linears
+from edgellm.build.lowering.picks import add_top_logits
+from edgellm.build.lowering.weights import WeightFile, keep_apart, parameter_name
+from edgellm.build.tensorrt.linears import StoredKernel, merge_key, split_rows
+
+CAPACITY = "kv_capacity"
+_LARGEST_VECTOR = 1 << 17  # numbers; smoothing factors and scales that may be equal
+
+
+def lower_decoder(
+    model: ir.Model,
+    capacity: int,
+    weights: WeightFile,
+    dtype: ir.DataType,
+    candidates: int = 0,
+) -> None:
+    """Rewrite `model` in place for a KV capacity.
+
+    Args:
+        model: a decoder or draft as `edgellm-export` writes it.
+        capacity: rows of the KV cache, which TensorRT wants to know.
+        weights: receives every weight.
+        dtype: of activations.
+        candidates: of a draft, how many each row gives. A K that is known when the engine runs
+            would be a shape, and a pass whose shapes vary cannot be captured as a CUDA graph.
+    """
+    _bind(model.graph, CAPACITY, capacity)
+    if candidates:
+        _fix_top_k(model.graph, candidates)
+    lower_graph(model, weights, dtype)
+
+
+def lower_graph(model: ir.Model, weights: WeightFile, dtype: ir.DataType) -> None:
+    """Rewrite a graph without a cache in place; arguments as of `lower_decoder`."""
+    common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    graph = GraphEditor(model.graph, weights)
+    add_top_logits(graph)
+    _lower_tables(graph, dtype)
+    lower_linears(graph, StoredKernel(dtype), key=merge_key, split=split_rows)
+    common.RemoveUnusedNodesPass()(model)
+    keep_apart(model.graph, weights)
+
+
+def _bind(graph: ir.Graph, symbol: str, size: int) -> None:
+    """Give a symbolic dimension of inputs and outputs its size."""
+    for value in (*graph.inputs, *graph.outputs):
+        dims = [size if str(dim) == symbol else dim for dim in value.shape or ()]
+        value.shape = ir.Shape(dims)
+
+
+def _fix_top_k(graph: ir.Graph, candidates: int) -> None:
+    (top_k,) = (value for value in graph.inputs if value.name == contract.TOP_K)
+    fixed = ir.Value(
+        name="lowered.top_k",
+        shape=ir.Shape([1]),
+        type=ir.TensorType(ir.DataType.INT64),
+        const_value=ir.tensor(np.array([candidates], np.int64)),
+    )
+    graph.register_initializer(fixed)
+    for user, index in tuple(top_k.uses()):
+        user.replace_input_with(index, fixed)
+    graph.inputs.remove(top_k)
+
+
+def _lower_tables(graph: GraphEditor, dtype: ir.DataType) -> None:
+    """Embeddings in the activations' type, which a head may share; a cast follows the look-up."""
+    for node in graph.find("Gather"):
+        table = node.inputs[0]
+        tensor = table.const_value if table is not None else None
+        if table is None or tensor is None or len(tensor.shape) != 2:
+            continue
+        name = f"{parameter_name(table)}.{dtype.name.lower()}"
+        node.replace_input_with(0, graph.weight(name, lambda t=tensor: _cast(t, dtype)))
+        for user, _ in tuple(node.outputs[0].uses()):
+            if user.op_type == "Cast" and tensor.dtype != dtype:
+                graph.replace(user.outputs[0], node.outputs[0])
+
+
+def _cast(tensor: ir.TensorProtocol, dtype: ir.DataType) -> np.ndarray:
+    return tensor.numpy().astype(dtype.numpy())

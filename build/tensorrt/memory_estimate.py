@@ -1,0 +1,100 @@
+"""What an engine will weigh, before anything is compiled.
+
+Weights keep the type that they are stored in, floats get the activations' type. The constants are
+measured with TensorRT-RTX 1.7 (`python benchmarks/tensorrt_engines.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from edgellm.build.lowering.linear_weights import LinearWeight
+from edgellm.build.lowering.weights import parameter_name
+from edgellm.build.plan import Estimate
+
+_BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
+_COMPILER_BYTES = 330 << 20  # interpreter, kernels in the making, 200 MB to write the engine
+_LAYER_BYTES = 2 << 20  # of the compiler's own graphs, for each attention
+_COPIES_OF_4_BITS = 1.3  # more than the one: these are laid out anew
+_KERNEL_BYTES = 3 << 20  # kernels of a pass, alike in all layers
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the passes that an engine is compiled for."""
+
+    passes: int
+    rows: int  # of the longest
+    kv_bytes: int = 0
+    capacity: int = 0  # rows of the cache
+    device_bytes: int = 0  # memory of the GPU, 0 where it is not here
+
+
+def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) -> Estimate:
+    """Predict an engine of several portable graphs, each compiled for all passes."""
+    engine = peak = decode = scratch = 0
+    for model in models:
+        linears, tables = _linear_bytes(model, dtype), _table_bytes(model, dtype)
+        weights = sum({**tables, **linears}.values())  # a tied head is in both
+        attentions = sum(node.op_type == "Attention" for node in model.graph)
+        engine += weights + _KERNEL_BYTES * sizes.passes
+        working = int(_COPIES_OF_4_BITS * _bytes_of_4_bits(model))
+        peak = max(peak, weights + working + _COMPILER_BYTES + _LAYER_BYTES * attentions)
+        decode += sum(linears.values())
+        scratch = max(scratch, _scratch_bytes(model, dtype, sizes))
+    return Estimate(
+        engine, sizes.kv_bytes, peak, decode, runs_on_cpu=False,
+        scratch_bytes=scratch, device_bytes=sizes.device_bytes,
+    )  # fmt: skip
+
+
+def _scratch_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> int:
+    """Of the longest pass: the mask, three tensors of the widest layer, four of the narrowest.
+
+    The head, which is the last one, reads few of its rows.
+    """
+    weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
+    shapes = [part.shape for weight in weights[:-1] if weight for part in weight.parts]
+    if not shapes:
+        return 0
+    widest, hidden = max(map(max, shapes)), min(width for width, _ in shapes)
+    return int(sizes.rows * (sizes.capacity + 3 * widest + 4 * hidden) * dtype.itemsize)
+
+
+def _linear_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:
+    """Bytes of each linear weight by its parameter's name."""
+    found = {}
+    for node in model.graph:
+        weight = LinearWeight.of(node.inputs[1]) if node.op_type == "MatMul" else None
+        if weight is None:
+            continue
+        part = weight.parts[0]
+        if part.dequantize is None:
+            found[parameter_name(part.operand)] = weight.count * dtype.itemsize
+            continue
+        block = part.block_size or part.shape[0]
+        scale = 1 if part.kind == "fp4" else dtype.itemsize
+        per_block = scale + (dtype.itemsize if part.is_unsigned else 0)
+        codes = weight.count * _BITS[part.kind] // 8
+        found[str(node.name)] = codes + weight.count // block * int(per_block)
+    return {name: int(size) for name, size in found.items()}
+
+
+def _bytes_of_4_bits(model: ir.Model) -> int:
+    weights = [LinearWeight.of(node.inputs[1]) for node in model.graph if node.op_type == "MatMul"]
+    return sum(each.count // 2 for each in weights if each and each.kind in ("int4", "fp4"))
+
+
+def _table_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:
+    """Bytes of each embedding by its parameter's name."""
+    found = {}
+    for node in model.graph:
+        table = node.inputs[0] if node.op_type == "Gather" else None
+        tensor = table.const_value if table is not None else None
+        if table is not None and tensor is not None and len(tensor.shape) == 2:
+            dims = tuple(tensor.shape.numpy())
+            found[parameter_name(table)] = int(math.prod(dims) * dtype.itemsize)
+    return found

@@ -1,0 +1,83 @@
+"""Which passes an engine is compiled for: ranges of the graph's symbolic sizes.
+
+Each pass is an optimization profile; the profiles of an engine are in ascending order of rows, as
+its graphs are in the manifest, so that a pass runs on the first that takes its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from edgellm.build.plan import Plan, VisualPlan
+from edgellm.contract import VisionSpec
+
+Range = tuple[int, int]  # least and most; kernels are chosen for the most
+_ONE: Range = (1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One kind of pass."""
+
+    name: str
+    max_rows: int
+    ranges: Mapping[str, Range]  # by symbol of the graph's inputs
+
+
+def base_passes(plan: Plan) -> list[Pass]:
+    """Decoding a token, verifying a tree, reading a prompt.
+
+    A single row is a pass of its own, since attention then reads the cache where it lies.
+    """
+    prompt, tree = plan.max_input_len, plan.max_verify_tree_size
+    passes, has_prefill = [_base_pass("decode", _ONE, _ONE, _ONE)], prompt > max(tree, 1)
+    if tree > 1:
+        images = _ONE if has_prefill else (1, prompt)
+        passes.append(_base_pass("verify", (1, tree), (1, tree), images))
+    if has_prefill:
+        passes.append(_base_pass("prefill", (1, prompt), _ONE, (1, prompt)))
+    return passes
+
+
+def _base_pass(name: str, rows: Range, head_rows: Range, image_rows: Range) -> Pass:
+    ranges = {"rows": rows, "head_rows": head_rows, "image_rows": image_rows}
+    return Pass(name, rows[1], ranges)
+
+
+def draft_passes(plan: Plan) -> list[Pass]:
+    """Growing a tree, which also takes the rows that a round accepted, and reading a prompt."""
+    prompt, tree = plan.max_input_len, plan.max_draft_tree_size
+    step = {"rows": (1, tree), "mask_columns": (1, tree), "head_rows": (1, tree)}
+    images = _ONE if prompt > tree else (1, prompt)
+    passes = [Pass("step", tree, {**step, "image_rows": images})]
+    if prompt > tree:
+        prefill = {"rows": (1, prompt), "mask_columns": (1, prompt), "head_rows": _ONE}
+        passes.append(Pass("prefill", prompt, {**prefill, "image_rows": (1, prompt)}))
+    return passes
+
+
+def heads_pass() -> Pass:
+    """Medusa heads behind one feature, whose sizes are all known."""
+    return Pass("heads", 1, {})
+
+
+def image_pass(plan: VisualPlan, spec: VisionSpec) -> Pass:
+    """One image."""
+    least, most = plan.min_image_tokens, plan.max_image_tokens_per_image
+    if spec.image_size:
+        tiles = (max(1, least // spec.tokens_per_tile), most // spec.tokens_per_tile)
+        return Pass("image", tiles[1], {"tiles": tiles})
+    block = spec.merge_size**2
+    patches = (least * block, most * block)
+    ranges: dict[str, Range] = {"patches": patches}
+    if spec.window_size:
+        size = spec.window_size**2
+        windows = (1, _most_windows(most, spec))
+        ranges |= {"windows": windows, "window_slots": (size, windows[1] * size)}
+    return Pass("image", patches[1], ranges)
+
+
+def _most_windows(tokens: int, spec: VisionSpec) -> int:
+    """Of an image of so many tokens: most has a strip that is one token high."""
+    return -(-tokens * spec.merge_size // spec.window_size)

@@ -1,0 +1,92 @@
+"""The library that compiles, and the GPU that it compiles for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from edgellm.build.plan import Origin
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.gpu import compute_capability, driver_cuda
+from edgellm.device_runtime.runners.tensorrt.library import Library, find_library
+
+_OLDEST_CUDA = (12, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is compiled with, and for which GPU."""
+
+    library: Library
+    sm: int  # compute capability, 89 for 8.9
+
+    @property
+    def origin(self) -> Origin:
+        """What engines depend on."""
+        return Origin(self.library.label, f"sm{self.sm}")
+
+
+def find_target(wanted: str) -> Target:
+    """The library and the GPU that are compiled with and for.
+
+    Args:
+        wanted: compute capability of a GPU, "8.9", "89" or "sm89"; "" is this machine's.
+
+    Raises:
+        EdgeLLMError: no library, no GPU here while none is named, one that the library does not
+            compile for, or a driver that is too old for it.
+    """
+    library = find_library(ahead_of_time=bool(wanted))
+    sm = parse_sm(wanted) if wanted else compute_capability()
+    if sm is None:
+        raise EdgeLLMError(
+            "there is no NVIDIA GPU here to compile for",
+            hint="--gpu 89 compiles ahead of time for GPUs of compute capability 8.9",
+        )
+    if library.is_ahead_of_time and sm not in (known := _targets(library.trt)):
+        shown = ", ".join(f"{each // 10}.{each % 10}" for each in known)
+        raise EdgeLLMError(
+            f"{library.label} does not compile for compute capability {sm // 10}.{sm % 10}",
+            hint=f"it does for {shown}; elsewhere install TensorRT on the device itself",
+        )
+    if not library.is_ahead_of_time:
+        _require_driver(library)
+    return Target(library, sm)
+
+
+def _require_driver(library: Library) -> None:
+    """Refuse a driver that is older than the CUDA which TensorRT was made for."""
+    found, needed = driver_cuda(), _needed_cuda()
+    if found is not None and found < needed:
+        raise EdgeLLMError(
+            f"{library.label} needs CUDA {needed[0]}, the NVIDIA driver runs CUDA "
+            f"{found[0]}.{found[1]} at most",
+            hint="install a newer NVIDIA driver; on a Jetson flash JetPack 7.2",
+        )
+
+
+def _needed_cuda() -> tuple[int, int]:
+    """13 where pip installed tensorrt-cu13, else the oldest of TensorRT 10.15."""
+    try:
+        importlib.metadata.distribution("tensorrt-cu13")
+    except importlib.metadata.PackageNotFoundError:
+        return _OLDEST_CUDA
+    return 13, 0
+
+
+def parse_sm(wanted: str) -> int:
+    """The compute capability that a user writes as 89, 8.9 or sm89; raises `EdgeLLMError`."""
+    match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", wanted.lower())
+    if match is None:
+        raise EdgeLLMError(
+            f"--gpu {wanted} is no compute capability", hint="give 89 or 8.9, for example"
+        )
+    return 10 * int(match[1]) + int(match[2])
+
+
+def _targets(trt: Any) -> list[int]:
+    """Compute capabilities that TensorRT-RTX knows."""
+    members = trt.ComputeCapability.__members__
+    return sorted(int(name[2:]) for name in members if re.fullmatch(r"SM\d+", name))

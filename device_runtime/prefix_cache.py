@@ -1,0 +1,178 @@
+"""What the rows of a KV cache stand for, so that no prompt computes a row that is there already.
+
+A row depends on its own token, on all before it, and on their positions. So the keys of a cache's
+rows, compared with those of a prompt from the beginning, tell how many rows the two have in
+common. A row of an image has the image's content for a key: which row it is, and where it and
+what follows stand, is told by the rows before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from edgellm.device_runtime.session import I64, Bool, ImageRows, PassResult, RowKey, Session
+
+KEPT_BYTES = 256 << 20  # of system prompts' rows
+
+
+def row_keys(token_ids: Iterable[int], image_keys: Mapping[int, RowKey]) -> list[RowKey]:
+    """What tokens stand for: themselves, or the images that `image_keys` says."""
+    return [image_keys.get(token_id, token_id) for token_id in token_ids]
+
+
+def count_common(ones: Sequence[RowKey], others: Sequence[RowKey]) -> int:
+    """Keys from the beginning that are equal."""
+    pairs = enumerate(zip(ones, others, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(ones), len(others)))
+
+
+class RowCache(Protocol):
+    """A KV cache that knows what its rows stand for."""
+
+    def held(self, keys: Sequence[RowKey]) -> int:
+        """Rows that are those of a prompt with these keys."""
+        ...
+
+    def read_rows(self, length: int) -> NDArray[Any]:
+        """See `Session.read_rows`."""
+        ...
+
+    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
+        """Make `rows`, which `save` gave, the only ones; `keys` of a prompt that begins so."""
+        ...
+
+
+class RecordedSession:
+    """A session that knows what the rows of its cache stand for.
+
+    The record is cut before rows are overwritten and grows after they are written, so that it is
+    true whatever fails in between and whoever runs the passes.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.capacity = session.capacity
+        self._session = session
+        self._image_keys: Mapping[int, RowKey] = {}
+        self._rows: list[RowKey] = []
+        self._written: list[RowKey] = []  # by the last pass
+
+    def run(
+        self,
+        token_ids: I64,
+        write_index: int,
+        logits_index: I64,
+        *,
+        position_ids: I64 | None = None,
+        tree_mask: Bool | None = None,
+    ) -> PassResult:
+        """See `Session.run`; the rows of a tree are known when `keep` has chosen a path."""
+        del self._rows[write_index:]
+        result = self._session.run(
+            token_ids, write_index, logits_index, position_ids=position_ids, tree_mask=tree_mask
+        )
+        self._written = row_keys(token_ids.tolist(), self._image_keys)
+        if position_ids is None and tree_mask is None:
+            self._append(write_index, self._written)
+        return result
+
+    def set_images(self, images: ImageRows) -> None:
+        """See `Session.set_images`."""
+        self._image_keys = images.keys
+        self._session.set_images(images)
+
+    def compact(self, length: int, rows: I64) -> None:
+        """See `Session.compact`."""
+        del self._rows[length:]
+        self._session.compact(length, rows)
+        self._append(length, [self._written[row] for row in rows.tolist()])
+
+    def read_rows(self, length: int) -> NDArray[Any]:
+        """See `Session.read_rows`."""
+        return self._session.read_rows(length)
+
+    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey] = ()) -> None:
+        """See `RowCache.write_rows`."""
+        self._rows = []
+        self._session.write_rows(rows)
+        self._rows = list(keys[: rows.shape[-2]])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are known."""
+        return len(self._rows)
+
+    def held(self, keys: Sequence[RowKey]) -> int:
+        """See `RowCache.held`."""
+        return count_common(self._rows, keys)
+
+    def _append(self, length: int, keys: list[RowKey]) -> None:
+        if len(self._rows) == length:  # not behind rows that nobody knows
+            self._rows += keys
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """The rows of the beginning of a prompt."""
+
+    keys: tuple[RowKey, ...]  # and that of the token behind them
+    rows: tuple[NDArray[Any], ...]  # of the base, and of the draft if there is one
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows."""
+        return sum(rows.nbytes for rows in self.rows)
+
+    def usable(self, keys: Sequence[RowKey], num_caches: int) -> int:
+        """Rows that are those of a prompt, in the first `num_caches`."""
+        # A row of the draft holds the token behind it, too.
+        common = max(count_common(self.keys, keys) - (num_caches - 1), 0)
+        return min(common, *(rows.shape[-2] for rows in self.rows[:num_caches]))
+
+    def restore(self, length: int, caches: Sequence[RowCache]) -> None:
+        """Write the first `length` rows into the caches."""
+        for cache, rows in zip(caches, self.rows, strict=False):
+            cache.write_rows(rows[..., :length, :], self.keys)
+
+
+class KeptContexts:
+    """Beginnings of prompts whose rows are kept, in the order of their last use."""
+
+    def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self._kept: OrderedDict[tuple[RowKey, ...], KeptRows] = OrderedDict()
+
+    def keep(self, keys: Sequence[RowKey], caches: Sequence[RowCache]) -> bool:
+        """Keep what the caches hold of the rows of all `keys` but the last; forget the oldest.
+
+        Returns:
+            False if these rows alone exceed the limit: nothing is kept, nothing is forgotten.
+        """
+        name, length = tuple(keys[:-1]), len(keys) - 1
+        known = self._kept.get(name)
+        if known is not None and min(rows.shape[-2] for rows in known.rows) == length:
+            self._kept.move_to_end(name)
+            return True
+        saved = tuple(cache.read_rows(min(length, cache.held(keys))) for cache in caches)
+        kept = KeptRows(tuple(keys), saved)
+        if kept.num_bytes > self.limit_bytes:
+            return False
+        self._kept[name] = kept
+        self._kept.move_to_end(name)
+        used = sum(kept.num_bytes for kept in self._kept.values())
+        while used > self.limit_bytes:
+            used -= self._kept.popitem(last=False)[1].num_bytes
+        return True
+
+    def find(self, keys: Sequence[RowKey], num_caches: int) -> tuple[int, KeptRows | None]:
+        """What serves a prompt with these keys best: how many of its rows are usable."""
+        found = [(kept.usable(keys, num_caches), name) for name, kept in self._kept.items()]
+        usable, name = max(found, key=lambda pair: pair[0], default=(0, ()))
+        if not usable:
+            return 0, None
+        self._kept.move_to_end(name)
+        return usable, self._kept[name]

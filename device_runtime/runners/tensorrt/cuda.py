@@ -1,0 +1,180 @@
+"""Everything that edgellm asks of CUDA, through pycuda; graphs, which it lacks, by cuda-python.
+
+Both are handles of the driver's own: a stream of the one is a stream of the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.contract import EdgeLLMError, LimitError
+from edgellm.device_runtime.runners.tensorrt.compaction import KERNEL, PTX, WORD_BYTES
+from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, Planes
+
+_THREADS = 32  # of a block; a row has 8 to 32 words
+_HINT = "in edgellm's folder: pip install '.[tensorrt]', which needs the CUDA toolkit's headers"
+
+
+def open_device() -> CudaDevice:
+    """The first GPU.
+
+    Raises:
+        EdgeLLMError: pycuda, cuda-python or the driver is missing; says which.
+    """
+    driver = _import("pycuda.driver", "pycuda")
+    try:
+        graphs = _import("cuda.bindings.driver", "cuda-python")
+    except EdgeLLMError:
+        graphs = _import("cuda.cuda", "cuda-python")  # before cuda-python 12.6
+    try:
+        driver.init()
+        gpu = driver.Device(0)
+    except driver.Error as error:
+        raise EdgeLLMError(
+            f"the NVIDIA driver does not work: {error}", hint="edgellm-doctor says more"
+        ) from None
+    return CudaDevice(driver, graphs, gpu)
+
+
+def _import(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise EdgeLLMError(f"{package} is not usable here: {error}", hint=_HINT) from None
+
+
+class _Memory:
+    """See `device.Buffer`."""
+
+    def __init__(self, allocation: Any, num_bytes: int) -> None:
+        self._allocation, self.address, self.num_bytes = allocation, int(allocation), num_bytes
+
+
+class CudaDevice:
+    """See `device.Device`; the GPU's primary context, which TensorRT takes too."""
+
+    def __init__(self, driver: Any, graphs: Any, gpu: Any) -> None:
+        """Make the primary context current and a stream in it."""
+        self._driver, self._graphs, self._gpu = driver, graphs, gpu
+        self._context = gpu.retain_primary_context()
+        self._context.push()
+        self._stream = driver.Stream()
+        module = driver.module_from_buffer(PTX.encode() + b"\0")
+        self._move_rows = module.get_function(KERNEL)
+        self._move_rows.prepare("PPiiqi")
+
+    @property
+    def stream(self) -> int:
+        """See `device.Device`."""
+        return int(self._stream.handle)
+
+    @property
+    def name(self) -> str:
+        """The GPU's."""
+        return self._gpu.name()
+
+    def allocate(self, num_bytes: int) -> _Memory:
+        """See `device.Device`."""
+        size = max(num_bytes, ALIGNMENT)
+        try:
+            allocation = self._driver.mem_alloc(size)
+        except self._driver.MemoryError:
+            raise LimitError(
+                f"the GPU has {self.free_bytes() / 1e6:.0f} MB left, {size / 1e6:.0f} are needed",
+                hint="close other programs, or build with a smaller --maxKVCacheCapacity or "
+                "--maxInputLen, or quantize the model",
+            ) from None
+        self._driver.memset_d8_async(int(allocation), 0, size, self._stream)
+        self.synchronize()
+        return _Memory(allocation, size)
+
+    def free_bytes(self) -> int:
+        """See `device.Device`."""
+        return int(self._driver.mem_get_info()[0])
+
+    def pinned(self, num_bytes: int) -> NDArray[np.uint8]:
+        """See `device.Device`."""
+        return self._driver.pagelocked_empty(max(num_bytes, 1), np.uint8)[:num_bytes]
+
+    def upload(self, address: int, host: NDArray[Any]) -> None:
+        """See `device.Device`."""
+        self._driver.memcpy_htod_async(address, host, self._stream)
+
+    def download(self, host: NDArray[Any], address: int) -> None:
+        """See `device.Device`."""
+        self._driver.memcpy_dtoh_async(host, address, self._stream)
+
+    def move_rows(self, planes: Planes, rows_address: int, count: int, first: int) -> None:
+        """See `device.Device`."""
+        words = planes.row_bytes // WORD_BYTES
+        self._move_rows.prepared_async_call(
+            (planes.count, 1), (_THREADS, 1, 1), self._stream,
+            planes.address, rows_address, count, first, planes.rows * words, words,
+        )  # fmt: skip
+
+    def save_rows(self, planes: Planes, length: int) -> NDArray[np.uint8]:
+        """See `device.Device`."""
+        host = np.empty((planes.count, length * planes.row_bytes), np.uint8)
+        copy = self._between(planes, host)
+        copy.set_src_device(planes.address)
+        copy.set_dst_host(host)
+        copy.src_pitch, copy.dst_pitch = planes.rows * planes.row_bytes, host.shape[1]
+        self.synchronize()
+        copy(aligned=False)
+        return host
+
+    def load_rows(self, planes: Planes, rows: NDArray[np.uint8]) -> None:
+        """See `device.Device`."""
+        copy = self._between(planes, rows)
+        copy.set_src_host(rows)
+        copy.set_dst_device(planes.address)
+        copy.src_pitch, copy.dst_pitch = rows.shape[1], planes.rows * planes.row_bytes
+        self.synchronize()
+        copy(aligned=False)
+
+    def _between(self, planes: Planes, host: NDArray[np.uint8]) -> Any:
+        copy = self._driver.Memcpy2D()
+        copy.width_in_bytes, copy.height = host.shape[1], planes.count
+        return copy
+
+    def synchronize(self) -> None:
+        """See `device.Device`; errors of earlier work come up here."""
+        try:
+            self._stream.synchronize()
+        except self._driver.Error as error:
+            raise EdgeLLMError(
+                f"the GPU stopped working: {error}", hint="edgellm-doctor says more"
+            ) from None
+
+    def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        """See `device.Device`."""
+        graphs, stream = self._graphs, self._graphs.CUstream(self.stream)
+        mode = graphs.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._check(graphs.cuStreamBeginCapture(stream, mode))
+        try:
+            enqueue()
+        finally:
+            ended = graphs.cuStreamEndCapture(stream)
+        (graph,) = self._check(ended)
+        (executable,) = self._check(graphs.cuGraphInstantiate(graph, 0))
+        self._check(graphs.cuGraphDestroy(graph))
+
+        def replay() -> None:
+            self._check(graphs.cuGraphLaunch(executable, stream))
+
+        return replay
+
+    def _check(self, answer: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a function of cuda-python gave; raises `EdgeLLMError` for an error code."""
+        status, *found = answer
+        if int(status) != 0:
+            raise EdgeLLMError(
+                f"a pass cannot be recorded as a CUDA graph: {status!s}",
+                hint="report it with edgellm-doctor's output",
+            )
+        return tuple(found)

@@ -1,0 +1,87 @@
+"""Which TensorRT is here.
+
+TensorRT compiles on and for the GPU of the machine. TensorRT-RTX has nearly the same interface,
+compiles ahead of time for the GPUs it knows, and needs none itself. Their engines differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.gpu import compute_capability
+
+_MINIMUM = (10, 15)  # of TensorRT: caches that are updated in place, rotary embeddings
+FEATURES = ("IAttention", "IKVCacheUpdateLayer", "IRotaryEmbeddingLayer", "IStreamWriter")
+_NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}
+_HINT = (
+    "in edgellm's folder: pip install '.[tensorrt-rtx]' compiles without a GPU; "
+    "on a Jetson TensorRT comes with JetPack 7.2"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """One of the two modules."""
+
+    trt: Any
+    is_ahead_of_time: bool  # compiles for GPUs that are not here
+
+    @property
+    def label(self) -> str:
+        """What engines depend on: the library and its version."""
+        return f"{_NAMES[self.trt.__name__]} {self.trt.__version__}"
+
+
+def find_library(*, ahead_of_time: bool = False) -> Library:
+    """TensorRT where it can compile, else TensorRT-RTX.
+
+    Args:
+        ahead_of_time: only what compiles for a GPU that is not here will do.
+
+    Raises:
+        EdgeLLMError: neither is usable; says why.
+    """
+    reasons = []
+    if not ahead_of_time:
+        found = _load("tensorrt")
+        if isinstance(found, Library):
+            return found
+        reasons.append(found)
+    found = _load("tensorrt_rtx")
+    if isinstance(found, Library):
+        return found
+    raise EdgeLLMError("; ".join([*reasons, found]), hint=_HINT)
+
+
+def installed() -> dict[str, Any]:
+    """The modules that can be imported, by their labels."""
+    found = {}
+    for name in _NAMES:
+        with contextlib.suppress(ImportError):
+            trt = importlib.import_module(name)
+            found[Library(trt, name == "tensorrt_rtx").label] = trt
+    return found
+
+
+def _load(name: str) -> Library | str:
+    """A module that can compile here, or why it cannot."""
+    try:
+        trt = importlib.import_module(name)
+    except ModuleNotFoundError:
+        return f"{name} is not installed"
+    except ImportError as error:
+        return f"{name} cannot be loaded: {error}"
+    is_rtx = name == "tensorrt_rtx"
+    if not is_rtx and tuple(int(part) for part in trt.__version__.split(".")[:2]) < _MINIMUM:
+        needed = ".".join(map(str, _MINIMUM))
+        return f"TensorRT {trt.__version__} is too old, {needed} is needed"
+    missing = [feature for feature in FEATURES if not hasattr(trt, feature)]
+    if missing:
+        return f"{_NAMES[name]} {trt.__version__} has no {missing[0]}"
+    if not is_rtx and compute_capability() is None:  # its builder would end the process
+        return f"TensorRT {trt.__version__} compiles only where an NVIDIA GPU is"
+    return Library(trt, is_rtx)

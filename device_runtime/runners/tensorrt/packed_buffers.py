@@ -1,0 +1,70 @@
+"""Inputs and outputs of passes in device memory that all passes of a session share.
+
+What varies from pass to pass is written into one pinned block on the host and goes to the device
+in one copy; what the host wants of every pass comes back in one copy, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, Device
+
+Shape = tuple[int, ...]
+Layout = Mapping[str, tuple[Shape, DTypeLike]]  # tensors by name
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Tensors side by side in a block."""
+
+    arrays: dict[str, NDArray]  # views of the host's side
+    addresses: dict[str, int]  # on the device
+    host: NDArray[np.uint8]  # all of them
+    address: int
+
+
+class Block:
+    """Pinned host memory and as much on the device; it grows, which moves it."""
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        """Allocate `num_bytes` on both sides."""
+        self._device = device
+        self._on_device = device.allocate(num_bytes)
+        self._on_host = device.pinned(num_bytes)
+
+    def pack(self, layout: Layout) -> Packed:
+        """Where the tensors of a pass lie; passes overwrite each other's."""
+        arrays, addresses, end = {}, {}, 0
+        for name, (shape, dtype) in layout.items():
+            size = math.prod(shape) * np.dtype(dtype).itemsize
+            arrays[name] = self._on_host[end : end + size].view(dtype).reshape(shape)
+            addresses[name] = self._on_device.address + end
+            end += aligned(size)
+        assert end <= len(self._on_host)
+        return Packed(arrays, addresses, self._on_host[:end], self._on_device.address)
+
+    def upload(self, packed: Packed) -> None:
+        """Ask for the copy to the device."""
+        self._device.upload(packed.address, packed.host)
+
+    def download(self, packed: Packed) -> None:
+        """Ask for the copy from the device."""
+        self._device.download(packed.host, packed.address)
+
+
+def aligned(num_bytes: int) -> int:
+    """Up to the next tensor."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def packed_bytes(layout: Layout) -> int:
+    """What `pack` takes."""
+    return sum(
+        aligned(math.prod(shape) * np.dtype(dtype).itemsize) for shape, dtype in layout.values()
+    )

@@ -1,0 +1,65 @@
+"""Passes of a visual encoder: one image at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import numpy as np
+
+from edgellm import contract
+from edgellm.device_runtime.runners.tensorrt.device import Device, Engine
+from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Packed, packed_bytes
+from edgellm.device_runtime.session import F32
+
+
+class TensorRtVisualSession:
+    """An encoder's engine."""
+
+    def __init__(self, engine: Engine, device: Device) -> None:
+        """Allocate for the largest image; raises `LimitError` if the device is too small."""
+        self._engine, self._device = engine, device
+        self._scratch = device.allocate(engine.scratch_bytes(0))
+        self._context = engine.new_context(0, self._scratch)
+        infos = engine.tensors.values()
+        largest = {
+            each.name: engine.shape_range(each.name, 0)[1] for each in infos if each.is_input
+        }
+        layout = {name: (shape, engine.tensors[name].dtype) for name, shape in largest.items()}
+        self._inputs = Block(device, packed_bytes(layout))
+        self._place(self._inputs.pack(layout))
+        self._outputs = Block(device, packed_bytes(self._results()))
+
+    def encode(self, inputs: Mapping[str, np.ndarray]) -> tuple[F32, F32]:
+        """See `edgellm.device_runtime.session.VisualSession.encode`."""
+        tensors = self._engine.tensors
+        taken = {name: array for name, array in inputs.items() if name in tensors}
+        layout = {name: (array.shape, tensors[name].dtype) for name, array in taken.items()}
+        packed = self._inputs.pack(layout)
+        for name, array in taken.items():
+            packed.arrays[name][:] = array
+        self._place(packed)
+        results = self._outputs.pack(self._results())
+        for name, address in results.addresses.items():
+            self._context.bind(name, address)
+        self._inputs.upload(packed)
+        self._context.enqueue()
+        self._outputs.download(results)
+        self._device.synchronize()
+        found = {name: array.astype(np.float32) for name, array in results.arrays.items()}
+        embeds = found[contract.IMAGE_EMBEDS]
+        none = np.zeros((0, *embeds.shape), np.float32)
+        return embeds, found.get(contract.DEEPSTACK_EMBEDS, none)
+
+    def _place(self, packed: Packed) -> None:
+        for name, array in packed.arrays.items():
+            if -1 in self._engine.tensors[name].shape:
+                self._context.set_shape(name, array.shape)
+            self._context.bind(name, packed.addresses[name])
+
+    def _results(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Shapes and types of the outputs for the inputs as they are."""
+        outputs = [each for each in self._engine.tensors.values() if not each.is_input]
+        found = {each.name: (self._context.output_shape(each.name), each.dtype) for each in outputs}
+        assert all(prod(shape) > 0 for shape, _ in found.values())
+        return found

@@ -1,0 +1,160 @@
+"""Which library is found and what is said where none will do; what the parser must not ignore."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from edgellm.build.plan import CompilerOptions
+from edgellm.build.tensorrt import target
+from edgellm.build.tensorrt.profiles import Pass
+from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.device_runtime.runners import tensorrt
+from edgellm.device_runtime.runners.tensorrt import library
+
+FEATURES = dict.fromkeys(library.FEATURES, object)
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Modules and a GPU of a machine: None is not there."""
+
+    def machine(rtx: object = None, full: object = None, sm: int | None = None) -> None:
+        monkeypatch.setitem(sys.modules, "tensorrt_rtx", rtx)
+        monkeypatch.setitem(sys.modules, "tensorrt", full)
+        for module in (library, target, tensorrt):
+            monkeypatch.setattr(module, "compute_capability", lambda: sm)
+
+    return machine
+
+
+def _module(name: str, version: str, *without: str) -> SimpleNamespace:
+    features = {key: value for key, value in FEATURES.items() if key not in without}
+    return SimpleNamespace(__name__=name, __version__=version, **features)
+
+
+def test_nothing_is_installed(pretend):
+    pretend()
+    with pytest.raises(EdgeLLMError, match="tensorrt is not installed; tensorrt_rtx is not") as err:
+        library.find_library()
+    assert "pip install '.[tensorrt-rtx]'" in err.value.hint
+
+
+def test_tensorrt_is_taken_on_its_gpu_only(pretend):
+    full = _module("tensorrt", "10.16.2.10")
+    pretend(full=full, sm=110)
+    assert target.find_target("").origin.machine == "sm110"
+    assert tensorrt.available() == "TensorRT 10.16.2.10"
+    pretend(full=full)  # its builder would end the process there
+    with pytest.raises(EdgeLLMError, match="compiles only where an NVIDIA GPU is"):
+        library.find_library()
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (_module("tensorrt", "10.13.3.9"), "TensorRT 10.13.3.9 is too old, 10.15 is needed"),
+        (_module("tensorrt", "10.15.0.1", "IAttention"), "TensorRT 10.15.0.1 has no IAttention"),
+    ],
+)
+def test_too_old(pretend, module, said):
+    pretend(full=module, sm=87)
+    with pytest.raises(EdgeLLMError, match=said) as caught:
+        library.find_library()
+    assert "JetPack 7.2" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("driver", "needed", "said"),
+    [((12, 4), (13, 0), "needs CUDA 13, the NVIDIA driver runs CUDA 12.4 at most"),
+     ((13, 0), (13, 0), ""), (None, (12, 0), "")],
+)  # fmt: skip
+def test_drivers_older_than_the_library(pretend, monkeypatch, driver, needed, said):
+    pretend(full=_module("tensorrt", "10.16.2.10"), sm=110)
+    monkeypatch.setattr(target, "driver_cuda", lambda: driver)
+    monkeypatch.setattr(target, "_needed_cuda", lambda: needed)
+    if not said:
+        assert target.find_target("").sm == 110
+        return
+    with pytest.raises(EdgeLLMError, match=said) as caught:
+        target.find_target("")
+    assert "install a newer NVIDIA driver" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "sm"), [("89", 89), ("8.9", 89), ("sm120", 120), ("SM_12.0", 120)]
+)
+def test_spellings_of_a_gpu(text, sm):
+    assert target.parse_sm(text) == sm
+
+
+MANIFEST = SimpleNamespace(
+    backend_version="TensorRT 10.16.2.10", machine="sm110", decoder=None, max_kv_cache_capacity=0
+)
+
+
+@pytest.mark.parametrize(
+    ("full", "sm", "fault"),
+    [
+        (None, 110, "this machine has no TensorRT"),
+        ("10.16.2.10", 87, "this machine has sm87"),
+        ("11.4.1.5", 110, "this machine has TensorRT 11.4.1.5"),
+        ("10.16.2.10", None, "this machine has no NVIDIA GPU"),
+    ],
+)
+def test_engines_of_another_origin(pretend, full, sm, fault):
+    pretend(full=full and _module("tensorrt", full), sm=sm)
+    with pytest.raises(BrokenArtifactError, match=f"TensorRT 10.16.2.10 for sm110, {fault}") as err:
+        tensorrt.open_session(Path("engine"), MANIFEST)  # type: ignore[arg-type]
+    assert "run llm_build on the machine" in err.value.hint
+
+
+# --------------------------------------------------------------------- what the parser says
+ROWS = Pass("all", 4, {"rows": (1, 4)})
+
+
+def _compile(folder: Path, nodes: list[onnx.NodeProto], *inputs: onnx.ValueInfoProto) -> None:
+    """Parse and compile a graph whose output is called y."""
+    pytest.importorskip("tensorrt_rtx")
+    from edgellm.build.tensorrt.builder import build
+
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT16, None)
+    graph = helper.make_graph(nodes, "g", list(inputs), [output])
+    opset = helper.make_opsetid("", 24)
+    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=10), folder / "g.onnx")
+    options = CompilerOptions("89")
+    build(
+        folder / "g.onnx",
+        [ROWS],
+        folder / "g.engine",
+        target.find_target("89"),
+        options,
+        lambda _: None,
+    )
+
+
+def _half(name: str, *shape: int | str) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT16, shape)
+
+
+def test_operators_that_the_parser_does_not_know(tmp_path):
+    node = helper.make_node("Hardmax", ["x"], ["y"], name="the_node")
+    unknown = helper.make_node("NoSuchOperator", ["x"], ["y"], name="the_node", domain="nowhere")
+    _compile(tmp_path, [node], _half("x", "rows", 8))
+    with pytest.raises(EdgeLLMError, match=r"does not take the graph: .*NoSuchOperator the_node"):
+        _compile(tmp_path, [unknown], _half("x", "rows", 8))
+
+
+def test_inputs_that_the_parser_would_ignore(tmp_path):
+    """It drops an attention's number of valid keys, and attends to rubbish."""
+    cache = [_half(name, 1, 2, 16, 16) for name in "kv"]
+    lengths = helper.make_tensor_value_info("lengths", TensorProto.INT64, [1])
+    inputs = ["q", "k", "v", "", "", "", "lengths"]
+    node = helper.make_node("Attention", inputs, ["y"], name="attention")
+    with pytest.raises(EdgeLLMError, match="would ignore an input of the graph"):
+        _compile(tmp_path, [node], _half("q", 1, 2, "rows", 16), *cache, lengths)

@@ -1,0 +1,250 @@
+"""Sessions of engines for CUDA, on the CPU: answers, caches, and when they must not open."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import cuda_on_cpu
+import numpy as np
+import onnxruntime as ort
+import pytest
+from conftest import assert_one_line_error
+from eagle_engines import BASE_PLAN, EAGLE3, draft_plan, export_pair
+
+from edgellm.build.draft import build_draft
+from edgellm.contract import (
+    DRAFT_FOLDER,
+    BrokenArtifactError,
+    DraftEngineManifest,
+    EdgeLLMError,
+    EngineManifest,
+    LimitError,
+    load_manifest,
+)
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
+from edgellm.device_runtime.runners.onnxruntime_cuda import cuda_pass
+from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
+from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.speculate.options import SpecOptions
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GREEDY = SamplingParams(temperature=0.0)
+PROMPTS = ("w83 w64 w53 w32", "w10 w24 w79 w65 w88", "w56 w15 w35")
+TREES = SpecOptions(top_k=5, steps=4, verify_size=20, tree="fixed")
+
+
+@pytest.fixture(scope="module")
+def engine(eagle_pair, tmp_path_factory) -> Path:
+    """The tiny float32 base with its draft, lowered for CUDA."""
+    engine = tmp_path_factory.mktemp("cuda") / "engine"
+    cuda_on_cpu.build_base(eagle_pair.bundle, engine, BASE_PLAN)
+    cuda_on_cpu.build_its_draft(eagle_pair.draft_bundle, engine, draft_plan())
+    return engine
+
+
+def _answer(llm: LLM, prompt: str, *, speculative: bool, sampling=GREEDY) -> list[int]:
+    answer = llm.generate(
+        prompt, sampling=sampling, max_generate_length=60, speculative=speculative
+    )
+    for _ in answer:
+        pass
+    return answer.token_ids
+
+
+def _llm(engine: Path, spec: SpecOptions) -> LLM:
+    with cuda_on_cpu.cuda_is_the_cpu():
+        return LLM(engine, spec=spec)
+
+
+def test_manifests_name_the_device(engine):
+    base = load_manifest(engine, EngineManifest)
+    draft = load_manifest(engine / DRAFT_FOLDER, DraftEngineManifest)
+    for built in (base, draft):
+        assert (built.backend, built.machine) == ("onnxruntime_cuda", "cuda")
+        assert any("nothing was measured" in note for note in built.options["notes"])
+    assert base.pass_cost_ms == draft.step_cost_ms == {}
+
+
+def test_greedy_answers_are_those_of_the_cpu_with_and_without_eagle(eagle_pair, engine):
+    here, llm = LLM(eagle_pair.engine), _llm(engine, TREES)
+    for prompt in PROMPTS:
+        expected = _answer(here, prompt, speculative=False)
+        assert _answer(llm, prompt, speculative=False) == expected
+        assert _answer(llm, prompt, speculative=True) == expected
+    sampled = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=5)
+    assert _answer(llm, PROMPTS[0], speculative=False, sampling=sampled) == _answer(
+        here, PROMPTS[0], speculative=False, sampling=sampled
+    )
+
+
+def test_half_precision_is_lossless_too(tmp_path):
+    """float16 caches and activations; a tree's rows are rounded as single rows are."""
+    pair = export_pair(tmp_path, EAGLE3, dtype="float16")
+    from edgellm.export.bundle import ExportOptions, export_llm
+    from edgellm.export.source import open_checkpoint
+
+    options = ExportOptions("fp16", draft_model_dir=str(pair.draft_checkpoint))
+    export_llm(open_checkpoint(str(pair.base_checkpoint)), tmp_path / "half", options)
+    built = cuda_on_cpu.build_base(tmp_path / "half", tmp_path / "e", BASE_PLAN)
+    assert (built.decoder.kv.dtype, built.graphs[0].precision) == ("float16", "fp16")
+    cuda_on_cpu.build_its_draft(pair.draft_bundle, tmp_path / "e", draft_plan())
+    llm = _llm(tmp_path / "e", TREES)
+    for prompt in PROMPTS:
+        plain = _answer(llm, prompt, speculative=False)
+        assert _answer(llm, prompt, speculative=True) == plain
+
+
+def test_costs_are_measured_where_there_is_cuda(eagle_pair, tmp_path):
+    with cuda_on_cpu.cuda_is_the_cpu():
+        base = cuda_on_cpu.build_base(eagle_pair.bundle, tmp_path / "e", BASE_PLAN)
+        draft = cuda_on_cpu.build_its_draft(
+            eagle_pair.draft_bundle, tmp_path / "e", draft_plan("int8", 16)
+        )
+    assert base.options["notes"] == draft.options["notes"] == []
+    assert set(base.pass_cost_ms) == set(draft.step_cost_ms) == set(draft.extend_cost_ms)
+    assert draft.graphs[0].precision == "int8"
+
+
+def test_medusa_heads(eagle_pairs, tmp_path):
+    pair = eagle_pairs("medusa")
+    cuda_on_cpu.build_base(pair.bundle, tmp_path / "e", BASE_PLAN)
+    built = cuda_on_cpu.build_its_draft(pair.draft_bundle, tmp_path / "e", draft_plan())
+    assert built.extend_cost_ms == {}
+    llm, here = _llm(tmp_path / "e", SpecOptions(tree="fixed")), LLM(pair.engine)
+    expected = _answer(here, PROMPTS[0], speculative=False)
+    assert _answer(llm, PROMPTS[0], speculative=True) == expected
+
+
+# ------------------------------------------------------------------------------------- caches
+def test_kept_rows_are_those_of_a_fresh_prompt(engine):
+    one, fresh = cuda_on_cpu.open_base(engine), cuda_on_cpu.open_base(engine)
+    ids, path = np.arange(30, 36), np.array([0, 2, 4])
+    mask = np.eye(6, dtype=np.bool_)
+    mask[2, 0] = mask[4, [0, 2]] = True
+    depths = np.array([0, 1, 1, 2, 2, 3])
+    one.run(np.arange(10, 20), 0, np.zeros(1, np.int64))
+    one.run(ids, 10, np.arange(6), position_ids=10 + depths, tree_mask=mask)
+    one.compact(10, path)
+    fresh.run(np.concatenate([np.arange(10, 20), ids[path]]), 0, np.zeros(1, np.int64))
+    saved = fresh.read_rows(13)
+    np.testing.assert_allclose(one.read_rows(13), saved, atol=1e-5)
+    other = cuda_on_cpu.open_base(engine)
+    other.write_rows(saved)
+    np.testing.assert_array_equal(other.read_rows(13), saved)
+    results = [s.run(np.array([50]), 13, np.zeros(1, np.int64)).logits for s in (other, fresh)]
+    np.testing.assert_array_equal(*results)
+
+
+def test_overlapping_rows_move_together(engine):
+    session = cuda_on_cpu.open_base(engine)
+    before = np.random.default_rng(0).standard_normal(session.read_rows(20).shape, np.float32)
+    session.write_rows(before)
+    session.compact(4, np.array([1, 2, 3, 5, 6, 7, 12]))
+    expected = before.copy()
+    expected[..., 4:11, :] = before[..., [5, 6, 7, 9, 10, 11, 16], :]
+    np.testing.assert_array_equal(session.read_rows(20), expected)
+
+
+def test_passes_over_a_growing_cache(eagle_pair, engine):
+    """Bindings are made for steps of slots; the last step is shorter than the others."""
+    here, there = cuda_on_cpu.open_base(eagle_pair.engine), cuda_on_cpu.open_base(engine)
+    ids, at = np.random.default_rng(4).integers(9, 96, there.capacity), 0
+    for rows in (60, 3, 1, 1, 1, 2, 59, 1):
+        arguments = ids[at : at + rows], at, np.array([0, rows - 1])
+        expected, found = here.run(*arguments), there.run(*arguments)
+        np.testing.assert_allclose(found.logits, expected.logits, atol=1e-3)
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        at += rows
+    assert at == there.capacity
+    with pytest.raises(LimitError, match="exceed the KV capacity of 128"):
+        there.run(ids[:1], at, np.zeros(1, np.int64))
+
+
+def test_outputs_must_be_read_before_the_next_pass(engine):
+    session = cuda_on_cpu.open_base(engine)
+    result = session.run(np.arange(9, 14), 0, np.zeros(1, np.int64))
+    assert result.logits is result.logits  # fetched once
+    session.run(np.arange(9, 14), 0, np.zeros(1, np.int64))
+    with pytest.raises(ValueError, match="hidden_taps of a pass is read after the next one"):
+        _ = result.taps
+
+
+def test_a_device_that_is_too_small(engine, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("Failed to allocate memory for requested buffer of size 7")
+
+    monkeypatch.setattr(cuda_pass.ort.OrtValue, "ortvalue_from_shape_and_type", fail)
+    with pytest.raises(LimitError, match="Failed to allocate") as caught:
+        cuda_on_cpu.open_base(engine)
+    assert "--maxKVCacheCapacity" in caught.value.hint
+
+
+# ----------------------------------------------------------------------------------- refusals
+_HAS_CUDA = "CUDAExecutionProvider" in ort.get_available_providers()
+without_cuda = pytest.mark.skipif(_HAS_CUDA, reason="onnxruntime-gpu is installed")
+
+
+@without_cuda
+def test_engines_for_cuda_do_not_run_on_a_cpu(command, engine, tmp_path):
+    requests = tmp_path / "requests.json"
+    requests.write_text('{"requests": [{"messages": [{"role": "user", "content": "w9"}]}]}')
+    files = ("--inputFile", requests, "--outputFile", tmp_path / "out.json")
+    result = command("llm_inference", "--engineDir", engine, *files)
+    assert_one_line_error(result, "is installed without CUDA", "pip install '.[gpu]'")
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "message", "hint"),
+    [
+        ("1.22.0", 89, "1.22.0 is too old for CUDA engines", "--upgrade onnxruntime-gpu"),
+        (ort.__version__, None, "no NVIDIA GPU or no driver", "--device cpu"),
+        (ort.__version__, 89, r"libraries do not load: .*libonnxruntime_providers", "cuDNN 9"),
+    ],
+    ids=["version", "driver", "libraries"],
+)
+@without_cuda
+def test_what_cuda_needs(monkeypatch, version, capability, message, hint):
+    monkeypatch.setattr(ort, "__version__", version)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [cuda.PROVIDER])
+    monkeypatch.setattr(cuda, "compute_capability", lambda: capability)
+    with pytest.raises(EdgeLLMError, match=message) as caught:
+        cuda.require_cuda()
+    assert hint in caught.value.hint
+
+
+@without_cuda
+@pytest.mark.filterwarnings("ignore:Specified provider")
+def test_graphs_are_never_put_on_the_cpu_instead(engine):
+    """ONNX Runtime itself would warn and go on."""
+    with pytest.raises(BrokenArtifactError, match="cannot load"):
+        graphs.load_graph(engine / "llm.onnx", optimize=False, device=graphs.CUDA)
+
+
+def test_providers_that_differ_from_what_was_asked_for(engine, monkeypatch):
+    monkeypatch.setattr(ort.InferenceSession, "get_providers", lambda _: ["OtherProvider"])
+    with pytest.raises(BrokenArtifactError, match=r"put .* on OtherProvider"):
+        graphs.load_graph(engine / "llm.onnx", optimize=False)
+
+
+def test_engines_of_another_version_open(engine):
+    """Nothing in them depends on it, unlike the CPU's."""
+    manifest = dataclasses.replace(load_manifest(engine, EngineManifest), backend_version="1.99")
+    with cuda_on_cpu.cuda_is_the_cpu():
+        runners.find("onnxruntime_cuda").open_session(engine, manifest)
+
+
+def test_a_draft_may_stay_on_the_cpu(eagle_pair, engine, tmp_path):
+    """Each engine has its own device."""
+    import shutil
+
+    folder = Path(shutil.copytree(engine, tmp_path / "engine"))
+    build_draft(eagle_pair.draft_bundle, folder, draft_plan(), "onnxruntime", lambda _: None)
+    found = json.loads((folder / DRAFT_FOLDER / "manifest.json").read_text())
+    assert found["machine"] != "cuda"
+    llm = _llm(folder, TREES)
+    assert _answer(llm, PROMPTS[0], speculative=True) == _answer(llm, PROMPTS[0], speculative=False)
