@@ -35,7 +35,7 @@ def test_build(command, tiny_bundle, tmp_path):
     manifest = load_manifest(tmp_path / "engine", EngineManifest)
     verify_files(tmp_path / "engine", manifest.files)
     assert (manifest.max_input_len, manifest.max_kv_cache_capacity) == (48, 64)
-    assert manifest.backend == "onnxruntime"
+    assert manifest.backend == "onnxruntime_cpu"
     assert list(manifest.pass_cost_ms) == ["1", "2", "4", "8", "16", "32"]  # half of 64 is context
     assert all(cost > 0 for cost in manifest.pass_cost_ms.values())
     assert "a pass takes" in result.stdout

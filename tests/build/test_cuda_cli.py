@@ -29,7 +29,7 @@ def test_build(command, tiny_bundle, tmp_path):
     assert result.returncode == 0, result.stderr
     manifest = load_manifest(tmp_path / "engine", EngineManifest)
     verify_files(tmp_path / "engine", manifest.files)
-    assert (manifest.machine, manifest.options["--device"]) == ("cuda", "cuda")
+    assert (manifest.machine, manifest.backend) == ("cuda", "onnxruntime_cuda")
     assert {"llm.onnx", "llm.data", "rows.onnx"} <= set(manifest.files)
     assert "nothing was measured" in result.stderr
     assert "a pass takes" not in result.stdout

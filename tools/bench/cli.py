@@ -11,7 +11,6 @@ from edgellm.build.cli import status
 from edgellm.command import ONE_CASE, numbers, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.flags import Debug, EngineDir, Verify
-from edgellm.device_runtime.runners import library_of
 from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.bench.flags import Depth, Generate, InputFile, Output, Prompt, Repetitions
 
@@ -101,6 +100,7 @@ def _engine(folder: Path, manifest: EngineManifest) -> dict[str, str]:
     """What was measured; a manifest has the hashes of all files of an engine."""
     from edgellm.artifact import hash_file
     from edgellm.contract import DRAFT_FOLDER, MANIFEST_NAME
+    from edgellm.device_runtime.runners import library_of
 
     draft = folder / DRAFT_FOLDER / MANIFEST_NAME
     return {

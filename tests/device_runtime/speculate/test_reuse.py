@@ -345,7 +345,7 @@ def test_a_tree_without_a_path_is_no_text(monkeypatch):
     def broken(*_):
         raise BrokenPassError
 
-    monkeypatch.setattr(chat.base, "keep", broken)
+    monkeypatch.setattr(chat.base, "compact", broken)
     tokens = chat.ask(PROMPT, speculates=True)
     assert chat.base.passes[1][1] > 1
     assert chat.session.held([*PROMPT, *tokens]) == len(PROMPT)
