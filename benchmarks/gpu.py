@@ -34,8 +34,8 @@ from edgellm.contract import (
     load_manifest,
 )
 from edgellm.device_runtime import runners
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.bench.machine import busy_warning, facts
 

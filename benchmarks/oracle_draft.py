@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.session import F32, I64, ImageRows
 from edgellm.device_runtime.speculate.drafter import Drafter
-from edgellm.device_runtime.speculate.setup import Drafters
+from edgellm.device_runtime.speculate.open_drafter import Drafters
 from edgellm.device_runtime.speculate.tree import Tree
 
 

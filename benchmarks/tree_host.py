@@ -15,12 +15,12 @@ import numpy as np
 
 from edgellm.contract import KVCacheSpec
 from edgellm.device_runtime.runners.onnxruntime_cpu.session import _Cache
-from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.session import DraftResult, HostResult
 from edgellm.device_runtime.speculate.accept import accept_exactly
 from edgellm.device_runtime.speculate.calibration import Calibration
-from edgellm.device_runtime.speculate.committed import CommittedRows
-from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
 
 VOCABULARY, HIDDEN, ROUNDS = 49152, 576, 400

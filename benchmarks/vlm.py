@@ -30,8 +30,8 @@ from edgellm.build.plan import Plan, VisualPlan
 from edgellm.build.visual import build_visual
 from edgellm.contract import PIXEL_VALUES, VisualEngineManifest, load_manifest
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual

@@ -14,7 +14,7 @@ import typer
 from edgellm.artifact import check_output_file, replace_file
 from edgellm.command import ONE_CASE, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.flags import (
+from edgellm.device_runtime.requests.flags import (
     BatchSize,
     ContextReuse,
     Debug,
@@ -32,13 +32,13 @@ from edgellm.device_runtime.flags import (
     Verify,
     Warmup,
 )
-from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 
 if TYPE_CHECKING:
-    from edgellm.device_runtime.llm import LLM, Step
-    from edgellm.device_runtime.profile import Profile
-    from edgellm.device_runtime.requests import Options
-    from edgellm.device_runtime.tree_log import TreeLog
+    from edgellm.device_runtime.engine.llm import LLM, Step
+    from edgellm.device_runtime.engine.profile import Profile
+    from edgellm.device_runtime.requests.request_file import Options
+    from edgellm.device_runtime.requests.tree_log import TreeLog
 
 app = typer.Typer(
     add_completion=True,
@@ -71,7 +71,7 @@ def llm_inference(
 ) -> None:
     """Answer the requests of a JSON file; a bad request gets an error object of its own."""
     del debug  # read by run_command
-    from edgellm.device_runtime.llm import LLM
+    from edgellm.device_runtime.engine.llm import LLM
 
     how = spec_flags.read()
     if how is None and (prove_count or tree_file):
@@ -98,7 +98,7 @@ def _read(
     path: Path, max_generate_length: int | None, batch_size: int | None
 ) -> tuple[Options, list[Any]]:
     """The request file as the flags change it."""
-    from edgellm.device_runtime.requests import read_file
+    from edgellm.device_runtime.requests.request_file import read_file
 
     options, requests = _with_length(*read_file(path), max_generate_length)
     if (batch_size or options.batch_size) > 1:
@@ -111,8 +111,8 @@ def _answer(
     input_file: Path, *, stream: bool,
 ) -> tuple[Profile, list[dict[str, Any]]]:  # fmt: skip
     """Answer everything and write the files; an interrupt keeps what was answered."""
-    from edgellm.device_runtime.profile import Profile
-    from edgellm.device_runtime.tree_log import TreeLog
+    from edgellm.device_runtime.engine.profile import Profile
+    from edgellm.device_runtime.requests.tree_log import TreeLog
 
     trees, profile, responses = TreeLog(llm.tokenizer), Profile(), []
     try:
@@ -125,7 +125,7 @@ def _answer(
 
 def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
     """Print the comparison of every request; the exit status."""
-    from edgellm.device_runtime.prove import prove
+    from edgellm.device_runtime.requests.prove import prove
 
     compared = diverged = 0
     for comparison in prove(llm, options, requests):
@@ -188,8 +188,8 @@ def _run_all(
     responses: list[dict[str, Any]], profile: Profile, trees: TreeLog, *, stream: bool,
 ) -> None:  # fmt: skip
     """Answer everything; `responses`, `profile` and `trees` grow as it goes."""
-    from edgellm.device_runtime.profile import Profile
-    from edgellm.device_runtime.runner import run_request
+    from edgellm.device_runtime.engine.profile import Profile
+    from edgellm.device_runtime.requests.runner import run_request
 
     def show(index: int, step: Step) -> None:
         trees.add(index, step)

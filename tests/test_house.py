@@ -46,7 +46,8 @@ def test_the_wheel_holds_every_package(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.device_runtime.llm"]
+    "module",
+    ["edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.device_runtime.engine.llm"],
 )
 def test_the_device_side_imports_no_training_framework(module):
     code = (

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.device_runtime.generate import draw
-from edgellm.device_runtime.sampling import Sampler, processed_distribution
+from edgellm.device_runtime.engine.generate import draw
+from edgellm.device_runtime.sampling.sampler import Sampler, processed_distribution
 from edgellm.device_runtime.session import F32, PassResult
 from edgellm.device_runtime.speculate.tree import F64, Tree
 

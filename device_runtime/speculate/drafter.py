@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from edgellm.device_runtime.session import F32, I64, ImageRows
-from edgellm.device_runtime.speculate.committed import ImageIds
+from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.gate import NetworkGate
 from edgellm.device_runtime.speculate.lookup import LookupSource
 from edgellm.device_runtime.speculate.policy import Policy, TreeLimits

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.device_runtime.generate import read_prompt
-from edgellm.device_runtime.profile import (
+from edgellm.device_runtime.engine.generate import read_prompt
+from edgellm.device_runtime.engine.profile import (
     DRAFT_EXTEND,
     DRAFT_PREFILL,
     GROW,
@@ -17,7 +17,7 @@ from edgellm.device_runtime.profile import (
     VERIFY,
     Profile,
 )
-from edgellm.device_runtime.sampling import Sampler
+from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.session import PassResult, Session
 from edgellm.device_runtime.speculate.accept import Accepted, accept_exactly
 from edgellm.device_runtime.speculate.drafter import Drafter

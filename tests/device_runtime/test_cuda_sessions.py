@@ -24,11 +24,11 @@ from edgellm.contract import (
     load_manifest,
 )
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
 from edgellm.device_runtime.runners.onnxruntime_cuda import cuda_pass
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")

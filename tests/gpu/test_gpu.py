@@ -21,11 +21,11 @@ from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, VisualPlan
 from edgellm.contract import EdgeLLMError, EngineManifest, VisualEngineManifest, load_manifest
 from edgellm.device_runtime import runners
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.runners.onnxruntime_cuda.provider import require_cuda
 from edgellm.device_runtime.runners.tensorrt.device import Planes
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export import visual
 from edgellm.multimodal.grids import grid_inputs

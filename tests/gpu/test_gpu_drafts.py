@@ -16,10 +16,10 @@ from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.contract import DRAFT_FOLDER, DraftEngineManifest, EngineManifest, load_manifest
 from edgellm.device_runtime import runners
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.runners.tensorrt.cuda import CudaDevice
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 _MISSING = [name for name in ("pycuda", "cuda") if importlib.util.find_spec(name) is None]

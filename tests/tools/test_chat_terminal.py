@@ -24,7 +24,7 @@ CTRL_C, CTRL_D, UP, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\x1b\r"
 # The command, whose passes take their time.
 _SLOWLY = """
 import time
-from edgellm.device_runtime.prefix_cache import RecordedSession
+from edgellm.device_runtime.engine.prefix_cache import RecordedSession
 run = RecordedSession.run
 def slow(self, *arguments, **options):
     time.sleep(0.05)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from edgellm.contract import EngineManifest, LimitError, RequestError
-from edgellm.device_runtime.generate import generate
-from edgellm.device_runtime.llm import LLM, Answer
-from edgellm.device_runtime.profile import GENERATION, PREFILL, Profile
-from edgellm.device_runtime.prompt import Prompt
-from edgellm.device_runtime.requests import Options
-from edgellm.device_runtime.runner import start_request
-from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.device_runtime.engine.generate import generate
+from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.device_runtime.engine.profile import GENERATION, PREFILL, Profile
+from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.requests.runner import start_request
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.tools.bench.results import Pair
 
 _GREEDY = SamplingParams(temperature=0)

@@ -11,8 +11,8 @@ import typer
 
 from edgellm.command import ONE_CASE, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.flags import Debug, EngineDir, MultimodalEngineDir, Verify
-from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.requests.flags import Debug, EngineDir, MultimodalEngineDir, Verify
+from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.chat.flags import (
     EnableThinking,
     HistoryFile,
@@ -62,8 +62,8 @@ def chat(
     Without a terminal every line of standard input is a message, and its answer is printed.
     """
     del debug  # read by run_command
-    from edgellm.device_runtime.llm import LLM
-    from edgellm.device_runtime.sampling import SamplingParams
+    from edgellm.device_runtime.engine.llm import LLM
+    from edgellm.device_runtime.sampling.sampler import SamplingParams
     from edgellm.tools.chat.conversation import Conversation, Settings
     from edgellm.tools.chat.repl import run
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgellm.contract import EngineManifest
-from edgellm.device_runtime.llm import Answer
-from edgellm.device_runtime.profile import PREFILL
+from edgellm.device_runtime.engine.llm import Answer
+from edgellm.device_runtime.engine.profile import PREFILL
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import typer
 
 from edgellm.command import ONE_CASE, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.evaluate.flags import (
     Compare,
     DataFile,

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from edgellm.device_runtime.llm import LLM, Step
+from edgellm.device_runtime.engine.llm import LLM, Step
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.engine import Ask
 from edgellm.tools.serve.errors import ApiError

@@ -10,8 +10,8 @@ import typer
 
 from edgellm.command import ONE_CASE, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.flags import Debug, EngineDir, MultimodalEngineDir, Verify
-from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.requests.flags import Debug, EngineDir, MultimodalEngineDir, Verify
+from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.serve.flags import (
     AllowNoKey,
     ApiKeyFile,
@@ -31,7 +31,7 @@ from edgellm.tools.serve.flags import (
 if TYPE_CHECKING:
     from socket import socket
 
-    from edgellm.device_runtime.llm import LLM
+    from edgellm.device_runtime.engine.llm import LLM
     from edgellm.tools.serve.settings import Settings
 
 app = typer.Typer(

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.llm import LLM, Answer
-from edgellm.device_runtime.prefix_cache import RecordedSession
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.device_runtime.engine.prefix_cache import RecordedSession
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.session import I64, Bool, PassResult, Session
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.tokenizer import ChatTokenizer

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from edgellm.device_runtime.prefix_cache import RecordedSession
+from edgellm.device_runtime.engine.prefix_cache import RecordedSession
 from edgellm.tools.serve.events import Finished
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)

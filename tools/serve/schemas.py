@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from edgellm.device_runtime.guidance import Guide
-from edgellm.device_runtime.sampling import LARGEST_BIAS, LARGEST_REPETITION, SamplingParams
+from edgellm.device_runtime.sampling.guidance import Guide
+from edgellm.device_runtime.sampling.sampler import LARGEST_BIAS, LARGEST_REPETITION, SamplingParams
 from edgellm.tools.serve.seeds import seed_or_any
 
 # Clients give an unused option its neutral value: that one is taken.

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from edgellm.device_runtime.llm import Step
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import Step
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.tools.serve.engine import Ask
 from edgellm.tools.serve.events import Finished
 from edgellm.tools.serve.schemas import Body, Stop

@@ -12,7 +12,12 @@ from typing import Any
 import msgspec
 
 from edgellm import contract
-from edgellm.device_runtime import requests
+from edgellm.device_runtime.requests.request_file import (
+    ContentItem,
+    Message,
+    Options,
+    Request,
+)
 from edgellm.tools.tables import Table, markdown
 
 _MANIFESTS = (
@@ -42,7 +47,7 @@ def request_page() -> str:
         "`requests`, a list of `Request`. Unknown fields are refused; "
         "[answers](answers.md) says what comes back.\n"
     )
-    kinds = (requests.Options, requests.Request, requests.Message, requests.ContentItem)
+    kinds = (Options, Request, Message, ContentItem)
     return "\n".join([head, *map(_struct, kinds)])
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.session import HostResult
 from edgellm.device_runtime.speculate.accept import (
     Accepted,

@@ -11,8 +11,8 @@ from scripted_sessions import StrictBase, StrictDraft, oracle
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
-from edgellm.device_runtime.speculate.committed import CommittedRows
-from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
 

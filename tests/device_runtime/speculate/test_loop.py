@@ -10,23 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, StrictModel, adversary, oracle
 
-from edgellm.device_runtime.generate import generate
-from edgellm.device_runtime.prefix_cache import RecordedSession
-from edgellm.device_runtime.profile import Profile
-from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.device_runtime.engine.generate import generate
+from edgellm.device_runtime.engine.prefix_cache import RecordedSession
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
-from edgellm.device_runtime.speculate.committed import CommittedRows
-from edgellm.device_runtime.speculate.draft_model import ModelDrafter
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
-from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.drafters.draft import ModelDrafter
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
+from edgellm.device_runtime.speculate.drafters.suffix import SuffixLookup
 from edgellm.device_runtime.speculate.gate import NetworkGate
 from edgellm.device_runtime.speculate.lookup import LookupSource
 from edgellm.device_runtime.speculate.loop import Round, speculate
-from edgellm.device_runtime.speculate.ngram import NgramLookup
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
 from edgellm.device_runtime.speculate.static_tree import StaticTree
-from edgellm.device_runtime.speculate.suffix import SuffixLookup
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(1.0, 0.9, 0, seed=11)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from scripted_sessions import StrictBase, StrictDraft, guesser, half_right
 
 from edgellm.device_runtime.speculate.calibration import Calibration
-from edgellm.device_runtime.speculate.committed import CommittedRows
-from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
 from edgellm.device_runtime.speculate.lookup import Continuation
-from edgellm.device_runtime.speculate.ngram import NgramLookup
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import (
     CostAwareTree,

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft
 
-from edgellm.device_runtime.generate import generate
-from edgellm.device_runtime.prefix_cache import KeptContexts, RecordedSession, count_common
-from edgellm.device_runtime.profile import Profile
-from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.device_runtime.engine.generate import generate
+from edgellm.device_runtime.engine.prefix_cache import KeptContexts, RecordedSession, count_common
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.calibration import Calibration
-from edgellm.device_runtime.speculate.committed import CommittedRows
-from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
 from edgellm.device_runtime.speculate.lookup import LookupSource
 from edgellm.device_runtime.speculate.loop import speculate
-from edgellm.device_runtime.speculate.ngram import NgramLookup
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
 
 CAPACITY = 96

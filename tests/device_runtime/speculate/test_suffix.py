@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.device_runtime.speculate.suffix import SuffixAutomaton, SuffixLookup
+from edgellm.device_runtime.speculate.drafters.suffix import SuffixAutomaton, SuffixLookup
 
 TEXTS = st.one_of(
     st.lists(st.integers(0, 2), max_size=60),

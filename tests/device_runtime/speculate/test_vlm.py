@@ -14,8 +14,8 @@ from vlm_engines import Engines, build_vlm
 
 from edgellm.contract import DRAFT_FOLDER, DraftEngineManifest, load_manifest
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.session import DraftSession, ImageRows
 from edgellm.device_runtime.speculate.options import SpecOptions
 

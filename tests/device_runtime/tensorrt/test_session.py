@@ -17,7 +17,7 @@ from lowered_engines import CANDIDATES, PLAN, Lowered
 from edgellm import contract
 from edgellm.build.tensorrt.profiles import base_passes
 from edgellm.contract import EngineManifest, LimitError, load_manifest
-from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
 from edgellm.device_runtime.runners.tensorrt.bound_pass import (
     bucket_of,
@@ -25,7 +25,7 @@ from edgellm.device_runtime.runners.tensorrt.bound_pass import (
     fill_mask,
 )
 from edgellm.device_runtime.runners.tensorrt.session import TensorRtSession
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")

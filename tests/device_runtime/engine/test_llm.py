@@ -7,9 +7,9 @@ import pytest
 
 from edgellm.contract import EdgeLLMError, LimitError, RequestError
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.generate import generate
-from edgellm.device_runtime.profile import Profile
-from edgellm.device_runtime.sampling import Sampler
+from edgellm.device_runtime.engine.generate import generate
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.session import HostResult
 
 GREEDY = SamplingParams(temperature=0)

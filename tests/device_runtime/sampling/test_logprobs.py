@@ -7,7 +7,7 @@ import pytest
 
 from edgellm.contract import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.logprobs import token_logprobs
+from edgellm.device_runtime.sampling.logprobs import token_logprobs
 from edgellm.device_runtime.speculate.accept import Typical
 from edgellm.device_runtime.speculate.options import SpecOptions
 

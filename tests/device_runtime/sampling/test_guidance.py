@@ -12,10 +12,10 @@ from lettered_engine import with_letters
 
 from edgellm.contract import EdgeLLMError, RequestError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.guidance import Guidance, Guide
-from edgellm.device_runtime.requests import Options, parse_request, sampling_of
-from edgellm.device_runtime.runner import run_request
-from edgellm.device_runtime.sampling import Sampler
+from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
+from edgellm.device_runtime.requests.runner import run_request
+from edgellm.device_runtime.sampling.guidance import Guidance, Guide
+from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.accept import Typical
 
 SCHEMA = {
@@ -103,7 +103,7 @@ def test_the_request_file_says_the_form(llm):
         "messages": [{"role": "user", "content": "Hi"}],
         "guided_decoding": {"choice": ["yes", "no"]},
     }
-    from edgellm.device_runtime.profile import Profile
+    from edgellm.device_runtime.engine.profile import Profile
 
     options = Options(apply_chat_template=False, temperature=0)
     response = run_request(llm, options, raw, 0, Profile(), lambda *_: None)

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.guidance import KINDS, Guide, Kind
-from edgellm.device_runtime.sampling import LARGEST_BIAS, MOST_BIASES, SamplingParams
+from edgellm.device_runtime.sampling.guidance import KINDS, Guide, Kind
+from edgellm.device_runtime.sampling.sampler import LARGEST_BIAS, MOST_BIASES, SamplingParams
 
 _ARTICLE = {"text": "a text", "image": "an image"}
 Role = Literal["system", "user", "assistant", "tool"]

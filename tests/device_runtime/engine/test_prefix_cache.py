@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.prefix_cache import KeptContexts
-from edgellm.device_runtime.profile import Profile
-from edgellm.device_runtime.requests import Options
-from edgellm.device_runtime.runner import run_request
+from edgellm.device_runtime.engine.prefix_cache import KeptContexts
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.requests.runner import run_request
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 GREEDY = SamplingParams(temperature=0)
@@ -87,7 +87,7 @@ def test_answers_that_nobody_finished(reusing, plain):
 
 def test_passes_of_others_are_seen(reusing, plain):
     """`--prove` reads prompts on its own."""
-    from edgellm.device_runtime.generate import read_prompt
+    from edgellm.device_runtime.engine.generate import read_prompt
 
     ask(reusing, "w30 w31 w32 w33")
     list(read_prompt(reusing.session, [30, 31, 50, 51], 64))

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime import LLM, SamplingParams, turns
+from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime.engine import turns
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 GREEDY = SamplingParams(temperature=0)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.logprobs import TokenLogprobs
-from edgellm.device_runtime.profile import PREFILL, Profile
-from edgellm.device_runtime.prompt import Prompt
+from edgellm.device_runtime.engine.profile import PREFILL, Profile
+from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.speculate.loop import Round
 
 FinishReason = Literal["stop", "length"]  # "stop": end token or stop string

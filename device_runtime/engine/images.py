@@ -19,7 +19,7 @@ from edgellm.contract import (
     load_manifest,
 )
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.prompt import Prompt
+from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.session import F32, ImageRows
 from edgellm.integrity import FileCheck
 from edgellm.multimodal import processors

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.profile import GENERATION, PREFILL, Profile
-from edgellm.device_runtime.sampling import Sampler
+from edgellm.device_runtime.engine.profile import GENERATION, PREFILL, Profile
+from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.session import PassResult, Session
 
 _UNUSED_ROW = np.zeros(1, np.int64)  # not every kernel takes an empty head

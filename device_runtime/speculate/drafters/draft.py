@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgellm.device_runtime.prefix_cache import RecordedSession
+from edgellm.device_runtime.engine.prefix_cache import RecordedSession
 from edgellm.device_runtime.session import F32, I64
-from edgellm.device_runtime.speculate.committed import ImageIds
+from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
 from edgellm.device_runtime.speculate.gate import NetworkGate
 from edgellm.device_runtime.speculate.lookup import LookupSource

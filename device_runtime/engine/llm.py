@@ -7,29 +7,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.contract import EngineManifest, RequestError, load_manifest
-from edgellm.device_runtime import arguments, runners
-from edgellm.device_runtime.answer import Answer, Step
-from edgellm.device_runtime.generate import generate
-from edgellm.device_runtime.guidance import Guidance
-from edgellm.device_runtime.prefix_cache import (
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.engine import arguments
+from edgellm.device_runtime.engine.answer import Answer, Step
+from edgellm.device_runtime.engine.generate import generate
+from edgellm.device_runtime.engine.prefix_cache import (
     KeptContexts,
     RecordedSession,
     RowCache,
     count_common,
 )
-from edgellm.device_runtime.profile import IMAGES, RESTORE, Profile, RoundCounts
-from edgellm.device_runtime.prompt import Prompt
-from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.device_runtime.engine.profile import IMAGES, RESTORE, Profile, RoundCounts
+from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.engine.turns import Turns
+from edgellm.device_runtime.sampling.guidance import Guidance
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.session import ImageRows
 from edgellm.device_runtime.speculate.loop import Round, speculate
+from edgellm.device_runtime.speculate.open_drafter import Drafters, settled
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.speculate.setup import Drafters, settled
 from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher, TextStream
-from edgellm.device_runtime.turns import Turns
 from edgellm.integrity import FileCheck
 
 if TYPE_CHECKING:
-    from edgellm.device_runtime.images import ImageReader, Seen
+    from edgellm.device_runtime.engine.images import ImageReader, Seen
 
 __all__ = ["LLM", "Answer", "Step"]
 
@@ -83,7 +84,7 @@ class LLM:
             self._no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
-            from edgellm.device_runtime.images import ImageReader  # imports Pillow
+            from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
 
             self.images = ImageReader(
                 Path(multimodal_engine_dir), self.manifest.decoder, verify=verify

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.generate import read_prompt
-from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.prompt import Prompt
-from edgellm.device_runtime.requests import Options, parse_request, sampling_of
-from edgellm.device_runtime.runner import start_request
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.generate import read_prompt
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
+from edgellm.device_runtime.requests.runner import start_request
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,12 @@ import json
 import pytest
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.requests import Options, parse_request, read_file, sampling_of
+from edgellm.device_runtime.requests.request_file import (
+    Options,
+    parse_request,
+    read_file,
+    sampling_of,
+)
 
 USER = {"role": "user", "content": "hi"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.device_runtime.prefix_cache import row_keys
+from edgellm.device_runtime.engine.prefix_cache import row_keys
 from edgellm.device_runtime.session import ImageRows, RowKey
 
 

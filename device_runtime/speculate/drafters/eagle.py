@@ -1,7 +1,7 @@
 """Drafting with an EAGLE network (arXiv 2401.15077, 2406.16858, 2503.01840).
 
 The draft keeps a KV cache of its own, so that it has seen exactly the committed tokens
-(`committed.py`). A round's tree rows stand behind the committed rows, and the next round
+(`draft_cache.py`). A round's tree rows stand behind the committed rows, and the next round
 overwrites them.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgellm.device_runtime.session import F32, I64, ImageRows
-from edgellm.device_runtime.speculate.committed import CommittedRows
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
 from edgellm.device_runtime.speculate.gate import NetworkGate
 from edgellm.device_runtime.speculate.lookup import LookupSource

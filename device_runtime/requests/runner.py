@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.llm import LLM, Answer, Step
-from edgellm.device_runtime.profile import Profile
-from edgellm.device_runtime.requests import (
+from edgellm.device_runtime.engine.llm import LLM, Answer, Step
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.requests.request_file import (
     ContentItem,
     Options,
     Request,

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.arguments import is_number, is_whole, require_kind
-from edgellm.device_runtime.guidance import Constraint, Guide
-from edgellm.device_runtime.logprobs import TokenLogprobs, token_logprobs
-from edgellm.device_runtime.penalties import Penalties, PenaltyRules
+from edgellm.device_runtime.engine.arguments import is_number, is_whole, require_kind
+from edgellm.device_runtime.sampling.guidance import Constraint, Guide
+from edgellm.device_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
+from edgellm.device_runtime.sampling.penalties import Penalties, PenaltyRules
 from edgellm.device_runtime.session import F32, I64
 
 GREEDY_BELOW_TEMPERATURE = 1e-3

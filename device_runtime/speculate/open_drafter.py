@@ -17,18 +17,19 @@ from edgellm.contract import (
     load_manifest,
 )
 from edgellm.device_runtime import runners
+from edgellm.device_runtime.engine.prefix_cache import RecordedSession, RowCache
 from edgellm.device_runtime.pass_costs import draft_costs, heads_costs, pass_costs
-from edgellm.device_runtime.prefix_cache import RecordedSession, RowCache
 from edgellm.device_runtime.session import DraftSession, ImageRows, Session
 from edgellm.device_runtime.speculate.calibration import Calibration
-from edgellm.device_runtime.speculate.committed import CommittedRows, ImageIds
-from edgellm.device_runtime.speculate.draft_model import ModelDrafter
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows, ImageIds
 from edgellm.device_runtime.speculate.drafter import Drafter, TreeDrafter
-from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.drafters.draft import ModelDrafter
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.drafters.medusa import MedusaDrafter
+from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
+from edgellm.device_runtime.speculate.drafters.suffix import SuffixLookup
 from edgellm.device_runtime.speculate.gate import NetworkGate
 from edgellm.device_runtime.speculate.lookup import Lookup, LookupSource
-from edgellm.device_runtime.speculate.medusa import MedusaDrafter
-from edgellm.device_runtime.speculate.ngram import NgramLookup
 from edgellm.device_runtime.speculate.options import AUTO, LOOKUPS, OWN, SpecOptions
 from edgellm.device_runtime.speculate.policy import (
     CostAwareTree,
@@ -38,7 +39,6 @@ from edgellm.device_runtime.speculate.policy import (
     TreeLimits,
 )
 from edgellm.device_runtime.speculate.static_tree import StaticTree
-from edgellm.device_runtime.speculate.suffix import SuffixLookup
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 from edgellm.integrity import FileCheck
 

@@ -20,9 +20,9 @@ from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, VisualPlan
 from edgellm.build.visual import build_visual
 from edgellm.contract import BrokenArtifactError, RequestError
-from edgellm.device_runtime.images import ImageReader
-from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.images import ImageReader
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.export import visual
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
@@ -300,7 +300,7 @@ def test_a_wrong_folder(command, qwen, tmp_path):
 
 def test_rows_of_images_are_no_words():
     """Prompt lookup never proposes an image."""
-    from edgellm.device_runtime.speculate.committed import ImageIds
+    from edgellm.device_runtime.speculate.draft_cache import ImageIds
 
     ids = np.array([3, 96, 97, 5])
     assert ImageIds(96, None).for_draft(ids).tolist() == [3, 96, 97, 5]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.prefix_cache import count_common, row_keys
+from edgellm.device_runtime.engine.prefix_cache import count_common, row_keys
 from edgellm.device_runtime.session import (
     F32,
     I64,

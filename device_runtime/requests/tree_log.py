@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgellm.device_runtime.llm import Step
+from edgellm.device_runtime.engine.llm import Step
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 
 

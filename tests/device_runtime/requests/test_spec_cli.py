@@ -13,9 +13,9 @@ from conftest import assert_one_line_error, write_tokenizer
 from edgellm.artifact import hash_file
 from edgellm.contract import EdgeLLMError, EngineManifest, LimitError, load_manifest
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.spec_flags import SpecFlags
+from edgellm.device_runtime.requests.spec_flags import SpecFlags
+from edgellm.device_runtime.speculate.open_drafter import settled
 from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.setup import settled
 
 REQUESTS = {
     "max_generate_length": 40,

@@ -159,9 +159,9 @@ def test_prove(infer):
 
 def test_prove_shows_divergences(eagle_pair):
     """A draft that is accepted although the base would say something else."""
-    from edgellm.device_runtime.llm import LLM
-    from edgellm.device_runtime.prove import prove
-    from edgellm.device_runtime.requests import Options
+    from edgellm.device_runtime.engine.llm import LLM
+    from edgellm.device_runtime.requests.prove import prove
+    from edgellm.device_runtime.requests.request_file import Options
     from edgellm.device_runtime.speculate.accept import Accepted
     from edgellm.device_runtime.speculate.options import SpecOptions
 
@@ -187,9 +187,9 @@ def test_prove_shows_divergences(eagle_pair):
 
 @pytest.mark.parametrize("more", [(), (7,)])
 def test_prove_compares_lengths(eagle_pair, monkeypatch, more):
-    from edgellm.device_runtime import prove
-    from edgellm.device_runtime.llm import LLM
-    from edgellm.device_runtime.requests import Options
+    from edgellm.device_runtime.engine.llm import LLM
+    from edgellm.device_runtime.requests import prove
+    from edgellm.device_runtime.requests.request_file import Options
 
     answers = iter([[4, 5, *more], [4, 5, 6, *more][: 3 - len(more)]])
     monkeypatch.setattr(prove, "_token_ids", lambda *_, **__: next(answers))

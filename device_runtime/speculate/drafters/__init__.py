@@ -1,0 +1,1 @@
+"""What drafts, one file each, named as `--spec` says it."""
