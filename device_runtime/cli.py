@@ -15,6 +15,7 @@ from edgellm.artifact import check_output_file, replace_file
 from edgellm.command import ONE_CASE, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.requests.flags import (
+    AllowSpecialTokens,
     BatchSize,
     ContextReuse,
     Debug,
@@ -64,6 +65,7 @@ def llm_inference(
     tree_file: TreeFile = None,
     prove_count: Prove = 0,
     context_reuse: ContextReuse = False,
+    allow_special_tokens: AllowSpecialTokens = False,
     stream: Stream = False,
     verify: Verify = None,
     dump_output: DumpOutput = False,
@@ -83,6 +85,7 @@ def llm_inference(
     llm = LLM(
         engine_dir, verify=verify, spec=how,
         multimodal_engine_dir=multimodal_engine_dir, context_reuse=context_reuse,
+        allow_special_tokens=allow_special_tokens,
     )  # fmt: skip
     if prove_count:
         raise typer.Exit(_prove(llm, options, requests[:prove_count]))

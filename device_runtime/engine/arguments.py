@@ -93,9 +93,9 @@ def refuse_flags(template_flags: Mapping[str, object]) -> None:
 
 
 def check_loading(
-    engine_dir: Any, verify: Any, spec: Any, multimodal_engine_dir: Any, context_reuse: Any
+    engine_dir: Any, verify: Any, spec: Any, multimodal_engine_dir: Any, **switches: Any
 ) -> None:
-    """The arguments of `LLM`; raises `RequestError`."""
+    """The arguments of `LLM`, `switches` the ones that are on or off; raises `RequestError`."""
     from edgellm.device_runtime.speculate.options import SpecOptions
 
     none, path = type(None), (str, os.PathLike)
@@ -103,4 +103,5 @@ def check_loading(
     require_kind("multimodal_engine_dir", multimodal_engine_dir, (*path, none), "a path")
     require_kind("verify", verify, (bool, none), "True, False or None")
     require_kind("spec", spec, (SpecOptions, none), "a SpecOptions")
-    require_kind("context_reuse", context_reuse, bool, "True or False")
+    for name, switch in switches.items():
+        require_kind(name, switch, bool, "True or False")

@@ -11,6 +11,7 @@ from edgellm.device_runtime import runners
 from edgellm.device_runtime.engine import arguments
 from edgellm.device_runtime.engine.answer import Answer, Step
 from edgellm.device_runtime.engine.generate import generate
+from edgellm.device_runtime.engine.messages import Formatter
 from edgellm.device_runtime.engine.prefix_cache import (
     KeptContexts,
     RecordedSession,
@@ -49,6 +50,7 @@ class LLM:
         spec: SpecOptions | None = None,
         multimodal_engine_dir: Path | str | None = None,
         context_reuse: bool = False,
+        allow_special_tokens: bool = False,
     ) -> None:
         """Load an engine.
 
@@ -60,18 +62,23 @@ class LLM:
             multimodal_engine_dir: a folder made by visual_build, for prompts with images.
             context_reuse: do not compute again what a prompt has in common with the prompt before
                 it and its answer; this may move last bits, as reading in other pieces does.
+            allow_special_tokens: words of messages that read like special tokens are such.
 
         Raises:
             BrokenArtifactError: damaged, or built for another machine or library version.
             LimitError: `spec` exceeds what the engine was built for.
             RequestError: an argument of the wrong kind.
         """
-        arguments.check_loading(engine_dir, verify, spec, multimodal_engine_dir, context_reuse)
+        arguments.check_loading(
+            engine_dir, verify, spec, multimodal_engine_dir,
+            context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
+        )  # fmt: skip
         folder = Path(engine_dir)
         self.manifest = load_manifest(folder, EngineManifest)
         with FileCheck(folder, self.manifest.files, verify):
             self.tokenizer = ChatTokenizer(folder)
             session = runners.find(self.manifest.backend).open_session(folder, self.manifest)
+        self.formatter = Formatter(self.tokenizer, allow_special_tokens)
         self._turns = Turns()
         self._session: RecordedSession | None = RecordedSession(session)
         self._drafters: Drafters | None = None
@@ -138,7 +145,7 @@ class LLM:
             max_generate_length: at most this many tokens.
             stop: strings that end the answer and do not appear in it.
             speculative: False decodes plainly although `spec` was given.
-            template_flags: variables of the chat template; add_generation_prompt defaults to True.
+            template_flags: variables of the chat template, see `Formatter.format`.
 
         Raises:
             RequestError: the template refuses the messages, or the prompt does not fit.
@@ -149,8 +156,7 @@ class LLM:
             arguments.refuse_flags(template_flags)
         else:
             images = arguments.image_sources(prompt)
-            flags = {"add_generation_prompt": True, **template_flags}
-            text, is_raw = self.tokenizer.render(prompt, **flags), False
+            text, is_raw = self.formatter.format(prompt, template_flags), False
         return self.generate_text(
             text,
             images=images,

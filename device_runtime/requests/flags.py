@@ -39,6 +39,13 @@ ContextReuse = Annotated[
         help="Do not compute what a request has in common with the one before and its answer.",
     ),
 ]
+AllowSpecialTokens = Annotated[
+    bool,
+    typer.Option(
+        "--allowSpecialTokens",
+        help="Words of messages that read like special tokens are such; otherwise words.",
+    ),
+]
 Stream = Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")]
 Verify = Annotated[
     bool | None,

@@ -8,6 +8,7 @@ from typing import Any
 
 from edgellm.contract import RequestError
 from edgellm.device_runtime.engine.llm import LLM, Answer, Step
+from edgellm.device_runtime.engine.messages import without_template
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.requests.request_file import (
     ContentItem,
@@ -75,18 +76,12 @@ def start_request(
         speculative=speculative and not request.disable_spec_decode,
         system_prompt=system if request.save_system_prompt_kv_cache else None,
     )
-    return Started(request, answer, system, text)
+    shown = llm.tokenizer.shown
+    return Started(request, answer, shown(system), shown(text))
 
 
 def _message(role: str, items: list[ContentItem]) -> dict[str, Any]:
-    """As chat templates want it: a string where there is only text."""
-    if all(item.type == "text" for item in items):
-        return {"role": role, "content": "".join(item.text or "" for item in items)}
-    content = [
-        {"type": "text", "text": item.text} if item.type == "text" else {"type": "image"}
-        for item in items
-    ]
-    return {"role": role, "content": content}
+    return {"role": role, "content": [{"type": item.type, "text": item.text} for item in items]}
 
 
 def run_request(
@@ -119,28 +114,22 @@ def run_request(
 
 def _format(llm: LLM, options: Options, messages: list[dict[str, Any]]) -> tuple[str, str]:
     """The formatted system prompt and the whole formatted request."""
+    system_messages = [message for message in messages if message["role"] == "system"]
     if not options.apply_chat_template:
-        system = "".join(_plain(llm, m["content"]) for m in messages if m["role"] == "system")
-        return system, "".join(_plain(llm, m["content"]) for m in messages)
-    text = llm.tokenizer.render(
-        messages,
-        add_generation_prompt=options.add_generation_prompt,
-        enable_thinking=options.enable_thinking,
+        image_token = llm.images.processor.image_token if llm.images is not None else ""
+        parts = (system_messages, messages)
+        system, text = (without_template(part, image_token) for part in parts)
+        return system, text
+    flags = {"enable_thinking": options.enable_thinking}
+    text = llm.formatter.format(
+        messages, {**flags, "add_generation_prompt": options.add_generation_prompt}
     )
-    system_messages = [m for m in messages if m["role"] == "system"]
     try:
-        system = llm.tokenizer.render(system_messages) if system_messages else ""
+        no_answer = {**flags, "add_generation_prompt": False}
+        system = llm.formatter.format(system_messages, no_answer) if system_messages else ""
     except RequestError:  # templates may insist on a user message
         system = ""
     return system, text
-
-
-def _plain(llm: LLM, content: str | list[dict[str, Any]]) -> str:
-    """A message without a template: a placeholder stands for an image."""
-    if isinstance(content, str):
-        return content
-    assert llm.images is not None
-    return "".join(item.get("text", llm.images.processor.image_token) for item in content)
 
 
 def _shown(item: ContentItem) -> dict[str, str]:

@@ -11,7 +11,13 @@ import typer
 
 from edgellm.command import ONE_CASE, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.requests.flags import Debug, EngineDir, MultimodalEngineDir, Verify
+from edgellm.device_runtime.requests.flags import (
+    AllowSpecialTokens,
+    Debug,
+    EngineDir,
+    MultimodalEngineDir,
+    Verify,
+)
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.chat.flags import (
     EnableThinking,
@@ -53,6 +59,7 @@ def chat(
     seed: Seed = None,
     max_generate_length: MaxGenerateLength = 512,
     enable_thinking: EnableThinking = False,
+    allow_special_tokens: AllowSpecialTokens = False,
     history_file: HistoryFile = None,
     verify: Verify = None,
     debug: Debug = False,
@@ -72,6 +79,7 @@ def chat(
     llm = LLM(
         engine_dir, verify=verify, spec=spec_flags.read(),
         multimodal_engine_dir=multimodal_engine_dir, context_reuse=True,
+        allow_special_tokens=allow_special_tokens,
     )  # fmt: skip
     if not llm.tokenizer.has_template:
         raise EdgeLLMError(

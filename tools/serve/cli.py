@@ -10,7 +10,13 @@ import typer
 
 from edgellm.command import ONE_CASE, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.requests.flags import Debug, EngineDir, MultimodalEngineDir, Verify
+from edgellm.device_runtime.requests.flags import (
+    AllowSpecialTokens,
+    Debug,
+    EngineDir,
+    MultimodalEngineDir,
+    Verify,
+)
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.serve.flags import (
     AllowNoKey,
@@ -61,6 +67,7 @@ def edgellm_serve(
     image_folders: ImageFolders = None,
     image_hosts: ImageHosts = None,
     context_reuse: ContextReuse = True,
+    allow_special_tokens: AllowSpecialTokens = False,
     verify: Verify = None,
     debug: Debug = False,
 ) -> None:
@@ -85,7 +92,7 @@ def edgellm_serve(
     listener = server.listen(host, port)  # a taken port is told before the engine is loaded
     llm = engine.load(
         engine_dir, multimodal_engine_dir, how,
-        context_reuse=context_reuse, verify=verify,
+        context_reuse=context_reuse, allow_special_tokens=allow_special_tokens, verify=verify,
     )  # fmt: skip
     _run(llm, wanted, listener, host, drain_timeout)
 
