@@ -1,45 +1,53 @@
-"""What an answer consists of, and how it grows."""
+"""An answer as its reader sees it: the steps of a sequence, and what they came to."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
-from typing import Literal
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.profile import PREFILL, Profile
 from edgellm.device_runtime.engine.prompt import Prompt
-from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
-from edgellm.device_runtime.speculate.loop import Round
-
-FinishReason = Literal["stop", "length"]  # "stop": end token or stop string
+from edgellm.device_runtime.engine.sequence import FinishReason, Sequence, Step
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one pass added to the answer."""
-
-    token_ids: tuple[int, ...]
-    text: str  # whole characters only; may be empty
-    round: Round | None = None  # the tree that gave them, when they were drafted
-    pieces: tuple[str, ...] = ()  # the text that each token completed
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens, if the sampling asks for them
-
-
-@dataclass(slots=True)
 class Answer:
     """An answer that grows while it is iterated over; complete when the iteration ends."""
 
-    prompt: Prompt
-    max_tokens: int
-    warnings: list[str]
-    profile: Profile
-    steps: Iterator[Step] = field(repr=False)
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None  # None until it is known
-    _begun: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    def __init__(self, sequence: Sequence, steps: Iterator[Step]) -> None:
+        self.text = ""
+        self._sequence, self._steps = sequence, steps
+        self._begun = threading.Lock()
+
+    @property
+    def prompt(self) -> Prompt:
+        """What it answers."""
+        return self._sequence.prompt
+
+    @property
+    def max_tokens(self) -> int:
+        """Its tokens at most."""
+        return self._sequence.max_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens so far, the end token among them."""
+        return self._sequence.token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None until that is known."""
+        return self._sequence.finish_reason
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is to be said about it."""
+        return self._sequence.warnings
+
+    @property
+    def profile(self) -> Profile:
+        """Where its time went."""
+        return self._sequence.profile
 
     @property
     def prompt_token_count(self) -> int:
@@ -60,7 +68,7 @@ class Answer:
         return self._grow()
 
     def _grow(self) -> Generator[Step, None, None]:
-        steps, self.steps = self.steps, iter(())  # so that a caller who stops lets the engine go
+        steps, self._steps = self._steps, iter(())  # so that a caller who stops lets the engine go
         for step in steps:
             self.text += step.text
             yield step

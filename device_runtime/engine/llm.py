@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.contract import EngineManifest, RequestError, load_manifest
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.engine import arguments
-from edgellm.device_runtime.engine.answer import Answer, Step
-from edgellm.device_runtime.engine.generate import generate
+from edgellm.device_runtime.engine.answer import Answer
+from edgellm.device_runtime.engine.cache_slot import CacheSlot
 from edgellm.device_runtime.engine.messages import Formatter
-from edgellm.device_runtime.engine.prefix_cache import (
-    KeptContexts,
-    RecordedSession,
-    RowCache,
-    count_common,
-)
-from edgellm.device_runtime.engine.profile import IMAGES, RESTORE, Profile, RoundCounts
+from edgellm.device_runtime.engine.prefix_cache import RecordedSession, count_common
+from edgellm.device_runtime.engine.profile import IMAGES, Profile
 from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.engine.sequence import Ending, Sequence, Step
+from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.engine.turns import Turns
 from edgellm.device_runtime.sampling.guidance import Guidance
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.session import ImageRows
-from edgellm.device_runtime.speculate.loop import Round, speculate
 from edgellm.device_runtime.speculate.open_drafter import Drafters, settled
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher, TextStream
+from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher
 from edgellm.integrity import FileCheck
 
 if TYPE_CHECKING:
@@ -80,15 +77,18 @@ class LLM:
             session = runners.find(self.manifest.backend).open_session(folder, self.manifest)
         self.formatter = Formatter(self.tokenizer, allow_special_tokens)
         self._turns = Turns()
-        self._session: RecordedSession | None = RecordedSession(session)
         self._drafters: Drafters | None = None
         spec = settled(spec, folder, self.manifest) if spec is not None else None
         if spec is not None:
             self._drafters = Drafters(folder, self.manifest, session, spec, verify=verify)
-        decoder = self.manifest.decoder
-        self._no_images = None
+        decoder, no_images = self.manifest.decoder, None
         if decoder.images is not None:
-            self._no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
+            no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
+        self._slot: CacheSlot | None = CacheSlot(
+            RecordedSession(session), self.manifest.prefill_rows,
+            self._drafters.caches if self._drafters is not None else (),
+            no_images=no_images, reuses_context=context_reuse,
+        )  # fmt: skip
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
             from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
@@ -98,18 +98,22 @@ class LLM:
             )
         self._end_ids = frozenset(self.manifest.eos_token_ids)
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
-        self._reuses_context, self._kept = context_reuse, KeptContexts()
+
+    @property
+    def slot(self) -> CacheSlot:
+        """The caches; raises `EdgeLLMError` behind `close`."""
+        self._turns.require_open()
+        assert self._slot is not None
+        return self._slot
 
     @property
     def session(self) -> RecordedSession:
-        """The base; raises `EdgeLLMError` behind `close`."""
-        self._turns.require_open()
-        assert self._session is not None
-        return self._session
+        """The base; raises as `slot`."""
+        return self.slot.session
 
     @session.setter
     def session(self, session: RecordedSession) -> None:
-        self._session = session
+        self.slot.session = session
 
     def __enter__(self) -> LLM:
         """`with LLM(...) as llm:` closes it at the end."""
@@ -123,8 +127,7 @@ class LLM:
     def close(self) -> None:
         """Give the memory back behind the pass that runs; unfinished answers end in an error."""
         self._turns.close()
-        self._session = self._drafters = self.images = None
-        self._kept = KeptContexts()
+        self._slot = self._drafters = self.images = None
 
     def generate(
         self,
@@ -132,7 +135,7 @@ class LLM:
         *,
         sampling: SamplingParams | None = None,
         max_generate_length: int = 256,
-        stop: Sequence[str] = (),
+        stop: Sized[str] = (),
         speculative: bool = True,
         **template_flags: Any,
     ) -> Answer:
@@ -171,11 +174,11 @@ class LLM:
         self,
         text: str,
         *,
-        images: Sequence[str] = (),
+        images: Sized[str] = (),
         add_special_tokens: bool,
         sampling: SamplingParams,
         max_generate_length: int,
-        stop: Sequence[str],
+        stop: Sized[str],
         speculative: bool = True,
         system_prompt: str | None = None,
     ) -> Answer:
@@ -196,29 +199,34 @@ class LLM:
         profile = Profile()
         prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
         max_tokens, warnings = self._fit(len(prompt.token_ids), max_tokens)
-        answer = Answer(prompt, max_tokens, warnings, profile, iter(()))
-        speculates = speculative and self._drafters is not None
-        sampler = self.sampler(sampling, prompt)
-        rounds = (self._speculated if speculates else self._plain)(sampler, answer)
-        steps = self._steps(rounds, sampler, answer, stops, speculates=speculates)
+        sequence = Sequence(
+            prompt, self.sampler(sampling, prompt), max_tokens, profile,
+            ending=Ending(self.tokenizer.stream(), stops, self._end_ids), warnings=warnings,
+        )  # fmt: skip
+        if speculative and self._drafters is not None:
+            sequence.drafter = self._drafters.for_requests(greedy=sampling.is_greedy)
+            sequence.accept = self._drafters.options.accept
+        kept = None
         if system_prompt is not None:
             ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
-            steps = self._keeping(answer, steps, count_common(ids, prompt.token_ids))
-        answer.steps = self._in_turn(steps)
-        return answer
+            kept = count_common(ids, prompt.token_ids)
+        return Answer(sequence, self._steps(sequence, kept))
 
-    def _in_turn(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps, from the first to the last while no other answer has the engine."""
-        with self._turns.take() as turn:
-            while True:
-                with turn.computing():
-                    step = next(steps, None)
-                if step is None:
-                    return
-                yield step
+    def _steps(self, sequence: Sequence, kept: int | None) -> Iterator[Step]:
+        """Advance a sequence to its end; then keep so many of its rows for later prompts."""
+        try:
+            with self._turns.take() as turn:
+                while not sequence.is_over:
+                    with turn.computing():
+                        (steps,) = step(self.slot, [sequence])
+                        if sequence.is_over and kept is not None:
+                            sequence.warnings += self.slot.keep(sequence, kept)
+                    yield from steps
+        finally:
+            sequence.is_over = True
 
     def _prompt(
-        self, text: str, sources: Sequence[str], profile: Profile, *, add_special_tokens: bool
+        self, text: str, sources: Sized[str], profile: Profile, *, add_special_tokens: bool
     ) -> Prompt:
         images = self.images
         if images is None:
@@ -242,65 +250,6 @@ class LLM:
         guide = sampling.guide
         constraint = self._guidance.start(guide) if guide is not None else None
         return Sampler(sampling, prompt.token_ids, constraint)
-
-    def show(self, prompt: Prompt) -> None:
-        """Tell the session what image rows of a prompt stand for, before it is read."""
-        if self._no_images is not None:
-            self.session.set_images(prompt.images or self._no_images)
-
-    def _plain(self, sampler: Sampler, answer: Answer) -> Iterator[Round]:
-        self.show(answer.prompt)
-        tokens = generate(
-            self.session,
-            answer.prompt.token_ids,
-            sampler,
-            answer.max_tokens,
-            answer.profile,
-            prefill_rows=self.manifest.prefill_rows,
-            reused=self._reuse(answer, self.session),
-        )
-        for token_id in tokens:
-            yield Round((token_id,))
-
-    def _speculated(self, sampler: Sampler, answer: Answer) -> Iterator[Round]:
-        assert self._drafters is not None
-        drafter = self._drafters.for_requests(greedy=sampler.params.is_greedy)
-        self.show(answer.prompt)
-        if self._no_images is not None:
-            drafter.set_images(answer.prompt.images or self._no_images)
-        yield from speculate(
-            self.session,
-            drafter,
-            answer.prompt.token_ids,
-            sampler,
-            answer.max_tokens,
-            answer.profile,
-            prefill_rows=self.manifest.prefill_rows,
-            accept=self._drafters.options.accept,
-            reused=self._reuse(answer, self.session, *self._drafters.caches),
-        )
-
-    def _reuse(self, answer: Answer, *caches: RowCache) -> int:
-        """Rows of the prompt that the caches hold or get back; its last is always computed."""
-        keys, profile = answer.prompt.keys, answer.profile
-        held = min(cache.held(keys) for cache in caches) if self._reuses_context else 0
-        usable, kept = self._kept.find(keys, len(caches))
-        if kept is not None and usable > held:
-            with profile.stage(RESTORE):
-                kept.restore(usable, caches)
-            held = usable
-        profile.reused_tokens.append(reused := min(held, len(keys) - 1))
-        return reused
-
-    def _keeping(self, answer: Answer, steps: Iterator[Step], length: int) -> Iterator[Step]:
-        """The steps, then the rows of a system prompt of `length` tokens are kept."""
-        yield from steps
-        caches = [self.session, *(self._drafters.caches if self._drafters is not None else ())]
-        if not length:
-            answer.warnings.append("nothing was kept: there is no system prompt of its own")
-        elif not self._kept.keep(answer.prompt.keys[: length + 1], caches):
-            limit = self._kept.limit_bytes
-            answer.warnings.append(f"the system prompt takes more than {limit} bytes: not kept")
 
     def _fit(self, prompt_tokens: int, wanted_tokens: int) -> tuple[int, list[str]]:
         """Tokens that may be generated, and what must be said about it."""
@@ -328,64 +277,3 @@ class LLM:
     def _rebuild_hint(self, prompt_tokens: int) -> str:
         fits = prompt_tokens < self.manifest.decoder.max_positions
         return f", or build with --maxInputLen {prompt_tokens}" if fits else ""
-
-    def _steps(
-        self,
-        rounds: Iterator[Round],
-        sampler: Sampler,
-        answer: Answer,
-        stops: StopMatcher,
-        *,
-        speculates: bool,
-    ) -> Iterator[Step]:
-        stream = self.tokenizer.stream()
-        answer.profile.prompt_tokens.append(answer.prompt_token_count)
-        stopped = False
-        for found in rounds:
-            taken, pieces, ended, stopped = self._take(found.token_ids, stream, stops)
-            begin = len(answer.token_ids)
-            answer.token_ids += taken
-            if ended or stopped:
-                answer.finish_reason = "stop"
-            elif len(answer.token_ids) >= answer.max_tokens:
-                answer.finish_reason = "length"
-            if found.tree is not None:
-                answer.profile.rounds.append(_counts(found, len(taken)))
-            if speculates or not ended or len(taken) > 1:
-                logprobs = tuple(sampler.logprobs[begin : begin + len(taken)])
-                drafted = found if speculates else None
-                yield Step(tuple(taken), "".join(pieces), drafted, tuple(pieces), logprobs)
-            if ended or stopped:
-                break
-        profile = answer.profile
-        tokens = profile.speculated_tokens if speculates else profile.generated_tokens
-        tokens.append(len(answer.token_ids))
-        if not stopped and (rest := _rest(stops, stream.finish())):
-            yield Step((), rest)
-
-    def _take(
-        self, token_ids: Sequence[int], stream: TextStream, stops: StopMatcher
-    ) -> tuple[list[int], list[str], bool, bool]:
-        """The tokens up to an end, their texts, and whether an end token or a stop string came."""
-        taken: list[int] = []
-        pieces: list[str] = []
-        for token_id in token_ids:
-            taken.append(token_id)
-            if token_id in self._end_ids:
-                return taken, [*pieces, ""], True, False
-            text, stopped = stops.push(stream.push(token_id))
-            pieces.append(text)
-            if stopped:
-                return taken, pieces, False, True
-        return taken, pieces, False, False
-
-
-def _counts(found: Round, emitted: int) -> RoundCounts:
-    assert found.tree is not None
-    depths, _ = found.tree.layout()
-    return RoundCounts(emitted, len(found.tree), int(depths.max()), len(found.path) - 1)
-
-
-def _rest(stops: StopMatcher, tail: str) -> str:
-    shown, stopped = stops.push(tail)
-    return shown if stopped else shown + stops.finish()

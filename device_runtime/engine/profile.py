@@ -41,11 +41,15 @@ class Profile:
     image_tokens: list[int] = field(default_factory=list)  # of every image
 
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time the block as one run of a stage."""
+    def stage(self, name: str, *, continues: bool = False) -> Iterator[None]:
+        """Time the block as one run of a stage, or as more of the latest run."""
         start = time.perf_counter()
         yield
-        self.stages_ms.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
+        ms = (time.perf_counter() - start) * 1e3
+        if continues:
+            self.stages_ms[name][-1] += ms
+        else:
+            self.stages_ms.setdefault(name, []).append(ms)
 
     def total_ms(self, name: str) -> float:
         """Milliseconds that a stage took in all."""

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.engine.generate import read_prompt
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.engine.step import read_piece
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
 from edgellm.device_runtime.requests.runner import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
@@ -99,9 +99,11 @@ def logits_behind(
     llm: LLM, prompt: Prompt, taken: Sequence[int], sampling: SamplingParams
 ) -> NDArray[np.float64]:
     """The logits [V] behind a prompt and the first tokens of its answer, penalties applied."""
-    llm.show(prompt)
-    ids = [*prompt.token_ids, *taken]
-    *_, (_, result) = read_prompt(llm.session, ids, llm.manifest.prefill_rows)
+    slot, ids = llm.slot, [*prompt.token_ids, *taken]
+    slot.show(prompt)
+    result, rows = read_piece(slot.session, ids, 0, slot.prefill_rows)
+    while rows < len(ids):
+        result, rows = read_piece(slot.session, ids, rows, slot.prefill_rows)
     sampler = llm.sampler(sampling, prompt)
     sampler.take(taken)
     return sampler.adjusted(result.logits[0]).astype(np.float64)

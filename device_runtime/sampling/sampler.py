@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.contract import RequestError
+from edgellm.contract import EdgeLLMError, RequestError
 from edgellm.device_runtime.engine.arguments import is_number, is_whole, require_kind
 from edgellm.device_runtime.sampling.guidance import Constraint, Guide
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from edgellm.device_runtime.sampling.penalties import Penalties, PenaltyRules
-from edgellm.device_runtime.session import F32, I64
+from edgellm.device_runtime.session import F32, I64, PassResult
 
 GREEDY_BELOW_TEMPERATURE = 1e-3
 LARGEST_BIAS, MOST_BIASES = 100, 1024
@@ -199,3 +199,24 @@ class Sampler:
         edges = np.cumsum(probabilities)
         drawn = np.searchsorted(edges, self._random.random() * edges[-1], side="right")
         return int(token_ids[min(drawn, len(token_ids) - 1)])
+
+
+def draw(result: PassResult, row: int, sampler: Sampler) -> int:
+    """The token that the sampler chooses after a row of a pass, to be one of the answer.
+
+    Raises:
+        EdgeLLMError: the engine computed something that is not a number.
+    """
+    argmax = int(result.token_ids[row])
+    highest = result.highest[row]
+    if not np.isfinite(highest):
+        raise EdgeLLMError(
+            f"the engine computed {highest}",
+            hint="build the engine again; if it stays, the model overflows this precision",
+        )
+    if not sampler.needs_logits:  # a device then keeps them
+        return argmax
+    logits = result.logits[row]
+    token_id = sampler.choose(logits, argmax)
+    sampler.record(logits, token_id)
+    return token_id

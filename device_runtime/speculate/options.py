@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.contract import EdgeLLMError, LimitError
-from edgellm.device_runtime.speculate.accept import Typical, accept_exactly, accept_typically
-from edgellm.device_runtime.speculate.loop import Accept
+from edgellm.device_runtime.speculate.accept import (
+    Accept,
+    Typical,
+    accept_exactly,
+    accept_typically,
+)
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.static_tree import Choice, check_choices
 

@@ -17,7 +17,7 @@ from html_pages import Page
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import Step
 from edgellm.device_runtime.requests.tree_log import TreeLog
-from edgellm.device_runtime.speculate.loop import Round
+from edgellm.device_runtime.speculate.accept import Round
 from edgellm.device_runtime.speculate.tree import Tree
 from edgellm.tools.trees import PAGE, read_trees, render, summarize
 

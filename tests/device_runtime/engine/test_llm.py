@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from stepping import generate
 
 from edgellm.contract import EdgeLLMError, LimitError, RequestError
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.engine.generate import generate
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.session import HostResult

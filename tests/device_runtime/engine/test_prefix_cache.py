@@ -87,10 +87,10 @@ def test_answers_that_nobody_finished(reusing, plain):
 
 def test_passes_of_others_are_seen(reusing, plain):
     """`--prove` reads prompts on its own."""
-    from edgellm.device_runtime.engine.generate import read_prompt
+    from edgellm.device_runtime.engine.step import read_piece
 
     ask(reusing, "w30 w31 w32 w33")
-    list(read_prompt(reusing.session, [30, 31, 50, 51], 64))
+    read_piece(reusing.session, [30, 31, 50, 51], 0, 64)
     answer = ask(reusing, "w30 w31 w32 w33")
     assert reused(answer) == 2
     assert answer.token_ids == ask(plain, "w30 w31 w32 w33").token_ids
@@ -167,7 +167,7 @@ def test_what_cannot_be_kept_is_said(tiny_engine):
     model = LLM(tiny_engine)
     answer = respond(model, request(say("user", "w20"), saves=True))
     assert answer["warnings"] == ["nothing was kept: there is no system prompt of its own"]
-    model._kept = KeptContexts(limit_bytes=LENGTH)
+    model.slot.kept = KeptContexts(limit_bytes=LENGTH)
     answer = respond(model, request(SYSTEM, say("user", "w20"), saves=True))
     assert answer["warnings"] == [f"the system prompt takes more than {LENGTH} bytes: not kept"]
     respond(model, request(say("user", "w60 w61")))

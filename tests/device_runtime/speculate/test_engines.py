@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_reference import Reference, tree_mask
+from stepping import speculate
 
 from edgellm.contract import DraftEngineManifest, EngineManifest, load_manifest
 from edgellm.device_runtime import LLM, SamplingParams, runners
@@ -13,7 +14,6 @@ from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.requests.prove import prove
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.speculate.loop import speculate
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.tree import Tree
 

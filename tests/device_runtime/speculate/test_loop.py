@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, StrictModel, adversary, oracle
+from stepping import generate, speculate
 
-from edgellm.device_runtime.engine.generate import generate
 from edgellm.device_runtime.engine.prefix_cache import RecordedSession
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
+from edgellm.device_runtime.speculate.accept import Round
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
@@ -23,7 +24,6 @@ from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
 from edgellm.device_runtime.speculate.drafters.suffix import SuffixLookup
 from edgellm.device_runtime.speculate.gate import NetworkGate
 from edgellm.device_runtime.speculate.lookup import LookupSource
-from edgellm.device_runtime.speculate.loop import Round, speculate
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
 from edgellm.device_runtime.speculate.static_tree import StaticTree

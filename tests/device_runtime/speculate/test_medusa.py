@@ -14,17 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from medusa_heads import log_probs, make_tensors
 from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictHeads
+from stepping import generate, speculate
 
 from edgellm.contract import DraftEngineManifest, LimitError, load_manifest
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
-from edgellm.device_runtime.engine.generate import generate
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.calibration import Calibration
 from edgellm.device_runtime.speculate.drafters.medusa import MedusaDrafter
 from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
 from edgellm.device_runtime.speculate.lookup import LookupSource
-from edgellm.device_runtime.speculate.loop import speculate
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
 from edgellm.device_runtime.speculate.static_tree import StaticTree
 

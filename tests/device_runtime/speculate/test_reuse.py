@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft
+from stepping import generate, speculate
 
-from edgellm.device_runtime.engine.generate import generate
 from edgellm.device_runtime.engine.prefix_cache import KeptContexts, RecordedSession, count_common
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
@@ -19,7 +19,6 @@ from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
 from edgellm.device_runtime.speculate.lookup import LookupSource
-from edgellm.device_runtime.speculate.loop import speculate
 from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
 
 CAPACITY = 96
