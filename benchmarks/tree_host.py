@@ -19,9 +19,12 @@ from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.session import DraftResult, HostResult
 from edgellm.device_runtime.speculate.accept import accept_exactly
 from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.controller import Controller
+from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafter import Learned
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
-from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.policy import CostAwareTree, FixedTree, TreeLimits
 
 VOCABULARY, HIDDEN, ROUNDS = 49152, 576, 400
 
@@ -49,9 +52,10 @@ class ReadyDraft:
 def measure(limits: TreeLimits, *, fixed: bool) -> tuple[float, float]:
     """Median milliseconds of a round, and its nodes."""
     free = Costs(np.full(128, 1.0), np.full(128, 1e-6), np.full(128, 1e-6))  # all rows pay
-    policy = FixedTree(limits) if fixed else CostAwareTree(limits, free, Calibration())
+    controller = Controller(free, pauses=not fixed)
+    policy = FixedTree(limits) if fixed else CostAwareTree(limits, free, Calibration(), controller)
     rows = CommittedRows(ReadyDraft(limits.top_k), limits.steps + 1)
-    drafter = EagleDrafter(rows, policy, limits, free, max_tree_rows=60)
+    drafter = EagleDrafter(rows, Learned(policy, controller), limits, free, max_tree_rows=60)
     cache = _Cache(KVCacheSpec(30, 3, 64, "float32"), 2048)
     sampler = Sampler(SamplingParams(temperature=0.0))
     random = np.random.default_rng(1)

@@ -109,7 +109,8 @@ class StrictBase:
         assert length <= self.valid
         return np.array(self.rows[:length], np.int64).reshape(length, 2)
 
-    def write_rows(self, rows):
+    def write_rows(self, rows, keys=()):
+        del keys
         self.rows = [tuple(row) for row in rows.tolist()]
         self.valid = len(rows)
 

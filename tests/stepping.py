@@ -9,6 +9,12 @@ from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.speculate.accept import Round, accept_exactly
+from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.controller import Controller
+from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.speculate.drafter import Learned
+from edgellm.device_runtime.speculate.lookup import LearnedLookup
+from edgellm.device_runtime.speculate.policy import CostAwareTree
 
 
 class FixedSlot(CacheSlot):
@@ -44,3 +50,17 @@ def speculate(
     while not sequence.is_over:
         for (one,) in filter(None, step(slot, [sequence])):
             yield one.round
+
+
+def learned_of(policy, costs=None, lookups=(), *, adapts=False, controller=None) -> Learned:
+    """Nothing learned yet; `lookups` start those of a request."""
+    if controller is None:
+        controller = Controller(costs or Costs.of({"1": 1.0}), adapts=adapts)
+    return Learned(policy, controller, tuple(map(LearnedLookup, lookups)))
+
+
+def by_cost(limits, costs, calibration=None, lookups=(), *, adapts=False) -> Learned:
+    """Nothing learned yet; trees are sized by cost, drafting pauses."""
+    controller = Controller(costs, pauses=True, adapts=adapts)
+    policy = CostAwareTree(limits, costs, calibration or Calibration(), controller)
+    return learned_of(policy, lookups=lookups, controller=controller)

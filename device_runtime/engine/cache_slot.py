@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Sized
+from typing import Any
+
+from numpy.typing import NDArray
 
 from edgellm.device_runtime.engine.prefix_cache import KeptContexts, RecordedSession, RowCache
 from edgellm.device_runtime.engine.profile import RESTORE
@@ -41,14 +44,35 @@ class CacheSlot:
         """Let a sequence have the caches; costs nothing where it has them."""
         if self._holder is sequence:
             return
-        self._holder = None
+        self.evict()
         self.show(sequence.prompt)
+        if sequence.rows is None:
+            self._begin(sequence)
+        else:
+            self._swap_in(sequence, sequence.rows)
+        self._holder = sequence
+
+    def evict(self) -> None:
+        """Copy the rows of the sequence that has the caches: others are about to be written."""
+        holder = self._holder
+        if holder is not None and not holder.is_over:
+            if holder.drafter is not None:
+                holder.drafter.swap_out()
+            holder.rows = self.session.read_rows(holder.num_rows)
+        self._holder = None
+
+    def _swap_in(self, sequence: Sequence, rows: NDArray[Any]) -> None:
+        self.session.write_rows(rows, sequence.keys)
+        if sequence.drafter is not None:
+            sequence.drafter.swap_in()
+        sequence.rows = None
+
+    def _begin(self, sequence: Sequence) -> None:
         if sequence.drafter is not None and self._no_images is not None:
             sequence.drafter.set_images(sequence.prompt.images or self._no_images)
         sequence.reused = sequence.num_rows = self._reuse(sequence)
         sequence.profile.prompt_tokens.append(len(sequence.prompt.token_ids))
         sequence.profile.reused_tokens.append(sequence.reused)
-        self._holder = sequence
 
     def show(self, prompt: Prompt) -> None:
         """Tell the base what image rows of a prompt stand for, before it is read."""
@@ -70,9 +94,9 @@ class CacheSlot:
 
     def _reuse(self, sequence: Sequence) -> int:
         """Rows of the prompt that the caches hold or get back; its last is always computed."""
-        keys, caches = sequence.prompt.keys, [self.session]
-        if sequence.drafter is not None:
-            caches += self._draft_caches
+        keys = sequence.prompt.keys
+        drafts = self._draft_caches if sequence.drafter is not None else ()
+        caches: list[RowCache] = [self.session, *drafts]
         held = min(cache.held(keys) for cache in caches) if self._reuses_context else 0
         usable, kept = self.kept.find(keys, len(caches))
         if kept is not None and usable > held:

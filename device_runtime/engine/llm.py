@@ -204,7 +204,7 @@ class LLM:
             ending=Ending(self.tokenizer.stream(), stops, self._end_ids), warnings=warnings,
         )  # fmt: skip
         if speculative and self._drafters is not None:
-            sequence.drafter = self._drafters.for_requests(greedy=sampling.is_greedy)
+            sequence.drafter = self._drafters.start(greedy=sampling.is_greedy)
             sequence.accept = self._drafters.options.accept
         kept = None
         if system_prompt is not None:
@@ -223,7 +223,7 @@ class LLM:
                             sequence.warnings += self.slot.keep(sequence, kept)
                     yield from steps
         finally:
-            sequence.is_over = True
+            sequence.close()
 
     def _prompt(
         self, text: str, sources: Sized[str], profile: Profile, *, add_special_tokens: bool

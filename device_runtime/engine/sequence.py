@@ -125,11 +125,19 @@ class Sequence:
         return tuple(steps)
 
     def _end(self, *, with_rest: bool) -> list[Step]:
-        profile, self.is_over = self.profile, True
+        profile = self.profile
         counts = profile.generated_tokens if self.drafter is None else profile.speculated_tokens
         counts.append(len(self.token_ids))
         rest = self.ending.rest() if self.ending is not None and with_rest else ""
+        self.close()
         return [Step((), rest)] if rest else []
+
+    def close(self) -> None:
+        """Nobody asks on, or it failed, or it is complete; from any thread."""
+        if not self.is_over:
+            self.is_over = True
+            if self.drafter is not None:
+                self.drafter.end()
 
 
 def _counts(found: Round, emitted: int) -> RoundCounts:

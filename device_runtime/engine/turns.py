@@ -1,4 +1,4 @@
-"""Whose turn it is: an engine has one KV cache, so threads that share it are served in line."""
+"""Whose turn it is: threads that share an engine are served in line, an answer at a time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Turn:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Nothing else is computed during the block.
+        """Nothing else is computed during the block; an answer that was overtaken waits in line.
 
         Raises:
-            EdgeLLMError: another answer took the engine over, or it was closed.
+            EdgeLLMError: the engine was closed.
         """
         with self._turns.computing(self):
             yield
@@ -34,8 +34,8 @@ class Turns:
     """The line before an engine.
 
     An answer that pauses between two passes keeps the engine, until the thread that iterates
-    over it starts another, or, if others wait, until it has paused for `PATIENCE_S`. So no
-    thread waits for ever, and an answer that was overtaken ends in an error, at its next pass.
+    over it turns to another, or, if others wait, until it has paused for `PATIENCE_S`. So no
+    thread waits for ever. An answer that was overtaken goes on when its turn comes again.
     """
 
     def __init__(self) -> None:
@@ -79,8 +79,7 @@ class Turns:
         thread = threading.get_ident()
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_free() and not self._visitors - {thread})
-                self._require_turn(turn)
+                self._wait_for(turn, thread)
                 self._computes = self._thread = thread
             yield
         finally:
@@ -97,6 +96,16 @@ class Turns:
         """Raises `EdgeLLMError` behind `close`."""
         if self._closed:
             raise EdgeLLMError("the LLM was closed", hint="load the engine again")
+
+    def _wait_for(self, turn: Turn, thread: int) -> None:
+        """Wait until a turn has the engine and nobody computes."""
+        while True:
+            self.require_open()
+            if self._holder is not turn:
+                self._enter(turn)
+            self._changed.wait_for(lambda: self._is_free() and not self._visitors - {thread})
+            if self._holder is turn:
+                return
 
     def _enter(self, turn: Turn) -> None:
         with self._changed:
@@ -127,14 +136,6 @@ class Turns:
         if self._holder is turn:
             self._holder = None
             self._changed.notify_all()
-
-    def _require_turn(self, turn: Turn) -> None:
-        self.require_open()
-        if self._holder is not turn:
-            raise EdgeLLMError(
-                "another answer was started, which took over the KV cache",
-                hint="finish one answer before the next, or load a second LLM",
-            )
 
     def _end_of_pass(self) -> None:
         """Of the calling thread, if it has begun one."""

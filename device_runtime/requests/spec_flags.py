@@ -140,10 +140,11 @@ class SpecFlags:
         Raises:
             EdgeLLMError: unknown words, or flags that contradict each other.
         """
-        from edgellm.device_runtime.speculate import options
+        from edgellm.device_runtime.speculate import drafters, options
         from edgellm.device_runtime.speculate.static_tree import read_choices
 
-        methods = (*options.NETWORKS, *options.LOOKUPS, options.AUTO)
+        networks, lookups = drafters.networks(), drafters.lookups()
+        methods = (*networks, *lookups, options.AUTO)
         wanted = self._wanted((*methods, "none"))
         if "none" in wanted and len(wanted) > 1:
             raise EdgeLLMError("--spec none decodes plainly", hint="leave what drafts away")
@@ -153,16 +154,14 @@ class SpecFlags:
             return None
         if options.AUTO in wanted:
             wanted -= {"draft"}  # its folder says enough
-        networks = [
-            name for name in (options.OWN, *options.NETWORKS, options.AUTO) if name in wanted
-        ]
-        if len(networks) > 1:
-            names = ("--eagle" if name == options.OWN else name for name in networks)
+        chosen = [name for name in (options.OWN, *networks, options.AUTO) if name in wanted]
+        if len(chosen) > 1:
+            names = ("--eagle" if name == options.OWN else name for name in chosen)
             raise EdgeLLMError(f"{' and '.join(names)} cannot draft together", hint="give one")
         return options.SpecOptions(
-            network=networks[0] if networks else None,
+            network=chosen[0] if chosen else None,
             draft_engine_dir=self.draft_engine_dir,
-            lookups=tuple(name for name in options.LOOKUPS if name in wanted),
+            lookups=tuple(name for name in lookups if name in wanted),
             top_k=self._top_k(),
             steps=self.steps,
             verify_size=self.verify_size,

@@ -65,6 +65,15 @@ class _Pairs:
         return _Pairs(self.keys[:count], self.token_ids[:count], self.taps[:count])
 
 
+@dataclass(frozen=True, slots=True)
+class SavedRows:
+    """What a draft's cache held, while another answer has it."""
+
+    keys: list[RowKey]
+    waiting: list[_Pairs]
+    rows: NDArray[Any] | None  # as `Session.read_rows` gives them; None: none
+
+
 class CommittedRows:
     """See the module; like the base's, the record is never ahead of what was written."""
 
@@ -173,6 +182,18 @@ class CommittedRows:
         self._keys, self._waiting = [], []
         self.session.write_rows(rows)
         self._keys = list(keys[: rows.shape[-2] + 1])
+
+    def take_out(self) -> SavedRows:
+        """A copy of all rows; what waits is not computed."""
+        rows = self.session.read_rows(self.length) if self.length else None
+        return SavedRows(list(self._keys), list(self._waiting), rows)
+
+    def put_back(self, saved: SavedRows) -> None:
+        """Make saved rows the only ones."""
+        self._keys, self._waiting = [], []
+        if saved.rows is not None:
+            self.session.write_rows(saved.rows)
+        self._keys, self._waiting = list(saved.keys), list(saved.waiting)
 
 
 def _joined(batch: list[_Pairs]) -> _Pairs:

@@ -7,20 +7,75 @@ text that begins as the one before goes on behind the rows that they share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from edgellm.contract import BrokenArtifactError, EngineManifest, load_manifest
+from edgellm.device_runtime import runners
 from edgellm.device_runtime.engine.prefix_cache import RecordedSession
-from edgellm.device_runtime.session import F32, I64
+from edgellm.device_runtime.pass_costs import pass_costs
+from edgellm.device_runtime.session import F32, I64, ImageRows
+from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
-from edgellm.device_runtime.speculate.drafter import TreeDrafter
-from edgellm.device_runtime.speculate.gate import NetworkGate
-from edgellm.device_runtime.speculate.lookup import LookupSource
-from edgellm.device_runtime.speculate.policy import Costs, Policy, TreeLimits, price
+from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
+from edgellm.device_runtime.speculate.opening import Opened, Order, check_tree_size
+from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
+from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.integrity import FileCheck
 
+DEFAULTS = TreeLimits(top_k=4, steps=8)
+_TOKENIZER = "tokenizer.json"
 _NONE = np.zeros(0, np.int64)
+
+
+def open(order: Order) -> Opened:
+    """Another engine of `llm_build`, whose model has the base's tokens."""
+    base, folder = order.base, order.options.draft_engine_dir
+    assert folder is not None
+    check_tree_size(order)
+    manifest = load_manifest(folder, EngineManifest)
+    with FileCheck(folder, manifest.files, order.verify):
+        if manifest.files.get(_TOKENIZER) != base.files.get(_TOKENIZER):
+            require_same_tokens(order.engine, folder)
+        session = RecordedSession(runners.find(manifest.backend).open_session(folder, manifest))
+    if (images := manifest.decoder.images) is not None:
+        session.set_images(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
+    drafting = manifest.pass_cost_ms or pass_costs(session, manifest.decoder)
+    costs = Costs.of(order.pass_costs(), drafting, drafting)
+
+    def start(learned: Learned) -> ModelDrafter:
+        return ModelDrafter(
+            session, learned, order.limits, costs,
+            num_candidates=base.decoder.vocab_size, num_readable=manifest.decoder.vocab_size,
+            prefill_rows=manifest.prefill_rows, image_ids=order.image_ids(reads_rows=False),
+        )  # fmt: skip
+
+    return Opened(costs, start)
+
+
+def require_same_tokens(engine: Path, draft: Path) -> None:
+    """Refuse a draft model to which token ids mean something else.
+
+    Raises:
+        BrokenArtifactError: names a token that differs.
+    """
+    ours, theirs = (ChatTokenizer(folder).vocabulary() for folder in (engine, draft))
+    differing = ours.items() ^ theirs.items()
+    if not differing:
+        return
+    token_id = min(token_id for _, token_id in differing)
+    here, there = (
+        next((repr(token) for token, known in vocabulary.items() if known == token_id), "none")
+        for vocabulary in (ours, theirs)
+    )
+    raise BrokenArtifactError(
+        f"{draft} has other tokens than {engine}: {token_id} is {there} there, {here} here",
+        hint="take a draft model of the same family, with the same tokenizer",
+    )
 
 
 class ModelDrafter(TreeDrafter):
@@ -29,42 +84,45 @@ class ModelDrafter(TreeDrafter):
     def __init__(
         self,
         session: RecordedSession,
-        policy: Policy,
+        learned: Learned,
         limits: TreeLimits,
         costs: Costs,
         *,
         num_candidates: int,
         num_readable: int,
         prefill_rows: int,
-        lookups: Sequence[LookupSource] = (),
-        gate: NetworkGate | None = None,
         image_ids: ImageIds | None = None,
     ) -> None:
-        """Wire up.
+        """Nothing is computed yet.
 
         Args:
             session: the drafting model.
-            policy: sizes the tree.
+            learned: see `TreeDrafter`.
             limits: the user's bounds.
             costs: of the base, and of the model's passes.
             num_candidates: token ids that the base knows as well; the model's others are padding.
             num_readable: token ids that the model knows; behind one that it does not, an answer
                 goes on without it.
             prefill_rows: rows per pass while a prompt is read.
-            lookups: see `TreeDrafter`.
-            gate: the same.
             image_ids: of a base that takes images.
         """
-        super().__init__(policy, limits, lookups=lookups, gate=gate, image_ids=image_ids)
+        super().__init__(learned, limits, image_ids=image_ids)
         self._session, self._costs, self._prefill_rows = session, costs, prefill_rows
         self._num_candidates, self._num_readable = num_candidates, num_readable
-
-    def begin(self, token_ids: Sequence[int]) -> None:
-        """Forget the answer before; the rows that the texts share are found when it is read."""
-        super().begin(token_ids)
         self._text: list[int] = []
         self._length = 0  # rows of the cache that hold the text
         self._grown = _NONE  # pool nodes of the rows behind
+        self._saved: NDArray[Any] | None = None  # rows, while another answer has the cache
+
+    def swap_out(self) -> None:
+        """See `Drafter.swap_out`."""
+        self._saved = self._session.read_rows(self._length) if self._length else None
+
+    def swap_in(self) -> None:
+        """See `Drafter.swap_in`."""
+        if self._saved is not None:
+            self._session.write_rows(self._saved, self._text)
+        self._saved = None
 
     def remember(self, token_ids: list[int]) -> None:
         """Committed text, which the model reads as well."""
@@ -89,7 +147,7 @@ class ModelDrafter(TreeDrafter):
         if len(waiting) <= self._limits.round_rows:  # not a prompt or a pause
             self._spent_ms += price(self._costs.extend, len(waiting))
         else:
-            self._opened_at = None  # it does not tell what rounds take
+            self._controller.look_away()  # it does not tell what rounds take
 
     def _candidates(self, logits: F32) -> tuple[I64, F64]:
         """The likeliest tokens of rows [R, V] and their log-probabilities, both [R, K]."""

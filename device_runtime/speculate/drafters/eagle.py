@@ -11,13 +11,59 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgellm.device_runtime.session import F32, I64, ImageRows
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows
-from edgellm.device_runtime.speculate.drafter import TreeDrafter
-from edgellm.device_runtime.speculate.gate import NetworkGate
-from edgellm.device_runtime.speculate.lookup import LookupSource
-from edgellm.device_runtime.speculate.policy import Costs, Policy, TreeLimits, price
+from edgellm.contract import DraftEngineManifest, LimitError
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.pass_costs import draft_costs
+from edgellm.device_runtime.session import F32, I64, DraftSession, ImageRows
+from edgellm.device_runtime.speculate.costs import Costs, price
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows, SavedRows
+from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
+from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
+from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.integrity import FileCheck
+
+DEFAULTS = TreeLimits()
+
+
+def open(order: Order) -> Opened:
+    """The EAGLE network in the folder of its base."""
+    folder, manifest = open_own(order, "eagle")
+    check_draft_rows(order.limits, manifest)
+    with FileCheck(folder, manifest.files, order.verify):
+        session = runners.find(manifest.backend).open_draft_session(folder, manifest)
+    costs = _costs(order, session, manifest)
+    image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
+    round_rows = order.limits.round_rows
+    most_rows = max(manifest.graphs[-1].max_rows, round_rows)
+    rows = CommittedRows(session, round_rows, image_ids, most_rows=most_rows)
+
+    def start(learned: Learned) -> EagleDrafter:
+        most = manifest.max_draft_tree_size
+        return EagleDrafter(rows, learned, order.limits, costs, max_tree_rows=most)
+
+    return Opened(costs, start, (rows,))
+
+
+def _costs(order: Order, session: DraftSession, draft: DraftEngineManifest) -> Costs:
+    step, extend = draft.step_cost_ms, draft.extend_cost_ms
+    if not step:
+        most = draft.max_draft_tree_size
+        step = draft_costs(session, draft.draft, fused=False, most_rows=most)
+        extend = draft_costs(session, draft.draft, fused=True, most_rows=most)
+    return Costs.of(order.pass_costs(), step, extend)
+
+
+def check_draft_rows(limits: TreeLimits, draft: DraftEngineManifest) -> None:
+    """Refuse trees that the draft engine was not built for; raises as `check_tree_size`."""
+    if limits.draft_rows > draft.max_draft_tree_size:
+        product = f"--eagleDraftTopK {limits.top_k} x --eagleDraftStep {limits.steps} = "
+        raise LimitError(
+            f"{product if limits.static_rows is None else ''}{limits.draft_rows} drafted rows "
+            f"exceed the draft engine's {draft.max_draft_tree_size}",
+            hint="take less, or build with a larger --maxDraftTreeSize",
+        )
+    check_candidates(limits, draft.draft)
 
 
 class EagleDrafter(TreeDrafter):
@@ -26,37 +72,48 @@ class EagleDrafter(TreeDrafter):
     def __init__(
         self,
         rows: CommittedRows,
-        policy: Policy,
+        learned: Learned,
         limits: TreeLimits,
         costs: Costs,
         *,
         max_tree_rows: int,
-        lookups: Sequence[LookupSource] = (),
-        gate: NetworkGate | None = None,
     ) -> None:
-        """Wire up.
+        """Nothing is computed yet.
 
         Args:
             rows: of the draft.
-            policy: sizes the tree.
+            learned: see `TreeDrafter`.
             limits: the user's bounds.
             costs: of the engine, for the books.
             max_tree_rows: rows that the draft engine takes in one round.
-            lookups: see `TreeDrafter`.
-            gate: the same.
         """
-        super().__init__(policy, limits, lookups=lookups, gate=gate, image_ids=rows.image_ids)
+        super().__init__(learned, limits, image_ids=rows.image_ids)
         self._rows, self._costs, self._max_tree_rows = rows, costs, max_tree_rows
         self._hidden_store = np.zeros((1 + max_tree_rows, 0), np.float32)
+        self._images: ImageRows | None = None
+        self._saved: SavedRows | None = None  # while another answer has the cache
 
     def begin(self, token_ids: Sequence[int]) -> None:
-        """Forget the answer before, but for the rows of these tokens (`CommittedRows.begin`)."""
+        """See `CommittedRows.begin`."""
         super().begin(token_ids)
         self._rows.begin(token_ids)
 
     def set_images(self, images: ImageRows) -> None:
         """The images of the answer that begins."""
+        self._images = images
         self._rows.set_images(images)
+
+    def swap_out(self) -> None:
+        """See `Drafter.swap_out`."""
+        self._saved = self._rows.take_out()
+
+    def swap_in(self) -> None:
+        """See `Drafter.swap_in`."""
+        if self._images is not None:
+            self._rows.set_images(self._images)
+        assert self._saved is not None
+        self._rows.put_back(self._saved)
+        self._saved = None
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Committed rows: features [M, T*H] and the token that follows each, int64 [M]."""
@@ -68,7 +125,7 @@ class EagleDrafter(TreeDrafter):
             if rows <= self._limits.round_rows:  # not a prompt or a pause, which no tree can change
                 self._spent_ms += price(self._costs.extend, rows)
             else:
-                self._opened_at = None  # nor does it tell what rounds take
+                self._controller.look_away()  # nor does it tell what rounds take
             self._root_ids = result.token_ids.copy()
             self._root_log_probs = result.log_probs.astype(np.float64)
             self._root_hidden = result.hidden.copy()

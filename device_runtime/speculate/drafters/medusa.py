@@ -7,17 +7,58 @@ log-probability is the sum of the heads', and nothing needs a cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from edgellm.contract import DraftSpec, LimitError
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.pass_costs import heads_costs
 from edgellm.device_runtime.session import F32, I64, HeadsSession
+from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
-from edgellm.device_runtime.speculate.drafter import TreeDrafter
-from edgellm.device_runtime.speculate.gate import NetworkGate
-from edgellm.device_runtime.speculate.lookup import LookupSource
-from edgellm.device_runtime.speculate.policy import Costs, Policy, TreeLimits, price
+from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
+from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
+from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.integrity import FileCheck
+
+DEFAULTS = TreeLimits()  # with as many steps as there are heads
+
+
+def open(order: Order) -> Opened:
+    """The heads in the folder of their base."""
+    folder, manifest = open_own(order, "medusa")
+    limits = heads_limits(order, manifest.draft)
+    with FileCheck(folder, manifest.files, order.verify):
+        session = runners.find(manifest.backend).open_heads(folder, manifest)
+    heads_ms = manifest.extend_cost_ms or heads_costs(session, manifest.draft, limits.top_k)
+    costs = Costs.of(order.pass_costs(), None, heads_ms)
+    image_ids = order.image_ids(reads_rows=True)
+
+    def start(learned: Learned) -> MedusaDrafter:
+        return MedusaDrafter(session, learned, limits, costs, image_ids=image_ids)
+
+    return Opened(costs, start)
+
+
+def heads_limits(order: Order, draft: DraftSpec) -> TreeLimits:
+    """The limits with as many levels as there are heads, unless the user wants fewer.
+
+    Raises:
+        LimitError: the user wants more.
+    """
+    limits, options = order.limits, order.options
+    check_candidates(limits, draft)
+    if limits.steps <= draft.num_heads:
+        return limits
+    if options.choices or options.steps is not None:
+        what = "the choices are" if options.choices else "--eagleDraftStep is"
+        raise LimitError(
+            f"{what} {limits.steps} levels deep, the draft has {draft.num_heads} heads",
+            hint="a head foresees one level; take fewer",
+        )
+    return replace(limits, steps=draft.num_heads)
 
 
 class MedusaDrafter(TreeDrafter):
@@ -26,26 +67,22 @@ class MedusaDrafter(TreeDrafter):
     def __init__(
         self,
         session: HeadsSession,
-        policy: Policy,
+        learned: Learned,
         limits: TreeLimits,
         costs: Costs,
         *,
-        lookups: Sequence[LookupSource] = (),
-        gate: NetworkGate | None = None,
         image_ids: ImageIds | None = None,
     ) -> None:
-        """Wire up.
+        """Nothing is computed yet.
 
         Args:
             session: the heads, at least as many as `limits` has levels.
-            policy: sizes the tree.
+            learned: see `TreeDrafter`.
             limits: the user's bounds.
             costs: of the engine, for the books; one row extended is one pass of the heads.
-            lookups: see `TreeDrafter`.
-            gate: the same.
             image_ids: of a base that takes images.
         """
-        super().__init__(policy, limits, lookups=lookups, gate=gate, image_ids=image_ids)
+        super().__init__(learned, limits, image_ids=image_ids)
         self._session, self._costs = session, costs
         self._has_candidates = False
 

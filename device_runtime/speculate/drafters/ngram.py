@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from edgellm.device_runtime.speculate.lookup import Continuation
+from edgellm.device_runtime.speculate.lookup import Continuation, Lookup
 
 _CONFIDENCE = {2: 0.2, 3: 0.35, 4: 0.6}  # before anything was learned, by match length
+
+
+def remember() -> Callable[[], Lookup]:
+    """What starts the lookup of a request: nothing is known of those before."""
+    return NgramLookup
 
 
 class NgramLookup:
@@ -16,12 +21,11 @@ class NgramLookup:
         """`most`: tokens of a proposal."""
         self.most = most
         self._sizes = sorted(_CONFIDENCE, reverse=True)
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the request before."""
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
+
+    def end(self) -> None:
+        """Nothing is remembered."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append committed tokens."""

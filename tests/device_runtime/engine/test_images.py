@@ -194,8 +194,12 @@ def test_too_many_tokens(qwen, pictures):
 
 
 def test_image_tokens_in_the_text(qwen, pictures):
-    llm = LLM(qwen.engine, multimodal_engine_dir=qwen.visual_engine)
-    for content in ([_text("<|image_pad|>")], [_image(pictures["a"]), _text("<|image_pad|>")]):
+    folders = {"engine_dir": qwen.engine, "multimodal_engine_dir": qwen.visual_engine}
+    contents = [_text("<|image_pad|>")], [_image(pictures["a"]), _text("<|image_pad|>")]
+    for content in contents:  # words, unless they are allowed to be more
+        LLM(**folders).generate([{"role": "user", "content": content}], sampling=GREEDY)
+    llm = LLM(**folders, allow_special_tokens=True)
+    for content in contents:
         with pytest.raises(RequestError, match=r"[12] places for images"):
             llm.generate([{"role": "user", "content": content}], sampling=GREEDY)
 

@@ -126,15 +126,6 @@ def test_chat_messages_go_through_the_template(scripted, llm):
     assert answer.prompt_token_count == len(["user", ":", "w20", "w21", ".", "assistant", ":"])
 
 
-def test_answers_do_not_mix(llm):
-    first = llm.generate("w20 w30", sampling=GREEDY, max_generate_length=8)
-    steps = iter(first)
-    next(steps)
-    list(llm.generate("w40 w50 w60", sampling=GREEDY, max_generate_length=2))
-    with pytest.raises(EdgeLLMError, match="another answer was started"):
-        next(steps)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": -1}, {"temperature": float("nan")}, {"temperature": float("inf")},

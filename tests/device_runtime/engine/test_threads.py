@@ -74,6 +74,10 @@ def _begun(llm: LLM):
     return steps
 
 
+def _rest(steps) -> list[int]:
+    return [token for step in steps for token in step.token_ids]
+
+
 def test_others_wait_while_an_answer_streams(tiny_engine):
     llm, order = LLM(tiny_engine), []
     steps = _begun(llm)
@@ -103,15 +107,14 @@ def test_who_stops_in_the_middle_lets_the_next_begin(tiny_engine):
 
 
 def test_an_answer_that_pauses_for_long_is_overtaken(tiny_engine, monkeypatch):
-    """Who waits for another thread in the middle of an answer does not wait for ever."""
+    """Who waits for another thread in the middle of an answer waits not for ever, and goes on."""
     monkeypatch.setattr(turns, "PATIENCE_S", 0.1)
     llm = LLM(tiny_engine)
     steps = _begun(llm)
     with ThreadPoolExecutor(2) as pool:
         asks = [pool.submit(ask, llm) for ask in _asks()[:2]]
         assert all(ask.result(10) for ask in asks)
-    with pytest.raises(EdgeLLMError, match="another answer was started"):
-        next(steps)
+    assert _rest(steps) == _rest(_begun(llm))
 
 
 def test_the_thread_that_turns_away_overtakes_itself_for_all(tiny_engine):
@@ -123,8 +126,7 @@ def test_the_thread_that_turns_away_overtakes_itself_for_all(tiny_engine):
         time.sleep(0.05)
         assert _asks()[1](llm)
         assert waiting.result(10)
-    with pytest.raises(EdgeLLMError, match="another answer was started"):
-        next(steps)
+    assert _rest(steps) == _rest(_begun(llm))
 
 
 def test_a_closed_llm_says_so(tiny_engine):

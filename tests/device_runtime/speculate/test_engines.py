@@ -235,6 +235,8 @@ class Knowing:
     def confidences(self, tree) -> list[float]:
         return [1.0] * len(tree)
 
+    def end(self) -> None: ...
+
     def propose(self, root: int, room: int, levels: int) -> Tree:
         assert root == self.answer[self.at - 1]
         right = self.answer[self.at : self.at + min(levels, self.random.integers(0, 7))]

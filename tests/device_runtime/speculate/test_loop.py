@@ -9,23 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, StrictModel, adversary, oracle
-from stepping import generate, speculate
+from stepping import by_cost, generate, learned_of, speculate
 
 from edgellm.device_runtime.engine.prefix_cache import RecordedSession
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.accept import Round
-from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
+from edgellm.device_runtime.speculate.drafters import ngram, suffix
 from edgellm.device_runtime.speculate.drafters.draft import ModelDrafter
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
-from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
-from edgellm.device_runtime.speculate.drafters.suffix import SuffixLookup
-from edgellm.device_runtime.speculate.gate import NetworkGate
-from edgellm.device_runtime.speculate.lookup import LookupSource
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
 from edgellm.device_runtime.speculate.static_tree import StaticTree
 
 GREEDY = SamplingParams(temperature=0)
@@ -41,7 +38,7 @@ SHAPES = {
     "default": TreeLimits(10, 6, 60),
 }
 FREE = Costs.of({"1": 10, "64": 10.01}, {"1": 0.01, "64": 0.02}, {"1": 0.01, "64": 0.02})
-LOOKUPS = {"ngram": NgramLookup, "suffix": SuffixLookup}
+LOOKUPS = {"ngram": ngram.remember, "suffix": suffix.remember}
 CHOICES = ((0,), (0, 0), (1,), (2,), (0, 2), (0, 0, 0), (2, 0), (2, 0, 1), (2, 0, 1, 0))
 COSTS = {
     "free": FREE,
@@ -67,33 +64,34 @@ class Setup:
     def __post_init__(self) -> None:
         self.base = StrictBase(self.capacity)
         costs = COSTS.get(self.policy, FREE)
-        policy = {
-            "fixed": lambda: FixedTree(self.limits),
-            "static": lambda: StaticTree(CHOICES),
-        }.get(self.policy, lambda: CostAwareTree(self.limits, costs, Calibration()))()
-        lookups = [LookupSource(LOOKUPS[name]()) for name in self.lookups]
+        starts = [LOOKUPS[name]() for name in self.lookups]
+        if self.policy in ("fixed", "static"):
+            policy = FixedTree(self.limits) if self.policy == "fixed" else StaticTree(CHOICES)
+            self.learned = learned_of(policy, costs, starts, adapts=self.adapts)
+        else:
+            self.learned = by_cost(self.limits, costs, lookups=starts, adapts=self.adapts)
         if self.draft is None:
-            self.drafter = TreeDrafter(policy, self.limits, lookups=lookups)
+            self.start = lambda: TreeDrafter(self.learned, self.limits)
             return
-        gate = NetworkGate(costs) if self.adapts else None
         if self.is_model:
             self.session = StrictModel(self.draft_capacity, DRAFTS[self.draft])
-            self.drafter = ModelDrafter(
-                RecordedSession(self.session), policy, self.limits, costs, num_candidates=VOCAB,
-                num_readable=VOCAB, prefill_rows=self.prefill_rows, lookups=lookups, gate=gate,
-            )  # fmt: skip
+            model, self.options = RecordedSession(self.session), {"num_candidates": VOCAB}
+            self.options |= {"num_readable": VOCAB, "prefill_rows": self.prefill_rows}
+            self.costs = costs
+            self.start = lambda: ModelDrafter(
+                model, self.learned, self.limits, self.costs, **self.options
+            )
             return
         self.session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
         self.rows = CommittedRows(self.session, self.limits.steps + 1)
-        self.drafter = EagleDrafter(
-            self.rows, policy, self.limits, costs,
-            max_tree_rows=self.limits.draft_rows, lookups=lookups, gate=gate,
-        )  # fmt: skip
+        self.start = lambda: EagleDrafter(
+            self.rows, self.learned, self.limits, costs, max_tree_rows=self.limits.draft_rows
+        )
 
     def rounds(self, prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[Round]:
         return list(
             speculate(
-                self.base, self.drafter, prompt, Sampler(params), max_tokens, Profile(),
+                self.base, self.start(), prompt, Sampler(params), max_tokens, Profile(),
                 prefill_rows=self.prefill_rows,
             )
         )  # fmt: skip
@@ -149,7 +147,7 @@ def test_rounds_without_the_network_are_caught_up_with(is_model):
     """The network reads in one pass what was committed while the gate was closed to it."""
     setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), is_model=is_model, adapts=True)
     closed = [*[False] * 9, *[True] * 9] * 9
-    setup.drafter._gate.opens = lambda _: closed.pop()
+    setup.learned.controller.opens = lambda _: closed.pop()
     rounds = setup.rounds(max_tokens=80)
     assert [token for one in rounds for token in one.token_ids] == plain(max_tokens=80)
     assert max(len(one.tree) for one in rounds[1:]) > 1
@@ -160,7 +158,7 @@ def test_what_waits_is_read_in_passes_that_the_engine_takes():
     setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), adapts=True)
     setup.rows._most_rows = 7
     closed = [*[True] * 9, *[False] * 30]
-    setup.drafter._gate.opens = lambda _: closed.pop()
+    setup.learned.controller.opens = lambda _: closed.pop()
     rounds = setup.rounds(max_tokens=60)
     assert [token for one in rounds for token in one.token_ids] == plain(max_tokens=60)
     assert max(setup.session.extensions[1:]) == 7
@@ -178,9 +176,9 @@ def test_a_level_costs_what_its_pass_computes(top_k, first):
     """One row of a chain, whatever stands before; of a tree all rows so far."""
     table = {str(rows): float(rows) for rows in range(1, 65)}
     setup, told = Setup(TreeLimits(top_k, 4, 99), is_model=True), []
-    setup.drafter._costs = Costs.of({"1": 1}, table, table)
-    frontier = setup.drafter._policy.frontier
-    setup.drafter._policy.frontier = lambda pool, newest, prices: (
+    setup.costs = Costs.of({"1": 1}, table, table)
+    frontier = setup.learned.policy.frontier
+    setup.learned.policy.frontier = lambda pool, newest, prices: (
         told.append(prices[:3].tolist()) or frontier(pool, newest, prices)
     )
     setup.rounds(max_tokens=6)
@@ -191,10 +189,10 @@ def test_a_level_costs_what_its_pass_computes(top_k, first):
 
 def test_what_a_draft_model_cannot_read_is_answered_without_it():
     setup = Setup(is_model=True, capacity=60)
-    setup.drafter._num_readable = 9
+    setup.options["num_readable"] = 9
     assert setup.ids() == plain()
     assert setup.session.pass_rows == []  # the prompt has a 9
-    setup.drafter._num_readable, setup.drafter._num_candidates = VOCAB, 5
+    setup.options |= {"num_readable": VOCAB, "num_candidates": 5}
     found = setup.rounds()
     assert [t for one in found for t in one.token_ids] == plain()
     assert max(int(one.tree.token_ids[1:].max()) for one in found[1:] if len(one.tree) > 1) < 5
@@ -337,7 +335,7 @@ def test_a_losing_draft_model_pauses_too():
 
 def test_a_pause_across_a_prompt_is_caught_up_with_in_two_passes():
     setup = Setup(policy="free")
-    setup.drafter._policy._pause = 10
+    setup.learned.controller.pace.pause = 10
     prompt = list(range(20))
     assert setup.ids(prompt) == plain(prompt)
     assert setup.session.extensions[:2] == [20, 10]
