@@ -50,9 +50,9 @@ def test_the_oracle_is_accepted_as_often_as_it_is_told(eagle_pairs, monkeypatch,
     assert len(plain.token_ids) == TOKENS
     moved = []
     monkeypatch.setattr(
-        clocks.sessions[0]._session, "keep",
-        lambda *arguments, keep=clocks.sessions[0]._session.keep: (
-            moved.append(arguments[1].tolist()), keep(*arguments)
+        clocks.sessions[0]._session, "compact",
+        lambda *arguments, compact=clocks.sessions[0]._session.compact: (
+            moved.append(arguments[1].tolist()), compact(*arguments)
         ),
     )  # fmt: skip
     clocks.reset()
