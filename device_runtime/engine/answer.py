@@ -58,7 +58,7 @@ class Answer:
         """Yield the steps as they are computed, once.
 
         Raises:
-            EdgeLLMError: it was iterated over before; while it is, another answer was started.
+            EdgeLLMError: it was iterated over before; while it is, the engine was closed.
         """
         if not self._begun.acquire(blocking=False):
             raise EdgeLLMError(
