@@ -157,7 +157,7 @@ class Session(Protocol):
         ...
 
     def write_rows(self, rows: NDArray[Any]) -> None:
-        """Write rows that `save` copied, from row 0 on."""
+        """Write rows that `read_rows` copied, from row 0 on."""
         ...
 
 

@@ -52,7 +52,7 @@ class StrictBase:
     ) -> None:
         self.capacity, self.logits_of = capacity, logits_of
         self.rows: list[tuple[int, int]] = []  # token and position
-        self.valid = 0  # rows; those of a tree are not before `keep` has chosen a path
+        self.valid = 0  # rows; those of a tree are not before `compact` has chosen a path
         self.tree_sizes: list[int] = []
         self.passes: list[tuple[int, int]] = []  # write index and rows
 

@@ -43,7 +43,7 @@ class RowCache(Protocol):
         ...
 
     def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
-        """Make `rows`, which `save` gave, the only ones; `keys` of a prompt that begins so."""
+        """Make `rows`, which `read_rows` gave, the only ones; `keys` of a prompt that begins so."""
         ...
 
 
@@ -70,7 +70,7 @@ class RecordedSession:
         position_ids: I64 | None = None,
         tree_mask: Bool | None = None,
     ) -> PassResult:
-        """See `Session.run`; the rows of a tree are known when `keep` has chosen a path."""
+        """See `Session.run`; the rows of a tree are known when `compact` has chosen a path."""
         del self._rows[write_index:]
         result = self._session.run(
             token_ids, write_index, logits_index, position_ids=position_ids, tree_mask=tree_mask

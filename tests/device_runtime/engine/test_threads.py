@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 
 import pytest
 
@@ -66,6 +67,23 @@ def test_threads_get_the_answers_that_they_would_get_alone(eagle_pair, way):
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda ask: ask(llm), asks * 2))
     assert together == alone * 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_threads_with_two_answers_each(eagle_pair, way):
+    """Every step waits in line behind the others'."""
+    llm, prompts = LLM(eagle_pair.engine, **WAYS[way]), [f"w{at} w30" for at in range(20, 28)]
+
+    def answers(some: list[str]) -> list[list[int]]:
+        begun = [llm.generate(p, sampling=GREEDY, max_generate_length=8) for p in some]
+        for _ in zip_longest(*begun):
+            pass
+        return [answer.token_ids for answer in begun]
+
+    alone = [answers([prompt])[0] for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(answers, [prompts[at : at + 2] for at in range(0, 8, 2)])
+        assert [ids for two in found for ids in two] == alone
 
 
 def _begun(llm: LLM):
