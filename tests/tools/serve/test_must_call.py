@@ -169,11 +169,14 @@ if sys.argv[2] == "instructor":
     import instructor, openai
     client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none"))
     options = {"response_model": Eaten, "max_retries": 0, "model": "tiny", "max_tokens": 900}
+    options["seed"] = 1  # a random model may also write a text without an end
     messages = [{"role": "user", "content": "Hi"}]
     found = client.chat.completions.create(messages=messages, **options)
 else:
     from langchain_openai import ChatOpenAI
-    model = ChatOpenAI(base_url=url, api_key="none", model="tiny", max_tokens=900, max_retries=0)
+    model = ChatOpenAI(
+        base_url=url, api_key="none", model="tiny", max_tokens=900, max_retries=0, seed=1
+    )
     structured = model.with_structured_output(Eaten, method=sys.argv[3])
     found = structured.invoke("Hi")
 assert isinstance(found, Eaten), found
