@@ -51,6 +51,9 @@ def lower(
     _lower_tables(graph, dtype)
     lower_linears(graph, StoredKernel(dtype), key=merge_key, split=split_rows)
     inline(model, keep=(FP4_QUANTIZE,))
+    # The parser of 10.3 wants axes and the like as initializers.
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)
     common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
     keep_apart(model.graph, weights)
