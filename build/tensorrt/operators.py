@@ -60,7 +60,9 @@ _SINCE_10_3: dict[str, Rule] = {
         _UNARY,
     ),
     **dict.fromkeys(("Abs", "Neg"), Rule(NUMBERS)),
-    **dict.fromkeys(("Cast", "CastLike", "Concat", "Expand", "Reshape", "Shape", "Split", "Transpose"), _MOVE),
+    **dict.fromkeys(
+        ("Cast", "CastLike", "Concat", "Expand", "Reshape", "Shape", "Split", "Transpose"), _MOVE
+    ),
     **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum"), _REDUCTION),
     **dict.fromkeys(("Squeeze", "Unsqueeze"), Rule(ANY, initializers=(1,))),
     "ArgMax": Rule(NUMBERS),
