@@ -23,7 +23,7 @@ from quality import RECIPES, checkpoint
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint

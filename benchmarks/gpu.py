@@ -28,8 +28,8 @@ from edgellm.build.backends import options_of
 from edgellm.build.plan import Plan
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import runners
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.manifest import (
     DRAFT_ENGINE,

@@ -12,8 +12,8 @@ from gpu_clock import Clocks
 from oracle_draft import foreseeing
 
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 _UNCOUNTED = 2  # steps: the prompt's, and that in which a draft reads the prompt

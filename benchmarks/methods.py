@@ -23,8 +23,8 @@ import weights
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.device_runtime.llm import LLM, Answer
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.static_tree import NAMED
 from edgellm.export.bundle import ExportOptions, export_llm

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
 from edgellm.device_runtime.speculate.drafter import Drafter
-from edgellm.device_runtime.speculate.setup import Drafters
+from edgellm.device_runtime.speculate.open_drafter import Drafters
 from edgellm.device_runtime.speculate.tree import Tree
 
 
@@ -79,6 +79,15 @@ class OracleDrafter:
         del tree
         return self._within.confidences(self._own)
 
+    def swap_out(self) -> None:
+        self._within.swap_out()
+
+    def swap_in(self) -> None:
+        self._within.swap_in()
+
+    def end(self) -> None:
+        self._within.end()
+
 
 def _tree(root: int, wrong: I64, right: I64) -> Tree:
     """Wrong children of the root, and behind them the right path, so that its rows must move."""
@@ -98,8 +107,8 @@ class _Oracles:
         self._within, self.options, self.caches = within, within.options, within.caches
         self._rest = text, acceptance_length, within.options.steps, vocab_size
 
-    def for_requests(self, *, greedy: bool) -> OracleDrafter:
-        return OracleDrafter(self._within.for_requests(greedy=greedy), *self._rest)
+    def start(self, *, greedy: bool) -> OracleDrafter:
+        return OracleDrafter(self._within.start(greedy=greedy), *self._rest)
 
 
 @contextmanager

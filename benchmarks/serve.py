@@ -36,9 +36,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgellm.device_runtime import LLM
-from edgellm.device_runtime.profile import Profile
-from edgellm.device_runtime.requests import Options
-from edgellm.device_runtime.runner import run_request
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.requests.runner import run_request
 
 TOPICS = (
     "the sea", "a bicycle", "bread", "the moon", "a robot", "rain", "chess", "a library",

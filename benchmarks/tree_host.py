@@ -12,16 +12,20 @@ import statistics
 import time
 
 import numpy as np
-from edgellm.device_runtime.runners.onnxruntime_cpu.session import _Cache
 
-from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.contract import LOGITS, TOKEN_IDS
+from edgellm.device_runtime.runners.onnxruntime_cpu.cache import HostCache
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.sessions.decoder import PassResult
 from edgellm.device_runtime.sessions.draft import DraftResult
 from edgellm.device_runtime.speculate.accept import accept_exactly
 from edgellm.device_runtime.speculate.calibration import Calibration
-from edgellm.device_runtime.speculate.committed import CommittedRows
-from edgellm.device_runtime.speculate.eagle import EagleDrafter
-from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.controller import Controller
+from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafter import Learned
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.policy import CostAwareTree, FixedTree, TreeLimits
 from edgellm.manifest import KVCacheSpec
 
 VOCABULARY, HIDDEN, ROUNDS = 49152, 576, 400
@@ -50,10 +54,11 @@ class ReadyDraft:
 def measure(limits: TreeLimits, *, fixed: bool) -> tuple[float, float]:
     """Median milliseconds of a round, and its nodes."""
     free = Costs(np.full(128, 1.0), np.full(128, 1e-6), np.full(128, 1e-6))  # all rows pay
-    policy = FixedTree(limits) if fixed else CostAwareTree(limits, free, Calibration())
+    controller = Controller(free, pauses=not fixed)
+    policy = FixedTree(limits) if fixed else CostAwareTree(limits, free, Calibration(), controller)
     rows = CommittedRows(ReadyDraft(limits.top_k), limits.steps + 1)
-    drafter = EagleDrafter(rows, policy, limits, free, max_tree_rows=60)
-    cache = _Cache(KVCacheSpec(30, 3, 64, "float32"), 2048)
+    drafter = EagleDrafter(rows, Learned(policy, controller), limits, free, max_tree_rows=60)
+    cache = HostCache(KVCacheSpec(30, 3, 64, "float32"), 2048)
     sampler = Sampler(SamplingParams(temperature=0.0))
     random = np.random.default_rng(1)
     picks = random.integers(0, VOCABULARY, 64)
@@ -67,7 +72,7 @@ def measure(limits: TreeLimits, *, fixed: bool) -> tuple[float, float]:
         tree = drafter.propose(5, 1000, 100)
         tree.layout()
         picks[0] = tree.token_ids[1]  # the path has a node or two
-        result = PassResult(picks, logits, logits)
+        result = PassResult({TOKEN_IDS: picks[None], LOGITS: logits[None]}, len(picks))
         outcome = accept_exactly(tree, result, sampler)
         path = np.asarray(outcome.path)
         cache.compact(100, np.array([0, 3, 7]))

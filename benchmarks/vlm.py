@@ -28,8 +28,8 @@ import numpy as np
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
 from edgellm.contract import PIXEL_VALUES
-from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions import encoder
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint

@@ -14,7 +14,8 @@ import typer
 from edgellm.artifact import hash_engines
 from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.flags import (
+from edgellm.device_runtime.requests.flags import (
+    AllowSpecialTokens,
     BatchSize,
     ContextReuse,
     DumpOutput,
@@ -32,14 +33,14 @@ from edgellm.device_runtime.flags import (
     Verify,
     Warmup,
 )
-from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 
 if TYPE_CHECKING:
-    from edgellm.device_runtime.llm import LLM, Step
-    from edgellm.device_runtime.outputs import Outputs
-    from edgellm.device_runtime.profile import Profile
-    from edgellm.device_runtime.requests import Options
-    from edgellm.device_runtime.unfinished_run import Answered, UnfinishedRun
+    from edgellm.device_runtime.engine.llm import LLM, Step
+    from edgellm.device_runtime.engine.profile import Profile
+    from edgellm.device_runtime.requests.outputs import Outputs
+    from edgellm.device_runtime.requests.request_file import Options
+    from edgellm.device_runtime.requests.unfinished_run import Answered, UnfinishedRun
 
 app = App(CAMEL_CASE)
 
@@ -60,16 +61,17 @@ def llm_inference(
     tree_file: TreeFile = None,
     prove_count: Prove = 0,
     context_reuse: ContextReuse = False,
+    allow_special_tokens: AllowSpecialTokens = False,
     stream: Stream = False,
     verify: Verify = None,
     dump_output: DumpOutput = False,
     resume: Resume = False,
 ) -> None:
     """Answer the requests of a JSON file; a bad request gets an error object of its own."""
-    from edgellm.device_runtime.llm import LLM
-    from edgellm.device_runtime.outputs import Outputs
-    from edgellm.device_runtime.requests import read_file
-    from edgellm.device_runtime.unfinished_run import settings_of, unfinished_run
+    from edgellm.device_runtime.engine.llm import LLM
+    from edgellm.device_runtime.requests.outputs import Outputs
+    from edgellm.device_runtime.requests.request_file import read_file
+    from edgellm.device_runtime.requests.unfinished_run import settings_of, unfinished_run
 
     how = spec_flags.read()
     if how is None and (prove_count or tree_file):
@@ -82,13 +84,15 @@ def llm_inference(
     load = functools.partial(
         LLM, engine_dir, verify=verify, spec=how,
         multimodal_engine_dir=multimodal_engine_dir, context_reuse=context_reuse,
+        allow_special_tokens=allow_special_tokens,
     )  # fmt: skip
     if prove_count:
         raise typer.Exit(_prove(load(), options, requests[:prove_count]))
     engines = hash_engines(engine_dir, multimodal_engine_dir, how and how.draft_engine_dir)
     settings = settings_of(
         given, engines, how, max_generate_length=max_generate_length,
-        context_reuse=context_reuse, trees=tree_file is not None,
+        context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
+        trees=tree_file is not None,
     )  # fmt: skip
     with unfinished_run(output_file, settings, goes_on=resume) as run:
         profile = _answer(load(), options, requests, warmup, outputs, run, stream=stream)
@@ -103,7 +107,7 @@ def llm_inference(
 
 def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
     """Print the comparison of every request; the exit status."""
-    from edgellm.device_runtime.prove import prove
+    from edgellm.device_runtime.requests.prove import prove
 
     compared = diverged = 0
     for comparison in prove(llm, options, requests):
@@ -139,8 +143,8 @@ def _answer(
     run: UnfinishedRun, *, stream: bool,
 ) -> Profile:  # fmt: skip
     """Answer what `run` lacks; the times of all requests."""
-    from edgellm.device_runtime.profile import Profile
-    from edgellm.device_runtime.runner import run_request
+    from edgellm.device_runtime.engine.profile import Profile
+    from edgellm.device_runtime.requests.runner import run_request
 
     done, profile = len(run.answered), Profile()
     for answered in run.answered:
@@ -177,10 +181,10 @@ def _answer(
 def _answer_one(
     llm: LLM, options: Options, raw: Any, index: int, *, has_trees: bool, stream: bool
 ) -> Answered:
-    from edgellm.device_runtime.profile import Profile
-    from edgellm.device_runtime.runner import run_request
-    from edgellm.device_runtime.tree_log import TreeLog
-    from edgellm.device_runtime.unfinished_run import Answered
+    from edgellm.device_runtime.engine.profile import Profile
+    from edgellm.device_runtime.requests.runner import run_request
+    from edgellm.device_runtime.requests.tree_log import TreeLog
+    from edgellm.device_runtime.requests.unfinished_run import Answered
 
     profile, trees = Profile(), TreeLog(llm.tokenizer)
 

@@ -81,6 +81,11 @@ class ChatTokenizer:
             content.replace(_CUT, ""),
         )
 
+    @staticmethod
+    def shown(text: str) -> str:
+        """A text without the marks of `as_text`."""
+        return text.replace(_CUT, "")
+
     def vocabulary(self) -> dict[str, int]:
         """Ids of all tokens, added ones among them."""
         return self._tokenizer.get_vocab(with_added_tokens=True)

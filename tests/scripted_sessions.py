@@ -55,7 +55,7 @@ class StrictBase:
     ) -> None:
         self.capacity, self.logits_of = capacity, logits_of
         self.rows: list[tuple[int, int]] = []  # token and position
-        self.valid = 0  # rows; those of a tree are not before `keep` has chosen a path
+        self.valid = 0  # rows; those of a tree are not before `compact` has chosen a path
         self.tree_sizes: list[int] = []
         self.passes: list[tuple[int, int]] = []  # write index and rows
 
@@ -112,7 +112,8 @@ class StrictBase:
         assert length <= self.valid
         return np.array(self.rows[:length], np.int64).reshape(length, 2)
 
-    def write_rows(self, rows):
+    def write_rows(self, rows, keys=()):
+        del keys
         self.rows = [tuple(row) for row in rows.tolist()]
         self.valid = len(rows)
 

@@ -58,7 +58,8 @@ def test_hooks_and_quick_checks_have_one_ruff():
 
 
 @pytest.mark.parametrize(
-    "module", ["edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.device_runtime.llm"]
+    "module",
+    ["edgellm.build.cli", "edgellm.device_runtime.cli", "edgellm.device_runtime.engine.llm"],
 )
 def test_the_device_side_imports_no_training_framework(module):
     code = (

@@ -9,8 +9,8 @@ import pytest
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.prove import prove
-from edgellm.device_runtime.requests import Options
+from edgellm.device_runtime.requests.prove import prove
+from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft

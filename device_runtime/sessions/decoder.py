@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.prefix_cache import count_common, row_keys
+from edgellm.device_runtime.engine.prefix_cache import count_common, row_keys
 from edgellm.device_runtime.runners import Outputs, Runner, require_cache
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs

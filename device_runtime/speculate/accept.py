@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.device_runtime.generate import draw
-from edgellm.device_runtime.sampling import Sampler, processed_distribution
+from edgellm.device_runtime.sampling.sampler import Sampler, draw, processed_distribution
 from edgellm.device_runtime.sessions import F32
 from edgellm.device_runtime.sessions.decoder import PassResult
 from edgellm.device_runtime.speculate.tree import F64, Tree
@@ -28,6 +28,19 @@ class Accepted:
 
     path: list[int]  # nodes from the root down
     bonus: int  # the token after the path's last node
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one pass gave to an answer."""
+
+    token_ids: tuple[int, ...]  # at least one
+    tree: Tree | None = None  # that was verified; None for a token of plain decoding or a prefill
+    path: tuple[int, ...] = ()  # accepted nodes, root first
+    confidences: tuple[float, ...] = ()  # the draft's probability of every node
+
+
+Accept = Callable[[Tree, PassResult, Sampler], Accepted]
 
 
 def accept_exactly(tree: Tree, result: PassResult, sampler: Sampler) -> Accepted:

@@ -1,30 +1,33 @@
-"""What a round asks of whatever foresees tokens, and what all drafters of trees share."""
+"""What a round asks of whatever foresees tokens, and what all drafters of trees share.
+
+A drafter is the state of one request. What drafting learned over requests is apart (`Learned`).
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
-from edgellm.device_runtime.speculate.committed import ImageIds
-from edgellm.device_runtime.speculate.gate import NetworkGate
-from edgellm.device_runtime.speculate.lookup import LookupSource
+from edgellm.device_runtime.speculate.controller import Controller
+from edgellm.device_runtime.speculate.draft_cache import ImageIds
+from edgellm.device_runtime.speculate.lookup import LearnedLookup, LookupSource
 from edgellm.device_runtime.speculate.policy import Policy, TreeLimits
 from edgellm.device_runtime.speculate.tree import Pool, Tree
 
 
 class Drafter(Protocol):
-    """Proposes a tree for every round of one answer after another.
+    """Proposes a tree for every round of an answer.
 
     Acceptance is exact for every tree that is a function of the text before it, so that nothing
     that a drafter does can change an answer.
     """
 
     def begin(self, token_ids: Sequence[int]) -> None:
-        """Forget the answer before, but for rows of the prompt's beginning, which its cache holds.
+        """The prompt is about to be read, behind rows that the draft's cache may hold.
 
         Args:
             token_ids: the tokens of these rows, and the next.
@@ -62,6 +65,27 @@ class Drafter(Protocol):
         """How sure the drafter was of every node, given its parent."""
         ...
 
+    def swap_out(self) -> None:
+        """Copy the rows of the draft's cache: another answer is about to overwrite them."""
+        ...
+
+    def swap_in(self) -> None:
+        """Write them back."""
+        ...
+
+    def end(self) -> None:
+        """The request is over; from any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What drafting learned, over all requests of a kind: greedy ones, or sampled ones."""
+
+    policy: Policy  # sizes trees, with the acceptance rates of a network
+    controller: Controller
+    lookups: tuple[LearnedLookup, ...] = ()
+
 
 class TreeDrafter:
     """Chooses trees from a pool of candidates; alone it pools what the text foresees.
@@ -70,36 +94,38 @@ class TreeDrafter:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        limits: TreeLimits,
-        *,
-        lookups: Sequence[LookupSource] = (),
-        gate: NetworkGate | None = None,
-        image_ids: ImageIds | None = None,
+        self, learned: Learned, limits: TreeLimits, *, image_ids: ImageIds | None = None
     ) -> None:
-        """Wire up.
+        """Nothing is computed yet.
 
         Args:
-            policy: sizes the tree.
+            learned: from requests before, and for those to come.
             limits: the user's bounds.
-            lookups: what they foresee is merged into the tree.
-            gate: closes rounds to the network, in which the lookups alone draft.
             image_ids: of a base that takes images.
         """
-        self._policy, self._limits = policy, limits
-        self._lookups, self._gate, self._image_ids = lookups, gate, image_ids
+        self._policy, self._controller = learned.policy, learned.controller
+        self._learned_lookups, self._limits, self._image_ids = learned.lookups, limits, image_ids
+        self._sources: list[LookupSource] = []
         self._pool: Pool | None = None
         self._spent_ms = 0.0  # what this round's passes of a network cost
         self._is_networked = False  # whether the network drafted in this round
-        self._opened_at: float | None = None  # seconds; when the gate was asked about this round
 
     def begin(self, token_ids: Sequence[int]) -> None:
-        """Forget the answer before."""
-        del token_ids  # text is remembered whole
-        for source in self._lookups:
-            source.lookup.begin()
-        self._spent_ms = 0.0
+        """See `Drafter.begin`; text is remembered whole."""
+        del token_ids
+        self._controller.look_away()
+        self._sources = [lookup.begin() for lookup in self._learned_lookups]
+
+    def swap_out(self) -> None:
+        """Text alone has no rows."""
+
+    def swap_in(self) -> None:
+        """The same."""
+
+    def end(self) -> None:
+        """What was said may be looked up by later requests."""
+        for source in self._sources:
+            source.lookup.end()
 
     def set_images(self, images: ImageRows) -> None:
         """Text alone does not see them."""
@@ -108,7 +134,7 @@ class TreeDrafter:
         """Committed text for the lookups."""
         if self._image_ids is not None:  # nobody says an image
             token_ids = [token for token in token_ids if token < self._image_ids.first]
-        for source in self._lookups:
+        for source in self._sources:
             source.lookup.extend(token_ids)
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
@@ -116,13 +142,12 @@ class TreeDrafter:
 
     def catch_up(self) -> None:
         """Let the network read what was committed, unless it pauses."""
-        if not self._policy.is_worthwhile():
-            return
-        if self._gate is not None:
-            self._opened_at = time.perf_counter()
-        foreseen = max((source.expected() for source in self._lookups), default=0.0)
-        if self._gate is None or self._gate.opens(foreseen):
+        if not self._controller.is_pausing and self._controller.opens(self._foreseen):
             self._read()
+
+    def _foreseen(self) -> float:
+        """Tokens that the text foresees."""
+        return max((source.expected() for source in self._sources), default=0.0)
 
     def _read(self) -> None:
         """Bring a network's cache up to the committed text."""
@@ -133,15 +158,15 @@ class TreeDrafter:
         levels = min(levels, self._limits.steps)
         room = min(room, self._limits.verify_size - 1)
         self._is_networked = self._is_ready()
-        if room < 1 or levels < 1 or not (self._is_networked or self._gate is not None):
+        if room < 1 or levels < 1 or not (self._is_networked or self._controller.adapts):
             self._pool = None
             return Tree.of_root(root)
-        most = sum(source.lookup.most for source in self._lookups)
+        most = sum(source.lookup.most for source in self._sources)
         pool = self._pool = Pool(root, self._limits.pool_size + most)
         if self._is_networked:
             self._grow(pool, levels)
         self._ends = [pool.count]
-        for source in self._lookups:
+        for source in self._sources:
             source.merge(pool, deepest)
             self._ends.append(pool.count)
         tree, self._chosen = pool.tree(self._policy.select(pool, room))
@@ -149,7 +174,7 @@ class TreeDrafter:
 
     def _is_ready(self) -> bool:
         """Whether this round drafts."""
-        return self._policy.is_worthwhile()
+        return not self._controller.is_pausing
 
     def _grow(self, pool: Pool, levels: int) -> None:
         """Fill the pool with a network's candidates."""
@@ -162,16 +187,12 @@ class TreeDrafter:
             judged = np.flatnonzero(on_path[tree.parents[1:]]) + 1
             nodes = self._chosen[judged]
             origin = np.searchsorted(self._ends, nodes, side="right")
-            learners = (self._policy, *(source.calibration for source in self._lookups))
+            learners = (self._policy, *(source.calibration for source in self._sources))
             for index, learner in enumerate(learners):
                 own = origin == index
                 if own.any():
                     learner.learn(self._pool.confidences[nodes[own]], on_path[judged[own]])
-        self._policy.end_round(emitted, self._spent_ms, len(tree))
-        if self._gate is not None and self._opened_at is not None:
-            ms = (time.perf_counter() - self._opened_at) * 1e3
-            self._gate.learn(networked=self._is_networked, tokens=emitted, ms=ms)
-            self._opened_at = None
+        self._controller.end_round(emitted, self._spent_ms, len(tree), networked=self._is_networked)
         self._spent_ms = 0.0
 
     def confidences(self, tree: Tree) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,13 +21,9 @@ class Continuation:
 
 
 class Lookup(Protocol):
-    """Foresees from the words that were said."""
+    """Foresees from the words of one request, and those that were said before."""
 
     most: int  # tokens of all continuations together
-
-    def begin(self) -> None:
-        """An answer begins; its prompt follows."""
-        ...
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append committed tokens."""
@@ -37,13 +33,29 @@ class Lookup(Protocol):
         """What may follow the text."""
         ...
 
+    def end(self) -> None:
+        """The request is over; from any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedLookup:
+    """What makes the lookups of requests, and how often the base accepts their guesses."""
+
+    start: Callable[[], Lookup]
+    calibration: Calibration = field(default_factory=Calibration)
+
+    def begin(self) -> LookupSource:
+        """That of a request that begins."""
+        return LookupSource(self.start(), self.calibration)
+
 
 @dataclass(frozen=True, slots=True)
 class LookupSource:
-    """A lookup with what was learned of how often the base accepts its guesses."""
+    """The lookup of a request."""
 
     lookup: Lookup
-    calibration: Calibration = field(default_factory=Calibration)
+    calibration: Calibration
 
     def expected(self) -> float:
         """Tokens that the base will accept of the likeliest continuation."""

@@ -8,32 +8,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.contract import EdgeLLMError, LimitError
-from edgellm.device_runtime.speculate.accept import Typical, accept_exactly, accept_typically
-from edgellm.device_runtime.speculate.loop import Accept
+from edgellm.device_runtime.speculate import drafters
+from edgellm.device_runtime.speculate.accept import (
+    Accept,
+    Typical,
+    accept_exactly,
+    accept_typically,
+)
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.static_tree import Choice, check_choices
 
 OWN = "own"  # the draft in the engine's folder, whichever it is
-NETWORKS = ("eagle", "medusa", "draft")
 AUTO = "auto"  # the network that the engine has, and all lookups; chosen anew every round
-LOOKUPS = ("ngram", "suffix")
 TREES = ("cost", "fixed")
-_DEFAULTS = {  # by network
-    OWN: TreeLimits(),
-    "eagle": TreeLimits(),
-    "medusa": TreeLimits(),  # with as many steps as there are heads
-    "draft": TreeLimits(top_k=4, steps=8),
-    None: TreeLimits(steps=16),
-}
+_DEFAULTS = TreeLimits()
+_TEXT_DEFAULTS = TreeLimits(steps=16)  # where text alone drafts
 
 
 @dataclass(frozen=True, slots=True)
 class SpecOptions:
     """How to speculate; a bound that is None is the method's own."""
 
-    network: str | None = OWN  # or of `NETWORKS`, or `AUTO`; None: text alone drafts
+    network: str | None = OWN  # or a network of `drafters`, or `AUTO`; None: text alone drafts
     draft_engine_dir: Path | None = None  # of "draft": an engine of llm_build, of any base
-    lookups: tuple[str, ...] = ()  # of `LOOKUPS`; merged into the network's trees
+    lookups: tuple[str, ...] = ()  # of `drafters`; merged into the network's trees
     top_k: int | None = None  # children of a node
     steps: int | None = None  # levels
     verify_size: int | None = None  # nodes, root included
@@ -45,9 +43,10 @@ class SpecOptions:
 
     def __post_init__(self) -> None:
         """Refuse unknown names and options by which nothing is drafted; raises `EdgeLLMError`."""
+        named = () if self.network in (None, OWN, AUTO) else (self.network,)
         for what, names, known in (
-            ("network", () if self.network in (None, OWN, AUTO) else (self.network,), NETWORKS),
-            ("lookup", self.lookups, LOOKUPS),
+            ("network", named, drafters.networks()),
+            ("lookup", self.lookups, drafters.lookups()),
             ("tree", (self.tree,), TREES),
         ):
             for name in names:
@@ -76,7 +75,9 @@ class SpecOptions:
         Raises:
             LimitError: a static tree exceeds the bounds that were given.
         """
-        default = _DEFAULTS[self.network]
+        default = _TEXT_DEFAULTS if self.network is None else _DEFAULTS
+        if self.network not in (None, OWN):
+            default = drafters.network(self.network).DEFAULTS
         top_k = default.top_k if self.top_k is None else self.top_k
         steps = default.steps if self.steps is None else self.steps
         if self.choices:

@@ -106,10 +106,6 @@ class StaticTree:
         """The draft's own log-probabilities."""
         return log_probs
 
-    def is_worthwhile(self) -> bool:
-        """Always."""
-        return True
-
     def frontier(self, pool: Pool, newest: I64, prices: F64) -> I64:
         """The choices of the newest level that have children."""
         numbers = self._numbers(pool)[newest]
@@ -120,7 +116,4 @@ class StaticTree:
         return np.flatnonzero(self._numbers(pool) > 0)[:room]
 
     def learn(self, confidences: F64, accepted: I64) -> None:
-        """Nothing."""
-
-    def end_round(self, emitted: int, drafted_ms: float, rows: int) -> None:
         """Nothing."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from edgellm import manifest
-from edgellm.device_runtime import requests
+from edgellm.device_runtime.requests.request_file import ContentItem, Message, Options, Request
 from edgellm.tools.tables import Table, markdown
 
 _MANIFESTS = (manifest.Bundle, manifest.Engine)
@@ -38,7 +38,7 @@ def request_page() -> str:
         "`requests`, a list of `Request`. Unknown fields are refused; "
         "[answers](answers.md) says what comes back.\n"
     )
-    kinds = (requests.Options, requests.Request, requests.Message, requests.ContentItem)
+    kinds = (Options, Request, Message, ContentItem)
     return "\n".join([head, *map(_struct, kinds)])
 
 

@@ -15,11 +15,11 @@ from eagle_engines import BASE_PLAN, EAGLE3, draft_plan, export_pair
 
 from edgellm.build.engine import build_engine
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError
-from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
 from edgellm.device_runtime.runners.onnxruntime_cuda import cache
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, LLM_ENGINE, load_engine

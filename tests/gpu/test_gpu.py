@@ -19,11 +19,11 @@ from edgellm import contract
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.runners.onnxruntime_cuda.provider import require_cuda
 from edgellm.device_runtime.runners.tensorrt.device import Planes
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.device_runtime.sessions.encoder import open_encoder
 from edgellm.device_runtime.speculate.options import SpecOptions

@@ -13,10 +13,10 @@ from gpu_clock import measured_bandwidths
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.runners.tensorrt.cuda import CudaDevice
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.device_runtime.sessions.draft import open_draft
 from edgellm.device_runtime.sessions.heads import open_heads

@@ -14,8 +14,8 @@ from PIL import Image
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
-from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft

@@ -15,9 +15,9 @@ import pytest
 from conftest import assert_one_line_error
 
 from edgellm.contract import LimitError, RequestError
-from edgellm.device_runtime import profile
-from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.requests import Options, read_file
+from edgellm.device_runtime.engine import profile
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.requests.request_file import Options, read_file
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.bench import cli, formats, machine, measure
 from edgellm.tools.bench import run as loops

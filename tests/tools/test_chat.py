@@ -14,8 +14,8 @@ from PIL import Image
 from vlm_engines import build_vlm
 
 from edgellm.contract import EdgeLLMError, RequestError
-from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.chat import commands, repl
 from edgellm.tools.chat.conversation import Conversation, Settings

@@ -15,10 +15,10 @@ from conftest import assert_one_line_error
 from html_pages import Page
 
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.llm import Step
-from edgellm.device_runtime.speculate.loop import Round
+from edgellm.device_runtime.engine.llm import Step
+from edgellm.device_runtime.requests.tree_log import TreeLog, trees_as_json
+from edgellm.device_runtime.speculate.accept import Round
 from edgellm.device_runtime.speculate.tree import Tree
-from edgellm.device_runtime.tree_log import TreeLog, trees_as_json
 from edgellm.tools.trees import PAGE, read_trees, render, summarize
 
 NASTY = [

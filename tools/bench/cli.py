@@ -10,8 +10,8 @@ import typer
 from edgellm.build.cli import status
 from edgellm.command import CAMEL_CASE, App, numbers, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.flags import EngineDir, Verify
-from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.requests.flags import EngineDir, Verify
+from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.bench.flags import Depth, Generate, InputFile, Output, Prompt, Repetitions
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def bench(
     verify: Verify = None,
 ) -> None:
     """Measure an engine in turns; --eagle or --spec compares with plain decoding."""
-    from edgellm.device_runtime.llm import LLM
-    from edgellm.device_runtime.requests import read_file
+    from edgellm.device_runtime.engine.llm import LLM
+    from edgellm.device_runtime.requests.request_file import read_file
     from edgellm.tools.bench.formats import NAMES
     from edgellm.tools.bench.machine import busy_warning, facts
     from edgellm.tools.bench.measure import check_sizes

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from edgellm.contract import LimitError, RequestError
-from edgellm.device_runtime.generate import generate
-from edgellm.device_runtime.llm import LLM, Answer
-from edgellm.device_runtime.profile import GENERATION, PREFILL, Profile
-from edgellm.device_runtime.prompt import Prompt
-from edgellm.device_runtime.requests import Options
-from edgellm.device_runtime.runner import start_request
-from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.device_runtime.engine.profile import GENERATION, PREFILL, Profile
+from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.engine.sequence import Sequence as Request
+from edgellm.device_runtime.engine.step import step
+from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.requests.runner import start_request
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.manifest import Engine
 from edgellm.tools.bench.results import Pair
 
@@ -68,16 +69,12 @@ def decode_rate(llm: LLM, depth: int, tokens: int) -> float:
 
 def _run(llm: LLM, prompt_tokens: int, tokens: int) -> Profile:
     """Read random tokens and go on for so many; an end token does not end it."""
-    manifest, profile = llm.manifest, Profile()
     random = np.random.default_rng(0)
-    prompt = Prompt(random.integers(manifest.decoder.vocab_size, size=prompt_tokens).tolist())
-    llm.show(prompt)
-    for _ in generate(
-        llm.session, prompt.token_ids, Sampler(_GREEDY), tokens, profile,
-        prefill_rows=manifest.prefill_rows,
-    ):  # fmt: skip
-        pass
-    return profile
+    ids = random.integers(llm.manifest.decoder.vocab_size, size=prompt_tokens).tolist()
+    request = Request(Prompt(ids), Sampler(_GREEDY), tokens)
+    while not request.is_over:
+        step(llm.slot, [request])
+    return request.profile
 
 
 def behind(llm: LLM, raw: Any, depth: int) -> Any:

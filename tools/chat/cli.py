@@ -11,8 +11,13 @@ import typer
 
 from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.flags import EngineDir, MultimodalEngineDir, Verify
-from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.requests.flags import (
+    AllowSpecialTokens,
+    EngineDir,
+    MultimodalEngineDir,
+    Verify,
+)
+from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.chat.flags import (
     EnableThinking,
     HistoryFile,
@@ -48,6 +53,7 @@ def chat(
     seed: Seed = None,
     max_generate_length: MaxGenerateLength = 512,
     enable_thinking: EnableThinking = False,
+    allow_special_tokens: AllowSpecialTokens = False,
     history_file: HistoryFile = None,
     verify: Verify = None,
 ) -> None:
@@ -55,8 +61,8 @@ def chat(
 
     Without a terminal every line of standard input is a message, and its answer is printed.
     """
-    from edgellm.device_runtime.llm import LLM
-    from edgellm.device_runtime.sampling import SamplingParams
+    from edgellm.device_runtime.engine.llm import LLM
+    from edgellm.device_runtime.sampling.sampler import SamplingParams
     from edgellm.tools.chat.conversation import Conversation, Settings
     from edgellm.tools.chat.repl import run
 
@@ -65,6 +71,7 @@ def chat(
     llm = LLM(
         engine_dir, verify=verify, spec=spec_flags.read(),
         multimodal_engine_dir=multimodal_engine_dir, context_reuse=True,
+        allow_special_tokens=allow_special_tokens,
     )  # fmt: skip
     if not llm.tokenizer.has_template:
         raise EdgeLLMError(

@@ -9,8 +9,8 @@ from typing import Any
 
 from edgellm.artifact import check_output_file, replace_file
 from edgellm.contract import RequestError
-from edgellm.device_runtime.llm import LLM, Answer
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.tools.chat.figures import Totals
 
 Message = dict[str, Any]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.device_runtime.llm import Answer
-from edgellm.device_runtime.profile import PREFILL
+from edgellm.device_runtime.engine.llm import Answer
+from edgellm.device_runtime.engine.profile import PREFILL
 from edgellm.manifest import Engine
 
 

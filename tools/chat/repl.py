@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Protocol
 
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.llm import Answer
+from edgellm.device_runtime.engine.llm import Answer
 from edgellm.tools.chat import commands
 from edgellm.tools.chat.conversation import Conversation
 

@@ -16,7 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from edgellm.device_runtime.llm import Answer
+from edgellm.device_runtime.engine.llm import Answer
 from edgellm.tools.chat.commands import COMMANDS
 from edgellm.tools.chat.figures import describe
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.journal import Journal
+from edgellm.device_runtime.requests.journal import Journal
 
 
 class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.evaluate.flags import (
     Compare,
     DataFile,

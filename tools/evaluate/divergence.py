@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.prove import first_difference, logits_behind
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.requests.prove import first_difference, logits_behind
 from edgellm.tools.evaluate.answers import Choice, Record
 from edgellm.tools.evaluate.questions import Question
 from edgellm.tools.evaluate.run import sampling_of, start

@@ -14,7 +14,7 @@ import msgspec
 
 from edgellm.artifact import hash_engines, replace_file
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.evaluate import divergence
 from edgellm.tools.evaluate.questions import FILED, Question, fingerprint, load

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.llm import LLM, Answer
-from edgellm.device_runtime.profile import GENERATION, VERIFY
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.device_runtime.engine.profile import GENERATION, VERIFY
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.tools.evaluate.answers import AnswerLog, Choice, Record
 from edgellm.tools.evaluate.questions import Question
 from edgellm.tools.evaluate.settings import Settings, sync_folder

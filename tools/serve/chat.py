@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from edgellm.device_runtime.guidance import Guide
-from edgellm.device_runtime.llm import LLM, Step
+from edgellm.device_runtime.engine.llm import LLM, Step
+from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.tools.serve.engine import Ask
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished
@@ -76,16 +76,13 @@ def _num_logprobs(body: ChatRequest) -> int | None:
 
 
 def _template_message(message: Message, place: str) -> dict[str, Any]:
-    """A message as chat templates want it; text alone is a string."""
+    """A message as the formatter takes it."""
     if message.content is None and not message.tool_calls:
         raise ApiError(400, f"{place}.content: a message needs content", param=place)
-    role = "system" if message.role == "developer" else message.role
-    content: Any = message.content or ""
+    content: Any = message.content
     if isinstance(content, list):
-        texts = [part.text for part in content if isinstance(part, TextPart)]
-        is_text = len(texts) == len(content)
-        content = "".join(texts) if is_text else [_template_part(part) for part in content]
-    found: dict[str, Any] = {"role": role, "content": content}
+        content = [_template_part(part) for part in content]
+    found: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         found["name"] = message.name
     if message.tool_call_id is not None:

@@ -10,8 +10,13 @@ import typer
 
 from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.flags import EngineDir, MultimodalEngineDir, Verify
-from edgellm.device_runtime.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.requests.flags import (
+    AllowSpecialTokens,
+    EngineDir,
+    MultimodalEngineDir,
+    Verify,
+)
+from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.serve.flags import (
     AllowNoKey,
     AllowOrigins,
@@ -32,7 +37,7 @@ from edgellm.tools.serve.flags import (
 if TYPE_CHECKING:
     from socket import socket
 
-    from edgellm.device_runtime.llm import LLM
+    from edgellm.device_runtime.engine.llm import LLM
     from edgellm.tools.serve.settings import Settings
 
 app = App(CAMEL_CASE)
@@ -58,6 +63,7 @@ def edgellm_serve(
     image_hosts: ImageHosts = None,
     allow_origins: AllowOrigins = None,
     context_reuse: ContextReuse = True,
+    allow_special_tokens: AllowSpecialTokens = False,
     verify: Verify = None,
 ) -> None:
     """Answer OpenAI's and Triton's requests over HTTP, one after the other."""
@@ -81,7 +87,7 @@ def edgellm_serve(
     listener = server.listen(host, port)  # a taken port is told before the engine is loaded
     llm = engine.load(
         engine_dir, multimodal_engine_dir, how,
-        context_reuse=context_reuse, verify=verify,
+        context_reuse=context_reuse, allow_special_tokens=allow_special_tokens, verify=verify,
     )  # fmt: skip
     _run(llm, wanted, listener, host, drain_timeout)
 

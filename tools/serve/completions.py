@@ -6,8 +6,8 @@ import time
 import uuid
 from typing import Any
 
-from edgellm.device_runtime.llm import LLM, Step
-from edgellm.device_runtime.logprobs import TokenLogprobs
+from edgellm.device_runtime.engine.llm import LLM, Step
+from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.tools.serve.engine import Ask
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished

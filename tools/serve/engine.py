@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgellm.contract import RequestError
-from edgellm.device_runtime.llm import LLM, Answer
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +30,25 @@ def load(
     how: SpecOptions | None,
     *,
     context_reuse: bool,
+    allow_special_tokens: bool = False,
     verify: bool | None,
 ) -> LLM:
     """The engine of a server; raises what `LLM` raises."""
     return LLM(
         engine_dir, verify=verify, spec=how, multimodal_engine_dir=multimodal_engine_dir,
-        context_reuse=context_reuse,
+        context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
     )  # fmt: skip
 
 
 def start(llm: LLM, ask: Ask) -> Answer:
     """An answer that is not iterated over yet; images are encoded.
 
-    Words of messages that read like special tokens stay words: only the chat template makes
-    special tokens. In a raw prompt they are special tokens, since it comes without a template.
-
     Raises:
         RequestError: the template refuses the messages, an image cannot be read, nothing fits.
     """
-    prompt = rendered(llm.tokenizer, ask) if isinstance(ask.prompt, list) else ask.prompt
+    prompt = ask.prompt
+    if isinstance(prompt, list):
+        prompt = llm.formatter.format(prompt, ask.template_flags)
     return llm.generate_text(
         prompt,
         images=ask.images,
@@ -59,28 +57,3 @@ def start(llm: LLM, ask: Ask) -> Answer:
         max_generate_length=ask.max_tokens or llm.manifest.max_kv_cache_capacity,
         stop=ask.stop,
     )
-
-
-def rendered(tokenizer: ChatTokenizer, ask: Ask) -> str:
-    """The messages of an `Ask` in the chat template, with the marks of `ChatTokenizer.as_text`.
-
-    Raises:
-        RequestError: the template refuses them.
-    """
-    try:
-        messages = _as_text(tokenizer, ask.prompt)
-        flags = {"add_generation_prompt": True, **_as_text(tokenizer, dict(ask.template_flags))}
-        return tokenizer.render(messages, **flags)
-    except RecursionError:
-        raise RequestError("the messages are nested too deeply") from None
-
-
-def _as_text(tokenizer: ChatTokenizer, value: Any) -> Any:
-    """JSON whose strings, at any depth, hold no special tokens."""
-    if isinstance(value, str):
-        return tokenizer.as_text(value)
-    if isinstance(value, list):
-        return [_as_text(tokenizer, item) for item in value]
-    if isinstance(value, dict):
-        return {tokenizer.as_text(key): _as_text(tokenizer, item) for key, item in value.items()}
-    return value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.device_runtime.llm import Step
-from edgellm.device_runtime.profile import RoundCounts
+from edgellm.device_runtime.engine.llm import Step
+from edgellm.device_runtime.engine.profile import RoundCounts
 
 
 @dataclass(frozen=True, slots=True)

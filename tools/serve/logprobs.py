@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgellm.device_runtime.logprobs import TokenLogprobs
+from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 
 _LEAST = -9999.0  # JSON has no infinities

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgellm.device_runtime.llm import Step
+from edgellm.device_runtime.engine.llm import Step
 
 
 def origins(step: Step) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from edgellm.device_runtime.guidance import Guide
-from edgellm.device_runtime.sampling import (
+from edgellm.device_runtime.sampling.guidance import Guide
+from edgellm.device_runtime.sampling.sampler import (
     LARGEST_BIAS,
     LARGEST_REPETITION,
     MOST_STOPS,

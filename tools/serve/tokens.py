@@ -7,10 +7,8 @@ from typing import Annotated, Any
 import anyio.to_thread
 from pydantic import Field
 
-from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.tools.serve.chat import messages_of
-from edgellm.tools.serve.engine import Ask, rendered
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.forms import Body
 from edgellm.tools.serve.schemas import Message, TemplateFlags, TokenId
@@ -46,8 +44,7 @@ class TokenizeRequest(Body):
         messages, images = await messages_of(self.messages or (), ImageRules())
         if images:
             raise ApiError(400, "messages: only text is counted here", param="messages")
-        ask = Ask(messages, SamplingParams(), template_flags=self._flags())
-        text = await anyio.to_thread.run_sync(rendered, llm.tokenizer, ask)
+        text = await anyio.to_thread.run_sync(llm.formatter.format, messages, self._flags())
         return await _encoded(llm, text, add_special_tokens=bool(self.add_special_tokens))
 
     def _flags(self) -> dict[str, Any]:

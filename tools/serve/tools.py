@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from edgellm.device_runtime.guidance import Guide
-from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.forms import Body

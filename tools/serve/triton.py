@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from edgellm.device_runtime.llm import Step
-from edgellm.device_runtime.sampling import MOST_STOPS, SamplingParams
+from edgellm.device_runtime.engine.llm import Step
+from edgellm.device_runtime.sampling.sampler import MOST_STOPS, SamplingParams
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 from edgellm.tools.serve.engine import Ask
 from edgellm.tools.serve.errors import ApiError

@@ -11,7 +11,7 @@ from interpreted import launch
 
 from edgellm.contract import LOGITS, EdgeLLMError
 from edgellm.device_runtime.kernels.triton import acceptance, picks
-from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.sessions.decoder import PassResult
 from edgellm.device_runtime.speculate.accept import accept_exactly
 from edgellm.device_runtime.speculate.tree import Tree

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgellm.contract import LOGITS
-from edgellm.device_runtime.sampling import Sampler, SamplingParams
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.sessions.decoder import PassResult
 from edgellm.device_runtime.speculate.accept import (
     Accepted,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from dataclasses import dataclass, field
 
 import pytest
+from stepping import by_cost, learned_of
 
 from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafter import ImageIds, TreeDrafter
-from edgellm.device_runtime.speculate.lookup import Continuation, LookupSource
-from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.lookup import Continuation, LearnedLookup
+from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
 
 
 @dataclass
@@ -21,7 +25,7 @@ class Saying:
     most: int = 8
     told: list[int] = field(default_factory=list)
 
-    def begin(self) -> None:
+    def end(self) -> None:
         self.told = []
 
     def extend(self, token_ids) -> None:
@@ -42,14 +46,20 @@ class Noting(Calibration):
         self.learned.append((confidences.tolist(), accepted.tolist()))
 
 
-def drafter_of(*said: list[int], policy=None, **options) -> TreeDrafter:
+def drafter_of(*said: list[int], **options) -> TreeDrafter:
     limits = TreeLimits(4, 6, 20)
     chances = (0.5, 0.4, 0.3)
-    sources = [
-        LookupSource(Saying(tokens, chance), Noting())
+    lookups = tuple(
+        LearnedLookup(functools.partial(Saying, tokens, chance), Noting())
         for tokens, chance in zip(said, chances, strict=False)
-    ]
-    return TreeDrafter(policy or FixedTree(limits), limits, lookups=sources, **options)
+    )
+    learned = dataclasses.replace(learned_of(FixedTree(limits)), lookups=lookups)
+    return begun(TreeDrafter(learned, limits, **options))
+
+
+def begun(drafter: TreeDrafter) -> TreeDrafter:
+    drafter.begin([])
+    return drafter
 
 
 def tree_paths(tree) -> list[tuple[int, ...]]:
@@ -76,7 +86,7 @@ def test_outcomes_are_told_to_whoever_guessed():
     tree = drafter.propose(9, 20, 10)
     paths = tree_paths(tree)
     drafter.learn(tree, [paths.index(path) for path in [(), (1,), (1, 4)]], 3)
-    first, second, third = (source.calibration.learned for source in drafter._lookups)
+    first, second, third = (source.calibration.learned for source in drafter._sources)
     assert first == [([0.5, 0.5], [1, 0])]
     assert [sorted(zip(*learned, strict=True)) for learned in second] == [[(0.4, 0), (0.4, 1)]]
     assert third == [([0.3], [0])]
@@ -86,28 +96,28 @@ def test_outcomes_are_told_to_whoever_guessed():
 def test_lookups_hear_all_but_images():
     drafter = drafter_of([1], image_ids=ImageIds(100, None))
     drafter.remember([5, 100, 101, 6])
-    assert drafter._lookups[0].lookup.told == [5, 6]
-    drafter.begin([])
-    assert drafter._lookups[0].lookup.told == []
+    assert drafter._sources[0].lookup.told == [5, 6]
+    (source,) = drafter._sources
+    drafter.end()
+    assert source.lookup.told == []
 
 
 @pytest.mark.parametrize(("last_ms", "size"), [(10.5, 7), (44.5, 4), (58, 1)])
 def test_chains_are_as_long_as_they_pay(last_ms, size):
     """A token is worth 8.3 ms: 0.12 for each millisecond, a fifth more than plain decoding's."""
     costs = Costs.of({"1": 10, "7": last_ms, "20": 99})
-    policy = CostAwareTree(TreeLimits(4, 6, 20), costs, Calibration())
-    said = Saying([1, 2, 3, 4, 5, 6], 0.9)
-    drafter = TreeDrafter(policy, TreeLimits(4, 6, 20), lookups=[LookupSource(said)])
+    limits = TreeLimits(4, 6, 20)
+    learned = by_cost(limits, costs, lookups=[lambda: Saying([1, 2, 3, 4, 5, 6], 0.9)])
+    drafter = begun(TreeDrafter(learned, limits))
     assert len(drafter.propose(9, 20, 10)) == size
 
 
 def test_a_losing_lookup_is_left_alone_for_a_while():
     costs = Costs.of({"1": 10, "2": 11, "7": 14})
-    policy = CostAwareTree(TreeLimits(4, 6, 20), costs, Calibration(prior_weight=1e6))
-    drafter = TreeDrafter(
-        policy, TreeLimits(4, 6, 20),
-        lookups=[LookupSource(Saying([1, 2, 3], 0.95), Calibration(prior_weight=1e6))],
-    )  # fmt: skip
+    limits, sure = TreeLimits(4, 6, 20), Calibration(prior_weight=1e6)
+    lookup = LearnedLookup(lambda: Saying([1, 2, 3], 0.95), Calibration(prior_weight=1e6))
+    learned = dataclasses.replace(by_cost(limits, costs, sure), lookups=(lookup,))
+    drafter = begun(TreeDrafter(learned, limits))
     sizes = []
     for _ in range(56):  # trials of twelve rounds
         tree = drafter.propose(9, 20, 10)

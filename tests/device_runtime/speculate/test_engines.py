@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 from eagle_reference import Reference, tree_mask
+from stepping import speculate
 
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.profile import Profile
-from edgellm.device_runtime.prove import prove
-from edgellm.device_runtime.requests import Options
-from edgellm.device_runtime.sampling import Sampler
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.requests.prove import prove
+from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions import draft
 from edgellm.device_runtime.sessions.decoder import open_decoder
-from edgellm.device_runtime.speculate.loop import speculate
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.tree import Tree
 from edgellm.manifest import DRAFT_ENGINE, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
@@ -235,6 +235,8 @@ class Knowing:
 
     def confidences(self, tree) -> list[float]:
         return [1.0] * len(tree)
+
+    def end(self) -> None: ...
 
     def propose(self, root: int, room: int, levels: int) -> Tree:
         assert root == self.answer[self.at - 1]

@@ -14,19 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from medusa_heads import log_probs, make_tensors
 from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictHeads
+from stepping import by_cost, generate, learned_of, speculate
 
 from edgellm.contract import LimitError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.generate import generate
-from edgellm.device_runtime.profile import Profile
-from edgellm.device_runtime.sampling import Sampler
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions.heads import open_heads
-from edgellm.device_runtime.speculate.calibration import Calibration
-from edgellm.device_runtime.speculate.lookup import LookupSource
-from edgellm.device_runtime.speculate.loop import speculate
-from edgellm.device_runtime.speculate.medusa import MedusaDrafter
-from edgellm.device_runtime.speculate.ngram import NgramLookup
-from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.speculate.drafters.medusa import MedusaDrafter
+from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
+from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
 from edgellm.device_runtime.speculate.static_tree import StaticTree
 from edgellm.manifest import DRAFT_ENGINE, load_engine
 
@@ -56,16 +54,18 @@ class Setup:
         self.base = StrictBase(capacity)
         self.heads = StrictHeads(self.base, DRAFTS[draft], limits.steps)
         costs = COSTS.get(policy, COSTS["fair"])
-        made = {
-            "fixed": lambda: FixedTree(limits), "static": lambda: StaticTree(choices),
-        }.get(policy, lambda: CostAwareTree(limits, costs, Calibration()))()  # fmt: skip
-        sources = [LookupSource(NgramLookup())] if lookups else []
-        self.drafter = MedusaDrafter(self.heads, made, limits, costs, lookups=sources)
+        starts = [NgramLookup] if lookups else []
+        if policy in ("fixed", "static"):
+            made = FixedTree(limits) if policy == "fixed" else StaticTree(choices)
+            learned = learned_of(made, costs, starts)
+        else:
+            learned = by_cost(limits, costs, lookups=starts)
+        self.start = lambda: MedusaDrafter(self.heads, learned, limits, costs)
 
     def rounds(self, prompt, params, count, prefill_rows=64):
         return list(
             speculate(
-                self.base, self.drafter, prompt, Sampler(params, prompt), count, Profile(),
+                self.base, self.start(), prompt, Sampler(params, prompt), count, Profile(),
                 prefill_rows=prefill_rows,
             )
         )  # fmt: skip

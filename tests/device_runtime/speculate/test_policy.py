@@ -7,20 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_sessions import StrictBase, StrictDraft, guesser, half_right
+from stepping import by_cost, learned_of
 
 from edgellm.device_runtime.speculate.calibration import Calibration
-from edgellm.device_runtime.speculate.committed import CommittedRows
-from edgellm.device_runtime.speculate.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.costs import Costs, price
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafter import Learned
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
 from edgellm.device_runtime.speculate.lookup import Continuation
-from edgellm.device_runtime.speculate.ngram import NgramLookup
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.speculate.policy import (
-    CostAwareTree,
-    Costs,
-    FixedTree,
-    TreeLimits,
-    price,
-)
+from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
 from edgellm.device_runtime.speculate.static_tree import NAMED, StaticTree
 from edgellm.device_runtime.speculate.tree import Pool, Tree
 
@@ -29,13 +26,15 @@ DEAR = Costs.of({"1": 10, "2": 30, "64": 900}, {"1": 8, "64": 50}, {"1": 8, "64"
 NONE = np.zeros(0)
 
 
-def proposed(policy, limits, draft, context=(3, 1, 4), capacity=100, **options) -> Tree:
-    """The tree that a drafter makes of a context."""
+def proposed(learned, limits, draft, context=(3, 1, 4), capacity=100, **options) -> Tree:
+    """The tree that a drafter makes of a context; `learned` may be a policy alone."""
+    if not isinstance(learned, Learned):
+        learned = learned_of(learned)
     features = StrictBase(100).run(np.array(context[:-1]), 0, np.array([0])).taps
     session = StrictDraft(capacity, draft)
     rows = options.pop("max_tree_rows", limits.top_k * limits.steps)
     committed = CommittedRows(session, limits.steps + 1)
-    drafter = EagleDrafter(committed, policy, limits, FREE, max_tree_rows=rows)
+    drafter = EagleDrafter(committed, learned, limits, FREE, max_tree_rows=rows)
     drafter.begin(context[:1])
     drafter.observe(np.array(context[1:]), features)
     drafter.catch_up()
@@ -136,7 +135,7 @@ def test_the_named_tree_is_the_published_one():
     is_fixed=st.booleans(),
 )
 def test_trees_keep_all_limits(limits, room, levels, capacity, rows, is_fixed):
-    policy = FixedTree(limits) if is_fixed else CostAwareTree(limits, FREE, Calibration())
+    policy = FixedTree(limits) if is_fixed else by_cost(limits, FREE)
     tree = proposed(
         policy, limits, half_right, room=room, levels=levels, capacity=capacity, max_tree_rows=rows
     )
@@ -157,8 +156,9 @@ def pool_of(confidences, policy) -> Pool:
 
 def test_nothing_is_drafted_when_verification_is_too_dear():
     limits = TreeLimits()
-    policy = CostAwareTree(limits, DEAR, Calibration())
-    assert len(proposed(policy, limits, half_right)) == 1
+    learned = by_cost(limits, DEAR)
+    assert len(proposed(learned, limits, half_right)) == 1
+    policy = learned.policy
     pool = pool_of([0.9, 0.05], policy)
     prices = price(DEAR.step, np.arange(1, 51))
     assert len(policy.frontier(pool, np.array([1, 2]), prices)) == 0
@@ -167,14 +167,14 @@ def test_nothing_is_drafted_when_verification_is_too_dear():
 
 def test_trees_grow_when_rows_are_free():
     limits = TreeLimits(10, 6, 60)
-    assert len(proposed(CostAwareTree(limits, FREE, Calibration()), limits, half_right)) == 60
+    assert len(proposed(by_cost(limits, FREE), limits, half_right)) == 60
 
 
 def test_the_price_decides_where_the_tree_is_cut():
     """A row more costs 2 ms of a pass of 10 ms: a node pays at a chance of 0.2 tokens."""
     costs = Costs.of({"1": 10, "11": 30}, {"1": 1, "11": 1}, {"1": 1, "11": 1})
-    policy = CostAwareTree(TreeLimits(), costs, Calibration())
-    policy._tokens, policy._ms = 1.0, 10.0
+    learned = by_cost(TreeLimits(), costs)
+    learned.controller.pace.tokens, policy = 1.0, learned.policy
     pool = pool_of([0.9, 0.7, 0.34, 0.12, 0.05, 0.01], policy)
     chances = np.exp(pool.scores[1:])
     assert policy.select(pool, 10).tolist() == (np.flatnonzero(chances > 0.2) + 1).tolist()
@@ -184,48 +184,10 @@ def test_the_price_decides_where_the_tree_is_cut():
 
 def test_no_tree_has_more_rows_than_were_measured():
     costs = Costs.of({"1": 10, "4": 10}, {"1": 0, "4": 0}, {"1": 0})
-    policy = CostAwareTree(TreeLimits(), costs, Calibration())
+    policy = by_cost(TreeLimits(), costs).policy
     pool = pool_of([0.9] * 10, policy)
     assert len(policy.select(pool, 50)) == 3
     assert len(policy.frontier(pool, np.arange(1, 11), np.zeros(4))) == 4
-
-
-def test_losing_pauses_longer_and_longer_and_wakes_again():
-    costs = Costs.of({"1": 10, "2": 12}, {"1": 1}, {"1": 1})
-    policy = CostAwareTree(TreeLimits(), costs, Calibration())
-    pauses = []
-    for _ in range(8):
-        while policy.is_worthwhile():
-            policy.end_round(1, 15, 2)  # one token in 27 ms instead of 10
-        length = 0
-        while not policy.is_worthwhile():
-            policy.end_round(1, 0, 1)
-            length += 1
-        pauses.append(length)
-    assert pauses == [32, 64, 128, 256, 512, 512, 512, 512]
-    for _ in range(60):
-        policy.end_round(4, 2, 2)
-        assert policy.is_worthwhile()
-    while policy.is_worthwhile():
-        policy.end_round(1, 15, 2)
-    assert policy._pause == 32  # what went well is not held against it
-
-
-def test_the_rate_follows_the_rounds_and_never_falls_below_plain_decoding():
-    policy = CostAwareTree(TreeLimits(), FREE, Calibration())
-    for _ in range(400):
-        policy.end_round(5, 5, 2)
-    assert policy.rate == pytest.approx(5 / 15, rel=0.01)
-    for _ in range(6):
-        policy.end_round(1, 900, 2)
-    assert policy.rate == pytest.approx(1 / 10)
-
-
-def test_fixed_trees_never_pause():
-    policy = FixedTree(TreeLimits())
-    policy.end_round(1, 1e9, 60)
-    policy.learn(np.array([0.9]), np.array([0]))
-    assert policy.is_worthwhile()
 
 
 def test_calibration_takes_the_draft_at_its_word_at_first():

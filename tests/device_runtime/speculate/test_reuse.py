@@ -9,18 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, recorded
+from stepping import by_cost, generate, learned_of, speculate
 
-from edgellm.device_runtime.generate import generate
-from edgellm.device_runtime.prefix_cache import KeptContexts, count_common
-from edgellm.device_runtime.profile import Profile
-from edgellm.device_runtime.sampling import Sampler, SamplingParams
-from edgellm.device_runtime.speculate.calibration import Calibration
-from edgellm.device_runtime.speculate.committed import CommittedRows
-from edgellm.device_runtime.speculate.eagle import EagleDrafter
-from edgellm.device_runtime.speculate.lookup import LookupSource
-from edgellm.device_runtime.speculate.loop import speculate
-from edgellm.device_runtime.speculate.ngram import NgramLookup
-from edgellm.device_runtime.speculate.policy import CostAwareTree, Costs, FixedTree, TreeLimits
+from edgellm.device_runtime.engine.prefix_cache import KeptContexts, count_common
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
+from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
+from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
 
 CAPACITY = 96
 LIMITS = TreeLimits(3, 4, 12)
@@ -50,19 +48,12 @@ class Chat:
         self.session = recorded(self.base)
         self.draft_session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
         self.rows = CommittedRows(self.draft_session, LIMITS.steps + 1)
-        self.drafters = {
-            params: EagleDrafter(
-                self.rows, self._policy(), LIMITS, FREE, max_tree_rows=12,
-                lookups=[LookupSource(NgramLookup())],
-            )
-            for params in (GREEDY, SAMPLED)
-        }  # fmt: skip
+        self.learned = {params: self._nothing_learned() for params in (GREEDY, SAMPLED)}
 
-    def _policy(self):
+    def _nothing_learned(self):
         if self.policy == "fixed":
-            return FixedTree(LIMITS)
-        costs = {"free": FREE, "dear": DEAR}[self.policy]
-        return CostAwareTree(LIMITS, costs, Calibration())
+            return learned_of(FixedTree(LIMITS), lookups=[NgramLookup])
+        return by_cost(LIMITS, {"free": FREE, "dear": DEAR}[self.policy], lookups=[NgramLookup])
 
     def ask(
         self, prompt, *, speculates=False, params=GREEDY, count=12, stop_after=None, breaks=None
@@ -96,8 +87,9 @@ class Chat:
             yield [token]
 
     def _speculated(self, prompt, params, count):
+        drafter = EagleDrafter(self.rows, self.learned[params], LIMITS, FREE, max_tree_rows=12)
         for found in speculate(
-            self.session, self.drafters[params], prompt, Sampler(params), count, Profile(),
+            self.session, drafter, prompt, Sampler(params), count, Profile(),
             prefill_rows=self.prefill_rows, reused=self.reused,
         ):  # fmt: skip
             yield list(found.token_ids)
@@ -187,15 +179,15 @@ def test_what_the_draft_missed_is_computed_again():
 def test_a_pause_of_drafting_loses_no_rows():
     """Features wait over answers; the draft is given them when it wakes."""
     chat = Chat(policy="dear")
-    policy = chat.drafters[GREEDY]._policy
-    policy._pause, prompt = 500, PROMPT
+    pace = chat.learned[GREEDY].controller.pace
+    pace.pause, prompt = 500, PROMPT
     for turn in range(3):
         tokens = chat.ask(prompt, speculates=True)
         assert tokens == alone(prompt)
         assert chat.reused == (len(prompt) - 2 if turn else 0)
         assert (chat.rows.length, chat.rows.held(chat.text)) == (0, len(chat.text) - 1)
         prompt = [*prompt, *tokens, 7]
-    policy._pause = 0
+    pace.pause = 0
     assert chat.ask(prompt, speculates=True) == alone(prompt)
     assert chat.reused == len(prompt) - 2
     assert chat.rows.length > chat.reused
@@ -269,7 +261,7 @@ def test_a_draft_that_fails_forgets_only_what_it_did_not_write(breaks, monkeypat
 
 def test_kept_rows_come_back_in_both_caches():
     chat, kept = Chat(policy="dear"), KeptContexts()
-    chat.drafters[GREEDY]._policy._pause = 500
+    chat.learned[GREEDY].controller.pace.pause = 500
     chat.ask(PROMPT, speculates=True)
     caches = [chat.session, chat.rows]
     assert kept.keep(PROMPT[:7], caches)
@@ -329,7 +321,7 @@ def test_rows_that_are_gone_are_not_kept():
 
 def test_rows_that_waited_are_gone_when_others_are_loaded():
     chat = Chat(policy="dear")
-    chat.drafters[GREEDY]._policy._pause = 500
+    chat.learned[GREEDY].controller.pace.pause = 500
     chat.ask([5, 6, 7], speculates=True)
     saved = chat.rows.read_rows(2)
     chat.ask([8, 6, 7], speculates=True)

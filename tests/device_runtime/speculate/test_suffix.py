@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.device_runtime.speculate.suffix import SuffixAutomaton, SuffixLookup
+from edgellm.device_runtime.speculate.drafters.suffix import SuffixAutomaton, SuffixMemory
 
 TEXTS = st.one_of(
     st.lists(st.integers(0, 2), max_size=60),
@@ -53,7 +53,7 @@ def test_the_match_is_the_longest_at_every_token(text):
 @settings(max_examples=150)
 @given(TEXTS, st.integers(1, 9))
 def test_continuations_are_what_followed(text, longest):
-    lookup = SuffixLookup(longest=longest, branches=99)
+    lookup = SuffixMemory(longest=longest, branches=99).begin()
     lookup.extend(text)
     found, length = lookup.continuations(), longest_match(text)
     if length < 2:
@@ -70,18 +70,18 @@ def test_continuations_are_what_followed(text, longest):
 
 
 def test_the_latest_place_comes_first():
-    lookup = SuffixLookup(longest=2, branches=2)
+    lookup = SuffixMemory(longest=2, branches=2).begin()
     lookup.extend([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 5, 9, 1, 2])
     first, second = lookup.continuations()
     assert (first.token_ids, second.token_ids) == ([5, 9], [4, 9])
     assert first.confidences[0] > second.confidences[0]
-    lookup = SuffixLookup(longest=2)
+    lookup = SuffixMemory(longest=2).begin()
     lookup.extend([5, 1, 2, 3, 8, 6, 1, 2, 3, 7, 4, 1, 2])
     assert [one.token_ids for one in lookup.continuations()] == [[3, 7]]
 
 
 def test_a_loop_goes_on_looping():
-    lookup = SuffixLookup(longest=8)
+    lookup = SuffixMemory(longest=8).begin()
     lookup.extend([7, 7, 7])
     assert lookup.continuations()[0].token_ids == [7] * 8
     lookup.extend([1, 2, 3, 1, 2, 3, 1])
@@ -89,10 +89,12 @@ def test_a_loop_goes_on_looping():
 
 
 def test_earlier_requests_are_remembered_but_not_beyond_their_ends():
-    lookup = SuffixLookup()
+    memory = SuffixMemory()
+    lookup = memory.begin()
     lookup.extend([1, 2, 3, 4, 5])
-    lookup.begin()
-    lookup.begin()
+    lookup.end()
+    memory.begin().end()
+    lookup = memory.begin()
     lookup.extend([9, 2, 3])
     (found,) = lookup.continuations()
     assert found.token_ids == [4, 5]
@@ -100,14 +102,58 @@ def test_earlier_requests_are_remembered_but_not_beyond_their_ends():
     assert lookup.continuations() == []
 
 
+def _joined(earlier: list[list[int]], own: list[int]) -> tuple[int, set[int]]:
+    """The longest match of the own text in one text of all, and what followed it."""
+    tokens = [token for request in earlier for token in (*request, -1)] + own
+    sizes = range(1, len(own) + bool(earlier) + 1)
+    length = max((size for size in sizes if earlier_places(tokens, size)), default=0)
+    return length, {tokens[end] for end in earlier_places(tokens, length)} - {-1}
+
+
+@settings(max_examples=150)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=5), TEXTS)
+def test_earlier_requests_and_the_own_text_are_as_one(earlier, own):
+    memory = SuffixMemory(branches=99)
+    for request in earlier:
+        lookup = memory.begin()
+        lookup.extend(request)
+        lookup.end()
+    lookup = memory.begin()
+    for count, token in enumerate(own, start=1):
+        lookup.extend([token])
+        length, following = _joined(earlier, own[:count])
+        if length >= 2:
+            assert {one.token_ids[0] for one in lookup.continuations()} == following
+        else:
+            assert lookup.continuations() == []
+
+
+def test_requests_that_end_meanwhile_are_known():
+    memory = SuffixMemory()
+    first, other = memory.begin(), memory.begin()
+    first.extend([1, 2])
+    other.extend([7, 1, 2, 3])
+    other.end()
+    assert first.continuations() == []
+    memory.begin()
+    assert [one.token_ids for one in first.continuations()] == [[3]]
+    first.extend([3, 1, 2])
+    assert first.continuations()[0].token_ids[:3] == [3, 1, 2]
+
+
 @pytest.mark.parametrize("memory", [2, 7, 64])
 def test_memory_is_bounded_and_the_newest_stays(memory):
-    lookup = SuffixLookup(memory_tokens=memory)
+    kept = SuffixMemory(memory_tokens=memory)
     for request in range(60):
-        lookup.begin()
+        lookup = kept.begin()
         for token_id in range(request % 5, 12):
             lookup.extend([token_id])
-            assert len(lookup.automaton.tokens) <= memory
-            assert len(lookup.automaton.next) <= 2 * memory
-    lookup.extend([8, 9, 8, 9])
+            for text in (lookup._own, kept.text):
+                assert len(text.automaton.tokens) <= memory
+                assert len(text.automaton.next) <= 2 * memory
+        lookup.end()
+    lookup = kept.begin()
+    lookup.extend([8, 9])
+    assert memory < 7 or lookup.continuations()[0].token_ids[0] == 10
+    lookup.extend([8, 9])
     assert memory < 7 or lookup.continuations()[0].token_ids[0] in (8, 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from eagle_reference import BASE_HIDDEN, VOCAB
 from image_checkpoints import picture
 from vlm_engines import Engines, build_vlm
 
-from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.sampling import SamplingParams
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions import ImageRows
 from edgellm.device_runtime.sessions.draft import DraftSession, open_draft
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -89,6 +90,36 @@ def test_speculated_answers_are_the_plain_ones(engines, tmp_path, temperature, t
         speculated, rounds = ask(*items, speculative=True)
         assert speculated == plain
         assert rounds > 0 or len(plain) == 1
+
+
+@pytest.mark.parametrize("reuses", [False, True], ids=["", "reuse"])
+def test_questions_about_pictures_in_turns(engines, tmp_path, reuses):
+    """Each sees its own: `a` and `b` have the same ids, and stand where the other's stood."""
+    for name, size in (("a", (33, 21)), ("b", (33, 21))):
+        picture(*size, seed=ord(name)).save(tmp_path / name, "png")
+    llm = LLM(
+        engines.engine, spec=SpecOptions(top_k=4, steps=3, verify_size=12, tree="fixed"),
+        multimodal_engine_dir=engines.visual_engine, context_reuse=reuses,
+    )  # fmt: skip
+
+    def ask(name: str, *, speculative: bool = True):
+        items = [{"type": "image", "image": tmp_path / name}] if name else []
+        content = [*items, {"type": "text", "text": "w1 w2"}]
+        return llm.generate(
+            [{"role": "user", "content": content}], sampling=SamplingParams(temperature=0),
+            max_generate_length=12, speculative=speculative,
+        )  # fmt: skip
+
+    alone = {}
+    for name in ("a", "b", ""):
+        answer = ask(name, speculative=False)
+        list(answer)
+        alone[name] = answer.token_ids
+    for speculative in (True, False):
+        answers = {name: ask(name, speculative=speculative or name == "b") for name in alone}
+        for _ in itertools.zip_longest(*answers.values()):
+            pass
+        assert {name: answer.token_ids for name, answer in answers.items()} == alone
 
 
 def _common(ones: list, others: list) -> int:

@@ -10,7 +10,7 @@ import pytest
 from image_checkpoints import picture
 from vlm_engines import build_vlm
 
-from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.evaluate import divergence
 from edgellm.tools.evaluate.answers import read_records

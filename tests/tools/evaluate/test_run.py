@@ -14,7 +14,7 @@ import pytest
 from conftest import assert_one_line_error
 
 from edgellm.contract import EdgeLLMError, LimitError
-from edgellm.device_runtime.llm import LLM
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.tools.evaluate import divergence
 from edgellm.tools.evaluate.answers import AnswerLog
 from edgellm.tools.evaluate.questions import Question

@@ -15,7 +15,7 @@ from lettered_engine import with_letters
 
 from edgellm.contract import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.guidance import Guide
+from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.tool_calls.grammar import forced_calls
 from edgellm.tools.serve.tool_calls.hermes import HermesParser

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.llm import Step
+from edgellm.device_runtime.engine.llm import Step
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.chat import ChatWriter, ask_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.guidance import JSON_FORM
+from edgellm.device_runtime.sampling.guidance import JSON_FORM
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,184 @@
+"""The images of a request: features of the encoder, text and token ids of the prompt, positions."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from edgellm.contract import PIXEL_VALUES, BrokenArtifactError, RequestError
+from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.sessions import F32, ImageRows
+from edgellm.device_runtime.sessions.encoder import open_encoder
+from edgellm.integrity import FileCheck
+from edgellm.manifest import VISUAL_ENGINE, DecoderSpec, Engine, load_engine
+from edgellm.multimodal import processors
+from edgellm.multimodal.grids import grid_inputs
+from edgellm.multimodal.images import content_hash, open_image
+from edgellm.multimodal.positions import rotary_positions
+from edgellm.multimodal.processors import Prepared
+
+CACHE_BYTES = 256 << 20  # of features that are kept for further questions
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One image as the language model sees it."""
+
+    content: str  # `content_hash` of the picture
+    prepared: Prepared  # without its pixels
+    embeds: F32  # [N, H]
+    deepstack: F32  # [L, N, H]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the features."""
+        return self.embeds.nbytes + self.deepstack.nbytes
+
+
+@runtime_checkable
+class _Merges(Protocol):
+    def merged(self, grid: tuple[int, int]) -> tuple[int, int]: ...
+
+
+class ImageReader:
+    """A loaded visual engine, its image processor and the features of the latest images."""
+
+    def __init__(
+        self,
+        folder: Path,
+        decoder: DecoderSpec,
+        *,
+        verify: bool | None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        """Load a visual engine for a decoder; `verify` as for `FileCheck`.
+
+        Raises:
+            BrokenArtifactError: damaged, or of another model than the decoder.
+        """
+        manifest = load_engine(folder, VISUAL_ENGINE)
+        _require_match(folder, manifest, decoder)
+        assert decoder.images is not None
+        self.manifest = manifest
+        with FileCheck(folder, manifest.files, verify):
+            self.processor = processors.load(folder)
+            self._session = open_encoder(folder, manifest)
+        self._decoder, self._token_id = decoder, decoder.images.token_id
+        self._kept: OrderedDict[str, Seen] = OrderedDict()
+        self._room = cache_bytes
+
+    def see(self, sources: Sequence[str], folder: Path) -> list[Seen]:
+        """Features of images; those that were seen lately are not computed again.
+
+        Args:
+            sources: paths, `file://` or `data:` URIs.
+            folder: where relative paths begin.
+
+        Raises:
+            RequestError: one that cannot be read, or too many tokens together.
+        """
+        total, most = 0, self.manifest.max_image_tokens
+        found = []
+        for source in sources:
+            found.append(self._see(source, folder))
+            total += found[-1].prepared.num_tokens
+            if total > most:
+                raise RequestError(
+                    f"{len(found)} of {len(sources)} images have {total} tokens, the engine takes "
+                    f"{most} in a request",
+                    hint=f"send fewer or smaller images, or build with --maxImageTokens {total}",
+                )
+        return found
+
+    def _see(self, source: str, folder: Path) -> Seen:
+        image = open_image(source, folder)
+        key = content_hash(image)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        prepared = self.processor.prepare(image, self.manifest.max_image_tokens_per_image)
+        least = self.manifest.min_image_tokens
+        if prepared.num_tokens < least:
+            raise RequestError(
+                f"an image of {image.width} x {image.height} pixels has {prepared.num_tokens} "
+                f"tokens, the engine was built for {least} and more",
+                hint=f"enlarge it, or build with --minImageTokens {prepared.num_tokens}",
+            )
+        inputs = {PIXEL_VALUES: prepared.pixels}
+        embeds, deepstack = self._session.encode(
+            inputs | grid_inputs(*prepared.grid, self.manifest.vision)
+        )
+        small = Prepared(np.zeros(0, np.float32), prepared.grid, len(embeds), prepared.prompt)
+        self._keep(Seen(key, small, embeds, deepstack))
+        return self._kept[key]
+
+    def _keep(self, seen: Seen) -> None:
+        """Add to the cache, and forget the oldest until it fits; the newest always stays."""
+        self._kept[seen.content] = seen
+        used = sum(kept.num_bytes for kept in self._kept.values())
+        while used > self._room and len(self._kept) > 1:
+            used -= self._kept.popitem(last=False)[1].num_bytes
+
+    def expand(self, text: str, seen: Sequence[Seen]) -> str:
+        """A rendered prompt with every placeholder as long as its image.
+
+        Raises:
+            RequestError: there are more or fewer placeholders than images.
+        """
+        return processors.expand(text, self.processor.image_token, [s.prepared for s in seen])
+
+    def prompt(self, token_ids: list[int], seen: Sequence[Seen]) -> Prompt:
+        """Token ids of an expanded prompt as a session reads them.
+
+        Raises:
+            RequestError: the image tokens are not those of the images.
+        """
+        ids = np.asarray(token_ids, np.int64)
+        places = np.flatnonzero(ids == self._token_id)
+        count = sum(len(one.embeds) for one in seen)
+        if len(places) != count:
+            raise RequestError(
+                f"the prompt has {len(places)} image tokens, its images have {count}",
+                hint="the text must not hold image tokens",
+            )
+        if not seen:
+            return Prompt(token_ids)
+        positions = None
+        if self._decoder.position_axes == 3:
+            assert isinstance(self.processor, _Merges)
+            grids = [self.processor.merged(one.prepared.grid) for one in seen]
+            positions = rotary_positions(ids, self._token_id, grids).prompt
+        ids[places] = self._decoder.vocab_size + np.arange(count)
+        keys = [one.content for one in seen for _ in one.embeds]
+        rows = ImageRows(
+            np.concatenate([one.embeds for one in seen]),
+            np.concatenate([one.deepstack for one in seen], axis=1),
+            positions,
+            keys=dict(enumerate(keys, self._decoder.vocab_size)),
+        )
+        return Prompt(ids.tolist(), rows)
+
+
+def _require_match(folder: Path, manifest: Engine, decoder: DecoderSpec) -> None:
+    vision, images = manifest.vision, decoder.images
+    if images is None:
+        raise BrokenArtifactError(
+            "the engine takes text only: it was not exported from a vision-language model",
+            hint="leave --multimodalEngineDir away, or give the engine of the whole model",
+        )
+    for what, of_decoder, of_encoder in (
+        ("model", images.model_type, vision.model_type),
+        ("hidden size", decoder.hidden_size, vision.hidden_size),
+        ("number of deepstack levels", images.num_deepstack, vision.num_deepstack),
+    ):
+        if of_decoder != of_encoder:
+            raise BrokenArtifactError(
+                f"{folder} is the encoder of another model: {what} {of_encoder}, the engine "
+                f"has {of_decoder}",
+                hint="give the visual engine that was exported from the same checkpoint",
+            )

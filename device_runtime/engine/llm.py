@@ -1,0 +1,287 @@
+"""The Python interface: `LLM(engine_dir).generate(...)` yields steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Sized
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgellm.contract import RequestError
+from edgellm.device_runtime.engine import arguments
+from edgellm.device_runtime.engine.answer import Answer
+from edgellm.device_runtime.engine.cache_slot import CacheSlot
+from edgellm.device_runtime.engine.endings import Endings
+from edgellm.device_runtime.engine.messages import Formatter
+from edgellm.device_runtime.engine.prefix_cache import count_common
+from edgellm.device_runtime.engine.profile import IMAGES, Profile
+from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.engine.sequence import Sequence, Step
+from edgellm.device_runtime.engine.step import step
+from edgellm.device_runtime.engine.turns import Turns
+from edgellm.device_runtime.sampling.guidance import Guidance
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
+from edgellm.device_runtime.sessions import ImageRows
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.speculate.open_drafter import Drafters, settled
+from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher
+from edgellm.integrity import FileCheck
+from edgellm.manifest import LLM_ENGINE, load_engine
+
+if TYPE_CHECKING:
+    from edgellm.device_runtime.engine.images import ImageReader, Seen
+
+__all__ = ["LLM", "Answer", "Step"]
+
+
+class LLM:
+    """A loaded engine with its tokenizer; `close` or `with` gives its memory back.
+
+    Threads may share it: answers are computed one after the other, see `Turns`.
+    """
+
+    def __init__(
+        self,
+        engine_dir: Path | str,
+        *,
+        verify: bool | None = None,
+        spec: SpecOptions | None = None,
+        multimodal_engine_dir: Path | str | None = None,
+        context_reuse: bool = False,
+        allow_special_tokens: bool = False,
+    ) -> None:
+        """Load an engine.
+
+        Args:
+            engine_dir: a folder made by llm_build on this machine.
+            verify: True checks the hash of every file, False only sizes; None checks the hashes
+                unless this was done since the files were last changed.
+            spec: decode speculatively; None decodes plainly.
+            multimodal_engine_dir: a folder made by visual_build, for prompts with images.
+            context_reuse: do not compute again what a prompt has in common with the prompt before
+                it and its answer; this may move last bits, as reading in other pieces does.
+            allow_special_tokens: words of messages that read like special tokens are such.
+
+        Raises:
+            BrokenArtifactError: damaged, or built for another machine or library version.
+            LimitError: `spec` exceeds what the engine was built for.
+            RequestError: an argument of the wrong kind.
+        """
+        arguments.check_loading(
+            engine_dir, verify, spec, multimodal_engine_dir,
+            context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
+        )  # fmt: skip
+        folder = Path(engine_dir)
+        self.manifest = load_engine(folder, LLM_ENGINE)
+        with FileCheck(folder, self.manifest.files, verify):
+            self.tokenizer = ChatTokenizer(folder)
+            session = open_decoder(folder, self.manifest)
+        self.formatter = Formatter(self.tokenizer, allow_special_tokens)
+        self._turns = Turns()
+        self._drafters: Drafters | None = None
+        spec = settled(spec, folder, self.manifest) if spec is not None else None
+        if spec is not None:
+            self._drafters = Drafters(folder, self.manifest, session, spec, verify=verify)
+        decoder, no_images = self.manifest.decoder, None
+        if decoder.images is not None:
+            no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
+        self._slot: CacheSlot | None = CacheSlot(
+            session, self.manifest.prefill_rows,
+            self._drafters.caches if self._drafters is not None else (),
+            no_images=no_images, reuses_context=context_reuse,
+        )  # fmt: skip
+        self.images: ImageReader | None = None
+        if multimodal_engine_dir is not None:
+            from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
+
+            self.images = ImageReader(
+                Path(multimodal_engine_dir), self.manifest.decoder, verify=verify
+            )
+        self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
+
+    @property
+    def slot(self) -> CacheSlot:
+        """The caches; raises `EdgeLLMError` behind `close`."""
+        self._turns.require_open()
+        assert self._slot is not None
+        return self._slot
+
+    @property
+    def session(self) -> DecoderSession:
+        """The base; raises as `slot`."""
+        return self.slot.session
+
+    @session.setter
+    def session(self, session: DecoderSession) -> None:
+        self.slot.session = session
+
+    def __enter__(self) -> LLM:
+        """`with LLM(...) as llm:` closes it at the end."""
+        self._turns.require_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """See `close`."""
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back behind the pass that runs; unfinished answers end in an error."""
+        self._turns.close()
+        self._slot = self._drafters = self.images = None
+
+    def generate(
+        self,
+        prompt: str | list[dict[str, Any]],
+        *,
+        sampling: SamplingParams | None = None,
+        max_generate_length: int = 256,
+        stop: Sized[str] = (),
+        speculative: bool = True,
+        **template_flags: Any,
+    ) -> Answer:
+        """Start an answer; nothing is computed before it is iterated over.
+
+        Args:
+            prompt: raw text, or chat messages for the model's template, whose content may be a
+                list of {"type": "text", "text": ...} and {"type": "image", "image": path or URI}.
+            sampling: None takes the defaults.
+            max_generate_length: at most this many tokens.
+            stop: strings that end the answer and do not appear in it.
+            speculative: False decodes plainly although `spec` was given.
+            template_flags: variables of the chat template, see `Formatter.format`.
+
+        Raises:
+            RequestError: the template refuses the messages, or the prompt does not fit.
+        """
+        images: list[str] = []
+        if isinstance(prompt, str):
+            text, is_raw = prompt, True
+            arguments.refuse_flags(template_flags)
+        else:
+            images = arguments.image_sources(prompt)
+            text, is_raw = self.formatter.format(prompt, template_flags), False
+        return self.generate_text(
+            text,
+            images=images,
+            add_special_tokens=is_raw,
+            sampling=SamplingParams() if sampling is None else sampling,
+            max_generate_length=max_generate_length,
+            stop=stop,
+            speculative=speculative,
+        )
+
+    def generate_text(
+        self,
+        text: str | Sized[int],
+        *,
+        images: Sized[str] = (),
+        add_special_tokens: bool,
+        sampling: SamplingParams,
+        max_generate_length: int,
+        stop: Sized[str],
+        speculative: bool = True,
+        system_prompt: str | None = None,
+    ) -> Answer:
+        """As `generate`, for a formatted text, or its token ids; images are encoded at once.
+
+        With `system_prompt`, which the text begins with, its rows are kept for later answers.
+        """
+        self._turns.require_open()
+        arguments.require_kind("sampling", sampling, SamplingParams, "a SamplingParams")
+        arguments.require_kind("speculative", speculative, bool, "True or False")
+        stops = StopMatcher(arguments.text_list("stop", stop))
+        max_tokens = arguments.require_length("max_generate_length", max_generate_length)
+        sampling.require_fit(self.manifest.decoder.vocab_size, max_tokens)
+        profile = Profile()
+        prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
+        max_tokens, warnings = self._fit(len(prompt.token_ids), max_tokens)
+        sampler = self.sampler(sampling, prompt)
+        endings = Endings(self.tokenizer.stream(), stops, sampler.ends, sampling.min_tokens)
+        sequence = Sequence(
+            prompt, sampler, max_tokens, profile, endings=endings, warnings=warnings
+        )
+        if speculative and self._drafters is not None:
+            sequence.drafter = self._drafters.start(greedy=sampling.is_greedy)
+            sequence.accept = self._drafters.options.accept
+        kept = None
+        if system_prompt is not None:
+            ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
+            kept = count_common(ids, prompt.token_ids)
+        return Answer(sequence, self._steps(sequence, kept))
+
+    def _steps(self, sequence: Sequence, kept: int | None) -> Iterator[Step]:
+        """Advance a sequence to its end; then keep so many of its rows for later prompts."""
+        try:
+            with self._turns.take() as turn:
+                while not sequence.is_over:
+                    with turn.computing():
+                        (steps,) = step(self.slot, [sequence])
+                        if sequence.is_over and kept is not None:
+                            sequence.warnings += self.slot.keep(sequence, kept)
+                    yield from steps
+        finally:
+            sequence.close()
+
+    def _prompt(
+        self,
+        text: str | Sized[int],
+        sources: Sized[str],
+        profile: Profile,
+        *,
+        add_special_tokens: bool,
+    ) -> Prompt:
+        images = self.images
+        if images is None:
+            if sources:
+                raise RequestError(
+                    "the engine takes text only", hint="give a multimodal_engine_dir"
+                )
+            return Prompt(self._ids(text, add_special_tokens=add_special_tokens))
+        seen: list[Seen] = []
+        if sources:
+            with self._turns.visiting(), profile.stage(IMAGES):
+                seen = images.see(sources, Path.cwd())
+        profile.image_tokens += [one.prepared.num_tokens for one in seen]
+        text = images.expand(text, seen) if isinstance(text, str) else text
+        return images.prompt(self._ids(text, add_special_tokens=add_special_tokens), seen)
+
+    def _ids(self, text: str | Sized[int], *, add_special_tokens: bool) -> list[int]:
+        if isinstance(text, str):
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if unknown := [i for i in text if not 0 <= i < self.manifest.decoder.vocab_size]:
+            raise RequestError(f"the model has no token {unknown[0]}")
+        return list(text)
+
+    def sampler(self, sampling: SamplingParams, prompt: Prompt) -> Sampler:
+        """What chooses the tokens of an answer; raises as `Guidance.start`."""
+        guide = sampling.guide
+        constraint = self._guidance.start(guide) if guide is not None else None
+        return Sampler(sampling, prompt.token_ids, constraint, self.manifest.eos_token_ids)
+
+    def _fit(self, prompt_tokens: int, wanted_tokens: int) -> tuple[int, list[str]]:
+        """Tokens that may be generated, and what must be said about it."""
+        longest, capacity = self.manifest.max_input_len, self.manifest.max_kv_cache_capacity
+        if prompt_tokens == 0:
+            raise RequestError("the prompt is empty")
+        if prompt_tokens > longest:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens, the engine takes {longest}",
+                hint="shorten it" + self._rebuild_hint(prompt_tokens),
+            )
+        room = capacity - prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"the prompt of {prompt_tokens} tokens fills the KV cache of {capacity}",
+                hint="build with a larger --maxKVCacheCapacity",
+            )
+        if wanted_tokens <= room:
+            return wanted_tokens, []
+        return room, [
+            f"max_generate_length {wanted_tokens} cut to {room}: prompt and answer share "
+            f"a KV cache of {capacity} tokens"
+        ]
+
+    def _rebuild_hint(self, prompt_tokens: int) -> str:
+        fits = prompt_tokens < self.manifest.decoder.max_positions
+        return f", or build with --maxInputLen {prompt_tokens}" if fits else ""

@@ -1,0 +1,100 @@
+"""Messages to the text that a model reads: the one formatter of file, Python, server and chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgellm.contract import RequestError
+from edgellm.device_runtime.tokenizer import ChatTokenizer
+
+Message = Mapping[str, Any]
+_DEFAULTS = {"add_generation_prompt": True, "enable_thinking": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Formatter:
+    """Formats chat messages.
+
+    Words of messages and of template variables that read like special tokens stay words: only
+    the chat template makes special tokens, unless they are allowed.
+    """
+
+    tokenizer: ChatTokenizer
+    allow_special_tokens: bool = False
+
+    def format(self, messages: Sequence[Message], flags: Mapping[str, Any] | None = None) -> str:
+        """The chat template applied to messages; `ChatTokenizer.encode` reads the marks in it.
+
+        Args:
+            messages: objects with `role` and `content`, a text or a list of items of type "text"
+                (with `text`) or "image".
+            flags: variables of the template; add_generation_prompt is True without them,
+                enable_thinking False.
+
+        Raises:
+            RequestError: the model has no template, or the template refuses the messages.
+        """
+        try:
+            turns = [_turn(message, at) for at, message in enumerate(messages)]
+            variables = {**_DEFAULTS, **(flags or {})}
+            if not self.allow_special_tokens:
+                turns, variables = self._as_text(turns), self._as_text(variables)
+            return self.tokenizer.render(turns, **variables)
+        except RecursionError:
+            raise RequestError("the messages are nested too deeply") from None
+
+    def _as_text(self, value: Any) -> Any:
+        """JSON whose strings, at any depth, hold no special tokens."""
+        if isinstance(value, str):
+            return self.tokenizer.as_text(value)
+        if isinstance(value, (list, tuple)):
+            return [self._as_text(item) for item in value]
+        if isinstance(value, Mapping):
+            return {self._as_text(key): self._as_text(item) for key, item in value.items()}
+        return value
+
+
+def without_template(messages: Sequence[Message], image_token: str) -> str:
+    """The texts of messages one behind the other; `image_token` stands for an image."""
+    texts: list[str] = []
+    for at, message in enumerate(messages):
+        content = _turn(message, at)["content"]
+        items = [{"text": content}] if isinstance(content, str) else content
+        texts += [item.get("text", image_token) for item in items]
+    return "".join(texts)
+
+
+def _turn(message: Message, at: int) -> dict[str, Any]:
+    """A message as chat templates want it: text alone is a string, arguments are objects."""
+    found = {**message, "content": _content(message.get("content"))}
+    if found.get("role") == "developer":  # OpenAI's newer name
+        found["role"] = "system"
+    if calls := found.get("tool_calls"):
+        found["tool_calls"] = [_call(call, at) for call in calls]
+    return found
+
+
+def _content(content: Any) -> str | list[dict[str, str]]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if all(item["type"] == "text" for item in content):
+        return "".join(item["text"] for item in content)
+    return [
+        {"type": "text", "text": item["text"]} if item["type"] == "text" else {"type": item["type"]}
+        for item in content
+    ]
+
+
+def _call(call: Any, at: int) -> Any:
+    """A tool call whose arguments, a text in OpenAI's interface, are an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        raise RequestError(f"messages[{at}].tool_calls: arguments must be JSON") from None
+    return {**call, "function": {**function, "arguments": arguments}}

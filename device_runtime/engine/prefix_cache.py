@@ -1,0 +1,110 @@
+"""What the rows of a KV cache stand for, so that no prompt computes a row that is there already.
+
+A row depends on its own token, on all before it, and on their positions. So the keys of a cache's
+rows, compared with those of a prompt from the beginning, tell how many rows the two have in
+common. A row of an image has the image's content for a key: which row it is, and where it and
+what follows stand, is told by the rows before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from edgellm.device_runtime.sessions import RowKey
+
+KEPT_BYTES = 256 << 20  # of system prompts' rows
+
+
+def row_keys(token_ids: Iterable[int], image_keys: Mapping[int, RowKey]) -> list[RowKey]:
+    """What tokens stand for: themselves, or the images that `image_keys` says."""
+    return [image_keys.get(token_id, token_id) for token_id in token_ids]
+
+
+def count_common(ones: Sequence[RowKey], others: Sequence[RowKey]) -> int:
+    """Keys from the beginning that are equal."""
+    pairs = enumerate(zip(ones, others, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(ones), len(others)))
+
+
+class RowCache(Protocol):
+    """A KV cache that knows what its rows stand for."""
+
+    def held(self, keys: Sequence[RowKey]) -> int:
+        """Rows that are those of a prompt with these keys."""
+        ...
+
+    def read_rows(self, length: int) -> NDArray[Any]:
+        """See `runners.Cache`."""
+        ...
+
+    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
+        """Make `rows`, which `read_rows` gave, the only ones; `keys` of a prompt that begins so."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """The rows of the beginning of a prompt."""
+
+    keys: tuple[RowKey, ...]  # and that of the token behind them
+    rows: tuple[NDArray[Any], ...]  # of the base, and of the draft if there is one
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows."""
+        return sum(rows.nbytes for rows in self.rows)
+
+    def usable(self, keys: Sequence[RowKey], num_caches: int) -> int:
+        """Rows that are those of a prompt, in the first `num_caches`."""
+        # A row of the draft holds the token behind it, too.
+        common = max(count_common(self.keys, keys) - (num_caches - 1), 0)
+        return min(common, *(rows.shape[-2] for rows in self.rows[:num_caches]))
+
+    def restore(self, length: int, caches: Sequence[RowCache]) -> None:
+        """Write the first `length` rows into the caches."""
+        for cache, rows in zip(caches, self.rows, strict=False):
+            cache.write_rows(rows[..., :length, :], self.keys)
+
+
+class KeptContexts:
+    """Beginnings of prompts whose rows are kept, in the order of their last use."""
+
+    def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self._kept: OrderedDict[tuple[RowKey, ...], KeptRows] = OrderedDict()
+
+    def keep(self, keys: Sequence[RowKey], caches: Sequence[RowCache]) -> bool:
+        """Keep what the caches hold of the rows of all `keys` but the last; forget the oldest.
+
+        Returns:
+            False if these rows alone exceed the limit: nothing is kept, nothing is forgotten.
+        """
+        name, length = tuple(keys[:-1]), len(keys) - 1
+        known = self._kept.get(name)
+        if known is not None and min(rows.shape[-2] for rows in known.rows) == length:
+            self._kept.move_to_end(name)
+            return True
+        saved = tuple(cache.read_rows(min(length, cache.held(keys))) for cache in caches)
+        kept = KeptRows(tuple(keys), saved)
+        if kept.num_bytes > self.limit_bytes:
+            return False
+        self._kept[name] = kept
+        self._kept.move_to_end(name)
+        used = sum(kept.num_bytes for kept in self._kept.values())
+        while used > self.limit_bytes:
+            used -= self._kept.popitem(last=False)[1].num_bytes
+        return True
+
+    def find(self, keys: Sequence[RowKey], num_caches: int) -> tuple[int, KeptRows | None]:
+        """What serves a prompt with these keys best: how many of its rows are usable."""
+        found = [(kept.usable(keys, num_caches), name) for name, kept in self._kept.items()]
+        usable, name = max(found, key=lambda pair: pair[0], default=(0, ()))
+        if not usable:
+            return 0, None
+        self._kept.move_to_end(name)
+        return usable, self._kept[name]

@@ -1,0 +1,118 @@
+"""All state of one request, and how its answer grows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from numpy.typing import NDArray
+
+from edgellm.device_runtime.engine.endings import Endings, Taken
+from edgellm.device_runtime.engine.prefix_cache import row_keys
+from edgellm.device_runtime.engine.profile import Profile, RoundCounts
+from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
+from edgellm.device_runtime.sampling.sampler import Sampler
+from edgellm.device_runtime.sessions import RowKey
+from edgellm.device_runtime.speculate.accept import Accept, Round, accept_exactly
+from edgellm.device_runtime.speculate.drafter import Drafter
+
+FinishReason = Literal["stop", "length"]  # "stop": end token or stop string
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one pass added to the answer."""
+
+    token_ids: tuple[int, ...]
+    text: str  # whole characters only; may be empty
+    round: Round | None = None  # the tree that gave them, when they were drafted
+    pieces: tuple[str, ...] = ()  # the text that each token completed
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens, if the sampling asks for them
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """See the module; `step` advances it."""
+
+    prompt: Prompt
+    sampler: Sampler  # with its grammar
+    max_tokens: int  # of the answer; they and the prompt fit into the cache
+    profile: Profile = field(default_factory=Profile)
+    drafter: Drafter | None = None  # its own; None: a pass gives a token
+    accept: Accept = accept_exactly
+    endings: Endings | None = None  # None: its tokens alone are wanted, whichever they are
+    warnings: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # of the answer
+    finish_reason: FinishReason | None = None  # None until it is known
+    num_rows: int = 0  # of the base's cache that are its own
+    reused: int = 0  # of these, rows that were there before
+    is_over: bool = False  # finished, failed or dropped: its rows are nobody's
+    rows: NDArray[Any] | None = None  # a copy, while others have the cache
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether rows of the prompt are left."""
+        return self.num_rows < len(self.prompt.token_ids)
+
+    @property
+    def newest(self) -> int:
+        """The token whose row is computed next."""
+        return self.token_ids[-1]
+
+    @property
+    def left(self) -> int:
+        """Tokens that may follow."""
+        return self.max_tokens - len(self.token_ids)
+
+    @property
+    def keys(self) -> list[RowKey]:
+        """What its tokens stand for."""
+        images = self.prompt.images.keys if self.prompt.images is not None else {}
+        return row_keys([*self.prompt.token_ids, *self.token_ids], images)
+
+    def take(self, found: Round | None) -> tuple[Step, ...]:
+        """Add what a pass gave, up to an end; the steps of the answer."""
+        if found is None:
+            return ()
+        taken = Taken(list(found.token_ids), [])
+        if self.endings is not None:
+            taken = self.endings.take(found.token_ids)
+        begin, count = len(self.token_ids), len(taken.token_ids)
+        self.token_ids += taken.token_ids
+        if found.tree is not None:
+            self.profile.rounds.append(_counts(found, count))
+        if taken.ended or taken.stopped:
+            self.finish_reason = "stop"
+        elif not self.left:
+            self.finish_reason = "length"
+        steps = []
+        if self.drafter is not None or not taken.ended:  # a plain pass that ends adds nothing
+            logprobs = tuple(self.sampler.logprobs[begin : begin + count])
+            drafted = found if self.drafter is not None else None
+            pieces = tuple(taken.pieces)
+            steps.append(Step(tuple(taken.token_ids), "".join(pieces), drafted, pieces, logprobs))
+        if self.finish_reason is not None:
+            steps += self._end(with_rest=not taken.stopped)
+        return tuple(steps)
+
+    def _end(self, *, with_rest: bool) -> list[Step]:
+        profile = self.profile
+        counts = profile.generated_tokens if self.drafter is None else profile.speculated_tokens
+        counts.append(len(self.token_ids))
+        rest = self.endings.rest() if self.endings is not None and with_rest else ""
+        self.close()
+        return [Step((), rest)] if rest else []
+
+    def close(self) -> None:
+        """Nobody asks on, or it failed, or it is complete; from any thread."""
+        if not self.is_over:
+            self.is_over = True
+            if self.drafter is not None:
+                self.drafter.end()
+
+
+def _counts(found: Round, emitted: int) -> RoundCounts:
+    assert found.tree is not None
+    depths, _ = found.tree.layout()
+    return RoundCounts(emitted, len(found.tree), int(depths.max()), len(found.path) - 1)

@@ -1,0 +1,1 @@
+"""Request files: reading, running, proving, and the flags that go with them."""

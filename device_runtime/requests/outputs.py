@@ -1,0 +1,50 @@
+"""The files that `llm_inference` writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgellm.artifact import check_output_file, replace_file
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.requests.tree_log import trees_as_json
+from edgellm.device_runtime.requests.unfinished_run import UnfinishedRun, path_of
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The files that a run writes."""
+
+    source: Path  # of the requests
+    answers: Path
+    profile: Path | None
+    trees: Path | None
+
+    def check(self, engine_dir: Path) -> None:
+        """Refuse what cannot be written, before the work."""
+        paths = [path for path in (self.answers, self.profile, self.trees) if path is not None]
+        for path in paths:
+            check_output_file(path, self.source)
+            if path.resolve().parent == engine_dir.resolve():
+                raise EdgeLLMError(f"{path} lies in the engine's folder", hint="write elsewhere")
+        paths.append(path_of(self.answers))
+        if len({path.resolve() for path in paths}) < len(paths):
+            raise EdgeLLMError("the answers, the profile and the trees are files of their own")
+
+    def write(self, run: UnfinishedRun, profile: Profile) -> None:
+        """Write what was asked for, of the requests that are answered."""
+        responses = [answered.response for answered in run.answered]
+        _write_json(self.answers, {"input_file": str(self.source), "responses": responses})
+        if self.trees is not None:
+            _write_json(
+                self.trees, trees_as_json(str(self.source), [a.rounds for a in run.answered])
+            )
+        if self.profile is not None:
+            _write_json(self.profile, profile.as_json())
+
+
+def _write_json(path: Path, content: Any) -> None:
+    replace_file(path, json.dumps(content, indent=4, ensure_ascii=False) + "\n")

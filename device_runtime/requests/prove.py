@@ -1,0 +1,116 @@
+"""`llm_inference --prove`: the same prompts with and without speculation, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.engine.step import read_piece
+from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
+from edgellm.device_runtime.requests.runner import start_request
+from edgellm.device_runtime.sampling.sampler import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prompt; `divergence` is the first token that differs."""
+
+    index: int
+    tokens: int  # of the plain answer; 0 if the request forbids speculation
+    divergence: int | None = None
+    plain_token: int | None = None
+    speculated_token: int | None = None
+    # Of the plain token's logit over the speculated one's; None if one answer goes on longer.
+    margin: float | None = None
+    spread: float | None = None  # standard deviation of the logits there
+
+    def line(self) -> str:
+        """For people."""
+        if not self.tokens:
+            return f"request {self.index}: not compared, disable_spec_decode is set"
+        if self.divergence is None:
+            return f"request {self.index}: {self.tokens} tokens, identical"
+        if self.margin is None:
+            return f"request {self.index}: identical until one ends, after {self.divergence} tokens"
+        return (
+            f"request {self.index}: diverges at token {self.divergence} of {self.tokens}: plain "
+            f"{self.plain_token}, speculated {self.speculated_token}; logit margin "
+            f"{self.margin:.4g} (standard deviation of the logits {self.spread:.4g})"
+        )
+
+
+def prove(llm: LLM, options: Options, requests: list[Any]) -> Iterator[Comparison]:
+    """Decode every request twice, greedily, and compare the token ids.
+
+    Raises:
+        RequestError: a request that cannot be answered.
+    """
+    for index, raw in enumerate(requests):
+        if parse_request(raw, index).disable_spec_decode:
+            yield Comparison(index, 0)
+            continue
+        plain, speculated = (
+            _token_ids(llm, options, raw, index, speculative=speculative)
+            for speculative in (False, True)
+        )
+        place = first_difference(plain, speculated)
+        if plain == speculated:
+            yield Comparison(index, len(plain))
+        elif place is None:
+            yield Comparison(index, len(plain), min(len(plain), len(speculated)))
+        else:
+            yield _explained(llm, options, raw, index, place, plain, speculated)
+
+
+def _token_ids(llm: LLM, options: Options, raw: Any, index: int, *, speculative: bool) -> list[int]:
+    answer = start_request(llm, options, raw, index, greedy=True, speculative=speculative).answer
+    for _ in answer:
+        pass
+    return answer.token_ids
+
+
+def _explained(
+    llm: LLM,
+    options: Options,
+    raw: Any,
+    index: int,
+    place: int,
+    plain: list[int],
+    speculated: list[int],
+) -> Comparison:
+    """Recompute the logits of the place where the answers part."""
+    started = start_request(llm, options, raw, index, greedy=True, speculative=False)
+    own = sampling_of(parse_request(raw, index).merged(options), greedy=True)
+    logits = logits_behind(llm, started.answer.prompt, plain[:place], own)
+    one, other = plain[place], speculated[place]
+    return Comparison(
+        index, len(plain), place, one, other, float(logits[one] - logits[other]),
+        float(logits.std()),
+    )  # fmt: skip
+
+
+def logits_behind(
+    llm: LLM, prompt: Prompt, taken: Sequence[int], sampling: SamplingParams
+) -> NDArray[np.float64]:
+    """The logits [V] behind a prompt and the first tokens of its answer, penalties applied."""
+    slot, ids = llm.slot, [*prompt.token_ids, *taken]
+    slot.evict()
+    slot.show(prompt)
+    result, rows = read_piece(slot.session, ids, 0, slot.prefill_rows)
+    while rows < len(ids):
+        result, rows = read_piece(slot.session, ids, rows, slot.prefill_rows)
+    sampler = llm.sampler(sampling, prompt)
+    sampler.take(taken)
+    return sampler.adjusted(result.logits[0]).astype(np.float64)
+
+
+def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place where both go on and differ."""
+    pairs = enumerate(zip(plain, other, strict=False))
+    return next((at for at, (one, another) in pairs if one != another), None)

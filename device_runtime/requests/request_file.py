@@ -1,0 +1,219 @@
+"""The request file: the peer's JSON, field for field, read strictly; faults name their place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+
+from edgellm.contract import RequestError
+from edgellm.device_runtime.sampling.guidance import Guide, Kind
+from edgellm.device_runtime.sampling.sampler import LARGEST_BIAS, MOST_BIASES, SamplingParams
+from edgellm.strict_json import parse
+
+_ARTICLE = {"text": "a text", "image": "an image"}
+Role = Literal["system", "user", "assistant", "tool"]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Bias = Annotated[float, msgspec.Meta(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
+LogitBias = Annotated[  # by token id; JSON's keys are strings
+    dict[Annotated[int, msgspec.Meta(ge=0)], Bias], msgspec.Meta(max_length=MOST_BIASES)
+]
+_NOT_SUPPORTED = {
+    "lora_name": "LoRA adapters",
+    "available_lora_weights": "LoRA adapters",
+    "num_logprobs": "log-probabilities",
+}
+
+
+class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
+    """One piece of a message: text, or an image for engines with a visual encoder."""
+
+    type: Literal["text", "image", "audio", "video"]
+    text: str | None = None
+    image: str | None = None
+    audio: str | None = None
+    video: str | None = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """One turn of a conversation."""
+
+    role: Role
+    content: str | list[ContentItem]
+
+    def items(self, place: str) -> list[ContentItem]:
+        """The pieces in order; raises `RequestError` for one that is neither text nor image."""
+        if isinstance(self.content, str):
+            return [ContentItem("text", self.content)]
+        for index, item in enumerate(self.content):
+            where = f"{place}.content[{index}]"
+            if item.type not in ("text", "image"):
+                raise RequestError(f"{where}: {item.type} is not supported")
+            if getattr(item, item.type) is None:
+                raise RequestError(f"{where}: {_ARTICLE[item.type]} item needs `{item.type}`")
+        return self.content
+
+
+class GuidedDecoding(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of an answer, one of these."""
+
+    json_object: bool = False
+    json_schema: dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
+    ebnf: str | None = None
+
+    def guide(self) -> Guide:
+        """What guides the answer; raises `RequestError` unless exactly one form is given."""
+        given: dict[Kind, str | None] = {
+            "json_object": "" if self.json_object else None,
+            "json_schema": None if self.json_schema is None else json.dumps(self.json_schema),
+            "regex": self.regex,
+            "choice": None if self.choice is None else json.dumps(self.choice),
+            "ebnf": self.ebnf,
+        }
+        found = [Guide(kind, text) for kind, text in given.items() if text is not None]
+        if len(found) != 1:
+            raise RequestError("guided_decoding: give exactly one of " + ", ".join(given))
+        return found[0]
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    """Fields that stand at the top of the file; a request may set most of them for itself."""
+
+    batch_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 50
+    max_generate_length: Annotated[int, msgspec.Meta(ge=1)] = 256
+    apply_chat_template: bool = True
+    add_generation_prompt: bool = True
+    enable_thinking: bool = False
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 42
+    min_p: Share = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = {}
+    guided_decoding: GuidedDecoding | None = None
+    stop: str | list[str] = []
+    min_tokens: Count = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[Count] = []
+
+
+class Request(msgspec.Struct, forbid_unknown_fields=True):
+    """One request; null takes the file's value."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    save_system_prompt_kv_cache: bool = False  # its rows are kept for all later requests
+    disable_spec_decode: bool = False
+    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_generate_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    apply_chat_template: bool | None = None
+    add_generation_prompt: bool | None = None
+    enable_thinking: bool | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    guided_decoding: GuidedDecoding | None = None
+    stop: str | list[str] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[Count] | None = None
+
+    def merged(self, options: Options) -> Options:
+        """The file's options with this request's own."""
+        own = {
+            name: value
+            for name in Options.__struct_fields__
+            if (value := getattr(self, name, None)) is not None
+        }
+        return msgspec.structs.replace(options, **own)
+
+
+def sampling_of(options: Options, *, greedy: bool = False) -> SamplingParams:
+    """How tokens are chosen; `greedy` overrides the temperature."""
+    return SamplingParams(
+        0.0 if greedy else options.temperature,
+        options.top_p,
+        options.top_k,
+        options.seed,
+        options.min_p,
+        options.repetition_penalty,
+        options.presence_penalty,
+        options.frequency_penalty,
+        options.logit_bias,
+        None if options.guided_decoding is None else options.guided_decoding.guide(),
+        min_tokens=options.min_tokens,
+        ignore_eos=options.ignore_eos,
+        stop_token_ids=tuple(options.stop_token_ids),
+    )
+
+
+def read_file(path: Path) -> tuple[Options, list[Any]]:
+    """The options of a request file and its raw requests, which are checked one by one.
+
+    Raises:
+        RequestError: no such file, not JSON (line and column), wrong top-level fields.
+    """
+    try:
+        document = parse(path.read_text("utf-8"))
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(
+            f"{path} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8: byte {error.start}") from None
+    except RecursionError:
+        raise RequestError(f"{path} is nested too deeply") from None
+    except ValueError as error:  # a key twice, integers of thousands of digits
+        raise RequestError(f"{path}: {error}") from None
+    if not isinstance(document, dict):
+        raise RequestError(f"{path}: the top level must be an object with `requests`")
+    requests = document.pop("requests", None)
+    if not isinstance(requests, list) or not requests:
+        raise RequestError(f"{path}: $.requests must be a list with at least one request")
+    _require_text(document, "$")
+    return _convert(document, Options, "$"), requests
+
+
+def parse_request(raw: Any, index: int) -> Request:
+    """Check one request; raises `RequestError` with the path of the faulty field."""
+    _require_text(raw, f"$.requests[{index}]")
+    return _convert(raw, Request, f"$.requests[{index}]")
+
+
+def _require_text(raw: Any, place: str) -> None:
+    try:
+        json.dumps(raw, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"{place}: half of a surrogate pair (\\ud800 to \\udfff) is no text"
+        ) from None
+
+
+def _convert(raw: Any, kind: Any, place: str) -> Any:
+    if isinstance(raw, dict):
+        raw = dict(raw)
+        for name, what in _NOT_SUPPORTED.items():
+            if raw.pop(name, None):
+                raise RequestError(f"{place}.{name}: {what} are not supported")
+    try:
+        return msgspec.convert(raw, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        where = place + path.removesuffix("`")
+        roles = f"roles: {', '.join(get_args(Role))}" if where.endswith(".role") else ""
+        raise RequestError(f"{where}: {message[0].lower()}{message[1:]}", hint=roles) from None

@@ -1,0 +1,162 @@
+"""Running a request file: every request gets a response, the bad ones an error object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from edgellm.contract import RequestError
+from edgellm.device_runtime.engine.llm import LLM, Answer, Step
+from edgellm.device_runtime.engine.messages import without_template
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.requests.request_file import (
+    ContentItem,
+    Options,
+    Request,
+    parse_request,
+    sampling_of,
+)
+
+OnStep = Callable[[int, Step], None]  # request index, what one pass added
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A request whose answer has not been iterated over yet."""
+
+    request: Request
+    answer: Answer
+    system: str  # the formatted system prompt
+    text: str  # the whole formatted request
+
+
+def start_request(
+    llm: LLM,
+    options: Options,
+    raw: Any,
+    index: int,
+    *,
+    greedy: bool = False,
+    speculative: bool = True,
+) -> Started:
+    """Check and format one request of a file.
+
+    Args:
+        llm: the engine.
+        options: the file's.
+        raw: the request as parsed JSON.
+        index: its place in the file.
+        greedy: decode greedily, whatever the request asks for.
+        speculative: False decodes plainly, whatever the request allows.
+
+    Raises:
+        RequestError: it is malformed or does not fit.
+    """
+    request = parse_request(raw, index)
+    own = request.merged(options)
+    turns = [
+        (message.role, message.items(f"$.requests[{index}].messages[{at}]"))
+        for at, message in enumerate(request.messages)
+    ]
+    images = [item.image for _, items in turns for item in items if item.image is not None]
+    if images and llm.images is None:
+        raise RequestError(
+            f"$.requests[{index}]: the engine takes text only",
+            hint="give the folder of a visual engine as --multimodalEngineDir",
+        )
+    system, text = _format(llm, own, [_message(role, items) for role, items in turns])
+    answer = llm.generate_text(
+        text,
+        images=images,
+        add_special_tokens=not own.apply_chat_template,
+        sampling=sampling_of(own, greedy=greedy),
+        max_generate_length=own.max_generate_length,
+        stop=[own.stop] if isinstance(own.stop, str) else own.stop,
+        speculative=speculative and not request.disable_spec_decode,
+        system_prompt=system if request.save_system_prompt_kv_cache else None,
+    )
+    shown = llm.tokenizer.shown
+    return Started(request, answer, shown(system), shown(text))
+
+
+def _message(role: str, items: list[ContentItem]) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": item.type, "text": item.text} for item in items]}
+
+
+def run_request(
+    llm: LLM, options: Options, raw: Any, index: int, profile: Profile, on_step: OnStep
+) -> dict[str, Any]:
+    """Answer one request of a file.
+
+    Args:
+        llm: the engine.
+        options: the file's.
+        raw: the request as parsed JSON.
+        index: its place in the file.
+        profile: receives the times.
+        on_step: told every step as it comes.
+
+    Returns:
+        A response object; a request that cannot be answered has `error` in it.
+    """
+    head: dict[str, Any] = {"request_idx": index, "batch_idx": 0}
+    try:
+        started = start_request(llm, options, raw, index)
+        for step in started.answer:
+            on_step(index, step)
+    except RequestError as error:
+        detail = {"message": str(error)} | ({"hint": error.hint} if error.hint else {})
+        return {"output_text": "", **head, "finish_reason": "error", "error": detail}
+    profile.add(started.answer.profile)
+    return {"output_text": started.answer.text, **head, **_response(started)}
+
+
+def _format(llm: LLM, options: Options, messages: list[dict[str, Any]]) -> tuple[str, str]:
+    """The formatted system prompt and the whole formatted request."""
+    system_messages = [message for message in messages if message["role"] == "system"]
+    if not options.apply_chat_template:
+        image_token = llm.images.processor.image_token if llm.images is not None else ""
+        parts = (system_messages, messages)
+        system, text = (without_template(part, image_token) for part in parts)
+        return system, text
+    flags = {"enable_thinking": options.enable_thinking}
+    text = llm.formatter.format(
+        messages, {**flags, "add_generation_prompt": options.add_generation_prompt}
+    )
+    try:
+        no_answer = {**flags, "add_generation_prompt": False}
+        system = llm.formatter.format(system_messages, no_answer) if system_messages else ""
+    except RequestError:  # templates may insist on a user message
+        system = ""
+    return system, text
+
+
+def _shown(item: ContentItem) -> dict[str, str]:
+    """A piece of a message in the response; pictures inside the request are not repeated."""
+    if item.image is None:
+        return {"type": "text", "text": item.text or ""}
+    inside = item.image.startswith("data:")
+    return {"type": "image", "image": item.image.partition(",")[0] if inside else item.image}
+
+
+def _response(started: Started) -> dict[str, Any]:
+    request, answer = started.request, started.answer
+    response: dict[str, Any] = {
+        "finish_reason": answer.finish_reason,
+        "prompt_token_count": answer.prompt_token_count,
+        "generated_token_count": len(answer.token_ids),
+        "timings": answer.timings(),
+        "messages": [
+            {
+                "role": message.role,
+                "content": [_shown(item) for item in message.items("")],
+            }
+            for message in request.messages
+        ],
+        "formatted_system_prompt": started.system,
+        "formatted_complete_request": started.text,
+    }
+    if answer.warnings:
+        response["warnings"] = answer.warnings
+    return response

@@ -1,0 +1,260 @@
+"""The flags that say how to speculate, the same in all commands."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edgellm.contract import EdgeLLMError
+
+if TYPE_CHECKING:
+    from edgellm.device_runtime.speculate.accept import Typical
+    from edgellm.device_runtime.speculate.options import SpecOptions
+
+Spec = Annotated[
+    str | None,
+    typer.Option(
+        "--spec",
+        help="What drafts: eagle or medusa (the engine's draft, which must be of that kind), draft "
+        "(the model of --draftEngineDir), "
+        "ngram (what followed the same words in the request), suffix (what followed the longest "
+        "match in this and earlier requests), auto (whatever of these pays, round by round) or "
+        "none.",
+    ),
+]
+Eagle = Annotated[
+    bool, typer.Option("--eagle", "--specDecode", help="The draft in the engine's folder drafts.")
+]
+Ngram = Annotated[
+    bool, typer.Option("--ngram", help="Also draft what followed the same words before.")
+]
+Suffix = Annotated[
+    bool,
+    typer.Option("--suffix", help="Also draft what followed the longest match in all requests."),
+]
+DraftEngineDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--draftEngineDir",
+        help="Engine of a smaller model with the same tokens, which drafts: --spec draft.",
+    ),
+]
+DraftTopK = Annotated[
+    int | None,
+    typer.Option(
+        "--eagleDraftTopK", "--specDraftTopK", min=1, help="Children of a node; 10, of a model 4."
+    ),
+]
+DraftStep = Annotated[
+    int | None,
+    typer.Option(
+        "--eagleDraftStep", "--specDraftStep", "--maxDraftLen", min=1,
+        help="Levels of a tree; of a network 6, of a model 8, of what text foresees 16.",
+    ),
+]  # fmt: skip
+VerifyTreeSize = Annotated[
+    int | None,
+    typer.Option(
+        "--eagleVerifyTreeSize", "--specVerifyTreeSize", min=1,
+        help="Nodes of a tree, root included; as many as the engine was built for, 60 at most.",
+    ),
+]  # fmt: skip
+TreeKind = Annotated[
+    str | None,
+    typer.Option(
+        "--eagleTree",
+        help="cost: sized by measured costs, the flags above are bounds; fixed: always so. [cost]",
+    ),
+]
+UseDynamicTree = Annotated[
+    bool, typer.Option("--eagleUseDynamicTree", help="The same as --eagleTree fixed: EAGLE-2.")
+]
+DynamicTreeTopK = Annotated[
+    int | None,
+    typer.Option("--eagleDynamicTreeMaxTopK", min=1, help="Its --eagleDraftTopK."),
+]
+Choices = Annotated[
+    str | None,
+    typer.Option(
+        "--eagleChoices",
+        "--medusaChoices",
+        help="A static tree, of EAGLE-1 and Medusa: JSON list of paths of ranks, as "
+        "[[0], [0, 0], [1]], or mc_sim_7b_63.",
+    ),
+]
+MaxNonLeaves = Annotated[
+    int,
+    typer.Option(
+        "--maxNonLeavesPerLayer", min=1, help="Nodes with children in a level of the choices."
+    ),
+]
+PosteriorThreshold = Annotated[
+    float | None,
+    typer.Option(
+        "--typicalAcceptance",
+        "--posteriorThreshold",
+        min=0,
+        max=1,
+        help="Posterior threshold (0.09, say); faster, but NOT the base's distribution.",
+    ),
+]
+PosteriorAlpha = Annotated[
+    float | None,
+    typer.Option(
+        "--posteriorAlpha",
+        min=0,
+        help="Of the threshold where the base is undecided; its square root.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SpecFlags:
+    """The flags as they were given; a command takes them by `with_spec_flags`."""
+
+    spec: Spec = None
+    eagle: Eagle = False
+    ngram: Ngram = False
+    suffix: Suffix = False
+    draft_engine_dir: DraftEngineDir = None
+    draft_top_k: DraftTopK = None
+    steps: DraftStep = None
+    verify_size: VerifyTreeSize = None
+    tree: TreeKind = None
+    use_dynamic_tree: UseDynamicTree = False
+    dynamic_top_k: DynamicTreeTopK = None
+    choices: Choices = None
+    max_non_leaves: MaxNonLeaves = 10
+    posterior_threshold: PosteriorThreshold = None
+    posterior_alpha: PosteriorAlpha = None
+
+    def read(self) -> SpecOptions | None:
+        """What they mean; None decodes plainly.
+
+        Raises:
+            EdgeLLMError: unknown words, or flags that contradict each other.
+        """
+        from edgellm.device_runtime.speculate import drafters, options
+        from edgellm.device_runtime.speculate.static_tree import read_choices
+
+        networks, lookups = drafters.networks(), drafters.lookups()
+        methods = (*networks, *lookups, options.AUTO)
+        wanted = self._wanted((*methods, "none"))
+        if "none" in wanted and len(wanted) > 1:
+            raise EdgeLLMError("--spec none decodes plainly", hint="leave what drafts away")
+        if not wanted:
+            self._refuse_details()
+        if not wanted - {"none"}:
+            return None
+        if options.AUTO in wanted:
+            wanted -= {"draft"}  # its folder says enough
+        chosen = [name for name in (options.OWN, *networks, options.AUTO) if name in wanted]
+        if len(chosen) > 1:
+            names = ("--eagle" if name == options.OWN else name for name in chosen)
+            raise EdgeLLMError(f"{' and '.join(names)} cannot draft together", hint="give one")
+        return options.SpecOptions(
+            network=chosen[0] if chosen else None,
+            draft_engine_dir=self.draft_engine_dir,
+            lookups=tuple(name for name in lookups if name in wanted),
+            top_k=self._top_k(),
+            steps=self.steps,
+            verify_size=self.verify_size,
+            tree=self._tree(options.TREES),
+            choices=read_choices(self.choices) if self.choices is not None else (),
+            max_non_leaves=self.max_non_leaves,
+            typical=self._typical(),
+        )
+
+    def _refuse_details(self) -> None:
+        """Flags that say how to draft mean nothing where nothing drafts."""
+        details = {
+            "--eagleDraftTopK": self.draft_top_k,
+            "--eagleDraftStep": self.steps,
+            "--eagleVerifyTreeSize": self.verify_size,
+            "--eagleTree": self.tree,
+            "--eagleUseDynamicTree": self.use_dynamic_tree or None,
+            "--eagleDynamicTreeMaxTopK": self.dynamic_top_k,
+            "--eagleChoices": self.choices,
+            "--posteriorThreshold": self.posterior_threshold,
+            "--posteriorAlpha": self.posterior_alpha,
+        }
+        if given := [flag for flag, value in details.items() if value is not None]:
+            raise EdgeLLMError(
+                f"{given[0]} is about speculation", hint="give --eagle or --spec as well"
+            )
+
+    def _wanted(self, known: tuple[str, ...]) -> set[str]:
+        """The methods that were asked for, by one flag or another."""
+        from edgellm.device_runtime.speculate.options import OWN
+
+        if self.spec is not None and self.spec not in known:
+            words = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise EdgeLLMError(f"--spec {self.spec}: give {words}")
+        switches = {
+            OWN: self.eagle and self.spec not in ("eagle", "medusa"),
+            "draft": self.draft_engine_dir is not None,
+            "ngram": self.ngram,
+            "suffix": self.suffix,
+        }
+        wanted = {name for name, is_on in switches.items() if is_on}
+        return wanted if self.spec is None else {*wanted, self.spec}
+
+    def _tree(self, known: tuple[str, ...]) -> str:
+        if self.tree is not None and self.tree not in known:
+            raise EdgeLLMError(f"--eagleTree {self.tree}: give {' or '.join(known)}")
+        given = {
+            "--eagleTree": self.tree,
+            "--eagleUseDynamicTree": self.use_dynamic_tree,
+            "--eagleChoices": self.choices is not None,
+        }
+        both = [flag for flag, value in given.items() if value]
+        if len(both) > 1:
+            raise EdgeLLMError(f"{' and '.join(both)} say what trees are like", hint="give one")
+        return self.tree or ("fixed" if self.use_dynamic_tree else "cost")
+
+    def _typical(self) -> Typical | None:
+        from edgellm.device_runtime.speculate.accept import Typical
+
+        if self.posterior_threshold is not None:
+            return Typical(self.posterior_threshold, self.posterior_alpha)
+        if self.posterior_alpha is not None:
+            raise EdgeLLMError(
+                "--posteriorAlpha is of typical acceptance",
+                hint="give --posteriorThreshold as well",
+            )
+        return None
+
+    def _top_k(self) -> int | None:
+        if self.dynamic_top_k is None:
+            return self.draft_top_k
+        if not self.use_dynamic_tree or self.draft_top_k is not None:
+            raise EdgeLLMError(
+                "--eagleDynamicTreeMaxTopK is the --eagleDraftTopK of --eagleUseDynamicTree",
+                hint="give --eagleDraftTopK alone",
+            )
+        return self.dynamic_top_k
+
+
+def with_spec_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the flags of `SpecFlags` in place of its parameter `spec_flags`."""
+    own = inspect.signature(command, eval_str=True).parameters
+    flags = inspect.signature(SpecFlags, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def taking(**given: Any) -> None:
+        spec_flags = SpecFlags(**{name: given.pop(name) for name in flags if name in given})
+        command(spec_flags=spec_flags, **given)
+
+    merged: list[inspect.Parameter] = []
+    for name, parameter in own.items():
+        merged += flags.values() if name == "spec_flags" else [parameter]
+    merged = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in merged]
+    taking.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
+    taking.__annotations__ = {one.name: one.annotation for one in merged}
+    return taking

@@ -1,0 +1,50 @@
+"""The trees of a run as JSON, for people to look at (`edgellm-trees` draws them)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgellm.device_runtime.engine.llm import Step
+from edgellm.device_runtime.tokenizer import ChatTokenizer
+
+
+@dataclass(slots=True)
+class TreeLog:
+    """The rounds of one request; only those that were speculated have any."""
+
+    tokenizer: ChatTokenizer
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, step: Step) -> None:
+        """Keep the tree that gave a step."""
+        found = step.round
+        if found is None:
+            return
+        entry: dict[str, Any] = {"emitted": [self._text(token) for token in step.token_ids]}
+        if found.tree is not None:
+            tree = found.tree
+            entry |= {
+                "tokens": [self._text(token) for token in tree.token_ids.tolist()],
+                "parents": tree.parents.tolist(),
+                # Of the node and all above it, as the policy expected; of the node, by the draft.
+                "expected": [round(value, 4) for value in tree.probabilities.tolist()],
+                "confidence": [round(value, 4) for value in found.confidences],
+                "path": list(found.path),
+                "bonus": self._text(found.token_ids[-1]),
+            }
+        self.rounds.append(entry)
+
+    def _text(self, token_id: int) -> str:
+        return self.tokenizer.decode([token_id])
+
+
+def trees_as_json(input_file: str, rounds: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
+    """The content of the file; `rounds` are those of every request in order."""
+    return {
+        "input_file": input_file,
+        "requests": [
+            {"request_idx": index, "rounds": found} for index, found in enumerate(rounds) if found
+        ],
+    }

@@ -1,0 +1,1 @@
+"""What chooses tokens: temperature and its kin, penalties, guided decoding, log-probabilities."""

@@ -1,0 +1,180 @@
+"""Whether a round drafts, and whether with the network: by what passes cost, and by the clock.
+
+By cost, with what the build measured, so that a run is repeatable: drafting pauses when a trial of
+rounds loses against plain decoding. By the clock, where `--spec auto` may choose: a round drafts
+with the network, or with what the text alone foresees. Both are measured by tokens per
+millisecond, apart for rounds in which the text foresees much and for those in which it foresees
+little: a stretch of text has its tokens, however they are decoded. What the build measured, over
+one length of context, is no judge there: passes of the base grow with the context, a draft's
+hardly do.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from edgellm.device_runtime.speculate.costs import Costs
+
+_TRIAL_ROUNDS = 12  # before drafting may pause
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 512  # tokens
+_RATE_MEMORY = 0.03  # weight of the newest round in the running rates
+_FORESEEN = (0.3, 1.0, 2.5)  # tokens; edges between the kinds of rounds
+_MEMORY = 0.02  # weight of the newest round of a side
+_TRIAL = 10  # rounds of a side
+_SHORTEST, _LONGEST = 64, 1024  # rounds until the other side is tried again
+_OUTLIER = 4  # times a side's mean; slower rounds are the machine's doing
+
+
+class _Pace:
+    """What decoding reaches by the costs, and pauses of drafting."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._verify, self.plain_ms = costs.verify, float(costs.verify[1])
+        self.pause, self._pause_length = 0, _SHORTEST_PAUSE  # tokens
+        self._begin_trial()
+
+    def _begin_trial(self) -> None:
+        self.tokens, self.ms, self._rounds = 1.2, self.plain_ms, 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per millisecond, at least plain decoding's."""
+        return max(self.tokens / self.ms, 1 / self.plain_ms)
+
+    def end_round(self, emitted: int, drafted_ms: float, rows: int) -> None:
+        """Update the rate; pause when a trial of speculation loses against plain decoding."""
+        if self.pause > 0:
+            self.pause -= emitted
+            if self.pause <= 0:
+                self._begin_trial()
+            return
+        cost = drafted_ms + float(self._verify[min(rows, len(self._verify) - 1)])
+        weight = max(_RATE_MEMORY, 1 / (self._rounds + 2))
+        self.tokens += weight * (emitted - self.tokens)
+        self.ms += weight * (cost - self.ms)
+        self._rounds += 1
+        if self._rounds >= _TRIAL_ROUNDS:
+            if self.tokens / self.ms < 1 / self.plain_ms:
+                self.pause = self._pause_length
+                self._pause_length = min(2 * self._pause_length, _LONGEST_PAUSE)
+            elif self._rounds > 4 * _TRIAL_ROUNDS:
+                self._pause_length = _SHORTEST_PAUSE
+
+
+@dataclass(slots=True)
+class _Side:
+    """Running means of rounds."""
+
+    tokens: float
+    ms: float
+    rounds: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per millisecond."""
+        return self.tokens / self.ms
+
+    def learn(self, tokens: int, ms: float) -> None:
+        """One more round."""
+        self.rounds += 1
+        weight, ms = max(_MEMORY, 1 / (self.rounds + 1)), min(ms, _OUTLIER * self.ms)
+        self.tokens += weight * (tokens - self.tokens)
+        self.ms += weight * (ms - self.ms)
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Rounds in which the text foresees about as much."""
+
+    sides: dict[bool, _Side]  # with the network, without
+    away: int = 0  # rounds since the worse side was tried
+    trial: int = 0  # rounds left of a trial
+    tried: bool = False  # the side of the trial
+    patience: int = _SHORTEST
+
+    def choose(self) -> bool:
+        """Whether the network drafts."""
+        for side in (True, False):
+            if self.sides[side].rounds < _TRIAL:
+                return side
+        if self.away >= self.patience:
+            self.tried, self.trial, self.away = not self._better(), _TRIAL, 0
+            self.patience = min(2 * self.patience, _LONGEST)
+            self.sides[self.tried].rounds = _TRIAL  # what it gave long ago counts for little
+        return self.tried if self.trial else self._better()
+
+    def _better(self) -> bool:
+        return self.sides[True].rate > self.sides[False].rate
+
+    def learn(self, side: bool, tokens: int, ms: float) -> None:
+        """A round of a side."""
+        before = self._better()
+        self.sides[side].learn(tokens, ms)
+        self.trial = max(self.trial - 1, 0)
+        self.away += 1
+        if self._better() != before:
+            self.patience = _SHORTEST
+
+
+class Controller:
+    """See the module; one for all requests of a kind."""
+
+    def __init__(self, costs: Costs, *, pauses: bool = False, adapts: bool = False) -> None:
+        """Begin with the costs alone.
+
+        Args:
+            costs: of the engine.
+            pauses: leave drafting alone for a while when it loses.
+            adapts: rounds may go without the network.
+        """
+        self.pace, self._pauses, self.adapts = _Pace(costs), pauses, adapts
+        guesses = (0.0, *_FORESEEN)
+        plain_ms = self.pace.plain_ms
+        self._kinds = [
+            _Kind({True: _Side(1.0, plain_ms), False: _Side(1 + guess, plain_ms)})
+            for guess in guesses
+        ]
+        self._kind = self._kinds[0]  # of the round
+        self._opened_at: float | None = None  # seconds; since when the clock judges the round
+
+    @property
+    def rate(self) -> float:
+        """Tokens per millisecond that decoding reaches, by the costs."""
+        return self.pace.rate
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether this round does not draft at all."""
+        return self.pace.pause > 0
+
+    def opens(self, foreseen: Callable[[], float]) -> bool:
+        """Whether the network drafts in a round, of which the text foresees so many tokens."""
+        if not self.adapts:
+            return True
+        self._opened_at = time.perf_counter()
+        return self.choose(foreseen())
+
+    def choose(self, foreseen: float) -> bool:
+        """As `opens`, without a look at the clock."""
+        self._kind = self._kinds[bisect.bisect(_FORESEEN, foreseen)]
+        return self._kind.choose()
+
+    def look_away(self) -> None:
+        """The clock is no judge of this round: it does what others left."""
+        self._opened_at = None
+
+    def end_round(self, emitted: int, drafted_ms: float, rows: int, *, networked: bool) -> None:
+        """What a round gave: tokens, its draft passes' cost and the rows that were verified."""
+        if self._pauses:
+            self.pace.end_round(emitted, drafted_ms, rows)
+        if self._opened_at is not None:
+            ms = (time.perf_counter() - self._opened_at) * 1e3
+            self.learn(networked=networked, tokens=emitted, ms=ms)
+            self._opened_at = None
+
+    def learn(self, *, networked: bool, tokens: int, ms: float) -> None:
+        """What a round of a side gave by the clock."""
+        self._kind.learn(networked, tokens, ms)

@@ -1,0 +1,51 @@
+"""Milliseconds of passes by their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+
+from edgellm.device_runtime.sessions import I64
+from edgellm.device_runtime.speculate.tree import F64
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Milliseconds by rows (index), from the engine's measurements."""
+
+    verify: F64
+    step: F64
+    extend: F64
+
+    @classmethod
+    def of(
+        cls,
+        verify: Mapping[str, float],
+        step: Mapping[str, float] | None = None,
+        extend: Mapping[str, float] | None = None,
+    ) -> Costs:
+        """From measured {rows: ms}; what lies between is interpolated.
+
+        Without a network `step` and `extend` are None: drafting costs nothing.
+        """
+        nothing = {"1": 0.0}
+        return cls(*(_table(measured or nothing) for measured in (verify, step, extend)))
+
+
+def _table(measured: Mapping[str, float]) -> F64:
+    rows = sorted(int(key) for key in measured)
+    times = np.maximum.accumulate([measured[str(key)] for key in rows])
+    return np.interp(np.arange(rows[-1] + 1), rows, times)
+
+
+@overload
+def price(table: F64, rows: int) -> float: ...
+@overload
+def price(table: F64, rows: I64) -> F64: ...
+def price(table: F64, rows: int | I64) -> float | F64:
+    """What a pass of `rows` costs by a table of `Costs`, beyond its end as passes of its length."""
+    last = len(table) - 1
+    return table[np.minimum(rows, last)] * np.ceil(rows / last)

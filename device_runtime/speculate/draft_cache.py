@@ -1,0 +1,198 @@
+"""The committed rows of a draft: those in its KV cache, and those that wait to be written there.
+
+Row i pairs the base's feature of token i with the embedding of token i + 1. All drafters of a
+draft share them, and they outlast an answer: a prompt that begins alike goes on behind them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.device_runtime.engine.prefix_cache import count_common, row_keys
+from edgellm.device_runtime.sessions import F32, I64, ImageRows, RowKey
+from edgellm.device_runtime.sessions.draft import DraftResult, DraftSession
+
+
+@dataclass(frozen=True, slots=True)
+class ImageIds:
+    """The token ids of image rows."""
+
+    first: int  # the vocabulary's size
+    placeholder: int | None  # what a draft reads instead that takes no image rows
+
+    def for_draft(self, token_ids: I64) -> I64:
+        """As the draft reads them."""
+        if self.placeholder is None:
+            return token_ids
+        return np.where(token_ids < self.first, token_ids, self.placeholder)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """M rows that wait."""
+
+    keys: list[RowKey]  # of the tokens
+    token_ids: I64  # [M], as the draft reads them
+    taps: F32  # [M, T*H]; of the token before each
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def pieces(self, most: int) -> list[_Pairs]:
+        """Of at most so many rows."""
+        return [
+            _Pairs(
+                self.keys[at : at + most], self.token_ids[at : at + most], self.taps[at : at + most]
+            )
+            for at in range(0, len(self), most)
+        ]
+
+    def head(self, count: int) -> _Pairs:
+        """The first `count` rows."""
+        return _Pairs(self.keys[:count], self.token_ids[:count], self.taps[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRows:
+    """What a draft's cache held, while another answer has it."""
+
+    keys: list[RowKey]
+    waiting: list[_Pairs]
+    rows: NDArray[Any] | None  # as `Session.read_rows` gives them; None: none
+
+
+class CommittedRows:
+    """See the module; like the base's, the record is never ahead of what was written."""
+
+    def __init__(
+        self,
+        session: DraftSession,
+        round_rows: int,
+        image_ids: ImageIds | None = None,
+        *,
+        most_rows: int = sys.maxsize,
+    ) -> None:
+        """Start with an empty cache.
+
+        Args:
+            session: the draft.
+            round_rows: a round commits as many at most; more together are a prompt's.
+            image_ids: of a base that takes images.
+            most_rows: of a pass.
+        """
+        self.session, self.image_ids = session, image_ids
+        self._round_rows, self._most_rows = round_rows, most_rows
+        self._image_keys: Mapping[int, RowKey] = {}
+        self._keys: list[RowKey] = []  # of token 0, and of the token of every row in the cache
+        self._waiting: list[_Pairs] = []
+
+    @property
+    def length(self) -> int:
+        """Rows in the cache."""
+        return max(len(self._keys) - 1, 0)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether rows wait."""
+        return bool(self._waiting)
+
+    def set_images(self, images: ImageRows) -> None:
+        """The images of the answer that begins."""
+        self._image_keys = images.keys
+        self.session.set_images(images)
+
+    def held(self, keys: Sequence[RowKey]) -> int:
+        """See `RowCache.held`; rows that wait count."""
+        waiting = itertools.chain.from_iterable(pairs.keys for pairs in self._waiting)
+        return max(count_common([*self._keys, *waiting], keys) - 1, 0)
+
+    def begin(self, token_ids: Sequence[int]) -> None:
+        """Forget the answer before, but for the rows of these tokens, as many as they pair up to.
+
+        Args:
+            token_ids: the prompt's beginning: the tokens of rows that are `held`, and the next.
+        """
+        rows = len(token_ids) - 1
+        room, kept = rows - self.length, []
+        for pairs in self._waiting:
+            if room > 0:
+                kept.append(pairs.head(room))
+                room -= len(pairs)
+        self._waiting = kept
+        self._keys = row_keys(token_ids, self._image_keys)[: 1 + min(rows, self.length)]
+
+    def observe(self, next_token_ids: I64, taps: F32) -> None:
+        """Further rows: features [M, T*H] and the token that follows each, int64 [M]."""
+        keys = row_keys(next_token_ids.tolist(), self._image_keys)
+        if self.image_ids is not None:
+            next_token_ids = self.image_ids.for_draft(next_token_ids)
+        self._waiting.append(_Pairs(keys, next_token_ids, taps.copy()))
+
+    def write(self, top_k: int) -> Iterator[tuple[int, DraftResult]]:
+        """Write what waits into the cache, as far as it has room.
+
+        Yields:
+            The rows of a pass and its result: `top_k` candidates behind the last of them.
+        """
+        waiting, self._waiting = self._batched(), []
+        for at, pairs in enumerate(waiting):
+            rows = len(pairs)
+            if self.length + rows > self.session.capacity:
+                self._waiting = waiting[at:]  # for good: this answer goes on without
+                return
+            result = self.session.run(
+                pairs.token_ids, self.session.fuse(pairs.taps), self.length, np.array([rows - 1]),
+                top_k=top_k,
+            )  # fmt: skip
+            self._keys += pairs.keys
+            yield rows, result
+
+    def _batched(self) -> list[_Pairs]:
+        """What waits, rows of several rounds of plain decoding in one pass."""
+        batches: list[_Pairs] = []
+        for is_prompt, group in itertools.groupby(
+            self._waiting, lambda pairs: len(pairs) > self._round_rows
+        ):
+            batch = list(group)
+            batches += batch if is_prompt else _joined(batch).pieces(self._most_rows)
+        return batches
+
+    def read_rows(self, length: int) -> NDArray[Any]:
+        """See `runners.Cache`; writes what waits before, also while drafting pauses."""
+        if length > self.length:
+            for _ in self.write(top_k=1):
+                pass
+        return self.session.read_rows(min(length, self.length))
+
+    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
+        """See `RowCache.write_rows`."""
+        self._keys, self._waiting = [], []
+        self.session.write_rows(rows)
+        self._keys = list(keys[: rows.shape[-2] + 1])
+
+    def take_out(self) -> SavedRows:
+        """A copy of all rows; what waits is not computed."""
+        rows = self.session.read_rows(self.length) if self.length else None
+        return SavedRows(list(self._keys), list(self._waiting), rows)
+
+    def put_back(self, saved: SavedRows) -> None:
+        """Make saved rows the only ones."""
+        self._keys, self._waiting = [], []
+        if saved.rows is not None:
+            self.session.write_rows(saved.rows)
+        self._keys, self._waiting = list(saved.keys), list(saved.waiting)
+
+
+def _joined(batch: list[_Pairs]) -> _Pairs:
+    return _Pairs(
+        [key for pairs in batch for key in pairs.keys],
+        np.concatenate([pairs.token_ids for pairs in batch]),
+        np.concatenate([pairs.taps for pairs in batch]),
+    )

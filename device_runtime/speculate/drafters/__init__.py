@@ -1,0 +1,63 @@
+"""What drafts, one file each, named as `--spec` says it.
+
+A network has `DEFAULTS` (`TreeLimits`) and `open(order)`, which loads it. What looks tokens up in
+text alone has `remember()`, which gives what starts the lookup of a request.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    from edgellm.device_runtime.speculate.lookup import Lookup
+    from edgellm.device_runtime.speculate.opening import Opened, Order
+    from edgellm.device_runtime.speculate.policy import TreeLimits
+
+
+class Network(Protocol):
+    """A module whose drafter has a network."""
+
+    DEFAULTS: TreeLimits
+
+    def open(self, order: Order) -> Opened:
+        """Load it; raises as `Drafters`."""
+        ...
+
+
+class TextLookup(Protocol):
+    """A module whose drafter has text alone."""
+
+    def remember(self) -> Callable[[], Lookup]:
+        """What starts the lookup of a request."""
+        ...
+
+
+def networks() -> tuple[str, ...]:
+    """The names of those with a network."""
+    return tuple(name for name in _names() if hasattr(_module(name), "DEFAULTS"))
+
+
+def lookups() -> tuple[str, ...]:
+    """The names of the others."""
+    return tuple(name for name in _names() if not hasattr(_module(name), "DEFAULTS"))
+
+
+def network(name: str) -> Network:
+    """The module of a network."""
+    return cast(Network, _module(name))
+
+
+def lookup(name: str) -> TextLookup:
+    """The module of a lookup."""
+    return cast(TextLookup, _module(name))
+
+
+def _names() -> list[str]:
+    return sorted(found.name for found in pkgutil.iter_modules(__path__))
+
+
+def _module(name: str) -> object:
+    return importlib.import_module(f"{__name__}.{name}")

@@ -1,0 +1,221 @@
+"""Drafting with an ordinary, smaller language model (arXiv 2211.17192, 2302.01318).
+
+Its cache holds all committed tokens, the newest among them, whose row gives the candidates for
+the root's children. A round's tree rows stand behind, and the accepted ones become committed. A
+text that begins as the one before goes on behind the rows that they share.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.contract import BrokenArtifactError
+from edgellm.device_runtime.pass_costs import pass_costs
+from edgellm.device_runtime.sessions import F32, I64, ImageRows
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.speculate.costs import Costs, price
+from edgellm.device_runtime.speculate.draft_cache import ImageIds
+from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
+from edgellm.device_runtime.speculate.opening import Opened, Order, check_tree_size
+from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
+from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.integrity import FileCheck
+from edgellm.manifest import LLM_ENGINE, PASS, load_engine
+
+DEFAULTS = TreeLimits(top_k=4, steps=8)
+_TOKENIZER = "tokenizer.json"
+_NONE = np.zeros(0, np.int64)
+
+
+def open(order: Order) -> Opened:
+    """Another engine of `llm_build`, whose model has the base's tokens."""
+    base, folder = order.base, order.options.draft_engine_dir
+    assert folder is not None
+    check_tree_size(order)
+    manifest = load_engine(folder, LLM_ENGINE)
+    with FileCheck(folder, manifest.files, order.verify):
+        if manifest.files.get(_TOKENIZER) != base.files.get(_TOKENIZER):
+            require_same_tokens(order.engine, folder)
+        session = open_decoder(folder, manifest)
+    if (images := manifest.decoder.images) is not None:
+        session.set_images(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
+    drafting = manifest.costs(PASS) or pass_costs(session, manifest.decoder)
+    costs = Costs.of(order.pass_costs(), drafting, drafting)
+
+    def start(learned: Learned) -> ModelDrafter:
+        return ModelDrafter(
+            session, learned, order.limits, costs,
+            num_candidates=base.decoder.vocab_size, num_readable=manifest.decoder.vocab_size,
+            prefill_rows=manifest.prefill_rows, image_ids=order.image_ids(reads_rows=False),
+        )  # fmt: skip
+
+    return Opened(costs, start)
+
+
+def require_same_tokens(engine: Path, draft: Path) -> None:
+    """Refuse a draft model to which token ids mean something else.
+
+    Raises:
+        BrokenArtifactError: names a token that differs.
+    """
+    ours, theirs = (ChatTokenizer(folder).vocabulary() for folder in (engine, draft))
+    differing = ours.items() ^ theirs.items()
+    if not differing:
+        return
+    token_id = min(token_id for _, token_id in differing)
+    here, there = (
+        next((repr(token) for token, known in vocabulary.items() if known == token_id), "none")
+        for vocabulary in (ours, theirs)
+    )
+    raise BrokenArtifactError(
+        f"{draft} has other tokens than {engine}: {token_id} is {there} there, {here} here",
+        hint="take a draft model of the same family, with the same tokenizer",
+    )
+
+
+class ModelDrafter(TreeDrafter):
+    """Grows the pool with a language model of the base's vocabulary."""
+
+    def __init__(
+        self,
+        session: DecoderSession,
+        learned: Learned,
+        limits: TreeLimits,
+        costs: Costs,
+        *,
+        num_candidates: int,
+        num_readable: int,
+        prefill_rows: int,
+        image_ids: ImageIds | None = None,
+    ) -> None:
+        """Nothing is computed yet.
+
+        Args:
+            session: the drafting model.
+            learned: see `TreeDrafter`.
+            limits: the user's bounds.
+            costs: of the base, and of the model's passes.
+            num_candidates: token ids that the base knows as well; the model's others are padding.
+            num_readable: token ids that the model knows; behind one that it does not, an answer
+                goes on without it.
+            prefill_rows: rows per pass while a prompt is read.
+            image_ids: of a base that takes images.
+        """
+        super().__init__(learned, limits, image_ids=image_ids)
+        self._session, self._costs, self._prefill_rows = session, costs, prefill_rows
+        self._num_candidates, self._num_readable = num_candidates, num_readable
+        self._text: list[int] = []
+        self._length = 0  # rows of the cache that hold the text
+        self._grown = _NONE  # pool nodes of the rows behind
+        self._saved: NDArray[Any] | None = None  # rows, while another answer has the cache
+
+    def swap_out(self) -> None:
+        """See `Drafter.swap_out`."""
+        self._saved = self._session.read_rows(self._length) if self._length else None
+
+    def swap_in(self) -> None:
+        """See `Drafter.swap_in`."""
+        if self._saved is not None:
+            self._session.write_rows(self._saved, self._text)
+        self._saved = None
+
+    def remember(self, token_ids: list[int]) -> None:
+        """Committed text, which the model reads as well."""
+        super().remember(token_ids)
+        ids = np.asarray(token_ids, np.int64)
+        self._text += (ids if self._image_ids is None else self._image_ids.for_draft(ids)).tolist()
+
+    def _read(self) -> None:
+        """Read the committed text; its last row gives the root's children."""
+        if len(self._text) > self._session.capacity:
+            return
+        if not self._length:
+            self._length = min(self._session.held(self._text), len(self._text) - 1)
+        waiting = np.array(self._text[self._length :])
+        if (waiting >= self._num_readable).any():
+            return
+        for begin in range(0, len(waiting), self._prefill_rows):
+            piece = waiting[begin : begin + self._prefill_rows]
+            result = self._session.run(piece, self._length, np.array([len(piece) - 1]))
+            self._length += len(piece)
+            self._root = self._candidates(result.logits)
+        if len(waiting) <= self._limits.round_rows:  # not a prompt or a pause
+            self._spent_ms += price(self._costs.extend, len(waiting))
+        else:
+            self._controller.look_away()  # it does not tell what rounds take
+
+    def _candidates(self, logits: F32) -> tuple[I64, F64]:
+        """The likeliest tokens of rows [R, V] and their log-probabilities, both [R, K]."""
+        scores = logits[:, : self._num_candidates]
+        scores = scores - scores.max(axis=1, keepdims=True)
+        count = min(self._limits.top_k, scores.shape[1])
+        best = np.argpartition(scores, -count)[:, -count:]
+        order = np.argsort(-np.take_along_axis(scores, best, 1), axis=1, kind="stable")
+        best = np.take_along_axis(best, order, 1)
+        log_sums = np.log(np.exp(scores).sum(axis=1, keepdims=True))
+        return best, np.take_along_axis(scores, best, 1).astype(np.float64) - log_sums
+
+    def _is_ready(self) -> bool:
+        """While committed text waits, the tree is the root."""
+        return self._length == len(self._text)
+
+    def _grow(self, pool: Pool, levels: int) -> None:
+        self._grown, self._is_chain = _NONE, True
+        newest = self._add(pool, np.zeros(1, np.int64), self._root)
+        for _ in range(1, levels):
+            nodes = np.sort(self._policy.frontier(pool, newest, self._prices()))
+            if not len(nodes):
+                return
+            self._grown = np.concatenate([self._grown, nodes])
+            newest = self._add(pool, nodes, self._level(pool, len(nodes)))
+
+    def _add(self, pool: Pool, parents: I64, candidates: tuple[I64, F64]) -> I64:
+        token_ids, log_probs = candidates
+        return pool.add(parents, token_ids, self._policy.scores(log_probs), np.exp(log_probs))
+
+    def _prices(self) -> F64:
+        """Milliseconds of growing by one node, by two, ..., by as many as the cache has room."""
+        used, room = len(self._grown), self._session.capacity - self._length
+        rows = np.arange(used + 1, min(room, used + self._limits.verify_size) + 1)
+        prices = price(self._costs.step, rows)
+        if self._is_chain:
+            prices[:1] = price(self._costs.step, 1)
+        return prices
+
+    def _level(self, pool: Pool, count: int) -> tuple[I64, F64]:
+        """Candidates of the `count` nodes grown last.
+
+        The graph's mask rules the rows of one pass alone, so that a tree is computed anew with
+        every level; a chain goes on from the rows before.
+        """
+        tree, _ = pool.tree(self._grown)
+        depths, mask = tree.layout()
+        rows = len(self._grown)
+        self._is_chain = int(depths[-1]) == rows
+        if self._is_chain:
+            last = tree.token_ids[-1:]
+            result = self._session.run(last, self._length + rows - 1, np.zeros(1, np.int64))
+        else:
+            result = self._session.run(
+                tree.token_ids[1:],
+                self._length,
+                np.arange(rows - count, rows),
+                position_ids=self._length + depths[1:] - 1,
+                tree_mask=mask[1:, 1:],
+            )
+        self._spent_ms += price(self._costs.step, 1 if self._is_chain else rows)
+        return self._candidates(result.logits)
+
+    def learn(self, tree: Tree, path: list[int], emitted: int) -> None:
+        """Keep the rows of accepted nodes; see `TreeDrafter.learn`."""
+        if self._pool is not None:
+            accepted = np.flatnonzero(np.isin(self._grown, self._chosen[path]))
+            if len(accepted) and not self._is_chain:
+                self._session.compact(self._length, accepted)
+            self._length += len(accepted)
+        super().learn(tree, path, emitted)

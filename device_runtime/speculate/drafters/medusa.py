@@ -1,0 +1,119 @@
+"""Drafting with Medusa heads (arXiv 2401.10774): one pass a round foresees every level.
+
+Head d reads what the base's own head read when it gave the root, and foresees the token d + 1
+further on, whatever stands between. So all nodes of a level have the same candidates, a path's
+log-probability is the sum of the heads', and nothing needs a cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from edgellm.contract import LimitError
+from edgellm.device_runtime.pass_costs import heads_costs
+from edgellm.device_runtime.sessions import F32, I64
+from edgellm.device_runtime.sessions.heads import HeadsSession, open_heads
+from edgellm.device_runtime.speculate.costs import Costs, price
+from edgellm.device_runtime.speculate.draft_cache import ImageIds
+from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
+from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
+from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.integrity import FileCheck
+from edgellm.manifest import ALL_HEADS, DraftSpec
+
+DEFAULTS = TreeLimits()  # with as many steps as there are heads
+
+
+def open(order: Order) -> Opened:
+    """The heads in the folder of their base."""
+    folder, manifest = open_own(order, "medusa")
+    limits = heads_limits(order, manifest.draft)
+    with FileCheck(folder, manifest.files, order.verify):
+        session = open_heads(folder, manifest)
+    heads_ms = manifest.costs(ALL_HEADS) or heads_costs(session, manifest.draft, limits.top_k)
+    costs = Costs.of(order.pass_costs(), None, heads_ms)
+    image_ids = order.image_ids(reads_rows=True)
+
+    def start(learned: Learned) -> MedusaDrafter:
+        return MedusaDrafter(session, learned, limits, costs, image_ids=image_ids)
+
+    return Opened(costs, start)
+
+
+def heads_limits(order: Order, draft: DraftSpec) -> TreeLimits:
+    """The limits with as many levels as there are heads, unless the user wants fewer.
+
+    Raises:
+        LimitError: the user wants more.
+    """
+    limits, options = order.limits, order.options
+    check_candidates(limits, draft)
+    if limits.steps <= draft.num_heads:
+        return limits
+    if options.choices or options.steps is not None:
+        what = "the choices are" if options.choices else "--eagleDraftStep is"
+        raise LimitError(
+            f"{what} {limits.steps} levels deep, the draft has {draft.num_heads} heads",
+            hint="a head foresees one level; take fewer",
+        )
+    return replace(limits, steps=draft.num_heads)
+
+
+class MedusaDrafter(TreeDrafter):
+    """Grows the pool with the candidates of heads."""
+
+    def __init__(
+        self,
+        session: HeadsSession,
+        learned: Learned,
+        limits: TreeLimits,
+        costs: Costs,
+        *,
+        image_ids: ImageIds | None = None,
+    ) -> None:
+        """Nothing is computed yet.
+
+        Args:
+            session: the heads, at least as many as `limits` has levels.
+            learned: see `TreeDrafter`.
+            limits: the user's bounds.
+            costs: of the engine, for the books; one row extended is one pass of the heads.
+            image_ids: of a base that takes images.
+        """
+        super().__init__(learned, limits, image_ids=image_ids)
+        self._session, self._costs = session, costs
+        self._has_candidates = False
+
+    def observe(self, next_token_ids: I64, taps: F32) -> None:
+        """Committed rows, of which the heads read the newest: features [M, H]."""
+        del next_token_ids  # the root is the tree's
+        self._feature = taps[-1].copy()
+        self._has_candidates = False
+
+    def _read(self) -> None:
+        """Ask the heads."""
+        ids, log_probs = self._session.candidates(self._feature, self._limits.top_k)
+        self._spent_ms += price(self._costs.extend, 1)
+        self._levels = list(zip(ids, log_probs.astype(np.float64), strict=True))
+        self._has_candidates = True
+
+    def _is_ready(self) -> bool:
+        """Without candidates for this round the tree is the root."""
+        return self._has_candidates
+
+    def _grow(self, pool: Pool, levels: int) -> None:
+        policy, nodes = self._policy, np.zeros(1, np.int64)
+        for ids, log_probs in self._levels[:levels]:
+            shape = len(nodes), len(ids)
+            newest = pool.add(
+                nodes,
+                np.broadcast_to(ids, shape),
+                np.broadcast_to(policy.scores(log_probs), shape),
+                np.broadcast_to(np.exp(log_probs), shape),
+            )
+            nodes = policy.frontier(pool, newest, np.zeros(len(newest)))
+            if not len(nodes):
+                return

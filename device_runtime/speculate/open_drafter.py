@@ -1,0 +1,101 @@
+"""From an engine folder and the user's options to what drafts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.device_runtime.speculate import drafters
+from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.controller import Controller
+from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.speculate.drafter import Drafter, Learned, TreeDrafter
+from edgellm.device_runtime.speculate.lookup import LearnedLookup
+from edgellm.device_runtime.speculate.opening import (
+    Opened,
+    Order,
+    check_tree_size,
+    find_own,
+    own_method,
+)
+from edgellm.device_runtime.speculate.options import AUTO, OWN, SpecOptions
+from edgellm.device_runtime.speculate.policy import CostAwareTree, FixedTree, Policy, TreeLimits
+from edgellm.device_runtime.speculate.static_tree import StaticTree
+from edgellm.manifest import DRAFT_FOLDER, Engine
+
+
+def settled(options: SpecOptions, engine: Path, base: Engine) -> SpecOptions | None:
+    """The options with what "auto" means for an engine; None: it decodes plainly."""
+    if options.network != AUTO:
+        return options
+    if not base.max_verify_tree_size:
+        return None
+    network = None
+    if options.draft_engine_dir is not None:
+        network = "draft"
+    elif base.hidden_taps and (engine / DRAFT_FOLDER).is_dir():
+        network = OWN
+    lookups = options.lookups or drafters.lookups()
+    return replace(options, network=network, lookups=lookups, adapts=network is not None)
+
+
+class Drafters:
+    """What drafts for an engine, and what it has learned of greedy and of sampled requests."""
+
+    def __init__(
+        self,
+        engine: Path,
+        base: Engine,
+        session: DecoderSession,
+        options: SpecOptions,
+        *,
+        verify: bool | None,
+    ) -> None:
+        """Load what the options ask for; of EAGLE and Medusa that is `engine`/draft.
+
+        Passes that no one has measured are measured with `session`, the base.
+
+        Raises:
+            BrokenArtifactError: no draft engine, a damaged one, or one for another base.
+            LimitError: the options exceed what the engines were built for.
+        """
+        self.options, limits = options, options.limits(base.max_verify_tree_size)
+        opened = _open(Order(engine, base, session, options, limits, verify))
+        self._start, self.caches = opened.start, opened.caches
+        starts = [drafters.lookup(name).remember() for name in options.lookups]
+        self._learned = {
+            greedy: _nothing_learned(options, limits, opened.costs, [*map(LearnedLookup, starts)])
+            for greedy in (True, False)
+        }
+
+    def start(self, *, greedy: bool) -> Drafter:
+        """The drafter of a request; computes nothing."""
+        return self._start(self._learned[greedy])
+
+
+def _open(order: Order) -> Opened:
+    name = order.options.network
+    if name == OWN:
+        name = own_method(find_own(order)[1])
+    if name is not None:
+        return drafters.network(name).open(order)
+    check_tree_size(order)
+    image_ids = order.image_ids(reads_rows=True)
+    return Opened(
+        Costs.of(order.pass_costs()),
+        lambda learned: TreeDrafter(learned, order.limits, image_ids=image_ids),
+    )
+
+
+def _nothing_learned(
+    options: SpecOptions, limits: TreeLimits, costs: Costs, lookups: list[LearnedLookup]
+) -> Learned:
+    sized_by_cost = options.tree == "cost" and not options.choices
+    controller = Controller(costs, pauses=sized_by_cost, adapts=options.adapts)
+    policy: Policy = FixedTree(limits)
+    if options.choices:
+        policy = StaticTree(options.choices)
+    elif sized_by_cost:
+        policy = CostAwareTree(limits, costs, Calibration(), controller)
+    return Learned(policy, controller, tuple(lookups))

@@ -1,0 +1,310 @@
+"""Prompts with images, from files to answers: against transformers, greedily, id by id."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import assert_one_line_error
+from image_checkpoints import picture
+from vlm_engines import Engines, Reference, build_vlm
+
+from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan, image_plan
+from edgellm.contract import BrokenArtifactError, RequestError
+from edgellm.device_runtime.engine.images import ImageReader
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.export import visual
+from edgellm.export.source import open_checkpoint
+from edgellm.export.visual_bundle import VisualOptions, export_visual
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GREEDY = SamplingParams(temperature=0)
+SIZES = {"a": (33, 21), "b": (16, 60), "c": (90, 90)}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> dict[str, str]:
+    """Paths of three pictures."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for name, size in SIZES.items():
+        picture(*size, seed=ord(name)).save(folder / f"{name}.png")
+    return {name: str(folder / f"{name}.png") for name in SIZES}
+
+
+@pytest.fixture(scope="module", params=visual.supported())
+def engines(request, tmp_path_factory) -> Engines:
+    return build_vlm(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def llm(engines) -> LLM:
+    return LLM(engines.engine, multimodal_engine_dir=engines.visual_engine)
+
+
+@pytest.fixture(scope="module")
+def reference(engines) -> Reference:
+    return Reference(engines.checkpoint)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> Engines:
+    limits = {"max_image_tokens": 120, "max_image_tokens_per_image": 100}
+    return build_vlm(tmp_path_factory.mktemp("qwen"), "qwen2_5_vl", **limits)
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _image(source: str) -> dict[str, str]:
+    return {"type": "image", "image": source}
+
+
+def _conversations(pictures: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
+    a, b, c = (_image(pictures[name]) for name in "abc")
+    return {
+        "image_first": [{"role": "user", "content": [a, _text("w1 w2")]}],
+        "image_last": [{"role": "user", "content": [_text("w3"), b]}],
+        "two_images": [{"role": "user", "content": [a, _text("w4 w5"), c, _text("w6")]}],
+        "side_by_side": [{"role": "user", "content": [b, a, _text("w7")]}],
+        "two_turns": [
+            {"role": "user", "content": [a, _text("w8")]},
+            {"role": "assistant", "content": "w9 w10"},
+            {"role": "user", "content": [_text("w11"), b]},
+        ],
+        "text_only": [{"role": "user", "content": "w12 w13 w14"}],
+    }
+
+
+KINDS = ("image_first", "image_last", "two_images", "side_by_side", "two_turns", "text_only")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_equal_transformers(llm, reference, pictures, kind):
+    messages = _conversations(pictures)[kind]
+    answer = llm.generate(messages, sampling=GREEDY, max_generate_length=12)
+    list(answer)
+    sources = [
+        item["image"]
+        for message in messages
+        if isinstance(message["content"], list)
+        for item in message["content"]
+        if item["type"] == "image"
+    ]
+    token_id = llm.manifest.decoder.images.token_id
+    vocabulary = llm.manifest.decoder.vocab_size
+    ids = [token_id if token >= vocabulary else token for token in answer.prompt.token_ids]
+    assert (token_id in ids) == bool(sources)
+    from PIL import Image
+
+    prepared = [llm.images.processor.prepare(Image.open(path), 200) for path in sources]
+    expected = reference.answer(
+        ids, [one.pixels for one in prepared], [one.grid for one in prepared], 12
+    )
+    assert answer.token_ids == expected
+
+
+def test_the_picture_matters(llm, pictures):
+    """The same words with another picture: other features, most often another answer."""
+    answers = set()
+    for name in "abc":
+        content = [_image(pictures[name]), _text("w1 w2")]
+        answer = llm.generate(
+            [{"role": "user", "content": content}], sampling=GREEDY, max_generate_length=12
+        )
+        list(answer)
+        answers.add(tuple(answer.token_ids))
+    assert len(answers) > 1
+
+
+def test_a_second_question_does_not_encode_again(qwen, pictures, monkeypatch):
+    llm = LLM(qwen.engine, multimodal_engine_dir=qwen.visual_engine)
+    assert llm.images is not None
+    runs = []
+    encode = llm.images._session.encode
+    monkeypatch.setattr(llm.images._session, "encode", lambda x: runs.append(1) or encode(x))
+    answers = []
+    data = base64.b64encode(Path(pictures["a"]).read_bytes()).decode()
+    for source in (pictures["a"], pictures["a"], f"data:image/png;base64,{data}"):
+        content = [_image(source), _text("w1")]
+        answer = llm.generate([{"role": "user", "content": content}], sampling=GREEDY)
+        list(answer)
+        answers.append(answer.token_ids)
+    assert len(runs) == 1
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_threads_with_pictures(qwen, pictures):
+    """They share the encoder and the features that are kept; every answer is its picture's."""
+    llm = LLM(qwen.engine, multimodal_engine_dir=qwen.visual_engine)
+
+    def ask(at: int) -> list[int]:
+        content = [_image(pictures["abc"[at % 3]]), _text(f"w{at % 6}")]
+        sampling = SamplingParams(1.0, 1.0, 0, at % 6)
+        answer = llm.generate([{"role": "user", "content": content}], sampling=sampling,
+                              max_generate_length=6)  # fmt: skip
+        list(answer)
+        return answer.token_ids
+
+    alone = [ask(at) for at in range(6)]
+    llm.images._kept.clear()
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, range(24))) == alone * 4
+
+
+def test_a_damaged_encoder(qwen, tmp_path):
+    folder = Path(shutil.copytree(qwen.visual_engine, tmp_path / "visual"))
+    largest = max(folder.glob("*.*"), key=lambda path: path.stat().st_size)
+    data = largest.read_bytes()
+    middle = len(data) // 2
+    largest.write_bytes(data[:middle] + bytes((data[middle] ^ 255,)) + data[middle + 1 :])
+    with pytest.raises(BrokenArtifactError, match=f"{largest.name} was changed"):
+        LLM(qwen.engine, multimodal_engine_dir=folder)
+    LLM(qwen.engine, multimodal_engine_dir=folder, verify=False)
+
+
+def test_the_oldest_features_are_forgotten(qwen, pictures):
+    reader = ImageReader(qwen.visual_engine, _decoder(qwen), verify=True, cache_bytes=1)
+    for name in "aba":
+        reader.see([pictures[name]], Path())
+        assert len(reader._kept) == 1
+
+
+def _decoder(engines: Engines):
+    from edgellm.manifest import LLM_ENGINE, load_engine
+
+    return load_engine(engines.engine, LLM_ENGINE).decoder
+
+
+def test_too_many_tokens(qwen, pictures):
+    llm = LLM(qwen.engine, multimodal_engine_dir=qwen.visual_engine)
+    content = [_image(pictures["c"]), _image(pictures["c"]), _image(pictures["c"])]
+    with pytest.raises(RequestError, match="images have 147 tokens, the engine takes 120"):
+        llm.generate([{"role": "user", "content": content}], sampling=GREEDY)
+
+
+def test_image_tokens_in_the_text(qwen, pictures):
+    folders = {"engine_dir": qwen.engine, "multimodal_engine_dir": qwen.visual_engine}
+    contents = [_text("<|image_pad|>")], [_image(pictures["a"]), _text("<|image_pad|>")]
+    for content in contents:  # words, unless they are allowed to be more
+        LLM(**folders).generate([{"role": "user", "content": content}], sampling=GREEDY)
+    llm = LLM(**folders, allow_special_tokens=True)
+    for content in contents:
+        with pytest.raises(RequestError, match=r"[12] places for images"):
+            llm.generate([{"role": "user", "content": content}], sampling=GREEDY)
+
+
+def test_an_encoder_of_another_model(qwen, tiny_engine, tmp_path_factory):
+    other = build_vlm(tmp_path_factory.mktemp("other"), "internvl")
+    with pytest.raises(BrokenArtifactError, match="the encoder of another model: model internvl"):
+        LLM(qwen.engine, multimodal_engine_dir=other.visual_engine)
+    with pytest.raises(BrokenArtifactError, match="takes text only"):
+        LLM(tiny_engine, multimodal_engine_dir=qwen.visual_engine)
+    with pytest.raises(BrokenArtifactError, match="is a llm_engine, not a visual_engine"):
+        LLM(qwen.engine, multimodal_engine_dir=tiny_engine)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "encoder"), [("none", "int8"), ("int8", "none"), ("int8", "fp8")]
+)
+def test_precisions_of_decoder_and_encoder_are_free(qwen, pictures, tmp_path, decoder, encoder):
+    """Any pair answers, and the features are those of the encoder's precision."""
+    engine, seeing = tmp_path / "engine", tmp_path / "visual_engine"
+    plan = Plan(512, 576, 1, "same", decoder)
+    build_engine("llm", qwen.engine.parent / "bundle", engine, plan, "onnxruntime", lambda _: None)
+    source = open_checkpoint(str(qwen.checkpoint))
+    export_visual(source, tmp_path / "bundle", VisualOptions("fp32", quantization=encoder))
+    limits = image_plan(1, 120, 100, 1)
+    build_engine("visual", tmp_path / "bundle", seeing, limits, "onnxruntime", lambda _: None)
+    llm = LLM(engine, multimodal_engine_dir=seeing)
+    content = [_image(pictures["a"]), _text("w1 w2")]
+    answer = llm.generate([{"role": "user", "content": content}], sampling=GREEDY)
+    assert list(answer)
+    readers = (ImageReader(folder, llm.manifest.decoder, verify=True)
+               for folder in (seeing, qwen.visual_engine))  # fmt: skip
+    found, floats = (reader.see([pictures["a"]], Path())[0].embeds for reader in readers)
+    distance = np.linalg.norm(found - floats) / np.linalg.norm(floats)
+    assert distance == 0 if encoder == "none" else 1e-3 < distance < 0.1
+
+
+def _requests(folder: Path, *contents: Any) -> Path:
+    document = {
+        "max_generate_length": 6, "temperature": 0,
+        "requests": [{"messages": [{"role": "user", "content": content}]} for content in contents],
+    }  # fmt: skip
+    path = folder / "input.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_the_command(command, qwen, pictures, tmp_path):
+    """Good requests are answered, bad pictures are named; the profile counts images."""
+    truncated = tmp_path / "truncated.png"
+    buffer = io.BytesIO()
+    picture(64, 64).save(buffer, "PNG")
+    truncated.write_bytes(buffer.getvalue()[: buffer.tell() // 2])
+    path = _requests(
+        tmp_path,
+        [_image(pictures["a"]), _text("w1")],
+        [_image(str(tmp_path / "missing.png")), _text("w1")],
+        [_image(str(truncated)), _text("w1")],
+        [{"type": "video", "video": "a.mp4"}],
+        [_text("w2"), _image(f"file://{pictures['b']}")],
+        [{"type": "image"}],
+    )
+    result = command(
+        "llm_inference", "--engineDir", qwen.engine, "--multimodalEngineDir", qwen.visual_engine,
+        "--inputFile", path, "--outputFile", tmp_path / "out.json",
+        "--profileOutputFile", tmp_path / "profile.json",
+    )  # fmt: skip
+    assert result.returncode == 1
+    responses = json.loads((tmp_path / "out.json").read_text())["responses"]
+    errors = [response.get("error", {}).get("message", "") for response in responses]
+    for at, words in {
+        1: "missing.png", 2: "truncated.png", 3: "video is not supported",
+        5: "an image item needs `image`",
+    }.items():  # fmt: skip
+        assert words in errors[at]
+    assert errors[0] == errors[4] == ""
+    assert responses[0]["messages"][0]["content"][0] == _image(pictures["a"])
+    profile = json.loads((tmp_path / "profile.json").read_text())["multimodal"]
+    assert profile["total_images"] == 2
+    tokens = sum(response.get("prompt_token_count", 0) for response in responses)
+    assert 0 < profile["total_image_tokens"] < tokens
+
+
+def test_images_without_an_encoder(command, qwen, tiny_engine, pictures, tmp_path):
+    for engine in (qwen.engine, tiny_engine):
+        result = command(
+            "llm_inference", "--engineDir", engine, "--outputFile", tmp_path / "out.json",
+            "--inputFile", _requests(tmp_path, [_image(pictures["a"])]),
+        )  # fmt: skip
+        assert result.returncode == 1
+        assert "takes text only" in result.stderr
+        assert "--multimodalEngineDir" in result.stderr
+
+
+def test_a_wrong_folder(command, qwen, tmp_path):
+    result = command(
+        "llm_inference", "--engineDir", qwen.engine, "--multimodalEngineDir", tmp_path / "no",
+        "--inputFile", _requests(tmp_path, "w1"), "--outputFile", tmp_path / "out.json",
+    )  # fmt: skip
+    assert_one_line_error(result, "no such folder", "visual_build")
+
+
+def test_rows_of_images_are_no_words():
+    """Prompt lookup never proposes an image."""
+    from edgellm.device_runtime.speculate.draft_cache import ImageIds
+
+    ids = np.array([3, 96, 97, 5])
+    assert ImageIds(96, None).for_draft(ids).tolist() == [3, 96, 97, 5]
+    assert ImageIds(96, 9).for_draft(ids).tolist() == [3, 9, 9, 5]

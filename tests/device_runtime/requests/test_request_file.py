@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from edgellm.contract import RequestError
+from edgellm.device_runtime.requests.request_file import (
+    Options,
+    parse_request,
+    read_file,
+    sampling_of,
+)
+
+USER = {"role": "user", "content": "hi"}
+
+
+def test_defaults_are_the_peers(tmp_path):
+    path = tmp_path / "in.json"
+    path.write_text(json.dumps({"requests": [{"messages": [USER]}]}))
+    options, requests = read_file(path)
+    assert (options.temperature, options.top_p, options.top_k) == (1.0, 0.8, 50)
+    assert options.max_generate_length == 256
+    assert options.apply_chat_template
+    assert options.add_generation_prompt
+    assert not options.enable_thinking
+    assert parse_request(requests[0], 0).merged(options) == options
+
+
+def test_a_request_overrides_the_file():
+    request = parse_request({"messages": [USER], "temperature": 0, "stop": "x"}, 0)
+    merged = request.merged(Options(top_k=7))
+    assert (merged.temperature, merged.stop, merged.top_k) == (0, "x", 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"requests": [\n  {"messages": oops}]}', "line 2, column 16"),
+        ("[]", "must be an object"),
+        ("{}", r"\$\.requests must be a list"),
+        ('{"requests": []}', r"\$\.requests must be a list"),
+        ('{"requests": [1], "top_p": 2}', r"\$\.top_p: expected `float` <= 1.0"),
+        ('{"requests": [1], "top_k": 1, "top_k": 2}', r"in\.json: the key \$\.top_k stands there"),
+        ('{"requests": [{"seed": 1, "seed": 2}]}', r"the key \$\.requests\[0\]\.seed stands there"),
+        ('{"requests": [1], "temprature": 1}', r"unknown field `temprature`"),
+        ('{"requests": [1], "batch_size": "two"}', r"\$\.batch_size: expected `int`, got `str`"),
+        ('{"requests": [1], "available_lora_weights": {"a": "b"}}', "LoRA adapters"),
+    ],
+)
+def test_faulty_files(tmp_path, text, message):
+    path = tmp_path / "in.json"
+    path.write_text(text)
+    with pytest.raises(RequestError, match=message):
+        read_file(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ('{"requests": [1], "top_k": ' + "9" * 10_000 + "}", "integer string"),
+        ('{"requests": [1], "\\ud800": 1}', "surrogate"),
+    ],
+    ids=["deep", "long", "surrogate"],
+)
+def test_files_that_parsers_choke_on(tmp_path, text, message):
+    path = tmp_path / "in.json"
+    path.write_text(text)
+    with pytest.raises(RequestError, match=message):
+        read_file(path)
+
+
+def test_missing_and_undecodable_files(tmp_path):
+    with pytest.raises(RequestError, match="cannot read"):
+        read_file(tmp_path / "none.json")
+    (tmp_path / "in.json").write_bytes(b'{"requests": ["\xff"]}')
+    with pytest.raises(RequestError, match="not UTF-8: byte 15"):
+        read_file(tmp_path / "in.json")
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (1, r"\$\.requests\[3\]: expected `object`"),
+        ({}, "missing required field `messages`"),
+        ({"messages": []}, r"messages: expected `array` of length >= 1"),
+        ({"messages": [{"role": "usr", "content": "x"}]}, r"messages\[0\]\.role: invalid enum"),
+        ({"messages": [{"role": "user"}]}, "missing required field `content`"),
+        ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\]\.content: expected"),
+        (
+            {"messages": [USER], "max_generate_length": 0},
+            "max_generate_length: expected `int` >= 1",
+        ),
+        ({"messages": [USER], "lora_name": "a"}, "LoRA adapters are not supported"),
+        ({"messages": [USER], "temperature": True}, "temperature: expected `float"),
+        ({"messages": [USER], "min_p": 1.5}, "min_p: expected `float` <= 1"),
+        ({"messages": [USER], "repetition_penalty": 0}, "repetition_penalty: expected `float` > 0"),
+        ({"messages": [USER], "presence_penalty": 3}, "presence_penalty: expected `float` <= 2"),
+        ({"messages": [USER], "logit_bias": {"w9": 1}}, "expected `int`, got `str`.*logit_bias"),
+        ({"messages": [USER], "logit_bias": {"9": 200}}, "expected `float` <= 100"),
+    ],
+)
+def test_faulty_requests_name_their_place(raw, message):
+    with pytest.raises(RequestError, match=message):
+        parse_request(raw, 3)
+
+
+def test_a_request_says_how_tokens_are_chosen():
+    options = Options(min_p=0.1, presence_penalty=0.5)
+    raw = {"messages": [USER], "presence_penalty": -1, "logit_bias": {"9": 2.5}}
+    found = sampling_of(parse_request(raw, 0).merged(options))
+    assert (found.min_p, found.presence_penalty, found.logit_bias) == (0.1, -1, {9: 2.5})
+    assert not found.is_greedy
+    assert sampling_of(options, greedy=True).is_greedy
+
+
+def test_the_pieces_of_a_message():
+    def pieces(content):
+        request = parse_request({"messages": [{"role": "user", "content": content}]}, 0)
+        return [(item.type, item.text or item.image) for item in request.messages[0].items("x")]
+
+    assert pieces("ab") == [("text", "ab")]
+    items = [{"type": "text", "text": "a"}, {"type": "image", "image": "cat.png"}]
+    assert pieces(items) == [("text", "a"), ("image", "cat.png")]
+    for item, message in (
+        ({"type": "video", "video": "cat.mp4"}, r"x\.content\[0\]: video is not supported"),
+        ({"type": "image", "text": "cat"}, r"x\.content\[0\]: an image item needs `image`"),
+        ({"type": "text"}, r"x\.content\[0\]: a text item needs `text`"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            pieces([item])

@@ -1,0 +1,147 @@
+"""Answers of a wanted form: by random models, which would never keep to it by themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lettered_engine import with_letters
+
+from edgellm.contract import EdgeLLMError, RequestError
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
+from edgellm.device_runtime.requests.runner import run_request
+from edgellm.device_runtime.sampling.guidance import Guidance, Guide
+from edgellm.device_runtime.sampling.sampler import Sampler
+from edgellm.device_runtime.speculate.accept import Typical
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 99},
+        "b": {"enum": ["x", "yy"]},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}  # fmt: skip
+GUIDES = {
+    "json_schema": Guide.of_schema(SCHEMA),
+    "regex": Guide("regex", "[a-c]{3,5}-[0-9]+[#]"),
+    "choice": Guide("choice", '["yes", "no", "perhaps"]'),
+    "ebnf": Guide("ebnf", 'root ::= ("ab" | "cd") root | "."'),
+}
+
+
+def keeps_form(kind: str, text: str) -> bool:
+    if kind == "json_schema":
+        found = json.loads(text)
+        return 0 <= found["a"] <= 99 and found["b"] in ("x", "yy") and len(found) == 2
+    if kind == "regex":
+        return re.fullmatch("[a-c]{3,5}-[0-9]+[#]", text) is not None
+    if kind == "ebnf":
+        return re.fullmatch("(ab|cd)*[.]", text) is not None
+    return text in ("yes", "no", "perhaps")
+
+
+@pytest.fixture(scope="module")
+def lettered(eagle_pair, tmp_path_factory) -> Path:
+    return with_letters(eagle_pair.engine, tmp_path_factory.mktemp("lettered") / "engine")
+
+
+@pytest.fixture(scope="module")
+def llm(lettered) -> LLM:
+    return LLM(lettered, spec=SpecOptions(top_k=4, steps=4, verify_size=16, tree="fixed"))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 4.0])
+@pytest.mark.parametrize("kind", GUIDES)
+def test_answers_keep_the_form_and_are_the_plain_ones(llm, kind, temperature):
+    texts = set()
+    for seed in range(4):
+        sampling = SamplingParams(temperature, 1.0, 0, seed, guide=GUIDES[kind])
+        ids = []
+        for speculative in (False, True):
+            answer = llm.generate(
+                "Hi", sampling=sampling, max_generate_length=90, speculative=speculative
+            )
+            list(answer)
+            assert keeps_form(kind, answer.text) or answer.finish_reason == "length"
+            ids.append(answer.token_ids)
+        assert ids[0] == ids[1]
+        texts.add(answer.text)
+        if kind in ("json_schema", "choice"):
+            assert answer.finish_reason == "stop"
+    assert temperature == 0 or len(texts) > 1
+
+
+def test_typical_acceptance_keeps_the_form_too(lettered):
+    options = SpecOptions(
+        top_k=4, steps=4, verify_size=16, tree="fixed", typical=Typical(0.0)
+    )  # all that may come
+    llm, accepted = LLM(lettered, spec=options), 0
+    for seed in range(4):
+        sampling = SamplingParams(1.0, 1.0, 0, seed, guide=GUIDES["json_schema"])
+        answer = llm.generate("Hi", sampling=sampling, max_generate_length=90)
+        list(answer)
+        assert keeps_form("json_schema", answer.text)
+        accepted += sum(counts.accepted for counts in answer.profile.rounds)
+    assert accepted > 0
+
+
+def test_a_json_object_may_hold_anything(llm):
+    sampling = SamplingParams(0.0, guide=Guide("json_object"), logit_bias={95: 30.0})  # }
+    answer = llm.generate("Hi", sampling=sampling, max_generate_length=90)
+    list(answer)
+    assert isinstance(json.loads(answer.text), dict)
+
+
+def test_the_request_file_says_the_form(llm):
+    raw = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "guided_decoding": {"choice": ["yes", "no"]},
+    }
+    from edgellm.device_runtime.engine.profile import Profile
+
+    options = Options(apply_chat_template=False, temperature=0)
+    response = run_request(llm, options, raw, 0, Profile(), lambda *_: None)
+    assert response["output_text"] in ("yes", "no")
+    for form in ({}, {"regex": "a", "choice": ["b"]}):
+        parsed = parse_request({**raw, "guided_decoding": form}, 0)
+        with pytest.raises(RequestError, match="give exactly one of json_object"):
+            sampling_of(parsed.merged(options))
+
+
+@pytest.mark.parametrize(
+    ("guide", "message"),
+    [
+        (Guide("regex", "(ab"), "the regex of the answer is faulty"),
+        (Guide("json_schema", "{"), "the schema of the answer is no JSON"),
+        (Guide("json_schema", '{"type": "fruit"}'), "the json_schema of the answer is faulty"),
+        (Guide("ebnf", "root ::= missing"), "the ebnf of the answer is faulty"),
+    ],
+)
+def test_faulty_forms_are_refused_before_the_work(llm, guide, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate("Hi", sampling=SamplingParams(guide=guide))
+
+
+def test_huge_forms_and_unknown_tokenizers(tiny_engine):
+    with pytest.raises(RequestError, match="more than 1048576 characters"):
+        Guide("regex", "a" * (1 << 21))
+    with pytest.raises(EdgeLLMError, match="with this tokenizer cannot be guided"):
+        LLM(tiny_engine).generate("w9", sampling=SamplingParams(guide=GUIDES["regex"]))
+
+
+def test_what_may_not_come_is_never_drawn(lettered):
+    """Even where the model is sure of something else, and top-k would leave that alone."""
+    logits = np.full(96, -50, np.float32)
+    logits[40] = 50
+    guidance = Guidance(lettered, 96, [2])
+    for top_k in (0, 1, 3):
+        params = SamplingParams(1.0, 1.0, top_k)
+        sampler = Sampler(params, (), guidance.start(Guide("choice", '["y", "n"]')))
+        assert sampler.choose(logits, 40) in (4 + ord("y") - 34, 4 + ord("n") - 34)
+        assert sampler.choose(logits, 40) == 2

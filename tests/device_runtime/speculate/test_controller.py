@@ -1,0 +1,141 @@
+"""Rounds with the network and without: what gives more is taken, the other tried at times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from edgellm.device_runtime.speculate.controller import Controller
+from edgellm.device_runtime.speculate.costs import Costs, price
+
+FREE = Costs.of({"1": 10, "64": 10.001}, {"1": 0.001, "64": 0.002}, {"1": 0, "64": 0})
+COSTS = Costs.of({"1": 10, "4": 13, "12": 22}, {"1": 2}, {"1": 2})
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What rounds of a side give on average."""
+
+    tokens: float
+    drafted_ms: float
+    rows: int
+
+    @property
+    def ms(self) -> float:
+        return self.drafted_ms + price(COSTS.verify, self.rows)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.ms
+
+
+PLAIN, BAD, FAIR, GOOD = (
+    Rounds(1.0, 0, 1), Rounds(1.2, 8, 6), Rounds(2.6, 8, 6), Rounds(3.4, 8, 6)
+)  # fmt: skip
+CHAIN = Rounds(2.6, 0, 4)
+
+
+def run(controller, random, foreseen, network, text, rounds, pace=1.0) -> list[bool]:
+    """The sides that the controller chose."""
+    sides = []
+    for _ in range(rounds):
+        sides.append(controller.choose(foreseen))
+        mean = network if sides[-1] else text
+        tokens = 1 + int(random.poisson(mean.tokens - 1))
+        controller.learn(networked=sides[-1], tokens=tokens, ms=mean.ms * pace)
+    return sides
+
+
+def efficiency(sides, network, text) -> float:
+    """Tokens per millisecond over those of the better side alone."""
+    taken = [network if side else text for side in sides]
+    rate = sum(one.tokens for one in taken) / sum(one.ms for one in taken)
+    return rate / max(network.rate, text.rate)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("network", "text"),
+    [(GOOD, PLAIN), (FAIR, PLAIN), (BAD, PLAIN), (FAIR, CHAIN), (GOOD, CHAIN)],
+)
+def test_the_better_side_is_taken_and_the_other_tried(network, text, seed):
+    sides = run(
+        Controller(COSTS, adapts=True), np.random.default_rng(seed), 0.0, network, text, 2000
+    )
+    assert efficiency(sides[100:], network, text) > 0.95
+    assert 10 <= sides[100:].count(network.rate < text.rate) < 1000
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rounds_in_which_the_text_foresees_much_are_judged_apart(seed):
+    controller, random = Controller(COSTS, adapts=True), np.random.default_rng(seed)
+    sides = {0.0: [], 4.0: []}
+    chain = Rounds(4.5, 0, 8)
+    for _ in range(200):
+        sides[0.0] += run(controller, random, 0.0, GOOD, PLAIN, 10)
+        sides[4.0] += run(controller, random, 4.0, GOOD, chain, 10)
+    assert efficiency(sides[0.0][100:], GOOD, PLAIN) > 0.95
+    assert efficiency(sides[4.0][100:], GOOD, chain) > 0.95
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_another_workload_changes_its_mind(seed):
+    controller, random = Controller(COSTS, adapts=True), np.random.default_rng(seed)
+    run(controller, random, 0.0, GOOD, PLAIN, 500)
+    assert efficiency(run(controller, random, 0.0, BAD, PLAIN, 1500)[200:], BAD, PLAIN) > 0.95
+    assert efficiency(run(controller, random, 0.0, GOOD, PLAIN, 4000)[2000:], GOOD, PLAIN) > 0.95
+
+
+@pytest.mark.parametrize("pace", [0.3, 1.0, 5.0])
+def test_both_sides_are_tried_on_the_clock_of_this_machine(pace):
+    """Whatever the build said that passes cost."""
+    controller, random = Controller(COSTS, adapts=True), np.random.default_rng(0)
+    sides = run(controller, random, 4.0, BAD, Rounds(4.5, 0, 8), 40, pace)
+    assert sides == [True] * 10 + [False] * 30
+
+
+def test_a_pause_of_the_machine_is_no_judgement():
+    controller, random = Controller(COSTS, adapts=True), np.random.default_rng(0)
+    run(controller, random, 0.0, GOOD, PLAIN, 50)
+    assert controller.choose(0.0)
+    controller.learn(networked=True, tokens=3, ms=5000.0)
+    assert controller.choose(0.0)
+
+
+def test_losing_pauses_longer_and_longer_and_wakes_again():
+    costs = Costs.of({"1": 10, "2": 12}, {"1": 1}, {"1": 1})
+    controller = Controller(costs, pauses=True)
+    pauses = []
+    for _ in range(8):
+        while not controller.is_pausing:
+            controller.end_round(1, 15, 2, networked=True)  # one token in 27 ms instead of 10
+        length = 0
+        while controller.is_pausing:
+            controller.end_round(1, 0, 1, networked=False)
+            length += 1
+        pauses.append(length)
+    assert pauses == [32, 64, 128, 256, 512, 512, 512, 512]
+    for _ in range(60):
+        controller.end_round(4, 2, 2, networked=True)
+        assert not controller.is_pausing
+    while not controller.is_pausing:
+        controller.end_round(1, 15, 2, networked=True)
+    assert controller.pace.pause == 32  # what went well is not held against it
+
+
+def test_the_rate_follows_the_rounds_and_never_falls_below_plain_decoding():
+    controller = Controller(FREE, pauses=True)
+    for _ in range(400):
+        controller.end_round(5, 5, 2, networked=True)
+    assert controller.rate == pytest.approx(5 / 15, rel=0.01)
+    for _ in range(6):
+        controller.end_round(1, 900, 2, networked=True)
+    assert controller.rate == pytest.approx(1 / 10)
+
+
+def test_fixed_trees_never_pause():
+    controller = Controller(FREE)
+    controller.end_round(1, 1e9, 60, networked=True)
+    assert not controller.is_pausing

@@ -1,0 +1,425 @@
+"""Speculation over scripted sessions: the same ids as plain decoding, whatever is drafted."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_sessions import (
+    DRAFTS,
+    VOCAB,
+    StrictBase,
+    StrictDraft,
+    StrictModel,
+    adversary,
+    oracle,
+    recorded,
+)
+from stepping import by_cost, generate, learned_of, speculate
+
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
+from edgellm.device_runtime.speculate.accept import Round
+from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafter import TreeDrafter
+from edgellm.device_runtime.speculate.drafters import ngram, suffix
+from edgellm.device_runtime.speculate.drafters.draft import ModelDrafter
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.static_tree import StaticTree
+
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(1.0, 0.9, 0, seed=11)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+SHAPES = {
+    "one_node": TreeLimits(10, 6, 1),
+    "two_nodes": TreeLimits(1, 1, 2),
+    "chain": TreeLimits(1, 7, 8),
+    "wide": TreeLimits(12, 1, 13),
+    "bushy": TreeLimits(3, 4, 20),
+    "cut": TreeLimits(8, 5, 4),
+    "default": TreeLimits(10, 6, 60),
+}
+FREE = Costs.of({"1": 10, "64": 10.01}, {"1": 0.01, "64": 0.02}, {"1": 0.01, "64": 0.02})
+LOOKUPS = {"ngram": ngram.remember, "suffix": suffix.remember}
+CHOICES = ((0,), (0, 0), (1,), (2,), (0, 2), (0, 0, 0), (2, 0), (2, 0, 1), (2, 0, 1, 0))
+COSTS = {
+    "free": FREE,
+    "fair": Costs.of({"1": 10, "8": 14, "64": 60}, {"1": 1, "64": 9}, {"1": 1, "64": 9}),
+    "dear": Costs.of({"1": 10, "2": 30, "64": 900}, {"1": 8, "64": 50}, {"1": 8, "64": 50}),
+}
+
+
+@dataclass
+class Setup:
+    """What a run is made of."""
+
+    limits: TreeLimits = SHAPES["default"]
+    policy: str = "fixed"
+    lookups: tuple[str, ...] = ()
+    capacity: int = 128
+    draft_capacity: int = 128
+    prefill_rows: int = 64
+    draft: str | None = "oracle"  # None: the text alone drafts
+    is_model: bool = False  # an ordinary model drafts, not EAGLE's
+    adapts: bool = False  # some rounds go without the network
+
+    def __post_init__(self) -> None:
+        self.base = StrictBase(self.capacity)
+        costs = COSTS.get(self.policy, FREE)
+        starts = [LOOKUPS[name]() for name in self.lookups]
+        if self.policy in ("fixed", "static"):
+            policy = FixedTree(self.limits) if self.policy == "fixed" else StaticTree(CHOICES)
+            self.learned = learned_of(policy, costs, starts, adapts=self.adapts)
+        else:
+            self.learned = by_cost(self.limits, costs, lookups=starts, adapts=self.adapts)
+        if self.draft is None:
+            self.start = lambda: TreeDrafter(self.learned, self.limits)
+            return
+        if self.is_model:
+            self.session = StrictModel(self.draft_capacity, DRAFTS[self.draft])
+            model, self.options = recorded(self.session), {"num_candidates": VOCAB}
+            self.options |= {"num_readable": VOCAB, "prefill_rows": self.prefill_rows}
+            self.costs = costs
+            self.start = lambda: ModelDrafter(
+                model, self.learned, self.limits, self.costs, **self.options
+            )
+            return
+        self.session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
+        self.rows = CommittedRows(self.session, self.limits.steps + 1)
+        self.start = lambda: EagleDrafter(
+            self.rows, self.learned, self.limits, costs, max_tree_rows=self.limits.draft_rows
+        )
+
+    def rounds(self, prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[Round]:
+        return list(
+            speculate(
+                self.base, self.start(), prompt, Sampler(params), max_tokens, Profile(),
+                prefill_rows=self.prefill_rows,
+            )
+        )  # fmt: skip
+
+    def ids(self, *arguments, **options) -> list[int]:
+        return [t for found in self.rounds(*arguments, **options) for t in found.token_ids]
+
+
+def plain(prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[int]:
+    return list(_plain(tuple(prompt), params, max_tokens))
+
+
+@functools.cache  # hundreds of cases ask for the same few answers
+def _plain(prompt, params, max_tokens) -> tuple[int, ...]:
+    base = StrictBase(128)
+    tokens = generate(base, list(prompt), Sampler(params), max_tokens, Profile(), prefill_rows=64)
+    return tuple(tokens)
+
+
+def _sized(*costs: str) -> list[tuple[str, str]]:
+    """Shapes with policies: costs only say how much of a shape grows, so three shapes do."""
+    fixed = [(shape, "fixed") for shape in SHAPES]
+    return [*fixed, *((shape, cost) for shape in ("chain", "bushy", "default") for cost in costs)]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("lookups", [(), ("ngram", "suffix")], ids=["eagle", "and_text"])
+@pytest.mark.parametrize(("shape", "policy"), _sized("free", "fair", "dear"))
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_ids_are_those_of_plain_decoding(draft, shape, policy, lookups):
+    setup = Setup(SHAPES[shape], policy, lookups, draft=draft)
+    for params in (GREEDY, SAMPLED):
+        for prompt in (PROMPT, [7], list(range(20)) * 2):  # answers of one drafter, one by one
+            assert setup.ids(prompt, params, 30) == plain(prompt, params, 30)
+    assert max(setup.base.tree_sizes) <= SHAPES[shape].verify_size
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("shape", "policy"), _sized("fair"))
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_ids_are_those_of_plain_decoding_with_a_draft_model(draft, shape, policy):
+    lookups = ("suffix",) if shape == "bushy" else ()
+    setup = Setup(SHAPES[shape], policy, lookups, draft=draft, is_model=True)
+    for params in (GREEDY, SAMPLED):
+        for prompt in (PROMPT, [7], list(range(20)) * 2):
+            assert setup.ids(prompt, params, 30) == plain(prompt, params, 30)
+    assert max(setup.base.tree_sizes) <= SHAPES[shape].verify_size
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_a_draft_model_that_is_the_base_is_always_right(top_k):
+    """Which it could not be if its cache did not follow the accepted path."""
+    setup = Setup(TreeLimits(top_k, 5, 1 + 5 * top_k), is_model=True)
+    rounds = setup.rounds(max_tokens=61)
+    assert [len(found.token_ids) for found in rounds] == [1, *[6] * 10]
+    assert top_k > 1 or max(setup.session.pass_rows[1:]) == 2  # the leaf and the bonus
+    assert setup.ids(params=SAMPLED, max_tokens=61) == plain(params=SAMPLED, max_tokens=61)
+
+
+@pytest.mark.parametrize("is_model", [False, True])
+def test_rounds_without_the_network_are_caught_up_with(is_model):
+    """The network reads in one pass what was committed while the gate was closed to it."""
+    setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), is_model=is_model, adapts=True)
+    closed = [*[False] * 9, *[True] * 9] * 9
+    setup.learned.controller.opens = lambda _: closed.pop()
+    rounds = setup.rounds(max_tokens=80)
+    assert [token for one in rounds for token in one.token_ids] == plain(max_tokens=80)
+    assert max(len(one.tree) for one in rounds[1:]) > 1
+
+
+def test_what_waits_is_read_in_passes_that_the_engine_takes():
+    """Of a gate that was closed for long."""
+    setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), adapts=True)
+    setup.rows._most_rows = 7
+    closed = [*[True] * 9, *[False] * 30]
+    setup.learned.controller.opens = lambda _: closed.pop()
+    rounds = setup.rounds(max_tokens=60)
+    assert [token for one in rounds for token in one.token_ids] == plain(max_tokens=60)
+    assert max(setup.session.extensions[1:]) == 7
+
+
+def test_a_chain_is_drafted_row_by_row_and_a_tree_anew_with_every_level():
+    for top_k, passes in ((1, [1, 1, 1]), (2, [2, 4, 6])):
+        setup = Setup(TreeLimits(top_k, 4, 99), is_model=True)
+        setup.rounds(max_tokens=6)
+        assert setup.session.pass_rows == [len(PROMPT) + 1, *passes]
+
+
+@pytest.mark.parametrize(("top_k", "first"), [(1, [1, 1, 1]), (2, [1, 3, 5])])
+def test_a_level_costs_what_its_pass_computes(top_k, first):
+    """One row of a chain, whatever stands before; of a tree all rows so far."""
+    table = {str(rows): float(rows) for rows in range(1, 65)}
+    setup, told = Setup(TreeLimits(top_k, 4, 99), is_model=True), []
+    setup.costs = Costs.of({"1": 1}, table, table)
+    frontier = setup.learned.policy.frontier
+    setup.learned.policy.frontier = lambda pool, newest, prices: (
+        told.append(prices[:3].tolist()) or frontier(pool, newest, prices)
+    )
+    setup.rounds(max_tokens=6)
+    assert [prices[0] for prices in told] == first
+    for level, prices in enumerate(told):
+        assert prices[1:] == [level * top_k + 2, level * top_k + 3]
+
+
+def test_what_a_draft_model_cannot_read_is_answered_without_it():
+    setup = Setup(is_model=True, capacity=60)
+    setup.options["num_readable"] = 9
+    assert setup.ids() == plain()
+    assert setup.session.pass_rows == []  # the prompt has a 9
+    setup.options |= {"num_readable": VOCAB, "num_candidates": 5}
+    found = setup.rounds()
+    assert [t for one in found for t in one.token_ids] == plain()
+    assert max(int(one.tree.token_ids[1:].max()) for one in found[1:] if len(one.tree) > 1) < 5
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("capacity", [41, 128])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_ids_of_static_trees_are_those_of_plain_decoding(draft, capacity):
+    limits = SpecOptions(choices=CHOICES).limits(60)
+    setup = Setup(limits, "static", capacity=capacity, draft_capacity=60, draft=draft)
+    for params in (GREEDY, SAMPLED):
+        for prompt in (PROMPT, [7], list(range(10)) * 2):
+            most = min(capacity - len(prompt) + 1, 40)
+            assert setup.ids(prompt, params, most) == plain(prompt, params, most)
+    assert max(setup.base.tree_sizes) == len(CHOICES) + 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("lookups", [("ngram",), ("suffix",), ("ngram", "suffix")], ids=str)
+@pytest.mark.parametrize("policy", ["fixed", "fair"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ids_are_those_of_plain_decoding_without_a_network(shape, policy, lookups):
+    setup = Setup(SHAPES[shape], policy, lookups, draft=None)
+    for params in (GREEDY, SAMPLED):
+        for prompt in (PROMPT, [7], list(range(20)) * 2):
+            assert setup.ids(prompt, params, 30) == plain(prompt, params, 30)
+    assert max(setup.base.tree_sizes) <= SHAPES[shape].verify_size
+    assert shape == "one_node" or policy != "fixed" or max(setup.base.tree_sizes) > 1
+
+
+@pytest.mark.parametrize(("shape", "size"), [("one_node", 1), ("bushy", 20), ("default", 60)])
+def test_fixed_trees_have_the_size_of_the_limits(shape, size):
+    setup = Setup(SHAPES[shape])
+    sizes = [len(found.tree) for found in setup.rounds() if found.tree is not None]
+    assert sizes[0] == size
+
+
+def test_the_oracle_is_always_right_and_the_adversary_never():
+    rounds = Setup(TreeLimits(2, 5, 11)).rounds(max_tokens=61)
+    assert [len(found.token_ids) for found in rounds] == [1, *[6] * 10]
+    assert all(len(found.path) == 6 for found in rounds[1:])
+    rounds = Setup(draft="adversary").rounds(max_tokens=20)
+    assert [found.path for found in rounds[1:]] == [(0,)] * 19
+
+
+def test_rounds_tell_what_was_accepted():
+    for found in Setup(TreeLimits(3, 4, 20), draft="half_right").rounds()[1:]:
+        assert found.tree is not None
+        drafted = found.tree.token_ids[list(found.path[1:])].tolist()
+        assert list(found.token_ids[:-1]) == drafted
+        assert len(found.confidences) == len(found.tree)
+        assert found.confidences[0] == 1
+
+
+@pytest.mark.parametrize("policy", ["fixed", "free", "fair"])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13])
+def test_max_tokens_is_never_exceeded(max_tokens, policy):
+    setup = Setup(policy=policy)
+    assert setup.ids(max_tokens=max_tokens) == plain(max_tokens=max_tokens)
+    assert len(setup.session.extensions) == 0 or max_tokens > 2
+
+
+@pytest.mark.parametrize("policy", ["fixed", "free"])
+@pytest.mark.parametrize("capacity", [10, 11, 12, 20, 37, 66])
+def test_the_cache_is_filled_to_its_last_row(capacity, policy):
+    """Trees are clamped to what is left, down to one row."""
+    setup = Setup(policy=policy, capacity=capacity, draft="half_right")
+    most = capacity - len(PROMPT) + 1  # the last token is not written
+    assert setup.ids(max_tokens=most) == plain(max_tokens=most)
+    setup = Setup(policy=policy, capacity=capacity, draft="adversary")
+    assert setup.ids(max_tokens=most) == plain(max_tokens=most)
+    sizes = setup.base.tree_sizes
+    assert most < 4 or sizes[-3] <= 3
+    assert most < 3 or sizes[-2] <= 2  # one row beside the root was left
+    assert most < 2 or sizes[-1] == 1
+
+
+@pytest.mark.parametrize("draft_capacity", [1, 5, 9, 10, 12, 30, 31])
+@pytest.mark.parametrize("prefill_rows", [4, 64])
+def test_a_draft_cache_smaller_than_the_bases(draft_capacity, prefill_rows):
+    setup = Setup(draft_capacity=draft_capacity, prefill_rows=prefill_rows)
+    for prompt in (PROMPT, [7, 7], list(range(20))):
+        assert setup.ids(prompt) == plain(prompt)
+
+
+@pytest.mark.parametrize("draft", ["oracle", "half_right"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 9])
+def test_prompts_of_several_pieces(rows, draft):
+    setup = Setup(prefill_rows=rows, draft=draft)
+    assert setup.ids() == plain()
+    assert setup.session.extensions[0] in (rows, len(PROMPT))
+    assert setup.ids(params=SAMPLED) == plain(params=SAMPLED)
+
+
+@settings(max_examples=60)
+@given(
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
+    limits=st.builds(
+        TreeLimits, st.integers(1, VOCAB - 1), st.integers(1, 6), st.integers(1, 60)
+    ),
+    policy=st.sampled_from(["fixed", *COSTS]),
+    lookups=st.sets(st.sampled_from(sorted(LOOKUPS))).map(tuple),
+    draft=st.sampled_from([*sorted(DRAFTS), None]),
+    is_model=st.booleans(),
+    adapts=st.booleans(),
+    room=st.integers(1, 40),
+    draft_capacity=st.integers(1, 80),
+    prefill_rows=st.integers(1, 40),
+    params=st.builds(
+        SamplingParams, st.sampled_from([0.0, 0.7, 1.5]), st.sampled_from([0.7, 1.0]),
+        st.sampled_from([0, 1, 4]), st.integers(0, 99),
+    ),
+)  # fmt: skip
+def test_any_combination(
+    prompt, limits, policy, lookups, draft, is_model, adapts, room, draft_capacity, prefill_rows,
+    params,
+):  # fmt: skip
+    setup = Setup(
+        limits, policy, lookups, len(prompt) + room, draft_capacity, prefill_rows, draft, is_model,
+        adapts,
+    )  # fmt: skip
+    assert setup.ids(prompt, params, room) == plain(prompt, params, room)
+
+
+def test_pauses_end_and_the_draft_catches_up():
+    """A losing draft is left alone; what was committed meanwhile is written in one pass."""
+    setup = Setup(policy="dear", draft="adversary", capacity=400, draft_capacity=400)
+    assert setup.ids([5], max_tokens=300) == _plain_of(300)
+    assert len(setup.session.extensions) < 100
+    assert max(setup.session.extensions) >= 32
+
+
+def test_a_losing_draft_model_pauses_too():
+    setup = Setup(policy="dear", draft="adversary", capacity=400, draft_capacity=400, is_model=True)
+    assert setup.ids([5], max_tokens=300) == _plain_of(300)
+    assert len(setup.session.pass_rows) < 100
+    assert max(setup.session.pass_rows) >= 32
+
+
+def test_a_pause_across_a_prompt_is_caught_up_with_in_two_passes():
+    setup = Setup(policy="free")
+    setup.learned.controller.pace.pause = 10
+    prompt = list(range(20))
+    assert setup.ids(prompt) == plain(prompt)
+    assert setup.session.extensions[:2] == [20, 10]
+
+
+def _plain_of(count: int) -> list[int]:
+    base = StrictBase(400)
+    return list(generate(base, [5], Sampler(GREEDY), count, Profile(), prefill_rows=64))
+
+
+def test_repetitive_text_is_looked_up():
+    """With a draft that never helps, what is accepted was looked up."""
+
+    def loop(context):
+        logits = np.zeros(VOCAB, np.float32)
+        logits[(context[-1] + 1) % 6] = 9
+        return logits
+
+    for lookups, draft in (
+        ((), "adversary"), (("ngram",), "adversary"), (("ngram",), None), (("suffix",), None)
+    ):  # fmt: skip
+        setup = Setup(TreeLimits(2, 6, 16, text_steps=9), lookups=lookups, draft=draft)
+        setup.base.logits_of = loop
+        if draft is not None:
+            setup.session.draft = lambda _: ([23, 22], [1e-4, 1e-5])
+        rounds = setup.rounds(max_tokens=50)
+        assert [t for found in rounds for t in found.token_ids] == [
+            at % 6 for at in range(50)
+        ]  # PROMPT ends with 5
+        longest = max(len(found.path) for found in rounds)
+        # Of the loop's last turn there are six tokens; the automaton goes on to its ninth level.
+        assert longest == {(): 1, ("ngram",): 7, ("suffix",): 10}[lookups]
+
+
+def test_an_answer_is_remembered_for_the_next_one():
+    setup = Setup(TreeLimits(2, 8, 16), lookups=("suffix",), draft=None)
+    first, again = (setup.rounds(max_tokens=40) for _ in range(2))
+    assert len(first) > 30
+    assert len(again) < 8
+    assert [t for one in first for t in one.token_ids] == plain()
+
+
+def test_the_strict_sessions_find_what_is_wrong():
+    """A mask, a position, a feature or a compaction that is off by one does not pass."""
+    base = StrictBase(16)
+    base.run(np.array([1, 2, 3]), 0, np.array([2]))
+    rows, ids = np.arange(3), np.array([4, 5, 6])
+    good = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+    positions = np.array([3, 4, 4])
+    for mask, place in (
+        (np.tri(3, dtype=bool), positions),
+        (good, positions + 1),
+        (np.eye(3, dtype=bool), positions),
+        (np.ones((3, 3), bool), positions),
+    ):
+        with pytest.raises(AssertionError):
+            base.run(ids, 3, rows, position_ids=place, tree_mask=mask)
+    base.run(ids, 3, rows, position_ids=positions, tree_mask=good)
+    with pytest.raises(AssertionError):
+        base.run(ids[:1], 4, rows[:1])
+    with pytest.raises(AssertionError):
+        base.compact(3, np.array([0, 1, 2]))
+    base.compact(3, np.array([0, 2]))
+    assert [token for token, _ in base.rows] == [1, 2, 3, 4, 6]
+    for draft in (oracle, adversary):
+        features = base.run(np.array([1, 2, 3]), 0, np.array([2])).taps
+        session = StrictDraft(16, draft)
+        with pytest.raises(AssertionError):
+            session.run(np.array([2, 3]), session.fuse(features[1:]), 0, np.array([1]), top_k=2)
