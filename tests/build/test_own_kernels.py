@@ -19,10 +19,10 @@ from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.kernels import library
-from edgellm.device_runtime.llm import LLM
-from edgellm.device_runtime.prove import prove
-from edgellm.device_runtime.requests import Options
+from edgellm.device_runtime.requests.prove import prove
+from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export import models

@@ -160,7 +160,7 @@ def test_prove(infer):
 def test_prove_shows_divergences(eagle_pair):
     """A draft that is accepted although the base would say something else."""
     from edgellm.device_runtime.engine.llm import LLM
-    from edgellm.device_runtime.requests import prove
+    from edgellm.device_runtime.requests.prove import prove
     from edgellm.device_runtime.requests.request_file import Options
     from edgellm.device_runtime.speculate.accept import Accepted
     from edgellm.device_runtime.speculate.options import SpecOptions
