@@ -136,6 +136,7 @@ class Worker:
                 self._metrics.ended("error")
                 if not isinstance(error, (ApiError, EdgeLLMError)):
                     _log.exception("a request failed")
+                self._running = None  # whom the failure reaches finds the engine idle
                 job.post(Failed(error))
             self._running = None
             self._mean_s += 0.2 * (time.monotonic() - began - self._mean_s)

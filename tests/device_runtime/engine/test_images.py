@@ -21,6 +21,8 @@ from edgellm.build.plan import Plan, image_plan
 from edgellm.contract import BrokenArtifactError, RequestError
 from edgellm.device_runtime.engine.images import ImageReader
 from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.requests.runner import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.export import visual
 from edgellm.export.source import open_checkpoint
@@ -195,8 +197,14 @@ def test_too_many_tokens(qwen, pictures):
 def test_image_tokens_in_the_text(qwen, pictures):
     folders = {"engine_dir": qwen.engine, "multimodal_engine_dir": qwen.visual_engine}
     contents = [_text("<|image_pad|>")], [_image(pictures["a"]), _text("<|image_pad|>")]
+    llm = LLM(**folders)
     for content in contents:  # words, unless they are allowed to be more
-        LLM(**folders).generate([{"role": "user", "content": content}], sampling=GREEDY)
+        messages = [{"role": "user", "content": content}]
+        asked = llm.generate(messages, sampling=GREEDY).prompt
+        by_file = start_request(llm, Options(), {"messages": messages}, 0).answer.prompt
+        assert asked.token_ids == by_file.token_ids
+        assert max(asked.token_ids) < llm.manifest.decoder.vocab_size + 49  # rows of the picture
+        assert llm.manifest.decoder.images.token_id not in asked.token_ids
     llm = LLM(**folders, allow_special_tokens=True)
     for content in contents:
         with pytest.raises(RequestError, match=r"[12] places for images"):
