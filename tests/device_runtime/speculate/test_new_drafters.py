@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
+from added_files import added
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
@@ -63,18 +62,13 @@ class Echo:
 
 
 @pytest.fixture
-def added(tmp_path, monkeypatch):
+def drafters_more(tmp_path):
     """Two files more among the drafters."""
-    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
-    for name, text in (("counting", NETWORK), ("echo", LOOKUP)):
-        (tmp_path / f"{name}.py").write_text(text)
-    yield
-    for name in ("counting", "echo"):
-        sys.modules.pop(f"{drafters.__name__}.{name}", None)
-        vars(drafters).pop(name, None)
+    with added(drafters, tmp_path, counting=NETWORK, echo=LOOKUP):
+        yield
 
 
-@pytest.mark.usefixtures("added")
+@pytest.mark.usefixtures("drafters_more")
 @pytest.mark.parametrize(("name", "size"), [("counting", 4), ("echo", 3)])
 def test_a_file_is_a_drafter(tree_engine, name, size):
     options = SpecFlags(spec=name, tree="fixed", verify_size=size).read()
