@@ -19,9 +19,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from edgellm.export.checkpoint import TensorInfo
-from edgellm.quantize.block import LAYER, linears, run_layer
-from edgellm.quantize.engine import Exported, Recipe, quiet
 from edgellm.quantize.formats import F32, pack_int4_codes
+from edgellm.quantize.modelopt_adapter import Exported, Recipe, quiet
+from edgellm.quantize.one_layer_model import LAYER, linears, run_layer
 from edgellm.quantize.tensors import Tensor
 
 _ITERATIONS = {"cpu": 100, "cuda": 200}

@@ -138,8 +138,8 @@ def _run(
         body, options.get("algo"), head, options.get("kv_cache_quantization"), options["block_size"]
     )
     _require_host()
-    from edgellm.quantize.job import Job
-    from edgellm.quantize.run import run_job
+    from edgellm.quantize.layerwise_run import run_job
+    from edgellm.quantize.plan import Job
 
     keys = tuple(key.strip() for key in ignored.split(",") if key.strip())
     job = Job(

@@ -27,16 +27,16 @@ from edgellm.export.draft_config import DraftConfig
 from edgellm.export.draft_tensors import complete, read_target_ids
 from edgellm.export.source import open_checkpoint, open_draft
 from edgellm.export.weights import Weights
-from edgellm.quantize.block import draft_layer_model, head_model, run_layer
 from edgellm.quantize.calibration import Calibration
+from edgellm.quantize.checkpointing import CALIBRATION, FLOAT, QUANTIZED, WorkFolder
 from edgellm.quantize.checks import HEAD, check_floats, needed_bytes
 from edgellm.quantize.draft_inputs import DraftInputs
 from edgellm.quantize.formats import F32
 from edgellm.quantize.logits import float_head, greedy
+from edgellm.quantize.one_layer_model import draft_layer_model, head_model, run_layer
 from edgellm.quantize.states import States
 from edgellm.quantize.subject import Ids, LanguageModel, Task, Tell, embedded
 from edgellm.quantize.tensors import Tensor, read_below, read_tensor
-from edgellm.quantize.work import CALIBRATION, FLOAT, QUANTIZED, WorkFolder
 
 _EMBEDDING, _NORM = "embed_tokens.weight", "norm.weight"
 _TARGETS = "targets.npy"

@@ -11,12 +11,12 @@ from edgellm.artifact import move_files, replace_file, temporary_folder
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.disk import require_space
 from edgellm.export.checkpoint import Renamed, TensorSource
-from edgellm.quantize.engine import hf_config
-from edgellm.quantize.job import Plan
+from edgellm.quantize.checkpointing import HEAD_PART, layer_part
+from edgellm.quantize.modelopt_adapter import hf_config
 from edgellm.quantize.page import render
+from edgellm.quantize.plan import Plan
 from edgellm.quantize.report import Report, as_json
 from edgellm.quantize.tensors import Joined, split_shards, write_safetensors
-from edgellm.quantize.work import HEAD_PART, layer_part
 
 SIDE_FILE, PAGE = "edgellm_quant.json", "edgellm_quant.html"
 _QUANT_CONFIG = "hf_quant_config.json"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from edgellm.export.checkpoint import TensorInfo
-from edgellm.quantize.block import run_layer
+from edgellm.quantize.one_layer_model import run_layer
 from edgellm.quantize.rounding import round_fp8, round_int8
 from edgellm.quantize.tensors import Tensor
 

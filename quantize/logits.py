@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from edgellm.quantize.block import run_layer
 from edgellm.quantize.linear import DecodedLinear
+from edgellm.quantize.one_layer_model import run_layer
 from edgellm.quantize.rounding import round_input
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
-from edgellm.quantize.evaluate import LayerReport
+from edgellm.quantize.layer_errors import LayerReport
 from edgellm.quantize.report import Report
 
 _PAGE = Path(__file__).with_name("report.html")

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
-from edgellm.quantize.evaluate import LayerReport
-from edgellm.quantize.job import Plan
+from edgellm.quantize.checkpointing import HEAD_PART, layer_part
+from edgellm.quantize.layer_errors import LayerReport
 from edgellm.quantize.logits import Quality
-from edgellm.quantize.work import HEAD_PART, layer_part
+from edgellm.quantize.plan import Plan
 
 _PACKAGES = ("edgellm", "nvidia-modelopt", "torch", "transformers", "numpy")
 _WORST = 5

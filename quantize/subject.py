@@ -17,13 +17,13 @@ from edgellm.export.checkpoint import Checkpoint, TensorSource
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.source import open_checkpoint
 from edgellm.export.vlm import TextTower, text_tower
-from edgellm.quantize.block import LAYER, head_model, layer_model
 from edgellm.quantize.calibration import Calibration
+from edgellm.quantize.checkpointing import FLOAT, QUANTIZED, WorkFolder
 from edgellm.quantize.checks import EMBEDDING, HEAD, NORM, check_model, needed_bytes
 from edgellm.quantize.formats import F32
+from edgellm.quantize.one_layer_model import LAYER, head_model, layer_model
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor, read_below, read_tensor
-from edgellm.quantize.work import FLOAT, QUANTIZED, WorkFolder
 
 Ids = NDArray[np.int64]
 Tell = Callable[[str, int], None]  # what was prepared, preparations done

@@ -13,7 +13,7 @@ from conftest import make_checkpoint
 
 from edgellm.export import models
 from edgellm.export.checkpoint import Safetensors, read_whole
-from edgellm.quantize.job import Job
+from edgellm.quantize.plan import Job
 
 SIZES = {"intermediate_size": 96}  # hidden 96 as well: INT4 blocks of 32
 _TYPES = {

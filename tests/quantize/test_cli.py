@@ -18,11 +18,11 @@ from quantize_cases import load, make_job, make_model, write_text
 from safetensors.numpy import save_file
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError, UnsupportedModelError
-from edgellm.quantize import checks, engine
+from edgellm.quantize import checkpointing as work_module
+from edgellm.quantize import checks, modelopt_adapter
 from edgellm.quantize import folder as folder_module
-from edgellm.quantize import run as run_module
-from edgellm.quantize import work as work_module
-from edgellm.quantize.run import run_job
+from edgellm.quantize import layerwise_run as run_module
+from edgellm.quantize.layerwise_run import run_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -302,7 +302,7 @@ def test_foreign_files_are_kept(job):
 
 def test_an_export_that_is_not_sound_stops_the_run(job, monkeypatch):
     """ModelOpt without calibration writes FP8 without scales of the inputs, and says nothing."""
-    real = engine.quantize
+    real = modelopt_adapter.quantize
 
     def uncalibrated(model, recipe, loop, log):
         exported = real(model, recipe, loop, log)
@@ -318,7 +318,7 @@ def test_an_export_that_is_not_sound_stops_the_run(job, monkeypatch):
 
 def test_another_weight_than_the_sources_stops_the_run(job, monkeypatch):
     """As where a norm was folded and one of its readers was not."""
-    real = engine.quantize
+    real = modelopt_adapter.quantize
 
     def broken(model, recipe, loop, log):
         exported = real(model, recipe, loop, log)
@@ -338,8 +338,8 @@ def test_memory_does_not_grow_with_layers(place, tmp_path):
     """A deep model after a shallow one in the same process: 3 and 15 layers of 5 MB in float32."""
     sizes = {"hidden_size": 384, "intermediate_size": 768}
     lines = [
-        "import resource; from pathlib import Path; from edgellm.quantize.job import Job",
-        "from edgellm.quantize.run import run_job",
+        "import resource; from pathlib import Path; from edgellm.quantize.plan import Job",
+        "from edgellm.quantize.layerwise_run import run_job",
     ]
     for layers in (3, 15):
         model = make_model(tmp_path / f"{layers}", "llama", num_hidden_layers=layers, **sizes)

@@ -22,8 +22,8 @@ from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
-from edgellm.quantize.job import Job, make_plan
-from edgellm.quantize.run import run_job
+from edgellm.quantize.layerwise_run import run_job
+from edgellm.quantize.plan import Job, make_plan
 from edgellm.quantize.schemes import SCHEMES
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,9 +18,9 @@ from edgellm.export.verify import run_portable
 from edgellm.export.weights import Weights
 from edgellm.manifest import LLM_BUNDLE, load_bundle
 from edgellm.quantize import folder as folder_module
-from edgellm.quantize.job import Job, make_plan
+from edgellm.quantize.layerwise_run import run_job
 from edgellm.quantize.linear import decode_linear
-from edgellm.quantize.run import run_job
+from edgellm.quantize.plan import Job, make_plan
 from edgellm.quantize.schemes import HEAD_SCHEMES, SCHEMES
 from edgellm.quantize.tensors import read_below
 

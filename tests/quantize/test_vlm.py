@@ -17,7 +17,7 @@ from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
 from edgellm.manifest import LLM_ENGINE, load_engine
-from edgellm.quantize.run import run_job
+from edgellm.quantize.layerwise_run import run_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {

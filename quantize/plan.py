@@ -15,9 +15,10 @@ import torch
 from edgellm.contract import EdgeLLMError
 from edgellm.quantize import checks
 from edgellm.quantize.calibration import load_tokenizer, read_calibration
+from edgellm.quantize.checkpointing import WorkFolder
 from edgellm.quantize.device import choose_device
 from edgellm.quantize.draft import Draft
-from edgellm.quantize.engine import Recipe
+from edgellm.quantize.modelopt_adapter import Recipe
 from edgellm.quantize.schemes import (
     HEAD_SCHEMES,
     KV_SCHEMES,
@@ -27,7 +28,6 @@ from edgellm.quantize.schemes import (
     choose_scheme,
 )
 from edgellm.quantize.subject import LanguageModel, Subject, Task
-from edgellm.quantize.work import WorkFolder
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from edgellm.contract import BrokenArtifactError
-from edgellm.quantize.block import linears, run_layer
-from edgellm.quantize.engine import Recipe
 from edgellm.quantize.formats import F32
 from edgellm.quantize.kv_cache import rounded_cache
 from edgellm.quantize.linear import DecodedLinear, decode_linear
+from edgellm.quantize.modelopt_adapter import Recipe
+from edgellm.quantize.one_layer_model import linears, run_layer
 from edgellm.quantize.rounding import round_input
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor

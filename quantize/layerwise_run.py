@@ -13,19 +13,7 @@ from edgellm.disk import explain_full_disk
 from edgellm.exclusive import hold
 from edgellm.export.checkpoint import TensorSource
 from edgellm.quantize.autoround import autoround
-from edgellm.quantize.block import LAYER, quiet_transformers, run_layer
-from edgellm.quantize.engine import Exported, quantize
-from edgellm.quantize.evaluate import LayerReport, QuantizedLayer, compare, refuse_broken
-from edgellm.quantize.folder import check_output, write_folder
-from edgellm.quantize.formats import F32
-from edgellm.quantize.job import Job, Plan, make_plan
-from edgellm.quantize.kv_cache import int8_scales
-from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
-from edgellm.quantize.logits import Quality, float_head, measure, quantized_head
-from edgellm.quantize.report import Report, make_report
-from edgellm.quantize.states import States
-from edgellm.quantize.tensors import Tensor, read_below, read_tensor
-from edgellm.quantize.work import (
+from edgellm.quantize.checkpointing import (
     CALIBRATION,
     FLOAT,
     HEAD_PART,
@@ -35,6 +23,18 @@ from edgellm.quantize.work import (
     as_facts,
     layer_part,
 )
+from edgellm.quantize.folder import check_output, write_folder
+from edgellm.quantize.formats import F32
+from edgellm.quantize.kv_cache import int8_scales
+from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, refuse_broken
+from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
+from edgellm.quantize.logits import Quality, float_head, measure, quantized_head
+from edgellm.quantize.modelopt_adapter import Exported, quantize
+from edgellm.quantize.one_layer_model import LAYER, quiet_transformers, run_layer
+from edgellm.quantize.plan import Job, Plan, make_plan
+from edgellm.quantize.report import Report, make_report
+from edgellm.quantize.states import States
+from edgellm.quantize.tensors import Tensor, read_below, read_tensor
 
 Progress = Callable[[str, int, int], None]  # what was finished, parts done, parts in all
 _FULL_HINT = "free some space and run it again: finished layers are kept"
