@@ -18,9 +18,9 @@ from device_fakes import Device, make_device, write_command
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError
 from edgellm.tools.transfer import send
-from edgellm.tools.transfer.cargo import load
 from edgellm.tools.transfer.deliver import Delivery, check, deliver
 from edgellm.tools.transfer.faults import explain
+from edgellm.tools.transfer.file_list import load
 from edgellm.tools.transfer.target import Target, connected, parse
 
 CONTENTS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError
 from edgellm.manifest import MANIFEST_NAME
 from edgellm.tools.transfer import scripts
-from edgellm.tools.transfer.cargo import Cargo, listing
+from edgellm.tools.transfer.file_list import FileList, listing
 from edgellm.tools.transfer.send import Sent, require_tools, send
 from edgellm.tools.transfer.target import Target, run_script
 
@@ -23,19 +23,19 @@ class Delivery:
     sent: Sent
 
 
-def check(cargo: Cargo, target: Target) -> tuple[str, ...]:
+def check(listed: FileList, target: Target) -> tuple[str, ...]:
     """The files that the target lacks or has otherwise, found by its own sha256sum.
 
     Raises:
         EdgeLLMError: the target cannot be reached, or has no sha256sum.
     """
     _require_there(target, "sha256sum")
-    right, _ = _state(target, target.folder, cargo)
-    return tuple(name for name in cargo.files if name not in right)
+    right, _ = _state(target, target.folder, listed)
+    return tuple(name for name in listed.files if name not in right)
 
 
-def deliver(cargo: Cargo, target: Target) -> Delivery:
-    """Bring the target to what `cargo` is; interrupted, it goes on where it was.
+def deliver(listed: FileList, target: Target) -> Delivery:
+    """Bring the target to what `listed` is; interrupted, it goes on where it was.
 
     Files arrive in a folder beside the target's, are checked there and then moved, so that the
     target holds what it held before until everything has arrived. Foreign files stay.
@@ -43,25 +43,25 @@ def deliver(cargo: Cargo, target: Target) -> Delivery:
     Raises:
         EdgeLLMError: the target cannot be reached or written, or holds something else.
         LimitError: its disk is too small.
-        BrokenArtifactError: a file of `cargo` is not what its manifest says, or did not arrive so.
+        BrokenArtifactError: a file of `listed` is not what its manifest says, or did not arrive so.
     """
     require_tools(target)
     _require_there(target, "sha256sum", *(["rsync"] if target.host else []))
-    printed = run_script(target, scripts.prepare(target.folder, target.stage, cargo.kinds))
+    printed = run_script(target, scripts.prepare(target.folder, target.stage, listed.kinds))
     disk, *manifests = printed.split(f"\n{scripts.MANIFEST_MARK}\n")
-    right, there = _state(target, target.folder, cargo)
-    changed = tuple(name for name in cargo.files if name not in right)
-    old = _own_files(manifests, cargo)
+    right, there = _state(target, target.folder, listed)
+    changed = tuple(name for name in listed.files if name not in right)
+    old = _own_files(manifests, listed)
     _refuse_foreign(target, [name for name in changed if name in there and name not in old])
-    arrived, _ = _state(target, target.stage, cargo)
+    arrived, _ = _state(target, target.stage, listed)
     missing = [name for name in changed if name not in arrived]
-    cargo.verify(missing)
-    _require_space(target, sum(cargo.files[name].num_bytes for name in missing), disk)
+    listed.verify(missing)
+    _require_space(target, sum(listed.files[name].num_bytes for name in missing), disk)
     sent = Sent(0, 0)
     if missing:
-        sent = send(cargo.folder, missing, target, has_others=not there.isdisjoint(missing))
-    _check_arrived(cargo, target, missing)
-    gone = sorted(old - set(cargo.files))
+        sent = send(listed.folder, missing, target, has_others=not there.isdisjoint(missing))
+    _check_arrived(listed, target, missing)
+    gone = sorted(old - set(listed.files))
     run_script(target, scripts.publish(target.folder, target.stage, changed, gone))
     return Delivery(changed, sent)
 
@@ -74,17 +74,17 @@ def _require_there(target: Target, *names: str) -> None:
         )
 
 
-def _state(target: Target, folder: str, cargo: Cargo) -> tuple[set[str], set[str]]:
-    """The files of `cargo` that are right in a folder of the target, and those that are there."""
-    lines = run_script(target, scripts.check(folder, cargo.files)).splitlines()
+def _state(target: Target, folder: str, listed: FileList) -> tuple[set[str], set[str]]:
+    """The files of `listed` that are right in a folder of the target, and those that are there."""
+    lines = run_script(target, scripts.check(folder, listed.files)).splitlines()
     right = {line.removesuffix(": OK") for line in lines if line.endswith(": OK")}
     return right, {line.removeprefix("there ") for line in lines if line.startswith("there ")}
 
 
-def _own_files(manifests: list[str], cargo: Cargo) -> set[str]:
-    """The files that the target's manifests name, where they are of the kinds of `cargo`."""
+def _own_files(manifests: list[str], listed: FileList) -> set[str]:
+    """The files that the target's manifests name, where they are of the kinds of `listed`."""
     own: set[str] = set()
-    for text, (path, kind) in zip(manifests, cargo.kinds.items(), strict=True):
+    for text, (path, kind) in zip(manifests, listed.kinds.items(), strict=True):
         found, files = listing(text)
         if found == kind:
             prefix = path.removesuffix(MANIFEST_NAME)
@@ -112,8 +112,8 @@ def _require_space(target: Target, needed: int, disk: str) -> None:
         )
 
 
-def _check_arrived(cargo: Cargo, target: Target, names: list[str]) -> None:
-    right, _ = _state(target, target.stage, cargo)
+def _check_arrived(listed: FileList, target: Target, names: list[str]) -> None:
+    right, _ = _state(target, target.stage, listed)
     if broken := [name for name in names if name not in right]:
         run_script(target, scripts.forget(target.stage, broken))
         raise BrokenArtifactError(

@@ -18,7 +18,7 @@ _MADE_BY = "give a folder that edgellm-export, llm_build or visual_build made"
 
 
 @dataclass(frozen=True, slots=True)
-class Cargo:
+class FileList:
     """A bundle or engine; a manifest comes after the files that it names."""
 
     folder: Path
@@ -34,7 +34,7 @@ class Cargo:
         verify_files(self.folder, {name: self.files[name] for name in names})
 
 
-def load(folder: Path) -> Cargo:
+def load(folder: Path) -> FileList:
     """The files of a bundle or engine, an engine's draft included.
 
     Raises:
@@ -48,10 +48,10 @@ def load(folder: Path) -> Cargo:
         raise BrokenArtifactError(f"{folder} has no readable {MANIFEST_NAME}", hint=_MADE_BY)
     inner = f"{DRAFT_FOLDER}/{MANIFEST_NAME}"
     if kind != "llm_engine" or not (folder / inner).is_file():
-        return Cargo(folder, {**files, MANIFEST_NAME: hash_file(path)}, {MANIFEST_NAME: kind})
+        return FileList(folder, {**files, MANIFEST_NAME: hash_file(path)}, {MANIFEST_NAME: kind})
     of_draft = load(folder / DRAFT_FOLDER)
     beside = {f"{DRAFT_FOLDER}/{name}": record for name, record in of_draft.files.items()}
-    return Cargo(
+    return FileList(
         folder,
         {**files, **beside, MANIFEST_NAME: hash_file(path)},
         {inner: of_draft.kinds[MANIFEST_NAME], MANIFEST_NAME: kind},
