@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,22 @@ class LinearKernel(Protocol):
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """Nodes for x [..., in] -> [..., out]; weights are named after `name`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What a kernel rounds to int8: how many numbers share a scale there; 0: it does not."""
+
+    inputs: int = 0  # of a row
+    weights: int = 0  # of an output channel
+
+
+class RoundingKernel(LinearKernel, Protocol):
+    """One that says what it rounds."""
+
+    def rounding(self, weight: LinearWeight, name: str) -> Rounding:
+        """Of a layer of this name."""
         ...
 
 
