@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.build.lowering.calls import find_calls, inline
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linear_groups import Rounding, RoundingKernel
-from edgellm.build.lowering.linear_weights import LinearWeight, layer_name, linear_layers
+from edgellm.build.lowering.linear_groups import Rounding
+from edgellm.build.lowering.linear_weights import layer_name, linear_layers
 from edgellm.build.lowering.round_int4 import load_portable
 from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.machine import available_memory_bytes
+from edgellm.build.rounding import Rounds, round_cached_rows, round_layers
 from edgellm.build.samples import Inputs, held_inputs, sample_passes
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_in_memory, run_arrays
@@ -37,25 +38,9 @@ Numbers = dict[str, NDArray[Any]]
 _ROWS = 32  # of the cache that passes may take
 _LAYER = "layer_input."  # outputs of graphs that show what norms read
 _NORMS = ("RMSNormalization", "LayerNormalization")
-_TRANSPARENT = ("Cast", "CastLike", "Transpose", "DequantizeLinear")
+_CASTS = ("Cast", "CastLike")
 _COPIES = 5  # of the largest weight as float32, held at once while it is decoded and rounded
 _UNIT = 2.0**-24  # half a step of float32
-
-
-@dataclass(frozen=True, slots=True)
-class Rounds:
-    """What an engine rounds beyond float32."""
-
-    kernels: tuple[RoundingKernel, ...] = ()  # of its graphs' linear layers
-    halves: bool = False  # activations are float16
-
-    def of(self, weight: LinearWeight, name: str) -> Rounding:
-        """The coarsest of all its graphs."""
-        found = [kernel.rounding(weight, name) for kernel in self.kernels]
-        return Rounding(
-            max((each.inputs for each in found), default=0),
-            max((each.weights for each in found), default=0),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +112,9 @@ def _compute(
     source: Source, passes: Sequence[Inputs], engine: Rounds, cache: KVCacheSpec | None
 ) -> tuple[Numbers, dict[str, str]]:
     model, shown = source.load()
-    _expand(model, source.bundle, engine, cache)
-    inputs = {**joined(passes), **held_inputs(source.role, source.bundle)}
     rows = sum(_rows(each) for each in passes)
+    _expand(model, source.bundle, engine, cache, rows or 1)
+    inputs = {**joined(passes), **held_inputs(source.role, source.bundle)}
     for value in model.graph.inputs:
         if str(value.name).startswith(contract.PAST):
             _, heads, _, width = value.shape or ()
@@ -218,12 +203,14 @@ def _show_layers(model: ir.Model, bundle: Bundle) -> dict[str, str]:
     return shown
 
 
-def _expand(model: ir.Model, bundle: Bundle, engine: Rounds, cache: KVCacheSpec | None) -> None:
-    """Plain ONNX, in float32 unless the engine computes in halves."""
+def _expand(
+    model: ir.Model, bundle: Bundle, engine: Rounds, cache: KVCacheSpec | None, rows: int
+) -> None:
+    """Plain ONNX with the engine's rounding, in float32 unless it computes in halves."""
     graph = GraphEditor(model.graph)
     lower_inputs(graph)
     layers = {
-        weight.parts[0].parameter: (weight.in_features, engine.of(weight, layer_name(call)))
+        weight.parts[0].parameter: (sum(weight.widths), engine.of(weight, layer_name(call)))
         for call, weight in linear_layers(model.graph)
     }
     defined = {name for _, name, _ in model.functions}
@@ -231,12 +218,13 @@ def _expand(model: ir.Model, bundle: Bundle, engine: Rounds, cache: KVCacheSpec 
         if contract.QUANTIZED_LINEAR not in defined:  # the build rounded it
             _expand_rounded(graph, call)
     inline(model)
-    if cache is not None and cache.dtype == "int8":
-        _round_cached_rows(graph, cache)
-    is_half = bundle.dtype == "float16" and engine.halves
-    if bundle.dtype == "float16" and not is_half:
+    if bundle.dtype == "float16" and not engine.halves:
         _in_float32(graph)
-    _round_layers(graph, layers, np.dtype(np.float16 if is_half else np.float32))
+    if cache is not None and cache.dtype == "int8":
+        round_cached_rows(graph, cache)
+    if engine.kernels:
+        is_half = bundle.dtype == "float16" and engine.halves
+        round_layers(graph, layers, rows, halves=is_half)
     model.graph.outputs[:] = [
         value for value in model.graph.outputs if not str(value.name).startswith(contract.PRESENT)
     ]
@@ -275,7 +263,7 @@ def _in_float32(graph: GraphEditor) -> None:
         elif constant is not None and constant.as_tensor().dtype == half:
             widened = ir.tensor(constant.as_tensor().numpy().astype(np.float32))
             node.attributes["value"] = ir.AttrTensor("value", widened)
-        for index, value in enumerate(node.inputs if node.op_type not in _TRANSPARENT[:2] else ()):
+        for index, value in enumerate(node.inputs if node.op_type not in _CASTS else ()):
             tensor = value.const_value if value is not None else None
             if value is None or tensor is None or tensor.dtype != half:
                 continue
@@ -287,70 +275,3 @@ def _in_float32(graph: GraphEditor) -> None:
             looked_up = as_float32(node.outputs[0])
             for user, place in uses:
                 user.replace_input_with(place, looked_up)
-
-
-def _round_layers(
-    graph: GraphEditor, layers: Mapping[str, tuple[int, Rounding]], dtype: np.dtype[Any]
-) -> None:
-    """To int8 and back: inputs of linear layers [..., in], and weights [in, out]."""
-    done: dict[tuple[ir.Value, int], ir.Value] = {}
-    for node in graph.find("MatMul"):
-        x, weight = node.inputs
-        parameter = _parameter(weight)
-        if x is None or weight is None or parameter is None:
-            continue
-        (count, rounding), graph.cursor = layers[parameter], node
-        for index, value, size in ((0, x, rounding.inputs), (1, weight, rounding.weights)):
-            block = count if size and count % size else size  # else coarser
-            if block and (value, block) not in done:
-                blocks = [-1, block] if index == 0 else [count // block, block, -1]
-                done[value, block] = _rounded(graph, value, blocks, dtype)
-            if block:
-                node.replace_input_with(index, done[value, block])
-
-
-def _parameter(value: ir.Value | None) -> str | None:
-    """The name of the weight, or of its codes, that a product multiplies with."""
-    node = value.producer() if value is not None else None
-    if value is None or node is None:
-        return str(value.name) if value is not None and value.const_value is not None else None
-    return _parameter(node.inputs[0]) if node.op_type in _TRANSPARENT else None
-
-
-def _rounded(
-    graph: GraphEditor, value: ir.Value, blocks: list[int], dtype: np.dtype[Any]
-) -> ir.Value:
-    """Symmetric int8 with one scale along the second axis of a shape, back in floats."""
-    axis, shape = (
-        graph.constant(f"int64.{numbers}", np.array(numbers)) for numbers in ([1], blocks)
-    )
-    tiny, steps = (
-        graph.constant(name, np.array(number, dtype))
-        for name, number in (("tiny", np.finfo(dtype).tiny), ("steps", 127))
-    )
-    folded = graph.node("Reshape", [value, shape])
-    largest = graph.node("ReduceMax", [graph.node("Abs", [folded]), axis], keepdims=1)
-    scale = graph.node("Div", [graph.node("Max", [largest, tiny]), steps])
-    codes = graph.node("Round", [graph.node("Div", [folded, scale])])
-    back = graph.node("Mul", [codes, scale])
-    return graph.node("Reshape", [back, graph.node("Shape", [value])])
-
-
-def _round_cached_rows(graph: GraphEditor, cache: KVCacheSpec) -> None:
-    """To int8 and back, before they are written; one scale for each tensor."""
-    assert cache.ranges is not None
-    scatters = {
-        str(node.inputs[0].name): node
-        for node in graph.find("TensorScatter")
-        if node.inputs[0] is not None
-    }
-    for layer, pair in enumerate(zip(cache.ranges.keys, cache.ranges.values, strict=True)):
-        for part, largest in zip(("key", "value"), pair, strict=True):
-            name = contract.past_name(layer, part)
-            node = graph.cursor = scatters[name]
-            scale = graph.constant(f"{name}.scale", np.array(largest / 127, np.float32))
-            zero = graph.constant("zero_code", np.int8(0))
-            floats = graph.node("Cast", [node.inputs[1]], to=int(ir.DataType.FLOAT))
-            codes = graph.node("QuantizeLinear", [floats, scale, zero])
-            back = graph.node("DequantizeLinear", [codes, scale, zero])
-            node.replace_input_with(1, graph.node("CastLike", [back, node.inputs[0]]))

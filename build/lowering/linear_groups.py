@@ -24,10 +24,10 @@ class LinearKernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What a kernel rounds to int8: how many numbers share a scale there; 0: it does not."""
+    """What a kernel rounds to int8."""
 
-    inputs: int = 0  # of a row
-    weights: int = 0  # of an output channel
+    input_block: int = 0  # inputs of a row that share a scale; 0: they are not rounded
+    weights: bool = False  # as far as a scale for each output takes them, or less
 
 
 class RoundingKernel(LinearKernel, Protocol):

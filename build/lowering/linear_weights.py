@@ -210,9 +210,9 @@ class LinearWeight:
         return self.parts[0].packing
 
     @property
-    def rerounded_block(self) -> int:
-        """Inputs that share a scale where `blocks` has other codes than the checkpoint, or 0."""
-        return max(_REROUNDED_BLOCK if part.is_rerounded else 0 for part in self.parts)
+    def is_rerounded(self) -> bool:
+        """Whether `blocks` has other codes than the checkpoint."""
+        return any(part.is_rerounded for part in self.parts)
 
     @property
     def has_columns(self) -> bool:

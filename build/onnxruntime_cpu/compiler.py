@@ -22,7 +22,8 @@ from edgellm.build.onnxruntime_cpu.options import kernels_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import Variant, variants_of
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
-from edgellm.build.reference import Numbers, Rounds, Source, make_reference
+from edgellm.build.reference import Numbers, Source, make_reference
+from edgellm.build.rounding import Rounds
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.device_runtime.kernels.library import register
 from edgellm.device_runtime.kernels.pack import VERSION

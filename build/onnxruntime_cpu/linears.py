@@ -86,7 +86,7 @@ class BlockKernel:
     def rounding(self, weight: LinearWeight, name: str) -> Rounding:
         """Inputs in the blocks of the weight."""
         del name
-        return Rounding(weight.packing[1], weight.rerounded_block)
+        return Rounding(weight.packing[1], weight.is_rerounded)
 
 
 def _points(blocks: Blocks) -> np.ndarray:
@@ -142,9 +142,7 @@ class RowInt8Kernel:
     def rounding(self, weight: LinearWeight, name: str) -> Rounding:
         """Rows of one term and columns; those of two terms keep 16 bits."""
         one_term = name.endswith(self._one_term_names)
-        return Rounding(
-            weight.in_features if one_term else 0, 0 if weight.has_columns else weight.in_features
-        )
+        return Rounding(weight.in_features if one_term else 0, not weight.has_columns)
 
     def _columns(self, graph: GraphEditor, weight: LinearWeight, name: str) -> list[ir.Value]:
         """Codes [in, out] and scales [out] of a weight; the zero point of unsigned codes."""

@@ -48,7 +48,7 @@ class OwnLinears:
         form = self.form(weight)
         if form is None or not form.is_quantized:
             return Rounding()
-        return Rounding(form.block, 0 if keeps_codes(weight) else form.block)
+        return Rounding(form.block, not keeps_codes(weight))
 
     def form(self, weight: LinearWeight, *, is_gated: bool = False) -> PackedForm | None:
         """How a weight is packed; None: it is not."""

@@ -21,7 +21,8 @@ from edgellm.build.onnxruntime_cuda.attention import rows_graph
 from edgellm.build.onnxruntime_cuda.linears import CudaKernel, dense_name
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
 from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report, most_rows
-from edgellm.build.reference import Rounds, Source, make_reference
+from edgellm.build.reference import Source, make_reference
+from edgellm.build.rounding import Rounds
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners import Runner

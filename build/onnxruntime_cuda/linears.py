@@ -35,8 +35,8 @@ class CudaKernel:
     def rounding(self, weight: LinearWeight, name: str) -> Rounding:
         """Weights that become int8 here."""
         del name
-        keeps = weight.kind == "dense" and not self.rounds
-        return Rounding(0, 0 if keeps else weight.rerounded_block)
+        is_dense = weight.kind == "dense"
+        return Rounding(weights=self.rounds if is_dense else weight.is_rerounded)
 
     def _dense(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight) -> ir.Value:
         table = graph.weight(dense_name(weight, self.dtype), lambda: self._rows(weight))
