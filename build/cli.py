@@ -27,6 +27,7 @@ from edgellm.build.flags import (
     MaxDraftTreeSize,
     MaxInputLen,
     MaxVerifyTreeSize,
+    NoCheck,
     OnnxDir,
     OptLevel,
     Prefill,
@@ -71,6 +72,7 @@ def llm_build(
     opt_level: OptLevel = None,
     timing_cache: TimingCache = None,
     layer_report: LayerReport = False,
+    no_check: NoCheck = False,
     dry_run: DryRun = False,
 ) -> None:
     """Build an engine for this machine from an ONNX bundle."""
@@ -102,6 +104,7 @@ def llm_build(
         max_verify_tree_size=max_verify_tree_size or (60 if eagle_base else 0),
         max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,
         options=options_of(name, flags),
+        checks=not no_check,
     )
     product = "draft" if eagle_draft else "llm"
     _run(product, onnx_dir, engine_dir, plan, name, dry_run=dry_run)
@@ -179,7 +182,7 @@ def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
         f"{where}: {built.library} {built.backend_version}, {graphs}; "
         f"{show_size(built.files, seconds)}"
     )
-    show_notes(built.options)
+    show_notes(built.options, seconds)
     if costs := built.costs(PASS):
         typer.echo(
             f"a pass takes (rows: ms) {_listed(costs)}; prompts in passes of "
@@ -191,8 +194,17 @@ def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
         typer.echo(f"a draft step takes (rows: ms) {_listed(costs)}")
 
 
-def show_notes(options: Mapping[str, Any]) -> None:
-    """What a backend wants people to know of an engine."""
+def show_notes(options: Mapping[str, Any], seconds: float) -> None:
+    """What a backend wants people to know of an engine, and how it was checked.
+
+    Args:
+        options: of the engine.
+        seconds: that its build took.
+    """
+    for check in options.get("checks", ()):
+        typer.echo(f"check: {check}")
+    if check_s := options.get("check_s"):
+        typer.echo(f"check: took {check_s:.1f} s, {check_s / seconds:.0%} of the build")
     for note in options.get("notes", ()):
         typer.echo(f"note: {note}", err=True)
 

@@ -79,7 +79,8 @@ def _manifest(
         quantization=bundle.quantization,
         options={
             **remembered(product, plan), **plan.options.given(), **compiled.options,
-            "notes": list(compiled.notes),
+            "notes": list(compiled.notes), "checks": list(compiled.checks),
+            "check_s": round(compiled.check_s, 3),
         },
         provenance=_provenance(source, bundle.provenance),
         eos_token_ids=bundle.eos_token_ids,

@@ -113,6 +113,13 @@ LayerReport = Annotated[
     bool,
     typer.Option("--layerReport", help="tensorrt: write every kernel to <graph>.layers.json."),
 ]
+NoCheck = Annotated[
+    bool,
+    typer.Option(
+        "--noCheck",
+        help="Do not compare a few rows of the engine with the bundle's own graph.",
+    ),
+]
 DryRun = Annotated[
     bool,
     typer.Option(

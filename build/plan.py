@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgellm.manifest import GraphSpec
+from edgellm.manifest import DECODER, ENCODER, HEADS, GraphSpec
 
 RUNTIME_BYTES = 150 << 20  # interpreter, ONNX Runtime's libraries, activations of a pass
 FLAG = "flag"  # metadata of the fields of `Options`: how users write them
@@ -47,6 +47,14 @@ class Plan:
     max_image_tokens: int = 0  # of a request
     max_image_tokens_per_image: int = 0
     options: Options = field(default_factory=Options)  # of the backend
+    checks: bool = True  # compare lowered graphs with the bundle's
+
+
+def most_rows(role: str, plan: Plan) -> int:
+    """Rows of the longest pass of a role; 0 where a pass has none."""
+    if role == DECODER:
+        return max(plan.max_input_len, plan.max_verify_tree_size)
+    return {ENCODER: 0, HEADS: 1}.get(role, plan.max_input_len)
 
 
 def image_plan(
@@ -56,12 +64,14 @@ def image_plan(
     threads: int,
     quantize: str = "none",
     options: Options | None = None,
+    *,
+    checks: bool = True,
 ) -> Plan:
     """A visual engine's plan."""
     return Plan(
         threads=threads, quantize=quantize, min_image_tokens=min_image_tokens,
         max_image_tokens=max_image_tokens, max_image_tokens_per_image=max_image_tokens_per_image,
-        options=options or Options(),
+        options=options or Options(), checks=checks,
     )  # fmt: skip
 
 
@@ -96,6 +106,8 @@ class Compiled:
     prefill_rows: int = 0
     notes: tuple[str, ...] = ()  # what people should know of the engine
     options: dict[str, Any] = field(default_factory=dict)  # what the runner must know besides
+    checks: tuple[str, ...] = ()  # how its graphs were compared with the bundle's
+    check_s: float = 0.0  # what that took
 
 
 Report = Callable[[str], None]  # told what is being done

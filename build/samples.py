@@ -15,7 +15,6 @@ from edgellm.multimodal.grids import grid_inputs
 
 Inputs = Mapping[str, NDArray[Any]]
 _PROMPT = 6  # rows
-_CANDIDATES = 8
 # A root, two children, a child of each; so siblings and cousins must not see each other.
 _PARENTS = (-1, 0, 0, 1, 2)
 
@@ -87,7 +86,7 @@ def _of_a_draft(
 def _top_k(bundle: Bundle, role: str) -> dict[str, NDArray[Any]]:
     if role not in (DRAFT, HEADS):
         return {}
-    return {contract.TOP_K: np.array([min(_CANDIDATES, bundle.draft.draft_vocab_size)])}
+    return {contract.TOP_K: np.array([bundle.draft.draft_vocab_size])}  # all: an order may change
 
 
 def _image(spec: VisionSpec, random: np.random.Generator) -> Inputs:

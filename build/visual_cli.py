@@ -21,6 +21,7 @@ from edgellm.build.flags import (
     DryRun,
     EngineDir,
     LayerReport,
+    NoCheck,
     OnnxDir,
     OptLevel,
     TargetSm,
@@ -66,6 +67,7 @@ def visual_build(
     opt_level: OptLevel = None,
     timing_cache: TimingCache = None,
     layer_report: LayerReport = False,
+    no_check: NoCheck = False,
     dry_run: DryRun = False,
 ) -> None:
     """Build a visual engine for this machine from the bundle of an encoder."""
@@ -81,7 +83,10 @@ def visual_build(
     name = choose(backend, device)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
     options = options_of(name, flags)
-    plan = image_plan(min_image_tokens, max_image_tokens, max_per_image, threads, quantize, options)
+    plan = image_plan(
+        min_image_tokens, max_image_tokens, max_per_image, threads, quantize, options,
+        checks=not no_check,
+    )  # fmt: skip
     if dry_run:
         bundle = read_bundle(VISUAL, onnx_dir, plan)
         show_prediction(predict(onnx_dir, bundle, plan, name, engine_dir))
@@ -89,12 +94,13 @@ def visual_build(
     start = time.perf_counter()
     with status() as report:
         built = build_engine(VISUAL, onnx_dir, engine_dir, plan, name, report)
+    seconds = time.perf_counter() - start
     typer.echo(
         f"{engine_dir}: {built.vision.model_type} encoder, {built.library} "
         f"{built.backend_version}, {built.main_graphs[0].precision}; "
-        f"{show_size(built.files, time.perf_counter() - start)}"
+        f"{show_size(built.files, seconds)}"
     )
-    show_notes(built.options)
+    show_notes(built.options, seconds)
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ import pytest
 from eagle_engines import CAPACITY, INPUT, TREE, EaglePair
 from fake_gpu import FakeDevice, FakeEngine
 
-from edgellm import contract
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.lower import lower
@@ -112,8 +111,6 @@ class Lowered:
 
 def _lower(source: Path, target: Path, candidates: int) -> None:
     model, weights = ir.load(source), WeightFile(target.with_suffix(".data"))
-    has_top_k = any(value.name == contract.TOP_K for value in model.graph.inputs)
-    candidates = candidates if has_top_k else 0
     lower(model, weights, ir.DataType.FLOAT, CAPACITY, candidates)
     weights.close()
     ir.save(model, target)

@@ -14,7 +14,8 @@ from edgellm.build.lowering.weights import WeightFile
 class GraphEditor:
     """Inserts nodes before a cursor node, which keeps the order topological."""
 
-    def __init__(self, graph: ir.Graph, weights: WeightFile) -> None:
+    def __init__(self, graph: ir.Graph, weights: WeightFile | None = None) -> None:
+        """`weights`: None where none are added."""
         self.graph = graph
         self._weights = weights
         self._constants: dict[str, ir.Value] = {}
@@ -80,6 +81,7 @@ class GraphEditor:
         """An initializer in the engine's weight file, see `WeightFile.add`."""
         if name in self.graph.initializers:
             return self.graph.initializers[name]
+        assert self._weights is not None
         return self._initializer(name, self._weights.add(name, make, dtype, shape))
 
     def streamed_weight(
@@ -88,6 +90,7 @@ class GraphEditor:
         """Bytes [num_bytes] in the engine's weight file, see `WeightFile.stream`."""
         if name in self.graph.initializers:
             return self.graph.initializers[name]
+        assert self._weights is not None
         return self._initializer(name, self._weights.stream(name, num_bytes, make))
 
     def _initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:

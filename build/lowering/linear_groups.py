@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,22 @@ class LinearKernel(Protocol):
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """Nodes for x [..., in] -> [..., out]; weights are named after `name`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What a kernel rounds to int8."""
+
+    input_block: int = 0  # inputs of a row that share a scale; 0: they are not rounded
+    weights: bool = False  # as far as a scale for each output takes them, or less
+
+
+class RoundingKernel(LinearKernel, Protocol):
+    """One that says what it rounds."""
+
+    def rounding(self, weight: LinearWeight, name: str) -> Rounding:
+        """Of a layer of this name."""
         ...
 
 

@@ -210,6 +210,16 @@ class LinearWeight:
         return self.parts[0].packing
 
     @property
+    def is_rerounded(self) -> bool:
+        """Whether `blocks` has other codes than the checkpoint."""
+        return any(part.is_rerounded for part in self.parts)
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether `columns` are the stored codes."""
+        return self.kind == "int8" and not self.parts[0].block_size
+
+    @property
     def decode_bytes(self) -> int:
         """Bytes that one token reads of the weight as `StoredKernel` keeps it."""
         if self.kind == "dense":
@@ -231,8 +241,7 @@ class LinearWeight:
 
         Exactly the stored codes where they are such; everything else is rounded.
         """
-        exact = self.kind == "int8" and not self.parts[0].block_size
-        if not exact:
+        if not self.has_columns:
             return _column_int8(self.dense())
         codes = np.concatenate([part.codes() for part in self.parts], 1).astype(np.int8)
         scales = [np.broadcast_to(part.scales()[0], part.shape[1:]) for part in self.parts]

@@ -16,6 +16,7 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.contract import EdgeLLMError
 
 BLOCK_SIZE = 32
+ROUNDED_SCALE = ".int4_scale"  # how names of the scales end
 _CLIPPING = np.linspace(1, 0.7, 7, dtype=np.float32)  # of a block's largest weight
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from edgellm import contract
+from edgellm.build.check import Verdict, largest_error, require_alike, run_passes
 from edgellm.build.costs import measure
 from edgellm.build.lowering.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile
@@ -22,7 +22,8 @@ from edgellm.build.onnxruntime_cpu.options import kernels_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import Variant, variants_of
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
-from edgellm.build.samples import held_inputs, sample_passes
+from edgellm.build.reference import Numbers, Source, make_reference
+from edgellm.build.rounding import Rounds
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.device_runtime.kernels.library import register
 from edgellm.device_runtime.kernels.pack import VERSION
@@ -39,7 +40,7 @@ from edgellm.manifest import (
     with_kv_dtype,
 )
 
-Numbers = list[dict[str, NDArray[Any]]]
+_SAVED = 1e-3  # relative; one graph, loaded twice
 
 
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
@@ -54,21 +55,22 @@ def compile_bundle(
     cache = _cache(bundle, plan)
     graphs: dict[str, tuple[GraphSpec, ...]] = {}
     opened: dict[str, OnnxRuntimeRunner] = {}
+    verdicts: list[Verdict] = []
     with rounded_weights(folder, plan.quantize) as rounded:
         for role, graph in bundle.graphs.items():
             own = cache if role in (DECODER, DRAFT) else None
-            portable = source / graph.path
-            variants = variants_of(role, ir.load(portable), bundle, plan)
-            compiler = _Compiler(role, bundle, plan, folder, own)
-            loaded = [compiler.compile(portable, each, rounded, report) for each in variants]
-            opened[role] = OnnxRuntimeRunner(loaded, own, plan.kv_capacity)
-            graphs[role] = tuple(
-                GraphSpec(f"{each.name}.onnx", each.max_rows, each.precision) for each in variants
-            )
+            portable = Source(role, bundle, source / graph.path, rounded, own)
+            compiler = _Compiler(portable, plan, folder, report)
+            opened[role], graphs[role] = compiler.compile()
+            verdicts.append(compiler.check(opened[role]))
     dtype = cache.dtype if cache is not None else ""
     report("measuring the cost of a pass")
     costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype), plan)
-    return Compiled(graphs, dtype, costs, prefill_rows, options=_what_runs(plan, bundle))
+    return Compiled(
+        graphs, dtype, costs, prefill_rows, options=_what_runs(plan, bundle),
+        checks=tuple(each.said for each in verdicts),
+        check_s=sum(each.seconds for each in verdicts),
+    )  # fmt: skip
 
 
 def _what_runs(plan: Plan, bundle: Bundle) -> dict[str, Any]:
@@ -108,50 +110,74 @@ def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
 class _Compiler:
     """Makes the graphs of a role."""
 
-    def __init__(
-        self, role: str, bundle: Bundle, plan: Plan, folder: Path, cache: KVCacheSpec | None
-    ) -> None:
-        self._role, self._bundle, self._plan = role, bundle, plan
-        self._folder, self._cache = folder, cache
+    def __init__(self, source: Source, plan: Plan, folder: Path, report: Report) -> None:
+        self._source, self._plan, self._folder, self._report = source, plan, folder, report
+        self._variants = variants_of(source.role, ir.load(source.path), source.bundle, plan)
+        report(f"computing a few rows of the portable {source.role} graph")
+        engine = Rounds(tuple(each.kernel for each in self._variants))
+        self._reference = make_reference(source, plan.kv_capacity, engine, wanted=plan.checks)
 
-    def compile(
-        self, portable: Path, variant: Variant, rounded: WeightFile | None, report: Report
-    ) -> LoadedGraph:
-        """Lower a graph, let ONNX Runtime optimize and save it, and load what it saved."""
-        report(f"lowering the {variant.name} graph")
-        lowered = self._lower(load_portable(portable, rounded), variant)
-        report(f"optimizing and prepacking the {variant.name} graph")
+    def compile(self) -> tuple[OnnxRuntimeRunner, tuple[GraphSpec, ...]]:
+        """Lower the graph in all variants, let ONNX Runtime optimize, save and load each."""
+        loaded = [self._compile(each) for each in self._variants]
+        specs = [
+            GraphSpec(f"{each.name}.onnx", each.max_rows, each.precision) for each in self._variants
+        ]
+        return self._runner(loaded), tuple(specs)
+
+    def check(self, runner: OnnxRuntimeRunner) -> Verdict:
+        """See `require_alike`."""
+        return require_alike(self._reference, runner, self._open)
+
+    def _open(self, load: Callable[[], ir.Model]) -> OnnxRuntimeRunner:
+        """Models that are lowered, but neither optimized nor kept."""
+        loaded = []
+        for variant in self._variants:
+            path = self._lower(load(), dataclasses.replace(variant, name=f"search.{variant.name}"))
+            graph = load_graph(path, optimize=False, own_kernels=_is_own(variant))
+            loaded.append(LoadedGraph(graph, variant.max_rows))
+        return self._runner(loaded)
+
+    def _runner(self, loaded: Sequence[LoadedGraph]) -> OnnxRuntimeRunner:
+        return OnnxRuntimeRunner(loaded, self._source.cache, self._plan.kv_capacity)
+
+    def _compile(self, variant: Variant) -> LoadedGraph:
+        self._report(f"lowering the {variant.name} graph")
+        lowered = self._lower(load_portable(self._source.path, self._source.rounded), variant)
+        self._report(f"optimizing and prepacking the {variant.name} graph")
+        # What is saved will be compared with the portable graph, where that can be.
+        probe = partial(self._probe, variant) if self._reference.why_not else None
         saved = optimize(
             lowered, self._folder / f"{variant.name}.onnx", self._plan.threads,
-            prepacks=variant.prepacks, probe=lambda session: self._probe(session, variant),
-            own_kernels=isinstance(variant.kernel, OwnLinears),
+            prepacks=variant.prepacks, probe=probe, own_kernels=_is_own(variant),
         )  # fmt: skip
         return LoadedGraph(saved, variant.max_rows)
+
+    def _probe(self, variant: Variant, session: ort.InferenceSession) -> Numbers:
+        """What a graph gives for the passes that it is meant for."""
+        passes = [
+            each for each in self._reference.passes
+            if contract.INPUT_IDS not in each
+            or each[contract.INPUT_IDS].shape[1] <= variant.max_rows
+        ]  # fmt: skip
+        return run_passes(self._runner([LoadedGraph(session)]), self._source, passes)
 
     def _lower(self, model: ir.Model, variant: Variant) -> Path:
         """Write the lowered graph and its weights; the graph's path."""
         path = self._folder / f"{variant.name}.lowered.onnx"
         weights = WeightFile(path.with_suffix(".data"))
         lower(
-            model, variant.kernel, weights, self._cache, self._plan.kv_capacity,
+            model, variant.kernel, weights, self._source.cache, self._plan.kv_capacity,
             needs_mask=variant.needs_mask,
         )  # fmt: skip
         weights.close()
         ir.save(model, path)
         return path
 
-    def _probe(self, session: ort.InferenceSession, variant: Variant) -> Numbers:
-        """What a graph computes of a few passes."""
-        capacity, rows = self._plan.kv_capacity, variant.max_rows
-        graph = LoadedGraph(session, rows)
-        runner = OnnxRuntimeRunner([graph], self._cache, capacity)
-        runner.hold(held_inputs(self._role, self._bundle))
-        found = []
-        for inputs in sample_passes(self._role, self._bundle, capacity, rows):
-            outputs = runner.run(inputs)
-            names = (name for name in outputs if name != contract.CANDIDATE_IDS)
-            found.append({name: outputs[name].copy() for name in names})
-        return found
+
+def _is_own(variant: Variant) -> bool:
+    """Whether its graph has operators of `device_runtime.kernels`."""
+    return isinstance(variant.kernel, OwnLinears)
 
 
 def optimize(
@@ -160,7 +186,7 @@ def optimize(
     threads: int,
     *,
     prepacks: bool,
-    probe: Callable[[ort.InferenceSession], Numbers],
+    probe: Callable[[ort.InferenceSession], Numbers] | None = None,
     own_kernels: bool = False,
 ) -> ort.InferenceSession:
     """Let ONNX Runtime fold, fuse and prepack once, keep what it made, and load that.
@@ -172,7 +198,7 @@ def optimize(
         output: the saved graph.
         threads: 0 takes all cores.
         prepacks: keep the weights as the kernels read them, too.
-        probe: numbers that show what a graph computes.
+        probe: numbers that show what a graph computes, where nothing else will.
         own_kernels: it has operators of `device_runtime.kernels`.
 
     Raises:
@@ -191,23 +217,15 @@ def optimize(
     ):
         options.add_session_config_entry(f"session.{key}", value)
     saving = ort.InferenceSession(str(lowered), options, providers=["CPUExecutionProvider"])
-    expected = probe(saving)
+    expected = probe(saving) if probe is not None else []
     del saving
     lowered.unlink()
     lowered.with_suffix(".data").unlink()
     saved = load_graph(output, threads=threads, optimize=False, own_kernels=own_kernels)
-    if not _are_alike(probe(saved), expected):
+    if probe is not None and largest_error(probe(saved), expected) > _SAVED:
         raise EdgeLLMError(
             f"ONNX Runtime {ort.__version__} saved a {output.stem} graph that computes "
             "something else than the one it was made from",
             hint="install another onnxruntime and report this",
         )
     return saved
-
-
-def _are_alike(found: Numbers, expected: Numbers) -> bool:
-    return all(
-        np.allclose(one[name], other[name], rtol=1e-3, atol=1e-3)
-        for one, other in zip(found, expected, strict=True)
-        for name in other
-    )

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linear_groups import LinearKernel
+from edgellm.build.lowering.linear_groups import Rounding, RoundingKernel
 from edgellm.build.lowering.linear_weights import Blocks, LinearWeight
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
 
@@ -17,14 +17,20 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_in
 class StoredKernel:
     """Weights that were left dense as float32, quantized ones by a kernel of their own."""
 
-    def __init__(self, quantized: LinearKernel | None = None) -> None:
+    def __init__(self, quantized: RoundingKernel | None = None) -> None:
         """`quantized`: None takes blocks of 4 or 8 bits."""
         self._quantized = quantized or BlockKernel()
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """What the weight's own type asks for."""
-        kernel = DenseKernel() if weight.kind == "dense" else self._quantized
-        return kernel.emit(graph, x, weight, name)
+        return self._kernel(weight).emit(graph, x, weight, name)
+
+    def rounding(self, weight: LinearWeight, name: str) -> Rounding:
+        """See `RoundingKernel`."""
+        return self._kernel(weight).rounding(weight, name)
+
+    def _kernel(self, weight: LinearWeight) -> RoundingKernel:
+        return DenseKernel() if weight.kind == "dense" else self._quantized
 
 
 class DenseKernel:
@@ -33,6 +39,11 @@ class DenseKernel:
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """One MatMul."""
         return graph.node("MatMul", [x, graph.weight(f"{name}.fp32", weight.dense)])
+
+    def rounding(self, weight: LinearWeight, name: str) -> Rounding:
+        """None."""
+        del weight, name
+        return Rounding()
 
 
 class BlockKernel:
@@ -71,6 +82,11 @@ class BlockKernel:
             block_size=block_size,
             accuracy_level=4,
         )
+
+    def rounding(self, weight: LinearWeight, name: str) -> Rounding:
+        """Inputs in the blocks of the weight."""
+        del name
+        return Rounding(weight.packing[1], weight.is_rerounded)
 
 
 def _points(blocks: Blocks) -> np.ndarray:
@@ -122,6 +138,11 @@ class RowInt8Kernel:
             finer = graph.constant("1/254", np.float32(1 / 254))
             product = graph.node("Add", [coarse, graph.node("Mul", [fine, finer])])
         return graph.node("Mul", [product, scale])
+
+    def rounding(self, weight: LinearWeight, name: str) -> Rounding:
+        """Rows of one term and columns; those of two terms keep 16 bits."""
+        one_term = name.endswith(self._one_term_names)
+        return Rounding(weight.in_features if one_term else 0, not weight.has_columns)
 
     def _columns(self, graph: GraphEditor, weight: LinearWeight, name: str) -> list[ir.Value]:
         """Codes [in, out] and scales [out] of a weight; the zero point of unsigned codes."""

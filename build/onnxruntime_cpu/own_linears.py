@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable, Iterator
 import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linear_groups import lower_linears
+from edgellm.build.lowering.linear_groups import Rounding, lower_linears
 from edgellm.build.lowering.linear_weights import LinearWeight, layer_name
 from edgellm.build.onnxruntime_cpu.linears import DenseKernel
-from edgellm.build.onnxruntime_cpu.packed_weights import form_of, packed_bytes
+from edgellm.build.onnxruntime_cpu.packed_weights import form_of, keeps_codes, packed_bytes
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.kernels.pack import STRIP, PackedForm, gated_order
 
@@ -19,7 +19,7 @@ _GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and thei
 
 
 class OwnLinears:
-    """A LinearKernel: one QuantLinear; floats of 32 bits stay with ONNX Runtime."""
+    """A RoundingKernel: one QuantLinear; floats of 32 bits stay with ONNX Runtime."""
 
     def __init__(self, *, rounds_floats: bool = False) -> None:
         """`rounds_floats`: to int8 in blocks of 32."""
@@ -41,6 +41,14 @@ class OwnLinears:
         return _product(
             graph, x, form, name, lambda: packed_bytes(form, weight, gated_order(width))
         )
+
+    def rounding(self, weight: LinearWeight, name: str) -> Rounding:
+        """Inputs in the blocks of the packed weight."""
+        del name
+        form = self.form(weight)
+        if form is None or not form.is_quantized:
+            return Rounding()
+        return Rounding(form.block, not keeps_codes(weight))
 
     def form(self, weight: LinearWeight, *, is_gated: bool = False) -> PackedForm | None:
         """How a weight is packed; None: it is not."""

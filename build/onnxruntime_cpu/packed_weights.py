@@ -36,6 +36,11 @@ def form_of(
     return PackedForm(weight.kind, *shape, block, has_zero_points, is_gated)
 
 
+def keeps_codes(weight: LinearWeight) -> bool:
+    """Whether a packed weight has the checkpoint's codes."""
+    return all(_block(part) for part in weight.parts)
+
+
 def _block(part: WeightPart) -> int:
     """Inputs that share a packed scale; 0: the codes cannot stay."""
     if part.kind not in ("int4", "int8"):

@@ -7,7 +7,7 @@ import dataclasses
 import onnx_ir as ir
 
 from edgellm.build.lowering.calls import find_calls
-from edgellm.build.lowering.linear_groups import LinearKernel
+from edgellm.build.lowering.linear_groups import RoundingKernel
 from edgellm.build.lowering.linear_weights import linear_layers, weight_keys, weight_kinds
 from edgellm.build.lowering.round_int4 import check_quantize
 from edgellm.build.onnxruntime_cpu.linears import (
@@ -18,12 +18,12 @@ from edgellm.build.onnxruntime_cpu.linears import (
 )
 from edgellm.build.onnxruntime_cpu.options import kernels_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
-from edgellm.build.plan import Plan
+from edgellm.build.plan import Plan, most_rows
 from edgellm.contract import ROUND_INPUT, EdgeLLMError
 from edgellm.device_runtime.pass_costs import MEASURED_ROWS
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
-from edgellm.manifest import DECODER, ENCODER, HEADS, Bundle
+from edgellm.manifest import DECODER, ENCODER, Bundle
 
 _HALVES = {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
 
@@ -34,7 +34,7 @@ class Variant:
 
     name: str
     precision: str
-    kernel: LinearKernel
+    kernel: RoundingKernel
     prepacks: bool  # ONNX Runtime 1.31 saves MatMulNBits' packed weights without their scales
     max_rows: int
     needs_mask: bool = True
@@ -52,8 +52,7 @@ def variants_of(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[
 
 def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[Variant]:
     """The graphs that a bundle's precision asks for on this processor."""
-    del role
-    largest = max(plan.max_input_len, plan.max_verify_tree_size, max(MEASURED_ROWS))
+    largest = max(most_rows(role, plan), *MEASURED_ROWS)
     kinds = weight_kinds(model)
     check_quantize(kinds, plan.quantize)
     if kernels_of(plan) == EDGELLM:
@@ -113,7 +112,7 @@ def _draft_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> l
     del bundle
     kinds = weight_kinds(model)
     check_quantize(kinds, plan.quantize)
-    rows = 1 if role == HEADS else plan.max_input_len
+    rows = most_rows(role, plan)
     if kernels_of(plan) == EDGELLM:
         rounds = plan.quantize == "auto" and has_fast_int8()
         return [_own_variant(role, model, "int8" if rounds else plan.quantize, rows)]

@@ -6,11 +6,13 @@ Nothing is folded or prepacked, so engines can be built on a machine without a G
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
 
-from edgellm.build.costs import Costs, measure
+from edgellm.build.check import Verdict, require_alike
+from edgellm.build.costs import measure
 from edgellm.build.lowering.linear_weights import LinearWeight, linear_layers, weight_kinds
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.round_int4 import check_quantize, load_portable, rounded_weights
@@ -18,25 +20,27 @@ from edgellm.build.lowering.weights import WeightFile, parameter_name
 from edgellm.build.onnxruntime_cuda.attention import rows_graph
 from edgellm.build.onnxruntime_cuda.linears import CudaKernel, dense_name
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
-from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report
+from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report, most_rows
+from edgellm.build.reference import Source, make_reference
+from edgellm.build.rounding import Rounds
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import memory_bytes
+from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.onnxruntime_cuda import open_graphs, provider
 from edgellm.device_runtime.runners.onnxruntime_cuda.slots import ROWS_GRAPH
 from edgellm.manifest import (
     DECODER,
     DRAFT,
-    HEADS,
     Bundle,
     GraphSpec,
     KVCacheSpec,
-    Spec,
     with_kv_dtype,
 )
 
 _INT8_BLOCK = 32
 PREFILL_ROWS = 256  # where nothing is measured: scores of a pass are a matrix
 _NOT_MEASURED = "there is no CUDA here: the engine was not run and nothing was measured"
+_NOT_COMPARED = "not compared with the portable graph: there is no CUDA here"
 _NO_FP8 = "FP8 weights became int8 in blocks of 32: ONNX Runtime's CUDA products do not take FP8"
 _NAMES = {DECODER: "llm"}  # of files, where they are not the role's
 
@@ -49,58 +53,97 @@ def compile_bundle(
     quantize = _quantize(bundle, plan)
     kinds = weight_kinds(ir.load(source / next(iter(bundle.graphs.values())).path))
     check_quantize(kinds, quantize)
-    dtype = _dtype(bundle)
-    stored = "+".join(sorted(kinds - {"dense"})) or _short(dtype)
-    precision = quantize if quantize in ("int4", "int8") else stored
-    kernel = CudaKernel(dtype, rounds=quantize == "int8")
-    graphs: dict[str, tuple[GraphSpec, ...]] = {}
+    device, notes = _device()
+    verdicts = [] if device else [Verdict(_NOT_COMPARED)]
     with rounded_weights(folder, quantize) as rounded:
-        for role, graph in bundle.graphs.items():
-            name = _NAMES.get(role, role)
-            report(f"lowering the {name} graph for CUDA")
-            model, weights = load_portable(source / graph.path, rounded), _weights(folder, name)
-            capacity = plan.kv_capacity if role in (DECODER, DRAFT) else 0
-            lower_for_cuda(model, kernel, weights, dtype, capacity)
-            weights.close()
-            ir.save(model, folder / f"{name}.onnx")
-            graphs[role] = (GraphSpec(f"{name}.onnx", _max_rows(role, plan), precision),)
-    if cache is not None and DECODER in graphs:
-        ir.save(rows_graph(cache, plan.kv_capacity), folder / ROWS_GRAPH)
-    notes = [_NO_FP8] if "fp8" in kinds else []
-    spec = with_kv_dtype(bundle.spec, bundle.dtype if cache is not None else "")
-    costs, prefill_rows = _measure(folder, graphs, spec, plan, report, notes)
+        compiler = _Compiler(source, bundle, plan, folder, rounded, quantize)
+        graphs = {role: compiler.compile(role, report) for role in bundle.graphs}
+        if cache is not None and DECODER in graphs:
+            ir.save(rows_graph(cache, plan.kv_capacity), folder / ROWS_GRAPH)
+        if not device:
+            costs, prefill_rows = {}, min(PREFILL_ROWS, plan.max_input_len)
+        else:
+            report("measuring the cost of a pass")
+            spec, threads = with_kv_dtype(bundle.spec, bundle.dtype), plan.threads
+            opened = open_graphs(folder, graphs, spec, plan.kv_capacity, threads, device)
+            verdicts = [compiler.check(role, opened[role], device) for role in graphs]
+            costs, prefill_rows = measure(opened, spec, plan)
     return Compiled(
-        graphs, cache.dtype if cache is not None else "", costs, prefill_rows, tuple(notes)
+        graphs,
+        cache.dtype if cache is not None else "",
+        costs,
+        prefill_rows,
+        notes=(*([_NO_FP8] if "fp8" in kinds else []), *notes),
+        checks=tuple(each.said for each in verdicts),
+        check_s=sum(each.seconds for each in verdicts),
     )
 
 
-def _weights(folder: Path, name: str) -> WeightFile:
-    return WeightFile(folder / f"{name}.data")
-
-
-def _max_rows(role: str, plan: Plan) -> int:
-    if role == DECODER:
-        return max(plan.max_input_len, plan.max_verify_tree_size)
-    return 1 if role == HEADS else plan.max_input_len
-
-
-def _measure(
-    folder: Path,
-    graphs: dict[str, tuple[GraphSpec, ...]],
-    spec: Spec,
-    plan: Plan,
-    report: Report,
-    notes: list[str],
-) -> tuple[Costs, int]:
-    """Costs on the device, whose graphs are loaded in any case; none where none is, with a note."""
+def _device() -> tuple[str, list[str]]:
+    """What engines run on here; "" where there is none, and a note."""
     try:
-        device = provider.require_cuda()
+        return provider.require_cuda(), []
     except EdgeLLMError as error:
-        notes.append(f"{_NOT_MEASURED}: {error}")
-        return {}, min(PREFILL_ROWS, plan.max_input_len)
-    report("measuring the cost of a pass")
-    opened = open_graphs(folder, graphs, spec, plan.kv_capacity, plan.threads, device)
-    return measure(opened, spec, plan)
+        return "", [f"{_NOT_MEASURED}: {error}"]
+
+
+class _Compiler:
+    """Lowers the graphs of one bundle into a folder."""
+
+    def __init__(
+        self,
+        source: Path,
+        bundle: Bundle,
+        plan: Plan,
+        folder: Path,
+        rounded: WeightFile | None,
+        quantize: str,
+    ) -> None:
+        self._source, self._bundle, self._plan = source, bundle, plan
+        self._folder, self._rounded, self._quantize = folder, rounded, quantize
+        self._dtype = _dtype(bundle)
+        self._kernel = CudaKernel(self._dtype, rounds=quantize == "int8")
+
+    def _portable(self, role: str) -> Path:
+        return self._source / self._bundle.graphs[role].path
+
+    def compile(self, role: str, report: Report) -> tuple[GraphSpec, ...]:
+        """Write the graph of a role and its weights."""
+        name = _NAMES.get(role, role)
+        report(f"lowering the {name} graph for CUDA")
+        model = load_portable(self._portable(role), self._rounded)
+        kinds = sorted(weight_kinds(model) - {"dense"})
+        self._lower(role, model, name)
+        rounded = self._quantize in ("int4", "int8")
+        precision = self._quantize if rounded else "+".join(kinds) or _short(self._dtype)
+        return (GraphSpec(f"{name}.onnx", most_rows(role, self._plan), precision),)
+
+    def _lower(self, role: str, model: ir.Model, name: str) -> Path:
+        weights = WeightFile(self._folder / f"{name}.data")
+        capacity = self._plan.kv_capacity if role in (DECODER, DRAFT) else 0
+        lower_for_cuda(model, self._kernel, weights, self._dtype, capacity)
+        weights.close()
+        path = self._folder / f"{name}.onnx"
+        ir.save(model, path)
+        return path
+
+    def check(self, role: str, runner: Runner, device: str) -> Verdict:
+        """See `require_alike`."""
+        bundle, plan = self._bundle, self._plan
+        cache = bundle.cache if role in (DECODER, DRAFT) else None
+        source = Source(role, bundle, self._portable(role), self._rounded, cache)
+        engine = Rounds((self._kernel,), halves=self._dtype == ir.DataType.FLOAT16)
+
+        def open_lowered(load: Callable[[], ir.Model]) -> Runner:
+            path = self._lower(role, load(), "searched")
+            spec = with_kv_dtype(bundle.spec, bundle.dtype if cache is not None else "")
+            searched = {role: (GraphSpec(path.name),)}
+            return open_graphs(
+                self._folder, searched, spec, plan.kv_capacity, plan.threads, device
+            )[role]
+
+        reference = make_reference(source, plan.kv_capacity, engine, wanted=plan.checks)
+        return require_alike(reference, runner, open_lowered)
 
 
 def _quantize(bundle: Bundle, plan: Plan) -> str:

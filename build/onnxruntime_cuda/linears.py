@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linear_groups import Rounding
 from edgellm.build.lowering.linear_weights import Blocks, LinearWeight
 
 LARGEST_BLOCK = 128  # for which MatMulNBits has kernels of its own
@@ -30,6 +31,12 @@ class CudaKernel:
         if weight.kind == "dense" and not self.rounds:
             return self._dense(graph, x, weight)
         return self._blocks(graph, x, weight, name)
+
+    def rounding(self, weight: LinearWeight, name: str) -> Rounding:
+        """Weights that become int8 here."""
+        del name
+        is_dense = weight.kind == "dense"
+        return Rounding(weights=self.rounds if is_dense else weight.is_rerounded)
 
     def _dense(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight) -> ir.Value:
         table = graph.weight(dense_name(weight, self.dtype), lambda: self._rows(weight))

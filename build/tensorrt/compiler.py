@@ -26,7 +26,6 @@ from edgellm.manifest import (
     DECODER,
     DRAFT,
     ENCODER,
-    HEADS,
     Bundle,
     DraftSpec,
     GraphSpec,
@@ -35,6 +34,7 @@ from edgellm.manifest import (
 )
 
 _NAMES = {DECODER: "llm", ENCODER: "visual"}  # of files, where they are not the role's
+_NOT_RUN = "not compared with the portable graph: a build does not run TensorRT engines"
 _FIRST_FP8, _FIRST_FP4 = 89, 100  # Ada and Hopper, Blackwell
 _PRECISIONS = {ir.DataType.FLOAT16: "fp16", ir.DataType.FLOAT: "fp32"}
 
@@ -59,7 +59,7 @@ def compile_bundle(
         notes = notes if len(graphs) > 1 else _notes(built, passes)
     return Compiled(
         graphs, kv_dtype=bundle.dtype if bundle.cache is not None else "",
-        prefill_rows=plan.max_input_len, notes=notes,
+        prefill_rows=plan.max_input_len, notes=notes, checks=(_NOT_RUN,),
     )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ class _Compiler:
         self._options, self._dtype = options_of(plan), _dtype(bundle.dtype)
         self._capacity = plan.kv_capacity if role in (DECODER, DRAFT) else 0
         self._candidates = 0
-        if role in (DRAFT, HEADS) and isinstance(bundle.spec, DraftSpec):
+        if isinstance(bundle.spec, DraftSpec):
             # What a round drafts, its top-k times its steps, fits into the tree; so does its top-k.
             self._candidates = min(plan.max_draft_tree_size, bundle.spec.draft_vocab_size)
         self.precision = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,23 +64,56 @@ def load_graph(
     if device == CUDA:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     provider = _PROVIDERS[device]
-    try:
-        # `enable_fallback` would print, and compute on the CPU without being asked.
-        session = ort.InferenceSession(
-            str(path), options, providers=[(provider, _PROVIDER_OPTIONS[device])],
-            enable_fallback=0,
-        )  # fmt: skip
-    except Exception as error:  # noqa: BLE001 - the classes are private to the extension module
-        raise BrokenArtifactError(
-            f"ONNX Runtime {ort.__version__} cannot load {path}: {str(error).splitlines()[0]}",
-            hint="build the engine again on this machine",
-        ) from None
-    session.disable_fallback()
+    session = _session(path, options, device)
     if session.get_providers()[0] != provider:
         raise BrokenArtifactError(
             f"ONNX Runtime {ort.__version__} put {path} on {session.get_providers()[0]}",
             hint="edgellm-doctor says what is missing for CUDA",
         )
+    return session
+
+
+def load_in_memory(
+    model: bytes, weights: Mapping[str, mmap.mmap], *, threads: int = 0
+) -> ort.InferenceSession:
+    """Load a graph as it is onto the CPU.
+
+    Args:
+        model: the graph.
+        weights: files by the names that it has for them; must outlive the session.
+        threads: 0 takes all cores.
+
+    Raises:
+        BrokenArtifactError: ONNX Runtime does not take it.
+    """
+    options = ort.SessionOptions()
+    set_threads(options, threads)
+    options.log_severity_level = 3
+    options.enable_cpu_mem_arena = False
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    options.add_session_config_entry("session.use_external_initializer_file_buffers_directly", "1")
+    if weights:
+        options.add_external_initializers_from_files_in_memory(
+            [*weights], [*weights.values()], [len(each) for each in weights.values()]
+        )
+    return _session(model, options, CPU)
+
+
+def _session(graph: Path | bytes, options: ort.SessionOptions, device: str) -> ort.InferenceSession:
+    source, name = (graph, "the graph") if isinstance(graph, bytes) else (str(graph), graph)
+    try:
+        # `enable_fallback` would print, and compute on the CPU without being asked.
+        session = ort.InferenceSession(
+            source, options, providers=[(_PROVIDERS[device], _PROVIDER_OPTIONS[device])],
+            enable_fallback=0,
+        )  # fmt: skip
+    except Exception as error:  # noqa: BLE001 - the classes are private to the extension module
+        raise BrokenArtifactError(
+            f"ONNX Runtime {ort.__version__} cannot load {name}: {str(error).splitlines()[0]}",
+            hint="build the engine again on this machine",
+        ) from None
+    session.disable_fallback()
     return session
 
 

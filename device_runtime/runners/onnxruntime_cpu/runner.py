@@ -136,7 +136,7 @@ class _BoundPass:
     def _bind_output(self, output: ort.NodeArg, sizes: dict[str, int], scratch: _Scratch) -> None:
         dims = [sizes.get(dim, dim) for dim in output.shape]
         shape = tuple(dim for dim in dims if isinstance(dim, int))
-        if len(shape) < len(dims):
+        if not dims or len(shape) < len(dims):
             self.outputs[output.name] = None
             self._binding.bind_output(output.name, "cpu")
             return

@@ -1,0 +1,277 @@
+"""What a portable graph computes of a few rows, exactly and with an engine's rounding.
+
+The graph runs in ONNX Runtime, node by node, in float32 and without the rounding of layers'
+inputs, since engines round these in their own way. All sample passes are one pass here, whose tree
+mask says what their rows see: weights are decoded once. A second run rounds as the engine does, or
+coarser: what then differs is what rounding does to this model.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.build.lowering.calls import find_calls, inline
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linear_groups import Rounding
+from edgellm.build.lowering.linear_weights import layer_name, linear_layers
+from edgellm.build.lowering.round_int4 import load_portable
+from edgellm.build.lowering.rounded_inputs import lower_inputs
+from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.machine import available_memory_bytes
+from edgellm.build.rounding import Rounds, round_cached_rows, round_layers
+from edgellm.build.samples import Inputs, held_inputs, sample_passes
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.runners.onnxruntime_graphs import load_in_memory, run_arrays
+from edgellm.manifest import Bundle, KVCacheSpec
+
+Numbers = dict[str, NDArray[Any]]
+_ROWS = 32  # of the cache that passes may take
+_LAYER = "layer_input."  # outputs of graphs that show what norms read
+_NORMS = ("RMSNormalization", "LayerNormalization")
+_CASTS = ("Cast", "CastLike")
+_COPIES = 5  # of the largest weight as float32, held at once while it is decoded and rounded
+_UNIT = 2.0**-24  # half a step of float32
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A graph of a bundle, as a build reads it."""
+
+    role: str
+    bundle: Bundle
+    path: Path
+    rounded: WeightFile | None  # where the build keeps weights that it rounds
+    cache: KVCacheSpec | None  # of the engine's graph, where it has one
+
+    def load(self) -> tuple[ir.Model, dict[str, str]]:
+        """The graph with what its norms read as outputs; the norms' names by these."""
+        model = load_portable(self.path, self.rounded)
+        return model, _show_layers(model, self.bundle)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a portable graph computes of some passes, rows one behind the other."""
+
+    source: Source
+    passes: list[Inputs]
+    why_not: str = ""  # why there are no numbers
+    exact: Numbers = field(default_factory=dict)  # outputs and layers' inputs, float32 [..., n]
+    rounded: Numbers = field(default_factory=dict)  # the same with the engine's rounding, if any
+    layers: dict[str, str] = field(default_factory=dict)  # norms by the layers' inputs
+    float_error: float = 0.0  # relative, of sums in another order
+    seconds: float = 0.0
+
+
+def make_reference(
+    source: Source, capacity: int, engine: Rounds, *, wanted: bool = True
+) -> Reference:
+    """Compute it, where this machine can.
+
+    Args:
+        source: the graph.
+        capacity: rows of the engine's cache.
+        engine: what it rounds.
+        wanted: False: people do not want it.
+    """
+    rows = min(capacity or _ROWS, _ROWS)
+    passes = sample_passes(source.role, source.bundle, rows, rows)
+    if not wanted:
+        return Reference(source, passes, why_not="--noCheck")
+    layers = list(linear_layers(source.load()[0].graph))  # weights that are rounded are so now
+    start = time.perf_counter()
+    need = _COPIES * 4 * max((weight.count for _, weight in layers), default=0)
+    if need > (available := available_memory_bytes()):
+        lacking = f"that needs about {need >> 20} MiB of memory, {available >> 20} are available"
+        return Reference(source, passes, why_not=lacking)
+    has_int8_cache = source.cache is not None and source.cache.dtype == "int8"
+    roundings = {engine.of(weight, layer_name(call)) for call, weight in layers}
+    rounded: Numbers = {}
+    try:
+        exact, shown = _compute(source, passes, Rounds(), None)
+        if engine.halves or has_int8_cache or roundings - {Rounding()}:
+            rounded, _ = _compute(source, passes, engine, source.cache)
+    except EdgeLLMError as error:
+        return Reference(source, passes, why_not=str(error))
+    sums = _UNIT * sum(weight.in_features for _, weight in layers)
+    seconds = time.perf_counter() - start
+    return Reference(source, passes, "", exact, rounded, shown, sums, seconds)
+
+
+def _compute(
+    source: Source, passes: Sequence[Inputs], engine: Rounds, cache: KVCacheSpec | None
+) -> tuple[Numbers, dict[str, str]]:
+    model, shown = source.load()
+    rows = sum(_rows(each) for each in passes)
+    _expand(model, source.bundle, engine, cache, rows or 1)
+    inputs = {**joined(passes), **held_inputs(source.role, source.bundle)}
+    for value in model.graph.inputs:
+        if str(value.name).startswith(contract.PAST):
+            _, heads, _, width = value.shape or ()
+            inputs[str(value.name)] = np.zeros((1, heads, rows, width), np.float32)
+    with _Mapped(model) as files:
+        session = load_in_memory(ir.to_proto(model).SerializeToString(), files)
+        needed = {value.name for value in session.get_inputs()}
+        outputs = run_arrays(session, {name: inputs[name] for name in inputs if name in needed})
+        del session
+    return as_floats(outputs), shown
+
+
+class _Mapped:
+    """Weight files of a graph, mapped by the names that the graph has for them."""
+
+    def __init__(self, model: ir.Model) -> None:
+        tensors = (value.const_value for value in model.graph.initializers.values())
+        self._paths = {
+            str(each.location): Path(each.path)
+            for each in tensors
+            if isinstance(each, ir.ExternalTensor)
+        }
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def __enter__(self) -> Mapping[str, mmap.mmap]:
+        for name, path in self._paths.items():
+            with path.open("rb") as stream:
+                self._maps[name] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._maps
+
+    def __exit__(self, *_: object) -> None:
+        self._maps.clear()
+
+
+# ------------------------------------------------------------------------------------ numbers
+def _rows(inputs: Inputs) -> int:
+    return inputs[contract.INPUT_IDS].shape[1] if contract.INPUT_IDS in inputs else 0
+
+
+def joined(passes: Sequence[Inputs]) -> dict[str, NDArray[Any]]:
+    """Passes one behind the other as a single one, whose tree mask says what rows see."""
+    if len(passes) == 1 and contract.INPUT_IDS not in passes[0]:
+        return dict(passes[0])
+    ids = [each[contract.INPUT_IDS] for each in passes]
+    rows = [each.shape[1] for each in ids]
+    mask = np.tri(sum(rows), dtype=np.bool_)
+    for inputs, count, end in zip(passes, rows, np.cumsum(rows), strict=True):
+        if contract.TREE_MASK in inputs:
+            mask[end - count : end, end - count : end] = inputs[contract.TREE_MASK]
+    beside = {
+        name: np.concatenate([each[name] for each in passes], axis=1)
+        for name in (contract.INPUT_IDS, contract.POSITION_IDS, contract.DRAFT_HIDDEN)
+        if name in passes[0]
+    }
+    return {
+        **passes[0], **beside, contract.WRITE_INDEX: np.array([0]),
+        contract.LOGITS_INDEX: np.arange(sum(rows)), contract.TREE_MASK: mask,
+    }  # fmt: skip
+
+
+def as_floats(outputs: Mapping[str, NDArray[Any]]) -> Numbers:
+    """Floats of the outputs, candidates in the order of their ids, which small errors keep."""
+    found = {name: array for name, array in outputs.items() if array.dtype == np.float32}
+    if contract.CANDIDATE_IDS in outputs:
+        ids = outputs[contract.CANDIDATE_IDS]
+        order = np.argsort(ids, axis=-1, kind="stable")
+        scores = found[contract.CANDIDATE_LOG_PROBS]
+        found[contract.CANDIDATE_LOG_PROBS] = np.take_along_axis(scores, order, -1)
+    return {name: each for name, each in found.items() if not name.startswith(contract.PRESENT)}
+
+
+# -------------------------------------------------------------------------------------- graphs
+def _show_layers(model: ir.Model, bundle: Bundle) -> dict[str, str]:
+    dtype, shown = ir.DataType[{"float16": "FLOAT16", "float32": "FLOAT"}[bundle.dtype]], {}
+    for node in model.graph:
+        value = node.inputs[0] if node.op_type in _NORMS else None
+        made_by = value.producer() if value is not None else None
+        if value is None or made_by is None or value in model.graph.outputs:
+            continue
+        if made_by.op_type == "Gather":  # a look-up, whose type lowerings choose
+            continue
+        value.name, value.type = f"{_LAYER}{len(shown)}", ir.TensorType(dtype)
+        model.graph.outputs.append(value)
+        name = str(node.name).removesuffix(f".{node.op_type}")
+        shown[value.name] = name[max(name.find("model."), 0) :]
+    return shown
+
+
+def _expand(
+    model: ir.Model, bundle: Bundle, engine: Rounds, cache: KVCacheSpec | None, rows: int
+) -> None:
+    """Plain ONNX with the engine's rounding, in float32 unless it computes in halves."""
+    graph = GraphEditor(model.graph)
+    lower_inputs(graph)
+    layers = {
+        weight.parts[0].parameter: (sum(weight.widths), engine.of(weight, layer_name(call)))
+        for call, weight in linear_layers(model.graph)
+    }
+    defined = {name for _, name, _ in model.functions}
+    for call in find_calls(model.graph, contract.QUANTIZED_LINEAR):
+        if contract.QUANTIZED_LINEAR not in defined:  # the build rounded it
+            _expand_rounded(graph, call)
+    inline(model)
+    if bundle.dtype == "float16" and not engine.halves:
+        _in_float32(graph)
+    if cache is not None and cache.dtype == "int8":
+        round_cached_rows(graph, cache)
+    if engine.kernels:
+        is_half = bundle.dtype == "float16" and engine.halves
+        round_layers(graph, layers, rows, halves=is_half)
+    model.graph.outputs[:] = [
+        value for value in model.graph.outputs if not str(value.name).startswith(contract.PRESENT)
+    ]
+
+
+def _expand_rounded(graph: GraphEditor, call: ir.Node) -> None:
+    x, *stored = call.inputs
+    graph.cursor = call
+    block = call.attributes["block_size"].as_int()
+    weight = graph.node("DequantizeLinear", stored, axis=0, block_size=block)
+    y = graph.node("MatMul", [x, graph.node("CastLike", [weight, x])])
+    graph.replace(call.outputs[0], y)
+
+
+def _in_float32(graph: GraphEditor) -> None:
+    """Every float16 becomes float32; tables stay, and what is looked up is cast."""
+    half, float32 = ir.DataType.FLOAT16, ir.TensorType(ir.DataType.FLOAT)
+    for value in (*graph.graph.inputs, *graph.graph.outputs):
+        if value.dtype == half:
+            value.type = float32
+    cast: dict[ir.Value, ir.Value] = {}
+
+    def as_float32(value: ir.Value) -> ir.Value:
+        if value not in cast:
+            cast[value] = graph.node("Cast", [value], to=int(ir.DataType.FLOAT))
+        return cast[value]
+
+    for node in tuple(graph.graph):
+        graph.cursor = node
+        for output in node.outputs:
+            if not output.is_graph_output():
+                output.type = None
+        constant = node.attributes.get("value")
+        if node.op_type == "Cast" and node.attributes["to"].as_int() == int(half):
+            node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
+        elif constant is not None and constant.as_tensor().dtype == half:
+            widened = ir.tensor(constant.as_tensor().numpy().astype(np.float32))
+            node.attributes["value"] = ir.AttrTensor("value", widened)
+        for index, value in enumerate(node.inputs if node.op_type not in _CASTS else ()):
+            tensor = value.const_value if value is not None else None
+            if value is None or tensor is None or tensor.dtype != half:
+                continue
+            if node.op_type != "Gather":
+                node.replace_input_with(index, as_float32(value))
+                continue
+            uses = tuple(node.outputs[0].uses())
+            graph.cursor = uses[0].node
+            looked_up = as_float32(node.outputs[0])
+            for user, place in uses:
+                user.replace_input_with(place, looked_up)

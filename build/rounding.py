@@ -1,0 +1,158 @@
+"""What an engine's rounding does to a portable graph: the same, or coarser, in plain ONNX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linear_groups import Rounding, RoundingKernel
+from edgellm.build.lowering.linear_weights import LinearWeight
+from edgellm.manifest import KVCacheSpec
+
+_DECODING = ("Cast", "CastLike", "Transpose", "DequantizeLinear")
+_SHIFTS = 1024  # a layer's errors are one table's, moved by up to so many columns
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """What an engine rounds beyond float32."""
+
+    kernels: tuple[RoundingKernel, ...] = ()  # of its graphs' linear layers
+    halves: bool = False  # activations are float16
+
+    def of(self, weight: LinearWeight, name: str) -> Rounding:
+        """The coarsest of all its graphs; blocks that do not fit into a row become the row."""
+        found = [kernel.rounding(weight, name) for kernel in self.kernels]
+        block = max((each.input_block for each in found), default=0)
+        fits = not block or weight.in_features % block == 0
+        return Rounding(block if fits else weight.in_features, any(each.weights for each in found))
+
+
+def round_layers(
+    graph: GraphEditor, layers: Mapping[str, tuple[int, Rounding]], rows: int, *, halves: bool
+) -> None:
+    """Let int8 do to the linear layers of an inlined graph what it does in an engine.
+
+    Args:
+        graph: is changed.
+        layers: output features and rounding by the names of weights or codes.
+        rows: of a pass; 1 where that varies.
+        halves: activations are float16, else float32.
+    """
+    most = max((each[0] for each in layers.values()), default=0)
+    errors = _Errors(graph, most, rows, halves=halves)
+    rounded: dict[tuple[ir.Value, int], ir.Value] = {}
+    for node in graph.find("MatMul"):
+        x, weight = node.inputs
+        parameter = _parameter(weight)
+        if x is None or weight is None or parameter is None:
+            continue
+        (width, rounding), graph.cursor = layers[parameter], node
+        if block := rounding.input_block:
+            if (x, block) not in rounded:
+                rounded[x, block] = _rounded(graph, x, block, halves=halves)
+            x = rounded[x, block]
+            node.replace_input_with(0, x)
+        if rounding.weights:
+            y = graph.node("MatMul", [x, weight])
+            error = errors.of(x, weight, width)
+            graph.replace(node.outputs[0], graph.node("Add", [y, error]))
+            graph.graph.remove(node, safe=True)
+
+
+def _parameter(value: ir.Value | None) -> str | None:
+    """The name of the weight, or of its codes, that a product multiplies with."""
+    node = value.producer() if value is not None else None
+    if value is None or node is None:
+        return str(value.name) if value is not None and value.const_value is not None else None
+    return _parameter(node.inputs[0]) if node.op_type in _DECODING else None
+
+
+def _rounded(graph: GraphEditor, x: ir.Value, block: int, *, halves: bool) -> ir.Value:
+    """X [..., in] as symmetric int8 with a scale for each block of a row, back in floats."""
+    floats = graph.node("Cast", [x], to=int(ir.DataType.FLOAT)) if halves else x
+    folded = graph.node("Reshape", [floats, _integers(graph, -1, block)])
+    largest = graph.node(
+        "ReduceMax", [graph.node("Abs", [folded]), _integers(graph, -1)], keepdims=1
+    )
+    tiny, steps = (
+        graph.constant(name, np.float32(number)) for name, number in (("tiny", 1e-20), ("127", 127))
+    )
+    scale = graph.node("Div", [graph.node("Max", [largest, tiny]), steps])
+    codes = graph.node("Round", [graph.node("Div", [folded, scale])])
+    back = graph.node("Reshape", [graph.node("Mul", [codes, scale]), graph.node("Shape", [x])])
+    return graph.node("CastLike", [back, x]) if halves else back
+
+
+class _Errors:
+    """What weights that are rounded to int8, with a scale for each output, add to x W.
+
+    Errors of rounding are even over a step and independent; their sum over a row is normal with the
+    variance |x|^2 step^2 / 12. To know the steps takes two looks at a weight, to round it five.
+    """
+
+    def __init__(self, graph: GraphEditor, most_outputs: int, rows: int, *, halves: bool) -> None:
+        self._graph, self._halves, self._random = graph, halves, np.random.default_rng(5)
+        self._shape = rows, most_outputs + _SHIFTS
+        self._table: NDArray[np.float32] | None = None
+        self._lengths: dict[ir.Value, ir.Value] = {}
+
+    def of(self, x: ir.Value, weight: ir.Value, outputs: int) -> ir.Value:
+        """Errors of a layer, in the type of x [..., rows, in]: [..., rows, outputs]."""
+        graph = self._graph
+        if x not in self._lengths:
+            last = _integers(graph, -1)
+            self._lengths[x] = graph.node("ReduceL2", [self._floats(x), last], keepdims=1)
+        most, least = (
+            graph.node(f"Reduce{which}", [weight, _integers(graph, 0)], keepdims=1)
+            for which in ("Max", "Min")
+        )
+        largest = self._floats(graph.node("Max", [most, graph.node("Neg", [least])]))
+        errors = graph.node(
+            "Mul", [graph.node("Mul", [self._lengths[x], largest]), self._normal(outputs)]
+        )
+        return graph.node("CastLike", [errors, x]) if self._halves else errors
+
+    def _normal(self, outputs: int) -> ir.Value:
+        """Another part of one table for each layer, [rows, outputs]."""
+        if self._table is None:
+            of_a_step = np.float32(1 / (127 * math.sqrt(12)))
+            self._table = self._random.standard_normal(self._shape, np.float32) * of_a_step
+        begin = int(self._random.integers(0, _SHIFTS))
+        bounds = (_integers(self._graph, at) for at in (begin, begin + outputs, 1))
+        return self._graph.node("Slice", [self._graph.constant("normal", self._table), *bounds])
+
+    def _floats(self, value: ir.Value) -> ir.Value:
+        to = int(ir.DataType.FLOAT)
+        return self._graph.node("Cast", [value], to=to) if self._halves else value
+
+
+def _integers(graph: GraphEditor, *numbers: int) -> ir.Value:
+    return graph.constant(f"integers.{numbers}", np.array(numbers, np.int64))
+
+
+def round_cached_rows(graph: GraphEditor, cache: KVCacheSpec) -> None:
+    """To int8 and back, before they are written; one scale for each tensor."""
+    assert cache.ranges is not None
+    scatters = {
+        str(node.inputs[0].name): node
+        for node in graph.find("TensorScatter")
+        if node.inputs[0] is not None
+    }
+    for layer, pair in enumerate(zip(cache.ranges.keys, cache.ranges.values, strict=True)):
+        for part, largest in zip(("key", "value"), pair, strict=True):
+            name = contract.past_name(layer, part)
+            node = graph.cursor = scatters[name]
+            scale = graph.constant(f"{name}.scale", np.array(largest / 127, np.float32))
+            zero = graph.constant("zero_code", np.int8(0))
+            floats = graph.node("Cast", [node.inputs[1]], to=int(ir.DataType.FLOAT))
+            codes = graph.node("QuantizeLinear", [floats, scale, zero])
+            back = graph.node("DequantizeLinear", [codes, scale, zero])
+            node.replace_input_with(1, graph.node("CastLike", [back, node.inputs[0]]))
