@@ -117,7 +117,8 @@ def _compute(
     inputs = {**joined(passes), **held_inputs(source.role, source.bundle)}
     for value in model.graph.inputs:
         if str(value.name).startswith(contract.PAST):
-            _, heads, _, width = value.shape or ()
+            assert value.shape is not None
+            heads, width = int(value.shape[1]), int(value.shape[3])  # type: ignore[arg-type]
             inputs[str(value.name)] = np.zeros((1, heads, rows, width), np.float32)
     with _Mapped(model) as files:
         session = load_in_memory(ir.to_proto(model).SerializeToString(), files)

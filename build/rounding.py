@@ -110,15 +110,27 @@ class _Errors:
         if x not in self._lengths:
             last = _integers(graph, -1)
             self._lengths[x] = graph.node("ReduceL2", [self._floats(x), last], keepdims=1)
-        most, least = (
-            graph.node(f"Reduce{which}", [weight, _integers(graph, 0)], keepdims=1)
-            for which in ("Max", "Min")
-        )
-        largest = self._floats(graph.node("Max", [most, graph.node("Neg", [least])]))
+        largest = self._floats(self._largest(weight))
         errors = graph.node(
             "Mul", [graph.node("Mul", [self._lengths[x], largest]), self._normal(outputs)]
         )
         return graph.node("CastLike", [errors, x]) if self._halves else errors
+
+    def _largest(self, weight: ir.Value) -> ir.Value:
+        """Magnitude of an output's weights [1, outputs]; of INT4 codes what their scales allow."""
+        graph, first, stored = self._graph, _integers(self._graph, 0), weight.producer()
+        if stored is not None and stored.op_type == "CastLike" and stored.inputs[0] is not None:
+            stored = stored.inputs[0].producer()
+        if stored is not None and stored.op_type == "DequantizeLinear" and len(stored.inputs) == 2:
+            codes, scales = stored.inputs
+            is_blocked = scales is not None and scales.shape is not None and len(scales.shape) == 2
+            if codes is not None and codes.dtype == ir.DataType.INT4 and is_blocked:
+                scale = self._floats(graph.node("ReduceMax", [scales, first], keepdims=1))
+                return graph.node("Mul", [scale, graph.constant("eight", np.float32(8))])
+        most, least = (
+            graph.node(f"Reduce{which}", [weight, first], keepdims=1) for which in ("Max", "Min")
+        )
+        return graph.node("Max", [most, graph.node("Neg", [least])])
 
     def _normal(self, outputs: int) -> ir.Value:
         """Another part of one table for each layer, [rows, outputs]."""

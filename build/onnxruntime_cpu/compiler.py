@@ -217,7 +217,7 @@ def optimize(
     ):
         options.add_session_config_entry(f"session.{key}", value)
     saving = ort.InferenceSession(str(lowered), options, providers=["CPUExecutionProvider"])
-    expected = probe(saving) if probe is not None else []
+    expected = probe(saving) if probe is not None else {}
     del saving
     lowered.unlink()
     lowered.with_suffix(".data").unlink()

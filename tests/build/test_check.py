@@ -1,28 +1,43 @@
-"""The check of a build: lowerings that compute something else are stopped, and where is said."""
+"""The check of a build: a lowering that computes something else in one layer is stopped there."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import cuda_on_cpu
 import numpy as np
+import onnx_ir as ir
 import pytest
 from eagle_engines import draft_plan
 from tensorrt_bundles import Bundles
 
-from edgellm.build import check
+from edgellm.build import check, reference
 from edgellm.build.engine import build_engine
 from edgellm.build.lowering import contrib_ops
 from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart
-from edgellm.build.lowering.weights import parameter_name
-from edgellm.build.onnxruntime_cpu import compiler, grouped_attention, lower
+from edgellm.build.onnxruntime_cpu import compiler, grouped_attention, lower, own_attention
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.onnxruntime_cuda import lower as cuda_lower
 from edgellm.build.plan import Plan, image_plan
-from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.build.samples import sample_passes
+from edgellm.contract import FUNCTIONS, BrokenArtifactError, EdgeLLMError
 from edgellm.manifest import LLM_BUNDLE, load_bundle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = Plan(48, 64, 1, "auto", max_verify_tree_size=12)
-INT4 = Plan(48, 64, 1, "auto", "int4", max_verify_tree_size=12)
-INT8 = Plan(48, 64, 1, "auto", "int8", max_verify_tree_size=12)
+INT4, INT8 = (dataclasses.replace(PLAN, quantize=each) for each in ("int4", "int8"))
+OWN = CpuOptions("edgellm")
+PLANS = {
+    "floats": PLAN,
+    "int8": INT8,
+    "int4": INT4,
+    "own floats": dataclasses.replace(PLAN, options=OWN),
+    "own int4": dataclasses.replace(INT4, options=OWN),
+}
+OPERATORS = ("GroupQueryAttention", "CachedAttention")
+FAULTY = "model.layers.1"
+IN_ATTENTION = f"between {FAULTY}.input_layernorm and {FAULTY}.post_attention_layernorm"
+IN_MLP = f"between {FAULTY}.post_attention_layernorm and model.layers.2.input_layernorm"
 
 
 @pytest.fixture(scope="module")
@@ -30,157 +45,209 @@ def bundles(tmp_path_factory) -> Bundles:
     return Bundles(tmp_path_factory.mktemp("check"))
 
 
-# ------------------------------------------------------------------------------ sabotage
-def without_mask(monkeypatch) -> None:
+# ------------------------------------------------------- sabotage of the second layer alone
+def _of_attention(monkeypatch, change) -> None:
+    """Change the attention operator of the faulty layer after it was emitted."""
+    for module, name in ((grouped_attention, "_emit_gqa"), (own_attention, "_emit")):
+        whole = getattr(module, name)
+
+        def emit(graph, layer, *rest, whole=whole):
+            whole(graph, layer, *rest)
+            if str(layer.call.name).startswith("layers.1."):
+                made = [each for each in graph.find(*OPERATORS) if each.domain != FUNCTIONS]
+                change(graph, made[1])
+
+        monkeypatch.setattr(module, name, emit)
+
+
+def wrong_mask(monkeypatch) -> None:
     """Rows of a tree see their siblings."""
-    whole = lower.lower_attention
-    monkeypatch.setattr(lower, "lower_attention", lambda graph, **_: whole(graph, needs_mask=False))
+
+    def change(graph, node) -> None:
+        graph.cursor = node
+        place, is_own = (9, True) if node.op_type == "CachedAttention" else (10, False)
+        mask = node.inputs[place]
+        if mask is None:  # a graph of one row
+            return
+        if not is_own:
+            zero = graph.constant("sabotage", np.float32(0))
+            node.replace_input_with(place, graph.node("Mul", [mask, zero]))
+            return
+        rows, columns = (graph.node("Shape", [mask], start=at, end=at + 1) for at in (0, 1))
+        one = graph.constant("sabotage", np.array(1, np.float32))
+        ones = graph.node("Expand", [one, graph.node("Concat", [rows, columns], axis=0)])
+        lower_half = graph.node("Trilu", [ones], upper=0)
+        node.replace_input_with(place, graph.node("Cast", [lower_half], to=int(ir.DataType.BOOL)))
+
+    _of_attention(monkeypatch, change)
 
 
-def with_the_rope_of_another(monkeypatch) -> None:
-    """Cosine and sine of the second layer change places."""
-    whole = grouped_attention._emit_gqa
+def wrong_rope(monkeypatch) -> None:
+    """Cosine and sine change places."""
 
-    def emit(graph, attention, *rest):
-        whole(graph, attention, *rest)
-        if attention.name.startswith("layers.1."):
-            node = graph.find("GroupQueryAttention")[-1]
-            cos, sin = node.inputs[7:9]
-            node.replace_input_with(7, sin)
-            node.replace_input_with(8, cos)
+    def change(graph, node) -> None:
+        del graph
+        first = 6 if node.op_type == "CachedAttention" else 7
+        cos, sin = node.inputs[first : first + 2]
+        node.replace_input_with(first, sin)
+        node.replace_input_with(first + 1, cos)
 
-    monkeypatch.setattr(grouped_attention, "_emit_gqa", emit)
+    _of_attention(monkeypatch, change)
 
 
-def without_scales(monkeypatch) -> None:
-    """Codes of quantized weights for their values, but for one factor."""
+def swapped_weight(monkeypatch) -> None:
+    """The gate's for that of up, which has the same shape."""
+    whole = LinearWeight.of.__func__
+
+    def of(cls, *calls):
+        found = whole(cls, *calls)
+        names = [str(call.name) for call in calls]
+        if len(calls) == 2 and f"{FAULTY}.mlp.gate_proj" in names[0]:
+            return LinearWeight(found.parts[::-1])
+        return found
+
+    monkeypatch.setattr(LinearWeight, "of", classmethod(of))
+
+
+def dropped_scale(monkeypatch) -> None:
+    """Codes for values, but for one factor."""
     whole = WeightPart.scales
-    monkeypatch.setattr(
-        WeightPart, "scales", lambda part: np.full_like(found := whole(part), found.max())
-    )
+
+    def scales(part):
+        found = whole(part)
+        return np.full_like(found, found.max()) if f"{FAULTY}.mlp.up" in part.parameter else found
+
+    monkeypatch.setattr(WeightPart, "scales", scales)
 
 
-def with_swapped_weights(monkeypatch) -> None:
-    """Those of gate and up in the second layer, which have one shape."""
-    whole = LinearWeight.dense
-
-    def dense(weight):
-        found, names = whole(weight), [parameter_name(part.operand) for part in weight.parts]
-        if "layers.1.mlp.gate_proj" not in names[0]:
-            return found
-        return np.ascontiguousarray(np.roll(found, weight.widths[0], axis=1))
-
-    monkeypatch.setattr(LinearWeight, "dense", dense)
-
-
-def with_another_epsilon(monkeypatch) -> None:
-    """Norms forget theirs."""
+def another_epsilon(monkeypatch) -> None:
+    """Norms forget theirs, all of them."""
     whole = contrib_ops.lower_norms
 
-    def forget(graph):
+    def forget(graph) -> None:
         for node in graph.find("RMSNormalization", "LayerNormalization"):
-            node.attributes["epsilon"] = check.ir.AttrFloat32("epsilon", 0.5)
+            node.attributes["epsilon"] = ir.AttrFloat32("epsilon", 0.5)
         whole(graph)
 
     for module in (lower, cuda_lower):
         monkeypatch.setattr(module, "lower_norms", forget)
 
 
-SABOTAGES = {
-    "mask": (without_mask, PLAN, "model.layers.0.post_attention"),
-    "mask of int8": (without_mask, INT8, "model.layers.0.post_attention"),
-    "mask of int4": (without_mask, INT4, "model.layers.0.post_attention"),
-    "rope": (with_the_rope_of_another, PLAN, "model.layers.1.post_attention"),
-    "rope of int8": (with_the_rope_of_another, INT8, "model.layers.1.post_attention"),
-    "scales": (without_scales, INT4, "model.layers.0."),
-    "weights": (with_swapped_weights, PLAN, "model.layers.2.input"),
-    "weights of int8": (with_swapped_weights, INT8, "model.layers.2.input"),
-    "norms": (with_another_epsilon, PLAN, "model.layers.0.post_attention"),
+FAULTS = {
+    "mask": (wrong_mask, IN_ATTENTION),
+    "rope": (wrong_rope, IN_ATTENTION),
+    "weight": (swapped_weight, IN_MLP),
+    "scale": (dropped_scale, IN_MLP),
 }
 
 
-@pytest.mark.parametrize("name", SABOTAGES)
-def test_a_faulty_lowering_stops_the_build(bundles, tmp_path, monkeypatch, name):
-    sabotage, plan, where = SABOTAGES[name]
+CASES = [
+    (fault, precision)
+    for fault in FAULTS
+    for precision in PLANS
+    if fault != "scale" or "int4" in precision  # codes that the bundle or the build stored
+]
+
+
+@pytest.mark.parametrize(("fault", "precision"), CASES)
+def test_a_fault_in_one_layer_stops_the_build(bundles, tmp_path, monkeypatch, fault, precision):
+    sabotage, where = FAULTS[fault]
     bundle = bundles.make("eagle_base", "fp16", "fp32")
     sabotage(monkeypatch)
     with pytest.raises(EdgeLLMError, match="computes something else than the portable") as caught:
-        build_engine("llm", bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
-    assert f"it begins before {where}" in str(caught.value)
-    assert not (tmp_path / "engine").exists()
+        build_engine("llm", bundle, tmp_path / "engine", PLANS[precision], "onnxruntime", _silent)
+    assert f"it begins {where}" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "onnxruntime_cuda"])
 def test_drafts_and_half_precision(bundles, tmp_path, monkeypatch, backend):
-    with_another_epsilon(monkeypatch)
+    another_epsilon(monkeypatch)
     with cuda_on_cpu.cuda_is_the_cpu(), pytest.raises(EdgeLLMError, match="lowered draft graph"):
         build_engine(
-            "draft", bundles.make("draft", "fp16"), tmp_path / "e", draft_plan(), backend,
-            lambda _: None,
-        )  # fmt: skip
+            "draft", bundles.make("draft", "fp16"), tmp_path / "e", draft_plan(), backend, _silent
+        )
 
 
 def test_encoders(bundles, tmp_path, monkeypatch):
-    with_another_epsilon(monkeypatch)
+    another_epsilon(monkeypatch)
     with pytest.raises(EdgeLLMError, match="lowered encoder graph"):
         build_engine(
             "visual", bundles.make("qwen2_5_vl", "fp16", "fp32"), tmp_path / "e",
-            image_plan(4, 64, 64, 1), "onnxruntime", lambda _: None,
+            image_plan(4, 64, 64, 1), "onnxruntime", _silent,
         )  # fmt: skip
 
 
+def _silent(_step: str) -> None:
+    pass
+
+
 # --------------------------------------------------------------------------- honest builds
-@pytest.mark.parametrize("precision", ["fp16", "fp8", "int4_awq", "int8_sq"])
-@pytest.mark.parametrize("backend", ["onnxruntime", "onnxruntime_cuda"])
-def test_honest_lowerings_stay_far_below_the_bound(bundles, tmp_path, precision, backend):
+HONEST = [
+    (precision, plan, "onnxruntime")
+    for precision in ("fp16", "fp8", "int4_awq", "int8_sq")
+    for plan in (PLAN, PLANS["own floats"])
+] + [(precision, PLAN, "onnxruntime_cuda") for precision in ("fp16", "fp8")]
+
+
+@pytest.mark.parametrize(("precision", "plan", "backend"), HONEST)
+def test_honest_lowerings_stay_below_half_of_the_bound(bundles, tmp_path, precision, plan, backend):
     bundle = bundles.make("eagle_base", precision)
     with cuda_on_cpu.cuda_is_the_cpu():
-        built = build_engine("llm", bundle, tmp_path / "e", PLAN, backend, lambda _: None)
+        built = build_engine("llm", bundle, tmp_path / "e", plan, backend, _silent)
     (said,) = built.options["checks"]
-    error, bound = (float(said.split(before)[1].split()[0].strip("();")) for before in
-                    ("differ by ", "(rounding: "))  # fmt: skip
+    error, bound = (
+        float(said.split(before)[1].split()[0].strip("()")) for before in ("off by ", "take them ")
+    )
     assert "12 rows" in said
     assert error <= bound / 2
-    left = {path.name for path in (tmp_path / "e").iterdir()}
-    assert not left & {"reference.onnx", "model.weights", "rounded.data"}
+    assert built.options["check_s"] > 0
+
+
+def test_a_check_that_nobody_wants(bundles, tmp_path):
+    """What was saved is then compared with what it was made from."""
+    bundle = bundles.make("eagle_base", "fp16", "fp32")
+    plan = dataclasses.replace(PLAN, checks=False)
+    built = build_engine("llm", bundle, tmp_path / "e", plan, "onnxruntime", _silent)
+    (said,) = built.options["checks"]
+    assert said == "decoder: not compared with the portable graph: --noCheck"
+    assert built.options["check_s"] == 0
+
+
+def test_a_machine_without_the_memory(bundles, tmp_path, monkeypatch):
+    bundle = bundles.make("eagle_base", "fp16", "fp32")
+    monkeypatch.setattr(reference, "available_memory_bytes", lambda: 1 << 10)
+    built = build_engine("llm", bundle, tmp_path / "e", PLAN, "onnxruntime", _silent)
+    assert "of memory, 0 are available" in built.options["checks"][0]
 
 
 def test_where_the_portable_graph_does_not_run(bundles, tmp_path, monkeypatch):
     """An older ONNX Runtime; what it saved is then compared with what it was made from."""
-    bundle = bundles.make("base", "fp16", "fp32")
+    bundle = bundles.make("eagle_base", "fp16", "fp32")
 
     def refuse(*_: object, **__: object):
         raise BrokenArtifactError("ONNX Runtime 1.22 cannot load it")
 
-    monkeypatch.setattr(check, "load_graph", refuse)
-    built = build_engine("llm", bundle, tmp_path / "e", PLAN, "onnxruntime", lambda _: None)
-    assert built.options["checks"] == [
-        "decoder: not compared with the portable graph: ONNX Runtime 1.22 cannot load it"
-    ]
-    found = iter(([{"logits": np.array([[1.0, 2]], np.float32)}],
-                  [{"logits": np.array([[2.0, 1]], np.float32)}]))  # fmt: skip
+    monkeypatch.setattr(reference, "load_in_memory", refuse)
+    found = iter([{"logits": np.array([[1.0, 2]])}, {"logits": np.array([[2.0, 1]])}])
     monkeypatch.setattr(compiler, "run_passes", lambda *_: next(found))
     with pytest.raises(EdgeLLMError, match="saved a decode graph that computes something else"):
-        build_engine("llm", bundle, tmp_path / "other", PLAN, "onnxruntime", lambda _: None)
+        build_engine("llm", bundle, tmp_path / "other", PLAN, "onnxruntime", _silent)
 
 
-def test_weights_on_another_disk_cannot_be_linked(bundles, tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(check.os, "link", fail)
-    built = build_engine(
-        "llm", bundles.make("base", "fp16", "fp32"), tmp_path / "e", PLAN, "onnxruntime",
-        lambda _: None,
-    )  # fmt: skip
-    assert "cross-device link" in built.options["checks"][0]
-
-
-def test_the_samples_have_a_prompt_a_row_and_a_tree(bundles):
-    bundle = load_bundle(bundles.make("base", "fp16", "fp32"), LLM_BUNDLE)
-    passes = check.sample_passes("decoder", bundle, 64, 64)
+def test_passes_are_one_for_the_reference(bundles):
+    bundle = load_bundle(bundles.make("eagle_base", "fp16", "fp32"), LLM_BUNDLE)
+    passes = sample_passes("decoder", bundle, 64, 64)
     assert [each["input_ids"].shape[1] for each in passes] == [6, 1, 5]
-    assert ["tree_mask" in each for each in passes] == [False, False, True]
     assert passes[2]["position_ids"].tolist() == [[7, 8, 8, 9, 9]]
-    assert passes[2]["tree_mask"].sum(axis=1).tolist() == [1, 2, 2, 3, 3]
+    one = reference.joined(passes)
+    assert one["position_ids"].tolist() == [[*range(8), 8, 8, 9, 9]]
+    seen = one["tree_mask"].sum(axis=1)
+    assert seen.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 10]
+
+
+def test_what_rows_have_in_common_is_no_error():
+    rows = np.array([[1.0, 2, 3], [3, 1, 2]], np.float32)
+    assert check.row_errors(rows + 5, rows) == pytest.approx(0, abs=1e-6)
+    assert check.row_errors(2 * rows, rows) == pytest.approx(1)
+    assert check.row_errors(np.full_like(rows, np.nan), rows) == float("inf")

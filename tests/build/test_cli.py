@@ -40,7 +40,7 @@ def test_build(command, tiny_bundle, tmp_path):
     assert list(manifest.costs("pass")) == ["1", "2", "4", "8", "16", "32"]  # half of 64 is context
     assert all(cost > 0 for cost in manifest.costs("pass").values())
     assert "a pass takes" in result.stdout
-    assert "check: decoder: 12 rows differ by" in result.stdout
+    assert "check: decoder: 12 rows are off by" in result.stdout
 
 
 def test_trees_without_an_eagle_base(command, tiny_bundle, tmp_path):
