@@ -66,6 +66,7 @@ KERNELS: Mapping[tuple[str, str], Kernel] = {
     ("", "Split"): Kernel(_ALL, host=(1,)),
     ("", "Squeeze"): Kernel(_ALL, host=(1,)),
     ("", "Sub"): Kernel(_NUMBERS),
+    ("", "Tanh"): Kernel(_FLOATS),
     ("", "TopK"): Kernel(_NUMBERS, host=(1,)),
     ("", "Transpose"): Kernel(_ALL),
     ("", "Unsqueeze"): Kernel(_ALL, host=(1,)),
