@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -94,6 +95,13 @@ class ConfigReader:
         value = self.read(key, int, default)
         if value < 1:
             raise UnsupportedModelError(f"config.json: {key} = {value} is not positive")
+        return value
+
+    def nonzero(self, key: str, default: float) -> float:
+        """The value of `key`, a finite number other than 0."""
+        value = self.read(key, float, default)
+        if value == 0 or not math.isfinite(value):
+            raise UnsupportedModelError(f"config.json: {key} = {value}")
         return value
 
     def optional(self, key: str, kind: type[T]) -> T | None:

@@ -6,6 +6,7 @@ tree among the new ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,6 +42,7 @@ class PassState:
     visible: dict[int | None, ir.Value] = field(default_factory=dict)  # by window, bool [S, C]
     # By id of a rope, cos and sin [C, R / 2]; of M-RoPE [1, S, R / 2].
     tables: dict[int, tuple[ir.Value, ir.Value]] = field(default_factory=dict)
+    shared: dict[str, ir.Value] = field(default_factory=dict)  # see `once`
     present: dict[str, ir.Value] = field(default_factory=dict)
     residuals: list[ir.Value] = field(default_factory=list)  # [1, S, H], entering each layer
 
@@ -61,6 +63,12 @@ class PassState:
                         op, visible_slots(windowed=window is not None),
                         tree_mask, self.position_ids, self.write_index, slots, window=window,
                     )  # fmt: skip
+
+    def once(self, name: str, make: Callable[[], ir.Value]) -> ir.Value:
+        """What an architecture computes for all of its layers."""
+        if name not in self.shared:
+            self.shared[name] = make()
+        return self.shared[name]
 
     def embed(self, table: Embedding, token_ids: ir.Value) -> ir.Value:
         """token_ids int64 [1, S] -> [1, S, H]: rows of the table, and of images if there are."""
