@@ -87,6 +87,7 @@ def present_name(layer: int, part: str) -> str:
 # backend replaces calls by what it has for them, or inlines the bodies.
 FUNCTIONS = "edgellm"
 ATTENTION = "CachedAttention"
+UNROTATED_ATTENTION = "UnrotatedCachedAttention"  # without rope, or of rows that are turned already
 ROTARY_TABLES = "RotaryTables"  # of all positions
 VISIBLE_SLOTS = "VisibleSlots"  # of every row: those before it, and its ancestors in a tree
 VISIBLE_IN_WINDOW = "VisibleSlotsInWindow"

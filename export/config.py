@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -20,8 +21,11 @@ _HARMLESS = frozenset(
         "bad_words_ids",
         "base_model_name_or_path",
         "bos_token_id",
+        "cache_implementation",
         "chunk_size_feed_forward",
         "dtype",
+        "embd_pdrop",
+        "embedding_dropout",
         "eos_token_id",
         "finetuning_task",
         "id2label",
@@ -41,6 +45,8 @@ _HARMLESS = frozenset(
         "pretraining_tp",
         "problem_type",
         "quantization_config",
+        "resid_pdrop",
+        "residual_dropout",
         "return_dict",
         "sep_token_id",
         "task_specific_params",
@@ -61,7 +67,7 @@ class ConfigReader:
     """Hands out config values by key and type, and remembers which keys were asked for."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
+        self._config = dict(config)
         self._used: set[str] = set()
 
     def read(self, key: str, kind: type[T], default: T | None = _REQUIRED) -> T:
@@ -91,9 +97,30 @@ class ConfigReader:
             raise UnsupportedModelError(f"config.json: {key} = {value} is not positive")
         return value
 
+    def nonzero(self, key: str, default: float) -> float:
+        """The value of `key`, a finite number other than 0."""
+        value = self.read(key, float, default)
+        if value == 0 or not math.isfinite(value):
+            raise UnsupportedModelError(f"config.json: {key} = {value}")
+        return value
+
     def optional(self, key: str, kind: type[T]) -> T | None:
         """The value of `key`, None when absent or null."""
         return self.read(key, kind, None)
+
+    def assume(self, **values: Any) -> None:
+        """What the architecture takes for granted of keys that the config lacks."""
+        for key, value in values.items():
+            self._config.setdefault(key, value)
+
+    def skip(self, *keys: str) -> None:
+        """Keys of these names change nothing, whatever they say."""
+        self._used.update(keys)
+
+    def choice(self, key: str, *allowed: str) -> str:
+        """The value of `key`, one of `allowed`; the first of them where the config is silent."""
+        self.expect(key, *allowed)
+        return str(self._config.get(key) or allowed[0])
 
     def expect(self, key: str, *allowed: object) -> None:
         """Accept `key` only when it is absent, null or one of `allowed`."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgellm.contract import UnsupportedModelError
+from edgellm.export.attention_kinds import AttentionKind
 from edgellm.export.config import ConfigReader
-from edgellm.export.rope import Rope
+from edgellm.export.layers.activations import ACTIVATIONS
+from edgellm.export.rope import Rope, RopeTraits, read_rope
 from edgellm.manifest import ImageSpec
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """What the decoder family of Llama, Mistral and Qwen needs to know of itself."""
+    """What decoders that compute as Llama does, or nearly so, need to know of themselves."""
 
     vocab_size: int
     hidden_size: int
@@ -22,48 +24,93 @@ class DecoderConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float
+    rms_norm_eps: float  # or that of layer norms
     max_position_embeddings: int
-    rope: Rope
     tie_word_embeddings: bool
+    activation: str
+    layer_kinds: tuple[AttentionKind, ...]
     qkv_bias: bool = False
     o_proj_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = None
+    embedding_scale: float | None = None  # of what enters the first layer
+    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # what bounds them
     images: ImageSpec | None = None  # of the text tower of a vision-language model
+
+    @property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """How each layer attends; `layer_kinds` less those of layers that were cut."""
+        return self.layer_kinds[: self.num_hidden_layers]
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The window of the layers that have one."""
+        return next((kind.window for kind in self.kinds if kind.window is not None), None)
 
     @property
     def position_axes(self) -> int:
         """Positions of a token: 1, or 3 for M-RoPE."""
-        return 3 if self.rope.axes else 1
+        return 3 if any(kind.rope and kind.rope.axes for kind in self.kinds) else 1
 
     @classmethod
-    def read(cls, reader: ConfigReader, **traits: Any) -> DecoderConfig:
-        """Read the keys that the whole family shares; `traits` are the architecture's own."""
+    def read(
+        cls,
+        reader: ConfigReader,
+        *,
+        rope: RopeTraits | None = RopeTraits(),
+        window: int | None = None,
+        activation_key: str = "hidden_act",
+        epsilon_key: str = "rms_norm_eps",
+        **traits: Any,
+    ) -> DecoderConfig:
+        """Read the keys that all share.
+
+        Args:
+            reader: of config.json.
+            rope: what the architecture knows of it; None: layers have several, see `attending`.
+            window: of all layers.
+            activation_key: what the config calls it.
+            epsilon_key: the same of norms.
+            traits: the architecture's own facts.
+        """
         heads = reader.positive("num_attention_heads")
         hidden = reader.positive("hidden_size")
         head_dim = reader.positive("head_dim", hidden // heads)
-        max_positions = reader.positive("max_position_embeddings")
-        reader.expect("hidden_act", "silu", "swish")
+        layers, longest = (
+            reader.positive(key) for key in ("num_hidden_layers", "max_position_embeddings")
+        )
         config = cls(
             vocab_size=reader.positive("vocab_size"),
             hidden_size=hidden,
             intermediate_size=reader.positive("intermediate_size"),
-            num_hidden_layers=reader.positive("num_hidden_layers"),
+            num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=reader.positive("num_key_value_heads", heads),
             head_dim=head_dim,
-            rms_norm_eps=reader.read("rms_norm_eps", float),
-            max_position_embeddings=max_positions,
-            rope=Rope.read(reader, head_dim, max_positions),
+            rms_norm_eps=reader.read(epsilon_key, float),
+            max_position_embeddings=longest,
             tie_word_embeddings=reader.read("tie_word_embeddings", bool, False),
+            activation=reader.choice(activation_key, *ACTIVATIONS),
+            layer_kinds=(),
             **traits,
         )
         if not 0 < config.rms_norm_eps < 1:
-            raise UnsupportedModelError(f"config.json: rms_norm_eps = {config.rms_norm_eps}")
+            raise UnsupportedModelError(f"config.json: {epsilon_key} = {config.rms_norm_eps}")
         if heads % config.num_key_value_heads:
             raise UnsupportedModelError(
                 f"config.json: {heads} attention heads cannot share "
                 f"{config.num_key_value_heads} key/value heads"
             )
-        return config
+        if rope is None:
+            return config
+        kind = AttentionKind(read_rope(reader, head_dim, longest, rope), window)
+        return config.attending((kind,) * layers)
+
+    def attending(self, kinds: tuple[AttentionKind, ...]) -> DecoderConfig:
+        """The same with layers of these kinds, and no more positions than their ropes have."""
+        for window in {kind.window for kind in kinds} - {None}:
+            if window < 1:  # type: ignore[operator]
+                raise UnsupportedModelError(f"config.json: sliding_window = {window}")
+        limits = [kind.rope.max_positions for kind in kinds if kind.rope is not None]
+        longest = min([self.max_position_embeddings, *(limit for limit in limits if limit)])
+        return replace(self, layer_kinds=kinds, max_position_embeddings=longest)

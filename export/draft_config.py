@@ -182,6 +182,7 @@ def _method(config: Mapping[str, Any], infos: Infos, exporter: str) -> str:
 
 def _decoder(reader: ConfigReader, infos: Infos, first: str) -> DecoderConfig:
     reader.expect("model_type", "llama", "mistral", "qwen2", "qwen3")
+    reader.expect("hidden_act", "silu", "swish")
     if reader.optional("use_sliding_window", bool) is not False:
         reader.expect("use_sliding_window", False)
         reader.expect("sliding_window", None)

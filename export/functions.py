@@ -72,8 +72,10 @@ def cached_attention(dtype: ir.DataType) -> ir.Function:
     """Rotate queries and keys, write the cache at `write_index`, attend to the visible slots.
 
     q [1, S, num_heads * D], k and v [1, S, kv_num_heads * D], the caches [1, kv_num_heads, C, D],
-    visible bool [S, C]; cos and sin are tables of all positions [C, D / 2], or, without
-    `positions`, of the rows themselves [1, S, D / 2]. Gives y [1, S, num_heads * D] and the caches.
+    visible bool [S, C]; cos and sin are tables of all positions [C, R / 2], or, without
+    `positions`, of the rows themselves [1, S, R / 2]. The first R = `rotary_embedding_dim` numbers
+    of a head turn (all D without it): number i with number i + R / 2, or if `interleaved` with its
+    neighbour. Gives y [1, S, num_heads * D] and the caches.
     """
 
     def body(
@@ -89,43 +91,82 @@ def cached_attention(dtype: ir.DataType) -> ir.Function:
         sin: ir.Value,
         positions: ir.Value,
     ) -> tuple[ir.Value, ...]:
-        kv_heads = op.Shape(past_key, start=1, end=2)
-        apart = op.Concat(_integers(op, 0, 0), kv_heads, _integers(op, -1), axis=0)
-        merged = _integers(op, 0, 0, -1)
-
-        def store(rows: ir.Value, past: ir.Value) -> tuple[ir.Value, ir.Value]:
-            """The cache, and as Attention's 3-D form takes it: [1, C, kv_num_heads * D]."""
-            heads = op.Transpose(op.Reshape(rows, apart), perm=[0, 2, 1, 3])
-            cache = op.TensorScatter(past, heads, write_index, axis=-2)
-            return cache, op.Reshape(op.Transpose(cache, perm=[0, 2, 1, 3]), merged)
-
-        queries, rotated = (
+        q, k = (
             op.RotaryEmbedding(
-                x, cos, sin, positions, num_heads=ir.RefAttr("num_heads", of_call, _INT)
+                x, cos, sin, positions, num_heads=ir.RefAttr("num_heads", of_call, _INT),
+                **_of_call(interleaved=_INT, rotary_embedding_dim=_INT),
             )
             for x, of_call in ((q, "num_heads"), (k, "kv_num_heads"))
-        )
-        present_key, keys = store(rotated, past_key)
-        present_value, values = store(v, past_value)
-        shut, seen = (
-            op.Constant(value=ir.tensor(np.array(number, dtype.numpy())))
-            for number in (_MASKED[dtype], 0)
-        )
-        # The 3-D form, because with the 4-D one TensorRT writes K and V once per query head; one
-        # additive mask, which all layers share as soon as equal nodes are merged.
-        y = op.Attention(
-            queries, keys, values, op.Where(visible, seen, shut),
-            q_num_heads=ir.RefAttr("q_num_heads", "num_heads", _INT),
-            **_of_call(kv_num_heads=_INT, scale=_FLOAT, softcap=_FLOAT),
         )  # fmt: skip
-        return y, present_key, present_value
+        return _attend(op, dtype, (q, k, v), (past_key, past_value), write_index, visible)
 
     return _function(
         contract.ATTENTION,
         "q k v past_key past_value write_index visible cos sin positions",
         body,
-        {"num_heads": _INT, "kv_num_heads": _INT, "scale": _FLOAT, "softcap": _FLOAT},
+        {**_ATTENTION_ATTRIBUTES, "interleaved": _INT, "rotary_embedding_dim": _INT},
     )
+
+
+def unrotated_attention(dtype: ir.DataType) -> ir.Function:
+    """`cached_attention` of queries and keys as they come."""
+
+    def body(
+        op: Op,
+        q: ir.Value,
+        k: ir.Value,
+        v: ir.Value,
+        past_key: ir.Value,
+        past_value: ir.Value,
+        write_index: ir.Value,
+        visible: ir.Value,
+    ) -> tuple[ir.Value, ...]:
+        return _attend(op, dtype, (q, k, v), (past_key, past_value), write_index, visible)
+
+    return _function(
+        contract.UNROTATED_ATTENTION,
+        "q k v past_key past_value write_index visible",
+        body,
+        _ATTENTION_ATTRIBUTES,
+    )
+
+
+_ATTENTION_ATTRIBUTES = {"num_heads": _INT, "kv_num_heads": _INT, "scale": _FLOAT, "softcap": _FLOAT}
+
+
+def _attend(
+    op: Op,
+    dtype: ir.DataType,
+    rows: tuple[ir.Value, ir.Value, ir.Value],
+    pasts: tuple[ir.Value, ir.Value],
+    write_index: ir.Value,
+    visible: ir.Value,
+) -> tuple[ir.Value, ...]:
+    """Write `rows` of keys and values, attend; y and the caches."""
+    kv_heads = op.Shape(pasts[0], start=1, end=2)
+    apart = op.Concat(_integers(op, 0, 0), kv_heads, _integers(op, -1), axis=0)
+    merged = _integers(op, 0, 0, -1)
+
+    def store(new: ir.Value, past: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The cache, and as Attention's 3-D form takes it: [1, C, kv_num_heads * D]."""
+        heads = op.Transpose(op.Reshape(new, apart), perm=[0, 2, 1, 3])
+        cache = op.TensorScatter(past, heads, write_index, axis=-2)
+        return cache, op.Reshape(op.Transpose(cache, perm=[0, 2, 1, 3]), merged)
+
+    present_key, keys = store(rows[1], pasts[0])
+    present_value, values = store(rows[2], pasts[1])
+    shut, seen = (
+        op.Constant(value=ir.tensor(np.array(number, dtype.numpy())))
+        for number in (_MASKED[dtype], 0)
+    )
+    # The 3-D form, because with the 4-D one TensorRT writes K and V once per query head; one
+    # additive mask, which all layers share as soon as equal nodes are merged.
+    y = op.Attention(
+        rows[0], keys, values, op.Where(visible, seen, shut),
+        q_num_heads=ir.RefAttr("q_num_heads", "num_heads", _INT),
+        **_of_call(kv_num_heads=_INT, scale=_FLOAT, softcap=_FLOAT),
+    )  # fmt: skip
+    return y, present_key, present_value
 
 
 def visible_slots(*, windowed: bool) -> ir.Function:
@@ -165,7 +206,7 @@ def visible_slots(*, windowed: bool) -> ir.Function:
 
 
 def rotary_tables(dtype: ir.DataType) -> ir.Function:
-    """Cos and sin [C, D / 2] of all positions, slots int64 [C], times `scale`; inv_freq [D / 2].
+    """Cos and sin [C, R / 2] of all positions, slots int64 [C], times `scale`; inv_freq [R / 2].
 
     Constants as soon as the capacity is bound.
     """

@@ -54,12 +54,13 @@ class PassInputs:
             op,
             config.head_dim,
             config.num_key_value_heads,
+            config.kinds,
             self.position_ids,
             self.write_index,
             self.past,
             self._image_rows(config),
         )
-        state.prepare(config.rope, self.tree_mask, config.sliding_window)
+        state.prepare(self.tree_mask)
         return state
 
     def _image_rows(self, config: DecoderConfig) -> ImageRows | None:

@@ -9,6 +9,7 @@ angles agree.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,64 +22,173 @@ from edgellm.export.config import ConfigReader
 F32 = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
+Parameters = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Rope:
     """Angle of pair i at position p is `p * inv_freq[i]`; cos and sin are multiplied by `scale`."""
 
-    inv_freq: F32  # [head_dim / 2]
+    inv_freq: F32  # [R / 2], R numbers of a head turn
     scale: float = 1.0
     axes: tuple[int, ...] = ()  # of M-RoPE: which position each pair turns by, 0, 1 or 2
+    interleaved: bool = False  # a number turns with its neighbour, not with the one R / 2 behind
+    max_positions: int | None = None  # beyond which other frequencies would be needed
 
-    @classmethod
-    def read(cls, reader: ConfigReader, head_dim: int, max_positions: int) -> Rope:
-        """The rope of a config, in the layout of transformers 4 or 5.
 
-        Raises:
-            UnsupportedModelError: a scaling that is unknown or depends on the prompt's length.
-        """
-        parameters: dict[str, Any] = dict(
-            reader.optional("rope_parameters", dict) or reader.optional("rope_scaling", dict) or {}
+Rule = Callable[[F32, float, Parameters], Rope]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTraits:
+    """What an architecture knows of its rope, whatever its config says."""
+
+    theta: float = 1e4  # where the config is silent
+    partial: float | None = None  # part of a head that turns, if the config may say so; its default
+    interleaved: bool = False
+    others: tuple[str, ...] = ()  # parameters that the architecture reads itself
+    rules: Mapping[str, Rule] | None = None  # by type; None: `RULES`
+
+
+def read_rope(
+    reader: ConfigReader, head_dim: int, max_positions: int, traits: RopeTraits = RopeTraits()
+) -> Rope:
+    """The rope of a config, in the layout of transformers 4 or 5.
+
+    Raises:
+        UnsupportedModelError: a scaling that is unknown or depends on the prompt's length.
+    """
+    parameters = read_parameters(reader)
+    theta = reader.read("rope_theta", float, traits.theta)
+    parameters["rope_theta"] = parameters.get("rope_theta") or theta
+    return rope_of(reader, parameters, head_dim, max_positions, traits)
+
+
+def read_ropes(
+    reader: ConfigReader, thetas: Mapping[str, float], head_dim: int, max_positions: int
+) -> dict[str, Rope]:
+    """A rope for each type of layer, in the layout of transformers 4 or 5.
+
+    Before, `rope_scaling` and `rope_theta` were those of the first type.
+
+    Args:
+        reader: of config.json.
+        thetas: of each type where the config is silent.
+        head_dim: D.
+        max_positions: that the config names.
+    """
+    first = next(iter(thetas))
+    nested = reader.optional("rope_parameters", dict)
+    theta, scaling = reader.optional("rope_theta", float), reader.optional("rope_scaling", dict)
+    if nested is not None and (theta is not None or scaling is not None):
+        raise UnsupportedModelError("config.json has rope_parameters and what it was called before")
+    if nested is None:
+        nested = {first: {**(scaling or {}), "rope_theta": theta}}
+    if unknown := nested.keys() - thetas.keys():
+        raise UnsupportedModelError(
+            f"config.json: rope_parameters of {', '.join(sorted(unknown))} are not understood",
+            hint=f"types of layers: {', '.join(thetas)}",
         )
-        if None not in (
-            reader.optional("rope_parameters", dict),
-            reader.optional("rope_scaling", dict),
-        ):
-            raise UnsupportedModelError("config.json has both rope_parameters and rope_scaling")
-        theta = float(parameters.pop("rope_theta", None) or reader.read("rope_theta", float, 1e4))
-        reader.read("rope_theta", float, theta)
-        reader.expect("rope_interleaved", False)
-        reader.expect("partial_rotary_factor", 1.0)
-        kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-        parameters.pop("type", None)
-        if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
-            raise UnsupportedModelError("config.json: partial rotary embeddings are not supported")
-        if theta <= 0 or parameters.get("factor", 1.0) <= 0:
-            raise UnsupportedModelError("config.json: rope_theta and factor must be positive")
-        axes = _axes(parameters, head_dim)
-        kind = "default" if axes and kind == "mrope" else kind
-        plain = _plain(theta, head_dim)
-        rule = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
-        rule["factors"] = _factors
-        if kind not in rule:
-            raise UnsupportedModelError(
-                f"config.json: rope type {kind!r} is not supported",
-                hint=f"supported: {', '.join(rule)}",
-            )
-        parameters.setdefault("original_max_position_embeddings", max_positions)
-        try:
-            rope = rule[kind](plain, theta, parameters)
-        except KeyError as error:
-            raise UnsupportedModelError(f"config.json: rope type {kind} needs {error}") from None
-        parameters.pop("original_max_position_embeddings", None)
-        parameters.pop("max_position_embeddings", None)
-        if left := {key for key, value in parameters.items() if value is not None}:
-            raise UnsupportedModelError(
-                f"config.json: rope parameters not understood: {', '.join(sorted(left))}"
-            )
-        return replace(rope, axes=axes)
+    found = {}
+    for kind, default in thetas.items():
+        parameters = dict(nested.get(kind) or {})
+        parameters["rope_theta"] = parameters.get("rope_theta") or default
+        found[kind] = rope_of(reader, parameters, head_dim, max_positions)
+    return found
 
 
-def _axes(parameters: dict[str, Any], head_dim: int) -> tuple[int, ...]:
+def read_parameters(reader: ConfigReader) -> Parameters:
+    """`rope_parameters`, or `rope_scaling` as it was called before; {} where there is neither."""
+    new, old = (reader.optional(key, dict) for key in ("rope_parameters", "rope_scaling"))
+    if None not in (new, old):
+        raise UnsupportedModelError("config.json has both rope_parameters and rope_scaling")
+    return dict(new or old or {})
+
+
+def rope_of(
+    reader: ConfigReader,
+    parameters: Parameters,
+    head_dim: int,
+    max_positions: int,
+    traits: RopeTraits = RopeTraits(),
+) -> Rope:
+    """A rope by its parameters, which are used up; see `read_rope`."""
+    reader.expect("rope_interleaved", False)
+    theta = _number(parameters, "rope_theta")
+    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    parameters.pop("type", None)
+    pairs = _turning_pairs(reader, parameters, head_dim, traits)
+    axes = _axes(parameters, head_dim)
+    kind = "default" if axes and kind == "mrope" else kind
+    rules = RULES if traits.rules is None else traits.rules
+    if kind not in rules:
+        raise UnsupportedModelError(
+            f"config.json: rope type {kind!r} is not supported",
+            hint=f"supported: {', '.join(rules)}",
+        )
+    outer = reader.optional("original_max_position_embeddings", int)
+    given = parameters.get("original_max_position_embeddings")
+    parameters["original_max_position_embeddings"] = outer or given or max_positions
+    parameters["max_position_embeddings"] = max_positions
+    try:
+        rope = rules[kind](_plain(theta, 2 * pairs), theta, parameters)
+    except KeyError as error:
+        raise UnsupportedModelError(f"config.json: rope type {kind} needs {error}") from None
+    except (ArithmeticError, ValueError):
+        raise _no_angles() from None
+    for read in ("original_max_position_embeddings", "max_position_embeddings", *traits.others):
+        parameters.pop(read, None)
+    if left := {key for key, value in parameters.items() if value is not None}:
+        raise UnsupportedModelError(
+            f"config.json: rope parameters not understood: {', '.join(sorted(left))}"
+        )
+    if not np.isfinite(rope.inv_freq).all() or not 0 < rope.scale < math.inf:
+        raise _no_angles()
+    return replace(rope, axes=axes, interleaved=traits.interleaved)
+
+
+def _no_angles() -> UnsupportedModelError:
+    return UnsupportedModelError("config.json: these rope parameters give no finite angles")
+
+
+def _number(parameters: Parameters, key: str, default: float | None = None) -> float:
+    """A positive number that is taken out of the parameters.
+
+    Raises:
+        KeyError: it is missing and there is no default.
+    """
+    value = parameters.pop(key) if default is None else parameters.pop(key, None)
+    value = default if value is None else value
+    if value is None:
+        raise KeyError(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise UnsupportedModelError(f"config.json: {key} = {value!r} must be positive")
+    return float(value)
+
+
+def _turning_pairs(
+    reader: ConfigReader, parameters: Parameters, head_dim: int, traits: RopeTraits
+) -> int:
+    """Of the first numbers of a head; the others stay as they are."""
+    outer = reader.optional("partial_rotary_factor", float)
+    inner = parameters.pop("partial_rotary_factor", None)
+    given = next((part for part in (inner, outer, traits.partial) if part is not None), 1.0)
+    if traits.partial is None and given != 1:
+        raise UnsupportedModelError(
+            f"config.json: partial_rotary_factor = {given!r} is not supported here"
+        )
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 1:
+        raise UnsupportedModelError(f"config.json: partial_rotary_factor = {given!r}")
+    turning = int(head_dim * given)
+    if turning < 2 or turning % 2:
+        raise UnsupportedModelError(
+            f"config.json: {turning} of the {head_dim} numbers of a head would turn",
+            hint="an even number of them, at least 2, can",
+        )
+    return turning // 2
+
+
+def _axes(parameters: Parameters, head_dim: int) -> tuple[int, ...]:
     """The axis of each pair, () for plain positions; takes M-RoPE's keys out."""
     sections = parameters.pop("mrope_section", None)
     interleaved = parameters.pop("mrope_interleaved", False)
@@ -102,37 +212,77 @@ def _plain(theta: float, head_dim: int) -> F32:
     return (np.float32(1) / np.power(np.float32(theta), exponent)).astype(np.float32)
 
 
-def _default(plain: F32, theta: float, parameters: dict[str, Any]) -> Rope:
+def _default(plain: F32, theta: float, parameters: Parameters) -> Rope:
     del theta, parameters
     return Rope(plain)
 
 
-def _linear(plain: F32, theta: float, parameters: dict[str, Any]) -> Rope:
+def _linear(plain: F32, theta: float, parameters: Parameters) -> Rope:
     del theta
-    return Rope((plain / parameters.pop("factor")).astype(np.float32))
+    return Rope((plain / np.float32(_number(parameters, "factor"))).astype(np.float32))
 
 
-def _factors(plain: F32, theta: float, parameters: dict[str, Any]) -> Rope:
+def _factors(plain: F32, theta: float, parameters: Parameters) -> Rope:
     """Explicit divisors per frequency, as GGUF files carry them (`rope_freqs.weight`)."""
     del theta
-    factors = np.asarray(parameters.pop("factors"), np.float32)
-    return Rope((plain / factors).astype(np.float32))
+    return Rope((plain / _divisors(parameters, "factors", len(plain))).astype(np.float32))
 
 
-def _llama3(plain: F32, theta: float, parameters: dict[str, Any]) -> Rope:
+def _divisors(parameters: Parameters, key: str, pairs: int) -> F32:
+    """A list of a positive number for each pair."""
+    found = parameters.pop(key)
+    is_list = isinstance(found, list) and len(found) == pairs
+    if not is_list or not all(isinstance(each, (int, float)) and each > 0 for each in found):
+        raise UnsupportedModelError(
+            f"config.json: {key} of the rope is no list of {pairs} positive numbers"
+        )
+    return np.asarray(found, np.float32)
+
+
+def _longrope(plain: F32, theta: float, parameters: Parameters) -> Rope:
+    """The short factors, which hold up to the original length.
+
+    A longer text turns all of its positions by the long ones, also those that are cached.
+    """
     del theta
-    factor, original = parameters.pop("factor"), parameters["original_max_position_embeddings"]
-    low, high = parameters.pop("low_freq_factor"), parameters.pop("high_freq_factor")
+    original = int(_number(parameters, "original_max_position_embeddings"))
+    longest = parameters["max_position_embeddings"]
+    _divisors(parameters, "long_factor", len(plain))
+    short = _divisors(parameters, "short_factor", len(plain))
+    factor = _number(parameters, "factor", longest / original)
+    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    scale = _number(parameters, "attention_factor", stretched)
+    return Rope((plain / short).astype(np.float32), scale, max_positions=original)
+
+
+def ntk_alpha(plain: F32, theta: float, parameters: Parameters) -> Rope:
+    """A base that `alpha` stretches, as Hunyuan's configs call "dynamic" what does not change."""
+    for unread in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        parameters.pop(unread, None)
+    dim = 2 * len(plain)
+    stretched = theta * _number(parameters, "alpha") ** (dim / (dim - 2))
+    return Rope(_plain(stretched, dim))
+
+
+def _llama3(plain: F32, theta: float, parameters: Parameters) -> Rope:
+    del theta
+    factor, original = (
+        _number(parameters, key) for key in ("factor", "original_max_position_embeddings")
+    )
+    low, high = (_number(parameters, key) for key in ("low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise UnsupportedModelError("config.json: high_freq_factor must be above low_freq_factor")
     wavelength = 2 * np.pi / plain
     smooth = np.clip((original / wavelength - low) / (high - low), 0, 1)
     scaled = (1 - smooth) * plain / factor + smooth * plain
     return Rope(scaled.astype(np.float32))
 
 
-def _yarn(plain: F32, theta: float, parameters: dict[str, Any]) -> Rope:
-    factor, original = parameters.pop("factor"), parameters["original_max_position_embeddings"]
-    fast = parameters.pop("beta_fast", None) or 32
-    slow = parameters.pop("beta_slow", None) or 1
+def _yarn(plain: F32, theta: float, parameters: Parameters) -> Rope:
+    factor, original = (
+        _number(parameters, key) for key in ("factor", "original_max_position_embeddings")
+    )
+    fast, slow = _number(parameters, "beta_fast", 32), _number(parameters, "beta_slow", 1)
     truncate = parameters.pop("truncate", True)
     pairs, dim = len(plain), 2 * len(plain)
 
@@ -148,15 +298,26 @@ def _yarn(plain: F32, theta: float, parameters: dict[str, Any]) -> Rope:
     return Rope(mixed.astype(np.float32), _yarn_scale(factor, parameters))
 
 
-def _yarn_scale(factor: float, parameters: dict[str, Any]) -> float:
-    explicit = parameters.pop("attention_factor", None)
-    mscale, mscale_all = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
+def _yarn_scale(factor: float, parameters: Parameters) -> float:
+    weights = [
+        _number(parameters, key) if parameters.get(key) else parameters.pop(key, None)
+        for key in ("mscale", "mscale_all_dim")
+    ]
 
     def attention(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if explicit is not None:
-        return float(explicit)
-    if mscale and mscale_all:
-        return attention(mscale) / attention(mscale_all)
-    return attention(1.0)
+    plain = attention(1.0)
+    if weights[0] and weights[1]:
+        plain = attention(weights[0]) / attention(weights[1])
+    return _number(parameters, "attention_factor", plain)
+
+
+RULES: Mapping[str, Rule] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "factors": _factors,
+}

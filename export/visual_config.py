@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgellm.contract import UnsupportedModelError
 from edgellm.export.config import ConfigReader
-from edgellm.export.layers.mlp import ACTIVATIONS
+from edgellm.export.layers.activations import ACTIVATIONS
 
 _TRAINING = ("dropout", "hidden_dropout_prob", "projection_dropout", "initializer_factor")
 

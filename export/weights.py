@@ -10,7 +10,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -132,6 +132,19 @@ class Weights:
         if kind == "F32" and half:
             return StoredTensor(full, dtype, shape, lambda: _to_half(stream()))
         return StoredTensor(full, _ONNX_TYPE[kind], shape, stream)
+
+    def take_shifted(
+        self, name: str, shape: tuple[int, ...], dtype: ir.DataType, shift: float
+    ) -> StoredTensor:
+        """A small tensor plus `shift`, in float32: half types would lose what is stored."""
+        stored = self.take(name, shape, dtype)
+
+        def stream() -> Pieces:
+            values = b"".join(bytes(piece) for piece in stored.stream())
+            floats = np.frombuffer(values, stored.dtype.numpy()).astype(np.float32)
+            yield as_bytes(floats + np.float32(shift))
+
+        return replace(stored, dtype=ir.DataType.FLOAT, stream=stream)
 
     def array(self, name: str, shape: tuple[int, ...], dtype: str) -> Callable[[], np.ndarray]:
         """A loader of a whole tensor (for quantized weights, which must be re-packed)."""

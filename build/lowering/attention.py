@@ -14,6 +14,8 @@ _OPERANDS = (
     "q", "k", "v", "past_key", "past_value", "write_index", "visible", "cos", "sin", "positions"
 )  # fmt: skip
 _OPTIONAL = ("positions",)
+_ROTATION = ("cos", "sin", "positions")
+_FLAGS = ("interleaved", "rotary_embedding_dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +30,15 @@ class CachedAttention:
     past_value: ir.Value
     write_index: ir.Value  # int64 [1]
     visible: ir.Value  # bool [S, C]
-    cos: ir.Value  # of positions [C, D / 2], or of the rows themselves [1, S, D / 2]
-    sin: ir.Value
+    cos: ir.Value | None  # of positions [C, R / 2], or of the rows themselves [1, S, R / 2]
+    sin: ir.Value | None  # None: nothing is rotated
     positions: ir.Value | None  # int64 [1, S]; None where the tables are of the rows
     num_heads: int
     kv_num_heads: int
     scale: float | None  # of the scores; None: 1 / sqrt(D)
     softcap: float | None  # what bounds them; None: nothing
+    interleaved: int = 0  # 1: a number turns with its neighbour, 0: with the one R / 2 behind
+    rotary_embedding_dim: int = 0  # R; 0: all of D
 
     @classmethod
     def all_of(cls, graph: ir.Graph) -> list[CachedAttention]:
@@ -43,24 +47,31 @@ class CachedAttention:
         Raises:
             UnsupportedModelError: a call has an attribute that is not one of these.
         """
-        return [cls._of(call) for call in find_calls(graph, contract.ATTENTION)]
+        calls = find_calls(graph, contract.ATTENTION, contract.UNROTATED_ATTENTION)
+        return [cls._of(call) for call in calls]
 
     @classmethod
     def _of(cls, call: ir.Node) -> CachedAttention:
-        require_known(call, "num_heads", "kv_num_heads", "scale", "softcap")
-        operands = [*call.inputs, None][: len(_OPERANDS)]
+        rotates = call.op_type == contract.ATTENTION
+        flags = _FLAGS if rotates else ()
+        require_known(call, "num_heads", "kv_num_heads", "scale", "softcap", *flags)
+        operands = [*call.inputs, *[None] * len(_OPERANDS)][: len(_OPERANDS)]
         given = dict(zip(_OPERANDS, operands, strict=True))
-        if missing := [name for name, value in given.items() if not (value or name in _OPTIONAL)]:
+        optional = _OPTIONAL if rotates else _ROTATION
+        if missing := [name for name, value in given.items() if not (value or name in optional)]:
             raise BrokenArtifactError(
-                f"{call.name}: {contract.ATTENTION} without {', '.join(missing)}",
+                f"{call.name}: {call.op_type} without {', '.join(missing)}",
                 hint="export the bundle again",
             )
         heads = {name: call.attributes[name].as_int() for name in ("num_heads", "kv_num_heads")}
+        flagged = {
+            name: call.attributes[name].as_int() for name in flags if name in call.attributes
+        }
         factors = {
             name: call.attributes[name].as_float() if name in call.attributes else None
             for name in ("scale", "softcap")
         }
-        return cls(call, **given, **heads, **factors)  # type: ignore[arg-type]
+        return cls(call, **given, **heads, **factors, **flagged)  # type: ignore[arg-type]
 
     @property
     def head_dim(self) -> int:

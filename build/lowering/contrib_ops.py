@@ -39,13 +39,13 @@ def _drop_unused_inputs(graph: ir.Graph) -> None:
 
 
 def lower_norms(graph: GraphEditor) -> None:
-    """Fold residual additions into the norms behind them."""
+    """Fold residual additions into the norms behind them; a bias is none."""
     for node in graph.find("RMSNormalization"):
         graph.cursor = node
         x, weight = node.inputs
         epsilon = node.attributes["epsilon"].as_float()
         residual = x.producer() if x is not None else None
-        if residual is not None and residual.op_type == "Add":
+        if residual is not None and residual.op_type == "Add" and not _adds_bias(residual):
             outputs = graph.nodes(
                 "SkipSimplifiedLayerNormalization",
                 [*residual.inputs, weight],
@@ -62,6 +62,10 @@ def lower_norms(graph: GraphEditor) -> None:
             graph.replace(node.outputs[0], norm)
 
 
+def _adds_bias(add: ir.Node) -> bool:
+    return any(value is not None and value.const_value is not None for value in add.inputs)
+
+
 def lower_activations(graph: GraphEditor) -> None:
     """One kernel for each swish."""
     for node in graph.find("Swish"):
@@ -70,16 +74,29 @@ def lower_activations(graph: GraphEditor) -> None:
         graph.replace(node.outputs[0], swish)
 
 
-def lower_encoder_attention(graph: GraphEditor) -> None:
-    """Rewrite the Attention and RotaryEmbedding nodes of an encoder, which has no cache."""
+def lower_rotations(graph: GraphEditor) -> None:
+    """Rewrite RotaryEmbedding nodes: those of encoders, and of rows that are normed behind them."""
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
     for node in graph.find("RotaryEmbedding"):
+        if node.domain == CONTRIB:
+            continue
         graph.cursor = node
-        x, cos, sin = node.inputs
+        x, cos, sin, *positions = node.inputs
         assert cos is not None and sin is not None  # noqa: PT018
-        if cos not in tables:
+        if positions and positions[0] is not None:
+            tables[cos] = positions[0], cos, sin
+        elif cos not in tables:
             tables[cos] = row_tables(graph, cos, sin)
-        graph.replace(node.outputs[0], rotate(graph, x, tables[cos]))
+        heads = node.attributes["num_heads"].as_int()
+        flags = [
+            node.attributes[name].as_int() if name in node.attributes else 0
+            for name in ("interleaved", "rotary_embedding_dim")
+        ]
+        graph.replace(node.outputs[0], rotate(graph, x, tables[cos], heads, *flags))
+
+
+def lower_encoder_attention(graph: GraphEditor) -> None:
+    """Rewrite the Attention nodes of an encoder, which has no cache."""
     for node in graph.find("Attention"):
         graph.cursor = node
         q, k, v, *mask = node.inputs
@@ -97,6 +114,18 @@ def row_tables(graph: GraphEditor, cos: ir.Value, sin: ir.Value) -> tuple[ir.Val
     return first, *(graph.node("Squeeze", [table, first]) for table in (cos, sin))
 
 
-def rotate(graph: GraphEditor, x: ir.Value | None, tables: tuple[ir.Value, ...]) -> ir.Value:
-    """X [1, S, heads * D] turned by tables with the positions before them."""
-    return graph.node("RotaryEmbedding", [x, *tables], domain=CONTRIB)
+def rotate(
+    graph: GraphEditor,
+    x: ir.Value | None,
+    tables: tuple[ir.Value, ...],
+    num_heads: int,
+    interleaved: int = 0,
+    rotary_dim: int = 0,
+) -> ir.Value:
+    """X [1, S, heads * D] turned by tables with the positions before them.
+
+    `rotary_dim`: numbers of a head that turn, 0 is all of them.
+    """
+    partial = {"num_heads": num_heads, "rotary_embedding_dim": rotary_dim} if rotary_dim else {}
+    flags = {"interleaved": 1} if interleaved else {}
+    return graph.node("RotaryEmbedding", [x, *tables], domain=CONTRIB, **partial, **flags)

@@ -27,9 +27,19 @@ def lower_attention(graph: GraphEditor, *, needs_mask: bool) -> None:
         graph.cursor = layer.call
         if needs_mask and layer.visible not in biases:
             biases[layer.visible] = _attention_bias(graph, layer.visible)
-        if layer.positions is None and layer.cos not in tables:
-            tables[layer.cos] = row_tables(graph, layer.cos, layer.sin)
-        _emit_gqa(graph, layer, lengths, biases.get(layer.visible), tables.get(layer.cos))
+        if layer.cos is not None and layer.sin is not None and layer.cos not in tables:
+            if layer.positions is None:
+                tables[layer.cos] = row_tables(graph, layer.cos, layer.sin)
+            elif not _turns_inside(layer):
+                tables[layer.cos] = layer.positions, layer.cos, layer.sin
+        rotation = None if layer.cos is None else tables.get(layer.cos)
+        _emit_gqa(graph, layer, lengths, biases.get(layer.visible), rotation)
+
+
+def _turns_inside(layer: CachedAttention) -> bool:
+    """Whether GroupQueryAttention turns heads and tables of these sizes."""
+    pairs = (layer.rotary_embedding_dim or layer.head_dim) // 2
+    return layer.head_dim % 16 == 0 and pairs % 8 == 0
 
 
 def _sequence_lengths(graph: GraphEditor) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -76,10 +86,13 @@ def _emit_gqa(
     q, k, v = layer.q, layer.k, layer.v
     cos, sin, positions = layer.cos, layer.sin, layer.positions
     if tables is not None:
-        q, k = (rotate(graph, x, tables) for x in (q, k))
+        flags = layer.interleaved, layer.rotary_embedding_dim
+        q = rotate(graph, q, tables, layer.num_heads, *flags)
+        k = rotate(graph, k, tables, layer.kv_num_heads, *flags)
         cos = sin = positions = None
     packed = packed_rows(q, k, v)
     given = {"scale": layer.scale, "softcap": layer.softcap}
+    given |= {"rotary_interleaved": 1} if cos is not None and layer.interleaved else {}
     outputs = graph.nodes(
         "GroupQueryAttention",
         [
@@ -91,7 +104,7 @@ def _emit_gqa(
         domain=CONTRIB,
         num_heads=layer.num_heads,
         kv_num_heads=layer.kv_num_heads,
-        do_rotary=int(tables is None),
+        do_rotary=int(cos is not None),
         **{name: value for name, value in given.items() if value is not None},
     )  # fmt: skip
     for old, new in zip(layer.outputs, outputs, strict=True):

@@ -19,6 +19,7 @@ from edgellm.build.lowering.contrib_ops import (
     lower_activations,
     lower_encoder_attention,
     lower_norms,
+    lower_rotations,
 )
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import LinearKernel, lower_linears
@@ -64,6 +65,7 @@ def lower(
         lower_own_linears(graph, kernel)
     else:
         lower_linears(graph, kernel)
+    lower_rotations(graph)
     if cache is None:
         lower_encoder_attention(graph)
     elif isinstance(kernel, OwnLinears):

@@ -24,10 +24,12 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec) -> None:
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
     for index, layer in enumerate(CachedAttention.all_of(graph.graph)):
         graph.cursor = layer.call
-        if layer.positions is None and layer.cos not in tables:
-            tables[layer.cos] = row_tables(graph, layer.cos, layer.sin)[1:]
-        cos, sin = tables.get(layer.cos, (layer.cos, layer.sin))
-        _emit(graph, layer, (cos, sin), _scales(graph, cache, index))
+        rotation = layer.cos, layer.sin
+        if layer.cos is not None and layer.sin is not None and layer.positions is None:
+            if layer.cos not in tables:
+                tables[layer.cos] = row_tables(graph, layer.cos, layer.sin)[1:]
+            rotation = tables[layer.cos]
+        _emit(graph, layer, rotation, _scales(graph, cache, index))
     if cache.dtype == "int8":
         for value in (*graph.graph.inputs, *graph.graph.outputs):
             if str(value.name).startswith(CACHE_NAMES):
@@ -37,12 +39,13 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec) -> None:
 def _emit(
     graph: GraphEditor,
     layer: CachedAttention,
-    tables: tuple[ir.Value, ir.Value],
+    tables: tuple[ir.Value | None, ...],
     scales: list[ir.Value],
 ) -> None:
     mask, window = _tree_mask(layer)
     packed = packed_rows(layer.q, layer.k, layer.v)
     given = {"scale": layer.scale, "softcap": layer.softcap, "local_window_size": window}
+    given |= {"rotary_interleaved": 1} if layer.interleaved else {}
     outputs = graph.nodes(
         "CachedAttention",
         [

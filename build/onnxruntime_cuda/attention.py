@@ -19,7 +19,12 @@ from edgellm.build.lowering.calls import find_calls, require_known
 from edgellm.build.lowering.contrib_ops import LOWERED_OPSET, MASKED, rotate, row_tables
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.contract import UnsupportedModelError
-from edgellm.device_runtime.runners.onnxruntime_cuda.slots import KEPT, SLOTS, VISIBLE
+from edgellm.device_runtime.runners.onnxruntime_cuda.slots import (
+    KEPT,
+    SLOTS,
+    VISIBLE,
+    VISIBLE_IN_WINDOW,
+)
 from edgellm.manifest import KVCacheSpec
 
 _CONTRIB = "com.microsoft"
@@ -29,38 +34,65 @@ def lower_cached_attention(graph: GraphEditor, dtype: ir.DataType, capacity: int
     """Rewrite all cached attention of a decoder or draft, and what its layers share."""
     _lower_tables(graph, dtype, capacity)
     layers = CachedAttention.all_of(graph.graph)
-    kv_num_heads, head_dim = layers[0].kv_num_heads, layers[0].head_dim
-    seen = _input(graph.graph, VISIBLE, ir.DataType.BOOL, ["rows", "live"])
+    kv_num_heads = layers[0].kv_num_heads
+    if any(layer.kv_num_heads != kv_num_heads for layer in layers):
+        raise UnsupportedModelError("layers with other key heads are not lowered for CUDA")
+    seen = _visible_inputs(graph.graph, layers)
     slots = _input(graph.graph, SLOTS, ir.DataType.INT64, [1, kv_num_heads, "rows", 3])
-    calls = find_calls(graph.graph, contract.VISIBLE_SLOTS, contract.VISIBLE_IN_WINDOW)
-    for call in calls:
-        require_known(call, "window")
-    if len(calls) != 1 or any(layer.kv_num_heads != kv_num_heads for layer in layers):
-        raise UnsupportedModelError("layers whose attention differs are not lowered for CUDA")
     graph.cursor = graph.graph[0]
-    live = graph.node("Shape", [seen], start=1, end=2)
-    masks: dict[int, ir.Value] = {}  # by query heads of a key head
+    live = graph.node("Shape", [next(iter(seen.values()))], start=1, end=2)
+    masks: dict[tuple[ir.Value, int], ir.Value] = {}  # by query heads of a key head
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
     for layer in layers:
-        if layer.softcap is not None:
-            raise UnsupportedModelError("attention with a soft cap is not lowered for CUDA")
         graph.cursor = layer.call
         group = layer.num_heads // kv_num_heads
-        if group not in masks:
-            masks[group] = _mask(graph, seen, group, dtype)
-        if layer.cos not in tables:
-            tables[layer.cos] = _tables(graph, layer)
-        q, k = (rotate(graph, x, tables[layer.cos]) for x in (layer.q, layer.k))
-        apart = graph.constant("key_heads", np.array([0, 0, kv_num_heads, head_dim], np.int64))
+        if (layer.visible, group) not in masks:
+            masks[layer.visible, group] = _mask(graph, seen[layer.visible], group, dtype)
+        q, k = _rotated(graph, layer, tables)
+        apart = graph.constant(
+            "key_heads", np.array([0, 0, kv_num_heads, layer.head_dim], np.int64)
+        )
         caches = []
         for rows, past in ((k, layer.past_key), (layer.v, layer.past_value)):
             by_head = graph.node(
                 "Transpose", [graph.node("Reshape", [rows, apart])], perm=[0, 2, 1, 3]
             )
             caches.append(graph.node("ScatterND", [past, slots, by_head]))
-        y = _attend(graph, q, caches, masks[group], live, layer)
+        y = _attend(graph, q, caches, masks[layer.visible, group], live, layer, dtype)
         for old, new in zip(layer.outputs, (y, *caches), strict=True):
             graph.replace(old, new)
+
+
+def _visible_inputs(graph: ir.Graph, layers: list[CachedAttention]) -> dict[ir.Value, ir.Value]:
+    """What the host says instead of each mask: one of all positions, one of a window."""
+    found: dict[ir.Value, ir.Value] = {}
+    for call in find_calls(graph, contract.VISIBLE_SLOTS, contract.VISIBLE_IN_WINDOW):
+        require_known(call, "window")
+        is_windowed = call.op_type == contract.VISIBLE_IN_WINDOW
+        name = VISIBLE_IN_WINDOW if is_windowed else VISIBLE
+        if any(value.name == name for value in found.values()):
+            raise UnsupportedModelError("windows of several widths are not lowered for CUDA")
+        found[call.outputs[0]] = _input(graph, name, ir.DataType.BOOL, ["rows", "live"])
+    if any(layer.visible not in found for layer in layers):
+        raise UnsupportedModelError("a mask that is not made of the tree's is not lowered for CUDA")
+    return found
+
+
+def _rotated(
+    graph: GraphEditor, layer: CachedAttention, tables: dict[ir.Value, tuple[ir.Value, ...]]
+) -> tuple[ir.Value | None, ...]:
+    """Queries and keys."""
+    if layer.cos is None or layer.sin is None:
+        return layer.q, layer.k
+    if layer.cos not in tables:
+        is_by_row = layer.positions is None
+        rows = row_tables(graph, layer.cos, layer.sin) if is_by_row else ()
+        tables[layer.cos] = rows or (layer.positions, layer.cos, layer.sin)  # type: ignore[assignment]
+    flags = layer.interleaved, layer.rotary_embedding_dim
+    return tuple(
+        rotate(graph, x, tables[layer.cos], heads, *flags)
+        for x, heads in ((layer.q, layer.num_heads), (layer.k, layer.kv_num_heads))
+    )
 
 
 def _input(graph: ir.Graph, name: str, dtype: ir.DataType, shape: list[int | str]) -> ir.Value:
@@ -97,13 +129,6 @@ def _lower_tables(graph: GraphEditor, dtype: ir.DataType, capacity: int) -> None
             graph.replace(output, graph.weight(name, lambda table=table: table))
 
 
-def _tables(graph: GraphEditor, layer: CachedAttention) -> tuple[ir.Value, ...]:
-    """As `rotate` takes them."""
-    if layer.positions is None:
-        return row_tables(graph, layer.cos, layer.sin)
-    return layer.positions, layer.cos, layer.sin
-
-
 def _attend(
     graph: GraphEditor,
     q: ir.Value | None,
@@ -111,6 +136,7 @@ def _attend(
     mask: ir.Value,
     live: ir.Value,
     layer: CachedAttention,
+    dtype: ir.DataType,
 ) -> ir.Value:
     """Q [1, S, heads * D] over the first T slots of keys and values [1, K, C, D]."""
 
@@ -124,13 +150,14 @@ def _attend(
     apart = graph.node("Reshape", [q, shape(f"heads_apart_{group}", 0, 0, keys_heads, group, size)])
     by_key = graph.node("Transpose", [apart], perm=[0, 2, 1, 3, 4])  # [1, K, S, G, D]
     rows = graph.node("Reshape", [by_key, shape("rows_of_keys", 0, keys_heads, -1, size)])
+    scale = size**-0.5 if layer.scale is None else layer.scale
+    cap = layer.softcap or 1.0
     scores = graph.node(
-        "FusedMatMul",
-        [rows, keys],
-        domain=_CONTRIB,
-        transB=1,
-        alpha=size**-0.5 if layer.scale is None else layer.scale,
+        "FusedMatMul", [rows, keys], domain=_CONTRIB, transB=1, alpha=scale / cap
     )  # [1, K, S * G, T]
+    if layer.softcap:
+        bound = graph.constant(f"softcap_{cap}", np.array(cap, dtype.numpy()))
+        scores = graph.node("Mul", [graph.node("Tanh", [scores]), bound])
     weights = graph.node("Softmax", [graph.node("Add", [scores, mask])], axis=-1)
     y = graph.node("MatMul", [weights, values])  # [1, K, S * G, D]
     back = graph.node("Reshape", [y, shape(f"rows_apart_{group}", 0, keys_heads, -1, group, size)])

@@ -15,6 +15,7 @@ from edgellm.build.lowering.contrib_ops import (
     lower_activations,
     lower_encoder_attention,
     lower_norms,
+    lower_rotations,
 )
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import LinearKernel, lower_linears
@@ -62,6 +63,7 @@ def lower_for_cuda(
         lower_cached_attention(graph, dtype, capacity)
     else:
         lower_encoder_attention(graph)
+    lower_rotations(graph)
     lower_norms(graph)
     lower_activations(graph)
     finish(model)

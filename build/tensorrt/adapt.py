@@ -170,26 +170,45 @@ def _rms_norm(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
 
 
 def _rotary(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
-    """Halves against each other; x [B, S, heads*D], tables [positions, D/2] or [B, S, D/2]."""
+    """Numbers of a head against each other; x [B, S, heads*D], tables [positions or B, S, R/2]."""
     if "RotaryEmbedding" in known:
         return None
     x, cos, sin, *rest = node.inputs
-    assert not node.attributes.get_int("interleaved", 0)
-    assert not node.attributes.get_int("rotary_embedding_dim", 0)
+    rotary_dim = node.attributes.get_int("rotary_embedding_dim", 0)
     heads = node.attributes["num_heads"].as_int()
     if rest and rest[0] is not None:
         cos, sin = (op("Gather", table, rest[0], axis=0) for table in (cos, sin))
-    axis = op.constant(np.array([2]))
-    cos, sin = (op("Unsqueeze", table, axis) for table in (cos, sin))  # [B, S, 1, D/2]
     apart = op("Reshape", x, op.constant(np.array([0, 0, heads, -1])))
-    low, high = op.several("Split", [apart], 2, axis=3, num_outputs=2)
+    if not rotary_dim:
+        turned = _turned(op, node, apart, (cos, sin))
+    else:
+        axes, end = op.constant(np.array([3])), op.constant(np.array([rotary_dim]))
+        far = op.constant(np.array([np.iinfo(np.int32).max]))
+        head = op("Slice", apart, op.constant(np.array([0])), end, axes)
+        rest_of_head = op("Slice", apart, end, far, axes)
+        turned = op("Concat", _turned(op, node, head, (cos, sin)), rest_of_head, axis=3)
+    return op("Reshape", turned, op.constant(np.array([0, 0, -1])))
+
+
+def _turned(
+    op: _Editor, node: ir.Node, x: ir.Value, tables: tuple[ir.Value | None, ...]
+) -> ir.Value:
+    """X [B, S, heads, R] by tables [B, S, R/2]; neighbours, or halves of R, turn together."""
+    is_interleaved = node.attributes.get_int("interleaved", 0)
+    if is_interleaved:
+        x = op("Reshape", x, op.constant(np.array([0, 0, 0, -1, 2])))
+    axes = np.array([2, 4] if is_interleaved else [2])
+    cos, sin = (op("Unsqueeze", table, op.constant(axes)) for table in tables)
+    axis = 4 if is_interleaved else 3
+    low, high = op.several("Split", [x], 2, axis=axis, num_outputs=2)
     turned = op(
         "Concat",
         op("Sub", op("Mul", low, cos), op("Mul", high, sin)),
         op("Add", op("Mul", high, cos), op("Mul", low, sin)),
-        axis=3,
+        axis=axis,
     )
-    return op("Reshape", turned, op.constant(np.array([0, 0, -1])))
+    flat = op.constant(np.array([0, 0, 0, -1]))
+    return op("Reshape", turned, flat) if is_interleaved else turned
 
 
 def _scatter(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
@@ -208,14 +227,15 @@ def _scatter(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
 def _attention(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
     """3-D attention in the 4-D form, or in primitives; q [B, S, heads*D]."""
     ranks = known["Attention"].ranks if "Attention" in known else frozenset()
-    if op.rank(node.inputs[0]) in ranks:
-        return None
     assert not node.attributes.get_int("is_causal", 0)
+    is_capped = bool(node.attributes.get_float("softcap", 0.0))
+    if op.rank(node.inputs[0]) in ranks and not is_capped:
+        return None
     heads = node.attributes["q_num_heads"].as_int()
     kv_heads = node.attributes["kv_num_heads"].as_int()
     q, k, v, *rest = node.inputs
     mask = rest[0] if rest else None
-    if ranks:
+    if ranks and not is_capped:
         y = _four_dimensional(op, node, [q, k, v], mask, (heads, kv_heads))
     else:
         y = _by_primitives(op, node, [q, k, v], mask, (heads, kv_heads))
@@ -237,8 +257,8 @@ def _four_dimensional(
     ]
     if mask is not None and (missing := 4 - op.rank(mask)):
         mask = op("Unsqueeze", mask, op.constant(np.arange(missing)))
-    scale = {key: node.attributes[key] for key in ("scale",) if key in node.attributes}
-    y = op("Attention", *parted, *([] if mask is None else [mask]), **scale)
+    given = {key: node.attributes[key] for key in ("scale",) if key in node.attributes}
+    y = op("Attention", *parted, *([] if mask is None else [mask]), **given)
     return op("Transpose", y, perm=[0, 2, 1, 3])
 
 
@@ -268,6 +288,9 @@ def _by_primitives(
         root = op("Sqrt", op("Cast", size, to=int(ir.DataType.FLOAT)))
         factor = op("Cast", op("Reciprocal", root), to=int(kind))
     scores = op("MatMul", op("Mul", queries, factor), keys)  # [B, kv_heads, group, S, C]
+    if softcap := node.attributes.get_float("softcap", 0.0):
+        bound = op.number(softcap, q)
+        scores = op("Mul", op("Tanh", op("Div", scores, bound)), bound)
     if mask is not None:
         if op.rank(mask) == 4:  # [B, heads or 1, S, C]; of several heads no graph of ours is
             mask = op("Unsqueeze", mask, op.constant(np.array([2])))

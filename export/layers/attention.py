@@ -6,13 +6,21 @@ tree among the new ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
 from edgellm.contract import past_name, present_name
-from edgellm.export.functions import cached_attention, call, rotary_tables, visible_slots
+from edgellm.export.attention_kinds import AttentionKind
+from edgellm.export.functions import (
+    cached_attention,
+    call,
+    rotary_tables,
+    unrotated_attention,
+    visible_slots,
+)
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.images import ImageRows
 from edgellm.export.op import Op
@@ -26,31 +34,41 @@ class PassState:
     op: Op
     head_dim: int
     num_kv_heads: int
+    kinds: tuple[AttentionKind, ...]  # of each layer
     position_ids: ir.Value  # int64 [1, S]; [3, S] for M-RoPE
     write_index: ir.Value  # int64 [1]
     past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, D]
     images: ImageRows | None = None
-    visible: ir.Value = field(init=False)  # bool [S, C]
-    cos: ir.Value = field(init=False)  # [C, D / 2]; of M-RoPE [1, S, D / 2]
-    sin: ir.Value = field(init=False)
-    rotates_rows: bool = field(init=False)  # the tables are of the pass's own rows
+    visible: dict[int | None, ir.Value] = field(default_factory=dict)  # by window, bool [S, C]
+    # By id of a rope, cos and sin [C, R / 2]; of M-RoPE [1, S, R / 2].
+    tables: dict[int, tuple[ir.Value, ir.Value]] = field(default_factory=dict)
+    shared: dict[str, ir.Value] = field(default_factory=dict)  # see `once`
     present: dict[str, ir.Value] = field(default_factory=dict)
     residuals: list[ir.Value] = field(default_factory=list)  # [1, S, H], entering each layer
 
-    def prepare(self, rope: Rope, tree_mask: ir.Value, sliding_window: int | None) -> None:
-        """Append the nodes that are shared by all layers: rope tables and the mask."""
+    def prepare(self, tree_mask: ir.Value) -> None:
+        """Append the nodes that layers share: rope tables and masks."""
         op = self.op
         with op.scope("shared"):
             capacity = op.Shape(self.past[past_name(0, "key")], start=2, end=3)
             slots = op.Range(
                 op.constant(np.int64(0)), op.Squeeze(capacity), op.constant(np.int64(1))
             )
-            self.cos, self.sin = self._rope_tables(rope, slots)
-            self.rotates_rows = bool(rope.axes)
-            self.visible = call(
-                op, visible_slots(windowed=sliding_window is not None),
-                tree_mask, self.position_ids, self.write_index, slots, window=sliding_window,
-            )  # fmt: skip
+            for kind in self.kinds:
+                rope, window = kind.rope, kind.window
+                if rope is not None and id(rope) not in self.tables:
+                    self.tables[id(rope)] = self._rope_tables(rope, slots)
+                if window not in self.visible:
+                    self.visible[window] = call(
+                        op, visible_slots(windowed=window is not None),
+                        tree_mask, self.position_ids, self.write_index, slots, window=window,
+                    )  # fmt: skip
+
+    def once(self, name: str, make: Callable[[], ir.Value]) -> ir.Value:
+        """What an architecture computes for all of its layers."""
+        if name not in self.shared:
+            self.shared[name] = make()
+        return self.shared[name]
 
     def embed(self, table: Embedding, token_ids: ir.Value) -> ir.Value:
         """token_ids int64 [1, S] -> [1, S, H]: rows of the table, and of images if there are."""
@@ -72,25 +90,49 @@ class PassState:
         *,
         scale: float | None = None,
         softcap: float | None = None,
+        is_rotated: bool = False,
     ) -> ir.Value:
         """Rotate, write the cache, attend; q [1, S, num_heads*D], k and v [1, S, kv_heads*D].
 
-        `scale` multiplies the scores, None is 1 / sqrt(D); `softcap` bounds them by its tanh.
+        `scale` multiplies the scores, None is 1 / sqrt(D); `softcap` bounds them by its tanh;
+        `is_rotated`: queries and keys come from `rotate`.
         """
-        op = self.op
+        rope, op = self.kinds[layer].rope, self.op
         past = [self.past[past_name(layer, part)] for part in ("key", "value")]
-        y, *present = call(
-            op, cached_attention(op.dtype), q, k, v, *past, self.write_index, self.visible,
-            self.cos, self.sin, None if self.rotates_rows else self.position_ids,
-            num_heads=num_heads, kv_num_heads=self.num_kv_heads, scale=scale, softcap=softcap,
-        )  # fmt: skip
+        seen = self.visible[self.kinds[layer].window]
+        given = {"num_heads": num_heads, "kv_num_heads": self.num_kv_heads, "scale": scale,
+                 "softcap": softcap}  # fmt: skip
+        if rope is None or is_rotated:
+            function, turned = unrotated_attention(op.dtype), ()
+        else:
+            function, turned = cached_attention(op.dtype), self._rotation(rope)
+            given |= self._rotation_flags(rope)
+        y, *present = call(op, function, q, k, v, *past, self.write_index, seen, *turned, **given)
         for part, value in zip(("key", "value"), present, strict=True):
             value.name = present_name(layer, part)
             self.present[value.name] = value
         return y
 
+    def rotate(self, layer: int, x: ir.Value, num_heads: int) -> ir.Value:
+        """X [1, S, num_heads*D] turned, for layers that do something before they `attend`."""
+        rope = self.kinds[layer].rope
+        if rope is None:
+            return x
+        flags = {name: flag for name, flag in self._rotation_flags(rope).items() if flag}
+        return self.op.RotaryEmbedding(x, *self._rotation(rope), num_heads=num_heads, **flags)
+
+    def _rotation(self, rope: Rope) -> tuple[ir.Value | None, ...]:
+        return *self.tables[id(rope)], None if rope.axes else self.position_ids
+
+    def _rotation_flags(self, rope: Rope) -> dict[str, int | None]:
+        rotary_dim = 2 * len(rope.inv_freq)
+        return {
+            "interleaved": 1 if rope.interleaved else None,
+            "rotary_embedding_dim": None if rotary_dim == self.head_dim else rotary_dim,
+        }
+
     def _rope_tables(self, rope: Rope, slots: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Cos and sin of all positions [C, D/2].
+        """Cos and sin of all positions [C, R/2].
 
         With M-RoPE a pair's angle follows one of three positions: tables of the rows themselves.
         """

@@ -9,11 +9,14 @@ from edgellm.export.weights import Weights
 
 
 class Embedding:
-    """Rows of a table [vocab_size, size] by token id."""
+    """Rows of a table [vocab_size, size] by token id, times `scale`."""
 
-    def __init__(self, weights: Weights, vocab_size: int, size: int) -> None:
+    def __init__(
+        self, weights: Weights, vocab_size: int, size: int, scale: float | None = None
+    ) -> None:
         self.weights = weights
         self.shape = (vocab_size, size)
+        self.scale = scale
 
     def __call__(self, op: Op, token_ids: ir.Value) -> ir.Value:
         """Append the look-up; token_ids int64 [...] -> [..., size]."""
@@ -21,4 +24,5 @@ class Embedding:
             table = op.parameter(self.weights.take("weight", self.shape, op.dtype))
             rows = op.Gather(table, token_ids, axis=0)
             # Cast after the look-up: a cast table would be folded into a second, larger copy.
-            return rows if table.dtype == op.dtype else op.Cast(rows, to=int(op.dtype))
+            rows = rows if table.dtype == op.dtype else op.Cast(rows, to=int(op.dtype))
+            return rows if self.scale is None else op.Mul(rows, op.constant(self.scale, op.dtype))

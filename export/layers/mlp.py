@@ -2,46 +2,75 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import numpy as np
 import onnx_ir as ir
 
+from edgellm.export.layers.activations import activate
 from edgellm.export.layers.linear import Linear
 from edgellm.export.op import Op
 from edgellm.export.weights import Weights
 
-ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu")
 
-
-class GatedMLP:
-    """`down_proj(swish(gate_proj(x)) * up_proj(x))`."""
-
-    def __init__(self, weights: Weights, size: int, inner_size: int, *, bias: bool) -> None:
-        self.gate_proj = Linear(weights / "gate_proj", size, inner_size, bias=bias)
-        self.up_proj = Linear(weights / "up_proj", size, inner_size, bias=bias)
-        self.down_proj = Linear(weights / "down_proj", inner_size, size, bias=bias)
+class MLP(Protocol):
+    """What stands behind attention in a layer."""
 
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:
         """Append the network; x [1, S, H] -> [1, S, H]."""
-        gate = op.Swish(self.gate_proj(op, x))
+        ...
+
+
+class GatedMLP:
+    """`down_proj(activation(gate_proj(x)) * up_proj(x))`."""
+
+    def __init__(
+        self, weights: Weights, size: int, inner_size: int, *, bias: bool, activation: str = "silu"
+    ) -> None:
+        self.gate_proj = Linear(weights / "gate_proj", size, inner_size, bias=bias)
+        self.up_proj = Linear(weights / "up_proj", size, inner_size, bias=bias)
+        self.down_proj = Linear(weights / "down_proj", inner_size, size, bias=bias)
+        self.activation = activation
+
+    def __call__(self, op: Op, x: ir.Value) -> ir.Value:
+        """Append the network; x [1, S, H] -> [1, S, H]."""
+        gate = activate(op, self.gate_proj(op, x), self.activation)
         return self.down_proj(op, op.Mul(gate, self.up_proj(op, x)))
 
 
+class FusedGatedMLP:
+    """The same with gate and up as one layer, `gate_up_proj`."""
+
+    def __init__(self, weights: Weights, size: int, inner_size: int, *, activation: str) -> None:
+        self.gate_up_proj = Linear(weights / "gate_up_proj", size, 2 * inner_size, bias=False)
+        self.down_proj = Linear(weights / "down_proj", inner_size, size, bias=False)
+        self.inner_size = inner_size
+        self.activation = activation
+
+    def __call__(self, op: Op, x: ir.Value) -> ir.Value:
+        """Append the network; x [1, S, H] -> [1, S, H]."""
+        sizes = op.constant(np.full(2, self.inner_size, np.int64))
+        gate, up = op.outputs(2, "Split", self.gate_up_proj(op, x), sizes, axis=-1)
+        return self.down_proj(op, op.Mul(activate(op, gate, self.activation), up))
+
+
 class FeedForward:
-    """`second(activation(first(x)))`, both layers with biases."""
+    """`second(activation(first(x)))`."""
 
     def __init__(
-        self, first: Weights, second: Weights, sizes: tuple[int, int, int], activation: str
+        self,
+        first: Weights,
+        second: Weights,
+        sizes: tuple[int, int, int],
+        activation: str,
+        *,
+        bias: bool = True,
     ) -> None:
-        """`sizes`: of the input, between the layers, of the output; one of `ACTIVATIONS`."""
-        self.first = Linear(first, sizes[0], sizes[1], bias=True)
-        self.second = Linear(second, sizes[1], sizes[2], bias=True)
+        """`sizes`: of the input, between the layers, of the output."""
+        self.first = Linear(first, sizes[0], sizes[1], bias=bias)
+        self.second = Linear(second, sizes[1], sizes[2], bias=bias)
         self.activation = activation
 
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:
         """Append the network; x [..., sizes[0]] -> [..., sizes[2]]."""
-        return self.second(op, _activate(op, self.first(op, x), self.activation))
-
-
-def _activate(op: Op, x: ir.Value, activation: str) -> ir.Value:
-    if activation == "quick_gelu":
-        return op.Mul(x, op.Sigmoid(op.Mul(x, op.constant(1.702, op.dtype))))
-    return op.Gelu(x, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
+        return self.second(op, activate(op, self.first(op, x), self.activation))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from edgellm.export.op import Op
-from edgellm.export.weights import Weights
+from edgellm.export.weights import StoredTensor, Weights
 
 
 class RMSNorm:
@@ -19,13 +19,24 @@ class RMSNorm:
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:
         """Append the layer; x [..., size] -> [..., size]."""
         with op.scope(self.weights.prefix.rstrip(".")):
-            stored = self.weights.take("weight", (self.size,), op.dtype)
-            weight = op.cast(op.parameter(stored), op.dtype)
+            weight = op.cast(op.parameter(self._weight(op)), op.dtype)
             return op.RMSNormalization(x, weight, axis=-1, epsilon=self.epsilon)
+
+    def _weight(self, op: Op) -> StoredTensor:
+        return self.weights.take("weight", (self.size,), op.dtype)
+
+
+class ShiftedRMSNorm(RMSNorm):
+    """`x / rms(x) * (1 + weight)`, as Gemma stores its norms."""
+
+    def _weight(self, op: Op) -> StoredTensor:
+        return self.weights.take_shifted("weight", (self.size,), op.dtype, 1.0)
 
 
 class LayerNorm:
     """`(x - mean(x)) / deviation(x) * weight + bias` over the last axis, computed in float32."""
+
+    parameters = ("weight", "bias")
 
     def __init__(self, weights: Weights, size: int, epsilon: float) -> None:
         self.weights = weights
@@ -35,8 +46,14 @@ class LayerNorm:
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:
         """Append the layer; x [..., size] -> [..., size]."""
         with op.scope(self.weights.prefix.rstrip(".")):
-            weight, bias = (
+            values = (
                 op.cast(op.parameter(self.weights.take(name, (self.size,), op.dtype)), op.dtype)
-                for name in ("weight", "bias")
+                for name in self.parameters
             )
-            return op.LayerNormalization(x, weight, bias, axis=-1, epsilon=self.epsilon)
+            return op.LayerNormalization(x, *values, axis=-1, epsilon=self.epsilon)
+
+
+class UnbiasedLayerNorm(LayerNorm):
+    """The same without a bias."""
+
+    parameters = ("weight",)

@@ -12,8 +12,8 @@ from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
-from edgellm.export.layers.mlp import GatedMLP
-from edgellm.export.layers.norm import RMSNorm
+from edgellm.export.layers.mlp import MLP, GatedMLP
+from edgellm.export.layers.norm import LayerNorm, RMSNorm
 from edgellm.export.op import Op
 from edgellm.export.weights import Weights
 
@@ -63,7 +63,18 @@ class Attention:
         """X [1, S, input size] -> [1, S, H]."""
         q, k, v = self.q_proj(op, x), self.k_proj(op, x), self.v_proj(op, x)
         q, k = self.normalize(op, q, k)
-        return self.o_proj(op, state.attend(layer, q, k, v, self.config.num_attention_heads))
+        return self.o_proj(op, self.attend(op, state, layer, q, k, v))
+
+    def attend(
+        self, op: Op, state: PassState, layer: int, q: ir.Value, k: ir.Value, v: ir.Value
+    ) -> ir.Value:
+        """Q [1, S, heads*D], k and v [1, S, kv_heads*D] -> [1, S, heads*D]."""
+        del op
+        config = self.config
+        return state.attend(
+            layer, q, k, v, config.num_attention_heads,
+            scale=config.attention_scale, softcap=config.attention_softcap,
+        )  # fmt: skip
 
     def normalize(self, op: Op, q: ir.Value, k: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Hook for architectures that normalize queries and keys."""
@@ -75,15 +86,23 @@ class DecoderLayer:
     """Pre-norm transformer block."""
 
     attention: type[Attention] = Attention
+    norm: type[RMSNorm | LayerNorm] = RMSNorm
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         hidden, epsilon = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(weights / "input_layernorm", hidden, epsilon)
+        self.input_layernorm = self.norm(weights / "input_layernorm", hidden, epsilon)
         self.self_attn = self.attention(config, weights / "self_attn")
-        self.post_attention_layernorm = RMSNorm(
+        self.post_attention_layernorm = self.norm(
             weights / "post_attention_layernorm", hidden, epsilon
         )
-        self.mlp = GatedMLP(weights / "mlp", hidden, config.intermediate_size, bias=config.mlp_bias)
+        self.mlp = self.feed_forward(config, weights / "mlp")
+
+    def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
+        """The network behind attention."""
+        return GatedMLP(
+            weights, config.hidden_size, config.intermediate_size,
+            bias=config.mlp_bias, activation=config.activation,
+        )  # fmt: skip
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
         """X [1, S, H] -> [1, S, H]."""
@@ -95,15 +114,19 @@ class Model:
     """Embedding, decoder layers, final norm and lm_head."""
 
     layer: type[DecoderLayer] = DecoderLayer
+    norm_behind: type[RMSNorm | LayerNorm] = RMSNorm
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         model = weights / "model"
-        self.embed_tokens = Embedding(model / "embed_tokens", config.vocab_size, config.hidden_size)
+        self.config = config
+        self.embed_tokens = Embedding(
+            model / "embed_tokens", config.vocab_size, config.hidden_size, config.embedding_scale
+        )
         self.layers = [
             self.layer(config, model / f"layers.{index}")
             for index in range(config.num_hidden_layers)
         ]
-        self.norm = RMSNorm(model / "norm", config.hidden_size, config.rms_norm_eps)
+        self.norm = self.norm_behind(model / "norm", config.hidden_size, config.rms_norm_eps)
         # A quantized head is written beside the float table even where the config says "tied".
         tied = config.tie_word_embeddings and (weights / "lm_head").info("weight") is None
         head = model / "embed_tokens" if tied else weights / "lm_head"

@@ -18,4 +18,4 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
-        return cls.read(reader, sliding_window=reader.optional("sliding_window", int))
+        return cls.read(reader, window=reader.optional("sliding_window", int))

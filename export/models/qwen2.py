@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgellm.contract import UnsupportedModelError
+from edgellm.export.attention_kinds import FULL, check_length
 from edgellm.export.config import ConfigReader
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.models import llama
@@ -19,13 +19,10 @@ def expect_full_attention(reader: ConfigReader) -> None:
     for key in ("sliding_window", "max_window_layers"):
         reader.optional(key, int)
     kinds = reader.read("layer_types", list, [])
-    if any(kind != "full_attention" for kind in kinds):
-        reader.expect("layer_types", ["full_attention", "..."])
-    if kinds and len(kinds) != (layers := reader.positive("num_hidden_layers")):
-        raise UnsupportedModelError(
-            f"config.json: layer_types has {len(kinds)} entries, num_hidden_layers is {layers}",
-            hint="correct config.json; --num_layers N exports the first N layers",
-        )
+    if any(kind != FULL for kind in kinds):
+        reader.expect("layer_types", [FULL, "..."])
+    if kinds:
+        check_length(reader, "layer_types", kinds)
 
 
 class Config(DecoderConfig):

@@ -30,12 +30,16 @@ class Config(DecoderConfig):
 class Attention(llama.Attention):
     """Self-attention with an RMS norm per head on queries and keys."""
 
+    norm: type[RMSNorm] = RMSNorm
+    names = "q_norm", "k_norm"
+
     def __init__(
         self, config: DecoderConfig, weights: Weights, input_size: int | None = None
     ) -> None:
         super().__init__(config, weights, input_size)
-        self.q_norm = RMSNorm(weights / "q_norm", config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(weights / "k_norm", config.head_dim, config.rms_norm_eps)
+        self.q_norm, self.k_norm = (
+            self.norm(weights / name, config.head_dim, config.rms_norm_eps) for name in self.names
+        )
 
     def normalize(self, op: Op, q: ir.Value, k: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Q and k [1, S, heads*D], normalized over D."""

@@ -6,7 +6,7 @@ import pytest
 from edgellm.contract import UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.config import ConfigReader
-from edgellm.export.rope import Rope
+from edgellm.export.rope import read_rope
 
 
 def _read(**changes):
@@ -21,11 +21,12 @@ def _read(**changes):
     ("changes", "message"),
     [
         ({"logit_scale": 0.5}, "does not understand: logit_scale"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"hidden_act": "sigmoid"}, "hidden_act = 'sigmoid' is not supported"),
         ({"num_attention_heads": "6"}, "num_attention_heads should be int"),
         ({"vocab_size": None}, "has no vocab_size"),
         ({"num_key_value_heads": 4}, "6 attention heads cannot share 4"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type longrope needs 'long_factor'"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type linear needs 'factor'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "odd": 1}}, "not understood: odd"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0 is not positive"),
@@ -81,7 +82,7 @@ def test_frequencies_equal_transformers(parameters):
     rope = {"rope_theta": 5e5, **parameters}
     sizes = {"hidden_size": 256, "num_attention_heads": 2, "max_position_embeddings": 131072}
     reference = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(rope)))
-    found = Rope.read(ConfigReader({"rope_parameters": rope}), 128, 131072)
+    found = read_rope(ConfigReader({"rope_parameters": rope}), 128, 131072)
     np.testing.assert_allclose(found.inv_freq, reference.inv_freq.numpy(), rtol=2e-6)
     assert found.scale == pytest.approx(reference.attention_scaling)
 
@@ -89,5 +90,5 @@ def test_frequencies_equal_transformers(parameters):
 def test_both_spellings_of_rope_agree():
     old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}
-    first, second = (Rope.read(ConfigReader(config), 64, 128) for config in (old, new))
+    first, second = (read_rope(ConfigReader(config), 64, 128) for config in (old, new))
     np.testing.assert_array_equal(first.inv_freq, second.inv_freq)

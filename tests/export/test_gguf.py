@@ -116,11 +116,11 @@ def test_logits_equal_transformers(tmp_path, arch, quantization):
 
 def test_rope_factors_divide_the_frequencies():
     from edgellm.export.config import ConfigReader
-    from edgellm.export.rope import Rope
+    from edgellm.export.rope import read_rope
 
     factors = [1.0, 1.0, 2.0, 8.0]
-    plain = Rope.read(ConfigReader({}), 8, 128).inv_freq
-    scaled = Rope.read(
+    plain = read_rope(ConfigReader({}), 8, 128).inv_freq
+    scaled = read_rope(
         ConfigReader({"rope_parameters": {"rope_type": "factors", "factors": factors}}), 8, 128
     ).inv_freq
     np.testing.assert_allclose(scaled, plain / np.array(factors), rtol=1e-6)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edgellm.export.config import ConfigReader
-from edgellm.export.rope import Rope
+from edgellm.export.rope import read_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Unrolled(nn.Module):
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
         self.shape = shape
-        rope = Rope.read(ConfigReader(shape.rope_config), shape.head_dim, 0)
+        rope = read_rope(ConfigReader(shape.rope_config), shape.head_dim, 0)
         self._inverse_frequencies = torch.from_numpy(rope.inv_freq)  # [D/2]
         self._axes = torch.tensor(rope.axes or (0,) * len(rope.inv_freq))
 

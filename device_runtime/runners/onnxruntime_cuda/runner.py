@@ -20,6 +20,7 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.slots import (
     HOST_INPUTS,
     SLOTS,
     VISIBLE,
+    VISIBLE_IN_WINDOW,
     fill_visible,
     slot_indices,
 )
@@ -34,7 +35,7 @@ from edgellm.manifest import DecoderSpec
 
 STEP = 64
 _ON_DEVICE = (contract.LOGITS, contract.HIDDEN_TAPS)  # until somebody asks
-_PLACES = (contract.WRITE_INDEX, contract.TREE_MASK)  # which become VISIBLE and SLOTS
+_PLACES = (contract.WRITE_INDEX, contract.TREE_MASK)  # which become masks and SLOTS
 
 
 class PlainRunner:
@@ -73,7 +74,7 @@ class CudaRunner:
             spec: of the network.
             capacity: rows of the cache.
             device: where everything lies.
-            window: of positions that a row sees; None: all.
+            window: of positions that a row sees in layers that have one.
 
         Raises:
             LimitError: the device is too small.
@@ -122,9 +123,8 @@ class CudaRunner:
         key = (*(array.shape for array in arrays.values()), *chosen)
         if (bound := self._kept.get(key)) is not None:
             return bound
-        arrays |= {
-            VISIBLE: np.zeros((rows, width), np.bool_), SLOTS: slot_indices(self._heads, rows)
-        }  # fmt: skip
+        masks = {name: np.zeros((rows, width), np.bool_) for name in (VISIBLE, VISIBLE_IN_WINDOW)}
+        arrays |= {**masks, SLOTS: slot_indices(self._heads, rows)}
         taken = {
             name: np.array(array, self._types[name])
             for name, array in arrays.items() if name in self._types
@@ -139,7 +139,9 @@ class CudaRunner:
         write_index, positions = int(inputs[contract.WRITE_INDEX][0]), inputs[contract.POSITION_IDS]
         bound[SLOTS][..., 2] = np.arange(positions.shape[1]) + write_index
         mask = inputs.get(contract.TREE_MASK)
-        fill_visible(bound[VISIBLE], write_index, positions[0], mask, self._window)
+        for name, window in ((VISIBLE, None), (VISIBLE_IN_WINDOW, self._window)):
+            if name in bound:
+                fill_visible(bound[name], write_index, positions[0], mask, window)
 
 
 class _BoundPass:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from edgellm import contract
 
 VISIBLE = "visible"  # bool [S, T]; row i may see slot j of the cache
+VISIBLE_IN_WINDOW = "visible_in_window"  # the same for layers with a window
 SLOTS = "slots"  # int64 [1, num_kv_heads, S, 3]; batch, head and slot of each new row
 HOST_INPUTS = (contract.TOP_K,)  # that kernels read in the host's memory
 ROWS_GRAPH = "rows.onnx"  # moves rows of a cache

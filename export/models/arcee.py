@@ -1,0 +1,46 @@
+"""Arcee AFM: Llama with a plain feed-forward network and squared ReLU."""
+
+from __future__ import annotations
+
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.layers.mlp import MLP, FeedForward
+from edgellm.export.models import llama
+from edgellm.export.weights import Weights
+
+TINY = {
+    **llama.TINY, "model_type": "arcee", "hidden_act": "relu2",
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                        "original_max_position_embeddings": 32},
+}  # fmt: skip
+
+
+class Config(DecoderConfig):
+    """Arcee's config."""
+
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
+        """Read config.json."""
+        reader.assume(hidden_act="relu2")
+        bias, mlp_bias = (
+            reader.read(key, bool, False) for key in ("attention_bias", "mlp_bias")
+        )
+        return cls.read(reader, qkv_bias=bias, o_proj_bias=bias, mlp_bias=mlp_bias)
+
+
+class DecoderLayer(llama.DecoderLayer):
+    """Llama's block without a gate."""
+
+    def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
+        """Up, activation, down."""
+        hidden, inner = config.hidden_size, config.intermediate_size
+        return FeedForward(
+            weights / "up_proj", weights / "down_proj", (hidden, inner, hidden), config.activation,
+            bias=config.mlp_bias,
+        )  # fmt: skip
+
+
+class Model(llama.Model):
+    """Llama's model with Arcee's blocks."""
+
+    layer = DecoderLayer

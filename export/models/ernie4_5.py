@@ -1,0 +1,25 @@
+"""ERNIE 4.5, dense: Llama whose rope turns neighbours."""
+
+from __future__ import annotations
+
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.models import llama
+from edgellm.export.models.llama import Model
+from edgellm.export.rope import RopeTraits
+
+__all__ = ["TINY", "Config", "Model"]
+
+TINY = {**llama.TINY, "model_type": "ernie4_5", "head_dim": 32}
+_ROPE = RopeTraits(theta=5e5, interleaved=True)
+
+
+class Config(DecoderConfig):
+    """ERNIE's config."""
+
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
+        """Read config.json."""
+        reader.assume(tie_word_embeddings=True, head_dim=128)
+        bias = reader.read("use_bias", bool, False)
+        return cls.read(reader, rope=_ROPE, qkv_bias=bias, o_proj_bias=bias, mlp_bias=bias)

@@ -1,0 +1,60 @@
+"""StarCoder 2: layer norms, biases and a plain feed-forward network."""
+
+from __future__ import annotations
+
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.layers.mlp import MLP, FeedForward
+from edgellm.export.layers.norm import LayerNorm
+from edgellm.export.models import llama
+from edgellm.export.weights import Weights
+
+_ACTIVATION = "gelu_pytorch_tanh"
+TINY = {
+    **{key: value for key, value in llama.TINY.items() if key != "rms_norm_eps"},
+    "model_type": "starcoder2", "norm_epsilon": 1e-5, "hidden_act": _ACTIVATION,
+    "sliding_window": 12,
+}  # fmt: skip
+# What configs kept of an older model type; `hidden_act` rules.
+_UNREAD = (
+    "activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
+    "scale_attn_weights",
+)  # fmt: skip
+
+
+class Config(DecoderConfig):
+    """StarCoder's config."""
+
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
+        """Read config.json."""
+        reader.assume(hidden_act=_ACTIVATION, tie_word_embeddings=True)
+        reader.expect("mlp_type", "default")
+        reader.expect("norm_type", "layer_norm")
+        reader.skip(*_UNREAD)
+        bias = reader.read("use_bias", bool, True)
+        return cls.read(
+            reader, window=reader.optional("sliding_window", int), epsilon_key="norm_epsilon",
+            qkv_bias=bias, o_proj_bias=bias, mlp_bias=bias,
+        )  # fmt: skip
+
+
+class DecoderLayer(llama.DecoderLayer):
+    """Llama's block with layer norms and without a gate."""
+
+    norm = LayerNorm
+
+    def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
+        """Into the width between, activation, back."""
+        hidden, inner = config.hidden_size, config.intermediate_size
+        return FeedForward(
+            weights / "c_fc", weights / "c_proj", (hidden, inner, hidden), config.activation,
+            bias=config.mlp_bias,
+        )  # fmt: skip
+
+
+class Model(llama.Model):
+    """Llama's model with StarCoder's blocks."""
+
+    layer = DecoderLayer
+    norm_behind = LayerNorm
