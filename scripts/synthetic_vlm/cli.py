@@ -34,8 +34,8 @@ def synthetic_vlm(
 ) -> None:
     """Train a synthetic model of Qwen2.5-VL's classes; the same command again goes on."""
     _require_host()
-    from edgellm.scripts.synthetic_vlm.run import Job, run
     from edgellm.scripts.synthetic_vlm.train import Recipe
+    from edgellm.scripts.synthetic_vlm.training_run import Job, run
 
     warmup_steps = max(1, min(30, steps // 10))
     recipe = Recipe(steps, batch_size, learning_rate, warmup_steps, seed)

@@ -21,9 +21,9 @@ from edgellm.multimodal import processors
 from edgellm.scripts.synthetic_vlm import checkpoint
 from edgellm.scripts.synthetic_vlm.conversations import KINDS, Encoder, converse
 from edgellm.scripts.synthetic_vlm.evaluate import answers, fresh, measure
-from edgellm.scripts.synthetic_vlm.run import Job, run
 from edgellm.scripts.synthetic_vlm.scenes import CELL, CELLS, COLOURS, ROWS, SHAPES, draw, score
 from edgellm.scripts.synthetic_vlm.train import Recipe, Trainer
+from edgellm.scripts.synthetic_vlm.training_run import Job, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHIPPED = Path(__file__).parents[2] / "examples" / "synthetic-vlm"

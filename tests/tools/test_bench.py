@@ -19,11 +19,11 @@ from edgellm.device_runtime.engine import profile
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.requests.request_file import Options, read_file
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.tools.bench import cli, formats, machine, measure
-from edgellm.tools.bench import run as loops
+from edgellm.tools.bench import alternating_run as loops
+from edgellm.tools.bench import cli, machine, measure, result_formats
+from edgellm.tools.bench.alternating_run import Texts, Work
 from edgellm.tools.bench.measure import answer_both_ways, check_sizes, decode_rate, prefill_rate
 from edgellm.tools.bench.results import EAGLE, PLAIN, TEXT, Pair, Results, Series
-from edgellm.tools.bench.run import Texts, Work
 
 USER = {"role": "user", "content": "w20 w21"}
 
@@ -188,7 +188,7 @@ def results() -> Results:
 
 
 def test_tables(results):
-    speeds, texts, facts = formats.tables(results)
+    speeds, texts, facts = result_formats.tables(results)
     assert speeds.rows == (("prefill 16", "200.0", "200.0 ± 141.4", "5.00", "2"),)
     assert texts.rows == (("a | b", "0", "7", "15.0", "27.5", "1.75", "2.50", "4.5", "1 of 2"),)
     assert "ratio 1.75 (median of 2 pairs, mean 1.75 ± 0.35)" in texts.note
@@ -197,7 +197,7 @@ def test_tables(results):
 
 
 def test_markdown(results):
-    lines = formats.as_markdown(results).splitlines()
+    lines = result_formats.as_markdown(results).splitlines()
     assert "| prefill 16 | 200.0 | 200.0 ± 141.4 | 5.00 | 2 |" in lines
     assert any(line.startswith("| a \\| b | 0 | 7 |") for line in lines)
     header = lines.index("|  | tokens/s, median | mean ± sd | ms a token | samples |")
@@ -205,13 +205,13 @@ def test_markdown(results):
 
 
 def test_csv_and_json(results):
-    rows = list(csv.DictReader(io.StringIO(formats.as_csv(results))))
+    rows = list(csv.DictReader(io.StringIO(result_formats.as_csv(results))))
     assert [(row["name"], row["mode"]) for row in rows] == [
         ("prefill 16", "plain"), ("a | b", "plain"), ("a | b", "eagle"),
     ]  # fmt: skip
     assert float(rows[2]["median_tokens_per_s"]) == 27.5
     assert rows[0]["CPU"] == "Fast, Inc."
-    content = json.loads(formats.as_json(results))
+    content = json.loads(result_formats.as_json(results))
     assert content["series"][0]["samples"] == [100.0, 300.0]
     assert content["texts"][0]["ratios"] == [1.5, 2.0]
     assert content["median_ratio"] == statistics.median([1.5, 2.0])

@@ -23,15 +23,15 @@ from edgellm.contract import EdgeLLMError
 from edgellm.exclusive import hold
 from edgellm.export import models
 from edgellm.manifest import Bundle
-from edgellm.tools.train_draft import run as run_module
+from edgellm.tools.train_draft import training_run as run_module
 from edgellm.tools.train_draft.base import Prompt
 from edgellm.tools.train_draft.corpus import Generation
 from edgellm.tools.train_draft.eagle3 import Eagle3
 from edgellm.tools.train_draft.features import FeatureCache
 from edgellm.tools.train_draft.layout import read_draft
 from edgellm.tools.train_draft.network import Draft, DraftShape
-from edgellm.tools.train_draft.run import Job, run
 from edgellm.tools.train_draft.train import Recipe, Trainer
+from edgellm.tools.train_draft.training_run import Job, run
 
 VOCAB, LAYERS, HEAD = 96, 8, 40
 BASE = {**models.find("llama").TINY, "num_hidden_layers": LAYERS, "tie_word_embeddings": False}

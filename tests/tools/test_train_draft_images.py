@@ -33,8 +33,8 @@ from edgellm.tools.train_draft.features import TappedBase
 from edgellm.tools.train_draft.generate import generate
 from edgellm.tools.train_draft.layout import draft_shape, start_from_base, write_draft
 from edgellm.tools.train_draft.network import Draft
-from edgellm.tools.train_draft.run import Job, run
 from edgellm.tools.train_draft.train import Recipe
+from edgellm.tools.train_draft.training_run import Job, run
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_float32")
 CPU = torch.device("cpu")

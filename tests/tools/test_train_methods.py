@@ -25,8 +25,8 @@ from edgellm.manifest import Bundle
 from edgellm.tools.train_draft.cli import train_draft
 from edgellm.tools.train_draft.corpus import Generation
 from edgellm.tools.train_draft.losses import PIECE, token_loss
-from edgellm.tools.train_draft.run import Job, run
 from edgellm.tools.train_draft.train import Recipe, Trainer
+from edgellm.tools.train_draft.training_run import Job, run
 
 VOCAB = 96
 BASE = {

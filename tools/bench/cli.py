@@ -41,11 +41,11 @@ def bench(
     """Measure an engine in turns; --eagle or --spec compares with plain decoding."""
     from edgellm.device_runtime.engine.llm import LLM
     from edgellm.device_runtime.requests.request_file import read_file
-    from edgellm.tools.bench.formats import NAMES
+    from edgellm.tools.bench.alternating_run import Texts, Work, run
     from edgellm.tools.bench.machine import busy_warning, facts
     from edgellm.tools.bench.measure import check_sizes
+    from edgellm.tools.bench.result_formats import NAMES
     from edgellm.tools.bench.results import Results
-    from edgellm.tools.bench.run import Texts, Work, run
 
     if output not in NAMES:
         raise EdgeLLMError(f"--output {output}: give {', '.join(NAMES[:-1])} or {NAMES[-1]}")
@@ -109,13 +109,18 @@ def _engine(folder: Path, manifest: Engine) -> dict[str, str]:
 
 
 def _print(results: Results, output: str) -> None:
-    from edgellm.tools.bench import formats
+    from edgellm.tools.bench import result_formats
     from edgellm.tools.tables import show
 
     if output == "text":
-        show(f"edgellm-bench, {results.repetitions} repetitions", formats.tables(results))
+        title = f"edgellm-bench, {results.repetitions} repetitions"
+        show(title, result_formats.tables(results))
         return
-    written = {"markdown": formats.as_markdown, "csv": formats.as_csv, "json": formats.as_json}
+    written = {
+        "markdown": result_formats.as_markdown,
+        "csv": result_formats.as_csv,
+        "json": result_formats.as_json,
+    }
     typer.echo(written[output](results), nl=False)
 
 

@@ -8,9 +8,9 @@ import msgspec
 
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.requests.prove import first_difference, logits_behind
+from edgellm.tools.evaluate.answering import sampling_of, start
 from edgellm.tools.evaluate.answers import Choice, Record
 from edgellm.tools.evaluate.questions import Question
-from edgellm.tools.evaluate.run import sampling_of, start
 from edgellm.tools.evaluate.settings import Settings
 
 

@@ -17,9 +17,9 @@ from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.evaluate import divergence
+from edgellm.tools.evaluate.answering import answer_all, open_logs
 from edgellm.tools.evaluate.questions import FILED, Question, fingerprint, load
 from edgellm.tools.evaluate.report import report_markdown, report_page, tables
-from edgellm.tools.evaluate.run import answer_all, open_logs
 from edgellm.tools.evaluate.sandbox import open_sandbox
 from edgellm.tools.evaluate.scores import SCORES_FILE, Scores, score
 from edgellm.tools.evaluate.settings import Settings, run_folder

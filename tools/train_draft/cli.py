@@ -158,8 +158,8 @@ def train_draft(
     own = given.completed(method)
     _require_host()
     from edgellm.tools.train_draft.corpus import Generation
-    from edgellm.tools.train_draft.run import Job, run
     from edgellm.tools.train_draft.train import Recipe
+    from edgellm.tools.train_draft.training_run import Job, run
 
     job = Job(
         base_model_dir=base_model_dir,

@@ -16,9 +16,9 @@ from conftest import assert_one_line_error
 from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.tools.evaluate import divergence
+from edgellm.tools.evaluate.answering import conversation
 from edgellm.tools.evaluate.answers import AnswerLog
 from edgellm.tools.evaluate.questions import Question
-from edgellm.tools.evaluate.run import conversation
 
 EAGLE_FIELDS = {"question_id", "answer_id", "model_id", "choices", "tstamp"}
 QUESTIONS = [
