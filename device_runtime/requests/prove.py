@@ -13,7 +13,7 @@ from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.step import read_piece
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
-from edgellm.device_runtime.requests.runner import start_request
+from edgellm.device_runtime.requests.responses import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from edgellm.device_runtime.engine.llm import LLM, Step
 from edgellm.device_runtime.sampling.guidance import Guide
-from edgellm.tools.serve.engine import Ask
+from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished
 from edgellm.tools.serve.images import image_source
 from edgellm.tools.serve.logprobs import chat_logprobs
-from edgellm.tools.serve.origins import origins
 from edgellm.tools.serve.schemas import ChatRequest, Message, StreamOptions, TextPart
 from edgellm.tools.serve.settings import ImageRules
+from edgellm.tools.serve.token_origins import origins
 from edgellm.tools.serve.tool_calls.call import Call
 from edgellm.tools.serve.usage import timing, usage
 

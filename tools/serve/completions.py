@@ -8,7 +8,7 @@ from typing import Any
 
 from edgellm.device_runtime.engine.llm import LLM, Step
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
-from edgellm.tools.serve.engine import Ask
+from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished
 from edgellm.tools.serve.logprobs import completion_logprobs

@@ -13,7 +13,7 @@ from pydantic import Field
 from edgellm.device_runtime.engine.llm import Step
 from edgellm.device_runtime.sampling.sampler import MOST_STOPS, SamplingParams
 from edgellm.device_runtime.tokenizer import ChatTokenizer
-from edgellm.tools.serve.engine import Ask
+from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished
 from edgellm.tools.serve.forms import Body

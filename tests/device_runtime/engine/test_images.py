@@ -22,7 +22,7 @@ from edgellm.contract import BrokenArtifactError, RequestError
 from edgellm.device_runtime.engine.images import ImageReader
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.runner import start_request
+from edgellm.device_runtime.requests.responses import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.export import visual
 from edgellm.export.source import open_checkpoint

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from edgellm.contract import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.runner import start_request
+from edgellm.device_runtime.requests.responses import start_request
 from edgellm.tools.chat.conversation import Conversation, Settings
+from edgellm.tools.serve.asks import Ask, start
 from edgellm.tools.serve.chat import ask_of
-from edgellm.tools.serve.engine import Ask, start
 from edgellm.tools.serve.schemas import ChatRequest
 from edgellm.tools.serve.settings import ImageRules
 
