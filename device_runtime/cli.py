@@ -76,7 +76,7 @@ def llm_inference(
     how = spec_flags.read()
     if how is None and (prove_count or tree_file):
         flag = "--prove" if prove_count else "--treeOutputFile"
-        raise EdgeLLMError(f"{flag} is about speculation", hint="give --eagle or --spec as well")
+        raise EdgeLLMError(f"{flag} needs speculation", hint="give --eagle or --spec as well")
     given = read_file(input_file)
     options, requests = _with_flags(*given, max_generate_length, batch_size)
     outputs = Outputs(input_file, output_file, profile_file, tree_file)

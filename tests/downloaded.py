@@ -16,7 +16,7 @@ from edgellm.artifact import cache_folder
 def packages(requirements: Path) -> Path:
     """A folder for PYTHONPATH with what a file lists, without dependencies.
 
-    Skips the test where the packages cannot be had.
+    Skips the test where the packages cannot be installed.
     """
     if sys.version_info < (3, 11):
         pytest.skip(f"{requirements.name} needs Python 3.11")

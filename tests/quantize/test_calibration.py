@@ -78,7 +78,7 @@ def test_the_own_text_is_sound(tokenizer):
         ("a.txt", b"w9 w10 \xff", "is not UTF-8"),
         ("a.jsonl", b'{"text": "w9 w10"}', "too short"),
         ("a.jsonl", b'{"text": "w9"}\n{"txt": 1}', "line 2 is no conversation"),
-        ("a.jsonl", b'{"text": "a", "text": "b"}', "text stands there twice"),
+        ("a.jsonl", b'{"text": "a", "text": "b"}', "text is there twice"),
         ("a.jsonl", b"[1]", "line 1 is no conversation"),
         ("a.jsonl", b"{", "line 1 is no conversation"),
         ("a.jsonl", b'{"text": 3}', "line 1 is no conversation"),

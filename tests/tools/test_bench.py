@@ -276,7 +276,7 @@ def test_bad_commands(run_bench, tiny_engine, tiny_bundle, tmp_path):
         ((tiny_engine, "--output", "xml"), ("--output xml: give text, markdown, csv or json",)),
         ((tiny_engine, "--depth", "x"), ("--depth x: give whole numbers",)),
         ((tiny_engine, "--inputFile", tmp_path / "in.json"), ("is for speculation", "--eagle")),
-        ((tiny_engine, "--eagle"), ("is no EAGLE base", "--eagleBase")),
+        ((tiny_engine, "--eagle"), ("is not an EAGLE base", "--eagleBase")),
         ((tiny_bundle,), ("is a llm_bundle, not a llm_engine",)),
     ):
         result = run_bench(*arguments)

@@ -288,8 +288,8 @@ def test_bad_commands(chat, tiny_engine, tiny_bundle, tmp_path):
     for arguments, engine, message in (
         ((), tiny_bundle, "is a llm_bundle, not a llm_engine"),
         ((), tmp_path / "none", "none"),
-        (("--eagle",), tiny_engine, "is no EAGLE base"),
-        (("--eagleTree", "x"), tiny_engine, "--eagleTree is about speculation"),
+        (("--eagle",), tiny_engine, "is not an EAGLE base"),
+        (("--eagleTree", "x"), tiny_engine, "--eagleTree needs speculation"),
         (("--topP", 7), tiny_engine, "top_p 7.0 is out of range"),
         (("--multimodalEngineDir", tmp_path), tiny_engine, "manifest.json"),
     ):

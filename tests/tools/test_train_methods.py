@@ -205,15 +205,21 @@ def test_the_loss_of_tokens_has_the_gradients_of_autograd(rows):
     ("flags", "message"),
     [
         ({"method": "hydra"}, "--method hydra: give eagle3, eagle or medusa"),
-        ({"method": "medusa", "draft_vocab_size": 9}, "--draft_vocab_size is of --method eagle3"),
+        (
+            {"method": "medusa", "draft_vocab_size": 9},
+            "--draft_vocab_size is for --method eagle3",
+        ),
         (
             {"method": "eagle", "hidden_taps": "1,2"},
-            "--hidden_taps is of --method eagle3, not eagle",
+            "--hidden_taps is for --method eagle3, not eagle",
         ),
-        ({"method": "eagle", "num_heads": 3}, "--num_heads is of --method medusa, not eagle"),
-        ({"feature_noise": 0.1}, "--feature_noise is of --method eagle, not eagle3"),
-        ({"method": "medusa", "unrolls": 3}, "--unrolls is of --method eagle3 and eagle, not"),
-        ({"method": "eagle", "unroll_weight": 0.0}, "--unroll_weight is of --method eagle3 and"),
+        ({"method": "eagle", "num_heads": 3}, "--num_heads is for --method medusa, not eagle"),
+        ({"feature_noise": 0.1}, "--feature_noise is for --method eagle, not eagle3"),
+        ({"method": "medusa", "unrolls": 3}, "--unrolls is for --method eagle3 and eagle, not"),
+        (
+            {"method": "eagle", "unroll_weight": 0.0},
+            "--unroll_weight is for --method eagle3 and",
+        ),
     ],
 )
 def test_flags_of_another_method_are_refused(flags, message, tmp_path):

@@ -116,7 +116,7 @@ def load(dataset: str, data_file: Path | None) -> list[Question]:
     if dataset in FILED:
         if data_file is None:
             raise EdgeLLMError(
-                f"{dataset} come from a file of yours",
+                f"{dataset} come from a file of your own",
                 hint=f"--dataFile FILE.jsonl with lines {_FIELDS[dataset]}",
             )
         return read_file(data_file, dataset)

@@ -108,7 +108,7 @@ class MethodFlags:
             given, usual = getattr(self, name), getattr(default, name)
             if given is not None and usual is None:
                 owners = [one for one, of in _DEFAULTS.items() if getattr(of, name) is not None]
-                raise EdgeLLMError(f"--{name} is of --method {' and '.join(owners)}, not {method}")
+                raise EdgeLLMError(f"--{name} is for --method {' and '.join(owners)}, not {method}")
             chosen[name] = usual if given is None else given
         return MethodFlags(**chosen)
 

@@ -43,7 +43,7 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     Raises:
         BrokenArtifactError: built with another ONNX Runtime or for another processor, whose
             prepacked weights this one would misread; or it needs edgellm's kernels, and they
-            are not to be had here.
+            are not available here.
     """
     from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
         LoadedGraph,

@@ -135,8 +135,9 @@ def test_one_answer_is_never_copied(monkeypatch):
     for session in (StrictBase, StrictDraft):
         monkeypatch.delattr(session, "read_rows")
         monkeypatch.delattr(session, "write_rows")
+    expected = alone([3, 1, 4], GREEDY, 12).token_ids
     for _ in range(2):
-        rig.finish(rig.begin([3, 1, 4], GREEDY, 12))
+        assert rig.finish(rig.begin([3, 1, 4], GREEDY, 12)).token_ids == expected
 
 
 # ------------------------------------------------------------------------------ tiny engines

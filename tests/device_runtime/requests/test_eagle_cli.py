@@ -205,8 +205,8 @@ def test_prove_compares_lengths(eagle_pair, monkeypatch, more):
         (("--eagle", "--eagleDraftTopK", 11), ("11 x --eagleDraftStep 6 = 66 drafted rows", "60")),
         (("--eagle", "--eagleDraftTopK", 41, "--eagleDraftStep", 1), ("vocabulary of 40",)),
         (("--eagle", "--eagleTree", "nonsense"), ("--eagleTree nonsense: give cost or fixed",)),
-        (("--prove", 1), ("--prove is about speculation", "give --eagle or --spec as well")),
-        (("--treeOutputFile", "t.json"), ("--treeOutputFile is about speculation",)),
+        (("--prove", 1), ("--prove needs speculation", "give --eagle or --spec as well")),
+        (("--treeOutputFile", "t.json"), ("--treeOutputFile needs speculation",)),
     ],
     ids=str,
 )
@@ -236,7 +236,7 @@ def test_trees_and_answers_are_files_of_their_own(infer, tmp_path):
 
 def test_engines_without_a_draft(infer, tiny_engine, engine):
     assert_one_line_error(
-        infer(GOOD, "--eagle", engine=tiny_engine)[0], "is no EAGLE base", "--eagleBase"
+        infer(GOOD, "--eagle", engine=tiny_engine)[0], "is not an EAGLE base", "--eagleBase"
     )
     shutil.rmtree(engine / "draft")
     result, _ = infer(GOOD, "--eagle", engine=engine)

@@ -118,7 +118,7 @@ def test_the_request_file_says_the_form(llm):
     ("guide", "message"),
     [
         (Guide("regex", "(ab"), "the regex of the answer is faulty"),
-        (Guide("json_schema", "{"), "the schema of the answer is no JSON"),
+        (Guide("json_schema", "{"), "the schema of the answer is not JSON"),
         (Guide("json_schema", '{"type": "fruit"}'), "the json_schema of the answer is faulty"),
         (Guide("ebnf", "root ::= missing"), "the ebnf of the answer is faulty"),
     ],

@@ -81,5 +81,5 @@ def test_origins_as_browsers_write_them():
     assert read_origins(given) == {"https://chat.example.com", "http://[::1]:3000", "*"}
     for wrong in ("localhost:3000", "null", "https://a.example/page", "http://", "", "http://a:x",
                   "https://me@a.example"):  # fmt: skip
-        with pytest.raises(EdgeLLMError, match="is no origin"):
+        with pytest.raises(EdgeLLMError, match="is not an origin"):
             read_origins([wrong])

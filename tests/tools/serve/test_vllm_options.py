@@ -146,7 +146,7 @@ def test_forms_in_vllms_words(lettered_server):
 def test_a_faulty_form_is_told(lettered_server):
     status, found = lettered_server.json("/v1/completions", {"prompt": "a", "guided_json": "{no"})
     assert status == 400
-    assert "the schema of the answer is no JSON" in found["error"]["message"]
+    assert "the schema of the answer is not JSON" in found["error"]["message"]
     # The tokens of this model cannot write it.
     status, found = lettered_server.json("/v1/completions", {"prompt": "a", "guided_regex": "ò"})
     assert status == 400
