@@ -74,9 +74,11 @@ def compile_variant(variant: Variant, sm: int) -> Ptx:
         fn=function, signature=kinds, constexprs=constants, attrs=attributes
     )
     options = {
-        "num_warps": variant.warps, "num_stages": variant.stages, "ptx_version": TARGETS[sm],
+        "num_warps": variant.warps,
+        "num_stages": variant.stages,
+        "ptx_version": TARGETS[sm],
         "enable_fp_fusion": kernel.fuses,
-    }  # fmt: skip
+    }
     made = triton.compile(source, target=backend.GPUTarget("cuda", sm, 32), options=options)
     text = _strip_hidden(made.asm["ptx"], len(kernel.signature))
     text = re.sub(r"^\s*(//.*|\.(loc|file)\s.*)?\n", "", text, flags=re.MULTILINE)

@@ -30,8 +30,10 @@ def packages(requirements: Path) -> Path:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
         result = subprocess.run(
             [*command, "--target", f"{work}/{name}", "--requirement", str(requirements)],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if result.returncode:
             reason = result.stderr.splitlines()[-1:]
             pytest.skip(f"{requirements.stem} cannot be downloaded: {reason}")

@@ -44,7 +44,7 @@ def test_a_key_twice_is_named_by_its_path(text, path):
         ("chat_template.json", '{"chat_template": "a", "chat_template": "b"}', "chat_template"),
         ("preprocessor_config.json", '{"size": {"a": 1, "a": 2}}', "size.a"),
     ],
-)  # fmt: skip
+)
 def test_checkpoints_with_a_key_twice_are_refused(tiny_checkpoint, tmp_path, name, text, path):
     folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
     (folder / name).write_text(text)

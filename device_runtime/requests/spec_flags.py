@@ -61,10 +61,12 @@ DraftStep = Annotated[
 VerifyTreeSize = Annotated[
     int | None,
     typer.Option(
-        "--eagleVerifyTreeSize", "--specVerifyTreeSize", min=1,
+        "--eagleVerifyTreeSize",
+        "--specVerifyTreeSize",
+        min=1,
         help="Nodes of a tree, root included; as many as the engine was built for, 60 at most.",
     ),
-]  # fmt: skip
+]
 TreeKind = Annotated[
     str | None,
     typer.Option(

@@ -80,8 +80,9 @@ class SamplingParams:
     def require_fit(self, vocab_size: int, max_tokens: int) -> None:
         """Raises `RequestError` for tokens that the model has not, or more than are allowed."""
         for name, token_ids in (
-            ("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids),
-        ):  # fmt: skip
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
             if unknown := [token_id for token_id in token_ids if token_id >= vocab_size]:
                 raise RequestError(
                     f"{name} names token {unknown[0]}, the model has {vocab_size} tokens"

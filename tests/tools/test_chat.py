@@ -90,8 +90,9 @@ def _talk(conversation: Conversation, text: str) -> str:
 def test_turns_are_read_once(conversation):
     first = _talk(conversation, "w20 w21")
     assert conversation.messages == [
-        {"role": "user", "content": "w20 w21"}, {"role": "assistant", "content": first},
-    ]  # fmt: skip
+        {"role": "user", "content": "w20 w21"},
+        {"role": "assistant", "content": first},
+    ]
     held = conversation.context_tokens
     again = conversation.ask("w22")
     for _ in again:

@@ -30,8 +30,10 @@ from edgellm.tools.train_draft.training_run import Job, run
 
 VOCAB = 96
 BASE = {
-    **models.find("llama").TINY, "num_hidden_layers": 2, "tie_word_embeddings": False,
-}  # fmt: skip
+    **models.find("llama").TINY,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -117,9 +119,11 @@ def test_a_trained_draft_is_accepted(job, base, tmp_path, monkeypatch, method):
     texts, lengths = set(), []
     for speculative in (True, False):
         answer = llm.generate(
-            "w20 w21 w22", sampling=SamplingParams(temperature=0), max_generate_length=40,
+            "w20 w21 w22",
+            sampling=SamplingParams(temperature=0),
+            max_generate_length=40,
             speculative=speculative,
-        )  # fmt: skip
+        )
         list(answer)
         texts.add(answer.text)
         lengths += [counts.emitted for counts in answer.profile.rounds]

@@ -201,6 +201,8 @@ def test_the_input_is_never_overwritten(run_trees, tmp_path):
     assert_one_line_error(run_trees(RUN, "--output_file", tmp_path / "x/y"), "no such folder")
     missing = subprocess.run(
         [sys.executable, "-m", "edgellm.tools.trees", tmp_path / "absent.json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert_one_line_error(missing, "no such file", "--treeOutputFile")

@@ -48,9 +48,11 @@ class Server:
         """Raises `ApiError` 404 for another model than the one there is."""
         if name not in (None, self.settings.model):
             raise ApiError(
-                404, f"there is no model {name!r} here, only {self.settings.model!r}",
-                code="model_not_found", param="model",
-            )  # fmt: skip
+                404,
+                f"there is no model {name!r} here, only {self.settings.model!r}",
+                code="model_not_found",
+                param="model",
+            )
 
     async def respond(
         self,

@@ -104,10 +104,12 @@ def _run(llm: LLM, settings: Settings, listener: socket, host: str, drain_timeou
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}"
     serve(
-        create_app(worker, metrics, settings), worker, listener,
+        create_app(worker, metrics, settings),
+        worker,
+        listener,
         lambda: typer.echo(f"{settings.model} answers at {url}/v1; Ctrl-C ends it"),
         drain_timeout_s=drain_timeout_s,
-    )  # fmt: skip
+    )
     typer.echo("stopped")
 
 

@@ -61,9 +61,10 @@ def require_known_site(headers: Headers, allowed: frozenset[str]) -> None:
         is_known = origin is None or urlsplit(origin).netloc == headers.get("host")
     if not is_known:
         raise ApiError(
-            403, f"pages of {origin or 'other sites'} may not use this server; "
+            403,
+            f"pages of {origin or 'other sites'} may not use this server; "
             "its owner can let them in: --allowOrigin",
-        )  # fmt: skip
+        )
 
 
 def share(app: Starlette, allowed: frozenset[str]) -> None:

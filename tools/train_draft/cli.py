@@ -51,17 +51,20 @@ FeatureNoise = Annotated[
 Unrolls = Annotated[
     int | None,
     typer.Option(
-        "--unrolls", min=1, max=16,
+        "--unrolls",
+        min=1,
+        max=16,
         help="Draft steps in a row: of eagle3 those trained, of eagle those estimated. [5]",
     ),
-]  # fmt: skip
+]
 UnrollWeight = Annotated[
     float | None,
     typer.Option(
-        "--unroll_weight", min=0,
+        "--unroll_weight",
+        min=0,
         help="Loss weight of step j, of heads head j: this to the j. [0.9, of medusa 0.8]",
     ),
-]  # fmt: skip
+]
 MaxTokens = Annotated[
     int, typer.Option("--max_tokens", min=16, help="Longer conversations are cut.")
 ]

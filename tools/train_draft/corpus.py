@@ -253,8 +253,10 @@ def stored_answers(store: Path) -> list[Sample]:
 def _stored(line: bytes) -> Sample | None:
     try:
         record = json.loads(line)
-        shown = [Picture(source, (rows, columns))
-                 for source, (rows, columns) in record.get("pictures", ())]  # fmt: skip
+        shown = [
+            Picture(source, (rows, columns))
+            for source, (rows, columns) in record.get("pictures", ())
+        ]
         return Sample(Prompt(tuple(record["prompt"]), tuple(shown)), tuple(record["answer"]))
     except (ValueError, KeyError, TypeError):
         return None

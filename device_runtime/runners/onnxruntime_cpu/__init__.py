@@ -59,9 +59,11 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     for role, graphs in engine.graphs.items():
         # An encoder's images have all sizes.
         options = {
-            "threads": threads, "optimize": False, "keeps_memory": role != ENCODER,
+            "threads": threads,
+            "optimize": False,
+            "keeps_memory": role != ENCODER,
             "own_kernels": own_kernels,
-        }  # fmt: skip
+        }
         loaded = [LoadedGraph(load_graph(folder / g.path, **options), g.max_rows) for g in graphs]
         kv = engine.cache_of(role)
         opened[role] = OnnxRuntimeRunner(loaded, kv, engine.max_kv_cache_capacity)

@@ -123,12 +123,14 @@ class CudaRunner:
         if (bound := self._kept.get(key)) is not None:
             return bound
         arrays |= {
-            VISIBLE: np.zeros((rows, width), np.bool_), SLOTS: slot_indices(self._heads, rows)
-        }  # fmt: skip
+            VISIBLE: np.zeros((rows, width), np.bool_),
+            SLOTS: slot_indices(self._heads, rows),
+        }
         taken = {
             name: np.array(array, self._types[name])
-            for name, array in arrays.items() if name in self._types
-        }  # fmt: skip
+            for name, array in arrays.items()
+            if name in self._types
+        }
         bound = _BoundPass(self._graph, self._device, self.cache, taken)
         if rows <= KEPT_ROWS:
             self._kept[key] = bound

@@ -287,9 +287,11 @@ def test_damaged_drafts(infer, eagle_pair, engine):
     for text, message in (
         ('{"kind": ', "is damaged"),
         ((engine / "manifest.json").read_text(), "is a llm_engine, not a draft_engine"),
-        (manifest.read_text().replace('"draft_vocab_size": 40', '"draft_vocab_size": "x"'),
-         "is damaged"),
-    ):  # fmt: skip
+        (
+            manifest.read_text().replace('"draft_vocab_size": 40', '"draft_vocab_size": "x"'),
+            "is damaged",
+        ),
+    ):
         manifest.write_text(text)
         assert_one_line_error(infer(GOOD, "--eagle", engine=engine)[0], message)
         shutil.copy(eagle_pair.engine / "draft" / "manifest.json", manifest)

@@ -21,9 +21,11 @@ from edgellm.device_runtime.requests.unfinished_run import Answered, settings_of
 
 GIVEN = (Options(), [{"messages": [{"role": "user", "content": "\ud800"}]}])
 FLAGS = {
-    "max_generate_length": None, "context_reuse": False, "allow_special_tokens": False,
+    "max_generate_length": None,
+    "context_reuse": False,
+    "allow_special_tokens": False,
     "trees": False,
-}  # fmt: skip
+}
 SETTINGS = settings_of(GIVEN, {"base": "1"}, None, **FLAGS)
 PROFILE = Profile(
     stages_ms={"llm_prefill": [0.1]}, prompt_tokens=[3], rounds=[RoundCounts(2, 5, 3, 1)]

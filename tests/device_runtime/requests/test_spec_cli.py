@@ -68,8 +68,10 @@ def test_text_alone_drafts_for_an_engine_without_features(infer, tmp_path):
         assert ("spec_verify_count" in other["timings"]) == (other["request_idx"] != 3)
     assert answers[1]["timings"]["spec_acceptance_length"] > 5  # it was said before
     assert [request["request_idx"] for request in json.loads(trees.read_text())["requests"]] == [
-        0, 1, 2,
-    ]  # fmt: skip
+        0,
+        1,
+        2,
+    ]
 
 
 def test_engines_that_were_not_built_for_it(infer, tiny_engine):
@@ -99,9 +101,11 @@ def test_answers_are_the_plain_ones(tree_engine, tree, temperature):
 
 def _ids(llm, temperature, *, speculative):
     answer = llm.generate(
-        "w20 w21 w22", sampling=SamplingParams(temperature, 1.0, 0), speculative=speculative,
+        "w20 w21 w22",
+        sampling=SamplingParams(temperature, 1.0, 0),
+        speculative=speculative,
         max_generate_length=60,
-    )  # fmt: skip
+    )
     list(answer)
     return answer.token_ids, answer.profile.rounds
 
@@ -281,9 +285,11 @@ def test_auto_leaves_answers_as_they_are(engine, temperature, request):
         ids = []
         for speculative in (False, True):
             answer = llm.generate(
-                prompt, sampling=SamplingParams(temperature, 1.0, 0), speculative=speculative,
+                prompt,
+                sampling=SamplingParams(temperature, 1.0, 0),
+                speculative=speculative,
                 max_generate_length=40,
-            )  # fmt: skip
+            )
             list(answer)
             ids.append(answer.token_ids)
         assert ids[0] == ids[1]

@@ -26,7 +26,7 @@ SCHEMA = {
     },
     "required": ["a", "b"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 GUIDES = {
     "json_schema": Guide.of_schema(SCHEMA),
     "regex": Guide("regex", "[a-c]{3,5}-[0-9]+[#]"),

@@ -107,9 +107,11 @@ def test_the_same_messages_give_the_same_tokens_through_every_door(engine, flags
     llm.tokenizer._template_text = template + TEMPLATE
     for text in NASTY:
         messages = [
-            {"role": "system", "content": ITEMS}, {"role": "user", "content": text},
-            {"role": "assistant", "content": text}, {"role": "user", "content": text},
-        ]  # fmt: skip
+            {"role": "system", "content": ITEMS},
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": text},
+        ]
         found = _by_door(llm, messages, **flags)
         assert found["file"] == found["python"] == found["server"] == found["chat"], text
         special = [found["file"].count(token) for token in (1, 2)]

@@ -113,9 +113,11 @@ def test_endings(client, texts):
 
 
 SCHEMA = {
-    "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["a"], "additionalProperties": False,
-}  # fmt: skip
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 GRAMMAR = 'root ::= ("ab" | "cd") "#"'
 FORMS = [
     ({"guided_json": SCHEMA}, r'\{"a": \d\}'),
