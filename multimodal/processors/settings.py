@@ -62,7 +62,7 @@ class Settings:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)  # type: ignore[return-value]  # T is float here
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.fault(key, value, f"is no {kind.__name__}")
+            raise self.fault(key, value, f"is not of type {kind.__name__}")
         return value
 
     def positive(self, key: str, default: int = _REQUIRED) -> int:

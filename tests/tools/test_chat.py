@@ -220,7 +220,7 @@ def test_commands_that_fail(conversation, tmp_path):
     for name, value, message in (
         ("foo", "", "no such command: /foo"),
         ("save", "", "/save needs a file"),
-        ("reset", "all", "/reset takes nothing"),
+        ("reset", "all", "/reset takes no argument"),
         ("image", "x.png", "takes text only"),
         ("save", str(tmp_path), "is a folder"),
         ("save", str(tmp_path / "no" / "file"), "no such folder"),

@@ -155,7 +155,7 @@ def test_what_the_runtime_logs_can_be_read(tmp_path):
         ({"requests": [{"messages": []}]}, "request 0 has no list of rounds"),
         ({"requests": []}, "holds no round of speculation"),
         ({"requests": [{"rounds": [{"emitted": ["a"]}]}]}, "holds no round of speculation"),
-        ({"requests": [{"rounds": [7]}]}, "round 0 of request 0 is no round"),
+        ({"requests": [{"rounds": [7]}]}, "round 0 of request 0 is not a round"),
     ],
 )
 def test_bad_input(run_trees, tmp_path, content, fragment):

@@ -231,7 +231,7 @@ def test_numbers_out_of_range_are_usage_errors(infer, flags):
 
 def test_trees_and_answers_are_files_of_their_own(infer, tmp_path):
     result, _ = infer(GOOD, "--eagle", "--treeOutputFile", tmp_path / "out.json")
-    assert_one_line_error(result, "files of their own")
+    assert_one_line_error(result, "to different files")
 
 
 def test_engines_without_a_draft(infer, tiny_engine, engine):

@@ -110,7 +110,7 @@ def test_a_damaged_line_is_named(tmp_path):
         begin(tmp_path / "out.json", 2)
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([lines[0], lines[1], b"\0" * 9, b""]))
-    with pytest.raises(EdgeLLMError, match="line 3 is no answer"):
+    with pytest.raises(EdgeLLMError, match="line 3 is not an answer"):
         begin(tmp_path / "out.json", 2, goes_on=True)
 
 

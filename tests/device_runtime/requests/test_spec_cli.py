@@ -189,7 +189,7 @@ def test_flags_that_decode_plainly():
             "is the --eagleDraftTopK of --eagleUseDynamicTree",
         ),
         ({"eagle": True, "choices": "[[0], [0, 1]"}, r"is not JSON: \[\[0\], \[0, 1\]"),
-        ({"eagle": True, "choices": "[[0], [true]]"}, "no list of lists of ranks"),
+        ({"eagle": True, "choices": "[[0], [true]]"}, "not a list of lists of ranks"),
         ({"eagle": True, "choices": "[]"}, "has none"),
         ({"eagle": True, "choices": "[[0], []]"}, r"\[\] is not a choice"),
         ({"eagle": True, "choices": "[[0], [-1]]"}, r"\[-1\] is not a choice"),
