@@ -178,7 +178,7 @@ def test_squares_of_the_model(tmp_path):
     folder = write_processor(tmp_path, "internvl")
     for patch in ([14, 7], ["14", "14"], [14], [0, 0]):
         edit(folder, "config", vision_config={"patch_size": patch})
-        with pytest.raises(UnsupportedModelError, match=r"patch_size = .*no square"):
+        with pytest.raises(UnsupportedModelError, match=r"patch_size = .*not a square"):
             processors.load(folder)
 
 
