@@ -1,4 +1,4 @@
-"""JSON as files of people are read: a key that stands twice in an object is a fault.
+"""JSON as files of people are read: a key that is given twice in an object is a fault.
 
 Python takes the last of them without a word; whoever wrote the file meant one of both. Standard
 library only.
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class DuplicateKeyError(ValueError):
-    """A key stands twice in one object."""
+    """A key is given twice in one object."""
 
 
 def parse(text: str | bytes) -> Any:
@@ -34,7 +34,7 @@ def parse(text: str | bytes) -> Any:
 
     value = json.loads(text, object_pairs_hook=collect)
     if twice:
-        raise DuplicateKeyError(f"the key {_find(value, twice)} stands there twice")
+        raise DuplicateKeyError(f"the key {_find(value, twice)} is there twice")
     return value
 
 

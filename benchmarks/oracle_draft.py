@@ -29,7 +29,7 @@ class OracleDrafter:
         most_levels: int,
         vocab_size: int,
     ) -> None:
-        """Wire up.
+        """Watch and stand in.
 
         Args:
             within: what drafts really; its trees must be of fixed size, since nothing that it

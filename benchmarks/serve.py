@@ -38,7 +38,7 @@ from pathlib import Path
 from edgellm.device_runtime import LLM
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.runner import run_request
+from edgellm.device_runtime.requests.responses import run_request
 
 TOPICS = (
     "the sea", "a bicycle", "bread", "the moon", "a robot", "rain", "chess", "a library",

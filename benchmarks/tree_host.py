@@ -19,7 +19,7 @@ from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.sessions.decoder import PassResult
 from edgellm.device_runtime.sessions.draft import DraftResult
 from edgellm.device_runtime.speculate.accept import accept_exactly
-from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.controller import Controller
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows

@@ -76,7 +76,7 @@ def llm_inference(
     how = spec_flags.read()
     if how is None and (prove_count or tree_file):
         flag = "--prove" if prove_count else "--treeOutputFile"
-        raise EdgeLLMError(f"{flag} is about speculation", hint="give --eagle or --spec as well")
+        raise EdgeLLMError(f"{flag} needs speculation", hint="give --eagle or --spec as well")
     given = read_file(input_file)
     options, requests = _with_flags(*given, max_generate_length, batch_size)
     outputs = Outputs(input_file, output_file, profile_file, tree_file)
@@ -144,7 +144,7 @@ def _answer(
 ) -> Profile:  # fmt: skip
     """Answer what `run` lacks; the times of all requests."""
     from edgellm.device_runtime.engine.profile import Profile
-    from edgellm.device_runtime.requests.runner import run_request
+    from edgellm.device_runtime.requests.responses import run_request
 
     done, profile = len(run.answered), Profile()
     for answered in run.answered:
@@ -182,7 +182,7 @@ def _answer_one(
     llm: LLM, options: Options, raw: Any, index: int, *, has_trees: bool, stream: bool
 ) -> Answered:
     from edgellm.device_runtime.engine.profile import Profile
-    from edgellm.device_runtime.requests.runner import run_request
+    from edgellm.device_runtime.requests.responses import run_request
     from edgellm.device_runtime.requests.tree_log import TreeLog
     from edgellm.device_runtime.requests.unfinished_run import Answered
 

@@ -110,7 +110,7 @@ class ChatTokenizer:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise RequestError("half of a surrogate pair (\\ud800 to \\udfff) is no text") from None
+            raise RequestError("half a surrogate pair (\\ud800 to \\udfff) is not text") from None
         if _CUT not in text:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         parts = (

@@ -203,5 +203,5 @@ def _eos_token_ids(configs: Iterable[dict[str, Any]], vocab_size: int) -> tuple[
         found.update(value if isinstance(value, list) else [value] if value is not None else [])
     for token_id in found:
         if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise UnsupportedModelError(f"eos_token_id {token_id!r} is no token of the model")
+            raise UnsupportedModelError(f"eos_token_id {token_id!r} is not a token of the model")
     return tuple(sorted(found))

@@ -222,7 +222,7 @@ def _taps(
     ids = above or below or []
     named = [*(above or ()), *(below or ())]
     if not all(isinstance(tap, int) and not isinstance(tap, bool) for tap in named):
-        raise UnsupportedModelError(f"config.json: {TAP_IDS} = {ids!r} is no list of integers")
+        raise UnsupportedModelError(f"config.json: {TAP_IDS} = {ids!r} is not a list of integers")
     if above and below and above != [tap + 1 for tap in below]:
         raise UnsupportedModelError(
             f"config.json: {TAP_IDS} is {above} at the top and {below} in eagle_config, which name "

@@ -63,7 +63,7 @@ def _scale(attention: Weights, name: str) -> float:
     value = float(values.reshape(-1)[0]) if values.size == 1 else math.nan
     if not 0 < value < math.inf:
         raise BrokenArtifactError(
-            f"{attention.prefix}{name} is no positive number",
+            f"{attention.prefix}{name} is not a positive number",
             hint="one scale of a layer's keys and one of its values are wanted",
         )
     return value

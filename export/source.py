@@ -123,7 +123,7 @@ def refuse_adapter(folder: Path) -> None:
         )
     base = adapter.get("base_model_name_or_path") or "an unnamed base"
     raise UnsupportedModelError(
-        f"{folder} is {kind} adapter of {base}, no whole model",
+        f"{folder} is {kind} adapter of {base}, not a whole model",
         hint=f"merge it into its base and export the result: {_merging(folder)}",
     )
 
@@ -147,7 +147,7 @@ def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     found = read_json(folder / "hf_quant_config.json").get("quantization")
     found = config.get("quantization_config") if found is None else found
     if found is not None and not isinstance(found, dict):
-        raise BrokenArtifactError(f"{folder}: the quantization config is no JSON object")
+        raise BrokenArtifactError(f"{folder}: the quantization config is not a JSON object")
     return found or {}
 
 

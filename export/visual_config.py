@@ -24,7 +24,7 @@ def read_square(vision: ConfigReader, key: str, default: int) -> int:
     value = vision.read(key, object, default)
     sides = list(value) if isinstance(value, (list, tuple)) else [value]
     if len(set(sides)) != 1 or not isinstance(sides[0], int) or sides[0] < 1:
-        raise UnsupportedModelError(f"config.json: {key} = {value!r} is no side of a square")
+        raise UnsupportedModelError(f"config.json: {key} = {value!r} is not the side of a square")
     return sides[0]
 
 
@@ -67,7 +67,7 @@ def check_heads(size: int, num_heads: int, *, multiple: int = 1) -> int:
     """The size of a head.
 
     Raises:
-        UnsupportedModelError: heads do not divide the size, or are no multiple of `multiple`.
+        UnsupportedModelError: heads do not divide the size, or are not a multiple of `multiple`.
     """
     if size % num_heads or (size // num_heads) % multiple:
         raise UnsupportedModelError(

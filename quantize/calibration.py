@@ -131,7 +131,7 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
                 yield _shown(parse(line), tokenizer)
             except (ValueError, KeyError, TypeError, TemplateError) as error:
                 raise EdgeLLMError(
-                    f"{path} line {number} is no conversation and no text: {error!r}",
+                    f"{path} line {number} is neither a conversation nor text: {error!r}",
                     hint=_FORMAT,
                 ) from None
 

@@ -42,7 +42,7 @@ def check_floats(checkpoint: Checkpoint) -> None:
     for name, info in checkpoint.tensors.infos().items():
         if info.dtype not in FLOATS and not name.endswith(_NO_WEIGHTS):
             raise UnsupportedModelError(
-                f"{name} is stored as {info.dtype}, no float",
+                f"{name} is stored as {info.dtype}, not in floats",
                 hint="give the float checkpoint that it was made from",
             )
 

@@ -81,7 +81,7 @@ def quantize(model: PreTrainedModel, recipe: Recipe, loop: Loop, log: Path) -> E
             raise _explained(error) from None
         except torch.cuda.OutOfMemoryError:
             raise LimitError(
-                "the GPU's memory does not suffice", hint="give a smaller --batch_tokens"
+                "the GPU has too little memory", hint="give a smaller --batch_tokens"
             ) from None
 
 

@@ -129,6 +129,6 @@ def _dividing(scheme: Scheme, shapes: Mapping[str, tuple[int, int]], sizes: tupl
     name, width = next((n, w) for n, (_, w) in shapes.items() if w % sizes[-1])
     smaller = "leave out --block_size; " if scheme.is_int4 and sizes[-1] > 32 else ""
     raise UnsupportedModelError(
-        f"{name} has {width} inputs, no multiple of {scheme.name}'s block of {sizes[-1]}",
+        f"{name} has {width} inputs, not a multiple of {scheme.name}'s block of {sizes[-1]}",
         hint=f"{smaller}fp8 and int8_sq have no blocks",
     )

@@ -79,8 +79,9 @@ def _figures(plain: dict[str, Any], eagle: dict[str, Any]) -> Text:
     passes = eagle["timings"]["spec_verify_count"] + 1
     return Text.assemble(
         f"  [{eagle['generated_token_count']} tokens in {passes} passes of the model, those in ",
-        ("green", _TAKEN), f" drafted; {same} as without]",
-    )  # fmt: skip
+        ("green", _TAKEN),
+        f" drafted; {same} as without]",
+    )
 
 
 def _tree(one: dict[str, Any]) -> Tree:

@@ -74,9 +74,11 @@ def compile_variant(variant: Variant, sm: int) -> Ptx:
         fn=function, signature=kinds, constexprs=constants, attrs=attributes
     )
     options = {
-        "num_warps": variant.warps, "num_stages": variant.stages, "ptx_version": TARGETS[sm],
+        "num_warps": variant.warps,
+        "num_stages": variant.stages,
+        "ptx_version": TARGETS[sm],
         "enable_fp_fusion": kernel.fuses,
-    }  # fmt: skip
+    }
     made = triton.compile(source, target=backend.GPUTarget("cuda", sm, 32), options=options)
     text = _strip_hidden(made.asm["ptx"], len(kernel.signature))
     text = re.sub(r"^\s*(//.*|\.(loc|file)\s.*)?\n", "", text, flags=re.MULTILINE)
@@ -159,7 +161,7 @@ def faults(variant: Variant, ptx: Ptx, assembled: Assembled) -> list[str]:
 def _wide_bytes(variant: Variant) -> int:
     """Bytes of the cache that the text lets a thread of `attend` copy 16 at a time.
 
-    A block of rows stands there twice, before the loop and in it. Triton 3.9 copies the values of
+    A block of rows is there twice, before the loop and in it. Triton 3.9 copies the values of
     8-bit caches, which it converts, 8 bytes at a time.
     """
     constants = variant.constants
@@ -213,14 +215,14 @@ app = App(SNAKE_CASE)
 @app.command()
 def ptx(
     sm: Annotated[
-        list[int] | None, typer.Option(help="Compute capability, 110 for 11.0; all if left away.")
+        list[int] | None, typer.Option(help="Compute capability, 110 for 11.0; all if left out.")
     ] = None,
 ) -> None:
     """Compile edgellm's Triton kernels to the PTX that ships with it."""
     triton, _, _ = _load_triton()
     if unknown := set(sm or ()) - set(TARGETS):
         raise EdgeLLMError(
-            f"--sm {min(unknown)} is no target", hint=f"there are {', '.join(map(str, TARGETS))}"
+            f"--sm {min(unknown)} is not a target", hint=f"there are {', '.join(map(str, TARGETS))}"
         )
     folder = prebuilt.FOLDER
     folder.mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ from edgellm.artifact import cache_folder
 def packages(requirements: Path) -> Path:
     """A folder for PYTHONPATH with what a file lists, without dependencies.
 
-    Skips the test where the packages cannot be had.
+    Skips the test where the packages cannot be installed.
     """
     if sys.version_info < (3, 11):
         pytest.skip(f"{requirements.name} needs Python 3.11")
@@ -30,8 +30,10 @@ def packages(requirements: Path) -> Path:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
         result = subprocess.run(
             [*command, "--target", f"{work}/{name}", "--requirement", str(requirements)],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if result.returncode:
             reason = result.stderr.splitlines()[-1:]
             pytest.skip(f"{requirements.stem} cannot be downloaded: {reason}")

@@ -61,8 +61,10 @@ class DraftRun:
         }
         names = [value.name for value in self.model.get_outputs()]
         assert names[:3] == [
-            contract.CANDIDATE_IDS, contract.CANDIDATE_LOG_PROBS, contract.RECYCLED_HIDDEN
-        ]  # fmt: skip
+            contract.CANDIDATE_IDS,
+            contract.CANDIDATE_LOG_PROBS,
+            contract.RECYCLED_HIDDEN,
+        ]
         (*outputs,) = self.model.run(names, feed)
         self.cache = dict(zip(self.cache, outputs[3:], strict=True))
         return [output[0] for output in outputs[:3]]

@@ -52,8 +52,9 @@ class Lowered:
                 _lower(source / graph.path, self.path(role), 0 if role == DECODER else CANDIDATES)
         self._passes = {
             role: passes_of(role, bundle, PLAN)
-            for bundle in bundles.values() for role in bundle.graphs
-        }  # fmt: skip
+            for bundle in bundles.values()
+            for role in bundle.graphs
+        }
         base = load_engine(pair.engine, LLM_ENGINE)
         draft = load_engine(pair.engine / DRAFT_FOLDER, DRAFT_ENGINE)
         self.manifest = dataclasses.replace(

@@ -129,10 +129,12 @@ class _AsRunner:
     def run(self, inputs):
         ids, logits_index = inputs[contract.INPUT_IDS][0], inputs[contract.LOGITS_INDEX]
         result = self.base.run(
-            ids, int(inputs[contract.WRITE_INDEX][0]), logits_index,
+            ids,
+            int(inputs[contract.WRITE_INDEX][0]),
+            logits_index,
             position_ids=inputs[contract.POSITION_IDS][0],
             tree_mask=inputs.get(contract.TREE_MASK),
-        )  # fmt: skip
+        )
         return {contract.LOGITS: result.logits[None], contract.HIDDEN_TAPS: result.taps[None]}
 
 

@@ -25,9 +25,11 @@ class ServerProcess:
     def __init__(self, engine: Path, *flags: object) -> None:
         command = [sys.executable, "-m", "edgellm.tools.serve", "--engineDir", engine, *flags]
         self.process = subprocess.Popen(
-            [*map(str, command), "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [*map(str, command), "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-        )  # fmt: skip
+        )
         # What clients do wrong is their affair.
         self.expected = {"WARNING: Invalid HTTP request received."}
         watchdog = threading.Timer(START_S, self.process.kill)

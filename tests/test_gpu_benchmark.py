@@ -52,9 +52,10 @@ def test_the_oracle_is_accepted_as_often_as_it_is_told(eagle_pairs, monkeypatch,
     moved = []
     compact = llm.session.compact
     monkeypatch.setattr(
-        llm.session, "compact",
+        llm.session,
+        "compact",
         lambda *arguments: (moved.append(arguments[1].tolist()), compact(*arguments)),
-    )  # fmt: skip
+    )
     clocks.reset()
     before, text = llm._drafters, [*plain.prompt.token_ids, *plain.token_ids]
     with foreseeing(llm, text, wanted):

@@ -78,9 +78,7 @@ def _build(checkpoint: Path, folder: Path, precision: str) -> Path:
     assert (DRAFT / "model.safetensors").exists(), f"the draft is missing: {DRAFT}"
     options = ExportOptions("fp32", draft_model_dir=str(DRAFT))
     export_llm(open_checkpoint(str(checkpoint)), folder / "base", options)
-    draft, base = (
-        open_checkpoint(str(path), tokenizer=False) for path in (DRAFT, checkpoint)
-    )  # fmt: skip
+    draft, base = (open_checkpoint(str(path), tokenizer=False) for path in (DRAFT, checkpoint))
     export_draft(draft, base, folder / "draft", DraftOptions("fp32"))
     plan = Plan(256, 512, 0, "auto", precision, max_verify_tree_size=60)
     build_engine("llm", folder / "base", folder / "engine", plan, "onnxruntime", lambda _: None)

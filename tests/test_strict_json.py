@@ -30,7 +30,7 @@ def test_what_is_sound_is_what_json_says():
 def test_a_key_twice_is_named_by_its_path(text, path):
     with pytest.raises(DuplicateKeyError) as caught:
         parse(text)
-    assert str(caught.value) == f"the key {path} stands there twice"
+    assert str(caught.value) == f"the key {path} is there twice"
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_a_key_twice_is_named_by_its_path(text, path):
         ("chat_template.json", '{"chat_template": "a", "chat_template": "b"}', "chat_template"),
         ("preprocessor_config.json", '{"size": {"a": 1, "a": 2}}', "size.a"),
     ],
-)  # fmt: skip
+)
 def test_checkpoints_with_a_key_twice_are_refused(tiny_checkpoint, tmp_path, name, text, path):
     folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
     (folder / name).write_text(text)
     with pytest.raises(BrokenArtifactError) as caught:
         open_checkpoint(str(folder))
-    assert f"the key $.{path} stands there twice" in str(caught.value)
+    assert f"the key $.{path} is there twice" in str(caught.value)
     assert str(folder) in str(caught.value)

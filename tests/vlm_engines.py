@@ -25,9 +25,11 @@ WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant"]
 SPECIAL = [*QWEN, *INTERNVL.values(), *IDEFICS]
 VOCABULARY = 96
 _PLACEHOLDER = {
-    "qwen": "<|vision_start|><|image_pad|><|vision_end|>", "internvl": "<IMG_CONTEXT>",
-    "idefics3": "<image>", "smolvlm": "<image>",
-}  # fmt: skip
+    "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
+    "internvl": "<IMG_CONTEXT>",
+    "idefics3": "<image>",
+    "smolvlm": "<image>",
+}
 _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} : "
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"

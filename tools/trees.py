@@ -82,7 +82,7 @@ def read_trees(path: Path) -> dict[str, Any]:
         for number, found in enumerate(rounds):
             if (fault := _fault(found)) is not None:
                 raise EdgeLLMError(
-                    f"{path}: round {number} of request {place} is no round: {fault}", hint=_HOW
+                    f"{path}: round {number} of request {place} is not a round: {fault}", hint=_HOW
                 )
     if not any("tokens" in found for found in _all_rounds(requests)):
         raise EdgeLLMError(

@@ -362,6 +362,6 @@ def _constant(value: ir.Value, call: ir.Node) -> ir.TensorProtocol:
     """
     if value.const_value is None:
         raise BrokenArtifactError(
-            f"{call.name}: {value.name} is no stored weight", hint="export the bundle again"
+            f"{call.name}: {value.name} is not a stored weight", hint="export the bundle again"
         )
     return value.const_value

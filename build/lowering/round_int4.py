@@ -26,7 +26,7 @@ def check_quantize(kinds: set[str], quantize: str) -> None:
         stored = ", ".join(sorted(kinds - {"dense"}))
         raise EdgeLLMError(
             f"--quantize {quantize} is for bundles with float weights; this one is {stored}",
-            hint="leave --quantize away",
+            hint="leave out --quantize",
         )
 
 
@@ -53,7 +53,7 @@ def load_portable(path: Path, rounded: WeightFile | None) -> ir.Model:
 def round_to_int4(model: ir.Model, weights: WeightFile) -> None:
     """Put layers of INT4 codes, in blocks of 32 inputs, in the place of dense ones.
 
-    Weights whose inputs are no multiple of 32 stay as they are.
+    Weights whose inputs are not a multiple of 32 stay as they are.
     """
     graph = GraphEditor(model.graph, weights)
     for node, weight in list(linear_layers(model.graph)):

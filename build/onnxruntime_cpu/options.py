@@ -23,7 +23,7 @@ def kernels_of(plan: Plan) -> str:
     """`EDGELLM` or `ONNXRUNTIME`, which "auto" takes until edgellm's are tried everywhere.
 
     Raises:
-        EdgeLLMError: edgellm's are asked for and cannot be had, or with an int8 copy for prompts.
+        EdgeLLMError: edgellm's are asked for and not available, or with an int8 copy for prompts.
     """
     wanted = plan.options.kernels if isinstance(plan.options, CpuOptions) else AUTO
     if wanted != EDGELLM:
@@ -32,7 +32,7 @@ def kernels_of(plan: Plan) -> str:
         raise EdgeLLMError(
             "--prefill int8 is made of ONNX Runtime's operators; edgellm's kernels read prompts "
             "with the one copy of the weights",
-            hint="leave --prefill away, or give --kernels onnxruntime",
+            hint="leave out --prefill, or give --kernels onnxruntime",
         )
     instruction_sets()
     return EDGELLM

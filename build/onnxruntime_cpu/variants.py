@@ -63,7 +63,7 @@ def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) ->
         if plan.prefill == "int8":
             raise EdgeLLMError(
                 "--prefill int8 is for quantized bundles; this one holds floats",
-                hint="leave --prefill away; --quantize int8 rounds all of it",
+                hint="leave out --prefill; --quantize int8 rounds all of it",
             )
         kernel = RowInt8Kernel() if plan.quantize == "int8" else StoredKernel()
         precision = "int8" if plan.quantize == "int8" else "fp32"

@@ -164,12 +164,12 @@ def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     if plan.kv_cache == "int8":
         raise EdgeLLMError(
             "--kvCache int8 is for the CPU: on CUDA the cache has the activations' type",
-            hint="leave --kvCache away",
+            hint="leave out --kvCache",
         )
     if plan.prefill == "int8":
         raise EdgeLLMError(
             "--prefill int8 is for the CPU: ONNX Runtime has no int8 products for CUDA",
-            hint="leave --prefill away",
+            hint="leave out --prefill",
         )
     cache = bundle.cache
     return dataclasses.replace(cache, dtype=bundle.dtype) if cache is not None else None

@@ -27,7 +27,7 @@ def origin(options: plans.Options) -> Origin:
     if own.timing_cache is not None and target.library.is_ahead_of_time:
         raise EdgeLLMError(
             f"{target.library.label} has no timing cache",
-            hint="leave --timingCache away; kernels are chosen when an engine is loaded",
+            hint="leave out --timingCache; kernels are chosen when an engine is loaded",
         )
     return target.origin
 

@@ -97,7 +97,7 @@ def _check_plan(plan: Plan) -> None:
         )
     if plan.kv_cache == "int8":
         raise EdgeLLMError(
-            "--kvCache int8: TensorRT updates caches of floats only", hint="leave --kvCache away"
+            "--kvCache int8: TensorRT updates caches of floats only", hint="leave out --kvCache"
         )
 
 

@@ -81,7 +81,7 @@ def parse_sm(wanted: str) -> int:
     match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", wanted.lower())
     if match is None:
         raise EdgeLLMError(
-            f"--gpu {wanted} is no compute capability", hint="give 89 or 8.9, for example"
+            f"--gpu {wanted} is not a compute capability", hint="give 89 or 8.9, for example"
         )
     return 10 * int(match[1]) + int(match[2])
 

@@ -87,7 +87,7 @@ def refuse_flags(template_flags: Mapping[str, object]) -> None:
     """Raw text goes through no template, so nobody would read them; raises `RequestError`."""
     for name in template_flags:
         raise RequestError(
-            f"{name} is no argument for raw text",
+            f"{name} does not go with raw text",
             hint="variables of the chat template go with messages, numbers into SamplingParams",
         )
 

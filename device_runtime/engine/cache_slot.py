@@ -46,7 +46,7 @@ class CacheSlot:
         if self._holder is sequence:
             return
         self.evict()
-        self.show(sequence.prompt)
+        self.set_images(sequence.prompt)
         if sequence.rows is None:
             self._begin(sequence)
         else:
@@ -75,7 +75,7 @@ class CacheSlot:
         sequence.profile.prompt_tokens.append(len(sequence.prompt.token_ids))
         sequence.profile.reused_tokens.append(sequence.reused)
 
-    def show(self, prompt: Prompt) -> None:
+    def set_images(self, prompt: Prompt) -> None:
         """Tell the base what image rows of a prompt stand for, before it is read."""
         if self._no_images is not None:
             self.session.set_images(prompt.images or self._no_images)

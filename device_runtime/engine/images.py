@@ -169,7 +169,7 @@ def _require_match(folder: Path, manifest: Engine, decoder: DecoderSpec) -> None
     if images is None:
         raise BrokenArtifactError(
             "the engine takes text only: it was not exported from a vision-language model",
-            hint="leave --multimodalEngineDir away, or give the engine of the whole model",
+            hint="leave out --multimodalEngineDir, or give the engine of the whole model",
         )
     for what, of_decoder, of_encoder in (
         ("model", images.model_type, vision.model_type),

@@ -87,10 +87,12 @@ class LLM:
         if decoder.images is not None:
             no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
         self._slot: CacheSlot | None = CacheSlot(
-            session, self.manifest.prefill_rows,
+            session,
+            self.manifest.prefill_rows,
             self._drafters.caches if self._drafters is not None else (),
-            no_images=no_images, reuses_context=context_reuse,
-        )  # fmt: skip
+            no_images=no_images,
+            reuses_context=context_reuse,
+        )
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
             from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow

@@ -39,7 +39,8 @@ def step(slot: CacheSlot, sequences: Iterable[Sequence]) -> list[tuple[Step, ...
         back behind the end.
 
     Raises:
-        EdgeLLMError: the engine computed something that is not a number.
+        EdgeLLMError: the engine computed something that is not a number. The sequence that failed
+            is to be closed; those before it have advanced.
     """
     return [sequence.take(_advance(slot, sequence)) for sequence in sequences]
 

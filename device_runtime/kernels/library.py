@@ -79,7 +79,7 @@ def register(options: ort.SessionOptions) -> None:
     """Let sessions with these options run the operators of `DOMAIN`.
 
     Raises:
-        EdgeLLMError: if the library is not to be had, or ONNX Runtime is too old for it.
+        EdgeLLMError: if the library is not available, or ONNX Runtime is too old for it.
     """
     path = library_path()
     try:

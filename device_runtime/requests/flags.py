@@ -15,14 +15,15 @@ MultimodalEngineDir = Annotated[
     typer.Option("--multimodalEngineDir", help="Folder made by visual_build, for images."),
 ]
 Warmup = Annotated[
-    int, typer.Option("--warmup", min=0, help="Repeat the first request N times before.")
+    int, typer.Option("--warmup", min=0, help="Answer the first request N times before the run.")
 ]
 DumpProfile = Annotated[bool, typer.Option("--dumpProfile", help="Print the profile.")]
 ProfileFile = Annotated[
     Path | None, typer.Option("--profileOutputFile", help="Write the profile as JSON.")
 ]
 BatchSize = Annotated[
-    int | None, typer.Option("--batchSize", min=1, help="Overrides the file; run one by one.")
+    int | None,
+    typer.Option("--batchSize", min=1, help="Ignored: requests run one by one."),
 ]
 MaxGenerateLength = Annotated[
     int | None, typer.Option("--maxGenerateLength", min=1, help="Overrides the file.")
@@ -30,7 +31,11 @@ MaxGenerateLength = Annotated[
 TreeFile = Annotated[Path | None, typer.Option("--treeOutputFile", help="Write the trees as JSON.")]
 Prove = Annotated[
     int,
-    typer.Option("--prove", min=0, help="Only compare N requests with and without speculation."),
+    typer.Option(
+        "--prove",
+        min=0,
+        help="Compare N answers with and without speculation, no more.",
+    ),
 ]
 ContextReuse = Annotated[
     bool,
@@ -43,7 +48,7 @@ AllowSpecialTokens = Annotated[
     bool,
     typer.Option(
         "--allowSpecialTokens",
-        help="Words of messages that read like special tokens are such; otherwise words.",
+        help="Take words of messages that spell a special token for that token.",
     ),
 ]
 Stream = Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")]

@@ -38,9 +38,10 @@ class Journal:
         left = memoryview(line + b"\n")
         size = os.fstat(self._file).st_size
         with explain_full_disk(
-            self._path.absolute().parent, num_bytes=len(left),
+            self._path.absolute().parent,
+            num_bytes=len(left),
             hint="free some space and go on: what was there is kept",
-        ):  # fmt: skip
+        ):
             try:
                 while left:
                     left = left[os.write(self._file, left) :]

@@ -32,7 +32,7 @@ class Outputs:
                 raise EdgeLLMError(f"{path} lies in the engine's folder", hint="write elsewhere")
         paths.append(path_of(self.answers))
         if len({path.resolve() for path in paths}) < len(paths):
-            raise EdgeLLMError("the answers, the profile and the trees are files of their own")
+            raise EdgeLLMError("the answers, the profile and the trees must go to different files")
 
     def write(self, run: UnfinishedRun, profile: Profile) -> None:
         """Write what was asked for, of the requests that are answered."""

@@ -13,7 +13,7 @@ from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.step import read_piece
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
-from edgellm.device_runtime.requests.runner import start_request
+from edgellm.device_runtime.requests.responses import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 
 
@@ -101,7 +101,7 @@ def logits_behind(
     """The logits [V] behind a prompt and the first tokens of its answer, penalties applied."""
     slot, ids = llm.slot, [*prompt.token_ids, *taken]
     slot.evict()
-    slot.show(prompt)
+    slot.set_images(prompt)
     result, rows = read_piece(slot.session, ids, 0, slot.prefill_rows)
     while rows < len(ids):
         result, rows = read_piece(slot.session, ids, rows, slot.prefill_rows)

@@ -200,7 +200,7 @@ def _require_text(raw: Any, place: str) -> None:
         json.dumps(raw, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise RequestError(
-            f"{place}: half of a surrogate pair (\\ud800 to \\udfff) is no text"
+            f"{place}: half of a surrogate pair (\\ud800 to \\udfff) is not text"
         ) from None
 
 

@@ -61,10 +61,12 @@ DraftStep = Annotated[
 VerifyTreeSize = Annotated[
     int | None,
     typer.Option(
-        "--eagleVerifyTreeSize", "--specVerifyTreeSize", min=1,
+        "--eagleVerifyTreeSize",
+        "--specVerifyTreeSize",
+        min=1,
         help="Nodes of a tree, root included; as many as the engine was built for, 60 at most.",
     ),
-]  # fmt: skip
+]
 TreeKind = Annotated[
     str | None,
     typer.Option(
@@ -77,7 +79,11 @@ UseDynamicTree = Annotated[
 ]
 DynamicTreeTopK = Annotated[
     int | None,
-    typer.Option("--eagleDynamicTreeMaxTopK", min=1, help="Its --eagleDraftTopK."),
+    typer.Option(
+        "--eagleDynamicTreeMaxTopK",
+        min=1,
+        help="As --eagleDraftTopK.",
+    ),
 ]
 Choices = Annotated[
     str | None,
@@ -101,7 +107,7 @@ PosteriorThreshold = Annotated[
         "--posteriorThreshold",
         min=0,
         max=1,
-        help="Posterior threshold (0.09, say); faster, but NOT the base's distribution.",
+        help="Posterior threshold (for example 0.09); faster, but NOT the base's distribution.",
     ),
 ]
 PosteriorAlpha = Annotated[
@@ -147,7 +153,7 @@ class SpecFlags:
         methods = (*networks, *lookups, options.AUTO)
         wanted = self._wanted((*methods, "none"))
         if "none" in wanted and len(wanted) > 1:
-            raise EdgeLLMError("--spec none decodes plainly", hint="leave what drafts away")
+            raise EdgeLLMError("--spec none decodes plainly", hint="leave out what drafts")
         if not wanted:
             self._refuse_details()
         if not wanted - {"none"}:
@@ -186,7 +192,7 @@ class SpecFlags:
         }
         if given := [flag for flag, value in details.items() if value is not None]:
             raise EdgeLLMError(
-                f"{given[0]} is about speculation", hint="give --eagle or --spec as well"
+                f"{given[0]} needs speculation", hint="give --eagle or --spec as well"
             )
 
     def _wanted(self, known: tuple[str, ...]) -> set[str]:
@@ -225,7 +231,7 @@ class SpecFlags:
             return Typical(self.posterior_threshold, self.posterior_alpha)
         if self.posterior_alpha is not None:
             raise EdgeLLMError(
-                "--posteriorAlpha is of typical acceptance",
+                "--posteriorAlpha belongs to typical acceptance",
                 hint="give --posteriorThreshold as well",
             )
         return None

@@ -157,6 +157,6 @@ def _read(path: Path, number: int, line: bytes) -> Answered:
         return Answered(raw["response"], Profile(**raw["profile"], rounds=rounds), raw["rounds"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EdgeLLMError(
-            f"{path} line {number} is no answer: {error!r}",
+            f"{path} line {number} is not an answer: {error!r}",
             hint="delete the line and those behind it, and they are answered again",
         ) from None

@@ -17,18 +17,21 @@ from edgellm.device_runtime.kernels.library import register
 CPU, CUDA = "cpu", "cuda"  # as OrtValues name devices
 KEPT_ROWS = 128  # bindings of larger passes (prefills) are not kept
 _TYPES = {
-    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64,
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
     "tensor(bool)": np.bool_,
-}  # fmt: skip
+}
 _PROVIDERS = {CPU: "CPUExecutionProvider", CUDA: "CUDAExecutionProvider"}
 _PROVIDER_OPTIONS = {
     CPU: {},
     # Searching for the fastest convolution takes longer than a picture, and memory is scarce.
     CUDA: {
-        "arena_extend_strategy": "kSameAsRequested", "cudnn_conv_algo_search": "HEURISTIC",
+        "arena_extend_strategy": "kSameAsRequested",
+        "cudnn_conv_algo_search": "HEURISTIC",
         "use_tf32": "0",
     },
-}  # fmt: skip
+}
 
 
 def load_graph(

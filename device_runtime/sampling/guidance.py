@@ -96,7 +96,7 @@ def _grammar(guide: Guide) -> str:
         try:
             return LLMatcher.grammar_from_json_schema(text, overrides=JSON_FORM)  # type: ignore[arg-type]  # a TypedDict
         except ValueError as error:
-            raise RequestError(f"the schema of the answer is no JSON: {error}") from None
+            raise RequestError(f"the schema of the answer is not JSON: {error}") from None
     try:
         return grammar_from(guide.kind, guide.text)
     except (ValueError, TypeError) as error:

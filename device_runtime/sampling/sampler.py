@@ -80,8 +80,9 @@ class SamplingParams:
     def require_fit(self, vocab_size: int, max_tokens: int) -> None:
         """Raises `RequestError` for tokens that the model has not, or more than are allowed."""
         for name, token_ids in (
-            ("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids),
-        ):  # fmt: skip
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
             if unknown := [token_id for token_id in token_ids if token_id >= vocab_size]:
                 raise RequestError(
                     f"{name} names token {unknown[0]}, the model has {vocab_size} tokens"
@@ -108,10 +109,10 @@ class SamplingParams:
         require_kind("logit_bias", self.logit_bias, Mapping, "an object of biases by token id")
         for token_id, bias in self.logit_bias.items():
             if not is_whole(token_id) or not is_number(bias):
-                raise RequestError(f"logit_bias {token_id!r}: {bias!r} is no bias of a token id")
+                raise RequestError(f"logit_bias {token_id!r}: {bias!r} is not a bias of a token id")
         require_kind("ignore_eos", self.ignore_eos, bool, "True or False")
         if unknown := [each for each in self.stop_token_ids if not is_whole(each)]:
-            raise RequestError(f"stop_token_ids: {unknown[0]!r} is no token id")
+            raise RequestError(f"stop_token_ids: {unknown[0]!r} is not a token id")
         require_kind("guide", self.guide, (Guide, type(None)), "a Guide")
 
     @property

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.tree import Pool
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.speculate import drafters
-from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.controller import Controller
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafter import Drafter, Learned, TreeDrafter

@@ -89,7 +89,7 @@ def find_own(order: Order) -> tuple[Path, Engine]:
     engine, base, folder = order.engine, order.base, order.engine / DRAFT_FOLDER
     if not base.max_verify_tree_size or not base.hidden_taps:
         raise BrokenArtifactError(
-            f"{engine} is no EAGLE base",
+            f"{engine} is not an EAGLE base",
             hint="export with --is_eagle_base or --draft_model_dir, and build with --eagleBase",
         )
     if not folder.is_dir():
@@ -110,7 +110,7 @@ def check_tree_size(order: Order) -> None:
     if not base.max_verify_tree_size:
         raise BrokenArtifactError(
             f"{engine} was built for plain decoding",
-            hint="build it with --maxVerifyTreeSize 16, say",
+            hint="build it with --maxVerifyTreeSize 16, for example",
         )
     if min(limits.top_k, limits.steps, limits.verify_size) < 1:
         raise LimitError("top-k, steps and tree size of a draft start at 1")

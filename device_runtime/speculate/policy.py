@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from edgellm.device_runtime.sessions import I64
-from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.controller import Controller
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.tree import F64, Pool, top

@@ -44,11 +44,11 @@ def read_choices(text: str) -> tuple[Choice, ...]:
     try:
         paths = json.loads(text)
     except ValueError:
-        raise EdgeLLMError(f"a tree of choices is no JSON: {text[:60]}", hint=hint) from None
+        raise EdgeLLMError(f"a tree of choices is not JSON: {text[:60]}", hint=hint) from None
     if not isinstance(paths, list) or not all(
         isinstance(path, list) and all(type(rank) is int for rank in path) for path in paths
     ):
-        raise EdgeLLMError("a tree of choices is no list of lists of ranks", hint=hint)
+        raise EdgeLLMError("a tree of choices is not a list of lists of ranks", hint=hint)
     if not paths:
         raise EdgeLLMError("a tree of choices has none", hint=hint)
     return tuple(map(tuple, paths))
@@ -67,14 +67,14 @@ def check_choices(choices: Sequence[Choice], max_non_leaves: int) -> None:
     known = {(), *choices}
     for path in choices:
         if not path or min(path) < 0:
-            raise EdgeLLMError(f"{list(path)} is no choice", hint="give paths of ranks from 0 on")
+            raise EdgeLLMError(f"{list(path)} is not a choice", hint="give paths of ranks from 0")
         if path[:-1] not in known:
             raise EdgeLLMError(
                 f"the choice {list(path)} has no parent", hint=f"add {list(path[:-1])}"
             )
     if len(known) <= len(choices):
         twice = next(path for path, count in Counter(choices).items() if count > 1)
-        raise EdgeLLMError(f"the choice {list(twice)} stands twice")
+        raise EdgeLLMError(f"the choice {list(twice)} is given twice")
     parents = {path[:-1] for path in choices} - {()}
     for level, count in sorted(Counter(map(len, parents)).items()):
         if count > max_non_leaves:

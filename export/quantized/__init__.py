@@ -67,7 +67,7 @@ def _expect_float(weights: Weights) -> None:
         raise UnsupportedModelError(
             f"{weights.prefix.rstrip('.')} is quantized already: it cannot be rounded to "
             f"{weights.rounding}",
-            hint="leave --quantization away",
+            hint="leave out --quantization",
         )
 
 

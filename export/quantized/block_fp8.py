@@ -26,7 +26,7 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
     rows, columns = (int(extent) for extent in size)
     if width % columns:
         raise UnsupportedModelError(
-            f"{weights.prefix}weight: {width} inputs are no multiple of the block's {columns}"
+            f"{weights.prefix}weight: {width} inputs are not a multiple of the block's {columns}"
         )
     blocks = (-(-out // rows), width // columns)
     codes = weights.array("weight", shape, "F8_E4M3")

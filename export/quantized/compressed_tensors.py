@@ -38,7 +38,7 @@ def _integers(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Q
     name, info = weights.prefix, weights.info("weight_packed")
     scale_info = weights.info("weight_scale")
     if info is None or scale_info is None or len(info.shape) != 2 or len(scale_info.shape) != 2:
-        raise BrokenArtifactError(f"{name}weight_packed or its weight_scale is no matrix")
+        raise BrokenArtifactError(f"{name}weight_packed or its weight_scale is not a matrix")
     bits = 32 * info.shape[1] // width
     if bits not in (4, 8):
         raise UnsupportedModelError(
@@ -89,7 +89,7 @@ def _nvfp4(weights: Weights, shape: tuple[int, int]) -> QuantizedLinear:
     out, width = shape
     name = weights.prefix
     if width % 16:
-        raise BrokenArtifactError(f"{name}weight_packed: {width} inputs are no multiple of 16")
+        raise BrokenArtifactError(f"{name}weight_packed: {width} inputs are not a multiple of 16")
     blocks = (out, width // 16)
     codes = weights.array("weight_packed", (out, width // 2), "U8")
     scale = weights.array("weight_scale", blocks, "F8_E4M3")

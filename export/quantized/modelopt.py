@@ -85,7 +85,7 @@ def _nvfp4(weights: Weights, shape: tuple[int, int]) -> QuantizedLinear:
     out, width = shape
     name = weights.prefix
     if width % _BLOCK_NVFP4:
-        raise BrokenArtifactError(f"{name}weight: {width} inputs are no multiple of 16")
+        raise BrokenArtifactError(f"{name}weight: {width} inputs are not a multiple of 16")
     blocks = (out, width // _BLOCK_NVFP4)
     codes = weights.array("weight", (out, width // 2), "U8")
     scale = weights.array("weight_scale", blocks, "F8_E4M3")

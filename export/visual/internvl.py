@@ -102,7 +102,7 @@ def _read_shuffle(model: ConfigReader) -> int:
     """Patches along a side of a token; the config has the inverse."""
     ratio = model.read("downsample_ratio", float, 0.5)
     if ratio <= 0 or (1 / ratio) % 1:
-        raise UnsupportedModelError(f"config.json: downsample_ratio = {ratio} is no 1 / n")
+        raise UnsupportedModelError(f"config.json: downsample_ratio = {ratio} is not 1 / n")
     return int(1 / ratio)
 
 

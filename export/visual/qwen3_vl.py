@@ -53,7 +53,7 @@ class Config(qwen2_vl.Config):
         positions = vision.positive("num_position_embeddings", 2304)
         if math.isqrt(positions) ** 2 != positions:
             raise UnsupportedModelError(
-                f"config.json: num_position_embeddings = {positions} is no square"
+                f"config.json: num_position_embeddings = {positions} is not a square"
             )
         deepstack = read_indices(vision, "deepstack_visual_indexes", (8, 16, 24))
         shared = cls.shared(vision, size)

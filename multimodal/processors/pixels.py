@@ -40,7 +40,7 @@ class PixelRules:
         settings.expect("do_center_crop", False)
         code = settings.read("resample", int, int(resample))
         if code not in list(Image.Resampling):
-            raise settings.fault("resample", code, "is no filter of Pillow")
+            raise settings.fault("resample", code, "is not a filter of Pillow")
         scale = settings.read("rescale_factor", float, 1 / 255)
         means = np.array(settings.channels("image_mean", mean), np.float32)
         stds = np.array(settings.channels("image_std", std), np.float32)

@@ -62,7 +62,7 @@ class Settings:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)  # type: ignore[return-value]  # T is float here
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.fault(key, value, f"is no {kind.__name__}")
+            raise self.fault(key, value, f"is not of type {kind.__name__}")
         return value
 
     def positive(self, key: str, default: int = _REQUIRED) -> int:
@@ -79,7 +79,7 @@ class Settings:
             return self.positive(key, default)
         self._used.add(key)
         if len(value) != 2 or value[0] != value[1] or type(value[0]) is not int or value[0] < 1:
-            raise self.fault(key, value, "is no square")
+            raise self.fault(key, value, "is not a square")
         return value[0]
 
     def channels(self, key: str, default: tuple[float, float, float]) -> list[float]:
@@ -142,7 +142,7 @@ class Checkpoint:
 
         Raises:
             BrokenArtifactError: config.json or the image processor's settings are missing, or
-                a file is no JSON object.
+                a file is not a JSON object.
             UnsupportedModelError: config.json names no model type.
         """
         processor = _load(folder / "processor_config.json")

@@ -54,10 +54,12 @@ def answers(
     longest = max(len(item.token_ids) for item in encoded)
     padding = [longest - len(item.token_ids) for item in encoded]
     pad_id = model.config.text_config.pad_token_id
-    ids = np.stack([
-        np.pad(item.token_ids, (left, 0), constant_values=pad_id)
-        for item, left in zip(encoded, padding, strict=True)
-    ])  # fmt: skip
+    ids = np.stack(
+        [
+            np.pad(item.token_ids, (left, 0), constant_values=pad_id)
+            for item, left in zip(encoded, padding, strict=True)
+        ]
+    )
     prompts = torch.from_numpy(ids)
     generated = model.generate(
         input_ids=prompts,

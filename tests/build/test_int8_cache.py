@@ -140,9 +140,9 @@ def test_nobody_measured_the_ranges(command, tiny_bundle, tmp_path):
     ("change", "words"),
     [
         ({"drop": "model.layers.1.self_attn.v_proj.v_scale"}, "1.self_attn.v_proj.v_scale is miss"),
-        ({"value": 0.0}, "k_scale is no positive number"),
-        ({"value": float("nan")}, "k_scale is no positive number"),
-        ({"value": [0.1, 0.2]}, "k_scale is no positive number"),
+        ({"value": 0.0}, "k_scale is not a positive number"),
+        ({"value": float("nan")}, "k_scale is not a positive number"),
+        ({"value": [0.1, 0.2]}, "k_scale is not a positive number"),
     ],
 )
 def test_scales_that_will_not_do(tmp_path, change, words):

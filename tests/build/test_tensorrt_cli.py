@@ -132,7 +132,7 @@ def test_engines_of_another_machine_are_told_before_they_are_read(command, half_
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--gpu", "Orin"), "--gpu Orin is no compute capability"),
+        (("--gpu", "Orin"), "--gpu Orin is not a compute capability"),
         (("--gpu", "9.0"), "does not compile for compute capability 9.0"),
         ((*ADA[-2:], "--timingCache", "cache"), "has no timing cache"),
         ((*ADA[-2:], "--quantize", "int8"), "--quantize int8 rounds for the CPU"),

@@ -90,7 +90,7 @@ def test_settings_of_a_tokenizer_that_stand_there_twice(tmp_path):
     write_tokenizer(tmp_path, 20)
     path = tmp_path / "tokenizer_config.json"
     path.write_text('{"bos_token": "<s>", "bos_token": "</s>"}')
-    with pytest.raises(BrokenArtifactError, match=r"config\.json .*the key \$\.bos_token stands"):
+    with pytest.raises(BrokenArtifactError, match=r"config\.json .*the key \$\.bos_token is there"):
         ChatTokenizer(tmp_path)
 
 

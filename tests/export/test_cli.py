@@ -161,7 +161,7 @@ def test_config_faults(command, checkpoint, tmp_path):
 
 def test_tokenizer_faults(command, checkpoint, tmp_path):
     _edit_config(checkpoint, eos_token_id=4711)
-    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "4711 is no token")
+    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "4711 is not a token")
     (checkpoint / "tokenizer.json").write_text("{}")
     assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "tokenizer", "damaged")
     (checkpoint / "tokenizer.json").unlink()

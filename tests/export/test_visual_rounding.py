@@ -174,7 +174,7 @@ def test_an_encoder_that_is_quantized_already(tiny, tmp_path):
     assert _export(checkpoint, tmp_path / "bundle").quantization == "W8A16"
     with pytest.raises(UnsupportedModelError, match="proj is quantized already") as found:
         _export(checkpoint, tmp_path / "other", quantization="fp8")
-    assert found.value.hint == "leave --quantization away"
+    assert found.value.hint == "leave out --quantization"
     assert not (tmp_path / "other").exists()
 
 

@@ -140,13 +140,13 @@ def test_names_of_tokens(tmp_path):
         ("qwen2_vl", {"do_center_crop": True}, "do_center_crop = True is not supported"),
         ("qwen2_vl", {"pruning": {"rate": 2}}, "does not understand: pruning"),
         ("qwen2_vl", {"patch_size": 16}, "patch_size = 16 should be 14"),
-        ("qwen2_vl", {"merge_size": "2"}, "merge_size = '2' is no int"),
-        ("qwen2_vl", {"merge_size": True}, "merge_size = True is no int"),
+        ("qwen2_vl", {"merge_size": "2"}, "merge_size = '2' is not of type int"),
+        ("qwen2_vl", {"merge_size": True}, "merge_size = True is not of type int"),
         ("qwen2_vl", {"min_pixels": 10**9}, "is more than max_pixels"),
         ("qwen2_vl", {"max_pixels": 0}, "max_pixels = 0 is not positive"),
         ("qwen2_vl", {"size": {"height": 3}}, "size has keys .* height"),
-        ("qwen2_vl", {"size": 224}, "size = 224 is no dict"),
-        ("qwen2_vl", {"resample": 9}, "resample = 9 is no filter"),
+        ("qwen2_vl", {"size": 224}, "size = 224 is not of type dict"),
+        ("qwen2_vl", {"resample": 9}, "resample = 9 is not a filter"),
         ("qwen2_vl", {"image_mean": [0.5]}, "image_mean = .* is not three numbers"),
         ("qwen2_vl", {"image_std": [0, 1, 1]}, "image_std = .* is not positive"),
         ("qwen2_vl", {"image_processor_type": "MyProcessor"}, "'MyProcessor' is not supported"),
@@ -178,7 +178,7 @@ def test_squares_of_the_model(tmp_path):
     folder = write_processor(tmp_path, "internvl")
     for patch in ([14, 7], ["14", "14"], [14], [0, 0]):
         edit(folder, "config", vision_config={"patch_size": patch})
-        with pytest.raises(UnsupportedModelError, match=r"patch_size = .*no square"):
+        with pytest.raises(UnsupportedModelError, match=r"patch_size = .*not a square"):
             processors.load(folder)
 
 

@@ -158,9 +158,10 @@ def test_prompts_are_those_of_transformers(written, kind):
     model = AutoModelForImageTextToText.from_pretrained(written).model
     tokens = torch.tensor([ids])
     positions, _ = model.get_rope_index(
-        tokens, mm_token_type_ids=(tokens == model.config.image_token_id).int(),
+        tokens,
+        mm_token_type_ids=(tokens == model.config.image_token_id).int(),
         image_grid_thw=images["image_grid_thw"],
-    )  # fmt: skip
+    )
     assert np.array_equal(positions[:, 0], encoded.positions)
     said = [m["content"] for m in conversation.messages if m["role"] == "assistant"]
     learned = tokenizer.decode(encoded.token_ids[encoded.learned])

@@ -20,7 +20,7 @@ from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.requests.request_file import Options, read_file
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.bench import alternating_run as loops
-from edgellm.tools.bench import cli, machine, measure
+from edgellm.tools.bench import cli, machine, measure, result_formats
 from edgellm.tools.bench.alternating_run import Texts, Work
 from edgellm.tools.bench.measure import answer_both_ways, check_sizes, decode_rate, prefill_rate
 from edgellm.tools.bench.results import EAGLE, PLAIN, TEXT, Pair, Results, Series
@@ -117,9 +117,7 @@ def test_tests_take_turns_and_the_first_round_does_not_count(monkeypatch):
     steps = []
     loops.run(None, Work((3, 5), (0, 9), 4, texts), results, 2, steps.append)  # type: ignore[arg-type]
     tests = [3, 5, (0, 4), (9, 4)]
-    even, odd = (
-        [("text 0", first), ("text 1", not first)] for first in (False, True)
-    )  # fmt: skip
+    even, odd = ([("text 0", first), ("text 1", not first)] for first in (False, True))
     assert order == [*tests, *even, *tests, *even, *tests, *odd]
     assert [one.samples for one in results.series] == [[4, 8], [5, 9], [7.0, 7.0], [7.0, 7.0]]
     assert [pair.eagle.samples for pair in results.pairs] == [[6.0, 10.0], [7.0, 11.0]]
@@ -140,9 +138,7 @@ def test_a_text_is_answered_both_ways(eagle_llm, monkeypatch):
     options = Options(temperature=0, max_generate_length=12)
     pair = _pair()
     for eagle_first in (False, True):
-        answer_both_ways(
-            eagle_llm, options, {"messages": [USER]}, 0, pair, eagle_first=eagle_first
-        )  # fmt: skip
+        answer_both_ways(eagle_llm, options, {"messages": [USER]}, 0, pair, eagle_first=eagle_first)
     assert order == [False, True, True, False]
     assert len(pair.plain.samples) == len(pair.eagle.samples) == len(pair.ratios) == 2
     assert pair.same_answers == 2  # float32, greedy
@@ -207,8 +203,10 @@ def test_markdown(results):
 def test_csv_and_json(results):
     rows = list(csv.DictReader(io.StringIO(result_formats.as_csv(results))))
     assert [(row["name"], row["mode"]) for row in rows] == [
-        ("prefill 16", "plain"), ("a | b", "plain"), ("a | b", "eagle"),
-    ]  # fmt: skip
+        ("prefill 16", "plain"),
+        ("a | b", "plain"),
+        ("a | b", "eagle"),
+    ]
     assert float(rows[2]["median_tokens_per_s"]) == 27.5
     assert rows[0]["CPU"] == "Fast, Inc."
     content = json.loads(result_formats.as_json(results))
@@ -276,7 +274,7 @@ def test_bad_commands(run_bench, tiny_engine, tiny_bundle, tmp_path):
         ((tiny_engine, "--output", "xml"), ("--output xml: give text, markdown, csv or json",)),
         ((tiny_engine, "--depth", "x"), ("--depth x: give whole numbers",)),
         ((tiny_engine, "--inputFile", tmp_path / "in.json"), ("is for speculation", "--eagle")),
-        ((tiny_engine, "--eagle"), ("is no EAGLE base", "--eagleBase")),
+        ((tiny_engine, "--eagle"), ("is not an EAGLE base", "--eagleBase")),
         ((tiny_bundle,), ("is a llm_bundle, not a llm_engine",)),
     ):
         result = run_bench(*arguments)

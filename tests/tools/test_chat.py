@@ -90,8 +90,9 @@ def _talk(conversation: Conversation, text: str) -> str:
 def test_turns_are_read_once(conversation):
     first = _talk(conversation, "w20 w21")
     assert conversation.messages == [
-        {"role": "user", "content": "w20 w21"}, {"role": "assistant", "content": first},
-    ]  # fmt: skip
+        {"role": "user", "content": "w20 w21"},
+        {"role": "assistant", "content": first},
+    ]
     held = conversation.context_tokens
     again = conversation.ask("w22")
     for _ in again:
@@ -219,7 +220,7 @@ def test_commands_that_fail(conversation, tmp_path):
     for name, value, message in (
         ("foo", "", "no such command: /foo"),
         ("save", "", "/save needs a file"),
-        ("reset", "all", "/reset takes nothing"),
+        ("reset", "all", "/reset takes no argument"),
         ("image", "x.png", "takes text only"),
         ("save", str(tmp_path), "is a folder"),
         ("save", str(tmp_path / "no" / "file"), "no such folder"),
@@ -288,8 +289,8 @@ def test_bad_commands(chat, tiny_engine, tiny_bundle, tmp_path):
     for arguments, engine, message in (
         ((), tiny_bundle, "is a llm_bundle, not a llm_engine"),
         ((), tmp_path / "none", "none"),
-        (("--eagle",), tiny_engine, "is no EAGLE base"),
-        (("--eagleTree", "x"), tiny_engine, "--eagleTree is about speculation"),
+        (("--eagle",), tiny_engine, "is not an EAGLE base"),
+        (("--eagleTree", "x"), tiny_engine, "--eagleTree needs speculation"),
         (("--topP", 7), tiny_engine, "top_p 7.0 is out of range"),
         (("--multimodalEngineDir", tmp_path), tiny_engine, "manifest.json"),
     ):

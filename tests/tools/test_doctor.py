@@ -47,8 +47,9 @@ def _found(machine: Machine, what: str) -> list[Finding]:
 
 def test_a_workstation(machine):
     row = "NVIDIA RTX 4090, 570.86.10, 24564, 310, 8.9"
-    here = machine({"proc/meminfo": MEMORY, "usr/local/cuda/version.json": CUDA},
-                   nvidia_smi=f"echo '{row}'")  # fmt: skip
+    here = machine(
+        {"proc/meminfo": MEMORY, "usr/local/cuda/version.json": CUDA}, nvidia_smi=f"echo '{row}'"
+    )
     (gpu,), (driver,) = _found(here, "GPU"), _found(here, "driver")
     assert (gpu.status, driver.status) == (OK, OK)
     assert gpu.found == "NVIDIA RTX 4090, compute capability 8.9, 310 of 24564 MB used"
@@ -125,8 +126,9 @@ def test_the_documentation_has_the_same_facts():
 
 
 def test_files_that_read_otherwise(machine):
-    here = machine({"etc/nv_tegra_release": "?", "usr/local/cuda/version.json": "{}",
-                    "proc/meminfo": "?"})  # fmt: skip
+    here = machine(
+        {"etc/nv_tegra_release": "?", "usr/local/cuda/version.json": "{}", "proc/meminfo": "?"}
+    )
     assert [_found(here, what)[0].status for what in ("JetPack", "CUDA")] == [FAULT, FAULT]
     assert not _found(here, "memory")
     assert jetpack.find((21, 1)) is None

@@ -518,6 +518,6 @@ def test_other_paths(tmp_path, tiny_bundle, tiny_checkpoint, run_inspect):
             inspect(path)
         assert hint in found.value.hint
     held = "it holds bundle, cut.gguf, empty.gguf"
-    assert_one_line_error(run_inspect(tmp_path), "is no checkpoint", held)
+    assert_one_line_error(run_inspect(tmp_path), "is neither checkpoint", held)
     assert_one_line_error(run_inspect(tiny_checkpoint, "--verify"), "has no manifest", "--diff")
     assert_one_line_error(run_inspect(tiny_bundle, "--html", tmp_path), "is a folder")

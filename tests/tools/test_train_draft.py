@@ -286,7 +286,7 @@ def test_without_conversations_there_is_nothing_to_learn(job):
 @pytest.mark.parametrize(
     ("line", "fragment"),
     [
-        ("{", "line 2 is no conversation"),
+        ("{", "line 2 is not a conversation"),
         ('{"messages": []}', "IndexError"),
         ('{"messages": "hello"}', "TypeError"),
         ('{"message": []}', "KeyError('messages')"),
@@ -298,7 +298,7 @@ def test_without_conversations_there_is_nothing_to_learn(job):
 def test_a_bad_line_is_named(job, line, fragment):
     text = line if isinstance(line, bytes) else line.encode()
     job.data[0].write_bytes(b'{"messages": [{"role": "user", "content": "w1"}]}\n' + text + b"\n")
-    with pytest.raises(EdgeLLMError, match="line 2 is no conversation") as found:
+    with pytest.raises(EdgeLLMError, match="line 2 is not a conversation") as found:
         run(job)
     assert fragment in str(found.value)
     assert not job.work_dir.exists()

@@ -84,9 +84,10 @@ def _expected(model, prompt: tuple[int, ...], stop_ids: frozenset[int], limit: i
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_greedy_answers_are_those_of_transformers(model, loaded, prompts, batch):
     rows = dict(
-        generate(loaded, prompts, stop_ids=STOPS, max_new_tokens=40, temperature=0.0, batch=batch,
-                 seed=0)
-    )  # fmt: skip
+        generate(
+            loaded, prompts, stop_ids=STOPS, max_new_tokens=40, temperature=0.0, batch=batch, seed=0
+        )
+    )
     assert sorted(rows) == list(range(len(prompts)))
     for index, answer in rows.items():
         assert answer == _expected(model, prompts[index].ids, STOPS, 40)
@@ -227,8 +228,10 @@ def _naive_unroll(draft: Draft, taps, embeddings, positions, steps: int) -> torc
 
     def project(embedding, hidden, place):
         wide = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(hidden)])
-        q, k, v = (p(wide).view(-1, SHAPE.head_dim) for p in (
-            attention.q_proj, attention.k_proj, attention.v_proj))  # fmt: skip
+        q, k, v = (
+            p(wide).view(-1, SHAPE.head_dim)
+            for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
         return _rotated(q, positions[:, place]), _rotated(k, positions[:, place]), v
 
     fused = [draft.fc(row) for row in taps]
@@ -238,8 +241,9 @@ def _naive_unroll(draft: Draft, taps, embeddings, positions, steps: int) -> torc
         for step in range(steps):
             q, k, v = project(embeddings[i + step], hidden, i + step)
             seen.append((k, v))
-            keys, values = (torch.stack(part).repeat_interleave(repeat, 1)
-                            for part in zip(*seen, strict=True))  # fmt: skip
+            keys, values = (
+                torch.stack(part).repeat_interleave(repeat, 1) for part in zip(*seen, strict=True)
+            )
             scores = torch.einsum("hd,thd->ht", q, keys) * SHAPE.head_dim**-0.5
             mixed = torch.einsum("ht,thd->hd", scores.softmax(-1), values).flatten()
             hidden = hidden + attention.o_proj(mixed)

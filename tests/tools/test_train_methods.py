@@ -30,8 +30,10 @@ from edgellm.tools.train_draft.training_run import Job, run
 
 VOCAB = 96
 BASE = {
-    **models.find("llama").TINY, "num_hidden_layers": 2, "tie_word_embeddings": False,
-}  # fmt: skip
+    **models.find("llama").TINY,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -117,9 +119,11 @@ def test_a_trained_draft_is_accepted(job, base, tmp_path, monkeypatch, method):
     texts, lengths = set(), []
     for speculative in (True, False):
         answer = llm.generate(
-            "w20 w21 w22", sampling=SamplingParams(temperature=0), max_generate_length=40,
+            "w20 w21 w22",
+            sampling=SamplingParams(temperature=0),
+            max_generate_length=40,
             speculative=speculative,
-        )  # fmt: skip
+        )
         list(answer)
         texts.add(answer.text)
         lengths += [counts.emitted for counts in answer.profile.rounds]
@@ -205,15 +209,21 @@ def test_the_loss_of_tokens_has_the_gradients_of_autograd(rows):
     ("flags", "message"),
     [
         ({"method": "hydra"}, "--method hydra: give eagle3, eagle or medusa"),
-        ({"method": "medusa", "draft_vocab_size": 9}, "--draft_vocab_size is of --method eagle3"),
+        (
+            {"method": "medusa", "draft_vocab_size": 9},
+            "--draft_vocab_size is for --method eagle3",
+        ),
         (
             {"method": "eagle", "hidden_taps": "1,2"},
-            "--hidden_taps is of --method eagle3, not eagle",
+            "--hidden_taps is for --method eagle3, not eagle",
         ),
-        ({"method": "eagle", "num_heads": 3}, "--num_heads is of --method medusa, not eagle"),
-        ({"feature_noise": 0.1}, "--feature_noise is of --method eagle, not eagle3"),
-        ({"method": "medusa", "unrolls": 3}, "--unrolls is of --method eagle3 and eagle, not"),
-        ({"method": "eagle", "unroll_weight": 0.0}, "--unroll_weight is of --method eagle3 and"),
+        ({"method": "eagle", "num_heads": 3}, "--num_heads is for --method medusa, not eagle"),
+        ({"feature_noise": 0.1}, "--feature_noise is for --method eagle, not eagle3"),
+        ({"method": "medusa", "unrolls": 3}, "--unrolls is for --method eagle3 and eagle, not"),
+        (
+            {"method": "eagle", "unroll_weight": 0.0},
+            "--unroll_weight is for --method eagle3 and",
+        ),
     ],
 )
 def test_flags_of_another_method_are_refused(flags, message, tmp_path):

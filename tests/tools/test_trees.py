@@ -155,7 +155,7 @@ def test_what_the_runtime_logs_can_be_read(tmp_path):
         ({"requests": [{"messages": []}]}, "request 0 has no list of rounds"),
         ({"requests": []}, "holds no round of speculation"),
         ({"requests": [{"rounds": [{"emitted": ["a"]}]}]}, "holds no round of speculation"),
-        ({"requests": [{"rounds": [7]}]}, "round 0 of request 0 is no round"),
+        ({"requests": [{"rounds": [7]}]}, "round 0 of request 0 is not a round"),
     ],
 )
 def test_bad_input(run_trees, tmp_path, content, fragment):
@@ -201,6 +201,8 @@ def test_the_input_is_never_overwritten(run_trees, tmp_path):
     assert_one_line_error(run_trees(RUN, "--output_file", tmp_path / "x/y"), "no such folder")
     missing = subprocess.run(
         [sys.executable, "-m", "edgellm.tools.trees", tmp_path / "absent.json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert_one_line_error(missing, "no such file", "--treeOutputFile")

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.runner import start_request
+from edgellm.device_runtime.requests.responses import start_request
 from edgellm.tools.bench.measure import answer_both_ways, behind, decode_rate, prefill_rate
 from edgellm.tools.bench.results import DECODE, EAGLE, PLAIN, PREFILL, TEXT, Pair, Results, Series
 

@@ -109,10 +109,12 @@ def _engine(folder: Path, manifest: Engine) -> dict[str, str]:
 
 
 def _print(results: Results, output: str) -> None:
+    from edgellm.tools.bench import result_formats
     from edgellm.tools.tables import show
 
     if output == "text":
-        show(f"edgellm-bench, {results.repetitions} repetitions", result_formats.tables(results))
+        title = f"edgellm-bench, {results.repetitions} repetitions"
+        show(title, result_formats.tables(results))
         return
     written = {
         "markdown": result_formats.as_markdown,

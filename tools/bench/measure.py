@@ -14,7 +14,7 @@ from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence as Request
 from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.runner import start_request
+from edgellm.device_runtime.requests.responses import start_request
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.manifest import Engine
 from edgellm.tools.bench.results import Pair

@@ -46,7 +46,7 @@ def run(conversation: Conversation, name: str, value: str) -> list[str]:
     if command.takes_path and not value:
         raise RequestError(f"/{name} needs a file", hint=f"/{name} {command.value}")
     if value and not command.value:
-        raise RequestError(f"/{name} takes nothing behind it", hint=f"/{name} alone")
+        raise RequestError(f"/{name} takes no argument", hint=f"/{name} alone")
     return command.run(conversation, value)
 
 

@@ -76,9 +76,9 @@ class Conversation:
         """
         if self.llm.images is None:
             raise RequestError(
-                "the engine takes text only", hint="give the folder of a visual engine as "
-                "--multimodalEngineDir",
-            )  # fmt: skip
+                "the engine takes text only",
+                hint="give the folder of a visual engine as --multimodalEngineDir",
+            )
         found = str(path.expanduser().absolute())
         self.llm.images.see([found], Path.cwd())
         self.images.append(found)

@@ -82,9 +82,11 @@ class Terminal:
         """Rows that are full are printed for good, the last one and the footer are live."""
         flow = _Flow(self._console)
         live = Live(
-            console=self._console, transient=True, refresh_per_second=_REFRESHES_PER_S,
+            console=self._console,
+            transient=True,
+            refresh_per_second=_REFRESHES_PER_S,
             get_renderable=lambda: Group(Text(flow.row), _footer(answer)),
-        )  # fmt: skip
+        )
         try:
             with live:
                 yield flow.push

@@ -14,8 +14,10 @@ from edgellm.tools.doctor import jetpack
 from edgellm.tools.doctor.machine import Machine, ProgramError
 
 OK, NOTE, FAULT = "ok", "note", "fault"
-_QUERY = ("--query-gpu=name,driver_version,memory.total,memory.used,compute_cap",
-          "--format=csv,noheader,nounits")  # fmt: skip
+_QUERY = (
+    "--query-gpu=name,driver_version,memory.total,memory.used,compute_cap",
+    "--format=csv,noheader,nounits",
+)
 _OLDEST_DRIVER = 525  # of CUDA 12
 _PACKAGES = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx-cu13", "pycuda",
              "cuda-python", "tokenizers", "jinja2", "msgspec", "pillow")  # fmt: skip
@@ -49,9 +51,11 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
         printed = machine.ask("nvidia-smi", *_QUERY)
     except ProgramError as error:
         yield Finding(
-            "driver", FAULT, str(error),
+            "driver",
+            FAULT,
+            str(error),
             "restart the machine; if it stays, install the NVIDIA driver again",
-        )  # fmt: skip
+        )
         return
     rows = [line.split(", ") for line in (printed or "").strip().splitlines()]
     if not rows:
@@ -81,11 +85,12 @@ def _jetpack(machine: Machine) -> Iterator[Finding]:
                       "flash JetPack 7.2 or newer")  # fmt: skip
         return
     yield Finding(
-        "JetPack", FAULT if found.remedy else OK,
+        "JetPack",
+        FAULT if found.remedy else OK,
         f"{model}, {found.name} (L4T {version[0]}.{version[1]}), TensorRT {found.tensorrt}, "
         f"CUDA {found.cuda}: {found.runs}",
         found.remedy,
-    )  # fmt: skip
+    )
 
 
 def _cuda(machine: Machine) -> Iterator[Finding]:

@@ -40,7 +40,7 @@ class Machine:
                 check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise ProgramError(f"{program} does not come back") from None
+            raise ProgramError(f"{program} does not answer") from None
         except OSError as error:
             raise ProgramError(f"{program} does not start: {error.strerror}") from None
         if result.returncode:

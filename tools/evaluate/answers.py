@@ -77,7 +77,7 @@ def read_records(path: Path, content: bytes) -> dict[int | str, Record]:
             record = msgspec.json.decode(line, type=Record)
         except (msgspec.MsgspecError, ValueError) as error:
             raise EdgeLLMError(
-                f"{path} line {number} is no answer: {error}",
+                f"{path} line {number} is not an answer: {error}",
                 hint="delete the line, and the question is answered again",
             ) from None
         if record.question_id in records:

@@ -53,7 +53,7 @@ def evaluate(
         return
     given = {"--engineDir": engine_dir, "--dataset": dataset, "--outputDir": output_dir}
     if missing := [flag for flag, value in given.items() if value is None]:
-        raise EdgeLLMError(f"{missing[0]} is missing", hint="edgellm-eval --help says all")
+        raise EdgeLLMError(f"{missing[0]} is missing", hint="edgellm-eval --help lists the flags")
     assert engine_dir is not None and dataset is not None and output_dir is not None  # noqa: PT018
     from edgellm.tools.evaluate.evaluation import Job, evaluate
 

@@ -67,8 +67,10 @@ def evaluate(job: Job) -> None:
         )
         scores = score(questions, records, parted, sandbox)
         _write(job.output_dir, settings, scores)
-    show(f"{job.output_dir}: answers, {SCORES_FILE}, report.md, report.html",
-         tables(settings, scores))  # fmt: skip
+    show(
+        f"{job.output_dir}: answers, {SCORES_FILE}, report.md, report.html",
+        tables(settings, scores),
+    )
 
 
 def _write(folder: Path, settings: Settings, scores: Scores) -> None:

@@ -40,7 +40,7 @@ RunCode = Annotated[
     bool,
     typer.Option(
         "--runCode",
-        help="Run the programs that the model wrote, shut in; without it code is not scored.",
+        help="Run the programs that the model wrote, in a sandbox; without it code is not scored.",
     ),
 ]
 Compare = Annotated[

@@ -13,8 +13,9 @@ _ROW, _NAMES, _VALUES, _AXIS = 26, 210, 170, 20
 
 def intervals(values: Mapping[str, Interval], neutral: float) -> str:
     """A dot and a whisker for each name, and a line at the value that means no difference."""
-    ends = [end for one in values.values() for end in (one.value, one.low, one.high)
-            if end is not None]  # fmt: skip
+    ends = [
+        end for one in values.values() for end in (one.value, one.low, one.high) if end is not None
+    ]
     low, high = min(neutral, *ends), max(neutral, *ends)
     scale = (WIDTH - _NAMES - _VALUES) / ((high - low) or 1.0)
 

@@ -116,7 +116,7 @@ def load(dataset: str, data_file: Path | None) -> list[Question]:
     if dataset in FILED:
         if data_file is None:
             raise EdgeLLMError(
-                f"{dataset} come from a file of yours",
+                f"{dataset} come from a file of your own",
                 hint=f"--dataFile FILE.jsonl with lines {_FIELDS[dataset]}",
             )
         return read_file(data_file, dataset)
@@ -205,8 +205,9 @@ def _decode(line: bytes, kind: type[Line]) -> Line:
 
 def _in_folder(question: Question, folder: Path) -> Question:
     """With the paths of its images made absolute; raises ValueError for one that is not there."""
-    images = [one if one.startswith(("file:", "data:")) else str(folder / one)
-              for one in question.images]  # fmt: skip
+    images = [
+        one if one.startswith(("file:", "data:")) else str(folder / one) for one in question.images
+    ]
     for given, image in zip(question.images, images, strict=True):
         if not image.startswith(("file:", "data:")) and not Path(image).is_file():
             raise ValueError(f"no such image: {given}")

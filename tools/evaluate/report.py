@@ -67,8 +67,10 @@ def pairs(questions: Sequence[Scored]) -> list[tuple[Measure, Measure]]:
 
 def rates(measures: Sequence[Measure]) -> tuple[list[float], list[float]]:
     """Decoded tokens and the seconds that they took."""
-    return ([float(one.decoded_tokens) for one in measures],
-            [one.decode_ms / 1e3 for one in measures])  # fmt: skip
+    return (
+        [float(one.decoded_tokens) for one in measures],
+        [one.decode_ms / 1e3 for one in measures],
+    )
 
 
 def whole_rates(measures: Sequence[Measure]) -> tuple[list[float], list[float]]:
@@ -136,10 +138,11 @@ def _scores(names: Sequence[str], settings: Settings, questions: Sequence[Scored
     rows = []
     for name in names:
         values = {
-            mode: [one.modes[mode].scores[name] for one in questions
-                   if name in one.modes[mode].scores]
+            mode: [
+                one.modes[mode].scores[name] for one in questions if name in one.modes[mode].scores
+            ]
             for mode in settings.modes
-        }  # fmt: skip
+        }
         cells = [shown(share_of(values[mode]), "{:.3f}") for mode in settings.modes]
         if settings.spec is not None:
             differences = [b - a for a, b in zip(values["plain"], values["spec"], strict=True)]

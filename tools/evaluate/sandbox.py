@@ -131,7 +131,7 @@ def open_sandbox(limits: Limits | None = None) -> Sandbox:
         if outcome.passed:
             return sandbox
     raise EdgeLLMError(
-        f"no program runs in the sandbox: {outcome.reason}", hint="leave --runCode away"
+        f"no program runs in the sandbox: {outcome.reason}", hint="leave out --runCode"
     )
 
 

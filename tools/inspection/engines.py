@@ -144,8 +144,9 @@ def _costs(measured: Mapping[str, dict[str, float]]) -> tuple[Costs, ...]:
     """What was measured, by its name; an engine that was compiled ahead of time has nothing."""
     return tuple(
         Costs(what, {int(rows): ms for rows, ms in times.items()})
-        for what, times in measured.items() if times
-    )  # fmt: skip
+        for what, times in measured.items()
+        if times
+    )
 
 
 def _build_facts(

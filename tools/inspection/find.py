@@ -63,7 +63,9 @@ def inspect(path: Path, *, verify: bool = False) -> Report:
             f"{path / MANIFEST_NAME} is not a manifest of edgellm, or damaged", hint=_WANTED
         )
     refuse_adapter(path)
-    raise EdgeLLMError(f"{path} is no checkpoint, bundle or engine", hint=_inside(path) or _WANTED)
+    raise EdgeLLMError(
+        f"{path} is neither checkpoint, bundle nor engine", hint=_inside(path) or _WANTED
+    )
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -117,8 +117,10 @@ def _read(path: Path, header: _Header, size: int) -> tuple[dict[str, Any], tuple
     data = -(-header.place // alignment) * alignment
     has_head = any(name == "output.weight" for name, *_ in entries)
     tensors = tuple(_tensor(path, data, *entry, has_head=has_head) for entry in entries)
-    ends = [data + offset + tensor.num_bytes
-            for tensor, (*_, offset) in zip(tensors, entries, strict=True)]  # fmt: skip
+    ends = [
+        data + offset + tensor.num_bytes
+        for tensor, (*_, offset) in zip(tensors, entries, strict=True)
+    ]
     if max(ends, default=0) > size:
         raise ValueError(f"{size} of {max(ends)} bytes")
     return metadata, tensors

@@ -12,8 +12,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from edgellm.tools.serve import chat, completions, errors
-from edgellm.tools.serve.calls import Call
-from edgellm.tools.serve.engine import Ask
+from edgellm.tools.serve.asks import Ask
+from edgellm.tools.serve.client_request import Call
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.guard import Guard
 from edgellm.tools.serve.metrics import Metrics
@@ -48,9 +48,11 @@ class Server:
         """Raises `ApiError` 404 for another model than the one there is."""
         if name not in (None, self.settings.model):
             raise ApiError(
-                404, f"there is no model {name!r} here, only {self.settings.model!r}",
-                code="model_not_found", param="model",
-            )  # fmt: skip
+                404,
+                f"there is no model {name!r} here, only {self.settings.model!r}",
+                code="model_not_found",
+                param="model",
+            )
 
     async def respond(
         self,

@@ -10,14 +10,14 @@ from typing import Any
 
 from edgellm.device_runtime.engine.llm import LLM, Step
 from edgellm.device_runtime.sampling.guidance import Guide
-from edgellm.tools.serve.engine import Ask
+from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished
 from edgellm.tools.serve.images import image_source
 from edgellm.tools.serve.logprobs import chat_logprobs
-from edgellm.tools.serve.origins import origins
 from edgellm.tools.serve.schemas import ChatRequest, Message, StreamOptions, TextPart
 from edgellm.tools.serve.settings import ImageRules
+from edgellm.tools.serve.token_origins import origins
 from edgellm.tools.serve.tool_calls.call import Call
 from edgellm.tools.serve.usage import timing, usage
 
@@ -129,9 +129,11 @@ class ChatWriter:
         self._options = body.stream_options or StreamOptions()
         self._wants_logprobs = bool(body.logprobs)
         self._head: _Event = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion.chunk",
-            "created": int(time.time()), "model": model,
-        }  # fmt: skip
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": model,
+        }
         self._content = ""
         self._calls: list[_Event] = []
         self._logprobs: list[_Event] = []
@@ -178,9 +180,11 @@ class ChatWriter:
         else:
             message["content"] = self._content
         choice = {
-            "index": 0, "message": message, "finish_reason": self._reason(figures),
+            "index": 0,
+            "message": message,
+            "finish_reason": self._reason(figures),
             "logprobs": {"content": self._logprobs} if self._wants_logprobs else None,
-        }  # fmt: skip
+        }
         return {
             **self._head, "object": "chat.completion", "choices": [choice],
             "usage": usage(figures), "metrics": timing(figures),
@@ -212,9 +216,11 @@ class ChatWriter:
         function = {"name": call.name, "arguments": call.arguments}
         # Templates of Mistral take back ids of nine letters and digits alone.
         found = {
-            "index": len(self._calls), "id": uuid.uuid4().hex[:9], "type": "function",
+            "index": len(self._calls),
+            "id": uuid.uuid4().hex[:9],
+            "type": "function",
             "function": function,
-        }  # fmt: skip
+        }
         self._calls.append(found)
         return found
 

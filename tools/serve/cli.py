@@ -82,10 +82,10 @@ def edgellm_serve(
             _folders(image_folders), frozenset(map(str.lower, image_hosts or ()))
         ),
     )  # fmt: skip
-    from edgellm.tools.serve import engine, server
+    from edgellm.tools.serve import asks, server
 
     listener = server.listen(host, port)  # a taken port is told before the engine is loaded
-    llm = engine.load(
+    llm = asks.load(
         engine_dir, multimodal_engine_dir, how,
         context_reuse=context_reuse, allow_special_tokens=allow_special_tokens, verify=verify,
     )  # fmt: skip
@@ -104,10 +104,12 @@ def _run(llm: LLM, settings: Settings, listener: socket, host: str, drain_timeou
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}"
     serve(
-        create_app(worker, metrics, settings), worker, listener,
+        create_app(worker, metrics, settings),
+        worker,
+        listener,
         lambda: typer.echo(f"{settings.model} answers at {url}/v1; Ctrl-C ends it"),
         drain_timeout_s=drain_timeout_s,
-    )  # fmt: skip
+    )
     typer.echo("stopped")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgellm.device_runtime.engine.llm import LLM, Step
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
-from edgellm.tools.serve.engine import Ask
+from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished
 from edgellm.tools.serve.logprobs import completion_logprobs
@@ -26,9 +26,10 @@ def asks_of(body: CompletionRequest) -> list[Ask]:
     """
     if body.echo and body.logprobs is not None:
         raise ApiError(
-            400, "echo: log-probabilities of prompts are not computed; give echo or logprobs",
+            400,
+            "echo: log-probabilities of prompts are not computed; give echo or logprobs",
             param="echo",
-        )  # fmt: skip
+        )
     sampling = body.sampling(body.logprobs, body.form())
     most = body.max_tokens or DEFAULT_TOKENS
     prompts = (p if isinstance(p, str) else tuple(p) for p in body.prompts())
@@ -45,9 +46,11 @@ class CompletionWriter:
         self._end_ids = body.ends(llm.manifest.eos_token_ids)
         self._options = body.stream_options or StreamOptions()
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion",
-            "created": int(time.time()), "model": model,
-        }  # fmt: skip
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
         self._wants_logprobs = body.logprobs is not None
         self._prompts = body.prompts()
         self._echo = bool(body.echo)
@@ -121,6 +124,8 @@ class CompletionWriter:
         if self._wants_logprobs:
             logprobs = completion_logprobs(entries, self._tokenizer, offset)
         return {
-            "index": len(self._figures), "text": text, "logprobs": logprobs,
+            "index": len(self._figures),
+            "text": text,
+            "logprobs": logprobs,
             "finish_reason": reason,
-        }  # fmt: skip
+        }

@@ -11,7 +11,7 @@ Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")]
 ApiKeyFile = Annotated[
     Path | None,
-    typer.Option("--apiKeyFile", help="Keys, one in a line, of which requests must bear one."),
+    typer.Option("--apiKeyFile", help="API keys, one a line; requests must carry one."),
 ]
 AllowNoKey = Annotated[
     bool, typer.Option("--allowNoKey", help="Let other machines in without a key.")

@@ -119,17 +119,19 @@ class Formed(Body):
             given = self.structured_outputs.guides()
             if not given:
                 raise ApiError(
-                    400, "structured_outputs: give json, regex, choice, grammar or json_object",
+                    400,
+                    "structured_outputs: give json, regex, choice, grammar or json_object",
                     param="structured_outputs",
-                )  # fmt: skip
+                )
             found += given
         own = self.response_format.guide() if self.response_format is not None else None
         found += [own] if own is not None else []
         if len(found) > 1:
             raise ApiError(
-                400, "one form of the answer at a time: response_format, one guided_ field, "
+                400,
+                "one form of the answer at a time: response_format, one guided_ field, "
                 "or one field of structured_outputs",
-            )  # fmt: skip
+            )
         return found[0] if found else None
 
 

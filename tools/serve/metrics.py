@@ -27,9 +27,10 @@ class Metrics:
             "vllm:time_to_first_token_seconds", "From arrival to the first token.", _SECONDS
         )
         self._between = self._histogram(
-            "vllm:inter_token_latency_seconds", "From one step's tokens to the next's.",
+            "vllm:inter_token_latency_seconds",
+            "From one step's tokens to the next's.",
             _STEP_SECONDS,
-        )  # fmt: skip
+        )
         self._whole = self._histogram(
             "vllm:e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS
         )
@@ -44,9 +45,11 @@ class Metrics:
         self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.")
         self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted ones.")
         self._ended = Counter(
-            "vllm:request_success", "Requests by their end; abort: the client left.",
-            ["model_name", "finished_reason"], registry=self._registry,
-        )  # fmt: skip
+            "vllm:request_success",
+            "Requests by their end; abort: the client left.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
 
     def watch(
         self, running: Callable[[], int], waiting: Callable[[], int], session: DecoderSession

@@ -16,15 +16,19 @@ _OPENAI_ERROR = {
             "type": "object",
             "required": ["message", "type", "param", "code"],
             "properties": {
-                "message": {"type": "string"}, "type": {"type": "string"},
-                "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]},
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
             },
         }
     },
-}  # fmt: skip
+}
 _TRITON_ERROR = {
-    "type": "object", "required": ["error"], "properties": {"error": {"type": "string"}},
-}  # fmt: skip
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "string"}},
+}
 _REFUSALS = {
     "400": "The request is faulty, or what it asks for cannot be done.",
     "401": "No API key, or an unknown one.",

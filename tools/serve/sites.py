@@ -24,7 +24,7 @@ def read_origins(given: Sequence[str]) -> frozenset[str]:
     """The origins of `--allowOrigin` as browsers write them.
 
     Raises:
-        EdgeLLMError: one is no origin.
+        EdgeLLMError: one is not an origin.
     """
     return frozenset(map(_origin, given))
 
@@ -41,7 +41,7 @@ def _origin(text: str) -> str:
     rest = (parts.path.removesuffix("/"), parts.query, parts.fragment, parts.username or "")
     if not parts.scheme or not name or any(rest):
         raise EdgeLLMError(
-            f"--allowOrigin {text} is no origin",
+            f"--allowOrigin {text} is not an origin",
             hint="give scheme, host and port as the browser does: https://chat.example.com, "
             "http://localhost:3000; * allows every page",
         )
@@ -61,9 +61,10 @@ def require_known_site(headers: Headers, allowed: frozenset[str]) -> None:
         is_known = origin is None or urlsplit(origin).netloc == headers.get("host")
     if not is_known:
         raise ApiError(
-            403, f"pages of {origin or 'other sites'} may not use this server; "
+            403,
+            f"pages of {origin or 'other sites'} may not use this server; "
             "its owner can let them in: --allowOrigin",
-        )  # fmt: skip
+        )
 
 
 def share(app: Starlette, allowed: frozenset[str]) -> None:

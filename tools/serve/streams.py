@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from edgellm.device_runtime.engine.llm import Step
-from edgellm.tools.serve.calls import Call, DisconnectedError
+from edgellm.tools.serve.client_request import Call, DisconnectedError
 from edgellm.tools.serve.errors import as_api_error, body_for
 from edgellm.tools.serve.events import Event, Finished, Started
 

@@ -68,9 +68,11 @@ async def tokenized(body: TokenizeRequest, llm: LLM) -> dict[str, Any]:
     found = await body.token_ids(llm)
     names = [llm.tokenizer.token_name(token_id) for token_id in found]
     return {
-        "count": len(found), "max_model_len": llm.manifest.max_kv_cache_capacity,
-        "tokens": found, "token_strs": names if body.return_token_strs else None,
-    }  # fmt: skip
+        "count": len(found),
+        "max_model_len": llm.manifest.max_kv_cache_capacity,
+        "tokens": found,
+        "token_strs": names if body.return_token_strs else None,
+    }
 
 
 async def detokenized(body: DetokenizeRequest, llm: LLM) -> dict[str, Any]:

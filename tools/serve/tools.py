@@ -74,9 +74,11 @@ class Tooled(Body):
         else:
             if any(tool.function.strict for tool in self.usable_tools()):
                 raise ApiError(
-                    400, 'tools: strict needs a tool_choice that is "required" or a name: '
-                    "only then the arguments are guided by their schema", param="tools",
-                )  # fmt: skip
+                    400,
+                    'tools: strict needs a tool_choice that is "required" or a name: '
+                    "only then the arguments are guided by their schema",
+                    param="tools",
+                )
             functions = []
         return functions
 
@@ -109,9 +111,11 @@ def _parser(llm: LLM) -> type[ToolParser]:
     parser = tool_calls.find(llm.tokenizer.chat_template or "")
     if parser is None:
         raise ApiError(
-            400, "tools: this model's chat template knows no tools; for JSON by a schema give "
-            "response_format", param="tools",
-        )  # fmt: skip
+            400,
+            "tools: this model's chat template knows no tools; for JSON by a schema give "
+            "response_format",
+            param="tools",
+        )
     return parser
 
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from edgellm.device_runtime.engine.llm import Step
 from edgellm.device_runtime.sampling.sampler import MOST_STOPS, SamplingParams
 from edgellm.device_runtime.tokenizer import ChatTokenizer
-from edgellm.tools.serve.engine import Ask
+from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished
 from edgellm.tools.serve.forms import Body
@@ -94,9 +94,10 @@ class GenerateRequest(Body):
         of_tensorrt = [name for name in self.model_fields_set if name.startswith("sampling_param")]
         if self.parameters is not None and of_tensorrt:
             raise ApiError(
-                400, f"{min(of_tensorrt)}: give parameters or sampling_param_..., not both",
+                400,
+                f"{min(of_tensorrt)}: give parameters or sampling_param_..., not both",
                 param="parameters",
-            )  # fmt: skip
+            )
         if self.is_vllms and not of_tensorrt:
             given = self.parameters or VllmParameters()
             return Ask(self.text_input, given.sampling(), given.max_tokens, _stops(given.stop))
@@ -121,8 +122,10 @@ class GenerateRequest(Body):
         """Raises `ApiError` where the body asks for what the other path is for."""
         own = self.parameters.stream if self.parameters is not None else None
         for name, value in (
-            ("streaming", self.streaming), ("stream", self.stream), ("parameters.stream", own),
-        ):  # fmt: skip
+            ("streaming", self.streaming),
+            ("stream", self.stream),
+            ("parameters.stream", own),
+        ):
             if value not in (None, streams):
                 path = "generate_stream" if value else "generate"
                 raise ApiError(400, f"{name}: this is what {path} is for", param=name)
@@ -131,8 +134,10 @@ class GenerateRequest(Body):
         """What stands before the answer: the prompt, unless it is excluded."""
         own = self.parameters.exclude_input_in_output if self.parameters is not None else None
         told = (
-            self.sampling_param_exclude_input_from_output, self.exclude_input_in_output, own,
-        )  # fmt: skip
+            self.sampling_param_exclude_input_from_output,
+            self.exclude_input_in_output,
+            own,
+        )
         default = streams and self.is_vllms
         excluded = next((value for value in told if value is not None), default)
         return "" if excluded else self.text_input

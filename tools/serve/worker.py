@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import LLM, Answer
-from edgellm.tools.serve.engine import Ask, start
+from edgellm.tools.serve.asks import Ask, start
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Event, Failed, Finished, Started
 from edgellm.tools.serve.metrics import Metrics

@@ -51,17 +51,20 @@ FeatureNoise = Annotated[
 Unrolls = Annotated[
     int | None,
     typer.Option(
-        "--unrolls", min=1, max=16,
+        "--unrolls",
+        min=1,
+        max=16,
         help="Draft steps in a row: of eagle3 those trained, of eagle those estimated. [5]",
     ),
-]  # fmt: skip
+]
 UnrollWeight = Annotated[
     float | None,
     typer.Option(
-        "--unroll_weight", min=0,
+        "--unroll_weight",
+        min=0,
         help="Loss weight of step j, of heads head j: this to the j. [0.9, of medusa 0.8]",
     ),
-]  # fmt: skip
+]
 MaxTokens = Annotated[
     int, typer.Option("--max_tokens", min=16, help="Longer conversations are cut.")
 ]
@@ -108,7 +111,7 @@ class MethodFlags:
             given, usual = getattr(self, name), getattr(default, name)
             if given is not None and usual is None:
                 owners = [one for one, of in _DEFAULTS.items() if getattr(of, name) is not None]
-                raise EdgeLLMError(f"--{name} is of --method {' and '.join(owners)}, not {method}")
+                raise EdgeLLMError(f"--{name} is for --method {' and '.join(owners)}, not {method}")
             chosen[name] = usual if given is None else given
         return MethodFlags(**chosen)
 

@@ -73,7 +73,7 @@ def read_conversations(paths: Sequence[Path], base: Base) -> tuple[list[Sample],
                 raise EdgeLLMError(f"{path} line {number}: {error}", hint=error.hint) from None
             except (ValueError, KeyError, TypeError, IndexError, TemplateError) as error:
                 raise EdgeLLMError(
-                    f"{path} line {number} is no conversation: {error!r}",
+                    f"{path} line {number} is not a conversation: {error!r}",
                     hint='each line is {"messages": [{"role": "user", "content": "..."}]}',
                 ) from None
             if sample.answer:
@@ -253,8 +253,10 @@ def stored_answers(store: Path) -> list[Sample]:
 def _stored(line: bytes) -> Sample | None:
     try:
         record = json.loads(line)
-        shown = [Picture(source, (rows, columns))
-                 for source, (rows, columns) in record.get("pictures", ())]  # fmt: skip
+        shown = [
+            Picture(source, (rows, columns))
+            for source, (rows, columns) in record.get("pictures", ())
+        ]
         return Sample(Prompt(tuple(record["prompt"]), tuple(shown)), tuple(record["answer"]))
     except (ValueError, KeyError, TypeError):
         return None

@@ -42,8 +42,10 @@ class DraftShape:
         if self.mrope_section:
             # With both spellings of the type: readers differ.
             config["rope_scaling"] = {
-                "type": "mrope", "rope_type": "default", "mrope_section": [*self.mrope_section]
-            }  # fmt: skip
+                "type": "mrope",
+                "rope_type": "default",
+                "mrope_section": [*self.mrope_section],
+            }
             if self.mrope_interleaved:
                 config["rope_scaling"]["mrope_interleaved"] = True
         return config

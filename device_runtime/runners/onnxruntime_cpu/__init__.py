@@ -43,7 +43,7 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     Raises:
         BrokenArtifactError: built with another ONNX Runtime or for another processor, whose
             prepacked weights this one would misread; or it needs edgellm's kernels, and they
-            are not to be had here.
+            are not available here.
     """
     from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
         LoadedGraph,
@@ -59,9 +59,11 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     for role, graphs in engine.graphs.items():
         # An encoder's images have all sizes.
         options = {
-            "threads": threads, "optimize": False, "keeps_memory": role != ENCODER,
+            "threads": threads,
+            "optimize": False,
+            "keeps_memory": role != ENCODER,
             "own_kernels": own_kernels,
-        }  # fmt: skip
+        }
         loaded = [LoadedGraph(load_graph(folder / g.path, **options), g.max_rows) for g in graphs]
         kv = engine.cache_of(role)
         opened[role] = OnnxRuntimeRunner(loaded, kv, engine.max_kv_cache_capacity)

@@ -47,7 +47,7 @@ def allocate(shape: Sequence[int], dtype: np.dtype, device: str) -> ort.OrtValue
     except Exception as error:  # noqa: BLE001 - the classes are private to the extension module
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         raise LimitError(
-            f"{size / 1e6:.0f} MB cannot be had on the device: {str(error).splitlines()[0]}",
+            f"the device has no room for {size / 1e6:.0f} MB: {str(error).splitlines()[0]}",
             hint="close other programs, or build with a smaller --maxKVCacheCapacity",
         ) from None
 

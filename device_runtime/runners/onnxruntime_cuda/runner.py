@@ -127,8 +127,9 @@ class CudaRunner:
         arrays |= {**masks, SLOTS: slot_indices(self._heads, rows)}
         taken = {
             name: np.array(array, self._types[name])
-            for name, array in arrays.items() if name in self._types
-        }  # fmt: skip
+            for name, array in arrays.items()
+            if name in self._types
+        }
         bound = _BoundPass(self._graph, self._device, self.cache, taken)
         if rows <= KEPT_ROWS:
             self._kept[key] = bound

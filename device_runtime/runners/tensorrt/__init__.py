@@ -30,7 +30,7 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     Raises:
         BrokenArtifactError: compiled for another GPU or library, told before the file is read; or
             the library refuses it.
-        LimitError: the GPU's memory does not suffice.
+        LimitError: the GPU has too little memory.
         EdgeLLMError: pycuda or cuda-python is missing.
     """
     from edgellm.device_runtime.runners.tensorrt.cuda import open_device

@@ -59,7 +59,7 @@ class BoundPass:
         *,
         is_kept: bool,
     ) -> None:
-        """Wire up; `is_kept`: it runs again with these shapes, and nobody else has the context."""
+        """Bind; `is_kept`: it runs again with these shapes, and nobody else has the context."""
         self._context, self._device = context, device
         self._arguments, self._picks = arguments, picks
         self._may_capture = is_kept and context.is_capturable()

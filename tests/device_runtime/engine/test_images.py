@@ -22,7 +22,7 @@ from edgellm.contract import BrokenArtifactError, RequestError
 from edgellm.device_runtime.engine.images import ImageReader
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.runner import start_request
+from edgellm.device_runtime.requests.responses import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.export import visual
 from edgellm.export.source import open_checkpoint
@@ -152,8 +152,9 @@ def test_threads_with_pictures(qwen, pictures):
     def ask(at: int) -> list[int]:
         content = [_image(pictures["abc"[at % 3]]), _text(f"w{at % 6}")]
         sampling = SamplingParams(1.0, 1.0, 0, at % 6)
-        answer = llm.generate([{"role": "user", "content": content}], sampling=sampling,
-                              max_generate_length=6)  # fmt: skip
+        answer = llm.generate(
+            [{"role": "user", "content": content}], sampling=sampling, max_generate_length=6
+        )
         list(answer)
         return answer.token_ids
 
@@ -237,8 +238,10 @@ def test_precisions_of_decoder_and_encoder_are_free(qwen, pictures, tmp_path, de
     content = [_image(pictures["a"]), _text("w1 w2")]
     answer = llm.generate([{"role": "user", "content": content}], sampling=GREEDY)
     assert list(answer)
-    readers = (ImageReader(folder, llm.manifest.decoder, verify=True)
-               for folder in (seeing, qwen.visual_engine))  # fmt: skip
+    readers = (
+        ImageReader(folder, llm.manifest.decoder, verify=True)
+        for folder in (seeing, qwen.visual_engine)
+    )
     found, floats = (reader.see([pictures["a"]], Path())[0].embeds for reader in readers)
     distance = np.linalg.norm(found - floats) / np.linalg.norm(floats)
     assert distance == 0 if encoder == "none" else 1e-3 < distance < 0.1
@@ -246,9 +249,10 @@ def test_precisions_of_decoder_and_encoder_are_free(qwen, pictures, tmp_path, de
 
 def _requests(folder: Path, *contents: Any) -> Path:
     document = {
-        "max_generate_length": 6, "temperature": 0,
+        "max_generate_length": 6,
+        "temperature": 0,
         "requests": [{"messages": [{"role": "user", "content": content}]} for content in contents],
-    }  # fmt: skip
+    }
     path = folder / "input.json"
     path.write_text(json.dumps(document))
     return path
@@ -278,9 +282,11 @@ def test_the_command(command, qwen, pictures, tmp_path):
     responses = json.loads((tmp_path / "out.json").read_text())["responses"]
     errors = [response.get("error", {}).get("message", "") for response in responses]
     for at, words in {
-        1: "missing.png", 2: "truncated.png", 3: "video is not supported",
+        1: "missing.png",
+        2: "truncated.png",
+        3: "video is not supported",
         5: "an image item needs `image`",
-    }.items():  # fmt: skip
+    }.items():
         assert words in errors[at]
     assert errors[0] == errors[4] == ""
     assert responses[0]["messages"][0]["content"][0] == _image(pictures["a"])

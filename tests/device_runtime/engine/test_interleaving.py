@@ -135,8 +135,9 @@ def test_one_answer_is_never_copied(monkeypatch):
     for session in (StrictBase, StrictDraft):
         monkeypatch.delattr(session, "read_rows")
         monkeypatch.delattr(session, "write_rows")
+    expected = alone([3, 1, 4], GREEDY, 12).token_ids
     for _ in range(2):
-        rig.finish(rig.begin([3, 1, 4], GREEDY, 12))
+        assert rig.finish(rig.begin([3, 1, 4], GREEDY, 12)).token_ids == expected
 
 
 # ------------------------------------------------------------------------------ tiny engines
@@ -173,8 +174,10 @@ def test_answers_of_an_engine_in_turns(eagle_pairs, way, reuses):
         expected.append((answer.token_ids, answer.text, answer.finish_reason))
     for seed, count in ((0, 2), (1, 3), (2, 3)):
         order = random.Random(seed)
-        answers = [llm.generate(**ask, speculative=seed < 2 or at > 0)
-                   for at, ask in enumerate(asks[:count])]  # fmt: skip
+        answers = [
+            llm.generate(**ask, speculative=seed < 2 or at > 0)
+            for at, ask in enumerate(asks[:count])
+        ]
         going = [iter(answer) for answer in answers]
         while going:
             steps = order.choice(going)

@@ -167,7 +167,7 @@ def test_numbers_of_numpy_are_numbers(llm):
      ({"sampling": 0}, "sampling 0 is not a SamplingParams"),
      ({"stop": 5}, "stop 5 is not a list of texts"), ({"stop": [b"x"]}, "is not a list of texts"),
      ({"speculative": "no"}, "speculative 'no' is not True or False"),
-     ({"temperature": 0}, "temperature is no argument for raw text")],
+     ({"temperature": 0}, "temperature does not go with raw text")],
     ids=str,
 )  # fmt: skip
 def test_arguments_have_kinds(llm, arguments, message):

@@ -11,7 +11,7 @@ from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.engine.prefix_cache import KeptContexts
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.runner import run_request
+from edgellm.device_runtime.requests.responses import run_request
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 GREEDY = SamplingParams(temperature=0)

@@ -41,8 +41,9 @@ def test_answers_have_the_peers_fields(infer, tmp_path):
     assert first["formatted_system_prompt"] == "system : w30 . "
     assert first["formatted_complete_request"] == "system : w30 . user : w20 w21 . assistant : "
     assert first["messages"][1] == {
-        "role": "user", "content": [{"type": "text", "text": "w20 w21"}],
-    }  # fmt: skip
+        "role": "user",
+        "content": [{"type": "text", "text": "w20 w21"}],
+    }
     assert first["prompt_token_count"] == 11
     assert first["finish_reason"] in ("stop", "length")
     assert 1 <= first["generated_token_count"] <= 5

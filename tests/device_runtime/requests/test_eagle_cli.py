@@ -205,8 +205,8 @@ def test_prove_compares_lengths(eagle_pair, monkeypatch, more):
         (("--eagle", "--eagleDraftTopK", 11), ("11 x --eagleDraftStep 6 = 66 drafted rows", "60")),
         (("--eagle", "--eagleDraftTopK", 41, "--eagleDraftStep", 1), ("vocabulary of 40",)),
         (("--eagle", "--eagleTree", "nonsense"), ("--eagleTree nonsense: give cost or fixed",)),
-        (("--prove", 1), ("--prove is about speculation", "give --eagle or --spec as well")),
-        (("--treeOutputFile", "t.json"), ("--treeOutputFile is about speculation",)),
+        (("--prove", 1), ("--prove needs speculation", "give --eagle or --spec as well")),
+        (("--treeOutputFile", "t.json"), ("--treeOutputFile needs speculation",)),
     ],
     ids=str,
 )
@@ -231,12 +231,12 @@ def test_numbers_out_of_range_are_usage_errors(infer, flags):
 
 def test_trees_and_answers_are_files_of_their_own(infer, tmp_path):
     result, _ = infer(GOOD, "--eagle", "--treeOutputFile", tmp_path / "out.json")
-    assert_one_line_error(result, "files of their own")
+    assert_one_line_error(result, "to different files")
 
 
 def test_engines_without_a_draft(infer, tiny_engine, engine):
     assert_one_line_error(
-        infer(GOOD, "--eagle", engine=tiny_engine)[0], "is no EAGLE base", "--eagleBase"
+        infer(GOOD, "--eagle", engine=tiny_engine)[0], "is not an EAGLE base", "--eagleBase"
     )
     shutil.rmtree(engine / "draft")
     result, _ = infer(GOOD, "--eagle", engine=engine)
@@ -287,9 +287,11 @@ def test_damaged_drafts(infer, eagle_pair, engine):
     for text, message in (
         ('{"kind": ', "is damaged"),
         ((engine / "manifest.json").read_text(), "is a llm_engine, not a draft_engine"),
-        (manifest.read_text().replace('"draft_vocab_size": 40', '"draft_vocab_size": "x"'),
-         "is damaged"),
-    ):  # fmt: skip
+        (
+            manifest.read_text().replace('"draft_vocab_size": 40', '"draft_vocab_size": "x"'),
+            "is damaged",
+        ),
+    ):
         manifest.write_text(text)
         assert_one_line_error(infer(GOOD, "--eagle", engine=engine)[0], message)
         shutil.copy(eagle_pair.engine / "draft" / "manifest.json", manifest)

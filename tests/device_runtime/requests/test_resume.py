@@ -21,9 +21,11 @@ from edgellm.device_runtime.requests.unfinished_run import Answered, settings_of
 
 GIVEN = (Options(), [{"messages": [{"role": "user", "content": "\ud800"}]}])
 FLAGS = {
-    "max_generate_length": None, "context_reuse": False, "allow_special_tokens": False,
+    "max_generate_length": None,
+    "context_reuse": False,
+    "allow_special_tokens": False,
     "trees": False,
-}  # fmt: skip
+}
 SETTINGS = settings_of(GIVEN, {"base": "1"}, None, **FLAGS)
 PROFILE = Profile(
     stages_ms={"llm_prefill": [0.1]}, prompt_tokens=[3], rounds=[RoundCounts(2, 5, 3, 1)]
@@ -108,7 +110,7 @@ def test_a_damaged_line_is_named(tmp_path):
         begin(tmp_path / "out.json", 2)
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([lines[0], lines[1], b"\0" * 9, b""]))
-    with pytest.raises(EdgeLLMError, match="line 3 is no answer"):
+    with pytest.raises(EdgeLLMError, match="line 3 is not an answer"):
         begin(tmp_path / "out.json", 2, goes_on=True)
 
 

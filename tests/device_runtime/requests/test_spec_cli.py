@@ -68,14 +68,16 @@ def test_text_alone_drafts_for_an_engine_without_features(infer, tmp_path):
         assert ("spec_verify_count" in other["timings"]) == (other["request_idx"] != 3)
     assert answers[1]["timings"]["spec_acceptance_length"] > 5  # it was said before
     assert [request["request_idx"] for request in json.loads(trees.read_text())["requests"]] == [
-        0, 1, 2,
-    ]  # fmt: skip
+        0,
+        1,
+        2,
+    ]
 
 
 def test_engines_that_were_not_built_for_it(infer, tiny_engine):
     result, _ = infer("--ngram", engine=tiny_engine)
     assert_one_line_error(result, "was built for plain decoding", "--maxVerifyTreeSize")
-    assert_one_line_error(infer("--eagle")[0], "is no EAGLE base", "--is_eagle_base")
+    assert_one_line_error(infer("--eagle")[0], "is not an EAGLE base", "--is_eagle_base")
     result, _ = infer("--spec", "ngram", "--eagleVerifyTreeSize", 13)
     assert_one_line_error(result, "trees of 13 nodes", "exceed the engine's 12")
 
@@ -99,9 +101,11 @@ def test_answers_are_the_plain_ones(tree_engine, tree, temperature):
 
 def _ids(llm, temperature, *, speculative):
     answer = llm.generate(
-        "w20 w21 w22", sampling=SamplingParams(temperature, 1.0, 0), speculative=speculative,
+        "w20 w21 w22",
+        sampling=SamplingParams(temperature, 1.0, 0),
+        speculative=speculative,
         max_generate_length=60,
-    )  # fmt: skip
+    )
     list(answer)
     return answer.token_ids, answer.profile.rounds
 
@@ -168,8 +172,8 @@ def test_flags_that_decode_plainly():
     [
         ({"spec": "hydra"}, "--spec hydra: give draft, eagle, medusa, ngram, suffix, auto or none"),
         ({"spec": "none", "eagle": True}, "--spec none decodes plainly"),
-        ({"tree": "fixed"}, "--eagleTree is about speculation"),
-        ({"steps": 3, "posterior_alpha": 0.1}, "--eagleDraftStep is about speculation"),
+        ({"tree": "fixed"}, "--eagleTree needs speculation"),
+        ({"steps": 3, "posterior_alpha": 0.1}, "--eagleDraftStep needs speculation"),
         ({"eagle": True, "tree": "tall"}, "--eagleTree tall: give cost or fixed"),
         (
             {"eagle": True, "tree": "cost", "use_dynamic_tree": True},
@@ -184,13 +188,13 @@ def test_flags_that_decode_plainly():
             {"eagle": True, "use_dynamic_tree": True, "dynamic_top_k": 3, "draft_top_k": 4},
             "is the --eagleDraftTopK of --eagleUseDynamicTree",
         ),
-        ({"eagle": True, "choices": "[[0], [0, 1]"}, r"is no JSON: \[\[0\], \[0, 1\]"),
-        ({"eagle": True, "choices": "[[0], [true]]"}, "no list of lists of ranks"),
+        ({"eagle": True, "choices": "[[0], [0, 1]"}, r"is not JSON: \[\[0\], \[0, 1\]"),
+        ({"eagle": True, "choices": "[[0], [true]]"}, "not a list of lists of ranks"),
         ({"eagle": True, "choices": "[]"}, "has none"),
-        ({"eagle": True, "choices": "[[0], []]"}, r"\[\] is no choice"),
-        ({"eagle": True, "choices": "[[0], [-1]]"}, r"\[-1\] is no choice"),
+        ({"eagle": True, "choices": "[[0], []]"}, r"\[\] is not a choice"),
+        ({"eagle": True, "choices": "[[0], [-1]]"}, r"\[-1\] is not a choice"),
         ({"eagle": True, "choices": "[[0], [1, 0]]"}, r"\[1, 0\] has no parent"),
-        ({"eagle": True, "choices": "[[0], [1], [0]]"}, r"\[0\] stands twice"),
+        ({"eagle": True, "choices": "[[0], [1], [0]]"}, r"\[0\] is given twice"),
         (
             {"eagle": True, "choices": "mc_sim_7b_63", "max_non_leaves": 9},
             "level 1 of the choices has 10 nodes with children, --maxNonLeavesPerLayer allows 9",
@@ -281,9 +285,11 @@ def test_auto_leaves_answers_as_they_are(engine, temperature, request):
         ids = []
         for speculative in (False, True):
             answer = llm.generate(
-                prompt, sampling=SamplingParams(temperature, 1.0, 0), speculative=speculative,
+                prompt,
+                sampling=SamplingParams(temperature, 1.0, 0),
+                speculative=speculative,
                 max_generate_length=40,
-            )  # fmt: skip
+            )
             list(answer)
             ids.append(answer.token_ids)
         assert ids[0] == ids[1]

@@ -13,7 +13,7 @@ from lettered_engine import with_letters
 from edgellm.contract import EdgeLLMError, RequestError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
-from edgellm.device_runtime.requests.runner import run_request
+from edgellm.device_runtime.requests.responses import run_request
 from edgellm.device_runtime.sampling.guidance import Guidance, Guide
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.accept import Typical
@@ -26,7 +26,7 @@ SCHEMA = {
     },
     "required": ["a", "b"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 GUIDES = {
     "json_schema": Guide.of_schema(SCHEMA),
     "regex": Guide("regex", "[a-c]{3,5}-[0-9]+[#]"),
@@ -118,7 +118,7 @@ def test_the_request_file_says_the_form(llm):
     ("guide", "message"),
     [
         (Guide("regex", "(ab"), "the regex of the answer is faulty"),
-        (Guide("json_schema", "{"), "the schema of the answer is no JSON"),
+        (Guide("json_schema", "{"), "the schema of the answer is not JSON"),
         (Guide("json_schema", '{"type": "fruit"}'), "the json_schema of the answer is faulty"),
         (Guide("ebnf", "root ::= missing"), "the ebnf of the answer is faulty"),
     ],

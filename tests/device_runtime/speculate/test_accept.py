@@ -255,9 +255,10 @@ def test_the_check_finds_penalties_that_forget_a_nodes_ancestors():
 
 
 @pytest.mark.parametrize(
-    "accept", [top_child, unprocessed_bonus, again_after_rejection, typical],
+    "accept",
+    [top_child, unprocessed_bonus, again_after_rejection, typical],
     ids=lambda accept: accept.__name__,
-)  # fmt: skip
+)
 def test_the_check_finds_biased_acceptance(accept):
     found = [distance(seed, SamplingParams(0.7, 1.0, 0), accept) for seed in range(6)]
     assert max(found) > 0.02

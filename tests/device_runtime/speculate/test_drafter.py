@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from stepping import by_cost, learned_of
 
-from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafter import ImageIds, TreeDrafter
 from edgellm.device_runtime.speculate.lookup import Continuation, LearnedLookup

@@ -101,8 +101,10 @@ def test_a_compacted_cache_equals_a_fresh_one(pair, end):
     rows = (cache_rows(one, len(ids)) for one in (session, fresh))
     close(pair, *rows)
     for at in range(3):
-        steps = [one.run(np.array([60 + at]), len(ids) + at, np.zeros(1, np.int64)).logits
-                 for one in (session, fresh)]  # fmt: skip
+        steps = [
+            one.run(np.array([60 + at]), len(ids) + at, np.zeros(1, np.int64)).logits
+            for one in (session, fresh)
+        ]
         close(pair, *steps)
 
 

@@ -97,16 +97,14 @@ def test_ids_are_those_of_plain_decoding(draft, policy, lookups):
 @settings(max_examples=40)
 @given(
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
-    limits=st.builds(
-        TreeLimits, st.integers(1, VOCAB - 1), st.integers(1, 5), st.integers(1, 60)
-    ),
+    limits=st.builds(TreeLimits, st.integers(1, VOCAB - 1), st.integers(1, 5), st.integers(1, 60)),
     policy=st.sampled_from(["fixed", *COSTS]),
     draft=st.sampled_from(sorted(DRAFTS)),
     lookups=st.booleans(),
     room=st.integers(1, 40),
     prefill_rows=st.integers(1, 40),
     params=st.sampled_from(SAMPLINGS),
-)  # fmt: skip
+)
 def test_any_combination(prompt, limits, policy, draft, lookups, room, prefill_rows, params):
     capacity = len(prompt) + room
     setup = Setup(limits, policy, draft, capacity=capacity, lookups=lookups)

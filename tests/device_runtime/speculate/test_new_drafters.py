@@ -73,9 +73,11 @@ def drafters_more(tmp_path):
 def test_a_file_is_a_drafter(tree_engine, name, size):
     options = SpecFlags(spec=name, tree="fixed", verify_size=size).read()
     assert options == SpecOptions(
-        "counting" if name == "counting" else None, tree="fixed", verify_size=size,
+        "counting" if name == "counting" else None,
+        tree="fixed",
+        verify_size=size,
         lookups=("echo",) if name == "echo" else (),
-    )  # fmt: skip
+    )
     llm = LLM(tree_engine, spec=options)
     for sampling in (SamplingParams(temperature=0), SamplingParams(0.3, seed=5)):
         plain, found = (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scripted_sessions import StrictBase, StrictDraft, guesser, half_right
 from stepping import by_cost, learned_of
 
-from edgellm.device_runtime.speculate.calibration import Calibration
+from edgellm.device_runtime.speculate.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import Learned

@@ -122,10 +122,8 @@ class Chat:
 
 def alone(prompt, params=GREEDY, count=12) -> list[int]:
     return list(
-        generate(
-            StrictBase(CAPACITY), prompt, Sampler(params), count, Profile(), prefill_rows=64
-        )
-    )  # fmt: skip
+        generate(StrictBase(CAPACITY), prompt, Sampler(params), count, Profile(), prefill_rows=64)
+    )
 
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]

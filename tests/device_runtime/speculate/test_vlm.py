@@ -98,17 +98,21 @@ def test_questions_about_pictures_in_turns(engines, tmp_path, reuses):
     for name, size in (("a", (33, 21)), ("b", (33, 21))):
         picture(*size, seed=ord(name)).save(tmp_path / name, "png")
     llm = LLM(
-        engines.engine, spec=SpecOptions(top_k=4, steps=3, verify_size=12, tree="fixed"),
-        multimodal_engine_dir=engines.visual_engine, context_reuse=reuses,
-    )  # fmt: skip
+        engines.engine,
+        spec=SpecOptions(top_k=4, steps=3, verify_size=12, tree="fixed"),
+        multimodal_engine_dir=engines.visual_engine,
+        context_reuse=reuses,
+    )
 
     def ask(name: str, *, speculative: bool = True):
         items = [{"type": "image", "image": tmp_path / name}] if name else []
         content = [*items, {"type": "text", "text": "w1 w2"}]
         return llm.generate(
-            [{"role": "user", "content": content}], sampling=SamplingParams(temperature=0),
-            max_generate_length=12, speculative=speculative,
-        )  # fmt: skip
+            [{"role": "user", "content": content}],
+            sampling=SamplingParams(temperature=0),
+            max_generate_length=12,
+            speculative=speculative,
+        )
 
     alone = {}
     for name in ("a", "b", ""):

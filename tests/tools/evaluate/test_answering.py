@@ -164,8 +164,8 @@ def test_damaged_answers_are_named_by_line(tmp_path):
     record = {"question_id": 1, "answer_id": "a", "model_id": "m", "choices": [], "tstamp": 1.0}
     line = json.dumps(record) + "\n"
     for text, message in (
-        (line + "{}\n", "line 2 is no answer"),
-        ("\0\0\n" + line, "line 1 is no answer"),
+        (line + "{}\n", "line 2 is not an answer"),
+        ("\0\0\n" + line, "line 1 is not an answer"),
         (line + line, "line 2: question 1 is answered twice"),
     ):
         path.write_text(text)

@@ -162,7 +162,7 @@ def test_a_wrong_line_is_named(tmp_path, row, message):
     ("dataset", "file", "message"),
     [
         ("mtbench", None, "unknown dataset 'mtbench'"),
-        ("summaries", None, "come from a file of yours"),
+        ("summaries", None, "come from a file of your own"),
         ("mt_bench", "x.jsonl", "--dataFile belongs to"),
         ("nowhere.jsonl", None, "no such data file"),
         ("captions", "nowhere.jsonl", "no such data file"),

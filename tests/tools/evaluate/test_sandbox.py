@@ -136,7 +136,7 @@ def test_no_sandbox_is_an_error(monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(EdgeLLMError, match="no program runs in the sandbox") as caught:
         open_sandbox(LIMITS)
-    assert caught.value.hint == "leave --runCode away"
+    assert caught.value.hint == "leave out --runCode"
 
 
 @pytest.mark.parametrize(

@@ -183,8 +183,10 @@ def test_an_answer_that_stopped_early_scores_nothing():
     plain = SETTINGS.__class__(**{**msgspec.structs.asdict(SETTINGS), "spec": None})
     made = score(QUESTIONS, {"plain": found}, None, None)
     assert [one.modes["plain"].scores for one in made.questions] == [
-        {"number exact": 0.0}, {"number exact": 1.0}, {},
-    ]  # fmt: skip
+        {"number exact": 0.0},
+        {"number exact": 1.0},
+        {},
+    ]
     facts = dict(tables(plain, made)[-1].rows)
     assert facts["turns not answered"] == "1: too long"
 
@@ -199,8 +201,9 @@ def test_reports_are_whole_and_no_name_breaks_them():
     names = [name for name, _ in page.elements]
     assert names.count("svg") == 2
     assert "script" not in names
-    assert all("http" not in (value or "") for _, found in page.elements for value in found.values()
-               )  # fmt: skip
+    assert all(
+        "http" not in (value or "") for _, found in page.elements for value in found.values()
+    )
 
 
 def write(folder, scores, **changes):

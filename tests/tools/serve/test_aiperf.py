@@ -65,8 +65,10 @@ def test_its_figures_are_those_of_the_server(aiperf, server, roomy_engine, tmp_p
     assert 0 < found["time_to_first_token"]["p50"] < found["request_latency"]["max"]
     assert found["inter_token_latency"]["max"] > 0
     after = [server.metric(f"{DRAFTS}{name}_total") for name in counters]
-    drafted = [found[f"total_{name}"]["avg"] for name in (
-        "spec_decode_steps", "draft_tokens", "accepted_draft_tokens")]  # fmt: skip
+    drafted = [
+        found[f"total_{name}"]["avg"]
+        for name in ("spec_decode_steps", "draft_tokens", "accepted_draft_tokens")
+    ]
     assert drafted == [now - then for now, then in zip(after, before, strict=True)]
     assert drafted[1] > drafted[0] > 0
     scraped = json.loads((tmp_path / "artifacts" / "server_metrics_export.json").read_text())

@@ -44,7 +44,7 @@ def test_no_engine(tmp_path):
 @pytest.mark.parametrize(
     ("content", "fragment"),
     [(b"", "holds no key"), (b"# none\n", "holds no key"), (b"short\n", "fewer than 8"),
-     (b"\xff\xfe\x00", "is not text"), ("l\u00f6ngenough".encode(), "no header can bear")],
+     (b"\xff\xfe\x00", "is not text"), ("l\u00f6ngenough".encode(), "a header cannot carry")],
 )  # fmt: skip
 def test_bad_key_files(roomy_engine, tmp_path, content, fragment):
     keys = tmp_path / "keys"
@@ -66,7 +66,7 @@ def test_the_greeting_names_model_and_address(roomy_engine):
 
 
 def test_end_tokens_end_an_answer(tiny_engine):
-    """An answer that ends by itself: the end token is counted, and is no text."""
+    """An answer that ends by itself: the end token is counted, and is not text."""
     with serving(tiny_engine) as server:
         for seed in range(40):
             body = {"prompt": "w20", "max_tokens": 60, "temperature": 2, "seed": seed}

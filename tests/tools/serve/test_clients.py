@@ -81,8 +81,10 @@ def test_a_client_that_leaves_stops_the_engine_and_one_in_the_queue_is_forgotten
 def test_whoever_does_not_stream_can_leave_as_well(small):
     connection = _begin(small, {**LONG, "stream": False})
     small.wait_until(RUNNING, 1)
+    generated = small.metric("vllm:generation_tokens_total")
     connection.close()
     _is_idle(small)
+    assert small.metric("vllm:generation_tokens_total") - generated < 3900
 
 
 def test_clients_that_are_killed(small):

@@ -158,7 +158,7 @@ ACTS = {
     "two lengths": _refused(400, _head(CHAT, "content-length: 5", "content-length: 6") + b"hello"),
     "template": _words_of_templates,
     "pipeline": _pipeline,
-}  # fmt: skip
+}
 
 
 class Watched:

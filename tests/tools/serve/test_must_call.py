@@ -26,11 +26,12 @@ TAGS, MARK = ("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]",)
 EATEN = {
     "type": "object",
     "properties": {
-        "fruit": {"$ref": "#/$defs/Fruit"}, "count": {"type": "integer", "minimum": 0, "maximum": 9}
+        "fruit": {"$ref": "#/$defs/Fruit"},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9},
     },
     "required": ["fruit", "count"],
     "$defs": {"Fruit": {"enum": ["apple", "pear"]}},
-}  # fmt: skip
+}
 SCHEMAS = {"eaten": EATEN, "stop.it-now": None}
 
 
@@ -80,8 +81,7 @@ def test_arguments_are_objects(llm):
     form = tool_calls.PARSERS[0].form
     with pytest.raises(RequestError, match="parameters of f must be an object"):
         forced_calls(form, {"f": {"type": "array"}}, marks={}, several=False)
-    grammar = forced_calls(form, {"f": {"type": "object", "required": 5}}, marks={},
-                           several=False)  # fmt: skip
+    grammar = forced_calls(form, {"f": {"type": "object", "required": 5}}, marks={}, several=False)
     with pytest.raises(RequestError, match="the grammar of the answer is faulty"):
         llm.generate("Hi", sampling=SamplingParams(guide=Guide("lark", grammar)))
 

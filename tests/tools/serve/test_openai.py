@@ -134,8 +134,9 @@ def test_usage_tells_how_well_was_drafted_and_what_was_there(client, server):
     ).model_dump()
     speculation = found["usage"]["speculation"]
     drafted, accepted = (
-        speculation["total_draft_tokens"], speculation["total_accepted_draft_tokens"],
-    )  # fmt: skip
+        speculation["total_draft_tokens"],
+        speculation["total_accepted_draft_tokens"],
+    )
     assert 0 <= accepted <= drafted
     assert speculation["acceptance_rate"] == pytest.approx(accepted / drafted)
     record = found["metrics"]["speculative_decoding"]

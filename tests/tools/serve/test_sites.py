@@ -56,9 +56,10 @@ def test_allowed_origins(roomy_engine, tmp_path):
     with serving(roomy_engine, *flags) as server:
         for origin in (FRIEND, "app://notes"):
             ask = {
-                "origin": origin, "access_control_request_method": "POST",
+                "origin": origin,
+                "access_control_request_method": "POST",
                 "access_control_request_headers": "authorization,content-type,x-stainless-os",
-            }  # fmt: skip
+            }
             status, response, _ = server.send(CHAT, method="OPTIONS", **ask)
             assert (status, response.headers["access-control-allow-origin"]) == (200, origin)
             assert "authorization" in response.headers["access-control-allow-headers"].lower()
@@ -81,5 +82,5 @@ def test_origins_as_browsers_write_them():
     assert read_origins(given) == {"https://chat.example.com", "http://[::1]:3000", "*"}
     for wrong in ("localhost:3000", "null", "https://a.example/page", "http://", "", "http://a:x",
                   "https://me@a.example"):  # fmt: skip
-        with pytest.raises(EdgeLLMError, match="is no origin"):
+        with pytest.raises(EdgeLLMError, match="is not an origin"):
             read_origins([wrong])

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from edgellm.contract import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.runner import start_request
+from edgellm.device_runtime.requests.responses import start_request
 from edgellm.tools.chat.conversation import Conversation, Settings
+from edgellm.tools.serve.asks import Ask, start
 from edgellm.tools.serve.chat import ask_of
-from edgellm.tools.serve.engine import Ask, start
 from edgellm.tools.serve.schemas import ChatRequest
 from edgellm.tools.serve.settings import ImageRules
 
@@ -107,9 +107,11 @@ def test_the_same_messages_give_the_same_tokens_through_every_door(engine, flags
     llm.tokenizer._template_text = template + TEMPLATE
     for text in NASTY:
         messages = [
-            {"role": "system", "content": ITEMS}, {"role": "user", "content": text},
-            {"role": "assistant", "content": text}, {"role": "user", "content": text},
-        ]  # fmt: skip
+            {"role": "system", "content": ITEMS},
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": text},
+        ]
         found = _by_door(llm, messages, **flags)
         assert found["file"] == found["python"] == found["server"] == found["chat"], text
         special = [found["file"].count(token) for token in (1, 2)]

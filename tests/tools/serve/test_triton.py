@@ -61,8 +61,10 @@ def test_the_lines_of_tritons_tutorial_as_they_stand_there(roomy_engine, tmp_pat
     (tmp_path / "jq").write_text("#!/bin/sh\nexec python3 -m json.tool\n")
     (tmp_path / "jq").chmod(0o755)
     environment = {
-        **os.environ, "CURL_HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}",
-    }  # fmt: skip
+        **os.environ,
+        "CURL_HOME": str(tmp_path),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
     with serving(roomy_engine, "--eagle", "--modelName", name) as server:
         to = f"127.0.0.1:{server.port}"
         (tmp_path / ".curlrc").write_text(f'silent\nconnect-to = "localhost:8000:{to}"\n')

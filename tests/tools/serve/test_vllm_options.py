@@ -113,9 +113,11 @@ def test_endings(client, texts):
 
 
 SCHEMA = {
-    "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["a"], "additionalProperties": False,
-}  # fmt: skip
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 GRAMMAR = 'root ::= ("ab" | "cd") "#"'
 FORMS = [
     ({"guided_json": SCHEMA}, r'\{"a": \d\}'),
@@ -146,7 +148,7 @@ def test_forms_in_vllms_words(lettered_server):
 def test_a_faulty_form_is_told(lettered_server):
     status, found = lettered_server.json("/v1/completions", {"prompt": "a", "guided_json": "{no"})
     assert status == 400
-    assert "the schema of the answer is no JSON" in found["error"]["message"]
+    assert "the schema of the answer is not JSON" in found["error"]["message"]
     # The tokens of this model cannot write it.
     status, found = lettered_server.json("/v1/completions", {"prompt": "a", "guided_regex": "ò"})
     assert status == 400

@@ -11,7 +11,7 @@ import pytest
 from edgellm.contract import EdgeLLMError, RequestError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.engine.llm import Step
-from edgellm.tools.serve.engine import Ask
+from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Failed, Finished, Started
 from edgellm.tools.serve.metrics import Metrics

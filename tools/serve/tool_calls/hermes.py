@@ -18,9 +18,11 @@ class HermesParser:
     """See `ToolParser`; newlines behind a call are no text."""
 
     form: ClassVar = CallForm(
-        _OPEN + '\n{"name": "NAME", "arguments": ', "}\n" + _CLOSE, between="\n",
+        _OPEN + '\n{"name": "NAME", "arguments": ',
+        "}\n" + _CLOSE,
+        between="\n",
         marks=(_OPEN, _CLOSE),
-    )  # fmt: skip
+    )
 
     def __init__(self, names: set[str]) -> None:
         self._names, self._held, self._is_behind_call = names, "", False

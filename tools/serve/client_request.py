@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from starlette.requests import Request
 
-from edgellm.tools.serve.engine import Ask
+from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Event, Failed, Finished
 from edgellm.tools.serve.worker import Job, Worker
