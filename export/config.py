@@ -127,7 +127,7 @@ class ConfigReader:
         self._used.add(key)
         value = self._config.get(key)
         if value is not None and value not in allowed:
-            choices = ", ".join(repr(item) for item in allowed)
+            choices = ", ".join(repr(item) for item in allowed) or "null"
             raise UnsupportedModelError(
                 f"config.json: {key} = {value!r} is not supported (only {choices})"
             )

@@ -9,7 +9,7 @@ from edgellm.contract import UnsupportedModelError
 from edgellm.export.attention_kinds import AttentionKind
 from edgellm.export.config import ConfigReader
 from edgellm.export.layers.activations import ACTIVATIONS
-from edgellm.export.rope import Rope, RopeTraits, read_rope
+from edgellm.export.rope import PLAIN_ROPE, RopeTraits, read_rope
 from edgellm.manifest import ImageSpec
 
 
@@ -57,7 +57,7 @@ class DecoderConfig:
         cls,
         reader: ConfigReader,
         *,
-        rope: RopeTraits | None = RopeTraits(),
+        rope: RopeTraits | None = PLAIN_ROPE,
         window: int | None = None,
         activation_key: str = "hidden_act",
         epsilon_key: str = "rms_norm_eps",

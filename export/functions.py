@@ -131,7 +131,12 @@ def unrotated_attention(dtype: ir.DataType) -> ir.Function:
     )
 
 
-_ATTENTION_ATTRIBUTES = {"num_heads": _INT, "kv_num_heads": _INT, "scale": _FLOAT, "softcap": _FLOAT}
+_ATTENTION_ATTRIBUTES = {
+    "num_heads": _INT,
+    "kv_num_heads": _INT,
+    "scale": _FLOAT,
+    "softcap": _FLOAT,
+}
 
 
 def _attend(

@@ -50,8 +50,11 @@ class RopeTraits:
     rules: Mapping[str, Rule] | None = None  # by type; None: `RULES`
 
 
+PLAIN_ROPE = RopeTraits()
+
+
 def read_rope(
-    reader: ConfigReader, head_dim: int, max_positions: int, traits: RopeTraits = RopeTraits()
+    reader: ConfigReader, head_dim: int, max_positions: int, traits: RopeTraits = PLAIN_ROPE
 ) -> Rope:
     """The rope of a config, in the layout of transformers 4 or 5.
 
@@ -110,7 +113,7 @@ def rope_of(
     parameters: Parameters,
     head_dim: int,
     max_positions: int,
-    traits: RopeTraits = RopeTraits(),
+    traits: RopeTraits = PLAIN_ROPE,
 ) -> Rope:
     """A rope by its parameters, which are used up; see `read_rope`."""
     reader.expect("rope_interleaved", False)

@@ -15,12 +15,14 @@ from edgellm.contract import UnsupportedModelError
 
 # Architectures that compute as a supported one does, but for what is named.
 _RELATIVES = {
-    "granite": ("llama", "multipliers"),
+    "apertus": ("olmo2", "activation"),
+    "cohere": ("cohere2", "norms of queries and keys"),
+    "gemma": ("gemma2", "norms, which are only before"),
+    "gpt_oss": ("llama", "mixture of experts and attention sinks"),
+    "granitemoehybrid": ("granite", "mixture of experts and recurrent layers"),
     "mixtral": ("mistral", "mixture of experts"),
-    "phi3": ("llama", "fused projections and partial rope"),
     "qwen2_moe": ("qwen2", "mixture of experts"),
     "qwen3_moe": ("qwen3", "mixture of experts"),
-    "smollm3": ("llama", "layers without rope"),
 }
 _LIST = "docs/reference/models.md"
 

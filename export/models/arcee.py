@@ -22,9 +22,7 @@ class Config(DecoderConfig):
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
         reader.assume(hidden_act="relu2")
-        bias, mlp_bias = (
-            reader.read(key, bool, False) for key in ("attention_bias", "mlp_bias")
-        )
+        bias, mlp_bias = (reader.read(key, bool, False) for key in ("attention_bias", "mlp_bias"))
         return cls.read(reader, qkv_bias=bias, o_proj_bias=bias, mlp_bias=mlp_bias)
 
 

@@ -34,8 +34,8 @@ TINY = {
 _ROPE = RopeTraits(interleaved=True)
 _ONLY = {
     "layer_switch": (4,), "order_of_interleaved_layers": ("local_attn_first",),
-    "position_embedding_type": ("rope_gptj",), "rotary_pct": (1.0,), "use_gated_activation": (True,),
-    "use_parallel_block": (True,), "use_qk_norm": (False,),
+    "position_embedding_type": ("rope_gptj",), "rotary_pct": (1.0,),
+    "use_gated_activation": (True,), "use_parallel_block": (True,), "use_qk_norm": (False,),
 }  # fmt: skip
 
 

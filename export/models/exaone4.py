@@ -1,5 +1,4 @@
-"""EXAONE 4: OLMo's blocks with norms of each head; with windows, layers that see all do not turn.
-"""
+"""EXAONE 4: OLMo's blocks with norms of each head; beside windows, other layers have no rope."""
 
 from __future__ import annotations
 

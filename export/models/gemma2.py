@@ -44,7 +44,7 @@ class Config(DecoderConfig):
             head_dim=256, hidden_activation=ACTIVATION, sliding_window=4096,
             attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
         )  # fmt: skip
-        config = cls.gemma(reader, attention_softcap=read_cap(reader, "attn_logit_softcapping"))
+        config = cls.gemma(reader, read_cap(reader, "attn_logit_softcapping"))
         types = read_layer_types(reader, every(2, config.num_hidden_layers))
         window = read_window(reader, types)
         rope = read_rope(reader, config.head_dim, config.max_position_embeddings)
@@ -53,7 +53,7 @@ class Config(DecoderConfig):
         )
 
     @classmethod
-    def gemma(cls, reader: ConfigReader, **traits: float | None) -> DecoderConfig:
+    def gemma(cls, reader: ConfigReader, softcap: float | None) -> DecoderConfig:
         """What Gemma 2 and 3 have in common, without kinds of layers."""
         reader.assume(tie_word_embeddings=True, query_pre_attn_scalar=256)
         reader.expect("use_bidirectional_attention", False)
@@ -64,7 +64,7 @@ class Config(DecoderConfig):
         config = cls.read(
             reader, rope=None, activation_key="hidden_activation", qkv_bias=bias, o_proj_bias=bias,
             embedding_scale=reader.positive("hidden_size") ** 0.5, attention_scale=scalar**-0.5,
-            logits_softcap=read_cap(reader, "final_logit_softcapping"), **traits,
+            logits_softcap=read_cap(reader, "final_logit_softcapping"), attention_softcap=softcap,
         )  # fmt: skip
         reader.expect("hidden_act", config.activation)  # what it was called at first
         return config

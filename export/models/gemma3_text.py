@@ -39,7 +39,7 @@ class Config(gemma2.Config):
             sliding_window=4096, sliding_window_pattern=6,
         )  # fmt: skip
         reader.expect("attn_logit_softcapping")
-        config = cls.gemma(reader)
+        config = cls.gemma(reader, None)
         interval = reader.positive("sliding_window_pattern")
         types = read_layer_types(reader, every(interval, config.num_hidden_layers))
         window = read_window(reader, types)

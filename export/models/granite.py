@@ -29,9 +29,7 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
-        bias, mlp_bias = (
-            reader.read(key, bool, False) for key in ("attention_bias", "mlp_bias")
-        )
+        bias, mlp_bias = (reader.read(key, bool, False) for key in ("attention_bias", "mlp_bias"))
         embedding, attention, residual, logits = (
             reader.nonzero(key, 1.0)
             for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier",

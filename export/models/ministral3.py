@@ -41,9 +41,11 @@ class Config(DecoderConfig):
         for key in (_BETA, _ORIGINAL):
             if parameters.optional(key, float) is None:
                 raise UnsupportedModelError(f"config.json: rope_parameters without {key}")
+        stretch = parameters.positive(_ORIGINAL)
+        reader.expect(_ORIGINAL, stretch)  # outside of the rope it would rule
         return cls.read(
             reader, rope=_ROPE, window=reader.optional("sliding_window", int),
-            beta=parameters.read(_BETA, float), stretch=parameters.positive(_ORIGINAL),
+            beta=parameters.read(_BETA, float), stretch=stretch,
         )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ class Config(DecoderConfig):
         return cls.read(reader, rope=_ROPE, window=reader.optional("sliding_window", int))
 
 
-class Attention:
+class Attention(llama.Attention):
     """Self-attention whose queries, keys and values come of one layer."""
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:

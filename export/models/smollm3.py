@@ -33,9 +33,7 @@ class Config(DecoderConfig):
         """Read config.json."""
         reader.assume(tie_word_embeddings=True)
         reader.skip("max_window_layers")
-        bias, mlp_bias = (
-            reader.read(key, bool, False) for key in ("attention_bias", "mlp_bias")
-        )
+        bias, mlp_bias = (reader.read(key, bool, False) for key in ("attention_bias", "mlp_bias"))
         config = cls.read(reader, rope=None, qkv_bias=bias, o_proj_bias=bias, mlp_bias=mlp_bias)
         interval = reader.positive("no_rope_layer_interval", 4)
         default = [index % interval != 0 for index in range(1, config.num_hidden_layers + 1)]
