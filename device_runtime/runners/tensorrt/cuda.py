@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import EdgeLLMError, LimitError
-from edgellm.device_runtime.runners.tensorrt.compaction import KERNEL, PTX, WORD_BYTES
-from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, Planes
+from edgellm.device_runtime.runners.tensorrt import appending, compaction
+from edgellm.device_runtime.runners.tensorrt.compaction import WORD_BYTES
+from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, NewRows, Planes
 
 _THREADS = 32  # of a block; a row has 8 to 32 words
 _HINT = "in edgellm's folder: pip install '.[tensorrt]', which needs the CUDA toolkit's headers"
@@ -64,9 +65,13 @@ class CudaDevice:
         self._context = gpu.retain_primary_context()
         self._context.push()
         self._stream = driver.Stream()
-        module = driver.module_from_buffer(PTX.encode() + b"\0")
-        self._move_rows = module.get_function(KERNEL)
-        self._move_rows.prepare("PPiiqi")
+        self._move_rows = self._kernel(compaction.PTX, compaction.KERNEL, "PPiiqi")
+        self._append_rows = self._kernel(appending.PTX, appending.KERNEL, "PPPiiqqi")
+
+    def _kernel(self, ptx: str, name: str, arguments: str) -> Any:
+        kernel = self._driver.module_from_buffer(ptx.encode() + b"\0").get_function(name)
+        kernel.prepare(arguments)
+        return kernel
 
     @property
     def stream(self) -> int:
@@ -115,6 +120,15 @@ class CudaDevice:
         self._move_rows.prepared_async_call(
             (planes.count, 1), (_THREADS, 1, 1), self._stream,
             planes.address, rows_address, count, first, planes.rows * words, words,
+        )  # fmt: skip
+
+    def append_rows(self, planes: Planes, rows: NewRows, count: int) -> None:
+        """See `device.Device`."""
+        words = planes.row_bytes // WORD_BYTES
+        self._append_rows.prepared_async_call(
+            (planes.count, 1), (_THREADS, 1, 1), self._stream,
+            planes.address, rows.address, rows.write_index_address, count, rows.planes,
+            rows.stride, planes.rows * words, words,
         )  # fmt: skip
 
     def save_rows(self, planes: Planes, length: int) -> NDArray[np.uint8]:

@@ -45,6 +45,16 @@ class Planes:
         return self.count * self.rows * self.row_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """Rows for a KV cache: a tensor [planes, count, row_bytes] for each layer and part."""
+
+    address: int  # of the first tensor
+    stride: int  # bytes from a tensor to the next
+    planes: int  # of a tensor, one for each head
+    write_index_address: int  # int64 [1], the row of a plane that the first goes to
+
+
 class Device(Protocol):
     """A GPU with a stream."""
 
@@ -85,6 +95,16 @@ class Device(Protocol):
             rows_address: int32 [count], ascending, rows[i] >= i.
             count: of rows.
             first: row.
+        """
+        ...
+
+    def append_rows(self, planes: Planes, rows: NewRows, count: int) -> None:
+        """In every plane: row write_index + i takes new row i.
+
+        Args:
+            planes: of which `row_bytes` is a multiple of 16.
+            rows: which the stream has computed by then.
+            count: of rows.
         """
         ...
 

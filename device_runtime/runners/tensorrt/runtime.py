@@ -37,8 +37,9 @@ def load_engine(trt: Any, path: Path, device: Device, caches: Mapping[str, str])
             f"TensorRT {trt.__version__} cannot load {path}: {words}",
             hint="build the engine again on this machine",
         )
-    if hasattr(engine, "get_aliased_input_tensor"):
-        for output, wanted in caches.items():
+    for output, wanted in caches.items():
+        updates = engine.get_tensor_shape(output) == engine.get_tensor_shape(wanted)
+        if updates and hasattr(engine, "get_aliased_input_tensor"):
             found = engine.get_aliased_input_tensor(output)
             if found != wanted:
                 raise EdgeLLMError(
