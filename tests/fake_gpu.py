@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ class FakeDevice:
         self._queue: list[Callable[[], None]] = []
         self._capturing: list[Callable[[], None]] | None = None
         self.captures = self.launches = self.passes = self.waits = 0
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()  # `fake_cuda.py` watches contexts
 
     def allocate(self, num_bytes: int) -> FakeBuffer:
         self._refuse_in_capture("allocate")

@@ -81,11 +81,12 @@ class BoundPass:
 
     def run(self) -> None:
         """Compute; `outputs` hold what came of it until the next pass of the session."""
-        if self._replay is None and self._may_capture and self._was_run:
-            self._replay = self._device.capture(self._enqueue)
-        (self._replay or self._enqueue)()  # the first run prepares what cannot be recorded
-        self._was_run = True
-        self._device.synchronize()
+        with self._device.current():
+            if self._replay is None and self._may_capture and self._was_run:
+                self._replay = self._device.capture(self._enqueue)
+            (self._replay or self._enqueue)()  # the first run prepares what cannot be recorded
+            self._was_run = True
+            self._device.synchronize()
 
     def _enqueue(self) -> None:
         self._arguments[0].upload(self._arguments[1])

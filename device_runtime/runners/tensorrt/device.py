@@ -7,6 +7,7 @@ in `synchronize`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +62,10 @@ class Device(Protocol):
     @property
     def stream(self) -> int:
         """The stream's handle, of the CUDA driver."""
+        ...
+
+    def current(self) -> AbstractContextManager[None]:
+        """What makes the GPU the calling thread's, for calls of libraries; may be nested."""
         ...
 
     def allocate(self, num_bytes: int) -> Buffer:
@@ -123,8 +128,7 @@ class Device(Protocol):
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         """Record what `enqueue` asks for, as a CUDA graph; the result asks for all of it again.
 
-        Raises:
-            EdgeLLMError: it cannot be recorded.
+        What cannot be recorded is asked for piece by piece; the first time a warning is logged.
         """
         ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,12 @@ def installed() -> dict[str, Any]:
             trt = importlib.import_module(name)
             found[Library(trt, name == "tensorrt_rtx").label] = trt
     return found
+
+
+def targets(trt: Any) -> list[int]:
+    """Compute capabilities that TensorRT-RTX compiles for."""
+    members = trt.ComputeCapability.__members__
+    return sorted(int(name[2:]) for name in members if re.fullmatch(r"SM\d+", name))
 
 
 def _load(name: str) -> Library | str:
