@@ -91,6 +91,7 @@ def llm_build(
             "note: engines run one request at a time; --maxBatchSize is taken as 1", err=True
         )
     name = choose(backend, device)
+    announce(backend, device)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
     flags["--kernels"] = None if kernels == "auto" else kernels
     plan = Plan(
@@ -125,6 +126,20 @@ def own_flags(
         "--timingCache": timing_cache,
         "--layerReport": layer_report or None,
     }
+
+
+def announce(backend: str, device: str) -> None:
+    """Say what "auto" took, and why nothing faster; nothing where the user named a backend."""
+    from edgellm.device_runtime import runners
+
+    if backend != "auto":
+        return
+    name, reasons = runners.automatic(device)
+    against = [f"not {runners.title(each)}: {why}" for each, why in reasons.items()]
+    if len(set(reasons.values())) == 1 < len(reasons):
+        against = [*set(reasons.values())]
+    why = f" ({'; '.join(against)})" if against else ""
+    typer.echo(f"backend: {runners.title(name)}{why}")
 
 
 def check_device(device: str) -> None:

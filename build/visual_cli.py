@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from edgellm.build.cli import (
+    announce,
     check_device,
     own_flags,
     show_notes,
@@ -81,6 +82,7 @@ def visual_build(
         raise EdgeLLMError(f"--quantize {quantize}: give none or int8")
     check_device(device)
     name = choose(backend, device)
+    announce(backend, device)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
     options = options_of(name, flags)
     plan = image_plan(

@@ -2,8 +2,10 @@
 #   docker build -f docker/device.Dockerfile -t edgellm-device .
 #   docker run --rm -v "$PWD:/models" edgellm-device llm_build --onnxDir bundle --engineDir engine
 # On a Jetson, on NVIDIA's image of its release, which brings CUDA and TensorRT:
-#   docker build -f docker/device.Dockerfile --build-arg BASE=<l4t-jetpack image> -t edgellm-device .
+#   docker build -f docker/device.Dockerfile --build-arg BASE=<l4t-jetpack image> \
+#     --build-arg EXTRAS=device,tensorrt,chat --build-arg CUDA_PYTHON='cuda-python<13' -t edgellm-device .
 #   docker run --rm --runtime nvidia ...
+# CUDA_PYTHON is for JetPack 6, whose driver is of CUDA 12; JetPack 7 needs no such argument.
 # Engines belong to the machine: build them in a container on the device, not in the image.
 ARG BASE=python:3.12-slim
 
@@ -20,13 +22,19 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM ${BASE}
 ARG EXTRAS=device,chat
+ARG CUDA_PYTHON=
+ENV PATH=/usr/local/cuda/bin:${PATH} CPATH=/usr/local/cuda/include LIBRARY_PATH=/usr/local/cuda/lib64
 COPY --from=wheel /wheels /wheels
-# JetPack images have Python without venv, and TensorRT's bindings among the system's packages.
+# JetPack images have Python without venv, and TensorRT's bindings among the system's packages;
+# pycuda is compiled here, with their CUDA.
 RUN if ! python3 -m venv --help >/dev/null 2>&1 || ! python3 -c "import ensurepip" 2>/dev/null; then \
         apt-get update && apt-get install -y --no-install-recommends python3 python3-venv \
         && rm -rf /var/lib/apt/lists/*; fi \
+    && case ",${EXTRAS}," in *,tensorrt,*) \
+        apt-get update && apt-get install -y --no-install-recommends python3-dev build-essential \
+        && rm -rf /var/lib/apt/lists/*;; esac \
     && python3 -m venv --system-site-packages /opt/edgellm \
-    && /opt/edgellm/bin/pip install --no-cache-dir "$(ls /wheels/*.whl)[${EXTRAS}]" \
+    && /opt/edgellm/bin/pip install --no-cache-dir "$(ls /wheels/*.whl)[${EXTRAS}]" ${CUDA_PYTHON:+"${CUDA_PYTHON}"} \
     && useradd --create-home edgellm
 ENV PATH=/opt/edgellm/bin:${PATH}
 USER edgellm

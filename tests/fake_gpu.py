@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from edgellm.build.tensorrt.profiles import Pass
 from edgellm.contract import LimitError
-from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, Planes, TensorInfo
+from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, NewRows, Planes, TensorInfo
 
 
 class GpuMisuseError(AssertionError):
@@ -49,6 +50,9 @@ class FakeDevice:
         self._queue: list[Callable[[], None]] = []
         self._capturing: list[Callable[[], None]] | None = None
         self.captures = self.launches = self.passes = self.waits = 0
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()  # `fake_cuda.py` watches contexts
 
     def allocate(self, num_bytes: int) -> FakeBuffer:
         self._refuse_in_capture("allocate")
@@ -116,6 +120,23 @@ class FakeDevice:
                 memory[:, first + at] = memory[:, first + row]
 
         self._ask(move)
+
+    def append_rows(self, planes: Planes, rows: NewRows, count: int) -> None:
+        if planes.row_bytes % 16 or rows.address % 16 or rows.stride % 16:
+            raise GpuMisuseError("the kernel moves words of 16 bytes")
+        self.at(rows.write_index_address, 8)
+
+        def append() -> None:
+            (first,) = self.at(rows.write_index_address, 8).view(np.int64).tolist()
+            if first + count > planes.rows:
+                raise GpuMisuseError(f"{count} rows behind {first} are too many")
+            memory, size = self._rows(planes), rows.planes * count * planes.row_bytes
+            for at in range(planes.count // rows.planes):
+                new = self.at(rows.address + at * rows.stride, size)
+                heads = slice(at * rows.planes, (at + 1) * rows.planes)
+                memory[heads, first : first + count] = new.reshape(rows.planes, count, -1)
+
+        self._ask(append)
 
     def _rows(self, planes: Planes) -> NDArray[np.uint8]:
         shape = planes.count, planes.rows, planes.row_bytes

@@ -12,7 +12,9 @@ from fake_gpu import FakeDevice, FakeEngine
 
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan
+from edgellm.build.tensorrt.adapt import adapt
 from edgellm.build.tensorrt.lower import lower
+from edgellm.build.tensorrt.operators import Version
 from edgellm.build.tensorrt.profiles import passes_of
 from edgellm.device_runtime.runners import Runner, onnxruntime_cpu, tensorrt
 from edgellm.device_runtime.sessions.decoder import DecoderSession
@@ -41,15 +43,16 @@ CANDIDATES = 40
 class Lowered:
     """The graphs of a pair as TensorRT gets them, and the manifests of such engines."""
 
-    def __init__(self, pair: EaglePair, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, pair: EaglePair, folder: Path, version: Version = (11, 4)) -> None:
+        self._folder, self._version = folder, version
         bundles = {
             LLM_ENGINE: load_bundle(pair.bundle, LLM_BUNDLE),
             DRAFT_ENGINE: load_bundle(pair.draft_bundle, DRAFT_BUNDLE),
         }
         for source, bundle in zip((pair.bundle, pair.draft_bundle), bundles.values(), strict=True):
             for role, graph in bundle.graphs.items():
-                _lower(source / graph.path, self.path(role), 0 if role == DECODER else CANDIDATES)
+                candidates = 0 if role == DECODER else CANDIDATES
+                _lower(source / graph.path, self.path(role), candidates, version)
         self._passes = {
             role: passes_of(role, bundle, PLAN)
             for bundle in bundles.values()
@@ -110,8 +113,9 @@ class Lowered:
         monkeypatch.setattr(onnxruntime_cpu, "open_engine", open_engine)
 
 
-def _lower(source: Path, target: Path, candidates: int) -> None:
+def _lower(source: Path, target: Path, candidates: int, version: Version) -> None:
     model, weights = ir.load(source), WeightFile(target.with_suffix(".data"))
     lower(model, weights, ir.DataType.FLOAT, CAPACITY, candidates)
     weights.close()
+    adapt(model, version)
     ir.save(model, target)

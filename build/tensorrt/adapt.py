@@ -17,6 +17,7 @@ from edgellm.build.tensorrt.gate import check_graph, infer_types
 from edgellm.build.tensorrt.operators import Rule, Version, highest_opset, rules
 from edgellm.contract import EdgeLLMError
 
+ROWS = "rows"  # the symbol of those that a pass computes
 Known = Mapping[str, Rule]
 Types = dict[str, tuple[ir.DataType | None, int | None]]
 
@@ -26,8 +27,8 @@ def adapt(model: ir.Model, version: Version) -> None:
 
     For 11.x there is nothing to do. 10.16 gets 4-D attention and older forms of Swish and of
     integer Clip; 10.13 and 10.3 also get normalization, rotary embeddings, cache updates and
-    attention in primitives. An updated cache is then another tensor than the one before: such an
-    engine copies caches, which the kernels of edgellm's own avoid.
+    attention in primitives. Such an engine copies caches within, and hands out the new rows
+    instead, [1, heads, rows, D] under the name of the updated cache: whoever runs it appends them.
 
     Args:
         model: as the lowering leaves it, before it is saved; weights are not touched.
@@ -122,6 +123,18 @@ class _Editor:
             )  # fmt: skip
         return self._graph.initializers[name]
 
+    def hand_out(self, output: ir.Value, instead: ir.Value | None) -> None:
+        """Let the graph give [1, heads, rows, D] under the name of an output like a cache."""
+        assert output.shape is not None
+        places = [at for at, given in enumerate(self._graph.outputs) if given is output]
+        for place in places:
+            value = self("Identity", instead)
+            value.name, output.name = output.name, f"{output.name}.updated"
+            value.type = output.type
+            value.shape = ir.Shape([*output.shape[:2], ROWS, output.shape[3]])
+            self._types[str(output.name)] = self._types[str(value.name)]
+            self._graph.outputs[place] = value
+
     def number(self, value: float, like: ir.Value | None) -> ir.Value:
         """A constant of another value's type."""
         return self.constant(np.array(value, self.dtype(like).numpy()))
@@ -212,12 +225,17 @@ def _turned(
 
 
 def _scatter(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
-    """Rows [1, heads, S, D] behind each other from `write_index` on in a cache."""
+    """Rows [1, heads, S, D] behind each other from `write_index` on in a cache.
+
+    A graph gives the rows, for the runtime to append: a TensorRT without the operator knows no
+    output that lies where an input lies.
+    """
     if "TensorScatter" in known:
         return None
     cache, rows, write_index = node.inputs
     assert node.attributes.get_string("mode", "linear") == "linear"
     count = op("Squeeze", op("Shape", rows, start=2, end=3), op.constant(np.array([0])))
+    op.hand_out(node.outputs[0], rows)
     one = op.constant(np.int64(1))
     steps = op("Range", op.constant(np.int64(0)), count, one)
     slots = op("Reshape", op("Add", write_index, steps), op.constant(np.array([1, 1, -1, 1])))

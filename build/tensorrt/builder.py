@@ -82,7 +82,7 @@ def build(
         config.progress_monitor = monitor = progress_monitor(trt, report, pending)
         file = EngineFile(trt, engine)
         with memory_returned(weights):
-            done = builder.build_serialized_network_to_stream(network, config, file.writer)
+            done = file.receive(builder, network, config)
         file.close()
         if not done and not pending:
             raise log.failure(f"{target.library.label} does not compile the graph")
@@ -112,20 +112,28 @@ def _parse(
     target: Target,
     log: LibraryLog,
 ) -> None:
-    """Weights are given by their address, which the network keeps."""
+    """Weights are given by their address, which the network keeps, or read from their file."""
+    if not hasattr(parser, "load_initializer"):  # TensorRT 10.3
+        if not parser.parse_from_file(str(graph)):
+            raise _refusal(parser, target, log)
+        return
     taken = parser.load_model_proto(graph.read_bytes(), str(graph))
     for name, tensor in _external(model).items():
         assert weights is not None
         address = weights.address + (tensor.offset or 0)
         taken = taken and parser.load_initializer(name, address, tensor.nbytes)
-    if taken and parser.parse_model_proto():
-        return
+    if not (taken and parser.parse_model_proto()):
+        raise _refusal(parser, target, log)
+
+
+def _refusal(parser: Any, target: Target, log: LibraryLog) -> EdgeLLMError:
+    """In the parser's own words."""
     refusal = f"{target.library.label} does not take the graph"
     if not parser.num_errors:
-        raise log.failure(refusal)
+        return log.failure(refusal)
     first = parser.get_error(0)
     node = f" ({first.node_operator()} {first.node_name()})" if first.node_name() else ""
-    raise EdgeLLMError(
+    return EdgeLLMError(
         f"{refusal}: {' '.join(first.desc().split())}{node}",
         hint="report it with the bundle's manifest; --backend onnxruntime builds for the CPU",
     )
@@ -137,7 +145,8 @@ def _layers(network: Any) -> Iterator[Any]:
 
 def _allow_unfused(trt: Any, network: Any) -> int:
     """Let attentions that no fused kernel is for, as in float32, become several; their number."""
-    inputs = [layer for layer in _layers(network) if layer.type == trt.LayerType.ATTENTION_INPUT]
+    kind = getattr(trt.LayerType, "ATTENTION_INPUT", None)  # of 10.14
+    inputs = [layer for layer in _layers(network) if kind is not None and layer.type == kind]
     for layer in inputs:
         layer.__class__ = trt.IAttentionInputLayer  # the network's own objects know less
         layer.attention.decomposable = True
@@ -146,10 +155,12 @@ def _allow_unfused(trt: Any, network: Any) -> int:
 
 def _caches_in_place(trt: Any, network: Any) -> dict[str, str]:
     """Outputs that TensorRT writes into the buffer of an input, and that input."""
+    kind = getattr(trt.LayerType, "KV_CACHE_UPDATE", None)  # of 10.15
     return {
         layer.get_output(0).name: layer.get_input(0).name
         for layer in _layers(network)
-        if layer.type == trt.LayerType.KV_CACHE_UPDATE
+        if kind is not None
+        and layer.type == kind
         and layer.get_input(0).is_network_input
         and layer.get_output(0).is_network_output
     }

@@ -12,16 +12,19 @@ import onnx_ir as ir
 from edgellm.build.lowering.linear_weights import weight_kinds
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
+from edgellm.build.tensorrt.adapt import adapt
 from edgellm.build.tensorrt.builder import Built, build
 from edgellm.build.tensorrt.kernel_log import Kernel
 from edgellm.build.tensorrt.lower import lower
 from edgellm.build.tensorrt.memory import memory_returned
 from edgellm.build.tensorrt.memory_estimate import Sizes, estimate_graphs
+from edgellm.build.tensorrt.operators import first_with_weights
 from edgellm.build.tensorrt.options import TensorRtOptions, options_of
 from edgellm.build.tensorrt.profiles import Pass, passes_of
 from edgellm.build.tensorrt.target import find_target
 from edgellm.contract import EdgeLLMError, past_name, present_name
 from edgellm.device_runtime.gpu import memory_bytes
+from edgellm.device_runtime.runners.tensorrt.cache import aligned_capacity
 from edgellm.manifest import (
     DECODER,
     DRAFT,
@@ -49,7 +52,7 @@ def compile_bundle(
         passes = passes_of(role, bundle, plan)
         compiler = _Compiler(role, bundle, plan, folder, report)
         built = compiler.compile(source / graph.path, passes)
-        if role in (DECODER, DRAFT):
+        if role in (DECODER, DRAFT) and compiler.target.library.updates_in_place:
             _require_caches_in_place(built, bundle.decoder.kv)
         # One file with a profile for each kind of pass; graph i of the manifest is profile i.
         graphs[role] = tuple(
@@ -57,6 +60,9 @@ def compile_bundle(
             for each in passes
         )
         notes = notes if len(graphs) > 1 else _notes(built, passes)
+    library = find_target(options_of(plan).target_sm).library
+    if bundle.cache is not None and not library.updates_in_place:
+        notes += (f"{library.label} copies caches within each pass; from 10.15 on it need not",)
     return Compiled(
         graphs, kv_dtype=bundle.dtype if bundle.cache is not None else "",
         prefill_rows=plan.max_input_len, notes=notes, checks=(_NOT_RUN,),
@@ -110,13 +116,14 @@ def _refuse_rounding(quantize: str) -> None:
 
 
 def _check_types(models: list[ir.Model], options: TensorRtOptions) -> None:
-    """Refuse weights that the GPU has no arithmetic for; int4 and int8 run everywhere.
+    """Refuse weights that GPU or library have no arithmetic for; int4 and int8 run everywhere.
 
     Raises:
-        EdgeLLMError: says which GPUs have it.
+        EdgeLLMError: says which have it.
     """
     types = {value.dtype for model in models for value in model.graph.initializers.values()}
-    sm = find_target(options.target_sm).sm
+    target = find_target(options.target_sm)
+    sm, library = target.sm, target.library
     for needed, first, name, instead in (
         (ir.DataType.FLOAT4E2M1, _FIRST_FP4, "NVFP4", "fp8, int4_awq or int8_sq"),
         (ir.DataType.FLOAT8E4M3FN, _FIRST_FP8, "FP8", "int4_awq or int8_sq"),
@@ -125,6 +132,11 @@ def _check_types(models: list[ir.Model], options: TensorRtOptions) -> None:
             raise EdgeLLMError(
                 f"{name} needs a GPU of compute capability {first / 10} or newer, not {sm / 10}",
                 hint=f"quantize with {instead}",
+            )
+        if needed in types and library.version < (oldest := first_with_weights(needed)):
+            raise EdgeLLMError(
+                f"{name} needs TensorRT {oldest[0]}.{oldest[1]} or newer, not {library.label}",
+                hint=f"quantize with {instead}; on a Jetson flash JetPack 7.2",
             )
 
 
@@ -139,7 +151,10 @@ class _Compiler:
         self.name = _NAMES.get(role, role)
         self._plan, self._folder, self._report = plan, folder, report
         self._options, self._dtype = options_of(plan), _dtype(bundle.dtype)
-        self._capacity = plan.kv_capacity if role in (DECODER, DRAFT) else 0
+        self.target = find_target(self._options.target_sm)
+        self._capacity = 0
+        if role in (DECODER, DRAFT):
+            self._capacity = aligned_capacity(bundle.decoder.kv, plan.kv_capacity)
         self._candidates = 0
         if isinstance(bundle.spec, DraftSpec):
             # What a round drafts, its top-k times its steps, fits into the tree; so does its top-k.
@@ -156,13 +171,15 @@ class _Compiler:
         self.precision = "+".join(sorted(kinds)) or _PRECISIONS[self._dtype]
         with memory_returned():
             lower(model, weights, self._dtype, self._capacity, self._candidates)
+            adapt(model, self.target.library.version)
         weights.close()
         ir.save(model, lowered)
         del model
         self._report(f"compiling the {self.name} graph")
-        target = find_target(self._options.target_sm)
         engine, threads = self._folder / f"{self.name}.engine", self._plan.threads
-        built = build(lowered, passes, engine, target, self._options, self._report, threads=threads)
+        built = build(
+            lowered, passes, engine, self.target, self._options, self._report, threads=threads
+        )
         lowered.unlink()
         weights.path.unlink()
         if self._options.layer_report:

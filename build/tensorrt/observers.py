@@ -6,6 +6,7 @@ wrong is kept, and raised when the call is over.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +34,22 @@ def progress_monitor(trt: Any, report: Report, pending: list[int]) -> Any:
 
 
 class EngineFile:
-    """Receives the engine in pieces while it is made."""
+    """Receives the engine in pieces while it is made; whole, where TensorRT has no streams."""
 
     def __init__(self, trt: Any, path: Path) -> None:
         self._stream = path.open("wb")
         self._failure: OSError | None = None
-        write = self._write
+        self._trt = trt
 
-        class Writer(trt.IStreamWriter):
-            def __init__(self) -> None:
-                trt.IStreamWriter.__init__(self)
-
-            def write(self, data: bytes) -> int:
-                return write(data)
-
-        self.writer = Writer()
+    def receive(self, builder: Any, network: Any, config: Any) -> bool:
+        """Compile a network into the file; whether the compiler made an engine."""
+        if hasattr(self._trt, "IStreamWriter"):
+            writer = _writer(self._trt, self._write)
+            return builder.build_serialized_network_to_stream(network, config, writer)
+        plan = builder.build_serialized_network(network, config)
+        if plan is not None:
+            self._write(plan)
+        return plan is not None
 
     def _write(self, data: bytes) -> int:
         trim()  # the pieces come when the compiler holds most
@@ -62,3 +64,16 @@ class EngineFile:
         self._stream.close()
         if self._failure is not None:
             raise self._failure
+
+
+def _writer(trt: Any, write: Callable[[bytes], int]) -> Any:
+    """An object of TensorRT's own class that passes on what it is given."""
+
+    class Writer(trt.IStreamWriter):
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+
+        def write(self, data: bytes) -> int:
+            return write(data)
+
+    return Writer()

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from edgellm.device_runtime.runners.tensorrt.library import OLDEST
+
 Version = tuple[int, int]  # major, minor
 
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
@@ -61,7 +63,9 @@ _SINCE_10_3: dict[str, Rule] = {
     ),
     **dict.fromkeys(("Abs", "Neg"), Rule(NUMBERS)),
     **dict.fromkeys(
-        ("Cast", "CastLike", "Concat", "Expand", "Reshape", "Shape", "Split", "Transpose"), _MOVE
+        ("Cast", "CastLike", "Concat", "Expand", "Identity", "Reshape", "Shape", "Split",
+         "Transpose"),
+        _MOVE,
     ),
     **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum"), _REDUCTION),
     **dict.fromkeys(("Squeeze", "Unsqueeze"), Rule(ANY, initializers=(1,))),
@@ -104,7 +108,7 @@ _SINCE_11_0 = {
 }
 
 _ADDED: tuple[tuple[Version, Mapping[str, Rule]], ...] = (
-    ((10, 3), _SINCE_10_3),
+    (OLDEST, _SINCE_10_3),
     ((10, 8), _SINCE_10_8),
     ((10, 14), _SINCE_10_14),
     ((10, 15), _SINCE_10_15),
@@ -114,7 +118,6 @@ _ADDED: tuple[tuple[Version, Mapping[str, Rule]], ...] = (
 # codes of 4 bits. 10.8 documents 22, and takes FP4, which is of 23.
 _OPSETS: tuple[tuple[Version, int], ...] = (((10, 3), 21), ((10, 8), 23), ((10, 14), 24))
 
-OLDEST: Version = (10, 3)
 CHECKED: tuple[Version, ...] = ((10, 3), (10, 13), (10, 16), (11, 4))  # what CI holds graphs to
 
 
@@ -141,3 +144,14 @@ def highest_opset(version: Version) -> int:
 def first_version(operator: str) -> Version | None:
     """The first TensorRT of the table that takes an operator in some form; None: none does."""
     return next((since for since, added in _ADDED if operator in added), None)
+
+
+def first_with_weights(dtype: ir.DataType) -> Version:
+    """The first TensorRT that reads weights of a type; raises `StopIteration` for no such."""
+    name = "DequantizeLinear"
+    return next(s for s, added in _ADDED if name in added and dtype in added[name].dtypes)
+
+
+def lacking(version: Version) -> list[str]:
+    """Operators of the newest TensorRT that this one does not know: they are written in others."""
+    return sorted(set(rules(_ADDED[-1][0])) - set(rules(version)))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from edgellm.build.plan import Origin
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability, driver_cuda
-from edgellm.device_runtime.runners.tensorrt.library import Library, find_library
+from edgellm.device_runtime.runners.tensorrt.library import Library, find_library, targets
 
 _OLDEST_CUDA = (12, 0)
 
@@ -45,7 +44,7 @@ def find_target(wanted: str) -> Target:
             "there is no NVIDIA GPU here to compile for",
             hint="--gpu 89 compiles ahead of time for GPUs of compute capability 8.9",
         )
-    if library.is_ahead_of_time and sm not in (known := _targets(library.trt)):
+    if library.is_ahead_of_time and sm not in (known := targets(library.trt)):
         shown = ", ".join(f"{each // 10}.{each % 10}" for each in known)
         raise EdgeLLMError(
             f"{library.label} does not compile for compute capability {sm // 10}.{sm % 10}",
@@ -84,9 +83,3 @@ def parse_sm(wanted: str) -> int:
             f"--gpu {wanted} is not a compute capability", hint="give 89 or 8.9, for example"
         )
     return 10 * int(match[1]) + int(match[2])
-
-
-def _targets(trt: Any) -> list[int]:
-    """Compute capabilities that TensorRT-RTX knows."""
-    members = trt.ComputeCapability.__members__
-    return sorted(int(name[2:]) for name in members if re.fullmatch(r"SM\d+", name))

@@ -23,6 +23,10 @@ from edgellm.manifest import DEVICES, Engine, library_of
 Outputs = Mapping[str, NDArray[Any]]
 
 
+# In the order in which "auto" asks, and what engines of each run on.
+_DEVICES = {"tensorrt": "cuda", "onnxruntime_cuda": "cuda", "onnxruntime_cpu": "cpu"}
+
+
 class Cache(Protocol):
     """The rows of a KV cache."""
 
@@ -73,6 +77,10 @@ class Backend(Protocol):
 
     def available(self) -> str:
         """The library's version; raises `EdgeLLMError` with the remedy when it cannot run."""
+        ...
+
+    def require_device(self) -> None:
+        """Raises `EdgeLLMError`, which says why, if engines that are built here do not run here."""
         ...
 
     def open_engine(self, folder: Path, engine: Engine) -> Mapping[str, Runner]:
@@ -131,7 +139,7 @@ def libraries() -> list[str]:
 
 
 def resolve(name: str, device: str = "") -> str:
-    """The backend of a library on a device; "auto" is the first library that is available.
+    """The backend of a library on a device; "auto" is what `automatic` chooses.
 
     Args:
         name: a library, a backend, or "auto".
@@ -141,17 +149,42 @@ def resolve(name: str, device: str = "") -> str:
         EdgeLLMError: unknown, or (none) available on this machine, or not for the device.
     """
     if name == "auto":
-        reasons = {library: _reason_against(resolve(library, device)) for library in libraries()}
-        usable = [library for library, reason in reasons.items() if not reason]
-        if not usable:
-            details = "; ".join(f"{library}: {reason}" for library, reason in reasons.items())
-            raise EdgeLLMError(f"no backend can run here ({details})")
-        name = usable[0]
+        return automatic(device)[0]
     found = next((each for each in (f"{name}_{device or DEVICES[0]}", name) if each in names()), "")
     if not found:
         known = ", ".join(libraries())
         raise EdgeLLMError(f"unknown backend {name!r}", hint=f"backends: {known}")
     return found
+
+
+def automatic(device: str = "") -> tuple[str, dict[str, str]]:
+    """The first backend whose engines run here: TensorRT, ONNX Runtime on CUDA, then on the CPU.
+
+    Args:
+        device: of `DEVICES`, or "" for any. Without a GPU ONNX Runtime's engines for CUDA can be
+            built all the same, if they are asked for.
+
+    Returns:
+        Its name, and by name why each before it does not run here.
+
+    Raises:
+        EdgeLLMError: none does.
+    """
+    reasons: dict[str, str] = {}
+    for name in (each for each, runs_on in _DEVICES.items() if device in (runs_on, "")):
+        reasons[name] = _reason_against(name)
+        if not reasons[name]:
+            return name, {key: reason for key, reason in reasons.items() if key != name}
+    if device == "cuda":
+        return "onnxruntime_cuda", reasons
+    details = "; ".join(f"{library_of(name)}: {reason}" for name, reason in reasons.items())
+    raise EdgeLLMError(f"no backend can run here ({details})")
+
+
+def title(name: str) -> str:
+    """A backend as users ask for it."""
+    library = library_of(name)
+    return library if library == name else f"{library} on {_DEVICES[name]}"
 
 
 def find(name: str) -> Backend:
@@ -161,7 +194,7 @@ def find(name: str) -> Backend:
 
 def _reason_against(name: str) -> str:
     try:
-        find(name).available()
+        find(name).require_device()
     except EdgeLLMError as error:
         return str(error)
     return ""

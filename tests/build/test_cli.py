@@ -68,7 +68,7 @@ def test_dry_run_builds_nothing(command, tiny_bundle, tmp_path):
 
 def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path):
     predicted = _build(command, tiny_bundle, tmp_path / "engine", *SMALL, "--dry-run").stdout
-    megabytes = float(predicted.splitlines()[0].split()[1])
+    megabytes = float(predicted.splitlines()[1].split()[1])
     _build(command, tiny_bundle, tmp_path / "engine")
     files = load_engine(tmp_path / "engine", LLM_ENGINE).files
     actual = sum(record.num_bytes for name, record in files.items() if name.endswith(".data")) / 1e6

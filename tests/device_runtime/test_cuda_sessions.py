@@ -212,6 +212,25 @@ def test_what_cuda_needs(monkeypatch, version, capability, message, hint):
 
 @without_cuda
 @pytest.mark.filterwarnings("ignore:Specified provider")
+def test_a_library_that_loads_may_have_no_kernel_for_the_gpu(monkeypatch):
+    """As that for aarch64 on an Orin: what counts is whether one runs."""
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [cuda.PROVIDER])
+    monkeypatch.setattr(cuda, "compute_capability", lambda: 87)
+    monkeypatch.setattr(cuda, "_missing_library", lambda: "")
+    with pytest.raises(EdgeLLMError, match="kernels do not run on this GPU") as caught:
+        cuda.require_cuda()
+    assert "for Orin and Thor" in caught.value.hint
+    monkeypatch.setattr(cuda, "PROVIDER", "CPUExecutionProvider")
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [cuda.PROVIDER])
+    monkeypatch.setattr(ort.SessionOptions, "add_session_config_entry", lambda *_: None)
+    assert cuda.require_cuda() == graphs.CUDA
+    monkeypatch.setattr(ort.InferenceSession, "run", lambda *_: [np.zeros(4, np.float32)])
+    with pytest.raises(EdgeLLMError, match="a sum is wrong"):
+        cuda.require_cuda()
+
+
+@without_cuda
+@pytest.mark.filterwarnings("ignore:Specified provider")
 def test_graphs_are_never_put_on_the_cpu_instead(engine):
     """ONNX Runtime itself would warn and go on."""
     with pytest.raises(BrokenArtifactError, match="cannot load"):

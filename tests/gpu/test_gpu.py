@@ -6,11 +6,10 @@ and compared with ONNX Runtime on the CPU.
 
 from __future__ import annotations
 
-import importlib.util
-
 import cuda_on_cpu
 import numpy as np
 import pytest
+import reason_against
 from eagle_engines import CAPACITY, INPUT, TREE
 from tensorrt_bundles import Bundles
 from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels
@@ -18,10 +17,8 @@ from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixel
 from edgellm import contract
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
-from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.runners.onnxruntime_cuda.provider import require_cuda
 from edgellm.device_runtime.runners.tensorrt.device import Planes
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.decoder import open_decoder
@@ -31,24 +28,15 @@ from edgellm.export import visual
 from edgellm.manifest import LLM_ENGINE, VISUAL_ENGINE, load_engine
 from edgellm.multimodal.grids import grid_inputs
 
-_MISSING = [name for name in ("pycuda", "cuda") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(compute_capability() is None, reason="there is no NVIDIA GPU here"),
 ]
-needs_tensorrt = pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}")
+needs_tensorrt = reason_against.needs("tensorrt")
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def _reason_against_cuda() -> str:
-    try:
-        require_cuda()
-    except EdgeLLMError as error:
-        return str(error)
-    return ""
-
-
-needs_cuda = pytest.mark.skipif(bool(_reason_against_cuda()), reason=_reason_against_cuda())
+needs_cuda = reason_against.needs("onnxruntime_cuda")
 
 
 @pytest.fixture(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 
 import gpu
 import numpy as np
 import pytest
+import reason_against
 from eagle_engines import CAPACITY, INPUT, TREE
 from gpu_clock import measured_bandwidths
 
@@ -23,11 +23,10 @@ from edgellm.device_runtime.sessions.heads import open_heads
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, HEADS, LLM_ENGINE, load_engine
 
-_MISSING = [name for name in ("pycuda", "cuda") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(compute_capability() is None, reason="there is no NVIDIA GPU here"),
-    pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}"),
+    reason_against.needs("tensorrt"),
 ]
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = ("w83 w64 w53 w32 w35 w12 w15", "w10 w24 w79 w65 w88", "w56 w15 w35")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from edgellm.build import fit
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
+from edgellm.device_runtime.runners.tensorrt import library
 from edgellm.tools.doctor import checks, jetpack
 from edgellm.tools.doctor.checks import FAULT, NOTE, OK, Finding, examine
 from edgellm.tools.doctor.fit import examine_bundle
@@ -83,12 +85,11 @@ def test_an_orin_with_an_old_jetpack(machine):
     files = {"etc/nv_tegra_release": ORIN_6, "proc/device-tree/model": "NVIDIA Jetson Orin NX\0"}
     here = machine(files, nvpmodel="echo 'NV Power Mode: 15W\n2'")
     (pack,), (power,) = _found(here, "JetPack"), _found(here, "power mode")
-    assert pack.status == FAULT
+    assert pack.status == OK
     assert (
-        "Orin NX, JetPack 6.1 or 6.2 (L4T 36.4), TensorRT 10.3, CUDA 12.6: CPU engines only"
+        "Orin NX, JetPack 6.1 or 6.2 (L4T 36.4), TensorRT 10.3, CUDA 12.6: fp16, int8, int4"
         in pack.found
     )
-    assert "JetPack 7.2" in pack.remedy
     assert (power.status, power.remedy) == (NOTE, "sudo nvpmodel -m 0 && sudo jetson_clocks")
     assert not _found(here, "GPU")  # nothing to say of a GPU that the board has
 
@@ -132,6 +133,14 @@ def test_files_that_read_otherwise(machine):
     assert [_found(here, what)[0].status for what in ("JetPack", "CUDA")] == [FAULT, FAULT]
     assert not _found(here, "memory")
     assert jetpack.find((21, 1)) is None
+
+
+def test_a_tensorrt_that_lacks_operators(monkeypatch):
+    trt = types.SimpleNamespace(__name__="tensorrt", __version__="10.13.3.9")
+    monkeypatch.setattr(library, "find_library", lambda: library.Library(trt, False))
+    found = checks._backend("tensorrt").found
+    assert found.startswith("TensorRT 10.13.3.9; other operators stand for Attention, ")
+    assert found.endswith("Swish, TensorScatter")
 
 
 def test_packages_and_backends(machine, monkeypatch):

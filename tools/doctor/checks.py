@@ -188,6 +188,18 @@ def _cuda_provider() -> Finding:
 
 def _backend(name: str) -> Finding:
     try:
-        return Finding(f"--backend {name}", OK, runners.find(name).available())
+        found = runners.find(name).available()
+        return Finding(f"--backend {name}", OK, found + _rewritten(name))
     except EdgeLLMError as error:
         return Finding(f"--backend {name}", NOTE, str(error), error.hint)
+
+
+def _rewritten(name: str) -> str:
+    """What graphs for an older TensorRT are written without."""
+    if name != "tensorrt":
+        return ""
+    from edgellm.build.tensorrt.operators import lacking
+    from edgellm.device_runtime.runners.tensorrt.library import find_library
+
+    operators = lacking(find_library().version)
+    return f"; other operators stand for {', '.join(operators)}" if operators else ""

@@ -37,6 +37,11 @@ def available() -> str:
     return version
 
 
+def require_device() -> None:
+    """See `runners.Backend`: every machine has a CPU."""
+    available()
+
+
 def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     """Load the engine's graphs.
 

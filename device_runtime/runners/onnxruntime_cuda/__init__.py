@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import Runner, onnxruntime_cpu
 from edgellm.manifest import (
     DECODER,
@@ -25,6 +27,16 @@ if TYPE_CHECKING:
 def available() -> str:
     """See `onnxruntime_cpu.available`: engines are built, and not run, without a GPU."""
     return onnxruntime_cpu.available()
+
+
+def require_device() -> None:
+    """See `runners.Backend`."""
+    available()
+    if compute_capability() is None:
+        raise EdgeLLMError("there is no NVIDIA GPU here")
+    from edgellm.device_runtime.runners.onnxruntime_cuda import provider
+
+    provider.require_cuda()
 
 
 def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:

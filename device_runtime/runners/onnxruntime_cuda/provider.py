@@ -7,7 +7,9 @@ import ctypes
 import io
 from pathlib import Path
 
+import numpy as np
 import onnxruntime as ort
+from onnx import TensorProto, helper
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
@@ -44,7 +46,39 @@ def require_cuda() -> str:
             f"ONNX Runtime's CUDA libraries do not load: {missing}",
             hint="pip install 'onnxruntime-gpu[cuda,cudnn]', or install CUDA and cuDNN 9",
         )
+    if fault := _fault_of_a_kernel():
+        raise EdgeLLMError(
+            f"ONNX Runtime's CUDA kernels do not run on this GPU: {fault}",
+            hint="onnxruntime-gpu has no kernels for this GPU (the public one for aarch64 has none "
+            "for Orin and Thor): take NVIDIA's build for the board, or --backend tensorrt",
+        )
     return CUDA
+
+
+def _fault_of_a_kernel() -> str:
+    """What goes wrong when one kernel runs, "" if it gives what it should.
+
+    A library that loads may have been compiled for other GPUs, which only a launch shows.
+    """
+    x = np.arange(4, dtype=np.float32)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    try:
+        session = ort.InferenceSession(_doubling(), options, providers=[PROVIDER])
+        session.disable_fallback()
+        found = np.asarray(session.run(None, {"x": x})[0])
+    except Exception as error:  # noqa: BLE001 - the classes are private to the extension module
+        return str(error).splitlines()[0][:200]
+    return "" if np.array_equal(found, x + x) else "a sum is wrong"
+
+
+def _doubling() -> bytes:
+    """A graph of one node: y = x + x."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "doubling", [x], [y])
+    opset = helper.make_opsetid("", 20)
+    return helper.make_model(graph, opset_imports=[opset], ir_version=9).SerializeToString()
 
 
 def _missing_library() -> str:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgellm.contract import BrokenArtifactError, LimitError, past_name, present_name
+from edgellm.contract import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    LimitError,
+    past_name,
+    present_name,
+)
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.tensorrt import library
@@ -22,6 +28,19 @@ def available() -> str:
         EdgeLLMError: neither TensorRT nor TensorRT-RTX is usable; says why.
     """
     return library.find_library().label
+
+
+def require_device() -> None:
+    """See `runners.Backend`."""
+    sm = compute_capability()
+    if sm is None:
+        raise EdgeLLMError("there is no NVIDIA GPU here")
+    found = library.find_library()
+    if found.is_ahead_of_time and sm not in library.targets(found.trt):
+        raise EdgeLLMError(f"{found.label} does not compile for compute capability {sm / 10}")
+    from edgellm.device_runtime.runners.tensorrt.cuda import open_device
+
+    open_device()
 
 
 def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,12 +57,22 @@ class BoundPass:
         device: Device,
         arguments: tuple[Block, Packed],
         picks: tuple[Block, Packed],
+        after: Callable[[], None],
         *,
         is_kept: bool,
     ) -> None:
-        """Bind; `is_kept`: it runs again with these shapes, and nobody else has the context."""
+        """Bind.
+
+        Args:
+            context: of these shapes.
+            device: that computes.
+            arguments: what goes there before.
+            picks: what comes back.
+            after: asks for what follows the engine on the device.
+            is_kept: it runs again with these shapes, and nobody else has the context.
+        """
         self._context, self._device = context, device
-        self._arguments, self._picks = arguments, picks
+        self._arguments, self._picks, self._after = arguments, picks, after
         self._may_capture = is_kept and context.is_capturable()
         self._was_run = False
         self._replay: Callable[[], None] | None = None
@@ -70,15 +81,17 @@ class BoundPass:
 
     def run(self) -> None:
         """Compute; `outputs` hold what came of it until the next pass of the session."""
-        if self._replay is None and self._may_capture and self._was_run:
-            self._replay = self._device.capture(self._enqueue)
-        (self._replay or self._enqueue)()  # the first run prepares what cannot be recorded
-        self._was_run = True
-        self._device.synchronize()
+        with self._device.current():
+            if self._replay is None and self._may_capture and self._was_run:
+                self._replay = self._device.capture(self._enqueue)
+            (self._replay or self._enqueue)()  # the first run prepares what cannot be recorded
+            self._was_run = True
+            self._device.synchronize()
 
     def _enqueue(self) -> None:
         self._arguments[0].upload(self._arguments[1])
         self._context.enqueue()
+        self._after()
         self._picks[0].download(self._picks[1])
 
 
@@ -92,6 +105,7 @@ class PassRunner:
         fixed: Mapping[str, int],
         arguments_bytes: int,
         picks_bytes: int,
+        after: Callable[[Packed], None],
     ) -> None:
         """Allocate.
 
@@ -101,8 +115,10 @@ class PassRunner:
             fixed: addresses of the tensors that are the same for all passes.
             arguments_bytes: of the inputs that vary, `packed_bytes` of the largest.
             picks_bytes: of the outputs that the host always reads.
+            after: asks for what follows a pass with such inputs on the device.
         """
         self._engine, self._device, self._fixed = engine, device, dict(fixed)
+        self._after = after
         profiles = range(engine.num_profiles)
         # No pass runs beside another, so contexts take turns in one piece of memory.
         self._scratch = device.allocate(max(engine.scratch_bytes(each) for each in profiles))
@@ -140,7 +156,8 @@ class PassRunner:
         }.items():  # fmt: skip
             context.bind(name, address)
         blocks = (self._arguments, packed), (self._picks, picked)
-        bound = BoundPass(context, self._device, *blocks, is_kept=keep)
+        after = partial(self._after, packed)
+        bound = BoundPass(context, self._device, *blocks, after, is_kept=keep)
         if keep:
             self._kept[key] = bound
         return bound

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.runners.tensorrt.compaction import WORD_BYTES, displaced
-from edgellm.device_runtime.runners.tensorrt.device import Device, Planes
-from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block
+from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, Device, NewRows, Planes
+from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, aligned
 from edgellm.manifest import KVCacheSpec
 
 _MOST_MOVED = 1024  # rows at once
@@ -18,8 +20,22 @@ _MOST_MOVED = 1024  # rows at once
 class DeviceCache:
     """Keys and values of all layers, [2 * layers, 1, num_kv_heads, C, head_dim] in one piece."""
 
-    def __init__(self, device: Device, spec: KVCacheSpec, capacity: int) -> None:
-        """Allocate; raises `LimitError` if the device is too small."""
+    def __init__(
+        self, device: Device, spec: KVCacheSpec, capacity: int, most_new_rows: int = 0
+    ) -> None:
+        """Allocate.
+
+        Args:
+            device: that computes.
+            spec: of the cache.
+            capacity: rows of a plane; so many that planes of all heads are a multiple of
+                `ALIGNMENT`, see `aligned_capacity`.
+            most_new_rows: of a pass, if the engine hands new rows out; 0: it updates the cache.
+
+        Raises:
+            LimitError: the device is too small.
+            EdgeLLMError: heads of this size are not moved.
+        """
         dtype = np.dtype(spec.dtype)
         row_bytes = spec.head_dim * dtype.itemsize
         if row_bytes % WORD_BYTES:
@@ -39,6 +55,25 @@ class DeviceCache:
             address = self._buffer.address + at * spec.num_kv_heads * plane_bytes
             self.addresses[contract.past_name(layer, part)] = address
             self.addresses[contract.present_name(layer, part)] = address
+        self._stride = aligned(spec.num_kv_heads * most_new_rows * row_bytes)
+        self._new_rows = device.allocate(len(parts) * self._stride) if most_new_rows else None
+        if self._new_rows is not None:
+            for at, (layer, part) in enumerate(parts):
+                address = self._new_rows.address + at * self._stride
+                self.addresses[contract.present_name(layer, part)] = address
+
+    def append(self, count: int, write_index_address: int) -> None:
+        """Ask for the rows of a pass to be appended, if the engine does not do so itself.
+
+        Args:
+            count: rows of the pass, with its padding.
+            write_index_address: of the pass's input, int64 on the device.
+        """
+        if self._new_rows is not None:
+            rows = NewRows(
+                self._new_rows.address, self._stride, self._spec.num_kv_heads, write_index_address
+            )
+            self._device.append_rows(self._planes, rows, count)
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
         """See `runners.Cache`; does not wait."""
@@ -66,3 +101,10 @@ class DeviceCache:
         """See `runners.Cache`."""
         flat = np.ascontiguousarray(rows, self._dtype).reshape(self._planes.count, -1)
         self._device.load_rows(self._planes, flat.view(np.uint8))
+
+
+def aligned_capacity(spec: KVCacheSpec, capacity: int) -> int:
+    """Rows of a cache, as few as `capacity` or some more, so that each tensor of it is aligned."""
+    row_bytes = spec.head_dim * np.dtype(spec.dtype).itemsize
+    step = ALIGNMENT // math.gcd(ALIGNMENT, row_bytes)
+    return -(-capacity // step) * step

@@ -6,16 +6,25 @@ Both are handles of the driver's own: a stream of the one is a stream of the oth
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import logging
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import EdgeLLMError, LimitError
-from edgellm.device_runtime.runners.tensorrt.compaction import KERNEL, PTX, WORD_BYTES
-from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, Planes
+from edgellm.device_runtime.runners.tensorrt import appending, compaction
+from edgellm.device_runtime.runners.tensorrt.compaction import WORD_BYTES
+from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, NewRows, Planes
 
+_log = logging.getLogger(__name__)
 _THREADS = 32  # of a block; a row has 8 to 32 words
 _HINT = "in edgellm's folder: pip install '.[tensorrt]', which needs the CUDA toolkit's headers"
 
@@ -55,18 +64,59 @@ class _Memory:
         self._allocation, self.address, self.num_bytes = allocation, int(allocation), num_bytes
 
 
+class _Depth(threading.local):
+    """How often a thread has entered the context."""
+
+    count = 0
+
+
 class CudaDevice:
-    """See `device.Device`; the GPU's primary context, which TensorRT takes too."""
+    """See `device.Device`; the GPU's primary context, which TensorRT takes too.
+
+    pycuda keeps a stack of contexts for each thread and ends the process if one is left on it, so
+    each call pushes the context, in whatever thread it comes, and pops it.
+    """
 
     def __init__(self, driver: Any, graphs: Any, gpu: Any) -> None:
-        """Make the primary context current and a stream in it."""
+        """Make a stream in the primary context."""
         self._driver, self._graphs, self._gpu = driver, graphs, gpu
-        self._context = gpu.retain_primary_context()
-        self._context.push()
-        self._stream = driver.Stream()
-        module = driver.module_from_buffer(PTX.encode() + b"\0")
-        self._move_rows = module.get_function(KERNEL)
-        self._move_rows.prepare("PPiiqi")
+        self._context, self._depth = gpu.retain_primary_context(), _Depth()
+        self._can_capture = True
+        with self.current():
+            self._open()
+
+    def _open(self) -> None:
+        self._stream = self._driver.Stream()
+        self._move_rows = self._kernel(compaction.PTX, compaction.KERNEL, "PPiiqi")
+        self._append_rows = self._kernel(appending.PTX, appending.KERNEL, "PPPiiqqi")
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """See `device.Device`."""
+        is_outermost = self._depth.count == 0
+        if is_outermost:
+            self._context.push()
+        self._depth.count += 1
+        try:
+            yield
+        finally:
+            self._depth.count -= 1
+            if is_outermost:
+                self._context.pop()
+
+    def _free(self, allocation: Any) -> None:
+        if not sys.is_finalizing():  # then pycuda frees what there is
+            with self.current():
+                allocation.free()
+
+    def _freed_with(self, owner: Any, allocation: Any) -> None:
+        """In whatever thread the owner goes."""
+        weakref.finalize(owner, self._free, allocation).atexit = False
+
+    def _kernel(self, ptx: str, name: str, arguments: str) -> Any:
+        kernel = self._driver.module_from_buffer(ptx.encode() + b"\0").get_function(name)
+        kernel.prepare(arguments)
+        return kernel
 
     @property
     def stream(self) -> int:
@@ -81,41 +131,65 @@ class CudaDevice:
     def allocate(self, num_bytes: int) -> _Memory:
         """See `device.Device`."""
         size = max(num_bytes, ALIGNMENT)
-        try:
-            allocation = self._driver.mem_alloc(size)
-        except self._driver.MemoryError:
-            raise LimitError(
-                f"the GPU has {self.free_bytes() / 1e6:.0f} MB left, {size / 1e6:.0f} are needed",
-                hint="close other programs, or build with a smaller --maxKVCacheCapacity or "
-                "--maxInputLen, or quantize the model",
-            ) from None
-        self._driver.memset_d8_async(int(allocation), 0, size, self._stream)
-        self.synchronize()
-        return _Memory(allocation, size)
+        with self.current():
+            try:
+                allocation = self._driver.mem_alloc(size)
+            except self._driver.MemoryError:
+                raise LimitError(
+                    f"the GPU has {self.free_bytes() / 1e6:.0f} MB left, "
+                    f"{size / 1e6:.0f} are needed",
+                    hint="close other programs, or build with a smaller --maxKVCacheCapacity or "
+                    "--maxInputLen, or quantize the model",
+                ) from None
+            self._driver.memset_d8_async(int(allocation), 0, size, self._stream)
+            self.synchronize()
+        memory = _Memory(allocation, size)
+        self._freed_with(memory, allocation)
+        return memory
 
     def free_bytes(self) -> int:
         """See `device.Device`."""
-        return int(self._driver.mem_get_info()[0])
+        with self.current():
+            free = int(self._driver.mem_get_info()[0])
+        if not self._gpu.get_attribute(self._driver.device_attribute.INTEGRATED):
+            return free
+        return max(free, _available_bytes())  # it leaves out the system's cache of files
 
     def pinned(self, num_bytes: int) -> NDArray[np.uint8]:
         """See `device.Device`."""
-        return self._driver.pagelocked_empty(max(num_bytes, 1), np.uint8)[:num_bytes]
+        with self.current():
+            host = self._driver.pagelocked_empty(max(num_bytes, 1), np.uint8)
+        self._freed_with(host, host.base)
+        return host[:num_bytes]
 
     def upload(self, address: int, host: NDArray[Any]) -> None:
         """See `device.Device`."""
-        self._driver.memcpy_htod_async(address, host, self._stream)
+        with self.current():
+            self._driver.memcpy_htod_async(address, host, self._stream)
 
     def download(self, host: NDArray[Any], address: int) -> None:
         """See `device.Device`."""
-        self._driver.memcpy_dtoh_async(host, address, self._stream)
+        with self.current():
+            self._driver.memcpy_dtoh_async(host, address, self._stream)
 
     def move_rows(self, planes: Planes, rows_address: int, count: int, first: int) -> None:
         """See `device.Device`."""
         words = planes.row_bytes // WORD_BYTES
-        self._move_rows.prepared_async_call(
-            (planes.count, 1), (_THREADS, 1, 1), self._stream,
-            planes.address, rows_address, count, first, planes.rows * words, words,
-        )  # fmt: skip
+        with self.current():
+            self._move_rows.prepared_async_call(
+                (planes.count, 1), (_THREADS, 1, 1), self._stream,
+                planes.address, rows_address, count, first, planes.rows * words, words,
+            )  # fmt: skip
+
+    def append_rows(self, planes: Planes, rows: NewRows, count: int) -> None:
+        """See `device.Device`."""
+        words = planes.row_bytes // WORD_BYTES
+        with self.current():
+            self._append_rows.prepared_async_call(
+                (planes.count, 1), (_THREADS, 1, 1), self._stream,
+                planes.address, rows.address, rows.write_index_address, count, rows.planes,
+                rows.stride, planes.rows * words, words,
+            )  # fmt: skip
 
     def save_rows(self, planes: Planes, length: int) -> NDArray[np.uint8]:
         """See `device.Device`."""
@@ -124,8 +198,7 @@ class CudaDevice:
         copy.set_src_device(planes.address)
         copy.set_dst_host(host)
         copy.src_pitch, copy.dst_pitch = planes.rows * planes.row_bytes, host.shape[1]
-        self.synchronize()
-        copy(aligned=False)
+        self._copy(copy)
         return host
 
     def load_rows(self, planes: Planes, rows: NDArray[np.uint8]) -> None:
@@ -134,8 +207,12 @@ class CudaDevice:
         copy.set_src_host(rows)
         copy.set_dst_device(planes.address)
         copy.src_pitch, copy.dst_pitch = rows.shape[1], planes.rows * planes.row_bytes
-        self.synchronize()
-        copy(aligned=False)
+        self._copy(copy)
+
+    def _copy(self, copy: Any) -> None:
+        with self.current():
+            self.synchronize()
+            copy(aligned=False)
 
     def _between(self, planes: Planes, host: NDArray[np.uint8]) -> Any:
         copy = self._driver.Memcpy2D()
@@ -145,7 +222,8 @@ class CudaDevice:
     def synchronize(self) -> None:
         """See `device.Device`; errors of earlier work come up here."""
         try:
-            self._stream.synchronize()
+            with self.current():
+                self._stream.synchronize()
         except self._driver.Error as error:
             raise EdgeLLMError(
                 f"the GPU stopped working: {error}", hint="edgellm-doctor says more"
@@ -153,6 +231,17 @@ class CudaDevice:
 
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         """See `device.Device`."""
+        if not self._can_capture:
+            return enqueue
+        try:
+            with self.current():
+                return self._capture(enqueue)
+        except EdgeLLMError as error:
+            self._can_capture = False
+            _log.warning("%s; passes are asked for piece by piece, which is slower", error)
+            return enqueue
+
+    def _capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         graphs, stream = self._graphs, self._graphs.CUstream(self.stream)
         mode = graphs.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self._check(graphs.cuStreamBeginCapture(stream, mode))
@@ -165,7 +254,8 @@ class CudaDevice:
         self._check(graphs.cuGraphDestroy(graph))
 
         def replay() -> None:
-            self._check(graphs.cuGraphLaunch(executable, stream))
+            with self.current():
+                self._check(graphs.cuGraphLaunch(executable, stream))
 
         return replay
 
@@ -174,7 +264,17 @@ class CudaDevice:
         status, *found = answer
         if int(status) != 0:
             raise EdgeLLMError(
-                f"a pass cannot be recorded as a CUDA graph: {status!s}",
+                f"a pass cannot be run as a CUDA graph: {status!s}",
                 hint="report it with edgellm-doctor's output",
             )
         return tuple(found)
+
+
+def _available_bytes() -> int:
+    """Memory that the system would give; 0 where it does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text("ascii")
+    except OSError:
+        return 0
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0

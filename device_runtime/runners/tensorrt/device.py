@@ -7,6 +7,7 @@ in `synchronize`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,12 +46,26 @@ class Planes:
         return self.count * self.rows * self.row_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """Rows for a KV cache: a tensor [planes, count, row_bytes] for each layer and part."""
+
+    address: int  # of the first tensor
+    stride: int  # bytes from a tensor to the next
+    planes: int  # of a tensor, one for each head
+    write_index_address: int  # int64 [1], the row of a plane that the first goes to
+
+
 class Device(Protocol):
     """A GPU with a stream."""
 
     @property
     def stream(self) -> int:
         """The stream's handle, of the CUDA driver."""
+        ...
+
+    def current(self) -> AbstractContextManager[None]:
+        """What makes the GPU the calling thread's, for calls of libraries; may be nested."""
         ...
 
     def allocate(self, num_bytes: int) -> Buffer:
@@ -88,6 +103,16 @@ class Device(Protocol):
         """
         ...
 
+    def append_rows(self, planes: Planes, rows: NewRows, count: int) -> None:
+        """In every plane: row write_index + i takes new row i.
+
+        Args:
+            planes: of which `row_bytes` is a multiple of 16.
+            rows: which the stream has computed by then.
+            count: of rows.
+        """
+        ...
+
     def save_rows(self, planes: Planes, length: int) -> NDArray[np.uint8]:
         """The first rows of every plane, [count, length * row_bytes]; waits for them."""
         ...
@@ -103,8 +128,7 @@ class Device(Protocol):
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         """Record what `enqueue` asks for, as a CUDA graph; the result asks for all of it again.
 
-        Raises:
-            EdgeLLMError: it cannot be recorded.
+        What cannot be recorded is asked for piece by piece; the first time a warning is logged.
         """
         ...
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
 
-_MINIMUM = (10, 15)  # of TensorRT: caches that are updated in place, rotary embeddings
-FEATURES = ("IAttention", "IKVCacheUpdateLayer", "IRotaryEmbeddingLayer", "IStreamWriter")
+OLDEST = (10, 3)  # of TensorRT, that of JetPack 6.1; the table of operators begins with it
+RTX_TAKES = (11, 4)  # the TensorRT whose trunk TensorRT-RTX 1.7 shares
+_IN_PLACE = (10, 15)  # caches that are updated where they lie, rotary embeddings
+FEATURES = ("IAttention", "IKVCacheUpdateLayer", "IRotaryEmbeddingLayer")  # from then on
 _NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}
 _HINT = (
     "in edgellm's folder: pip install '.[tensorrt-rtx]' compiles without a GPU; "
-    "on a Jetson TensorRT comes with JetPack 7.2"
+    "on a Jetson TensorRT comes with JetPack 6.1 and newer"
 )
 
 
@@ -34,6 +37,16 @@ class Library:
     def label(self) -> str:
         """What engines depend on: the library and its version."""
         return f"{_NAMES[self.trt.__name__]} {self.trt.__version__}"
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Major and minor of the TensorRT whose operators it takes."""
+        return RTX_TAKES if self.is_ahead_of_time else _version(self.trt)
+
+    @property
+    def updates_in_place(self) -> bool:
+        """Whether it writes rows into a cache where it lies; older ones hand them out."""
+        return self.version >= _IN_PLACE
 
 
 def find_library(*, ahead_of_time: bool = False) -> Library:
@@ -67,6 +80,12 @@ def installed() -> dict[str, Any]:
     return found
 
 
+def targets(trt: Any) -> list[int]:
+    """Compute capabilities that TensorRT-RTX compiles for."""
+    members = trt.ComputeCapability.__members__
+    return sorted(int(name[2:]) for name in members if re.fullmatch(r"SM\d+", name))
+
+
 def _load(name: str) -> Library | str:
     """A module that can compile here, or why it cannot."""
     try:
@@ -76,12 +95,17 @@ def _load(name: str) -> Library | str:
     except ImportError as error:
         return f"{name} cannot be loaded: {error}"
     is_rtx = name == "tensorrt_rtx"
-    if not is_rtx and tuple(int(part) for part in trt.__version__.split(".")[:2]) < _MINIMUM:
-        needed = ".".join(map(str, _MINIMUM))
+    if not is_rtx and _version(trt) < OLDEST:
+        needed = ".".join(map(str, OLDEST))
         return f"TensorRT {trt.__version__} is too old, {needed} is needed"
     missing = [feature for feature in FEATURES if not hasattr(trt, feature)]
-    if missing:
+    if missing and Library(trt, is_rtx).updates_in_place:
         return f"{_NAMES[name]} {trt.__version__} has no {missing[0]}"
     if not is_rtx and compute_capability() is None:  # its builder would end the process
         return f"TensorRT {trt.__version__} compiles only where an NVIDIA GPU is"
     return Library(trt, is_rtx)
+
+
+def _version(trt: Any) -> tuple[int, int]:
+    major, minor = trt.__version__.split(".")[:2]
+    return int(major), int(minor)

@@ -25,7 +25,12 @@ from edgellm.device_runtime.runners.tensorrt.bound_pass import (
 from edgellm.device_runtime.runners.tensorrt.cache import DeviceCache
 from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device
 from edgellm.device_runtime.runners.tensorrt.images import DeviceImages
-from edgellm.device_runtime.runners.tensorrt.packed_buffers import Layout, Shape, packed_bytes
+from edgellm.device_runtime.runners.tensorrt.packed_buffers import (
+    Layout,
+    Packed,
+    Shape,
+    packed_bytes,
+)
 from edgellm.manifest import DecoderSpec
 
 _Sizes = tuple[int, int, int]
@@ -77,7 +82,13 @@ class TensorRtRunner:
         self._engine, self._device, self._capacity = engine, device, capacity
         self.cache = self._images = None
         if spec is not None:
-            self.cache = DeviceCache(device, spec.kv, capacity)
+            past, present = (
+                engine.tensors[name].shape
+                for name in (contract.past_name(0, "key"), contract.present_name(0, "key"))
+            )
+            self._capacity = past[2]  # what was asked for, or some more
+            new_rows = most_rows if present != past else 0
+            self.cache = DeviceCache(device, spec.kv, self._capacity, new_rows)
             self._images = DeviceImages(device, engine, spec.vocab_size)
         self._buckets = bucket_sizes(max(tree_rows, 1))
         outputs = [
@@ -96,7 +107,7 @@ class TensorRtRunner:
         caches = self.cache.addresses if self.cache is not None else {}
         self._passes = PassRunner(
             engine, device, {**caches, **fixed}, packed_bytes(self._inputs(most)),
-            packed_bytes(self._picks(most)),
+            packed_bytes(self._picks(most)), self._append,
         )  # fmt: skip
         self._latest: FetchedOutputs | None = None
 
@@ -123,6 +134,11 @@ class TensorRtRunner:
             self.cache.settled()
         self._latest = self._outputs(bound.outputs, sizes, inputs)
         return self._latest
+
+    def _append(self, inputs: Packed) -> None:
+        if self.cache is not None:
+            rows = inputs.arrays[contract.INPUT_IDS].shape[-1]
+            self.cache.append(rows, inputs.addresses[contract.WRITE_INDEX])
 
     def _require_candidates(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         """An engine gives as many candidates of a row as it was built for, and no more."""

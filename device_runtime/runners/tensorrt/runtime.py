@@ -28,8 +28,12 @@ def load_engine(trt: Any, path: Path, device: Device, caches: Mapping[str, str])
         EdgeLLMError: a cache is not updated in place.
     """
     log = LibraryLog(trt)
-    runtime = trt.Runtime(log.logger)
-    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as plan:
+    with (
+        path.open("rb") as stream,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as plan,
+        device.current(),
+    ):
+        runtime = trt.Runtime(log.logger)
         engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
         words = " ".join(log.errors[0].split()) if log.errors else "it does not say why"
@@ -37,8 +41,9 @@ def load_engine(trt: Any, path: Path, device: Device, caches: Mapping[str, str])
             f"TensorRT {trt.__version__} cannot load {path}: {words}",
             hint="build the engine again on this machine",
         )
-    if hasattr(engine, "get_aliased_input_tensor"):
-        for output, wanted in caches.items():
+    for output, wanted in caches.items():
+        updates = engine.get_tensor_shape(output) == engine.get_tensor_shape(wanted)
+        if updates and hasattr(engine, "get_aliased_input_tensor"):
             found = engine.get_aliased_input_tensor(output)
             if found != wanted:
                 raise EdgeLLMError(
@@ -85,6 +90,10 @@ class LoadedEngine:
 
     def new_context(self, profile: int, scratch: Buffer) -> LoadedContext:
         """See `device.CompiledEngine`."""
+        with self._device.current():
+            return self._new_context(profile, scratch)
+
+    def _new_context(self, profile: int, scratch: Buffer) -> LoadedContext:
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self._engine.create_execution_context(strategy)
         if context is None:
@@ -94,19 +103,22 @@ class LoadedEngine:
         if not context.set_optimization_profile_async(profile, stream):
             raise self._log.failure(f"TensorRT does not take profile {profile}")
         self._device.synchronize()
-        return LoadedContext(context, stream, self._log, scratch)
+        return LoadedContext(context, self._device, self._log, scratch)
 
 
 class LoadedContext:
     """See `device.Context`."""
 
-    def __init__(self, context: Any, stream: int, log: LibraryLog, scratch: Buffer) -> None:
-        self._context, self._stream, self._log = context, stream, log
+    def __init__(self, context: Any, device: Device, log: LibraryLog, scratch: Buffer) -> None:
+        self._context, self._device, self._log = context, device, log
+        self._stream = device.stream
         self._scratch = scratch  # lives as long as what computes in it
 
     def set_shape(self, name: str, shape: Sequence[int]) -> None:
         """See `device.Context`."""
-        if not self._context.set_input_shape(name, tuple(shape)):
+        with self._device.current():
+            taken = self._context.set_input_shape(name, tuple(shape))
+        if not taken:
             raise self._log.failure(f"TensorRT does not take {name} {list(shape)}")
 
     def output_shape(self, name: str) -> tuple[int, ...]:
@@ -120,7 +132,9 @@ class LoadedContext:
 
     def enqueue(self) -> None:
         """See `device.Context`."""
-        if not self._context.execute_async_v3(self._stream):
+        with self._device.current():
+            asked = self._context.execute_async_v3(self._stream)
+        if not asked:
             raise self._log.failure("TensorRT does not run the pass")
 
     def is_capturable(self) -> bool:

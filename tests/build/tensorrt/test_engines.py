@@ -20,8 +20,12 @@ from tensorrt_bundles import (
 )
 
 from edgellm.build.lowering.linear_weights import linear_layers
+from edgellm.build.tensorrt import compiler
+from edgellm.build.tensorrt.gate import check_graph
 from edgellm.build.tensorrt.kernel_log import Kernel, copied_caches
-from edgellm.contract import CANDIDATE_IDS, CANDIDATE_LOG_PROBS, EdgeLLMError
+from edgellm.build.tensorrt.operators import lacking
+from edgellm.contract import CANDIDATE_IDS, CANDIDATE_LOG_PROBS, PRESENT, EdgeLLMError
+from edgellm.device_runtime.runners.tensorrt import library
 from edgellm.export import visual
 from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 
@@ -121,6 +125,48 @@ def _check_encoder(engine: Engine, bundle) -> None:
     # The patch embedding of tiles may be a convolution, whose weight is decoded once an image.
     assert sum(kernel.decodes_weight for kernel in engine.kernels) <= 1
     assert len(engine.kernels) <= OUTSIDE_LAYERS + 16 * attentions
+
+
+# ------------------------------------------------------------------------- older TensorRTs
+OLDER = [
+    ((10, 3), "base", "int4_awq", 89),
+    ((10, 3), "draft", "fp16", 89),
+    ((10, 3), "smolvlm", "fp16", 89),
+    ((10, 13), "base", "nvfp4", 120),
+    ((10, 16), "draft", "fp8", 89),
+]
+
+
+@pytest.mark.parametrize(("version", "kind", "precision", "sm"), OLDER)
+def test_graphs_of_older_versions_compile(
+    bundles, tmp_path, monkeypatch, version, kind, precision, sm
+):
+    """TensorRT-RTX takes what the builder would hand to an older TensorRT."""
+    monkeypatch.setattr(library, "RTX_TAKES", version)
+    caches, build = [], compiler.build
+
+    def checked(path, *arguments, **options):
+        model = ir.load(path)
+        assert check_graph(model, version) == []
+        assert {"Swish", *lacking(version)}.isdisjoint(node.op_type for node in model.graph)
+        outputs = {str(each.name): each for each in model.graph.outputs}
+        caches.extend(str(each.shape[2]) for name, each in outputs.items() if PRESENT in name)
+        return build(path, *arguments, **options)
+
+    monkeypatch.setattr(compiler, "build", checked)
+    assert compile_bundle(bundles.make(kind, precision), kind, tmp_path / "engine", sm).kernels
+    assert set(caches) <= {"rows" if version < (10, 15) else str(CAPACITY)}
+    assert bool(caches) == (kind in KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_precisions_that_an_older_version_does_not_have(bundles, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(library, "RTX_TAKES", (10, 3))
+    monkeypatch.setattr(compiler, "lower", lambda *_: pytest.fail("worked before it was asked"))
+    with pytest.raises(EdgeLLMError, match=r"NVFP4 needs TensorRT 10\.8 or newer, not") as caught:
+        compile_bundle(bundles.make(kind, "nvfp4"), kind, tmp_path / "engine", 120)
+    assert "JetPack 7.2" in caught.value.hint
+    assert not (tmp_path / "engine" / "manifest.json").exists()
 
 
 # ------------------------------------------------------------------------ the gates can fail

@@ -59,7 +59,7 @@ def test_tensorrt_is_taken_on_its_gpu_only(pretend):
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (_module("tensorrt", "10.13.3.9"), "TensorRT 10.13.3.9 is too old, 10.15 is needed"),
+        (_module("tensorrt", "8.6.2.3"), "TensorRT 8.6.2.3 is too old, 10.3 is needed"),
         (_module("tensorrt", "10.15.0.1", "IAttention"), "TensorRT 10.15.0.1 has no IAttention"),
     ],
 )
@@ -67,7 +67,15 @@ def test_too_old(pretend, module, said):
     pretend(full=module, sm=87)
     with pytest.raises(EdgeLLMError, match=said) as caught:
         library.find_library()
-    assert "JetPack 7.2" in caught.value.hint
+    assert "JetPack 6.1" in caught.value.hint
+
+
+@pytest.mark.parametrize(("version", "updates"), [("10.3.0.26", False), ("10.15.1", True)])
+def test_versions_without_newer_features(pretend, version, updates):
+    without = () if updates else library.FEATURES
+    pretend(full=_module("tensorrt", version, *without), sm=87)
+    found = library.find_library()
+    assert (found.label, found.updates_in_place) == (f"TensorRT {version}", updates)
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,8 @@ def check_numbers(path, feeds, tolerance: float) -> None:
         found = run(adapted, path.parent, feeds)
         assert list(found) == list(expected)
         for name, array in expected.items():
+            if version == (10, 3) and name.startswith(contract.PRESENT):
+                array = array[:, :, WRITTEN : WRITTEN + ROWS]
             np.testing.assert_allclose(found[name], array, atol=tolerance, err_msg=name)
 
 

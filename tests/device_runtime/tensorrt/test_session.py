@@ -93,6 +93,23 @@ def test_answers_are_those_of_the_cpu(cpu_answers, fake_llm, device, sampling):
     assert device.launches > 40 > device.captures > 4
 
 
+@pytest.mark.parametrize("version", [(10, 3), (10, 16)])
+def test_answers_of_engines_for_older_versions(
+    cpu_answers, eagle_pair, device, tmp_path, monkeypatch, version
+):
+    """10.3 hands new rows out, which are appended; 10.16 updates caches in place."""
+    older = Lowered(eagle_pair, tmp_path, version)
+    older.replace_engines(monkeypatch, device)
+    appended, append = [], device.append_rows
+    monkeypatch.setattr(device, "append_rows", lambda *a: (appended.append(a), append(*a)))
+    llm = LLM(eagle_pair.engine, spec=SpecOptions(top_k=5, steps=4, verify_size=20, tree="fixed"))
+    for sampling, expected in cpu_answers.items():
+        assert _answer(llm, sampling, speculative=False) == expected
+        assert _answer(llm, sampling) == expected
+    assert bool(appended) == (version < (10, 15))
+    assert device.launches > 40 > device.captures > 4
+
+
 def test_greedy_ids_are_those_of_onnxruntime(reference, session):
     ids, write = np.arange(20, 31), 0
     for rows in (ids, np.array([40]), np.array([41]), np.array([42, 43, 44])):

@@ -1,0 +1,133 @@
+"""`cuda.py` on a driver that watches threads: contexts in pairs, memory, graphs that fail."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from types import SimpleNamespace
+
+import pytest
+from fake_cuda import FakeDriver, fake_graphs
+
+from edgellm.contract import EdgeLLMError, LimitError
+from edgellm.device_runtime.runners.tensorrt import cuda
+from edgellm.device_runtime.runners.tensorrt.device import NewRows, Planes
+from edgellm.device_runtime.runners.tensorrt.runtime import LoadedEngine
+
+PLANES = Planes(1 << 20, 2, 8, 32)
+
+
+def _device(driver: FakeDriver, fails_at: str = "") -> cuda.CudaDevice:
+    return cuda.CudaDevice(driver, fake_graphs(driver, fails_at=fails_at), driver.Device(0))
+
+
+def _work(device: cuda.CudaDevice) -> None:
+    memory, host = device.allocate(64), device.pinned(64)
+    device.upload(memory.address, host)
+    device.move_rows(PLANES, memory.address, 1, 0)
+    device.append_rows(PLANES, NewRows(memory.address, 256, 1, memory.address), 1)
+    device.download(host, memory.address)
+    device.capture(lambda: device.upload(memory.address, host))()
+    assert device.free_bytes() > 0
+    device.synchronize()
+
+
+def test_contexts_are_pushed_and_popped_in_pairs_in_every_thread():
+    driver = FakeDriver()
+    device = _device(driver)
+    assert not driver.stack
+    faults: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            _work(device)
+            assert not driver.stack
+        except BaseException as error:  # noqa: BLE001
+            faults.append(error)
+
+    thread = threading.Thread(target=elsewhere, name="engine")
+    thread.start()
+    thread.join()
+    assert not faults
+    _work(device)
+    assert not driver.stack
+    assert {who for _, who in driver.calls} == {"engine", "MainThread"}
+    gc.collect()
+    assert driver.alive == 0
+
+
+def test_a_context_is_popped_when_something_fails():
+    driver = FakeDriver(free_bytes=1000)
+    device = _device(driver)
+    with pytest.raises(LimitError, match="the GPU has 0 MB left"):
+        device.allocate(2000)
+    with pytest.raises(KeyError), device.current(), device.current():
+        raise KeyError
+    assert not driver.stack
+
+
+def test_memory_outlives_its_views_and_is_freed_in_any_thread():
+    driver = FakeDriver()
+    device = _device(driver)
+    view = device.pinned(64)[8:16]
+    gc.collect()
+    assert driver.alive == 1
+    held = [view, device.allocate(64)]
+    del view
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert driver.alive == 0
+
+
+@pytest.mark.parametrize("fails_at", ["cuStreamBeginCapture", "cuStreamEndCapture", "enqueue"])
+def test_what_cannot_be_recorded_runs_all_the_same(caplog, fails_at):
+    driver = FakeDriver()
+    device, asked = _device(driver, fails_at), []
+
+    def enqueue() -> None:
+        asked.append(1)
+        if fails_at == "enqueue" and len(asked) == 1:
+            raise EdgeLLMError("TensorRT does not run the pass")
+
+    for _ in range(2):
+        device.capture(enqueue)()
+    assert len(asked) >= 2
+    assert "cuGraphLaunch" not in {name for name, _ in driver.calls}
+    (record,) = caplog.records  # one warning
+    assert "piece by piece" in record.message
+
+
+@pytest.mark.parametrize(("integrated", "free"), [(True, 6 << 30), (False, 1 << 30)])
+def test_free_memory_of_boards_counts_what_the_system_would_give(monkeypatch, integrated, free):
+    monkeypatch.setattr(cuda, "_available_bytes", lambda: 6 << 30)
+    assert _device(FakeDriver(integrated=integrated)).free_bytes() == free
+    monkeypatch.undo()
+    assert cuda._available_bytes() > 0
+
+
+def test_tensorrt_is_called_in_the_context():
+    """Loading, contexts and passes, in a thread that did not open the device."""
+    driver = FakeDriver()
+    device = _device(driver)
+    called = lambda name, found=True: lambda *_: (driver.use(name), found)[1]  # noqa: E731
+    context = SimpleNamespace(
+        set_device_memory=called("set_device_memory"),
+        set_optimization_profile_async=called("profile"), set_input_shape=called("shape"),
+        set_tensor_address=lambda *_: True, execute_async_v3=called("execute"),
+    )  # fmt: skip
+    engine = SimpleNamespace(num_io_tensors=0, create_execution_context=called("context", context))
+    trt = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=0))
+    loaded = LoadedEngine(trt, None, engine, device, None)  # type: ignore[arg-type]
+
+    def work() -> None:
+        made = loaded.new_context(0, device.allocate(1))
+        made.set_shape("x", (1, 2))
+        made.enqueue()
+
+    thread = threading.Thread(target=work, name="engine")
+    thread.start()
+    thread.join()
+    assert ("execute", "engine") in driver.calls
+    assert not driver.stack

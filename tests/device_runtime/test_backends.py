@@ -1,0 +1,85 @@
+"""What `auto` takes, and what it says of the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgellm.build import cli
+from edgellm.build.backends import choose
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.runners import onnxruntime_cpu, onnxruntime_cuda, tensorrt
+from edgellm.device_runtime.runners.tensorrt import cuda, library
+
+BACKENDS = {"tensorrt": tensorrt, "onnxruntime_cuda": onnxruntime_cuda,
+            "onnxruntime_cpu": onnxruntime_cpu}  # fmt: skip
+NO_GPU = "there is no NVIDIA GPU here"
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """One on which these backends do not run."""
+
+    def make(**reasons: str) -> None:
+        for name, module in BACKENDS.items():
+
+            def require(name: str = name) -> None:
+                if name in reasons:
+                    raise EdgeLLMError(reasons[name])
+
+            monkeypatch.setattr(module, "require_device", require)
+
+    return make
+
+
+def test_all_backends_are_asked_the_fastest_first():
+    assert list(runners._DEVICES) == list(BACKENDS)
+    assert sorted(BACKENDS) == runners.names()
+
+
+@pytest.mark.parametrize(
+    ("reasons", "device", "taken", "said"),
+    [
+        ({}, "", "tensorrt", "backend: tensorrt"),
+        ({"tensorrt": "too old"}, "", "onnxruntime_cuda",
+         "backend: onnxruntime on cuda (not tensorrt: too old)"),
+        ({"tensorrt": "old", "onnxruntime_cuda": "no kernel"}, "", "onnxruntime_cpu",
+         "backend: onnxruntime on cpu (not tensorrt: old; not onnxruntime on cuda: no kernel)"),
+        ({"tensorrt": NO_GPU, "onnxruntime_cuda": NO_GPU}, "", "onnxruntime_cpu",
+         f"backend: onnxruntime on cpu ({NO_GPU})"),
+        ({}, "cpu", "onnxruntime_cpu", "backend: onnxruntime on cpu"),
+        ({"tensorrt": NO_GPU, "onnxruntime_cuda": NO_GPU}, "cuda", "onnxruntime_cuda",
+         f"backend: onnxruntime on cuda ({NO_GPU})"),
+    ],
+)  # fmt: skip
+def test_auto(machine, capsys, reasons, device, taken, said):
+    machine(**reasons)
+    assert choose("auto", device) == taken
+    cli.announce("auto", device)
+    assert capsys.readouterr().out == f"{said}\n"
+    cli.announce("tensorrt", device)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_machine_on_which_nothing_runs(machine):
+    machine(**dict.fromkeys(BACKENDS, "broken"))
+    with pytest.raises(EdgeLLMError, match=r"no backend can run here \(tensorrt: broken; onnx"):
+        runners.resolve("auto")
+
+
+def test_when_engines_of_tensorrt_run(monkeypatch):
+    """A GPU, a library that compiles for it, and what the runtime needs."""
+    rtx = library.Library(object(), is_ahead_of_time=True)
+    monkeypatch.setattr(library.Library, "label", "TensorRT-RTX 1.7")
+    monkeypatch.setattr(library, "find_library", lambda: rtx)
+    monkeypatch.setattr(library, "targets", lambda _: [89])
+    opened = []
+    monkeypatch.setattr(cuda, "open_device", lambda: opened.append(1))
+    for sm, fault in ((None, NO_GPU), (87, "does not compile for compute capability 8.7")):
+        monkeypatch.setattr(tensorrt, "compute_capability", lambda sm=sm: sm)
+        with pytest.raises(EdgeLLMError, match=fault):
+            tensorrt.require_device()
+    assert not opened
+    monkeypatch.setattr(tensorrt, "compute_capability", lambda: 89)
+    tensorrt.require_device()
+    assert opened

@@ -1,0 +1,131 @@
+"""pycuda and cuda-python as `cuda.py` knows them, without a GPU: they watch contexts and threads.
+
+Each call needs a context that is current in its thread, as the driver does; what leaves one behind
+on a thread's stack would have ended the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+
+class DriverError(Exception):
+    """pycuda's `driver.Error`."""
+
+
+class FakeDriver:
+    """`pycuda.driver`."""
+
+    Error = DriverError
+    MemoryError = type("MemoryError", (DriverError,), {})
+    device_attribute = SimpleNamespace(INTEGRATED="integrated")
+
+    def __init__(self, *, integrated: bool = False, free_bytes: int = 1 << 30) -> None:
+        self._here = threading.local()
+        self.left: list[str] = []  # threads with a context on their stack, when they were asked
+        self.calls: list[tuple[str, str]] = []  # name and thread
+        self.alive = 0  # allocations
+        self.integrated, self._free = integrated, free_bytes
+
+    @property
+    def stack(self) -> list[int]:
+        if not hasattr(self._here, "stack"):
+            self._here.stack = []
+        return self._here.stack
+
+    def use(self, name: str) -> None:
+        """A call into the driver."""
+        assert self.stack, f"{name} without a context in {threading.current_thread().name}"
+        self.calls.append((name, threading.current_thread().name))
+
+    def init(self) -> None:
+        pass
+
+    def Device(self, index: int) -> Any:  # noqa: N802
+        assert index == 0
+        context = SimpleNamespace(push=lambda: self.stack.append(1), pop=self.stack_pop)
+        return SimpleNamespace(
+            retain_primary_context=lambda: context, name=lambda: "a GPU",
+            get_attribute=lambda what: int(self.integrated and what == "integrated"),
+        )  # fmt: skip
+
+    def stack_pop(self) -> None:
+        self.stack.pop()
+
+    def Stream(self) -> Any:  # noqa: N802
+        self.use("stream")
+        return SimpleNamespace(handle=7, synchronize=lambda: self.use("synchronize"))
+
+    def module_from_buffer(self, ptx: bytes) -> Any:
+        self.use("module")
+        assert ptx.endswith(b"\0")
+        call = lambda *_: self.use("launch")  # noqa: E731
+        kernel = SimpleNamespace(prepare=lambda _: None, prepared_async_call=call)
+        return SimpleNamespace(get_function=lambda _: kernel)
+
+    def _allocation(self, name: str) -> _Allocation:
+        self.use(name)
+        self.alive += 1
+        return _Allocation(self)
+
+    def mem_alloc(self, size: int) -> _Allocation:
+        if size > self._free:
+            raise self.MemoryError("out of memory")
+        return self._allocation("mem_alloc")
+
+    def memset_d8_async(self, *_: Any) -> None:
+        self.use("memset")
+
+    def mem_get_info(self) -> tuple[int, int]:
+        self.use("mem_get_info")
+        return self._free, 1 << 40
+
+    def pagelocked_empty(self, size: int, dtype: Any) -> np.ndarray:
+        assert dtype == np.uint8
+        assert size <= 1 << 12
+        return np.asarray(self._allocation("pin"))
+
+    def memcpy_htod_async(self, *_: Any) -> None:
+        self.use("upload")
+
+    def memcpy_dtoh_async(self, *_: Any) -> None:
+        self.use("download")
+
+
+class _Allocation:
+    """Memory of the device or of the host; as the latter the base of an array."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self._driver, self._memory = driver, np.zeros(1 << 12, np.uint8)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return self._memory.__array_interface__
+
+    def __int__(self) -> int:
+        return 1 << 20
+
+    def free(self) -> None:
+        self._driver.use("free")
+        self._driver.alive -= 1
+
+
+def fake_graphs(driver: FakeDriver, *, fails_at: str = "") -> Any:
+    """`cuda.bindings.driver`; the function `fails_at` gives an error code."""
+
+    def function(name: str, *found: Any) -> Any:
+        def call(*_: Any) -> tuple[Any, ...]:
+            driver.use(name)
+            return (1 if name == fails_at else 0, *found)
+
+        return call
+
+    mode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=0)
+    names = {"cuStreamBeginCapture": (), "cuStreamEndCapture": (1,), "cuGraphInstantiate": (2,),
+             "cuGraphDestroy": (), "cuGraphLaunch": ()}  # fmt: skip
+    functions = {name: function(name, *found) for name, found in names.items()}
+    return SimpleNamespace(CUstream=lambda handle: handle, CUstreamCaptureMode=mode, **functions)
