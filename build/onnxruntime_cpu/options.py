@@ -20,19 +20,24 @@ class CpuOptions(Options):
 
 
 def kernels_of(plan: Plan) -> str:
-    """`EDGELLM` or `ONNXRUNTIME`, which "auto" takes until edgellm's are tried everywhere.
+    """`EDGELLM` or `ONNXRUNTIME`; "auto" takes edgellm's where they suit and can be had.
 
     Raises:
         EdgeLLMError: edgellm's are asked for and cannot be had, or with an int8 copy for prompts.
     """
     wanted = plan.options.kernels if isinstance(plan.options, CpuOptions) else AUTO
-    if wanted != EDGELLM:
+    if wanted == ONNXRUNTIME or (wanted == AUTO and plan.prefill == "int8"):
         return ONNXRUNTIME
-    if plan.prefill == "int8":
+    if wanted == EDGELLM and plan.prefill == "int8":
         raise EdgeLLMError(
             "--prefill int8 is made of ONNX Runtime's operators; edgellm's kernels read prompts "
             "with the one copy of the weights",
             hint="leave --prefill away, or give --kernels onnxruntime",
         )
-    instruction_sets()
+    try:
+        instruction_sets()
+    except EdgeLLMError:
+        if wanted == EDGELLM:
+            raise
+        return ONNXRUNTIME
     return EDGELLM
