@@ -109,6 +109,10 @@ struct Attention {
 
   int64_t padded_dim() const { return (head_dim + kStrip - 1) / kStrip * kStrip; }
   int64_t partial_floats() const { return padded_dim() + kStrip; }
+  // What a call for some rows needs beside: keys, values and turned keys of a chunk, and sums.
+  int64_t work_floats(int64_t for_rows) const {
+    return 3 * kChunk * padded_dim() + for_rows * heads / kv_heads * partial_floats();
+  }
   int64_t chunks() const { return (write_index + rows + kChunk - 1) / kChunk; }
 };
 
@@ -121,8 +125,8 @@ struct Kernels {
   void (*prepare)(const Prologue&, int64_t first_row, int64_t last_row);
   void (*product)(const Product&, int64_t first_group, int64_t last_group);
   void (*append)(const Attention&, int64_t row);
-  void (*attend_chunk)(const Attention&, int64_t kv_head, int64_t chunk);
-  void (*attend_rows)(const Attention&, int64_t kv_head, int64_t first_row, int64_t last_row);
+  void (*attend_chunk)(const Attention&, int64_t kv_head, int64_t chunk, float* work);
+  void (*attend_rows)(const Attention&, int64_t kv_head, int64_t first_row, int64_t last_row, float* work);
   void (*merge)(const Attention&, int64_t row);
   Best (*survey)(const float* logits, int64_t count, bool with_exponentials);
 };

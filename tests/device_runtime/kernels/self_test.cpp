@@ -77,6 +77,7 @@ std::vector<float> attend(const Kernels& set, Attention a, std::vector<uint8_t> 
   std::vector<float> y(a.rows * a.heads * a.head_dim), queries(a.rows * a.heads * a.padded_dim());
   std::vector<float> partials(a.chunks() * a.rows * a.heads * a.partial_floats());
   std::vector<int32_t> seen(2 * a.rows), slots(a.rows * a.mask_columns);
+  std::vector<float> work(a.work_floats(a.rows));
   a.y = y.data();
   a.queries = queries.data();
   a.partials = partials.data();
@@ -86,8 +87,8 @@ std::vector<float> attend(const Kernels& set, Attention a, std::vector<uint8_t> 
   a.values = values.data();
   for (int64_t row = 0; row < a.rows; row++) set.append(a, row);
   for (int64_t head = 0; head < a.kv_heads; head++) {
-    for (int64_t chunk = 0; is_split && chunk < a.chunks(); chunk++) set.attend_chunk(a, head, chunk);
-    if (!is_split) set.attend_rows(a, head, 0, a.rows);
+    for (int64_t chunk = 0; is_split && chunk < a.chunks(); chunk++) set.attend_chunk(a, head, chunk, work.data());
+    if (!is_split) set.attend_rows(a, head, 0, a.rows, work.data());
   }
   for (int64_t row = 0; is_split && row < a.rows; row++) set.merge(a, row);
   y.insert(y.end(), queries.begin(), queries.end());
@@ -103,7 +104,7 @@ int test_attention(const Kernels& set, const Kernels& scalar) {
     a.rows = 1 + below(trial % 4 ? 6 : 30);
     a.kv_heads = 1 + below(2);
     a.heads = a.kv_heads * (1 + below(5));
-    a.head_dim = 8 * (1 + below(9));
+    a.head_dim = 8 * (1 + below(9 + trial % 2 * 8));
     a.write_index = below(trial % 3 ? 40 : 600);
     a.capacity = a.write_index + a.rows + below(3);
     a.rotary_dim = a.head_dim / 2;
