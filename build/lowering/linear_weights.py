@@ -84,12 +84,16 @@ class WeightPart:
         """Less their zero points: int16 [in, out]; FP8 as float32, FP4 doubled to integers."""
         tensor = self.stored[0]
         if self.kind == "fp4":
-            nibbles = _nibbles(tensor).reshape(self.shape[::-1]).T
+            nibbles = self.nibbles().T
             magnitudes = _E2M1_DOUBLED[nibbles & 7]
             return np.where(nibbles & 8, -magnitudes, magnitudes)
         if self.kind == "fp8":
             return tensor.numpy().astype(np.float32)
         return _integers(tensor).reshape(self.shape) - self.repeated(self.zero_points())
+
+    def nibbles(self) -> U8:
+        """FP4's codes [out, in]."""
+        return _nibbles(self.stored[0]).reshape(self.shape[::-1])
 
     def scales(self) -> F32:
         """[in / block, out], [1, out] or [1, 1]; those of doubled FP4 codes."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from edgellm.build.lowering.linear_weights import linear_layers
+from edgellm.build.lowering.linear_weights import layer_name, linear_layers
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
@@ -52,8 +52,8 @@ def estimate_graphs(
 def _packed_sizes(model: ir.Model, quantize: str, kernel: OwnLinears) -> tuple[int, int]:
     """Bytes of weights for edgellm's kernels, and of those that stay floats of 32 bits."""
     packed = floats = 0
-    for _, weight in linear_layers(model.graph):
-        form = kernel.form(weight)
+    for node, weight in linear_layers(model.graph):
+        form = kernel.form(weight, layer_name(node))
         if quantize == "int4" and weight.in_features % INT4_BLOCK == 0:
             form = PackedForm("int4", weight.in_features, sum(weight.widths), INT4_BLOCK)
         packed += form.num_bytes if form is not None else 0

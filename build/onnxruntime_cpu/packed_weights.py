@@ -18,12 +18,16 @@ _Order = NDArray[np.int64]
 
 
 def form_of(
-    weight: LinearWeight, *, rounds_floats: bool = False, is_gated: bool = False
+    weight: LinearWeight,
+    *,
+    rounds_floats: bool = False,
+    is_gated: bool = False,
+    input_terms: int = 1,
 ) -> PackedForm | None:
     """How the kernels keep a weight; None: floats of 32 bits, which they do not.
 
-    Integers keep their codes where their blocks are multiples of 32; FP8, FP4 and other blocks
-    become int8 in blocks of 32, as floats do with `rounds_floats`.
+    NVFP4, and integers whose blocks are multiples of 16, keep their codes; FP8 and other blocks
+    become int8 in blocks of 32, as floats do with `rounds_floats`. `input_terms`: of those.
     """
     shape = weight.in_features, sum(weight.widths)
     if weight.kind == "dense" and not rounds_floats:
@@ -31,18 +35,19 @@ def form_of(
         return None if kind is None else PackedForm(kind, *shape, is_gated=is_gated)
     block = _block(weight.parts[0])
     if not block:
-        return PackedForm("int8", *shape, _ROUNDED_BLOCK, is_gated=is_gated)
+        terms = input_terms if weight.kind == "dense" else 1
+        return PackedForm("int8", *shape, _ROUNDED_BLOCK, is_gated=is_gated, input_terms=terms)
     has_zero_points = any(part.is_unsigned for part in weight.parts)
     return PackedForm(weight.kind, *shape, block, has_zero_points, is_gated)
 
 
 def _block(part: WeightPart) -> int:
     """Inputs that share a packed scale; 0: the codes cannot stay."""
-    if part.kind not in ("int4", "int8"):
+    if part.kind not in ("int4", "int8", "fp4"):
         return 0
     if part.block_size:
         return next((size for size in BLOCKS[::-1] if part.block_size % size == 0), 0)
-    return next((size for size in BLOCKS[::-1] if part.shape[0] % size == 0), BLOCKS[0])
+    return next((size for size in (128, 64) if part.shape[0] % size == 0), 32)
 
 
 def packed_bytes(
@@ -72,8 +77,11 @@ def _halves(part: WeightPart) -> NDArray[np.uint16]:
 
 def _codes(part: WeightPart, form: PackedForm) -> tuple[U8, np.ndarray, U8]:
     """Codes [out, in], scales and zero points [out, blocks]."""
-    middle = 8 if form.kind == "int4" else 128
     blocks = form.blocks, part.shape[1]
+    if form.kind == "fp4":
+        scales = _spread(part.scales(), part, form).T
+        return part.nibbles(), scales, np.zeros(blocks[::-1], np.uint8)
+    middle = 8 if form.kind == "int4" else 128
     points = np.full(blocks, middle, np.uint8)
     if not _block(part):
         codes, scales = blocks_of_int8(part.dense(), form.block)

@@ -17,11 +17,13 @@ import numpy as np
 
 GROUP = 32  # output channels of a record
 STRIP = 16  # channels that gate and up take in turn
-BLOCKS = (32, 64, 128)
-VERSION = 1  # of the layout
+BLOCKS = (16, 32, 64, 128)
+VERSION = 2  # of the layout
 _MAGIC = b"edgellmW"
-_FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4}
-_HEADER = struct.Struct("<8s6I I f Q 16x")
+_FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4, "fp4": 5}
+_MIDDLES = {"int4": 8, "int8": 128, "fp4": 0}
+_BITS = {"int4": 4, "fp4": 4, "int8": 8}
+_HEADER = struct.Struct("<8s7I f Q I 12x")
 _LARGEST_HALF = 2.0**15
 _ROWS_AT_ONCE = 1 << 22  # weights that are rearranged at once: a few of their copies are held
 
@@ -31,12 +33,13 @@ class PackedForm:
     """What a packed weight holds.
 
     Attributes:
-        kind: "int4", "int8", "float16" or "bfloat16".
+        kind: "int4", "int8", "fp4", "float16" or "bfloat16".
         in_features: K.
         out_features: N; of gated weights those of gate and up together.
         block: inputs that share a scale; 1 for floats.
         has_zero_points: integers only.
         is_gated: channels are those of gate and up, 16 of each in turn; see `gated_order`.
+        input_terms: codes of 8 bits that stand for an input; 2 are for "int8" alone.
     """
 
     kind: str
@@ -45,11 +48,12 @@ class PackedForm:
     block: int = 1
     has_zero_points: bool = False
     is_gated: bool = False
+    input_terms: int = 1
 
     @property
     def is_quantized(self) -> bool:
         """Codes with scales."""
-        return self.kind in ("int4", "int8")
+        return self.kind in _BITS
 
     @property
     def blocks(self) -> int:
@@ -59,7 +63,7 @@ class PackedForm:
     @property
     def record_bytes(self) -> int:
         """Of 32 channels and one block."""
-        bits = {"int4": 4, "int8": 8}.get(self.kind, 16)
+        bits = _BITS.get(self.kind, 16)
         scales = (2 * GROUP) * (1 + self.has_zero_points) if self.is_quantized else 0
         return self.block * GROUP * bits // 8 + scales
 
@@ -72,7 +76,7 @@ class PackedForm:
         """The first 64 bytes; `multiplier` is that of all scales."""
         return _HEADER.pack(
             _MAGIC, VERSION, _FORMS[self.kind], self.in_features, self.out_features, self.block,
-            self.has_zero_points, self.is_gated, multiplier, self.num_bytes,
+            self.has_zero_points, self.is_gated, multiplier, self.num_bytes, self.input_terms,
         )  # fmt: skip
 
 
@@ -108,14 +112,14 @@ def pack_codes(
     Args:
         form: what is packed; channels already stand in their order.
         codes: uint8 [N, K], 0 to 15 or 0 to 255.
-        scales: float [N, blocks].
+        scales: float [N, blocks]; of FP4 half of them: its codes stand for twice the values.
         zero_points: uint8 [N, blocks]; None: 8 or 128.
         multiplier: see `scale_multiplier`; None: found from the scales.
 
     Yields:
         The header, then some groups of channels at a time.
     """
-    middle = 8 if form.kind == "int4" else 128
+    middle = _MIDDLES[form.kind]
     if codes.shape != (form.out_features, form.in_features):
         raise ValueError(f"codes are {codes.shape}")
     if scales.shape != (form.out_features, form.blocks):
@@ -163,7 +167,7 @@ def _padded(rows: np.ndarray, width: int, value: int) -> np.ndarray:
 def _quantized_records(form: PackedForm, codes: np.ndarray, halves: list[np.ndarray]) -> bytes:
     """Records of whole groups: codes uint8 [n, K], halves float32 [n, blocks] of each kind."""
     groups = len(codes) // GROUP
-    nibbles = 2 if form.kind == "int4" else 1
+    nibbles = 8 // _BITS[form.kind]
     steps = form.block // (4 * nibbles)
     lanes = codes.reshape(groups, GROUP, form.blocks, steps, nibbles, 4)
     lanes = lanes.transpose(4, 0, 2, 3, 1, 5)  # nibble, group, block, step, channel, input

@@ -23,10 +23,10 @@ std::vector<float> floats(int64_t count) {
 }
 
 // Random codes, and in the places of halves random halves near 1.
-std::vector<uint8_t> random_weight(Form form, int64_t K, int64_t N, int64_t block, bool zero, bool gated) {
-  Weight w{form, zero, gated, K, N, block, 1, nullptr};
-  Header h{{'e', 'd', 'g', 'e', 'l', 'l', 'm', 'W'}, 1, uint32_t(form), uint32_t(K), uint32_t(N), uint32_t(block),
-           zero, gated, 0.5f, uint64_t(sizeof(Header) + w.groups() * w.group_bytes()), {}};
+std::vector<uint8_t> random_weight(Form form, int64_t K, int64_t N, int64_t block, bool zero, bool gated, int terms) {
+  Weight w{form, zero, gated, terms, K, N, block, 1, nullptr};
+  Header h{{'e', 'd', 'g', 'e', 'l', 'l', 'm', 'W'}, 2, uint32_t(form), uint32_t(K), uint32_t(N), uint32_t(block),
+           zero, gated, 0.5f, uint64_t(sizeof(Header) + w.groups() * w.group_bytes()), uint32_t(terms), {}};
   std::vector<uint8_t> out(h.bytes);
   std::memcpy(out.data(), &h, sizeof h);
   for (size_t at = sizeof h; at < out.size(); at += w.record_bytes())
@@ -54,12 +54,13 @@ bool equal(const std::vector<float>& a, const std::vector<float>& b) {
 
 int test_products(const Kernels& set, const Kernels& scalar) {
   int faults = 0;
-  for (const Form form : {Form::kInt4, Form::kInt8, Form::kFloat16, Form::kBFloat16})
+  for (const Form form : {Form::kInt4, Form::kInt8, Form::kFp4, Form::kFloat16, Form::kBFloat16})
     for (int trial = 0; trial < 24; trial++) {
-      const bool quantized = form == Form::kInt4 || form == Form::kInt8, gated = trial % 5 == 4;
+      const bool quantized = form != Form::kFloat16 && form != Form::kBFloat16, gated = trial % 5 == 4;
       const int64_t K = 1 + below(300), N = gated ? 64 : 1 + below(100), rows = 1 + below(trial % 6 ? 10 : 60);
-      const int64_t block = quantized ? 32 << below(3) : 1;
-      const std::vector<uint8_t> packed = random_weight(form, K, N, block, quantized && trial % 2, gated);
+      const int64_t block = form == Form::kFp4 ? 16 : quantized ? 16 << below(4) : 1;
+      const bool zero = quantized && form != Form::kFp4 && trial % 2;
+      const std::vector<uint8_t> packed = random_weight(form, K, N, block, zero, gated, form == Form::kInt8 && trial % 3 ? 2 : 1);
       Weight w;
       if (const char* fault = read_weight(packed.data(), packed.size(), &w)) {
         std::printf("%s\n", fault);
