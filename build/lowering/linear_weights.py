@@ -301,12 +301,18 @@ def blocks_of_int8(dense: F32, size: int) -> tuple[NDArray[np.int16], F32]:
 
     The error of a weight is at most 1/254 of its block's largest.
     """
-    rows = -(-len(dense) // size) * size
-    padded = np.zeros((rows, dense.shape[1]), np.float32)
-    padded[: len(dense)] = dense
-    grouped = padded.reshape(-1, size, dense.shape[1])
-    scales = np.maximum(np.abs(grouped).max(1), np.float32(1e-20)) / np.float32(127)
-    grouped /= scales[:, None]
+    codes, scales = rows_of_int8(np.ascontiguousarray(dense.T), size)
+    return np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
+
+
+def rows_of_int8(rows: F32, size: int) -> tuple[NDArray[np.int16], F32]:
+    """As `blocks_of_int8`, of [out, in]: codes [out, whole blocks], scales [out, blocks]."""
+    width = -(-rows.shape[1] // size) * size
+    padded = np.zeros((len(rows), width), np.float32)
+    padded[:, : rows.shape[1]] = rows
+    grouped = padded.reshape(len(rows), -1, size)
+    scales = np.maximum(np.abs(grouped).max(2), np.float32(1e-20)) / np.float32(127)
+    grouped /= scales[..., None]
     return np.rint(padded).astype(np.int16), scales
 
 

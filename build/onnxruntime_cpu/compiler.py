@@ -118,20 +118,23 @@ class _Compiler:
         self, portable: Path, variant: Variant, rounded: WeightFile | None, report: Report
     ) -> LoadedGraph:
         """Lower a graph, let ONNX Runtime optimize and save it, and load what it saved."""
-        report(f"lowering the {variant.name} graph")
-        lowered = self._lower(load_portable(portable, rounded), variant)
+        step = f"lowering the {variant.name} graph"
+        report(step)
+        is_own = isinstance(variant.kernel, OwnLinears)  # and rounds what it packs
+        model = load_portable(portable, None if is_own else rounded)
+        lowered = self._lower(model, variant, lambda n: report(f"{step}: {n >> 20} MB written"))
         report(f"optimizing and prepacking the {variant.name} graph")
         saved = optimize(
             lowered, self._folder / f"{variant.name}.onnx", self._plan.threads,
             prepacks=variant.prepacks, probe=lambda session: self._probe(session, variant),
-            own_kernels=isinstance(variant.kernel, OwnLinears),
+            own_kernels=is_own,
         )  # fmt: skip
         return LoadedGraph(saved, variant.max_rows)
 
-    def _lower(self, model: ir.Model, variant: Variant) -> Path:
+    def _lower(self, model: ir.Model, variant: Variant, told: Callable[[int], None]) -> Path:
         """Write the lowered graph and its weights; the graph's path."""
         path = self._folder / f"{variant.name}.lowered.onnx"
-        weights = WeightFile(path.with_suffix(".data"))
+        weights = WeightFile(path.with_suffix(".data"), told)
         lower(
             model, variant.kernel, weights, self._cache, self._plan.kv_capacity,
             needs_mask=variant.needs_mask,

@@ -21,14 +21,19 @@ _GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and thei
 class OwnLinears:
     """A LinearKernel: one QuantLinear; floats of 32 bits stay with ONNX Runtime."""
 
-    def __init__(self, *, rounds_floats: bool = False, one_term: tuple[str, ...] = ALL_INPUTS) -> None:
+    def __init__(self, *, rounds: str = "", one_term: tuple[str, ...] = ALL_INPUTS) -> None:
         """Args as follows.
 
         Args:
-            rounds_floats: to int8 in blocks of 32.
+            rounds: floats to "int8" or "int4", in blocks of 32.
             one_term: how the names of these layers end whose inputs keep 8 bits; see `linears`.
         """
-        self._rounds_floats, self._one_term = rounds_floats, one_term
+        self._rounds, self._one_term = rounds, one_term
+
+    @property
+    def rounds_floats(self) -> bool:
+        """Whether floats become integers."""
+        return self._rounds in ("int4", "int8")
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """See `LinearKernel`."""
@@ -50,7 +55,7 @@ class OwnLinears:
     def form(self, weight: LinearWeight, name: str, *, is_gated: bool = False) -> PackedForm | None:
         """How the weight of a layer is packed; None: it is not."""
         return form_of(
-            weight, rounds_floats=self._rounds_floats, is_gated=is_gated,
+            weight, rounds=self._rounds, is_gated=is_gated,
             input_terms=1 if name.endswith(self._one_term) else 2,
         )  # fmt: skip
 

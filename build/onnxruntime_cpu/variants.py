@@ -89,7 +89,7 @@ def _own_variant(role: str, model: ir.Model, quantize: str, max_rows: int) -> Va
         kinds = {quantize if kind == "dense" else kind for kind in kinds}
     precision = "+".join(sorted(kinds - {"dense"})) or _float_types(model)
     one_term = ALL_INPUTS if role != DECODER else COARSE_INPUTS
-    kernel = OwnLinears(rounds_floats=quantize == "int8", one_term=one_term)
+    kernel = OwnLinears(rounds=quantize, one_term=one_term)
     name = "decode" if role == DECODER else role
     return Variant(name, precision, kernel, prepacks=True, max_rows=max_rows)
 

@@ -25,7 +25,7 @@ _MIDDLES = {"int4": 8, "int8": 128, "fp4": 0}
 _BITS = {"int4": 4, "fp4": 4, "int8": 8}
 _HEADER = struct.Struct("<8s7I f Q I 12x")
 _LARGEST_HALF = 2.0**15
-_ROWS_AT_ONCE = 1 << 22  # weights that are rearranged at once: a few of their copies are held
+_WEIGHTS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,6 @@ def pack_codes(
     Yields:
         The header, then some groups of channels at a time.
     """
-    middle = _MIDDLES[form.kind]
     if codes.shape != (form.out_features, form.in_features):
         raise ValueError(f"codes are {codes.shape}")
     if scales.shape != (form.out_features, form.blocks):
@@ -127,17 +126,35 @@ def pack_codes(
     if multiplier is None:
         multiplier = scale_multiplier(float(np.abs(scales).max(initial=0)))
     yield form.header(multiplier)
-    step = max(GROUP, _ROWS_AT_ONCE // form.in_features // GROUP * GROUP)
+    for part in channel_slices(form):
+        points = None if zero_points is None else zero_points[part]
+        yield records(form, codes[part], scales[part], points, multiplier)
+
+
+def channel_slices(form: PackedForm) -> Iterator[slice]:
+    """Whole groups of channels, few enough that some copies of their weights can be held."""
+    step = max(GROUP, _WEIGHTS_AT_ONCE // form.in_features // GROUP * GROUP)
     for first in range(0, form.out_features, step):
-        part = slice(first, min(first + step, form.out_features))
-        wide = _padded(codes[part], form.blocks * form.block, middle)
-        halves = [_padded(scales[part].astype(np.float32) / multiplier, form.blocks, 0)]
-        if form.has_zero_points:
-            points = middle if zero_points is None else zero_points[part].astype(np.float32)
-            offsets = halves[0].copy()
-            offsets[: part.stop - first] *= points - np.float32(middle)
-            halves.append(offsets)
-        yield _quantized_records(form, wide, halves)
+        yield slice(first, min(first + step, form.out_features))
+
+
+def records(
+    form: PackedForm,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zero_points: np.ndarray | None,
+    multiplier: float,
+) -> bytes:
+    """Of one of `channel_slices`; see `pack_codes`."""
+    middle = _MIDDLES[form.kind]
+    wide = _padded(codes, form.blocks * form.block, middle)
+    halves = [_padded(scales.astype(np.float32) / multiplier, form.blocks, 0)]
+    if form.has_zero_points:
+        points = middle if zero_points is None else zero_points.astype(np.float32)
+        offsets = halves[0].copy()
+        offsets[: len(codes)] *= points - np.float32(middle)
+        halves.append(offsets)
+    return _quantized_records(form, wide, halves)
 
 
 def pack_floats(form: PackedForm, weight: np.ndarray) -> Iterator[bytes]:
@@ -148,9 +165,8 @@ def pack_floats(form: PackedForm, weight: np.ndarray) -> Iterator[bytes]:
         weight: [N, K] in 16 bits; bfloat16 as uint16.
     """
     yield form.header()
-    step = max(GROUP, _ROWS_AT_ONCE // form.in_features // GROUP * GROUP)
-    for first in range(0, form.out_features, step):
-        rows = _padded(weight[first : first + step].view(np.uint16), form.in_features, 0)
+    for part in channel_slices(form):
+        rows = _padded(weight[part].view(np.uint16), form.in_features, 0)
         yield rows.reshape(-1, GROUP, form.in_features).transpose(0, 2, 1).tobytes()
 
 

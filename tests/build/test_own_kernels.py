@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import tracemalloc
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from conftest import assert_one_line_error, make_checkpoint
 from eagle_engines import BASE_PLAN, draft_plan, export_pair
@@ -16,10 +18,13 @@ from portable import open_portable
 from weights import round_checkpoint
 
 from edgellm.build.engine import build_engine
+from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart, rows_of_int8
+from edgellm.build.lowering.round_int4 import nearest_int4_rows
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
+from edgellm.build.onnxruntime_cpu.packed_weights import form_of, packed_bytes
 from edgellm.build.plan import Plan
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
-from edgellm.device_runtime.kernels import library
+from edgellm.device_runtime.kernels import library, pack
 from edgellm.device_runtime.llm import LLM
 from edgellm.device_runtime.prove import prove
 from edgellm.device_runtime.requests import Options
@@ -122,6 +127,41 @@ def test_speculation_changes_no_answer(quantize, tmp_path):
     with LLM(pair.engine, spec=SpecOptions()) as llm:
         for comparison in prove(llm, Options(max_generate_length=40), requests):
             assert comparison.line().endswith("tokens, identical")
+
+
+@pytest.mark.parametrize("rounds", ["int4", "int8"])
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+def test_weights_are_rounded_some_channels_at_a_time(rounds, dtype, tmp_path, monkeypatch):
+    """Gate and up: the same bytes as at once, in a fraction of their memory."""
+    floats = np.random.default_rng(0).standard_normal((2, 1024, 512), np.float32)
+    floats.astype(dtype.numpy()).tofile(tmp_path / "weights")
+    floats = floats.astype(dtype.numpy()).astype(np.float32)
+    size, shape = int(floats[0].size * dtype.itemsize), ir.Shape([1024, 512])
+    parts = [
+        WeightPart("dense", (512, 1024), 0, "w", (
+            ir.ExternalTensor("weights", i * size, size, dtype, shape=shape, name="w",
+                              base_dir=tmp_path),
+        )) for i in range(2)
+    ]  # fmt: skip
+    weight = LinearWeight(tuple(parts))
+    form = form_of(weight, rounds=rounds, is_gated=True)
+    monkeypatch.setattr(pack, "_WEIGHTS_AT_ONCE", 1 << 15)
+    tracemalloc.start()
+    pieces = packed_bytes(form, weight, pack.gated_order(1024))
+    found = b"".join(pieces)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    rows = np.concatenate(floats)[pack.gated_order(1024)]
+    if rounds == "int4":
+        codes, scales = nearest_int4_rows(rows, 32)
+        codes = codes + np.int16(8)
+    else:
+        codes, scales = rows_of_int8(rows, 32)
+        codes += 128
+    multiplier = pack.scale_multiplier(float(np.abs(rows).max()) / (7 if rounds == "int4" else 127))
+    expected = pack.pack_codes(form, codes.astype(np.uint8), scales, multiplier=multiplier)
+    assert found == b"".join(expected)
+    assert peak < 2 * len(found) + 2e6
 
 
 # ------------------------------------------------------------------------- what users can do
