@@ -18,7 +18,7 @@ from edgellm.build.lowering.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu.lower import lower
 from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
-from edgellm.build.onnxruntime_cpu.options import kernels_of
+from edgellm.build.onnxruntime_cpu.options import kernels_of, notes_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import Variant, variants_of
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
@@ -68,13 +68,15 @@ def compile_bundle(
     dtype = cache.dtype if cache is not None else ""
     report("measuring the cost of a pass")
     costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype), plan)
-    return Compiled(graphs, dtype, costs, prefill_rows, options=_what_runs(plan, bundle))
+    own = ENCODER not in bundle.graphs  # whose layers stay with ONNX Runtime
+    return Compiled(
+        graphs, dtype, costs, prefill_rows, notes_of(plan) if own else (),
+        _what_runs(plan) if own else {},
+    )  # fmt: skip
 
 
-def _what_runs(plan: Plan, bundle: Bundle) -> dict[str, Any]:
+def _what_runs(plan: Plan) -> dict[str, Any]:
     """Options of the engine, see `runners.onnxruntime_cpu`."""
-    if ENCODER in bundle.graphs:
-        return {}
     kernels = kernels_of(plan)
     return {KERNELS: kernels, **({LAYOUT: VERSION} if kernels == EDGELLM else {})}
 

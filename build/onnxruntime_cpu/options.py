@@ -34,10 +34,26 @@ def kernels_of(plan: Plan) -> str:
             "with the one copy of the weights",
             hint="leave --prefill away, or give --kernels onnxruntime",
         )
+    if wanted == EDGELLM:
+        instruction_sets()
+        return EDGELLM
+    return ONNXRUNTIME if _what_is_missing() else EDGELLM
+
+
+def notes_of(plan: Plan) -> tuple[str, ...]:
+    """Why "auto" does without edgellm's kernels, where nobody chose to."""
+    wanted = plan.options.kernels if isinstance(plan.options, CpuOptions) else AUTO
+    if wanted != AUTO or plan.prefill == "int8" or not (missing := _what_is_missing()):
+        return ()
+    return (
+        f"ONNX Runtime's operators compute, not edgellm's kernels, which are faster: {missing}",
+    )
+
+
+def _what_is_missing() -> str:
+    """Why edgellm's kernels cannot be had, with the remedy; "": they can."""
     try:
         instruction_sets()
-    except EdgeLLMError:
-        if wanted == EDGELLM:
-            raise
-        return ONNXRUNTIME
-    return EDGELLM
+    except EdgeLLMError as error:
+        return f"{error} ({error.hint})"
+    return ""

@@ -182,6 +182,9 @@ def test_kernels_that_cannot_be_had(tiny_bundle, tmp_path, monkeypatch):
         auto = dataclasses.replace(PLAN, options=CpuOptions())
         made = build_engine("llm", tiny_bundle, engine, auto, "onnxruntime", lambda _: None)
         assert made.options["kernels"] == "onnxruntime"
+        (note,) = made.options["notes"]
+        assert "no C++ compiler" in note
+        assert "apt install g++" in note
         open_decoder(engine, made)
     finally:
         for name in ("library_path", "load_library", "instruction_sets"):
