@@ -5,7 +5,8 @@
 
 All engines have the same weights (SmolLM2-135M-Instruct), the same number of threads, a 512-token
 context and batch 1. Every engine runs in its own process; they take turns for several rounds.
-`--shape` takes random weights of a larger model, and compares edgellm's kernels with ONNX Runtime's.
+`--shape` takes random weights of a larger model and compares edgellm's kernels with
+ONNX Runtime's.
 """
 
 from __future__ import annotations
