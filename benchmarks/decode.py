@@ -1,10 +1,12 @@
-"""Decode and prefill of SmolLM2: edgellm against llama.cpp and onnxruntime-genai, taking turns.
+"""Decode and prefill: edgellm against llama.cpp and onnxruntime-genai, taking turns.
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
     python benchmarks/decode.py
 
 All engines have the same weights (SmolLM2-135M-Instruct), the same number of threads, a 512-token
 context and batch 1. Every engine runs in its own process; they take turns for several rounds.
+`--shape` takes random weights of a larger model and compares edgellm's kernels with
+ONNX Runtime's.
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ from pathlib import Path
 import weights
 from engines import CAPACITY, CONTEXT, Process
 
+from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
+from edgellm.build.plan import Plan
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
 from edgellm.scripts import smollm2
 
 
@@ -45,16 +52,35 @@ def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str,
     return models
 
 
-def _build(checkpoint: Path, engine: Path, threads: int, prefill: str) -> None:
-    from edgellm.build.engine import build_engine
-    from edgellm.build.plan import Plan
-    from edgellm.export.bundle import ExportOptions, export_llm
-    from edgellm.export.source import open_checkpoint
+def prepare_shape(work: Path, shape: str, threads: int) -> dict[str, tuple[str, str, Path]]:
+    """As `prepare`, of random weights: what the peers read is made of real ones alone."""
+    work.mkdir(parents=True, exist_ok=True)
+    checkpoint = work / shape
+    if not checkpoint.exists():
+        tokenizer = open_checkpoint(str(smollm2.fetch())).tokenizer_files
+        weights.synthetic_checkpoint(shape, tokenizer, checkpoint)
+    models = {}
+    for quantize in ("int4", "int8"):
+        for kernels in ("edgellm", "onnxruntime"):
+            engine = work / f"{shape}-{quantize}-{kernels}-{threads}"
+            if not engine.exists():
+                _build(checkpoint, engine, threads, "auto", quantize, kernels)
+            models[f"{quantize}, {kernels}'s kernels"] = (sys.executable, "edgellm", engine)
+    return models
 
+
+def _build(
+    checkpoint: Path,
+    engine: Path,
+    threads: int,
+    prefill: str,
+    quantize: str = "auto",
+    kernels: str = "auto",
+) -> None:
     bundle = checkpoint.with_name(f"{checkpoint.name}-bundle")
     if not bundle.exists():
         export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
-    plan = Plan(1024, CAPACITY, threads, prefill)
+    plan = Plan(1024, CAPACITY, threads, prefill, quantize, options=CpuOptions(kernels))
     build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
 
 
@@ -66,8 +92,12 @@ def main() -> None:
     parser.add_argument(
         "--llama_python", default=sys.executable, help="a python that has llama-cpp-python"
     )
+    parser.add_argument("--shape", choices=weights.SHAPES, help="random weights instead")
     arguments = parser.parse_args()
-    models = prepare(arguments.work, arguments.llama_python, arguments.threads)
+    if arguments.shape:
+        models = prepare_shape(arguments.work, arguments.shape, arguments.threads)
+    else:
+        models = prepare(arguments.work, arguments.llama_python, arguments.threads)
     processes = {
         name: Process(python, kind, path, arguments.threads)
         for name, (python, kind, path) in models.items()
@@ -87,18 +117,27 @@ def main() -> None:
     for name in models:
         step, prompt = statistics.median(decode[name]), statistics.median(prefill[name])
         print(f"{name:32} {1e3 / step:13.1f} {step:7.2f} {CONTEXT / prompt * 1e3:14.0f}")
-    _ratios(decode, prefill)
+    if arguments.shape:
+        pairs = [
+            (f"{q}, edgellm's kernels", f"{q}, onnxruntime's kernels") for q in ("int4", "int8")
+        ]
+    else:
+        own = ("edgellm int4 b32", "edgellm int4 b32, one graph")
+        peers = ("onnxruntime-genai int4 b32", "llama.cpp Q4_0")
+        pairs = [(ours, peer) for peer in peers for ours in own]
+    _ratios(decode, prefill, pairs)
 
 
-def _ratios(decode: dict[str, list[float]], prefill: dict[str, list[float]]) -> None:
+def _ratios(
+    decode: dict[str, list[float]], prefill: dict[str, list[float]], pairs: list[tuple[str, str]]
+) -> None:
     """Medians of the ratios round by round."""
-    for peer in ("onnxruntime-genai int4 b32", "llama.cpp Q4_0"):
-        for ours in ("edgellm int4 b32", "edgellm int4 b32, one graph"):
-            speed = [
-                statistics.median(p / o for p, o in zip(table[peer], table[ours], strict=True))
-                for table in (decode, prefill)
-            ]
-            print(f"{ours} / {peer}: decode {speed[0]:.2f} x, prefill {speed[1]:.2f} x")
+    for ours, peer in pairs:
+        speed = [
+            statistics.median(p / o for p, o in zip(table[peer], table[ours], strict=True))
+            for table in (decode, prefill)
+        ]
+        print(f"{ours} / {peer}: decode {speed[0]:.2f} x, prefill {speed[1]:.2f} x")
 
 
 if __name__ == "__main__":

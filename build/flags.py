@@ -48,8 +48,8 @@ Kernels = Annotated[
     typer.Option(
         "--kernels",
         help="What computes on the CPU with onnxruntime: edgellm (kernels of its own: one copy of "
-        "the weights, bits that do not depend on speculation; they need a C++ compiler or a wheel "
-        "that has them), or onnxruntime (its operators), which auto takes for now.",
+        "the weights, bits that do not depend on speculation), onnxruntime (its operators), or "
+        "auto, which takes edgellm's where a compiler or the wheel has them.",
     ),
 ]
 KvCache = Annotated[

@@ -88,12 +88,13 @@ def make_reference(
     passes = sample_passes(source.role, source.bundle, rows, rows)
     if not wanted:
         return Reference(source, passes, why_not="--noCheck")
-    layers = list(linear_layers(source.load()[0].graph))  # weights that are rounded are so now
-    start = time.perf_counter()
-    need = _COPIES * 4 * max((weight.count for _, weight in layers), default=0)
+    floats = linear_layers(load_portable(source.path, None).graph)
+    need = _COPIES * 4 * max((weight.count for _, weight in floats), default=0)
     if need > (available := available_memory_bytes()):
         lacking = f"that needs about {need >> 20} MiB of memory, {available >> 20} are available"
         return Reference(source, passes, why_not=lacking)
+    layers = list(linear_layers(source.load()[0].graph))  # weights that are rounded are so now
+    start = time.perf_counter()
     has_int8_cache = source.cache is not None and source.cache.dtype == "int8"
     roundings = {engine.of(weight, layer_name(call)) for call, weight in layers}
     rounded: Numbers = {}

@@ -109,12 +109,14 @@ def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
     """Print the comparison of every request; the exit status."""
     from edgellm.device_runtime.requests.prove import prove
 
-    compared = diverged = 0
+    compared = diverged = equal = 0
     for comparison in prove(llm, options, requests):
         typer.echo(comparison.line())
         compared += comparison.tokens > 0
         diverged += comparison.divergence is not None
-    typer.echo(f"{compared - diverged} of {compared} answers identical, token by token")
+        equal += comparison.has_equal_bits
+    bits = f"; {equal} with equal bits of all logits" if equal else ""
+    typer.echo(f"{compared - diverged} of {compared} answers identical, token by token{bits}")
     return 1 if diverged else 0
 
 

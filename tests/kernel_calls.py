@@ -57,9 +57,14 @@ class Case:
     weight: np.ndarray
 
 
-def quantized_case(rng, kind, in_features, out_features, block, zero_points=False, gated=False):
-    form = PackedForm(kind, in_features, out_features, block, zero_points, gated)
-    top = 16 if kind == "int4" else 256
+DOUBLED_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+
+
+def quantized_case(
+    rng, kind, in_features, out_features, block, zero_points=False, gated=False, terms=1
+):
+    form = PackedForm(kind, in_features, out_features, block, zero_points, gated, terms)
+    top = 256 if kind == "int8" else 16
     codes = rng.integers(0, top, (out_features, in_features)).astype(np.uint8)
     scales = rng.uniform(0.001, 0.01, (out_features, form.blocks)).astype(np.float16)
     points = rng.integers(0, top, scales.shape).astype(np.uint8) if zero_points else None
@@ -68,7 +73,8 @@ def quantized_case(rng, kind, in_features, out_features, block, zero_points=Fals
     wide, steps = (
         np.repeat(a.astype(np.float64), block, 1)[:, :in_features] for a in (wide, scales)
     )
-    return Case(form, np.frombuffer(packed, np.uint8), (codes - wide) * steps)
+    values = DOUBLED_FP4[codes] if kind == "fp4" else codes - wide
+    return Case(form, np.frombuffer(packed, np.uint8), values * steps)
 
 
 def float_case(rng, kind, in_features, out_features):

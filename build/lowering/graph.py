@@ -85,13 +85,18 @@ class GraphEditor:
         return self._initializer(name, self._weights.add(name, make, dtype, shape))
 
     def streamed_weight(
-        self, name: str, num_bytes: int, make: Callable[[], Iterator[bytes]]
+        self,
+        name: str,
+        num_bytes: int,
+        make: Callable[[], Iterator[bytes]],
+        dtype: ir.DataType = ir.DataType.UINT8,
+        shape: tuple[int, ...] | None = None,
     ) -> ir.Value:
         """Bytes [num_bytes] in the engine's weight file, see `WeightFile.stream`."""
         if name in self.graph.initializers:
             return self.graph.initializers[name]
         assert self._weights is not None
-        return self._initializer(name, self._weights.stream(name, num_bytes, make))
+        return self._initializer(name, self._weights.stream(name, num_bytes, make, dtype, shape))
 
     def _initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         value = ir.Value(

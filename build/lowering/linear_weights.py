@@ -84,12 +84,16 @@ class WeightPart:
         """Less their zero points: int16 [in, out]; FP8 as float32, FP4 doubled to integers."""
         tensor = self.stored[0]
         if self.kind == "fp4":
-            nibbles = _nibbles(tensor).reshape(self.shape[::-1]).T
+            nibbles = self.nibbles().T
             magnitudes = _E2M1_DOUBLED[nibbles & 7]
             return np.where(nibbles & 8, -magnitudes, magnitudes)
         if self.kind == "fp8":
             return tensor.numpy().astype(np.float32)
         return _integers(tensor).reshape(self.shape) - self.repeated(self.zero_points())
+
+    def nibbles(self) -> U8:
+        """FP4's codes [out, in]."""
+        return _nibbles(self.stored[0]).reshape(self.shape[::-1])
 
     def scales(self) -> F32:
         """[in / block, out], [1, out] or [1, 1]; those of doubled FP4 codes."""
@@ -306,12 +310,18 @@ def blocks_of_int8(dense: F32, size: int) -> tuple[NDArray[np.int16], F32]:
 
     The error of a weight is at most 1/254 of its block's largest.
     """
-    rows = -(-len(dense) // size) * size
-    padded = np.zeros((rows, dense.shape[1]), np.float32)
-    padded[: len(dense)] = dense
-    grouped = padded.reshape(-1, size, dense.shape[1])
-    scales = np.maximum(np.abs(grouped).max(1), np.float32(1e-20)) / np.float32(127)
-    grouped /= scales[:, None]
+    codes, scales = rows_of_int8(np.ascontiguousarray(dense.T), size)
+    return np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
+
+
+def rows_of_int8(rows: F32, size: int) -> tuple[NDArray[np.int16], F32]:
+    """As `blocks_of_int8`, of [out, in]: codes [out, whole blocks], scales [out, blocks]."""
+    width = -(-rows.shape[1] // size) * size
+    padded = np.zeros((len(rows), width), np.float32)
+    padded[:, : rows.shape[1]] = rows
+    grouped = padded.reshape(len(rows), -1, size)
+    scales = np.maximum(np.abs(grouped).max(2), np.float32(1e-20)) / np.float32(127)
+    grouped /= scales[..., None]
     return np.rint(padded).astype(np.int16), scales
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.build.lowering.graph import GraphEditor
@@ -17,6 +18,7 @@ from edgellm.contract import EdgeLLMError
 
 BLOCK_SIZE = 32
 ROUNDED_SCALE = ".int4_scale"  # how names of the scales end
+_BLOCKS_AT_ONCE = 2048  # that stay in a cache
 _CLIPPING = np.linspace(1, 0.7, 7, dtype=np.float32)  # of a block's largest weight
 
 
@@ -93,22 +95,41 @@ def nearest_int4(dense: F32, block_size: int) -> tuple[np.ndarray, F32]:
     Returns:
         ONNX's INT4 bytes of [in, out], and the scales, float32 [in / block_size, out].
     """
-    blocks = dense.reshape(-1, block_size, dense.shape[1])
-    largest = np.maximum(np.abs(blocks).max(1), np.float32(1e-20)) / np.float32(7)
+    codes, scales = nearest_int4_rows(np.ascontiguousarray(dense.T), block_size)
+    nibbles = np.ascontiguousarray(codes.T).reshape(-1).view(np.uint8) & np.uint8(15)
+    if len(nibbles) % 2:
+        nibbles = np.append(nibbles, np.uint8(0))
+    return nibbles[0::2] | nibbles[1::2] << np.uint8(4), np.ascontiguousarray(scales.T)
+
+
+def nearest_int4_rows(rows: F32, block_size: int) -> tuple[NDArray[np.int8], F32]:
+    """As `nearest_int4`, of float32 [out, in]: codes [out, in], scales [out, in / block_size]."""
+    blocks = rows.reshape(-1, block_size)
+    codes, scales = np.empty(blocks.shape, np.int8), np.empty(len(blocks), np.float32)
+    for first in range(0, len(blocks), _BLOCKS_AT_ONCE):
+        part = slice(first, first + _BLOCKS_AT_ONCE)
+        found, scales[part] = _nearest(np.ascontiguousarray(blocks[part].T))
+        codes[part] = found.T
+    return codes.reshape(rows.shape), scales.reshape(len(rows), -1)
+
+
+def _nearest(blocks: F32) -> tuple[NDArray[np.int8], F32]:
+    """Of blocks [block, n]: codes [block, n] and scales [n]."""
+    largest = np.maximum(np.abs(blocks).max(0), np.float32(1e-20)) / np.float32(7)
     best = np.full(largest.shape, np.inf, np.float32)
     scales = largest.copy()
     for clipping in _CLIPPING:
         scale = largest * clipping
-        error = _codes(blocks, scale) * scale[:, None]
+        error = _codes(blocks, scale)
+        error *= scale
         error -= blocks
-        total = np.einsum("bio,bio->bo", error, error)
+        total = np.einsum("in,in->n", error, error)
         better = total < best
         best[better], scales[better] = total[better], scale[better]
-    codes = _codes(blocks, scales).astype(np.int8).reshape(-1).view(np.uint8) & np.uint8(15)
-    if len(codes) % 2:
-        codes = np.append(codes, np.uint8(0))
-    return codes[0::2] | codes[1::2] << np.uint8(4), scales
+    return _codes(blocks, scales).astype(np.int8), scales
 
 
 def _codes(blocks: F32, scales: F32) -> F32:
-    return np.clip(np.rint(blocks / scales[:, None]), -8, 7)
+    codes = blocks / scales
+    np.rint(codes, out=codes)
+    return np.clip(codes, -8, 7, out=codes)

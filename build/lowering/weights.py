@@ -35,6 +35,15 @@ def stored_bytes(tensor: ir.TensorProtocol) -> U8:
     return np.frombuffer(tensor.tobytes(), np.uint8)
 
 
+def stored_rows(tensor: ir.TensorProtocol, first: int, end: int) -> np.ndarray:
+    """Rows [first, end) of a matrix, of which no more is read."""
+    if not isinstance(tensor, ir.ExternalTensor):
+        return tensor.numpy()[first:end]
+    dtype, width = tensor.dtype.numpy(), int(tensor.shape.numpy()[1])
+    offset = (tensor.offset or 0) + first * width * dtype.itemsize
+    return np.fromfile(tensor.path, dtype, (end - first) * width, offset=offset).reshape(-1, width)
+
+
 def parameter_name(value: ir.Value) -> str:
     """The name of the initializer behind Casts and Transposes."""
     node = value.producer()
@@ -46,8 +55,9 @@ def parameter_name(value: ir.Value) -> str:
 class WeightFile:
     """One external data file; what is added twice under a name is stored once."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, told: Callable[[int], None] = lambda _: None) -> None:
+        """`told`: how many bytes were written, while they are."""
+        self.path, self._told = path, told
         self._stream = path.open("wb")
         self._stored: dict[str, ir.ExternalTensor] = {}
 
@@ -72,11 +82,16 @@ class WeightFile:
         return self._stored[name]
 
     def stream(
-        self, name: str, num_bytes: int, make: Callable[[], Iterator[bytes]]
+        self,
+        name: str,
+        num_bytes: int,
+        make: Callable[[], Iterator[bytes]],
+        dtype: ir.DataType = ir.DataType.UINT8,
+        shape: tuple[int, ...] | None = None,
     ) -> ir.ExternalTensor:
         """Append bytes [num_bytes] piece by piece under `name`, unless they are there already."""
         if name not in self._stored:
-            self._append(name, make(), ir.DataType.UINT8, (num_bytes,))
+            self._append(name, make(), dtype, shape or (num_bytes,))
         return self._stored[name]
 
     def _append(
@@ -90,6 +105,7 @@ class WeightFile:
         offset = self._stream.tell()
         for piece in pieces:
             self._stream.write(piece)
+            self._told(self._stream.tell())
         self._stream.flush()  # later steps of the lowering read it back
         self._stored[name] = ir.ExternalTensor(
             self.path.name, offset, self._stream.tell() - offset, dtype, shape=ir.Shape(shape),

@@ -18,7 +18,7 @@ from edgellm.build.lowering.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu.lower import lower
 from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
-from edgellm.build.onnxruntime_cpu.options import kernels_of
+from edgellm.build.onnxruntime_cpu.options import kernels_of, notes_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import Variant, variants_of
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
@@ -66,17 +66,16 @@ def compile_bundle(
     dtype = cache.dtype if cache is not None else ""
     report("measuring the cost of a pass")
     costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype), plan)
+    own = ENCODER not in bundle.graphs  # whose layers stay with ONNX Runtime
     return Compiled(
-        graphs, dtype, costs, prefill_rows, options=_what_runs(plan, bundle),
-        checks=tuple(each.said for each in verdicts),
-        check_s=sum(each.seconds for each in verdicts),
+        graphs, dtype, costs, prefill_rows, notes_of(plan) if own else (),
+        _what_runs(plan) if own else {}, tuple(each.said for each in verdicts),
+        sum(each.seconds for each in verdicts),
     )  # fmt: skip
 
 
-def _what_runs(plan: Plan, bundle: Bundle) -> dict[str, Any]:
+def _what_runs(plan: Plan) -> dict[str, Any]:
     """Options of the engine, see `runners.onnxruntime_cpu`."""
-    if ENCODER in bundle.graphs:
-        return {}
     kernels = kernels_of(plan)
     return {KERNELS: kernels, **({LAYOUT: VERSION} if kernels == EDGELLM else {})}
 
@@ -142,14 +141,20 @@ class _Compiler:
         return OnnxRuntimeRunner(loaded, self._source.cache, self._plan.kv_capacity)
 
     def _compile(self, variant: Variant) -> LoadedGraph:
-        self._report(f"lowering the {variant.name} graph")
-        lowered = self._lower(load_portable(self._source.path, self._source.rounded), variant)
+        step, is_own = f"lowering the {variant.name} graph", _is_own(variant)
+        self._report(step)
+        # Own kernels round what they pack, unless a check has rounded it already.
+        rounds = is_own and self._reference.why_not
+        model = load_portable(self._source.path, None if rounds else self._source.rounded)
+        lowered = self._lower(
+            model, variant, lambda size: self._report(f"{step}: {size >> 20} MB written")
+        )
         self._report(f"optimizing and prepacking the {variant.name} graph")
         # What is saved will be compared with the portable graph, where that can be.
         probe = partial(self._probe, variant) if self._reference.why_not else None
         saved = optimize(
             lowered, self._folder / f"{variant.name}.onnx", self._plan.threads,
-            prepacks=variant.prepacks, probe=probe, own_kernels=_is_own(variant),
+            prepacks=variant.prepacks, probe=probe, own_kernels=is_own,
         )  # fmt: skip
         return LoadedGraph(saved, variant.max_rows)
 
@@ -162,10 +167,12 @@ class _Compiler:
         ]  # fmt: skip
         return run_passes(self._runner([LoadedGraph(session)]), self._source, passes)
 
-    def _lower(self, model: ir.Model, variant: Variant) -> Path:
+    def _lower(
+        self, model: ir.Model, variant: Variant, told: Callable[[int], None] = lambda _: None
+    ) -> Path:
         """Write the lowered graph and its weights; the graph's path."""
         path = self._folder / f"{variant.name}.lowered.onnx"
-        weights = WeightFile(path.with_suffix(".data"))
+        weights = WeightFile(path.with_suffix(".data"), told)
         lower(
             model, variant.kernel, weights, self._source.cache, self._plan.kv_capacity,
             needs_mask=variant.needs_mask,

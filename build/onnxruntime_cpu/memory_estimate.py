@@ -6,12 +6,11 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from edgellm.build.lowering.linear_weights import linear_layers
+from edgellm.build.lowering.linear_weights import layer_name, linear_layers
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
-from edgellm.device_runtime.kernels.pack import PackedForm
 from edgellm.manifest import DECODER, Bundle, KVCacheSpec
 
 
@@ -23,13 +22,16 @@ def estimate_graphs(
     read = largest = 0
     for role, graph in bundle.graphs.items():
         model = ir.load(source / graph.path)
-        linears, table = _linear_sizes(model, plan.quantize), _table_bytes(model)
+        linears = _linear_sizes(model, plan.quantize)
         variants = variants_of(role, model, bundle, plan)
-        if isinstance(variants[0].kernel, OwnLinears):
-            packed, doubled = _packed_sizes(model, plan.quantize, variants[0].kernel)
+        kernel = variants[0].kernel
+        rounds = isinstance(kernel, OwnLinears) and kernel.rounds_floats
+        table = _table_bytes(model, rounds=rounds)
+        if isinstance(kernel, OwnLinears):
+            packed, doubled = _packed_sizes(model, kernel)
             sizes.append(table + packed + 2 * doubled)
             read = read or packed + doubled
-            largest = max(largest, *linears["dense"].values())
+            largest = max(largest, 0 if rounds else max(linears["dense"].values()))
             continue
         # A prepacked file holds the weights twice: as they were, and as the kernels read them.
         for variant in variants:
@@ -49,23 +51,25 @@ def estimate_graphs(
     )
 
 
-def _packed_sizes(model: ir.Model, quantize: str, kernel: OwnLinears) -> tuple[int, int]:
+def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int]:
     """Bytes of weights for edgellm's kernels, and of those that stay floats of 32 bits."""
     packed = floats = 0
-    for _, weight in linear_layers(model.graph):
-        form = kernel.form(weight)
-        if quantize == "int4" and weight.in_features % INT4_BLOCK == 0:
-            form = PackedForm("int4", weight.in_features, sum(weight.widths), INT4_BLOCK)
+    for node, weight in linear_layers(model.graph):
+        form = kernel.form(weight, layer_name(node))
         packed += form.num_bytes if form is not None else 0
         floats += 4 * weight.count if form is None else 0
     return packed, floats
 
 
-def _table_bytes(model: ir.Model) -> int:
-    """The embedding, which is stored as it is, in every graph."""
+def _table_bytes(model: ir.Model, *, rounds: bool) -> int:
+    """The embedding in every graph: as it is stored, or `rounds` to 16 bits."""
     tables = [node.inputs[0] for node in model.graph if node.op_type == "Gather"]
     stored = [value.const_value for value in tables if value is not None]
-    return max((tensor.nbytes for tensor in stored if tensor is not None), default=0)
+    itemsize = 2 if rounds else 4
+    return max(
+        (min(tensor.nbytes, itemsize * tensor.size) for tensor in stored if tensor is not None),
+        default=0,
+    )
 
 
 def _linear_sizes(model: ir.Model, quantize: str) -> dict[str, dict[str, int]]:

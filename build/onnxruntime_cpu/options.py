@@ -20,19 +20,40 @@ class CpuOptions(Options):
 
 
 def kernels_of(plan: Plan) -> str:
-    """`EDGELLM` or `ONNXRUNTIME`, which "auto" takes until edgellm's are tried everywhere.
+    """`EDGELLM` or `ONNXRUNTIME`; "auto" takes edgellm's where they suit and can be had.
 
     Raises:
         EdgeLLMError: edgellm's are asked for and not available, or with an int8 copy for prompts.
     """
     wanted = plan.options.kernels if isinstance(plan.options, CpuOptions) else AUTO
-    if wanted != EDGELLM:
+    if wanted == ONNXRUNTIME or (wanted == AUTO and plan.prefill == "int8"):
         return ONNXRUNTIME
-    if plan.prefill == "int8":
+    if wanted == EDGELLM and plan.prefill == "int8":
         raise EdgeLLMError(
             "--prefill int8 is made of ONNX Runtime's operators; edgellm's kernels read prompts "
             "with the one copy of the weights",
             hint="leave out --prefill, or give --kernels onnxruntime",
         )
-    instruction_sets()
-    return EDGELLM
+    if wanted == EDGELLM:
+        instruction_sets()
+        return EDGELLM
+    return ONNXRUNTIME if _what_is_missing() else EDGELLM
+
+
+def notes_of(plan: Plan) -> tuple[str, ...]:
+    """Why "auto" does without edgellm's kernels, where nobody chose to."""
+    wanted = plan.options.kernels if isinstance(plan.options, CpuOptions) else AUTO
+    if wanted != AUTO or plan.prefill == "int8" or not (missing := _what_is_missing()):
+        return ()
+    return (
+        f"ONNX Runtime's operators compute, not edgellm's kernels, which are faster: {missing}",
+    )
+
+
+def _what_is_missing() -> str:
+    """Why edgellm's kernels cannot be had, with the remedy; "": they can."""
+    try:
+        instruction_sets()
+    except EdgeLLMError as error:
+        return f"{error} ({error.hint})"
+    return ""

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding, lower_linears
 from edgellm.build.lowering.linear_weights import LinearWeight, layer_name
-from edgellm.build.onnxruntime_cpu.linears import DenseKernel
+from edgellm.build.onnxruntime_cpu.linears import ALL_INPUTS, DenseKernel
 from edgellm.build.onnxruntime_cpu.packed_weights import form_of, keeps_codes, packed_bytes
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.kernels.pack import STRIP, PackedForm, gated_order
@@ -21,13 +21,23 @@ _GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and thei
 class OwnLinears:
     """A RoundingKernel: one QuantLinear; floats of 32 bits stay with ONNX Runtime."""
 
-    def __init__(self, *, rounds_floats: bool = False) -> None:
-        """`rounds_floats`: to int8 in blocks of 32."""
-        self._rounds_floats = rounds_floats
+    def __init__(self, *, rounds: str = "", one_term: tuple[str, ...] = ALL_INPUTS) -> None:
+        """Args as follows.
+
+        Args:
+            rounds: floats to "int8" or "int4", in blocks of 32.
+            one_term: how the names of these layers end whose inputs keep 8 bits; see `linears`.
+        """
+        self._rounds, self._one_term = rounds, one_term
+
+    @property
+    def rounds_floats(self) -> bool:
+        """Whether floats become integers."""
+        return self._rounds in ("int4", "int8")
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """See `LinearKernel`."""
-        form = self.form(weight)
+        form = self.form(weight, name)
         if form is None:
             return DenseKernel().emit(graph, x, weight, name)
         return _product(graph, x, form, name, lambda: packed_bytes(form, weight))
@@ -36,23 +46,25 @@ class OwnLinears:
         self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str
     ) -> ir.Value:
         """Swish(gate) * up of a weight that is both, side by side."""
-        form, width = self.form(weight, is_gated=True), weight.widths[0]
+        form, width = self.form(weight, name, is_gated=True), weight.widths[0]
         assert form is not None
         return _product(
             graph, x, form, name, lambda: packed_bytes(form, weight, gated_order(width))
         )
 
     def rounding(self, weight: LinearWeight, name: str) -> Rounding:
-        """Inputs in the blocks of the packed weight."""
-        del name
-        form = self.form(weight)
+        """Inputs in the blocks of the packed weight; a second term of inputs is not counted on."""
+        form = self.form(weight, name)
         if form is None or not form.is_quantized:
             return Rounding()
         return Rounding(form.block, not keeps_codes(weight))
 
-    def form(self, weight: LinearWeight, *, is_gated: bool = False) -> PackedForm | None:
-        """How a weight is packed; None: it is not."""
-        return form_of(weight, rounds_floats=self._rounds_floats, is_gated=is_gated)
+    def form(self, weight: LinearWeight, name: str, *, is_gated: bool = False) -> PackedForm | None:
+        """How the weight of a layer is packed; None: it is not."""
+        return form_of(
+            weight, rounds=self._rounds, is_gated=is_gated,
+            input_terms=1 if name.endswith(self._one_term) else 2,
+        )  # fmt: skip
 
 
 def _product(
@@ -117,7 +129,7 @@ def _can_be_gated(kernel: OwnLinears, weight: LinearWeight) -> bool:
         _stored_alike(gate) == _stored_alike(up)
         and gate.widths == up.widths
         and gate.widths[0] % STRIP == 0
-        and kernel.form(weight) is not None
+        and kernel.form(weight, "") is not None
     )
 
 

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart, blocks_of_int8
-from edgellm.build.lowering.weights import U8, stored_bytes
-from edgellm.device_runtime.kernels.pack import BLOCKS, PackedForm, pack_codes, pack_floats
+from edgellm.build.lowering.linear_weights import (
+    LinearWeight,
+    WeightPart,
+    blocks_of_int8,
+    rows_of_int8,
+)
+from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
+from edgellm.build.lowering.round_int4 import nearest_int4_rows
+from edgellm.build.lowering.weights import U8, stored_bytes, stored_rows
+from edgellm.device_runtime.kernels.pack import (
+    BLOCKS,
+    PackedForm,
+    channel_slices,
+    pack_codes,
+    pack_floats,
+    records,
+    scale_multiplier,
+)
 
 _HALVES = {ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
 _ROUNDED_BLOCK = 32  # of weights that become int8 only here
@@ -18,20 +35,28 @@ _Order = NDArray[np.int64]
 
 
 def form_of(
-    weight: LinearWeight, *, rounds_floats: bool = False, is_gated: bool = False
+    weight: LinearWeight,
+    *,
+    rounds: str = "",
+    is_gated: bool = False,
+    input_terms: int = 1,
 ) -> PackedForm | None:
     """How the kernels keep a weight; None: floats of 32 bits, which they do not.
 
-    Integers keep their codes where their blocks are multiples of 32; FP8, FP4 and other blocks
-    become int8 in blocks of 32, as floats do with `rounds_floats`.
+    NVFP4, and integers whose blocks are multiples of 16, keep their codes; FP8 and other blocks
+    become int8 in blocks of 32. `rounds`: what floats become, "int8" or "int4", whose inputs then
+    have `input_terms`.
     """
     shape = weight.in_features, sum(weight.widths)
-    if weight.kind == "dense" and not rounds_floats:
+    if rounds == "int4" and weight.kind == "dense" and shape[0] % INT4_BLOCK == 0:
+        return PackedForm("int4", *shape, INT4_BLOCK, is_gated=is_gated)
+    if weight.kind == "dense" and rounds != "int8":
         kind = _HALVES.get(weight.parts[0].stored[0].dtype)
         return None if kind is None else PackedForm(kind, *shape, is_gated=is_gated)
     block = _block(weight.parts[0])
     if not block:
-        return PackedForm("int8", *shape, _ROUNDED_BLOCK, is_gated=is_gated)
+        terms = input_terms if weight.kind == "dense" else 1
+        return PackedForm("int8", *shape, _ROUNDED_BLOCK, is_gated=is_gated, input_terms=terms)
     has_zero_points = any(part.is_unsigned for part in weight.parts)
     return PackedForm(weight.kind, *shape, block, has_zero_points, is_gated)
 
@@ -43,17 +68,20 @@ def keeps_codes(weight: LinearWeight) -> bool:
 
 def _block(part: WeightPart) -> int:
     """Inputs that share a packed scale; 0: the codes cannot stay."""
-    if part.kind not in ("int4", "int8"):
+    if part.kind not in ("int4", "int8", "fp4"):
         return 0
     if part.block_size:
         return next((size for size in BLOCKS[::-1] if part.block_size % size == 0), 0)
-    return next((size for size in BLOCKS[::-1] if part.shape[0] % size == 0), BLOCKS[0])
+    return next((size for size in (128, 64) if part.shape[0] % size == 0), 32)
 
 
 def packed_bytes(
     form: PackedForm, weight: LinearWeight, order: _Order | None = None
 ) -> Iterator[bytes]:
     """The packed weight, piece by piece; `order` of the output channels, None: as they are."""
+    if form.is_quantized and weight.kind == "dense":
+        yield from _rounded(form, weight, order)
+        return
     if not form.is_quantized:
         rows = _joined([_halves(part) for part in weight.parts], order)
         yield from pack_floats(form, rows)
@@ -63,6 +91,43 @@ def packed_bytes(
     points = _joined([part[2] for part in parts], order) if form.has_zero_points else None
     del parts
     yield from pack_codes(form, codes, scales, points)
+
+
+def _rounded(form: PackedForm, weight: LinearWeight, order: _Order | None) -> Iterator[bytes]:
+    """Of floats, some channels at a time: a weight is never held whole."""
+    order = np.arange(form.out_features) if order is None else order
+    largest = 127 if form.kind == "int8" else 7
+
+    def top(part: slice) -> float:
+        return float(np.abs(_some_rows(weight, order[part])).max())
+
+    def packed(part: slice) -> bytes:
+        rows = _some_rows(weight, order[part])
+        if form.kind == "int8":
+            codes, scales = rows_of_int8(rows, form.block)
+            codes = codes[:, : form.in_features]
+        else:
+            codes, scales = nearest_int4_rows(rows, form.block)
+        unsigned = (codes + np.int16(largest + 1)).astype(np.uint8)
+        return records(form, unsigned, scales, None, multiplier)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        multiplier = scale_multiplier(max(threads.map(top, channel_slices(form))) / largest)
+        yield form.header(multiplier)
+        yield from threads.map(packed, channel_slices(form))
+
+
+def _some_rows(weight: LinearWeight, order: _Order) -> NDArray[np.float32]:
+    """Output channels of a dense weight, in that order: float32 [len(order), in]."""
+    found, begin = np.empty((len(order), weight.in_features), np.float32), 0
+    for part, width in zip(weight.parts, weight.widths, strict=True):
+        places = np.flatnonzero((order >= begin) & (order < begin + width))
+        if len(places):
+            own = order[places] - begin
+            first, end = int(own.min()), int(own.max()) + 1
+            found[places] = stored_rows(part.stored[0], first, end)[own - first]
+        begin += width
+    return found
 
 
 def _joined(parts: list[np.ndarray], order: _Order | None) -> np.ndarray:
@@ -77,8 +142,11 @@ def _halves(part: WeightPart) -> NDArray[np.uint16]:
 
 def _codes(part: WeightPart, form: PackedForm) -> tuple[U8, np.ndarray, U8]:
     """Codes [out, in], scales and zero points [out, blocks]."""
-    middle = 8 if form.kind == "int4" else 128
     blocks = form.blocks, part.shape[1]
+    if form.kind == "fp4":
+        scales = _spread(part.scales(), part, form).T
+        return part.nibbles(), scales, np.zeros(blocks[::-1], np.uint8)
+    middle = 8 if form.kind == "int4" else 128
     points = np.full(blocks, middle, np.uint8)
     if not _block(part):
         codes, scales = blocks_of_int8(part.dense(), form.block)

@@ -56,7 +56,7 @@ def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) ->
     kinds = weight_kinds(model)
     check_quantize(kinds, plan.quantize)
     if kernels_of(plan) == EDGELLM:
-        return [_own_variant("decode", model, plan.quantize, largest)]
+        return [_own_variant(role, model, plan.quantize, largest)]
     if plan.quantize == "int4":
         kinds = {"int4"}
     if kinds == {"dense"}:
@@ -82,13 +82,15 @@ def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) ->
     ]
 
 
-def _own_variant(name: str, model: ir.Model, quantize: str, max_rows: int) -> Variant:
+def _own_variant(role: str, model: ir.Model, quantize: str, max_rows: int) -> Variant:
     """One graph for all numbers of rows."""
     kinds = weight_kinds(model)
     if quantize in ("int8", "int4"):
         kinds = {quantize if kind == "dense" else kind for kind in kinds}
     precision = "+".join(sorted(kinds - {"dense"})) or _float_types(model)
-    kernel = OwnLinears(rounds_floats=quantize == "int8")
+    one_term = ALL_INPUTS if role != DECODER else COARSE_INPUTS
+    kernel = OwnLinears(rounds=quantize, one_term=one_term)
+    name = "decode" if role == DECODER else role
     return Variant(name, precision, kernel, prepacks=True, max_rows=max_rows)
 
 

@@ -17,13 +17,15 @@ import numpy as np
 
 GROUP = 32  # output channels of a record
 STRIP = 16  # channels that gate and up take in turn
-BLOCKS = (32, 64, 128)
-VERSION = 1  # of the layout
+BLOCKS = (16, 32, 64, 128)
+VERSION = 2  # of the layout
 _MAGIC = b"edgellmW"
-_FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4}
-_HEADER = struct.Struct("<8s6I I f Q 16x")
+_FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4, "fp4": 5}
+_MIDDLES = {"int4": 8, "int8": 128, "fp4": 0}
+_BITS = {"int4": 4, "fp4": 4, "int8": 8}
+_HEADER = struct.Struct("<8s7I f Q I 12x")
 _LARGEST_HALF = 2.0**15
-_ROWS_AT_ONCE = 1 << 22  # weights that are rearranged at once: a few of their copies are held
+_WEIGHTS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,13 @@ class PackedForm:
     """What a packed weight holds.
 
     Attributes:
-        kind: "int4", "int8", "float16" or "bfloat16".
+        kind: "int4", "int8", "fp4", "float16" or "bfloat16".
         in_features: K.
         out_features: N; of gated weights those of gate and up together.
         block: inputs that share a scale; 1 for floats.
         has_zero_points: integers only.
         is_gated: channels are those of gate and up, 16 of each in turn; see `gated_order`.
+        input_terms: codes of 8 bits that stand for an input; 2 are for "int8" alone.
     """
 
     kind: str
@@ -45,11 +48,12 @@ class PackedForm:
     block: int = 1
     has_zero_points: bool = False
     is_gated: bool = False
+    input_terms: int = 1
 
     @property
     def is_quantized(self) -> bool:
         """Codes with scales."""
-        return self.kind in ("int4", "int8")
+        return self.kind in _BITS
 
     @property
     def blocks(self) -> int:
@@ -59,7 +63,7 @@ class PackedForm:
     @property
     def record_bytes(self) -> int:
         """Of 32 channels and one block."""
-        bits = {"int4": 4, "int8": 8}.get(self.kind, 16)
+        bits = _BITS.get(self.kind, 16)
         scales = (2 * GROUP) * (1 + self.has_zero_points) if self.is_quantized else 0
         return self.block * GROUP * bits // 8 + scales
 
@@ -72,7 +76,7 @@ class PackedForm:
         """The first 64 bytes; `multiplier` is that of all scales."""
         return _HEADER.pack(
             _MAGIC, VERSION, _FORMS[self.kind], self.in_features, self.out_features, self.block,
-            self.has_zero_points, self.is_gated, multiplier, self.num_bytes,
+            self.has_zero_points, self.is_gated, multiplier, self.num_bytes, self.input_terms,
         )  # fmt: skip
 
 
@@ -108,14 +112,13 @@ def pack_codes(
     Args:
         form: what is packed; channels already stand in their order.
         codes: uint8 [N, K], 0 to 15 or 0 to 255.
-        scales: float [N, blocks].
+        scales: float [N, blocks]; of FP4 half of them: its codes stand for twice the values.
         zero_points: uint8 [N, blocks]; None: 8 or 128.
         multiplier: see `scale_multiplier`; None: found from the scales.
 
     Yields:
         The header, then some groups of channels at a time.
     """
-    middle = 8 if form.kind == "int4" else 128
     if codes.shape != (form.out_features, form.in_features):
         raise ValueError(f"codes are {codes.shape}")
     if scales.shape != (form.out_features, form.blocks):
@@ -123,17 +126,35 @@ def pack_codes(
     if multiplier is None:
         multiplier = scale_multiplier(float(np.abs(scales).max(initial=0)))
     yield form.header(multiplier)
-    step = max(GROUP, _ROWS_AT_ONCE // form.in_features // GROUP * GROUP)
+    for part in channel_slices(form):
+        points = None if zero_points is None else zero_points[part]
+        yield records(form, codes[part], scales[part], points, multiplier)
+
+
+def channel_slices(form: PackedForm) -> Iterator[slice]:
+    """Whole groups of channels, few enough that some copies of their weights can be held."""
+    step = max(GROUP, _WEIGHTS_AT_ONCE // form.in_features // GROUP * GROUP)
     for first in range(0, form.out_features, step):
-        part = slice(first, min(first + step, form.out_features))
-        wide = _padded(codes[part], form.blocks * form.block, middle)
-        halves = [_padded(scales[part].astype(np.float32) / multiplier, form.blocks, 0)]
-        if form.has_zero_points:
-            points = middle if zero_points is None else zero_points[part].astype(np.float32)
-            offsets = halves[0].copy()
-            offsets[: part.stop - first] *= points - np.float32(middle)
-            halves.append(offsets)
-        yield _quantized_records(form, wide, halves)
+        yield slice(first, min(first + step, form.out_features))
+
+
+def records(
+    form: PackedForm,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zero_points: np.ndarray | None,
+    multiplier: float,
+) -> bytes:
+    """Of one of `channel_slices`; see `pack_codes`."""
+    middle = _MIDDLES[form.kind]
+    wide = _padded(codes, form.blocks * form.block, middle)
+    halves = [_padded(scales.astype(np.float32) / multiplier, form.blocks, 0)]
+    if form.has_zero_points:
+        points = middle if zero_points is None else zero_points.astype(np.float32)
+        offsets = halves[0].copy()
+        offsets[: len(codes)] *= points - np.float32(middle)
+        halves.append(offsets)
+    return _quantized_records(form, wide, halves)
 
 
 def pack_floats(form: PackedForm, weight: np.ndarray) -> Iterator[bytes]:
@@ -144,9 +165,8 @@ def pack_floats(form: PackedForm, weight: np.ndarray) -> Iterator[bytes]:
         weight: [N, K] in 16 bits; bfloat16 as uint16.
     """
     yield form.header()
-    step = max(GROUP, _ROWS_AT_ONCE // form.in_features // GROUP * GROUP)
-    for first in range(0, form.out_features, step):
-        rows = _padded(weight[first : first + step].view(np.uint16), form.in_features, 0)
+    for part in channel_slices(form):
+        rows = _padded(weight[part].view(np.uint16), form.in_features, 0)
         yield rows.reshape(-1, GROUP, form.in_features).transpose(0, 2, 1).tobytes()
 
 
@@ -163,7 +183,7 @@ def _padded(rows: np.ndarray, width: int, value: int) -> np.ndarray:
 def _quantized_records(form: PackedForm, codes: np.ndarray, halves: list[np.ndarray]) -> bytes:
     """Records of whole groups: codes uint8 [n, K], halves float32 [n, blocks] of each kind."""
     groups = len(codes) // GROUP
-    nibbles = 2 if form.kind == "int4" else 1
+    nibbles = 8 // _BITS[form.kind]
     steps = form.block // (4 * nibbles)
     lanes = codes.reshape(groups, GROUP, form.blocks, steps, nibbles, 4)
     lanes = lanes.transpose(4, 0, 2, 3, 1, 5)  # nibble, group, block, step, channel, input

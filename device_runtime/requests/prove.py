@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from edgellm.device_runtime.engine.step import read_piece
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
 from edgellm.device_runtime.requests.responses import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sessions import I64
+from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class Comparison:
 
     index: int
     tokens: int  # of the plain answer; 0 if the request forbids speculation
+    has_equal_bits: bool = False  # of the logits of every token, not of the tokens alone
     divergence: int | None = None
     plain_token: int | None = None
     speculated_token: int | None = None
@@ -35,7 +39,8 @@ class Comparison:
         if not self.tokens:
             return f"request {self.index}: not compared, disable_spec_decode is set"
         if self.divergence is None:
-            return f"request {self.index}: {self.tokens} tokens, identical"
+            bits = ", equal bits" if self.has_equal_bits else ""
+            return f"request {self.index}: {self.tokens} tokens, identical{bits}"
         if self.margin is None:
             return f"request {self.index}: identical until one ends, after {self.divergence} tokens"
         return (
@@ -46,7 +51,7 @@ class Comparison:
 
 
 def prove(llm: LLM, options: Options, requests: list[Any]) -> Iterator[Comparison]:
-    """Decode every request twice, greedily, and compare the token ids.
+    """Decode every request twice, greedily, and compare the token ids and their logits.
 
     Raises:
         RequestError: a request that cannot be answered.
@@ -55,17 +60,54 @@ def prove(llm: LLM, options: Options, requests: list[Any]) -> Iterator[Compariso
         if parse_request(raw, index).disable_spec_decode:
             yield Comparison(index, 0)
             continue
-        plain, speculated = (
-            _token_ids(llm, options, raw, index, speculative=speculative)
-            for speculative in (False, True)
+        (plain, rows), (speculated, other_rows) = (
+            _watched(llm, lambda s=s: _token_ids(llm, options, raw, index, speculative=s))  # noqa: B023
+            for s in (False, True)
         )
         place = first_difference(plain, speculated)
         if plain == speculated:
-            yield Comparison(index, len(plain))
+            shared = rows.keys() & other_rows.keys()
+            has_equal_bits = len(shared) >= len(plain) and all(
+                rows[position] <= other_rows[position] for position in shared
+            )
+            yield Comparison(index, len(plain), has_equal_bits)
         elif place is None:
-            yield Comparison(index, len(plain), min(len(plain), len(speculated)))
+            yield Comparison(index, len(plain), divergence=min(len(plain), len(speculated)))
         else:
             yield _explained(llm, options, raw, index, place, plain, speculated)
+
+
+class _Watched:
+    """A session that keeps a hash of every row of logits, by the row's position."""
+
+    def __init__(self, session: DecoderSession) -> None:
+        self._session = session
+        self.rows: dict[int, set[bytes]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run(self, token_ids: I64, write_index: int, logits_index: I64, **more: Any) -> PassResult:
+        """See `DecoderSession.run`."""
+        result = self._session.run(token_ids, write_index, logits_index, **more)
+        positions = more.get("position_ids")
+        if positions is None:
+            positions = write_index + np.arange(len(token_ids))
+        for row, logits in zip(logits_index, result.logits, strict=True):
+            seen = self.rows.setdefault(int(positions[row]), set())
+            seen.add(hashlib.sha256(logits.tobytes()).digest())
+        return result
+
+
+def _watched(llm: LLM, decode: Callable[[], list[int]]) -> tuple[list[int], dict[int, set[bytes]]]:
+    """What `decode` gives, and hashes of the logits it took by their position."""
+    session = llm.session
+    watched = _Watched(session)
+    llm.session = cast(DecoderSession, watched)
+    try:
+        return decode(), watched.rows
+    finally:
+        llm.session = session
 
 
 def _token_ids(llm: LLM, options: Options, raw: Any, index: int, *, speculative: bool) -> list[int]:
@@ -90,7 +132,7 @@ def _explained(
     logits = logits_behind(llm, started.answer.prompt, plain[:place], own)
     one, other = plain[place], speculated[place]
     return Comparison(
-        index, len(plain), place, one, other, float(logits[one] - logits[other]),
+        index, len(plain), False, place, one, other, float(logits[one] - logits[other]),
         float(logits.std()),
     )  # fmt: skip
 

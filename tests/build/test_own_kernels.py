@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import tracemalloc
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from conftest import assert_one_line_error, make_checkpoint
 from eagle_engines import BASE_PLAN, draft_plan, export_pair
@@ -16,11 +18,14 @@ from portable import open_portable
 from weights import round_checkpoint
 
 from edgellm.build.engine import build_engine
+from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart, rows_of_int8
+from edgellm.build.lowering.round_int4 import nearest_int4_rows
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
+from edgellm.build.onnxruntime_cpu.packed_weights import form_of, packed_bytes
 from edgellm.build.plan import Plan
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.device_runtime.engine.llm import LLM
-from edgellm.device_runtime.kernels import library
+from edgellm.device_runtime.kernels import library, pack
 from edgellm.device_runtime.requests.prove import prove
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.sessions.decoder import open_decoder
@@ -85,7 +90,7 @@ def test_pieces_of_a_prompt_have_the_bits_of_the_whole(built):
     _, session, *_ = built
     whole = logits(session, [len(IDS)])
     random = np.random.default_rng(0)
-    for _ in range(20):
+    for _ in range(250):
         cuts = np.sort(random.choice(np.arange(1, len(IDS)), random.integers(1, 12), replace=False))
         assert logits(session, np.diff([0, *cuts, len(IDS)])).tobytes() == whole.tobytes()
     assert logits(session, [1] * len(IDS)).tobytes() == whole.tobytes()
@@ -94,7 +99,7 @@ def test_pieces_of_a_prompt_have_the_bits_of_the_whole(built):
 def test_nodes_of_random_trees_have_the_bits_of_plain_decoding(built):
     _, session, *_ = built
     random = np.random.default_rng(1)
-    for _ in range(25):
+    for _ in range(500):
         begin, size = int(random.integers(4, 28)), int(random.integers(2, 13))
         session.run(IDS[:begin], 0, np.array([0]))
         parents = [-1, *(int(random.integers(node)) for node in range(1, size))]
@@ -121,7 +126,42 @@ def test_speculation_changes_no_answer(quantize, tmp_path):
     requests = [{"messages": [{"role": "user", "content": f"w{n} w20"}]} for n in range(30, 42)]
     with LLM(pair.engine, spec=SpecOptions()) as llm:
         for comparison in prove(llm, Options(max_generate_length=40), requests):
-            assert comparison.line().endswith("tokens, identical")
+            assert comparison.line().endswith("tokens, identical, equal bits")
+
+
+@pytest.mark.parametrize("rounds", ["int4", "int8"])
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+def test_weights_are_rounded_some_channels_at_a_time(rounds, dtype, tmp_path, monkeypatch):
+    """Gate and up: the same bytes as at once, in a fraction of their memory."""
+    floats = np.random.default_rng(0).standard_normal((2, 1024, 512), np.float32)
+    floats.astype(dtype.numpy()).tofile(tmp_path / "weights")
+    floats = floats.astype(dtype.numpy()).astype(np.float32)
+    size, shape = int(floats[0].size * dtype.itemsize), ir.Shape([1024, 512])
+    parts = [
+        WeightPart("dense", (512, 1024), 0, "w", (
+            ir.ExternalTensor("weights", i * size, size, dtype, shape=shape, name="w",
+                              base_dir=tmp_path),
+        )) for i in range(2)
+    ]  # fmt: skip
+    weight = LinearWeight(tuple(parts))
+    form = form_of(weight, rounds=rounds, is_gated=True)
+    monkeypatch.setattr(pack, "_WEIGHTS_AT_ONCE", 1 << 15)
+    tracemalloc.start()
+    pieces = packed_bytes(form, weight, pack.gated_order(1024))
+    found = b"".join(pieces)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    rows = np.concatenate(floats)[pack.gated_order(1024)]
+    if rounds == "int4":
+        codes, scales = nearest_int4_rows(rows, 32)
+        codes = codes + np.int16(8)
+    else:
+        codes, scales = rows_of_int8(rows, 32)
+        codes += 128
+    multiplier = pack.scale_multiplier(float(np.abs(rows).max()) / (7 if rounds == "int4" else 127))
+    expected = pack.pack_codes(form, codes.astype(np.uint8), scales, multiplier=multiplier)
+    assert found == b"".join(expected)
+    assert peak < 2 * len(found) + 2e6
 
 
 # ------------------------------------------------------------------------- what users can do
@@ -142,6 +182,9 @@ def test_kernels_that_cannot_be_had(tiny_bundle, tmp_path, monkeypatch):
         auto = dataclasses.replace(PLAN, options=CpuOptions())
         made = build_engine("llm", tiny_bundle, engine, auto, "onnxruntime", lambda _: None)
         assert made.options["kernels"] == "onnxruntime"
+        (note,) = made.options["notes"]
+        assert "no C++ compiler" in note
+        assert "apt install g++" in note
         open_decoder(engine, made)
     finally:
         for name in ("library_path", "load_library", "instruction_sets"):

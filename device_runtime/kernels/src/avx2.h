@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "kernels.h"
+
 namespace edgellm {
 namespace {
 
@@ -70,6 +72,7 @@ struct Avx2Vector {
   static I to_int(F x) { return {_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)}; }
   static F to_float(I x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
   static I set_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+  static I times128(I x) { return {_mm256_slli_epi32(x.low, 7), _mm256_slli_epi32(x.high, 7)}; }
   static I add_int(I a, I b) { return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)}; }
   static void store_codes(int8_t* p, I x) {
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.low, x.high), 0xd8);
@@ -110,20 +113,34 @@ template <class Step>
 struct Avx2Dot : Avx2Vector {
   static __m256i broadcast(const int8_t* p) { return _mm256_set1_epi32(*(const int32_t __attribute__((aligned(1), may_alias))*)p); }
 
-  template <int R, int S>
+  template <bool kFp4, int R, int S>
   static inline __attribute__((always_inline)) void dot4(
       I (&acc)[R][S], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
+    if (kFp4 || block == 16)
+      dot4_by<2, kFp4>(acc, w, x, stride, block);
+    else
+      dot4_by<4, kFp4>(acc, w, x, stride, block);
+  }
+
+  template <int kSteps, bool kFp4, int R, int S>
+  static inline __attribute__((always_inline)) void dot4_by(
+      I (&acc)[R][S], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
     const __m256i nibble = _mm256_set1_epi8(15);
+    const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kFp4Codes));
     for (int half = 0; half < 2 * S; half++) {
       __m256i sums[R];
       for (int r = 0; r < R; r++) sums[r] = half % 2 ? acc[r][half / 2].high : acc[r][half / 2].low;
-      for (int64_t k = 0; k < block; k += 32) {
+      for (int64_t k = 0; k < block; k += 8 * kSteps) {
         typename Step::Sum some[R];
         for (int r = 0; r < R; r++) some[r] = Step::begin(sums[r]);
 #pragma GCC unroll 4
-        for (int step = 0; step < 4; step++) {
+        for (int step = 0; step < kSteps; step++) {
           const __m256i codes = _mm256_loadu_si256((const __m256i*)(w + k * 16 + step * 128 + half * 32));
-          const __m256i low = _mm256_and_si256(codes, nibble), high = _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble);
+          __m256i low = _mm256_and_si256(codes, nibble), high = _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble);
+          if (kFp4) {
+            low = _mm256_shuffle_epi8(values, low);
+            high = _mm256_shuffle_epi8(values, high);
+          }
 #pragma GCC unroll 8
           for (int r = 0; r < R; r++) {
             const int8_t* row = x + r * stride + k + step * 8;

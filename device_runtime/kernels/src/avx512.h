@@ -45,6 +45,7 @@ struct Avx512Vector {
   static I to_int(F x) { return _mm512_cvtps_epi32(x); }
   static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
   static I set_int(int32_t x) { return _mm512_set1_epi32(x); }
+  static I times128(I x) { return _mm512_slli_epi32(x, 7); }
   static I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
   static void store_codes(int8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(x)); }
   static int32_t sum(I x) { return _mm512_reduce_add_epi32(x); }

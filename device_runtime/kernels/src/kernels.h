@@ -14,7 +14,11 @@ constexpr int kStrip = 16;   // channels, or floats, that a vector stands for on
 constexpr int kChunk = 256;  // keys whose softmax is summed apart from the others'
 constexpr int kSegment = 1024;  // logits whose exponentials are summed apart from the others'
 
-enum class Form : uint32_t { kInt4 = 1, kInt8 = 2, kFloat16 = 3, kBFloat16 = 4 };
+enum class Form : uint32_t { kInt4 = 1, kInt8 = 2, kFloat16 = 3, kBFloat16 = 4, kFp4 = 5 };
+
+// Twice the values of FP4 (E2M1) by their codes, around 12.
+constexpr int kFp4Middle = 12;
+constexpr uint8_t kFp4Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // A packed weight in its file: this header, then for each 32 channels for each block one record of
 // codes, 32 half scales and, with zero points, 32 half products scale * (zero point - middle).
@@ -26,23 +30,25 @@ struct Header {
   uint32_t is_gated;  // 16 gate channels and their 16 up channels take turns
   float multiplier;   // of all scales; a power of two
   uint64_t bytes;     // header and records
-  uint8_t reserved[16];
+  uint32_t input_terms;  // codes of 8 bits that stand for an input: 1, or 2 of which the second is 1/128
+  uint8_t reserved[12];
 };
 static_assert(sizeof(Header) == 64, "the header is part of the file format");
 
 struct Weight {
   Form form;
   bool has_zero_points, is_gated;
+  int input_terms;
   int64_t in_features, out_features, block;
   float multiplier;
   const uint8_t* records;
 
-  bool is_quantized() const { return form == Form::kInt4 || form == Form::kInt8; }
+  bool is_quantized() const { return form != Form::kFloat16 && form != Form::kBFloat16; }
   int64_t blocks() const { return (in_features + block - 1) / block; }
   int64_t groups() const { return (out_features + kGroup - 1) / kGroup; }
   int64_t outputs() const { return is_gated ? out_features / 2 : out_features; }
   int64_t code_bytes() const {
-    const int bits = form == Form::kInt4 ? 4 : form == Form::kInt8 ? 8 : 16;
+    const int bits = form == Form::kInt8 ? 8 : is_quantized() ? 4 : 16;
     return block * kGroup * bits / 8;
   }
   int64_t record_bytes() const {
@@ -56,7 +62,7 @@ const char* read_weight(const void* data, size_t size, Weight* weight);
 
 // Rows as the products take them: int8 per block of a quantized weight, else float.
 struct Rows {
-  int64_t stride;   // from row to row of `codes` or `floats`, in elements
+  int64_t stride;   // from row to row of `floats`, and from term to term of `codes`, in elements
   int64_t blocks;   // from row to row of the others
   int8_t* codes;
   float* scales;    // of a block, times the weight's multiplier
@@ -109,6 +115,10 @@ struct Attention {
 
   int64_t padded_dim() const { return (head_dim + kStrip - 1) / kStrip * kStrip; }
   int64_t partial_floats() const { return padded_dim() + kStrip; }
+  // What a call for some rows needs beside: keys, values and turned keys of a chunk, and sums.
+  int64_t work_floats(int64_t for_rows) const {
+    return 3 * kChunk * padded_dim() + for_rows * heads / kv_heads * partial_floats();
+  }
   int64_t chunks() const { return (write_index + rows + kChunk - 1) / kChunk; }
 };
 
@@ -121,8 +131,8 @@ struct Kernels {
   void (*prepare)(const Prologue&, int64_t first_row, int64_t last_row);
   void (*product)(const Product&, int64_t first_group, int64_t last_group);
   void (*append)(const Attention&, int64_t row);
-  void (*attend_chunk)(const Attention&, int64_t kv_head, int64_t chunk);
-  void (*attend_rows)(const Attention&, int64_t kv_head, int64_t first_row, int64_t last_row);
+  void (*attend_chunk)(const Attention&, int64_t kv_head, int64_t chunk, float* work);
+  void (*attend_rows)(const Attention&, int64_t kv_head, int64_t first_row, int64_t last_row, float* work);
   void (*merge)(const Attention&, int64_t row);
   Best (*survey)(const float* logits, int64_t count, bool with_exponentials);
 };

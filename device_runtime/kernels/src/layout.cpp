@@ -7,7 +7,7 @@ namespace edgellm {
 namespace {
 
 constexpr char kMagic[8] = {'e', 'd', 'g', 'e', 'l', 'l', 'm', 'W'};
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr uint32_t kMostFeatures = 1u << 24;
 
 size_t up(size_t bytes) { return (bytes + 63) & ~size_t(63); }
@@ -23,7 +23,7 @@ Places places(const Weight& w, int64_t rows) {
   p.stride = (w.is_quantized() ? w.blocks() * w.block : w.in_features + 15) / 64 * 64 + 64;
   const size_t count = size_t(rows), blocks = size_t(w.blocks()) * count;
   const bool quantized = w.is_quantized();
-  p.scales = p.codes + (quantized ? up(count * p.stride) : 0);
+  p.scales = p.codes + (quantized ? up(count * w.input_terms * p.stride) : 0);
   const size_t of_blocks = quantized ? up(blocks * 4) : 0;
   p.starts = p.scales + of_blocks;
   p.offsets = p.starts + of_blocks;
@@ -40,17 +40,20 @@ const char* read_weight(const void* data, size_t size, Weight* weight) {
   std::memcpy(&h, data, sizeof h);
   if (std::memcmp(h.magic, kMagic, sizeof kMagic)) return "this is no packed weight of edgellm";
   if (h.version != kVersion) return "the packed weight is of another version of edgellm";
-  if (h.form < 1 || h.form > 4) return "the packed weight has a form that this version does not know";
+  if (h.form < 1 || h.form > 5) return "the packed weight has a form that this version does not know";
   const Form form = Form(h.form);
-  const bool quantized = form == Form::kInt4 || form == Form::kInt8;
+  const bool quantized = form != Form::kFloat16 && form != Form::kBFloat16;
   if (!h.in_features || !h.out_features || h.in_features > kMostFeatures || h.out_features > kMostFeatures)
     return "the packed weight has an impossible shape";
-  if (quantized ? h.block != 32 && h.block != 64 && h.block != 128 : h.block != 1)
+  const bool is_known = h.block == 16 || (form != Form::kFp4 && (h.block == 32 || h.block == 64 || h.block == 128));
+  if (quantized ? !is_known : h.block != 1)
     return "the packed weight has blocks that this version does not know";
-  if (h.has_zero_points > (quantized ? 1u : 0u) || h.is_gated > 1) return "the packed weight has flags that this version does not know";
+  if (h.has_zero_points > (form == Form::kInt4 || form == Form::kInt8 ? 1u : 0u) || h.is_gated > 1 || h.input_terms < 1 ||
+      h.input_terms > (form == Form::kInt8 ? 2u : 1u))
+    return "the packed weight has flags that this version does not know";
   if (h.is_gated && h.out_features % kGroup) return "gated channels do not come in groups of 32";
   if (!std::isfinite(h.multiplier) || h.multiplier <= 0) return "the packed weight has no sound multiplier";
-  *weight = {form, h.has_zero_points == 1, h.is_gated == 1, h.in_features, h.out_features, h.block,
+  *weight = {form, h.has_zero_points == 1, h.is_gated == 1, int(h.input_terms), h.in_features, h.out_features, h.block,
              h.multiplier, static_cast<const uint8_t*>(data) + sizeof h};
   const uint64_t expected = sizeof h + uint64_t(weight->groups()) * weight->group_bytes();
   if (h.bytes != expected || size != expected) return "the packed weight is cut off or too long";

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 namespace edgellm {
 namespace {
 
@@ -69,6 +71,7 @@ struct NeonVector {
   static I to_int(F x) { return each<I>([=](int i) { return vcvtnq_s32_f32(x.part[i]); }); }
   static F to_float(I x) { return each([=](int i) { return vcvtq_f32_s32(x.part[i]); }); }
   static I set_int(int32_t x) { return each<I>([=](int) { return vdupq_n_s32(x); }); }
+  static I times128(I x) { return each<I>([=](int i) { return vshlq_n_s32(x.part[i], 7); }); }
   static I add_int(I a, I b) { return each<I>([=](int i) { return vaddq_s32(a.part[i], b.part[i]); }); }
   static void store_codes(int8_t* p, I x) {
     const int16x8_t low = vcombine_s16(vqmovn_s32(x.part[0]), vqmovn_s32(x.part[1]));
@@ -96,8 +99,12 @@ struct NeonVector {
     });
   }
 
-  static int8x16_t low4(uint8x16_t codes) { return vreinterpretq_s8_u8(vandq_u8(codes, vdupq_n_u8(15))); }
-  static int8x16_t high4(uint8x16_t codes) { return vreinterpretq_s8_u8(vshrq_n_u8(codes, 4)); }
+  template <bool kFp4>
+  static int8x16_t decoded(uint8x16_t codes) { return vreinterpretq_s8_u8(kFp4 ? vqtbl1q_u8(vld1q_u8(kFp4Codes), codes) : codes); }
+  template <bool kFp4>
+  static int8x16_t low4(uint8x16_t codes) { return decoded<kFp4>(vandq_u8(codes, vdupq_n_u8(15))); }
+  template <bool kFp4>
+  static int8x16_t high4(uint8x16_t codes) { return decoded<kFp4>(vshrq_n_u8(codes, 4)); }
   static int8x16_t middle8(uint8x16_t codes) { return vreinterpretq_s8_u8(veorq_u8(codes, vdupq_n_u8(128))); }
 };
 

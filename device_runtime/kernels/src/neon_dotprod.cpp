@@ -5,7 +5,7 @@ namespace edgellm {
 namespace {
 
 struct Set : NeonVector {
-  static constexpr int kRows = 4, kStrips = 1, kQueries = 2, kWide = 2, kTurnFrom = 0;
+  static constexpr int kRows = 4, kFewRows = 4, kStrips = 1, kQueries = 2, kWide = 2, kTurnFrom = 0;
 
   static int8x16_t broadcast(const int8_t* p) {
     int32_t four;
@@ -13,14 +13,14 @@ struct Set : NeonVector {
     return vreinterpretq_s8_s32(vdupq_n_s32(four));
   }
 
-  template <int R, int S>
+  template <bool kFp4, int R, int S>
   static inline __attribute__((always_inline)) void dot4(
       I (&acc)[R][S], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
     for (int64_t k = 0; k < block; k += 8, w += 128, x += 8)
 #pragma GCC unroll 8
       for (int i = 0; i < 4 * S; i++) {
         const uint8x16_t codes = vld1q_u8(w + i * 16);
-        const int8x16_t low = low4(codes), high = high4(codes);
+        const int8x16_t low = low4<kFp4>(codes), high = high4<kFp4>(codes);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
           int32x4_t& sum = acc[r][i / 4].part[i % 4];

@@ -5,7 +5,7 @@ namespace edgellm {
 namespace {
 
 struct Set : NeonVector {
-  static constexpr int kRows = 4, kStrips = 1, kQueries = 2, kWide = 2, kTurnFrom = 0;
+  static constexpr int kRows = 4, kFewRows = 4, kStrips = 1, kQueries = 2, kWide = 2, kTurnFrom = 0;
 
   // Eight codes of two rows; an odd last row stands for both.
   static int8x16_t pair(const int8_t* x, int64_t stride, bool is_last) {
@@ -42,12 +42,12 @@ struct Set : NeonVector {
     }
   }
 
-  template <int R, int S>
+  template <bool kFp4, int R, int S>
   static inline __attribute__((always_inline)) void dot4(
       I (&acc)[R][S], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
     dot(acc, block, [&](auto& sums, int i, int64_t k) {
       const uint8x16_t codes = vld1q_u8(w + k * 16 + i * 16);
-      add<R>(sums, low4(codes), high4(codes), x + k, stride);
+      add<R>(sums, low4<kFp4>(codes), high4<kFp4>(codes), x + k, stride);
     });
   }
 

@@ -20,6 +20,8 @@ constexpr int64_t kPartBytes = 32 << 10;     // of weights, below which threads 
 constexpr int64_t kRowsApart = 8;            // rows that are prepared on threads
 constexpr int64_t kRowsTogether = 16;        // rows from which a tile takes all chunks of its keys
 
+constexpr int64_t kRowsOfTask = 4, kQueriesOfTask = 128;  // of a prompt that read the cache together
+
 const Kernels& kernels() {
   int count;
   static const Kernels& best = *available_kernels(&count)[0];
@@ -233,15 +235,15 @@ struct CachedAttention {
         ort::parallel(context, a.rows, [&](int64_t row) { function(a, row); });
     };
     each_row(kernels().append);
+    const auto work = [&](int64_t rows) { return static_cast<float*>(ort::scratch<1>(a.work_floats(rows) * 4)); };
     if (splits) {
-      ort::parallel(context, kv_heads * a.chunks(), [&](int64_t i) { kernels().attend_chunk(a, i % kv_heads, i / kv_heads); });
+      ort::parallel(context, kv_heads * a.chunks(), [&](int64_t i) { kernels().attend_chunk(a, i % kv_heads, i / kv_heads, work(0)); });
       return each_row(kernels().merge);
     }
-    constexpr int64_t kStep = 16;
-    const int64_t tiles = (a.rows + kStep - 1) / kStep;
+    const int64_t step = std::max(kRowsOfTask, kQueriesOfTask * kv_heads / heads), tiles = (a.rows + step - 1) / step;
     ort::parallel(context, kv_heads * tiles, [&](int64_t i) {
-      const int64_t first = i / kv_heads * kStep;
-      kernels().attend_rows(a, i % kv_heads, first, std::min(first + kStep, a.rows));
+      const int64_t first = i / kv_heads * step;
+      kernels().attend_rows(a, i % kv_heads, first, std::min(first + step, a.rows), work(step));
     });
   }
 };

@@ -139,8 +139,8 @@ void parallel(const Context* context, int64_t count, const Function& function) {
   call(kParallelFor, context, step, size_t(count), size_t(0), const_cast<void*>(static_cast<const void*>(&function)));
 }
 
-// Memory of a thread for the length of one call.
-inline void* scratch(size_t bytes) {
+// Memory of a thread for the length of one call; `kUse`: of calls within calls.
+template <int kUse = 0> void* scratch(size_t bytes) {
   thread_local std::unique_ptr<void, decltype(&std::free)> memory(nullptr, &std::free);
   thread_local size_t size = 0;
   if (bytes > size) {

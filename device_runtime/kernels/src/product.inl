@@ -7,20 +7,27 @@ namespace edgellm {
 namespace {
 
 // ------------------------------------------------------------------ rows as the products take them
-int32_t quantize_block(const float* x, int64_t count, int64_t block, float multiplier, int8_t* codes, float* scale) {
+// Codes of one block, and with two terms those of what is left, `stride` on; the sum of all, and the scale.
+template <int T>
+int32_t quantize_block(const float* x, int64_t count, int64_t block, float multiplier, int8_t* codes, int64_t stride, float* scale) {
   F largest = Set::set(0);
   for (int64_t k = 0; k < count; k += kStrip) largest = Set::max(largest, Set::abs(load_up_to(x + k, count - k)));
   const float top = Set::largest(largest);
   const bool is_zero = !(top > 1e-30f);  // what has no inverse
   const F inverse = Set::set(is_zero ? 0.f : 127.f / top);
-  I total = Set::set_int(0);
+  I total = Set::set_int(0), fine = Set::set_int(0);
   for (int64_t k = 0; k < block; k += kStrip) {
-    const I code = k < count ? Set::to_int(Set::mul(load_up_to(x + k, count - k), inverse)) : Set::set_int(0);
+    const F steps = k < count ? Set::mul(load_up_to(x + k, count - k), inverse) : Set::set(0);
+    const I code = Set::to_int(steps);
     total = Set::add_int(total, code);
     Set::store_codes(codes + k, code);
+    if (T == 1) continue;
+    const I rest = Set::to_int(Set::mul(Set::sub(steps, Set::to_float(code)), Set::set(128)));
+    fine = Set::add_int(fine, rest);
+    Set::store_codes(codes + stride + k, rest);
   }
-  *scale = is_zero ? 0.f : top / 127.f * multiplier;
-  return Set::sum(total);
+  *scale = is_zero ? 0.f : top / (T == 1 ? 127.f : 127.f * 128.f) * multiplier;
+  return Set::sum(T == 1 ? total : Set::add_int(Set::times128(total), fine));
 }
 
 // sqrt and division are exact by the standard, so that this is one number on every processor.
@@ -36,6 +43,7 @@ inline float inverse_rms(const float* x, int64_t count, float epsilon) {
 void prepare(const Prologue& p, int64_t first_row, int64_t last_row) {
   const Weight& w = *p.weight;
   const int64_t K = w.in_features;
+  const int middle = w.form == Form::kInt4 ? 8 : w.form == Form::kFp4 ? kFp4Middle : Set::kMiddle8;
   for (int64_t row = first_row; row < last_row; row++) {
     const float* x = p.x + row * K;
     float* out = p.rows.floats + row * p.rows.stride;
@@ -57,8 +65,10 @@ void prepare(const Prologue& p, int64_t first_row, int64_t last_row) {
       const int64_t k = b * w.block, at = row * p.rows.blocks + b;
       const int64_t count = K - k < w.block ? K - k : w.block;
       float& scale = p.rows.scales[at];
-      const int32_t sum = quantize_block(x + k, count, w.block, w.multiplier, p.rows.codes + row * p.rows.stride + k, &scale);
-      p.rows.starts[at] = -(w.form == Form::kInt4 ? 8 : Set::kMiddle8) * sum;
+      int8_t* codes = p.rows.codes + row * w.input_terms * p.rows.stride + k;
+      const auto quantize = w.input_terms == 1 ? quantize_block<1> : quantize_block<2>;
+      const int32_t sum = quantize(x + k, count, w.block, w.multiplier, codes, p.rows.stride, &scale);
+      p.rows.starts[at] = -middle * sum;
       p.rows.offsets[at] = -scale * float(sum);
     }
   }
@@ -72,12 +82,12 @@ struct Share {
 };
 
 // out[r][s]: sums of channels [16 s, 16 s + 16) from `strip` on; blocks are added in their order.
-template <int R, int S, Form kForm, bool kZero>
+template <int R, int S, Form kForm, bool kZero, int T>
 void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t row, Share share, F (&out)[R][S]) {
   const Weight& w = *p.weight;
   const int64_t ahead = w.group_bytes();
   const int64_t blocks = p.rows.blocks, codes = w.code_bytes(), step = w.record_bytes();
-  const int8_t* x = p.rows.codes + row * p.rows.stride;
+  const int8_t* x = p.rows.codes + row * T * p.rows.stride;
   const float* scales = p.rows.scales + row * blocks;
   const float* offsets = p.rows.offsets + row * blocks;
   const int32_t* starts = p.rows.starts + row * blocks;
@@ -86,19 +96,20 @@ void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t 
     for (F& one : totals) one = Set::set(0);
   for (int64_t b = 0; b < blocks; b++, record += step, x += w.block) {
     for (int64_t at = share.first; at < share.last; at += 64) __builtin_prefetch(record + ahead + at, 0, 2);
-    I acc[R][S];
-    for (int r = 0; r < R; r++)
-      for (int s = 0; s < S; s++) acc[r][s] = Set::set_int(starts[r * blocks + b]);
-    if (kForm == Form::kInt4)
-      Set::template dot4<R, S>(acc, record + strip * 64, x, p.rows.stride, w.block);
+    I acc[R * T][S];
+    for (int r = 0; r < R * T; r++)
+      for (int s = 0; s < S; s++) acc[r][s] = Set::set_int(r % T < T - 1 ? 0 : starts[r / T * blocks + b]);
+    if constexpr (kForm == Form::kInt8)
+      Set::template dot8<R * T, S>(acc, record + strip * 64, x, p.rows.stride, w.block);
     else
-      Set::template dot8<R, S>(acc, record + strip * 64, x, p.rows.stride, w.block);
+      Set::template dot4<kForm == Form::kFp4, R * T, S>(acc, record + strip * 64, x, p.rows.stride, w.block);
     for (int s = 0; s < S; s++) {
       const uint8_t* halves = record + codes + (strip + s) * 32;
       const F scale = Set::load_half(halves);
       for (int r = 0; r < R; r++) {
         const F both = Set::mul(scale, Set::set(scales[r * blocks + b]));
-        total[r][s] = Set::fma(Set::to_float(acc[r][s]), both, total[r][s]);
+        const I sum = T == 1 ? acc[r][s] : Set::add_int(Set::times128(acc[r * T][s]), acc[r * T + T - 1][s]);
+        total[r][s] = Set::fma(Set::to_float(sum), both, total[r][s]);
         if (kZero) total[r][s] = Set::fma(Set::load_half(halves + 64), Set::set(offsets[r * blocks + b]), total[r][s]);
       }
     }
@@ -136,16 +147,16 @@ void write_strip(const Product& p, F sum, int64_t row, int64_t channel) {
   store_up_to(p.y + row * N + channel, sum, rest);
 }
 
-template <int R, int S, Form kForm, bool kZero>
+template <int R, int S, Form kForm, bool kZero, int T>
 void run_tile(const Product& p, int64_t group, int64_t row, Share share) {
   const Weight& w = *p.weight;
-  constexpr bool kQuantized = kForm == Form::kInt4 || kForm == Form::kInt8;
+  constexpr bool kQuantized = kForm != Form::kFloat16 && kForm != Form::kBFloat16;
   F sums[R][2];
   for (int strip = 0; strip < 2; strip += S) {
     F some[R][S];
     const uint8_t* record = w.records + group * w.group_bytes();
     if constexpr (kQuantized)
-      quantized_tile<R, S, kForm, kZero>(p, record, strip, row, strip ? Share{} : share, some);
+      quantized_tile<R, S, kForm, kZero, T>(p, record, strip, row, strip ? Share{} : share, some);
     else
       float_tile<R, S, kForm, kZero>(p, record, strip, row, strip ? Share{} : share, some);
     for (int r = 0; r < R; r++)
@@ -167,12 +178,12 @@ void run_tile(const Product& p, int64_t group, int64_t row, Share share) {
   }
 }
 
-template <int R, Form kForm, bool kZero>
+template <int R, Form kForm, bool kZero, int T>
 void run_rows(const Product& p, int64_t group, int64_t row, int64_t count, Share share) {
   if (count == R)
-    run_tile<R, R == 1 ? 2 : Set::kStrips, kForm, kZero>(p, group, row, share);
+    run_tile<R, R == 1 ? 2 : Set::kStrips, kForm, kZero, T>(p, group, row, share);
   else if constexpr (R > 1)
-    run_rows<R - 1, kForm, kZero>(p, group, row, count, share);
+    run_rows<R - 1, kForm, kZero, T>(p, group, row, count, share);
 }
 
 // Panels of rows whose codes stay in the second cache while the weights pass by.
@@ -180,20 +191,21 @@ constexpr int64_t kPanelBytes = 512 << 10;
 
 constexpr int64_t kFetchFrom = 2;  // rows; see Share
 
-template <Form kForm, bool kZero>
+template <Form kForm, bool kZero, int T = 1>
 void run_groups(const Product& p, int64_t first, int64_t last) {
-  const int64_t row_bytes = p.rows.stride * (p.weight->is_quantized() ? 1 : 4);
-  const int64_t fitting = kPanelBytes / row_bytes / Set::kRows * Set::kRows;
-  const int64_t panel = fitting > Set::kRows ? fitting : Set::kRows;
+  constexpr int kRows = Set::kRows / T, kFewRows = Set::kFewRows / T;
+  const int64_t row_bytes = p.rows.stride * (p.weight->is_quantized() ? T : 4);
+  const int64_t fitting = kPanelBytes / row_bytes / kRows * kRows;
+  const int64_t panel = fitting > kRows ? fitting : kRows;
   const int64_t lines = (p.weight->record_bytes() + 63) / 64;
   for (int64_t top = 0; top < p.num_rows; top += panel) {
     const int64_t rows = p.num_rows - top < panel ? p.num_rows - top : panel;
-    const int64_t tiles = (rows + Set::kRows - 1) / Set::kRows;
+    const int64_t tiles = rows <= kFewRows ? 1 : (rows + kRows - 1) / kRows;
     for (int64_t group = first; group < last; group++)
       for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
         const Share share = {lines * tile / tiles * 64, lines * (tile + 1) / tiles * 64};
-        run_rows<Set::kRows, kForm, kZero>(p, group, top + begin, end - begin, rows < kFetchFrom ? Share{} : share);
+        run_rows<kFewRows, kForm, kZero, T>(p, group, top + begin, end - begin, rows < kFetchFrom ? Share{} : share);
       }
   }
 }
@@ -202,7 +214,10 @@ void product(const Product& p, int64_t first, int64_t last) {
   const bool zero = p.weight->has_zero_points;
   switch (p.weight->form) {
     case Form::kInt4: return zero ? run_groups<Form::kInt4, true>(p, first, last) : run_groups<Form::kInt4, false>(p, first, last);
-    case Form::kInt8: return zero ? run_groups<Form::kInt8, true>(p, first, last) : run_groups<Form::kInt8, false>(p, first, last);
+    case Form::kInt8:
+      if (p.weight->input_terms == 2) return zero ? run_groups<Form::kInt8, true, 2>(p, first, last) : run_groups<Form::kInt8, false, 2>(p, first, last);
+      return zero ? run_groups<Form::kInt8, true>(p, first, last) : run_groups<Form::kInt8, false>(p, first, last);
+    case Form::kFp4: return run_groups<Form::kFp4, false>(p, first, last);
     case Form::kFloat16: return run_groups<Form::kFloat16, false>(p, first, last);
     case Form::kBFloat16: return run_groups<Form::kBFloat16, false>(p, first, last);
   }

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 namespace edgellm {
 namespace {
 
@@ -11,7 +13,7 @@ struct ScalarVector {
   struct F { float lane[16]; };
   struct I { int32_t lane[16]; };
   static constexpr int kMiddle8 = 0;  // what int8 dot products leave to be taken off
-  static constexpr int kRows = 2, kStrips = 2, kQueries = 1, kWide = 1, kTurnFrom = 0;
+  static constexpr int kRows = 2, kFewRows = 2, kStrips = 2, kQueries = 1, kWide = 1, kTurnFrom = 0;
 
   template <class T, class Function>
   static T each(Function function) {
@@ -89,6 +91,7 @@ struct ScalarVector {
   static I to_int(F x) { return each<I>([&](int i) { return int32_t(__builtin_rintf(x.lane[i])); }); }
   static F to_float(I x) { return each<F>([&](int i) { return float(x.lane[i]); }); }
   static I set_int(int32_t x) { return each<I>([&](int) { return x; }); }
+  static I times128(I x) { return each<I>([&](int i) { return x.lane[i] * 128; }); }
   static I add_int(I a, I b) { return each<I>([&](int i) { return a.lane[i] + b.lane[i]; }); }
   static void store_codes(int8_t* p, I x) {
     for (int i = 0; i < 16; i++) p[i] = int8_t(x.lane[i] > 127 ? 127 : x.lane[i] < -128 ? -128 : x.lane[i]);
@@ -111,14 +114,15 @@ struct ScalarVector {
   static F sums(const F* x) { return each<F>([&](int i) { return sum(x[i]); }); }
 
   // Adds sum over k of (code - middle) * x; see `dot` of the other instruction sets.
-  template <int R, int S>
+  template <bool kFp4, int R, int S>
   static void dot4(I (&acc)[R][S], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
     for (int64_t k = 0; k < block; k += 8, w += 128)
       for (int r = 0; r < R; r++)
         for (int s = 0; s < S; s++)
           for (int i = 0; i < 64; i++) {
             const int8_t* row = x + r * stride + k + i % 4;
-            acc[r][s].lane[i / 4] += (w[s * 64 + i] & 15) * row[0] + (w[s * 64 + i] >> 4) * row[4];
+            const int low = w[s * 64 + i] & 15, high = w[s * 64 + i] >> 4;
+            acc[r][s].lane[i / 4] += (kFp4 ? kFp4Codes[low] : low) * row[0] + (kFp4 ? kFp4Codes[high] : high) * row[4];
           }
   }
   template <int R, int S>

@@ -23,10 +23,10 @@ std::vector<float> floats(int64_t count) {
 }
 
 // Random codes, and in the places of halves random halves near 1.
-std::vector<uint8_t> random_weight(Form form, int64_t K, int64_t N, int64_t block, bool zero, bool gated) {
-  Weight w{form, zero, gated, K, N, block, 1, nullptr};
-  Header h{{'e', 'd', 'g', 'e', 'l', 'l', 'm', 'W'}, 1, uint32_t(form), uint32_t(K), uint32_t(N), uint32_t(block),
-           zero, gated, 0.5f, uint64_t(sizeof(Header) + w.groups() * w.group_bytes()), {}};
+std::vector<uint8_t> random_weight(Form form, int64_t K, int64_t N, int64_t block, bool zero, bool gated, int terms) {
+  Weight w{form, zero, gated, terms, K, N, block, 1, nullptr};
+  Header h{{'e', 'd', 'g', 'e', 'l', 'l', 'm', 'W'}, 2, uint32_t(form), uint32_t(K), uint32_t(N), uint32_t(block),
+           zero, gated, 0.5f, uint64_t(sizeof(Header) + w.groups() * w.group_bytes()), uint32_t(terms), {}};
   std::vector<uint8_t> out(h.bytes);
   std::memcpy(out.data(), &h, sizeof h);
   for (size_t at = sizeof h; at < out.size(); at += w.record_bytes())
@@ -54,12 +54,13 @@ bool equal(const std::vector<float>& a, const std::vector<float>& b) {
 
 int test_products(const Kernels& set, const Kernels& scalar) {
   int faults = 0;
-  for (const Form form : {Form::kInt4, Form::kInt8, Form::kFloat16, Form::kBFloat16})
+  for (const Form form : {Form::kInt4, Form::kInt8, Form::kFp4, Form::kFloat16, Form::kBFloat16})
     for (int trial = 0; trial < 24; trial++) {
-      const bool quantized = form == Form::kInt4 || form == Form::kInt8, gated = trial % 5 == 4;
+      const bool quantized = form != Form::kFloat16 && form != Form::kBFloat16, gated = trial % 5 == 4;
       const int64_t K = 1 + below(300), N = gated ? 64 : 1 + below(100), rows = 1 + below(trial % 6 ? 10 : 60);
-      const int64_t block = quantized ? 32 << below(3) : 1;
-      const std::vector<uint8_t> packed = random_weight(form, K, N, block, quantized && trial % 2, gated);
+      const int64_t block = form == Form::kFp4 ? 16 : quantized ? 16 << below(4) : 1;
+      const bool zero = quantized && form != Form::kFp4 && trial % 2;
+      const std::vector<uint8_t> packed = random_weight(form, K, N, block, zero, gated, form == Form::kInt8 && trial % 3 ? 2 : 1);
       Weight w;
       if (const char* fault = read_weight(packed.data(), packed.size(), &w)) {
         std::printf("%s\n", fault);
@@ -77,6 +78,7 @@ std::vector<float> attend(const Kernels& set, Attention a, std::vector<uint8_t> 
   std::vector<float> y(a.rows * a.heads * a.head_dim), queries(a.rows * a.heads * a.padded_dim());
   std::vector<float> partials(a.chunks() * a.rows * a.heads * a.partial_floats());
   std::vector<int32_t> seen(2 * a.rows), slots(a.rows * a.mask_columns);
+  std::vector<float> work(a.work_floats(a.rows));
   a.y = y.data();
   a.queries = queries.data();
   a.partials = partials.data();
@@ -86,8 +88,8 @@ std::vector<float> attend(const Kernels& set, Attention a, std::vector<uint8_t> 
   a.values = values.data();
   for (int64_t row = 0; row < a.rows; row++) set.append(a, row);
   for (int64_t head = 0; head < a.kv_heads; head++) {
-    for (int64_t chunk = 0; is_split && chunk < a.chunks(); chunk++) set.attend_chunk(a, head, chunk);
-    if (!is_split) set.attend_rows(a, head, 0, a.rows);
+    for (int64_t chunk = 0; is_split && chunk < a.chunks(); chunk++) set.attend_chunk(a, head, chunk, work.data());
+    if (!is_split) set.attend_rows(a, head, 0, a.rows, work.data());
   }
   for (int64_t row = 0; is_split && row < a.rows; row++) set.merge(a, row);
   y.insert(y.end(), queries.begin(), queries.end());
@@ -103,7 +105,7 @@ int test_attention(const Kernels& set, const Kernels& scalar) {
     a.rows = 1 + below(trial % 4 ? 6 : 30);
     a.kv_heads = 1 + below(2);
     a.heads = a.kv_heads * (1 + below(5));
-    a.head_dim = 8 * (1 + below(9));
+    a.head_dim = 8 * (1 + below(9 + trial % 2 * 8));
     a.write_index = below(trial % 3 ? 40 : 600);
     a.capacity = a.write_index + a.rows + below(3);
     a.rotary_dim = a.head_dim / 2;

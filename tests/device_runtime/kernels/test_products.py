@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_calls import float_case, product, quantized_case
+from kernel_calls import DOUBLED_FP4, float_case, product, quantized_case
 
 from edgellm.device_runtime.kernels.library import instruction_sets
 
 SETS = instruction_sets()
 FAST = SETS[:-1]
-SHAPES = (  # kind, K, N, block, zero points
+SHAPES = (  # kind, K, N, block, zero points, gated, terms of inputs
     ("int4", 256, 64, 32, False),
     ("int4", 200, 72, 32, True),  # neither K nor N is whole
     ("int4", 576, 41, 128, False),
     ("int4", 448, 96, 64, True),
+    ("int4", 72, 40, 16, True),
+    ("fp4", 176, 70, 16, False),
     ("int8", 320, 64, 32, False),
     ("int8", 576, 33, 128, True),
     ("int8", 40, 5, 64, False),
+    ("int8", 200, 41, 16, False, False, 2),
+    ("int8", 384, 64, 128, True, False, 2),
 )
 # Of the norm of y: a code of 8 bits is off by 1/254 of its block's largest at most, 0.6 % of a row
 # of normal numbers; up to twice that where the blocks' sums rule y.
 INT8_INPUTS = 0.012
+INT15_INPUTS = INT8_INPUTS / 64  # the second term rounds to 1/128 of the first; scales are halves
 
 
 @pytest.fixture
@@ -43,12 +48,15 @@ def test_every_instruction_set_has_the_bits_of_the_reference(shape, rng):
     for rows in (*range(1, 10), 13, 16, 31, 64):
         x = rng.standard_normal((rows, shape[1]), np.float32)
         reference = product("scalar", case, x)
-        assert relative_error(reference, x @ case.weight.T) < INT8_INPUTS
+        bound = INT15_INPUTS if case.form.input_terms == 2 else INT8_INPUTS
+        # zero points are stored as half products of 2^-11, as wide as codes of 8 bits
+        bound = max(bound, 4e-4) if case.form.has_zero_points else bound
+        assert relative_error(reference, x @ case.weight.T) < bound
         for name in FAST:
             assert same_bits(product(name, case, x), reference), (name, rows)
 
 
-@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5], SHAPES[7]], ids=str)
 def test_the_products_of_codes_are_exact(shape, rng):
     """Rows of whole numbers up to 127 lose nothing to rounding: what is left are float sums."""
     case = quantized_case(rng, *shape)
@@ -59,23 +67,22 @@ def test_the_products_of_codes_are_exact(shape, rng):
         assert relative_error(product(name, case, x), x @ case.weight.T) < 4e-4
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
-def test_the_largest_codes_do_not_overflow(kind, rng):
+@pytest.mark.parametrize(("kind", "block"), [("int4", 128), ("int8", 128), ("fp4", 16)])
+def test_the_largest_codes_do_not_overflow(kind, block, rng):
     """Sums of pairs of products have 16 bits on AVX2."""
-    case = quantized_case(rng, kind, 256, 32, 128)
-    top = 0xFF
+    case = quantized_case(rng, kind, 256, 32, block)
     packed = case.packed.copy()
-    records = packed[64:].reshape(2, -1)
-    for value in (0, top):
-        records[:, : 128 * 32 * (4 if kind == "int4" else 8) // 8] = value
+    records = packed[64:].reshape(256 // block, -1)
+    for value in (0x77, 0xFF) if kind == "fp4" else (0, 0xFF):
+        records[:, : block * 32 * (8 if kind == "int8" else 4) // 8] = value
         for sign in (-1, 1):
             x = np.full((3, 256), sign, np.float32)
             reference = product("scalar", case, x, packed=packed)
-            code = value / 17 - 8 if kind == "int4" else value - 128
+            code = {"int4": value // 17 - 8, "fp4": DOUBLED_FP4[value & 15]}.get(kind, value - 128)
             halves = records[:, -64:].copy().view(np.float16).astype(np.float64).sum(0)
             multiplier = case.packed[36:40].view(np.float32)[0]
             np.testing.assert_allclose(
-                reference[0], sign * code * 128 * halves * multiplier, rtol=1e-5
+                reference[0], sign * code * block * halves * multiplier, rtol=1e-5
             )
             for name in FAST:
                 assert same_bits(product(name, case, x, packed=packed), reference)
@@ -165,7 +172,7 @@ def test_rows_of_zeros_outliers_and_no_numbers_stay_apart(name, rng):
 DAMAGES = {
     "magic": (0, b"x"), "version": (8, b"\x63"), "form": (12, b"\x09"),
     "K": (16, b"\xff\xff\xff\xff"), "N": (20, b"\x00\x00\x00\x00"), "block": (24, b"\x21"),
-    "zero points": (28, b"\x02"),
+    "zero points": (28, b"\x02"), "terms": (48, b"\x02"),
     "gated": (32, b"\x07"), "multiplier": (36, b"\x00\x00\xc0\x7f"), "bytes": (40, b"\x01"),
 }  # fmt: skip
 

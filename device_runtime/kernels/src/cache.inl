@@ -1,0 +1,150 @@
+// Rows of a cache: what is new is normed, turned by its position and appended; what is seen is read.
+#pragma once
+
+#include "math.inl"
+
+namespace edgellm {
+namespace {
+
+constexpr int kMostQueries = 32;  // heads of rows that share what is read of the cache
+constexpr int kMostDim = 256;     // head_dim
+constexpr int kMostGroup = 16;    // heads of one key head that are taken at once
+constexpr float kNothing = -1e30f;
+
+inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+inline int64_t most(int64_t x, int64_t y) { return x > y ? x : y; }
+
+// Where `count` of 16 values can be read: as they lie, or in `copy`.
+template <class T>
+const T* whole(const T* values, int64_t count, T* copy) {
+  if (count == kStrip) return values;
+  __builtin_memcpy(copy, values, count * sizeof(T));
+  return copy;
+}
+
+// The row 16 rows on: processors fetch ahead by themselves within a page only.
+inline void fetch_ahead(const float* row, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += kStrip) __builtin_prefetch(row + kStrip * dim + d);
+}
+
+// ---------------------------------------------------------------- new rows: norm, rope and cache
+void rotate(const Attention& a, int64_t row, float* x) {
+  const int64_t half = a.rotary_dim / 2, table = (a.positions ? a.positions[row] : row) * half;
+  const int64_t step = a.is_interleaved ? 2 : 1, second = a.is_interleaved ? 1 : half;
+  for (int64_t i = 0; i < half; i++) {
+    const float cos = a.cos[table + i], sin = a.sin[table + i];
+    float &p = x[i * step], &q = x[i * step + second];
+    const float turned = p * cos - q * sin;
+    q = q * cos + p * sin;
+    p = turned;
+  }
+}
+
+// A head as attention takes it: [padded_dim], zeros behind.
+void take_head(const Attention& a, int64_t row, const float* x, const float* gamma, bool turns, float* out) {
+  const int64_t dim = a.head_dim;
+  const float factor = gamma ? inverse_rms(x, dim, a.epsilon) : 1;
+  for (int64_t d = 0; d < a.padded_dim(); d++) out[d] = d < dim ? gamma ? x[d] * factor * gamma[d] : x[d] : 0;
+  if (turns && a.cos) rotate(a, row, out);
+}
+
+void store_row(const Attention& a, void* cache, float scale, int64_t index, const float* x) {
+  const int64_t dim = a.head_dim, at = index * dim;
+  for (int64_t d = 0; d < dim; d += kStrip) {
+    const int64_t count = dim - d < kStrip ? dim - d : kStrip;
+    uint16_t halves[kStrip];
+    int8_t codes[kStrip];
+    switch (a.cache_type) {
+      case CacheType::kFloat32:
+        store_up_to(static_cast<float*>(cache) + at + d, Set::load(x + d), count);
+        break;
+      case CacheType::kFloat16:
+        Set::store_half(halves, Set::load(x + d));
+        __builtin_memcpy(static_cast<uint16_t*>(cache) + at + d, halves, count * 2);
+        break;
+      case CacheType::kInt8: {
+        const F steps = Set::div(Set::load(x + d), Set::set(scale));
+        Set::store_codes(codes, Set::to_int(Set::max(Set::min(steps, Set::set(127)), Set::set(-128))));
+        __builtin_memcpy(static_cast<int8_t*>(cache) + at + d, codes, count);
+      }
+    }
+  }
+}
+
+void list_seen(const Attention& a, int64_t row) {
+  int32_t* seen = a.seen + 2 * row;
+  if (!a.mask) {
+    seen[0] = seen[1] = int32_t(a.write_index + row + 1);
+    return;
+  }
+  const int64_t base = a.write_index + a.rows - a.mask_columns;
+  int32_t *slots = a.slots + row * a.mask_columns, count = 0, straight = 0;
+  for (int64_t i = 0; i < a.mask_columns; i++)
+    if (a.mask[row * a.mask_columns + i]) {
+      straight += count == straight && i == count;
+      slots[count++] = int32_t(base + i);
+    }
+  seen[0] = int32_t(base) + count;
+  seen[1] = int32_t(base) + straight;
+}
+
+void append(const Attention& a, int64_t row) {
+  float head[kMostDim];
+  const float scale = a.cache_type == CacheType::kInt8 ? a.scale * a.k_scale : a.scale;
+  for (int64_t h = 0; h < a.heads; h++) {
+    float* query = a.queries + (row * a.heads + h) * a.padded_dim();
+    take_head(a, row, a.q + row * a.q_stride + h * a.head_dim, a.q_norm, true, query);
+    for (int64_t d = 0; d < a.head_dim; d++) query[d] *= scale;
+  }
+  for (int64_t h = 0; h < a.kv_heads; h++) {
+    const int64_t index = h * a.capacity + a.write_index + row;
+    take_head(a, row, a.k + row * a.k_stride + h * a.head_dim, a.k_norm, true, head);
+    store_row(a, a.keys, a.k_scale, index, head);
+    take_head(a, row, a.v + row * a.v_stride + h * a.head_dim, nullptr, false, head);
+    store_row(a, a.values, a.v_scale, index, head);
+  }
+  list_seen(a, row);
+}
+
+// ----------------------------------------------------------------------------- reading the cache
+// A row of a cache as floats, [padded_dim].
+void read_row(const Attention& a, const void* cache, int64_t at, float* out) {
+  for (int64_t d = 0; d < a.padded_dim(); d += kStrip) {
+    const int64_t rest = a.head_dim - d < kStrip ? a.head_dim - d : kStrip;
+    uint16_t halves[kStrip] = {};
+    int8_t codes[kStrip] = {};
+    F x{};
+    switch (a.cache_type) {
+      case CacheType::kFloat32:
+        x = load_up_to(static_cast<const float*>(cache) + at + d, rest);
+        break;
+      case CacheType::kFloat16:
+        x = Set::load_half(whole(static_cast<const uint16_t*>(cache) + at + d, rest, halves));
+        break;
+      case CacheType::kInt8:
+        x = Set::load_codes(whole(static_cast<const int8_t*>(cache) + at + d, rest, codes));
+    }
+    Set::store(out + d, x);
+  }
+}
+
+// Slots [first, first + count) of a cache as floats [count, padded_dim]: as they lie, or in `memory`.
+const float* read_slots(const Attention& a, const void* cache, int64_t kv_head, int64_t first, int64_t count, float* memory) {
+  const int64_t at = (kv_head * a.capacity + first) * a.head_dim, padded = a.padded_dim();
+  if (a.cache_type == CacheType::kFloat32 && padded == a.head_dim) return static_cast<const float*>(cache) + at;
+  for (int64_t i = 0; i < count; i++) read_row(a, cache, at + i * a.head_dim, memory + i * padded);
+  return memory;
+}
+
+// Up to 16 keys of one row behind those that lie straight.
+const float* read_seen(const Attention& a, const void* cache, int64_t kv_head, int64_t row, int64_t key, int64_t count, float* memory) {
+  const int64_t ruled = a.write_index + a.rows - a.mask_columns;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t slot = a.slots[row * a.mask_columns + key + i - ruled];
+    read_row(a, cache, (kv_head * a.capacity + slot) * a.head_dim, memory + i * a.padded_dim());
+  }
+  return memory;
+}
+
+}  // namespace
+}  // namespace edgellm

@@ -1,0 +1,155 @@
+// Scores of queries with the keys of a chunk. Included by `set.inl` with `Set`.
+#pragma once
+
+#include "cache.inl"
+
+namespace edgellm {
+namespace {
+
+struct Query {
+  int64_t row, first, end, straight;  // the keys [first, end) of a chunk; slots are keys below `straight`
+  const float* q;
+  float* values;                      // [padded_dim]
+  float top, total;
+  float* scores;                      // [kChunk], of the chunk's keys
+};
+
+F capped(const Attention& a, F scores) {
+  if (a.softcap <= 0) return scores;
+  return Set::mul(tanh(Set::div(scores, Set::set(a.softcap))), Set::set(a.softcap));
+}
+
+// Scores of 16 keys; each is summed in 16 lanes along the head, then over the lanes. `kParts`: of
+// the head, in lanes; 0 if it is known only at run time.
+template <int kParts>
+F score(const float* q, const float* const* rows, int64_t dim) {
+  constexpr int kHeld = kParts ? kParts : 1;
+  F query[kHeld], all[kStrip];
+  for (int part = 0; part < kParts; part++) query[part] = Set::load(q + part * kStrip);
+  for (int i = 0; i < kStrip; i++) {
+    const float* row = rows[i];
+    F sum = Set::set(0);
+    if constexpr (kParts > 0)
+      for (int part = 0; part < kParts; part++) sum = Set::fma(Set::load(row + part * kStrip), query[part], sum);
+    else
+      for (int64_t d = 0; d < dim; d += kStrip) sum = Set::fma(Set::load(row + d), Set::load(q + d), sum);
+    all[i] = sum;
+  }
+  return Set::sums(all);
+}
+
+// Scores from `at` on of the keys in `rows`; writes whole strips.
+void score_rows(const Attention& a, const Query* queries, int count, const float* rows, int64_t num_rows, int64_t at) {
+  const int64_t dim = a.padded_dim();
+  const float* places[kStrip];
+  for (int64_t key = 0; key < num_rows; key += kStrip) {
+    for (int i = 0; i < kStrip; i++) {
+      places[i] = rows + least(key + i, num_rows - 1) * dim;
+      fetch_ahead(places[i], dim);
+    }
+    for (int i = 0; i < count; i++) {
+      const float* q = queries[i].q;
+      const F scores = dim == 64 ? score<4>(q, places, dim) : dim == 128 ? score<8>(q, places, dim) : score<0>(q, places, dim);
+      Set::store(queries[i].scores + at + key, capped(a, scores));
+    }
+  }
+}
+
+// For sets of which `kTurnFrom` queries pay for it: [16 keys][padded_dim] -> [padded_dim][16 keys];
+// four times the halves of a pack of cards.
+template <class S = Set>
+void turn(const float* rows, int64_t count, int64_t dim, float* turned) {
+  for (int64_t d = 0; d < dim; d += kStrip) {
+    F now[kStrip], next[kStrip];
+    for (int i = 0; i < kStrip; i++) now[i] = Set::load(rows + least(i, count - 1) * dim + d);
+    for (int step = 0; step < 4; step++) {
+      for (int i = 0; i < kStrip / 2; i++) S::zip(now[i], now[i + kStrip / 2], next[2 * i], next[2 * i + 1]);
+      for (int i = 0; i < kStrip; i++) now[i] = next[i];
+    }
+    for (int i = 0; i < kStrip; i++) Set::store(turned + (d + i) * kStrip, now[i]);
+  }
+}
+
+// The sums of `score` for S strips of turned keys. `kStep`: sums[q][s] is that of lanes `lane`,
+// `lane` + kStep, ... in the order of `Set::sum`.
+template <int Q, int S, int kParts, int kStep>
+inline __attribute__((always_inline)) void sum_lanes(const Query* queries, const float* turned, int64_t dim, int lane, F (&sums)[Q][S]) {
+  if constexpr (kStep < kStrip) {
+    F others[Q][S];
+    sum_lanes<Q, S, kParts, 2 * kStep>(queries, turned, dim, lane, sums);
+    sum_lanes<Q, S, kParts, 2 * kStep>(queries, turned, dim, lane + kStep, others);
+    for (int q = 0; q < Q; q++)
+      for (int s = 0; s < S; s++) sums[q][s] = Set::add(sums[q][s], others[q][s]);
+  } else {
+    for (auto& some : sums)
+      for (F& one : some) one = Set::set(0);
+    const int64_t end = kParts ? kParts * kStrip : dim;
+#pragma GCC unroll 8
+    for (int64_t d = lane; d < end; d += kStrip) {
+      F keys[S];
+      for (int s = 0; s < S; s++) keys[s] = Set::load(turned + (s * end + d) * kStrip);
+      for (int q = 0; q < Q; q++)
+        for (int s = 0; s < S; s++) sums[q][s] = Set::fma(keys[s], Set::set(queries[q].q[d]), sums[q][s]);
+    }
+  }
+}
+
+template <int Q, int S, int kParts>
+void score_turned(const Attention& a, const Query* queries, const float* turned, int64_t at) {
+  F sums[Q][S];
+  sum_lanes<Q, S, kParts, 1>(queries, turned, a.padded_dim(), 0, sums);
+  for (int q = 0; q < Q; q++)
+    for (int s = 0; s < S; s++) Set::store(queries[q].scores + at + s * kStrip, capped(a, sums[q][s]));
+}
+
+template <int Q, int S>
+void score_some(const Attention& a, const Query* queries, int count, const float* turned, int64_t at) {
+  if (count == Q)
+    switch (a.padded_dim()) {
+      case 64: return score_turned<Q, S, 4>(a, queries, turned, at);
+      case 128: return score_turned<Q, S, 8>(a, queries, turned, at);
+      default: return score_turned<Q, S, 0>(a, queries, turned, at);
+    }
+  else if constexpr (Q > 1)
+    score_some<Q - 1, S>(a, queries, count, turned, at);
+}
+
+// Keys and values of slots that lie straight, of one chunk, for all rows that are computed together.
+struct Chunk {
+  int64_t base, count;
+  const float *keys, *values;  // [count, padded_dim]
+  float* turned;               // [strips, padded_dim, 16], or nullptr
+
+  // `work`: [3, kChunk, padded_dim].
+  Chunk(const Attention& a, int64_t kv_head, int64_t index, int64_t end, int64_t queries, float* work)
+      : base(index * kChunk), count(most(0, least(end - base, kChunk))) {
+    const int64_t dim = a.padded_dim();
+    keys = read_slots(a, a.keys, kv_head, base, count, work);
+    values = read_slots(a, a.values, kv_head, base, count, work + kChunk * dim);
+    turned = Set::kTurnFrom > 0 && queries >= Set::kTurnFrom ? work + 2 * kChunk * dim : nullptr;
+    if constexpr (Set::kTurnFrom > 0)
+      for (int64_t key = 0; turned && key < count; key += kStrip) turn(keys + key * dim, count - key, dim, turned + key * dim);
+  }
+
+  // Of keys [from, to), and of those beside them in their strips.
+  void score(const Attention& a, const Query* queries, int all, int64_t from, int64_t to) const {
+    const int64_t dim = a.padded_dim();
+    int64_t at = (from - base) / kStrip * kStrip;
+    if (from >= to) return;
+    if (!turned) return score_rows(a, queries, all, keys + at * dim, to - base - at, at);
+    if constexpr (Set::kTurnFrom > 0) {
+      const int tiles = (all + Set::kQueries - 1) / Set::kQueries;
+      for (; at < to - base; at += 2 * kStrip)
+        for (int tile = 0; tile < tiles; tile++) {
+          const int first = all * tile / tiles, some = all * (tile + 1) / tiles - first;
+          if (at + kStrip < count)
+            score_some<Set::kQueries, 2>(a, queries + first, some, turned + at * dim, at);
+          else
+            score_some<Set::kQueries, 1>(a, queries + first, some, turned + at * dim, at);
+        }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace edgellm
