@@ -111,11 +111,12 @@ def _load(source: Path, spec: DecoderSpec) -> Any:
     where, extra = source, {}
     if source.suffix == ".gguf":
         where, extra = source.parent, {"gguf_file": source.name}
-    kind: Any = AutoModelForCausalLM if spec.images is None else AutoModelForImageTextToText
     try:
         config = AutoConfig.from_pretrained(where, local_files_only=True, **extra)
         vars(config).pop("quantization_config", None)  # the exported tensors are floats
         text = config.get_text_config()
+        is_whole = spec.images is not None or text is not config  # with an encoder, used or not
+        kind: Any = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
         text.num_hidden_layers = spec.kv.num_layers
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[: spec.kv.num_layers]

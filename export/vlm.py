@@ -36,6 +36,7 @@ _FAMILIES = {
     "idefics3": _Family(),
     "smolvlm": _Family(),
 }
+_TEXT_ONLY = ("gemma3", "mistral3")  # whose encoders are not supported
 _TEXT_PREFIXES = (
     "model.language_model.", "language_model.model.", "model.text_model.", "model.",
 )  # fmt: skip
@@ -81,12 +82,14 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
     Raises:
         UnsupportedModelError: the config of the whole does not say what is needed.
     """
-    if not is_vlm(checkpoint):
+    if not is_vlm(checkpoint) and checkpoint.config.get("model_type") not in _TEXT_ONLY:
         return TextTower(checkpoint)
     config, infos = checkpoint.config, checkpoint.tensors.infos()
-    model_type = config["model_type"]
     reader = ConfigReader(config)
-    images = ImageSpec(model_type, reader.read("image_token_id", int), _num_deepstack(reader))
+    images = None
+    if is_vlm(checkpoint):
+        token_id = reader.read("image_token_id", int)
+        images = ImageSpec(config["model_type"], token_id, _num_deepstack(reader))
     prefix = _present(infos, [(prefix, f"{prefix}layers.") for prefix in _TEXT_PREFIXES])
     head = _present(infos, [(prefix, prefix) for prefix in _HEAD_PREFIXES])
     names = {
@@ -127,20 +130,23 @@ def _renamed_layers(config: dict[str, Any], prefix: str, head: str) -> dict[str,
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    family = _FAMILIES[config["model_type"]]
+    family = _FAMILIES.get(config["model_type"], _Family())
     text = config.get("text_config")
     if text is None and family.other_keys:
         text = {key: value for key, value in config.items() if key not in family.other_keys}
     if not isinstance(text, dict):
         raise UnsupportedModelError("config.json has no text_config")
-    # Either place may say so; transformers 5 reads the outer one.
-    tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    # Either place may say so; transformers 5 reads the outer one. Gemma's text says it by silence.
+    said = [each.get("tie_word_embeddings") for each in (config, text)]
+    tied = {"tie_word_embeddings": any(said)}
+    if config["model_type"] in _TEXT_ONLY and said == [None, None]:
+        tied = {}
     text = {key: value for key, value in text.items() if key not in _NOT_TEXT}
     model_type = family.text_type or text.get("model_type")
     for key in ("rope_parameters", "rope_scaling"):
         if family.interleaves_axes and isinstance(text.get(key), dict):
             text[key] = {**text[key], "mrope_interleaved": True}
-    return {**text, "tie_word_embeddings": tied, "model_type": model_type}
+    return {**text, **tied, "model_type": model_type}
 
 
 def _num_deepstack(reader: ConfigReader) -> int:

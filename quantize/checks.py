@@ -13,9 +13,12 @@ from edgellm.contract import BrokenArtifactError, LimitError, UnsupportedModelEr
 from edgellm.export.bundle import ExportOptions, understand
 from edgellm.export.checkpoint import Checkpoint, TensorInfo, TensorSource
 from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.vlm import text_tower
 from edgellm.quantize.tensors import FLOATS, Tensor
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+# Architectures whose layers, alone, compute in transformers what they do among the others.
+LAYERS_OF = ("ernie4_5", "llama", "mistral", "qwen2", "qwen3", "seed_oss")
 _NO_WEIGHTS = ("inv_freq", "d2t", "t2d")
 _BASE_BYTES = 700 << 20  # Python with torch, transformers and ModelOpt
 _HEAD_COPIES = 5
@@ -29,7 +32,15 @@ def check_model(checkpoint: Checkpoint, ignored_keys: tuple[str, ...]) -> Decode
         BrokenArtifactError: tensors are missing, superfluous or of other shapes.
     """
     check_floats(checkpoint)
-    return understand(checkpoint, ExportOptions(ignore_config_keys=ignored_keys))
+    config = understand(checkpoint, ExportOptions(ignore_config_keys=ignored_keys))
+    model_type = text_tower(checkpoint).checkpoint.config["model_type"]
+    if model_type not in LAYERS_OF:
+        raise UnsupportedModelError(
+            f"{checkpoint.label}: layers of {model_type!r} cannot be quantized one by one yet",
+            hint=f"those of {', '.join(LAYERS_OF)} can; llm_build --quantize int8 or int4 rounds "
+            "the weights of any model without calibration",
+        )
+    return config
 
 
 def check_floats(checkpoint: Checkpoint) -> None:

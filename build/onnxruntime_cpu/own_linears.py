@@ -53,11 +53,12 @@ class OwnLinears:
         )
 
     def rounding(self, weight: LinearWeight, name: str) -> Rounding:
-        """Inputs in the blocks of the packed weight; a second term of inputs is not counted on."""
+        """Inputs in the blocks of the packed weight; two terms of them are nearly exact."""
         form = self.form(weight, name)
         if form is None or not form.is_quantized:
             return Rounding()
-        return Rounding(form.block, not keeps_codes(weight))
+        block = form.block if form.input_terms == 1 else 0
+        return Rounding(block, not keeps_codes(weight))
 
     def form(self, weight: LinearWeight, name: str, *, is_gated: bool = False) -> PackedForm | None:
         """How the weight of a layer is packed; None: it is not."""

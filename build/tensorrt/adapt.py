@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from edgellm.build.tensorrt.gate import check_graph, infer_types
-from edgellm.build.tensorrt.operators import Rule, Version, highest_opset, rules
+from edgellm.build.tensorrt.operators import CHECKED, Rule, Version, highest_opset, rules
 from edgellm.contract import EdgeLLMError
 
 ROWS = "rows"  # the symbol of those that a pass computes
@@ -48,16 +48,31 @@ def adapt(model: ir.Model, version: Version) -> None:
 
 def rewrite(model: ir.Model, version: Version) -> None:
     """Replace in place what a TensorRT lacks, as far as there is another form of it."""
-    known, types = rules(version), _types(model)
+    _rewrite(model, rules(version), _REWRITES)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    model.opset_imports[""] = min(model.opset_imports[""], highest_opset(version))
+
+
+def uncap_attention(model: ir.Model) -> None:
+    """Attention with a soft cap, which no TensorRT takes, in primitives."""
+    if any(_softcap(node) for node in model.graph):
+        _rewrite(model, rules(CHECKED[-1]), {"Attention": _attention})
+
+
+def _rewrite(model: ir.Model, known: Known, forms: Mapping[str, Form]) -> None:
+    types = _types(model)
     for node in list(model.graph):
-        form = _REWRITES.get(node.op_type) if not node.domain else None
+        form = forms.get(node.op_type) if not node.domain else None
         new = form(_Editor(model.graph, node, types), node, known) if form else None
         if new is not None:
             types[str(new.name)] = types[str(node.outputs[0].name)]
             _replace(model.graph, node, new)
-    common.CommonSubexpressionEliminationPass()(model)
-    common.RemoveUnusedNodesPass()(model)
-    model.opset_imports[""] = min(model.opset_imports[""], highest_opset(version))
+
+
+def _softcap(node: ir.Node) -> float:
+    """What bounds scores; 0: nothing, or no attention."""
+    return node.attributes.get_float("softcap", 0.0) if node.op_type == "Attention" else 0.0
 
 
 def _types(model: ir.Model) -> Types:
@@ -246,7 +261,7 @@ def _attention(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
     """3-D attention in the 4-D form, or in primitives; q [B, S, heads*D]."""
     ranks = known["Attention"].ranks if "Attention" in known else frozenset()
     assert not node.attributes.get_int("is_causal", 0)
-    is_capped = bool(node.attributes.get_float("softcap", 0.0))
+    is_capped = bool(_softcap(node))
     if op.rank(node.inputs[0]) in ranks and not is_capped:
         return None
     heads = node.attributes["q_num_heads"].as_int()
@@ -306,7 +321,7 @@ def _by_primitives(
         root = op("Sqrt", op("Cast", size, to=int(ir.DataType.FLOAT)))
         factor = op("Cast", op("Reciprocal", root), to=int(kind))
     scores = op("MatMul", op("Mul", queries, factor), keys)  # [B, kv_heads, group, S, C]
-    if softcap := node.attributes.get_float("softcap", 0.0):
+    if softcap := _softcap(node):
         bound = op.number(softcap, q)
         scores = op("Mul", op("Tanh", op("Div", scores, bound)), bound)
     if mask is not None:
@@ -321,7 +336,8 @@ def _by_primitives(
     return op("Transpose", op("MatMul", weights, values), perm=[0, 3, 1, 2, 4])
 
 
-_REWRITES: dict[str, Callable[[_Editor, ir.Node, Known], ir.Value | None]] = {
+Form = Callable[[_Editor, ir.Node, Known], ir.Value | None]
+_REWRITES: dict[str, Form] = {
     "Swish": _swish,
     "Clip": _clip,
     "RMSNormalization": _rms_norm,

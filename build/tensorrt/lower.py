@@ -16,6 +16,7 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import lower_linears
 from edgellm.build.lowering.picks import add_top_logits
 from edgellm.build.lowering.weights import WeightFile, keep_apart, parameter_name
+from edgellm.build.tensorrt.adapt import uncap_attention
 from edgellm.build.tensorrt.linears import StoredKernel, merge_key, split_rows
 
 CAPACITY = "kv_capacity"
@@ -56,6 +57,7 @@ def lower(
     common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)
     common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
+    uncap_attention(model)
     keep_apart(model.graph, weights)
 
 

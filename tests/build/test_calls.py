@@ -124,5 +124,12 @@ def test_unknown_attributes_stop_the_build(model, tmp_path, lower, function):
 
 def test_cuda_refuses_what_it_has_not(model, tmp_path):
     _change_every_other_layer(model)
-    with pytest.raises(UnsupportedModelError, match="not lowered for CUDA"):
+    (near,) = find_calls(model.graph, contract.VISIBLE_IN_WINDOW)
+    wider = ir.node(
+        near.op_type, list(near.inputs), {"window": 9}, domain=contract.FUNCTIONS,
+        name="shared.wider",
+    )  # fmt: skip
+    model.graph.insert_after(near, wider)
+    find_calls(model.graph, contract.ATTENTION)[0].replace_input_with(6, wider.outputs[0])
+    with pytest.raises(UnsupportedModelError, match="windows of several widths are not lowered"):
         _lowered(model, tmp_path, _lower_cuda)

@@ -26,11 +26,12 @@ from edgellm.manifest import LLM_BUNDLE, load_bundle
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = Plan(48, 64, 1, "auto", max_verify_tree_size=12)
 INT4, INT8 = (dataclasses.replace(PLAN, quantize=each) for each in ("int4", "int8"))
+THEIRS = CpuOptions("onnxruntime")
 OWN = CpuOptions("edgellm")
 PLANS = {
-    "floats": PLAN,
-    "int8": INT8,
-    "int4": INT4,
+    "floats": dataclasses.replace(PLAN, options=THEIRS),
+    "int8": dataclasses.replace(INT8, options=THEIRS),
+    "int4": dataclasses.replace(INT4, options=THEIRS),
     "own floats": dataclasses.replace(PLAN, options=OWN),
     "own int4": dataclasses.replace(INT4, options=OWN),
 }

@@ -99,7 +99,7 @@ def test_dry_run_of_a_draft(command, eagle_pair, tmp_path):
     result = _build(command, eagle_pair.draft_bundle, tmp_path / "engine", *flags, "--dry-run")
     assert result.returncode == 0, result.stderr
     assert not (tmp_path / "engine").exists()
-    megabytes = float(result.stdout.splitlines()[0].split()[1])
+    megabytes = float(result.stdout.splitlines()[1].split()[1])
     _build(command, eagle_pair.draft_bundle, tmp_path / "engine", *flags)
     files = load_engine(tmp_path / "engine" / "draft", DRAFT_ENGINE).files
     actual = sum(record.num_bytes for name, record in files.items() if name.endswith(".data")) / 1e6

@@ -251,8 +251,8 @@ def test_a_lora_adapter(checkpoint):
 @pytest.mark.parametrize(
     ("model_type", "hint"),
     [
-        ("gemma3_text", "supported: llama, mistral, qwen2, qwen3; docs/reference/models.md says"),
-        ("lama", "supported: llama"),
+        ("gemma4_text", "supported: arcee, cohere2, ernie4_5, exaone4, gemma2, gemma3_text, "),
+        ("lama", "supported: arcee"),
         ("qwen3_moe", "it computes as qwen3 does, but for its mixture of experts; supported:"),
     ],
 )

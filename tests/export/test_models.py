@@ -11,6 +11,7 @@ from conftest import make_checkpoint
 from portable import open_portable
 
 from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.export import models
@@ -37,6 +38,12 @@ VARIANTS = {
     "llama_untied_biases": _tiny(
         "llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True
     ),
+    "gemma3_capped": _tiny("gemma3_text", final_logit_softcapping=4.0, attention_bias=True),
+    "phi3_plain": _tiny("phi3", rope_parameters=None, partial_rotary_factor=1.0),
+    "exaone4_without_window": _tiny(
+        "exaone4", sliding_window=None, layer_types=["full_attention"] * 3
+    ),
+    "olmo2_biases": _tiny("olmo2", attention_bias=True),
     "llama_head_dim": _tiny("llama", head_dim=48),
     "llama_multi_head": _tiny("llama", num_key_value_heads=6),
     "llama3_rope": _tiny("llama", **_rope(**_LLAMA3, original_max_position_embeddings=16)),
@@ -58,7 +65,7 @@ def exported(request, tmp_path_factory) -> tuple[Path, Path]:
     return checkpoint, folder / "bundle"
 
 
-@pytest.fixture(scope="module", params=["portable", "engine", "cuda"])
+@pytest.fixture(scope="module", params=["portable", "engine", "own", "cuda"])
 def session(request, exported) -> DecoderSession:
     bundle = exported[1]
     if request.param == "portable":
@@ -67,9 +74,9 @@ def session(request, exported) -> DecoderSession:
     if request.param == "cuda":
         cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))
         return cuda_on_cpu.open_base(engine)
-    build_engine(
-        "llm", bundle, engine, Plan(48, CAPACITY, 1, "auto"), "onnxruntime", lambda _: None
-    )
+    kernels = CpuOptions("edgellm") if request.param == "own" else CpuOptions()
+    plan = Plan(48, CAPACITY, 1, "auto", options=kernels)
+    build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
     manifest = load_engine(engine, LLM_ENGINE)
     return open_decoder(engine, manifest)
 

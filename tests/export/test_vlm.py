@@ -20,7 +20,7 @@ from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.device_runtime.sessions import ImageRows
 from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
-from edgellm.export import vlm
+from edgellm.export import models, vlm
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import verify_bundle
@@ -212,6 +212,31 @@ def test_other_images_give_other_answers(exported, session):
         session.set_images(ImageRows(factor * prompt.embeds, prompt.deepstack, keys={}))
         found.append(session.run(prompt.ids, 0, np.array([39])).logits.copy())
     assert np.abs(found[0] - found[1]).max() > 0.1
+
+
+TEXT_ONLY = {
+    "gemma3": {"text_config": {**models.find("gemma3_text").TINY, "pad_token_id": 3},
+               "vision_config": _TILES, "mm_tokens_per_image": 4},
+    "mistral3": {"text_config": {**models.find("ministral3").TINY, "pad_token_id": 3},
+                 "vision_config": {**_TILES, "head_dim": 16, "model_type": "pixtral"},
+                 "tie_word_embeddings": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", TEXT_ONLY)
+def test_language_models_are_taken_without_their_encoders(family, tmp_path):
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.for_model(family, **TEXT_ONLY[family], image_token_index=IMAGE_TOKEN)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "checkpoint")
+    write_tokenizer(tmp_path / "checkpoint", VOCABULARY)
+    checkpoint = open_checkpoint(str(tmp_path / "checkpoint"))
+    manifest = export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp32"))
+    assert manifest.decoder.images is None
+    verdict = verify_bundle(checkpoint, tmp_path / "bundle", manifest)
+    difference, agreement = re.findall(r"difference (\S+), top-1 agreement (\S+)%", verdict)[0]
+    assert (float(difference) < TOLERANCE, agreement) == (True, "100.0")
 
 
 def test_facts(exported):

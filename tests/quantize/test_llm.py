@@ -11,6 +11,7 @@ import onnx_ir as ir
 import pytest
 from quantize_cases import decode, load, make_job, make_model, write_text
 
+from edgellm.contract import UnsupportedModelError
 from edgellm.export import quantized
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
@@ -26,7 +27,7 @@ from edgellm.quantize.tensors import read_below
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "seed_oss", "ernie4_5")
 # Relative errors of a weight that was rounded to nearest; normal values, blocks of 16 and 32.
 WORST = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11, "nvfp4_awq": 0.12}
 # ONNX Runtime has no FP4 on the CPU.
@@ -60,6 +61,15 @@ def run(place, text):
         return job, reports[name]
 
     return get
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "olmo2", "phi3"])
+def test_layers_that_compute_otherwise_alone_are_refused(tmp_path, text, kind):
+    job = make_job(make_model(tmp_path / kind, kind), text, tmp_path / "result", "fp8")
+    with pytest.raises(UnsupportedModelError, match=f"layers of '{kind}' cannot be quantized") as e:
+        run_job(job, lambda *_: None)
+    assert "llm_build --quantize int8" in e.value.hint
+    assert not (tmp_path / "result").exists()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 import pytest
+from conftest import make_checkpoint
 from tensorrt_bundles import (
     CAPACITY,
     HEADS,
@@ -23,10 +24,17 @@ from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.tensorrt import compiler
 from edgellm.build.tensorrt.gate import check_graph
 from edgellm.build.tensorrt.kernel_log import Kernel, copied_caches
+<<<<<<< HEAD
 from edgellm.build.tensorrt.operators import lacking
 from edgellm.contract import CANDIDATE_IDS, CANDIDATE_LOG_PROBS, PRESENT, EdgeLLMError
 from edgellm.device_runtime.runners.tensorrt import library
 from edgellm.export import visual
+=======
+from edgellm.contract import CANDIDATE_IDS, CANDIDATE_LOG_PROBS, EdgeLLMError
+from edgellm.export import models, visual
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
+>>>>>>> h-models
 from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 
 pytest.importorskip(
@@ -81,6 +89,19 @@ def test_decoders(bundles, tmp_path, kind, precision, sm):
         few, many = KERNELS[precision]
         allowed = OUTSIDE_LAYERS + layers * (few if name == "decode" else many)
         assert len(kernels) <= (DRAFT_KERNELS[precision] if kind == "draft" else allowed)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "glm4", "hunyuan_v1_dense", "cohere2"])
+def test_what_other_architectures_do_compiles(tmp_path, model_type):
+    """Soft caps, partial and interleaved rope, norms behind rope, layers without rope."""
+    config = {**models.find(model_type).TINY, "hidden_size": 128, "num_attention_heads": 8}
+    make_checkpoint(tmp_path / "checkpoint", **config)
+    source = open_checkpoint(str(tmp_path / "checkpoint"))
+    export_llm(source, tmp_path / "bundle", ExportOptions("fp16", num_layers=2))
+    engine = compile_bundle(tmp_path / "bundle", "base", tmp_path / "engine", 120)
+    assert engine.passes == ("decode", "prefill")
+    for index, name in enumerate(engine.passes):
+        assert copied_caches(engine.of(name), index, CAPACITY, HEADS) == 0
 
 
 @pytest.mark.parametrize("sm", [120, 89])

@@ -91,8 +91,7 @@ def test_quantized_graphs_compute_the_same(tiny_source, tmp_path, layout):
 
 @pytest.mark.parametrize("model_type", models.supported())
 def test_float_graphs_compute_the_same(tmp_path, model_type):
-    config = {**models.find(model_type).TINY, "num_hidden_layers": 2}
-    make_checkpoint(tmp_path / "checkpoint", dtype="bfloat16", **config)
+    make_checkpoint(tmp_path / "checkpoint", dtype="bfloat16", **models.find(model_type).TINY)
     portable = _bundle(tmp_path / "checkpoint", tmp_path)
     expected, found = _run(portable), _run(_lowered(portable, tmp_path))
     for name, array in expected.items():
