@@ -72,6 +72,7 @@ def lower(
     _lower_floats(graph, rounds_tables=isinstance(kernel, OwnLinears) and kernel.rounds_floats)
     if isinstance(kernel, OwnLinears):
         lower_own_linears(graph, kernel)
+        _lower_candidates(graph)
     else:
         lower_linears(graph, kernel)
     lower_rotations(graph)
@@ -105,6 +106,20 @@ def _lower_signature(graph: ir.Graph) -> None:
 def _drop_argmax(graph: ir.Graph) -> None:
     """Numpy finds the largest logit of a row in a fifth of the time that the operator takes."""
     graph.outputs[:] = [value for value in graph.outputs if value.name != contract.TOKEN_IDS]
+
+
+def _lower_candidates(graph: GraphEditor) -> None:
+    """A draft's candidates and their log-softmax in one sweep over its logits."""
+    for top in graph.find("TopK"):
+        scores, count = top.inputs
+        softmax = scores.producer() if scores is not None else None
+        if softmax is None or softmax.op_type != "LogSoftmax" or len(tuple(scores.uses())) != 1:
+            continue
+        graph.cursor = top
+        ids, _, log_probs = graph.nodes("Picks", [softmax.inputs[0], count], 3, domain=DOMAIN)
+        for old, new in zip(top.outputs, (log_probs, ids), strict=True):
+            graph.replace(old, new)
+        graph.graph.remove([top, softmax], safe=True)
 
 
 # ----------------------------------------------------------------------------- float types

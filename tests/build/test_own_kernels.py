@@ -123,6 +123,8 @@ def test_speculation_changes_no_answer(quantize, tmp_path):
     build_engine("llm", pair.bundle, pair.engine, base, "onnxruntime", lambda _: None)
     draft = dataclasses.replace(draft_plan("auto"), options=OWN)
     build_engine("draft", pair.draft_bundle, pair.engine, draft, "onnxruntime", lambda _: None)
+    nodes = onnx.load(pair.engine / "draft" / "draft.onnx", load_external_data=False).graph.node
+    assert {"Picks"} == {node.op_type for node in nodes} & {"Picks", "TopK", "LogSoftmax"}
     requests = [{"messages": [{"role": "user", "content": f"w{n} w20"}]} for n in range(30, 42)]
     with LLM(pair.engine, spec=SpecOptions()) as llm:
         for comparison in prove(llm, Options(max_generate_length=40), requests):
