@@ -24,17 +24,12 @@ from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.tensorrt import compiler
 from edgellm.build.tensorrt.gate import check_graph
 from edgellm.build.tensorrt.kernel_log import Kernel, copied_caches
-<<<<<<< HEAD
 from edgellm.build.tensorrt.operators import lacking
 from edgellm.contract import CANDIDATE_IDS, CANDIDATE_LOG_PROBS, PRESENT, EdgeLLMError
 from edgellm.device_runtime.runners.tensorrt import library
-from edgellm.export import visual
-=======
-from edgellm.contract import CANDIDATE_IDS, CANDIDATE_LOG_PROBS, EdgeLLMError
 from edgellm.export import models, visual
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
->>>>>>> h-models
 from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 
 pytest.importorskip(
