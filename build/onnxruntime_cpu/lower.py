@@ -112,8 +112,10 @@ def _lower_candidates(graph: GraphEditor) -> None:
     """A draft's candidates and their log-softmax in one sweep over its logits."""
     for top in graph.find("TopK"):
         scores, count = top.inputs
-        softmax = scores.producer() if scores is not None else None
-        if softmax is None or softmax.op_type != "LogSoftmax" or len(tuple(scores.uses())) != 1:
+        if scores is None or len(tuple(scores.uses())) != 1:
+            continue
+        softmax = scores.producer()
+        if softmax is None or softmax.op_type != "LogSoftmax":
             continue
         graph.cursor = top
         ids, _, log_probs = graph.nodes("Picks", [softmax.inputs[0], count], 3, domain=DOMAIN)
