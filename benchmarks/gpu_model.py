@@ -175,10 +175,9 @@ def show(context: int, capacity: int) -> None:
             shown = ", ".join(f"{kind} {ms:.2f}" for kind, ms in drafted.items())
             print(f"  ms a round: {shown}")
             if board.name == "Thor" and precision in PUBLISHED:
-                figures = PUBLISHED[precision]
-                print(
-                    f"  {'published, TensorRT Edge-LLM':30} plain {figures[0]:6.1f}  EAGLE3 {figures[1]:6.1f}"
-                )
+                plain_rate, drafted_rate = PUBLISHED[precision]
+                name = "published, TensorRT Edge-LLM"
+                print(f"  {name:30} plain {plain_rate:6.1f}  EAGLE3 {drafted_rate:6.1f}")
 
 
 def main() -> None:
