@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.contract import LimitError
 from edgellm.device_runtime.runners.tensorrt.device import Buffer, Device
 
 WORD_BYTES = 16  # rows are gathered in words
+_LARGEST_KEPT_BYTES = 4 << 20  # of a tree's rows, not of a prompt's
 
 
 class RowMemory:
@@ -30,13 +32,16 @@ class RowMemory:
 
     def take(self, num_bytes: int) -> Buffer:
         """At least so much; the stream may still work on what it held before."""
-        size = 1 << max(num_bytes - 1, 255).bit_length()
+        size = num_bytes
+        if num_bytes <= _LARGEST_KEPT_BYTES:
+            size = 1 << max(num_bytes - 1, 255).bit_length()
         unused = self._unused[size]
         return unused.pop() if unused else self.device.allocate(size)
 
     def give_back(self, buffer: Buffer) -> None:
-        """Nobody asks for it any more."""
-        self._unused[buffer.num_bytes].append(buffer)
+        """Nobody asks for it any more; a prompt's goes back to the device."""
+        if buffer.num_bytes <= _LARGEST_KEPT_BYTES:
+            self._unused[buffer.num_bytes].append(buffer)
 
     def fetch(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
         """A copy in the host's memory; waits."""
@@ -136,9 +141,12 @@ class DeviceRows:
         """Other rows of the same matrix."""
         return self._of(rows, 0)
 
-    def copy(self) -> DeviceRows:
-        """Rows that stay what they are."""
-        copied = _blank(self, len(self.rows))
+    def copy(self) -> DeviceRows | NDArray[np.float32]:
+        """Rows that stay what they are; on the host where the device has no room for a prompt's."""
+        try:
+            copied = _blank(self, len(self.rows))
+        except LimitError:
+            return np.asarray(self)
         self.copy_to(copied._address)
         return copied._of(copied.rows, self._lead)
 

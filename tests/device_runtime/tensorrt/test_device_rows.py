@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fake_gpu import FakeDevice
 
+from edgellm.device_runtime.runners.tensorrt import device_rows
 from edgellm.device_runtime.runners.tensorrt.device_rows import DeviceRows, RowMemory
 
 WIDTH = 8
@@ -69,6 +70,25 @@ def test_memory_is_used_again(matrix):
         rows[0].copy()
         gc.collect()
     assert (device.free_bytes(), device.waits) == (free, waits)
+
+
+def test_a_prompts_rows_go_to_the_host_where_the_device_is_full(matrix, monkeypatch):
+    rows, host, _, device = matrix
+    monkeypatch.setattr(device, "_free", 100)
+    found = rows[0].copy()
+    assert isinstance(found, np.ndarray)
+    np.testing.assert_array_equal(found, host)
+
+
+def test_large_memory_is_not_kept(matrix, monkeypatch):
+    rows, *_, device = matrix
+    monkeypatch.setattr(device_rows, "_LARGEST_KEPT_BYTES", 100)
+    free = device.free_bytes()
+    copied = rows[0].copy()
+    assert device.free_bytes() < free
+    del copied
+    gc.collect()
+    assert device.free_bytes() == free
 
 
 def test_rows_of_a_pass_that_is_over(matrix):
