@@ -7,7 +7,7 @@ QUICK_VENV := .venv-quick
 TEST_VENV := .venv
 RUFF_AND_LAYERS = $(1)/bin/ruff check . && $(1)/bin/ruff format --check . && $(1)/bin/lint-imports
 
-.PHONY: demo test quick lint types quick-tests clean
+.PHONY: gpu-proof gpu-proof-dry demo test quick lint types quick-tests clean
 
 demo: $(DEMO_VENV)/installed
 	$(DEMO_VENV)/bin/python -m edgellm.scripts.demo
@@ -55,6 +55,14 @@ $(TEST_VENV)/installed: pyproject.toml
 	$(TEST_VENV)/bin/pip install --quiet torch==2.13.0
 	$(TEST_VENV)/bin/pip install --quiet --editable '.[dev]'
 	touch $@
+
+# On a machine with an NVIDIA GPU, in an environment that has what docs/how-to/jetson.md installs.
+gpu-proof:
+	$(PYTHON) benchmarks/gpu.py --all
+
+# The same script on fakes, which shows that it runs; CI does so.
+gpu-proof-dry: $(TEST_VENV)/installed
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python benchmarks/gpu.py --all --dry --output $(TEST_VENV)/gpu-proof
 
 clean:
 	rm -rf $(DEMO_VENV) $(QUICK_VENV) $(TEST_VENV)

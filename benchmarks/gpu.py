@@ -1,10 +1,12 @@
 """Decoding on an NVIDIA GPU: tokens/s, memory roofline, a round's time, what speculation is worth.
 
     python benchmarks/gpu.py ENGINE [--json FILE]
+    python benchmarks/gpu.py --all [ENGINE] [--dry]
 
 ENGINE is a folder of `llm_build`, with a draft if there is one. Every figure stands beside its
 goal. An oracle in the draft's place foresees as many tokens as it is told to, while the draft's
 passes are paid for: a speed-up of `a / (1 + draft / step)` is what acceptance length `a` is worth.
+`--all` is the whole proof of `gpu_proof.py`.
 Nothing here has run on a GPU yet.
 """
 
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_clock import COMPACTION, measured_bandwidths, timed_engines
+from gpu_proof import prove, write
 from gpu_runs import OracleCheck, Run, check_oracle, run
 
 from edgellm.build import backends
@@ -160,9 +163,26 @@ def _show_checks(checks: Sequence[OracleCheck]) -> None:
         )
 
 
+def prove_all(options: argparse.Namespace) -> int:
+    """The whole proof; the exit status."""
+    if options.engine is None:  # of the small model in examples/, which goes on after this word
+        options.prompt, options.tokens = "red", min(options.tokens, 48)
+    if options.dry:
+        options.bandwidth, options.repeats = options.bandwidth or 10.0, 1
+    elif not options.bandwidth:
+        options.bandwidth = max(measured_bandwidths().values())
+    stages = prove(options, measure)
+    write(stages, options.output, dry=options.dry)
+    print(f"{options.output}/gpu-proof.md and .json")
+    return 0 if all(stage.passed for stage in stages) else 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("engine", type=Path)
+    parser.add_argument("engine", type=Path, nargs="?")
+    parser.add_argument("--all", action="store_true", help="every stage of the proof")
+    parser.add_argument("--dry", action="store_true", help="of --all: on fakes, without a GPU")
+    parser.add_argument("--output", type=Path, default=Path("gpu-proof"), help="of --all")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
@@ -172,6 +192,10 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--json", type=Path, help="also write the figures there")
     options = parser.parse_args()
+    if options.engine is None and not options.all:
+        parser.error("give an engine, or --all")
+    if options.all and (options.dry or compute_capability() is not None):
+        sys.exit(prove_all(options))
     if compute_capability() is None:
         print("skipped: there is no NVIDIA GPU here")
         return

@@ -219,7 +219,12 @@ def measured_bandwidths() -> dict[str, float]:
     """GB/s of the first GPU's memory: by its attributes, and by copying within it."""
     import pycuda.driver as driver
 
-    device = cuda.open_device()  # makes the GPU's context current
+    device = cuda.open_device()
+    with device.current():
+        return _bandwidths(device, driver)
+
+
+def _bandwidths(device: cuda.CudaDevice, driver: Any) -> dict[str, float]:
     gpu, attributes = driver.Device(0), driver.device_attribute
     clock, bus = (
         gpu.get_attribute(attribute)

@@ -86,11 +86,14 @@ class FakeDriver:
 
     def pagelocked_empty(self, size: int, dtype: Any) -> np.ndarray:
         assert dtype == np.uint8
-        assert size <= 1 << 12
+        assert size <= 1 << 16
         return np.asarray(self._allocation("pin"))
 
     def memcpy_htod_async(self, *_: Any) -> None:
         self.use("upload")
+
+    def memcpy_dtod_async(self, *_: Any) -> None:
+        self.use("copy")
 
     def memcpy_dtoh_async(self, *_: Any) -> None:
         self.use("download")
@@ -100,7 +103,7 @@ class _Allocation:
     """Memory of the device or of the host; as the latter the base of an array."""
 
     def __init__(self, driver: FakeDriver) -> None:
-        self._driver, self._memory = driver, np.zeros(1 << 12, np.uint8)
+        self._driver, self._memory = driver, np.zeros(1 << 16, np.uint8)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:

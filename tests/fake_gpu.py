@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from edgellm.build.tensorrt.profiles import Pass
 from edgellm.contract import LimitError
 from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, NewRows, Planes, TensorInfo
+from edgellm.device_runtime.runners.tensorrt.gathering import is_run
 
 
 class GpuMisuseError(AssertionError):
@@ -39,10 +40,10 @@ class FakeBuffer:
 class FakeDevice:
     """See `device.Device`."""
 
-    stream = 7
+    _streams = itertools.count(7)
 
     def __init__(self, memory_bytes: int = 1 << 30) -> None:
-        self._free = memory_bytes
+        self._free, self.stream = memory_bytes, next(self._streams)
         self._next = 1 << 20
         self._blocks: dict[int, NDArray[np.uint8]] = {}  # by address, while their buffer lives
         self._pinned: list[tuple[int, int]] = []
@@ -50,6 +51,7 @@ class FakeDevice:
         self._queue: list[Callable[[], None]] = []
         self._capturing: list[Callable[[], None]] | None = None
         self.captures = self.launches = self.passes = self.waits = 0
+        self.bytes_up = self.bytes_down = self.kernels = 0  # kernels: our own, outside of graphs
 
     def current(self) -> AbstractContextManager[None]:
         return nullcontext()  # `fake_cuda.py` watches contexts
@@ -99,13 +101,23 @@ class FakeDevice:
         self._require_pinned(host)
         self.at(address, host.nbytes)
         flat = host.reshape(-1).view(np.uint8)
-        self._ask(lambda: self.at(address, len(flat)).__setitem__(slice(None), flat))
+
+        def copy() -> None:
+            self.bytes_up += len(flat)
+            self.at(address, len(flat))[:] = flat
+
+        self._ask(copy)
 
     def download(self, host: NDArray[Any], address: int) -> None:
         self._require_pinned(host)
         self.at(address, host.nbytes)
         flat = host.reshape(-1).view(np.uint8)
-        self._ask(lambda: flat.__setitem__(slice(None), self.at(address, len(flat))))
+
+        def copy() -> None:
+            self.bytes_down += len(flat)
+            flat[:] = self.at(address, len(flat))
+
+        self._ask(copy)
 
     def move_rows(self, planes: Planes, rows_address: int, count: int, first: int) -> None:
         if planes.row_bytes % 16 or planes.address % 16:
@@ -137,6 +149,25 @@ class FakeDevice:
                 memory[heads, first : first + count] = new.reshape(rows.planes, count, -1)
 
         self._ask(append)
+
+    def gather_rows(
+        self, target: int, source: int, rows: NDArray[np.int64], row_bytes: int
+    ) -> None:
+        if row_bytes % 16 or target % 16 or source % 16 or (rows < 0).any():
+            raise GpuMisuseError("the kernel moves words of 16 bytes")
+        kept, end = rows.copy(), int(rows.max()) + 1
+        # Found at once: an answer that nobody goes on with leaves copies behind, for which the
+        # driver waits before it frees.
+        matrix = self.at(source, end * row_bytes).reshape(end, row_bytes)
+        out = self.at(target, len(rows) * row_bytes)
+        if not is_run(rows):
+            self.bytes_up += 4 * len(rows)
+
+        def gather() -> None:
+            out[:] = matrix[kept].reshape(-1)
+
+        self.kernels += 1
+        self._ask(gather)
 
     def _rows(self, planes: Planes) -> NDArray[np.uint8]:
         shape = planes.count, planes.rows, planes.row_bytes

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import gpu
+import gpu_proof
 import numpy as np
 import pytest
 from eagle_engines import BASE_PLAN
@@ -239,3 +240,75 @@ def test_without_a_gpu_it_says_so(tmp_path):
         [sys.executable, script, tmp_path], capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stdout) == (0, "skipped: there is no NVIDIA GPU here\n")
+
+
+# ------------------------------------------------------------------------------ the whole proof
+def test_the_runtime_is_checked_on_the_fake_gpu():
+    assert gpu_proof.check_runtime(FakeDevice(), (64, 64))["gather_gb_per_s"] > 0
+
+
+@pytest.mark.parametrize("broken", ["gather_rows", "append_rows", "move_rows"])
+def test_a_kernel_that_does_nothing_is_found(monkeypatch, broken):
+    monkeypatch.setattr(FakeDevice, broken, lambda *_: None)
+    with pytest.raises(AssertionError, match=broken):
+        gpu_proof.check_runtime(FakeDevice(), (64, 64))
+
+
+def _prove(monkeypatch, folder, *, says: dict[str, bool], dry: bool = True):
+    """The stages where programs end as `says` tells, by a word of theirs; and the exit status."""
+    asked = []
+
+    def command(*words, codes=(0,)):
+        del codes
+        asked.append(" ".join(map(str, words)))
+        passed = not any(word in asked[-1] and not good for word, good in says.items())
+        return passed, '{"gather_gb_per_s": 1.0}'
+
+    monkeypatch.setattr(gpu_proof, "command", command)
+    flags = ["--all", "--output", folder, *(["--dry"] if dry else [])]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, flags)])
+    with pytest.raises(SystemExit) as caught:
+        gpu.main()
+    found = json.loads((folder / "gpu-proof.json").read_text())
+    return {each["name"]: each for each in found["stages"]}, caught.value.code, asked
+
+
+def test_all_stages_of_the_proof(tmp_path, monkeypatch, capsys):
+    runs = {"plain": {"tokens_per_s": 50.0}, "drafted": {"tokens_per_s": 9.0, "is_plain": True}}
+    monkeypatch.setattr(
+        gpu, "measure", lambda engine, _: {"engine": engine.name, "roofline": 0.5, **runs}
+    )
+    stages, status, asked = _prove(monkeypatch, tmp_path / "new" / "proof", says={})
+    assert list(stages) == ["doctor", "tests", "runtime", "engine", "decoding"]
+    assert status == 0
+    assert stages["runtime"]["figures"] == {"gather_gb_per_s": 1.0}
+    assert stages["decoding"]["figures"]["engine"] == "engine"
+    assert "plain: 50.0 tokens/s\ndrafted: 9.0" in stages["decoding"]["found"]
+    assert sum("--backend onnxruntime" in each for each in asked) == 2  # dry: for the CPU
+    page = (tmp_path / "new" / "proof" / "gpu-proof.md").read_text()
+    assert page.startswith("# A dry run: nothing ran on a GPU")
+    assert "| decoding | ok |" in page
+    assert "ok      decoding" in capsys.readouterr().out
+
+
+def test_the_proof_goes_on_where_a_stage_fails(tmp_path, monkeypatch):
+    def fails(*_):
+        raise EdgeLLMError("the answer has 1 tokens")
+
+    monkeypatch.setattr(gpu, "measure", fails)
+    stages, status, _ = _prove(monkeypatch, tmp_path, says={"pytest": False})
+    assert status == 1
+    assert [name for name, each in stages.items() if not each["passed"]] == ["tests", "decoding"]
+    assert stages["decoding"]["found"] == "EdgeLLMError: the answer has 1 tokens"
+
+
+def test_without_an_engine_nothing_is_decoded(tmp_path, monkeypatch):
+    stages, status, _ = _prove(monkeypatch, tmp_path, says={"build.cli": False})
+    assert (status, stages["engine"]["passed"], "decoding" in stages) == (1, False, False)
+
+
+def test_flags_that_say_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "give an engine, or --all" in capsys.readouterr().err

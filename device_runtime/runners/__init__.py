@@ -106,8 +106,7 @@ class FetchedOutputs(Mapping[str, NDArray[Any]]):
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         if name not in self._fetched:
-            if not self._is_latest:
-                raise ValueError(f"{name} of a pass is read after the next one")
+            self.require_latest(name)
             self._fetched[name] = self._fetch(name)
         return self._fetched[name]
 
@@ -116,6 +115,11 @@ class FetchedOutputs(Mapping[str, NDArray[Any]]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def require_latest(self, name: str) -> None:
+        """Raises `ValueError` if the next pass has overwritten what `name` is read from."""
+        if not self._is_latest:
+            raise ValueError(f"{name} of a pass is read after the next one")
 
     def expire(self) -> None:
         """The next pass begins."""

@@ -183,7 +183,7 @@ def _cuda_provider() -> Finding:
         cuda.require_cuda()
     except EdgeLLMError as error:
         return Finding(what, NOTE, str(error), error.hint)
-    return Finding(what, OK, "ONNX Runtime's CUDA provider loads")
+    return Finding(what, OK, "ONNX Runtime's CUDA provider runs a kernel")
 
 
 def _backend(name: str) -> Finding:

@@ -79,20 +79,23 @@ class BoundPass:
         self.inputs: Mapping[str, NDArray] = arguments[1].arrays
         self.outputs: Mapping[str, NDArray] = picks[1].arrays
 
-    def run(self) -> None:
-        """Compute; `outputs` hold what came of it until the next pass of the session."""
+    def run(self, *, waits: bool) -> None:
+        """Compute; if it waits, `outputs` hold what came of it until the session's next pass."""
         with self._device.current():
             if self._replay is None and self._may_capture and self._was_run:
                 self._replay = self._device.capture(self._enqueue)
             (self._replay or self._enqueue)()  # the first run prepares what cannot be recorded
             self._was_run = True
-            self._device.synchronize()
+            if waits:
+                self._device.synchronize()
 
     def _enqueue(self) -> None:
-        self._arguments[0].upload(self._arguments[1])
+        if self.inputs:
+            self._arguments[0].upload(self._arguments[1])
         self._context.enqueue()
         self._after()
-        self._picks[0].download(self._picks[1])
+        if self.outputs:
+            self._picks[0].download(self._picks[1])
 
 
 class PassRunner:

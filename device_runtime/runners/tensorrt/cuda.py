@@ -5,6 +5,7 @@ Both are handles of the driver's own: a stream of the one is a stream of the oth
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import re
@@ -20,17 +21,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import EdgeLLMError, LimitError
-from edgellm.device_runtime.runners.tensorrt import appending, compaction
+from edgellm.device_runtime.runners.tensorrt import appending, compaction, gathering
 from edgellm.device_runtime.runners.tensorrt.compaction import WORD_BYTES
 from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, NewRows, Planes
 
 _log = logging.getLogger(__name__)
-_THREADS = 32  # of a block; a row has 8 to 32 words
+_THREADS = 32  # of a block; a row of a cache has 8 to 32 words
+_GATHERING_THREADS = 256  # one of features has hundreds
 _HINT = "in edgellm's folder: pip install '.[tensorrt]', which needs the CUDA toolkit's headers"
 
 
+@functools.cache
 def open_device() -> CudaDevice:
-    """The first GPU.
+    """The first GPU; all engines of a process share its stream.
 
     Raises:
         EdgeLLMError: pycuda, cuda-python or the driver is missing; says which.
@@ -89,6 +92,8 @@ class CudaDevice:
         self._stream = self._driver.Stream()
         self._move_rows = self._kernel(compaction.PTX, compaction.KERNEL, "PPiiqi")
         self._append_rows = self._kernel(appending.PTX, appending.KERNEL, "PPPiiqqi")
+        self._gather_rows = self._kernel(gathering.PTX, gathering.KERNEL, "PPPi")
+        self._indices: gathering.Indices | None = None
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -191,6 +196,22 @@ class CudaDevice:
                 rows.stride, planes.rows * words, words,
             )  # fmt: skip
 
+    def gather_rows(
+        self, target: int, source: int, rows: NDArray[np.int64], row_bytes: int
+    ) -> None:
+        """See `device.Device`."""
+        with self.current():
+            if gathering.is_run(rows):
+                start = source + int(rows[0]) * row_bytes if len(rows) else source
+                size = len(rows) * row_bytes
+                self._driver.memcpy_dtod_async(target, start, size, self._stream)
+                return
+            self._indices = self._indices or gathering.Indices(self)
+            self._gather_rows.prepared_async_call(
+                (len(rows), 1), (_GATHERING_THREADS, 1, 1), self._stream,
+                target, source, self._indices.upload(rows), row_bytes // WORD_BYTES,
+            )  # fmt: skip
+
     def save_rows(self, planes: Planes, length: int) -> NDArray[np.uint8]:
         """See `device.Device`."""
         host = np.empty((planes.count, length * planes.row_bytes), np.uint8)
@@ -224,6 +245,8 @@ class CudaDevice:
         try:
             with self.current():
                 self._stream.synchronize()
+            if self._indices is not None:
+                self._indices.waited()
         except self._driver.Error as error:
             raise EdgeLLMError(
                 f"the GPU stopped working: {error}", hint="edgellm-doctor says more"

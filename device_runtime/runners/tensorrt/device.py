@@ -113,6 +113,19 @@ class Device(Protocol):
         """
         ...
 
+    def gather_rows(
+        self, target: int, source: int, rows: NDArray[np.int64], row_bytes: int
+    ) -> None:
+        """Row i of one matrix takes row rows[i] of another; neither overlaps the other.
+
+        Args:
+            target: address.
+            source: address.
+            rows: at most 16384, or such as follow one another.
+            row_bytes: a multiple of 16.
+        """
+        ...
+
     def save_rows(self, planes: Planes, length: int) -> NDArray[np.uint8]:
         """The first rows of every plane, [count, length * row_bytes]; waits for them."""
         ...

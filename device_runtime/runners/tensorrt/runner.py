@@ -24,6 +24,7 @@ from edgellm.device_runtime.runners.tensorrt.bound_pass import (
 )
 from edgellm.device_runtime.runners.tensorrt.cache import DeviceCache
 from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device
+from edgellm.device_runtime.runners.tensorrt.device_rows import WORD_BYTES, DeviceRows, RowMemory
 from edgellm.device_runtime.runners.tensorrt.images import DeviceImages
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import (
     Layout,
@@ -49,7 +50,8 @@ _VARYING = {  # sizes of the dimensions that vary, in their order
     contract.CANDIDATE_LOG_PROBS: (_OUTPUTS,),
     contract.RECYCLED_HIDDEN: (_OUTPUTS,),
 }
-_ON_DEVICE = (contract.LOGITS, contract.HIDDEN_TAPS)  # outputs, until somebody asks
+_FEATURES = (contract.HIDDEN_TAPS, contract.DRAFT_HIDDEN, contract.RECYCLED_HIDDEN)
+_ON_DEVICE = (contract.LOGITS, *_FEATURES)  # outputs, until somebody asks
 _WIDE = (contract.CANDIDATE_IDS, contract.CANDIDATE_LOG_PROBS)  # by as many as were built
 
 
@@ -102,6 +104,11 @@ class TensorRtRunner:
             name: device.allocate(self._num_bytes(name, most))
             for name in outputs if name in _ON_DEVICE
         }  # fmt: skip
+        self._features = {
+            name: device.allocate(self._num_bytes(name, most))
+            for name, info in engine.tensors.items() if info.is_input and name in _FEATURES
+        }  # fmt: skip
+        self._memory = RowMemory(device)
         self._staging: dict[str, NDArray[np.uint8]] = {}
         fixed = {name: buffer.address for name, buffer in self._kept.items()}
         caches = self.cache.addresses if self.cache is not None else {}
@@ -127,13 +134,37 @@ class TensorRtRunner:
         padded = None if has_images else self._padded(sizes, inputs)
         taken = padded or sizes
         layout, picks = self._inputs(taken), self._picks(taken)
-        bound = self._passes.bind(layout, picks, placed, keep=padded is not None)
+        features = {
+            name: (self._shape(name, taken), buffer.address)
+            for name, buffer in self._features.items()
+        }
+        bound = self._passes.bind(layout, picks, {**placed, **features}, keep=padded is not None)
         _fill(bound.inputs, inputs, sizes[_ROWS])
-        bound.run()
-        if self.cache is not None:
+        stays = [self._place(name, inputs[name], taken[_ROWS]) for name in features]
+        waits = bool(picks) or not all(stays)
+        bound.run(waits=waits)
+        if waits and self.cache is not None:
             self.cache.settled()
         self._latest = self._outputs(bound.outputs, sizes, inputs)
         return self._latest
+
+    def _place(self, name: str, rows: NDArray[Any] | DeviceRows, count: int) -> bool:
+        """Bring features to where the engine reads them; whether they were on the device."""
+        address = self._features[name].address
+        stays = isinstance(rows, DeviceRows) and rows.memory.device.stream == self._device.stream
+        if isinstance(rows, DeviceRows) and stays:
+            padding = count - len(rows.rows)  # a row again: padding may be anything but no number
+            taken = np.concatenate([rows.rows, np.repeat(rows.rows[-1:], padding)])
+            rows.having(taken).copy_to(address)
+            return True
+        info, matrix = self._engine.tensors[name], np.asarray(rows)
+        host = self._pinned(f"{name} to the device", self._features[name].num_bytes)
+        size = math.prod((count, matrix.shape[-1])) * info.dtype.itemsize
+        host[:size] = 0
+        flat = np.ascontiguousarray(matrix, info.dtype).reshape(-1).view(np.uint8)
+        host[: len(flat)] = flat
+        self._device.upload(address, host[:size])
+        return False
 
     def _append(self, inputs: Packed) -> None:
         if self.cache is not None:
@@ -183,7 +214,9 @@ class TensorRtRunner:
         return {
             name: (self._shape(name, sizes), info.dtype)
             for name, info in self._engine.tensors.items()
-            if info.is_input and (name in _VARYING or name == contract.WRITE_INDEX)
+            if info.is_input
+            and name not in _FEATURES
+            and (name in _VARYING or name == contract.WRITE_INDEX)
         }
 
     def _picks(self, sizes: _Sizes) -> Layout:
@@ -197,6 +230,8 @@ class TensorRtRunner:
         inputs: Mapping[str, NDArray[Any]],
     ) -> FetchedOutputs:
         def fetch(name: str) -> NDArray[Any]:
+            if name in _FEATURES and self._stays(name):
+                return self._rows(name, sizes, outputs)
             if name in self._kept:
                 return self._fetch(name, sizes)
             found = picked[name][tuple(slice(size) for size in self._shape(name, sizes))]
@@ -204,13 +239,30 @@ class TensorRtRunner:
                 found = found[..., : inputs[contract.TOP_K][0]]
             return found.astype(np.float32) if found.dtype == np.float16 else found.copy()
 
-        return FetchedOutputs(self._names, fetch)
+        outputs = FetchedOutputs(self._names, fetch)
+        return outputs
+
+    def _stays(self, name: str) -> bool:
+        """Whether rows of features can be gathered on the device."""
+        info = self._engine.tensors[name]
+        return info.shape[-1] * info.dtype.itemsize % WORD_BYTES == 0
+
+    def _rows(self, name: str, sizes: _Sizes, outputs: FetchedOutputs) -> Any:
+        """What drafters take for an array [1, rows, width]."""
+        _, count, width = self._shape(name, sizes)
+        return DeviceRows(
+            self._memory, self._kept[name].address, np.arange(count), width,
+            self._engine.tensors[name].dtype, require=lambda: outputs.require_latest(name), lead=1,
+        )  # fmt: skip
+
+    def _pinned(self, name: str, num_bytes: int) -> NDArray[np.uint8]:
+        if name not in self._staging:
+            self._staging[name] = self._device.pinned(num_bytes)
+        return self._staging[name]
 
     def _fetch(self, name: str, sizes: _Sizes) -> NDArray[np.float32]:
         """From the device, where padding stands behind the rows."""
-        if name not in self._staging:
-            self._staging[name] = self._device.pinned(self._kept[name].num_bytes)
-        host = self._staging[name][: self._num_bytes(name, sizes)]
+        host = self._pinned(name, self._kept[name].num_bytes)[: self._num_bytes(name, sizes)]
         self._device.download(host, self._kept[name].address)
         self._device.synchronize()
         dtype, shape = self._engine.tensors[name].dtype, self._shape(name, sizes)

@@ -139,7 +139,8 @@ class EagleDrafter(TreeDrafter):
         policy = self._policy
         size = self._root_hidden.shape[1]
         if self._hidden_store.shape[1] != size:
-            self._hidden_store = np.zeros((1 + self._max_tree_rows, size), np.float32)
+            shape = 1 + self._max_tree_rows, size
+            self._hidden_store = np.zeros_like(self._root_hidden, shape=shape)
         self._hidden_store[0] = self._root_hidden[0]
         seen = np.eye(1 + self._max_tree_rows, dtype=np.bool_)  # of a slot, by slots; 0 is the root
         slots = np.zeros(len(pool.token_ids), np.int64)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_cuda import FakeDriver, fake_graphs
 
 from edgellm.contract import EdgeLLMError, LimitError
-from edgellm.device_runtime.runners.tensorrt import cuda
+from edgellm.device_runtime.runners.tensorrt import cuda, gathering
 from edgellm.device_runtime.runners.tensorrt.device import NewRows, Planes
 from edgellm.device_runtime.runners.tensorrt.runtime import LoadedEngine
 
@@ -25,6 +25,8 @@ def _work(device: cuda.CudaDevice) -> None:
     memory, host = device.allocate(64), device.pinned(64)
     device.upload(memory.address, host)
     device.move_rows(PLANES, memory.address, 1, 0)
+    device.gather_rows(memory.address, memory.address, np.array([1, 2]), 16)
+    device.gather_rows(memory.address, memory.address, np.array([2, 1]), 16)
     device.append_rows(PLANES, NewRows(memory.address, 256, 1, memory.address), 1)
     device.download(host, memory.address)
     device.capture(lambda: device.upload(memory.address, host))()
@@ -52,8 +54,19 @@ def test_contexts_are_pushed_and_popped_in_pairs_in_every_thread():
     _work(device)
     assert not driver.stack
     assert {who for _, who in driver.calls} == {"engine", "MainThread"}
-    gc.collect()
-    assert driver.alive == 0
+    assert driver.alive == 2  # the device's own, of indices
+
+
+def test_indices_wait_only_when_their_memory_is_full():
+    driver = FakeDriver()
+    device, rows = _device(driver), np.arange(4000)[::-1]
+    indices = gathering.Indices(device)
+    waits = lambda: sum(name == "synchronize" for name, _ in driver.calls)  # noqa: E731
+    device._indices, before = indices, waits()
+    found = [device.gather_rows(0, 0, rows, 16) for _ in range(4)]
+    assert (len(found), waits()) == (4, before)
+    device.gather_rows(0, 0, rows, 16)
+    assert waits() == before + 1
 
 
 def test_a_context_is_popped_when_something_fails():
@@ -70,14 +83,12 @@ def test_memory_outlives_its_views_and_is_freed_in_any_thread():
     driver = FakeDriver()
     device = _device(driver)
     view = device.pinned(64)[8:16]
-    gc.collect()
     assert driver.alive == 1
     held = [view, device.allocate(64)]
     del view
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
-    gc.collect()
     assert driver.alive == 0
 
 

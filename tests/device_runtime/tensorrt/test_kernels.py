@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ptx_interpreter import launch
 
-from edgellm.device_runtime.runners.tensorrt import appending, compaction
+from edgellm.device_runtime.runners.tensorrt import appending, compaction, gathering
 from edgellm.device_runtime.runners.tensorrt.cache import aligned_capacity
 from edgellm.manifest import KVCacheSpec
 
@@ -52,7 +52,15 @@ def test_rows_are_moved():
     np.testing.assert_array_equal(memory[: cache.nbytes].reshape(cache.shape), cache)
 
 
-@pytest.mark.parametrize("module", [appending, compaction])
+def test_rows_are_gathered():
+    source = np.random.default_rng(0).integers(0, 256, (9, 5 * 16), np.uint8)
+    rows, target = np.array([7, 0, 0, 8], np.int32), np.zeros((4, 5 * 16), np.uint8)
+    memory, (to, at, rows_at) = _memory(target, source, rows)
+    launch(gathering.PTX, [to, at, rows_at, 5], memory, len(rows), 3)
+    np.testing.assert_array_equal(memory[: target.nbytes].reshape(target.shape), source[rows])
+
+
+@pytest.mark.parametrize("module", [appending, compaction, gathering])
 @pytest.mark.parametrize("target", ["sm_87", "sm_110", "sm_120"])
 def test_an_assembler_takes_them(tmp_path, module, target):
     nvidia = pytest.importorskip("triton.backends.nvidia", reason="triton's ptxas is not here")

@@ -1,0 +1,197 @@
+"""What a token costs on a GPU that is not here: bytes, launches, waits of a pass, their time.
+
+    python benchmarks/gpu_model.py [--layers ENGINE/llm.layers.json] [--context 1024]
+
+The network is Llama-3.1-8B with its EAGLE3 draft. Launches are those of engines that TensorRT-RTX
+compiled (`LAUNCHES`, or an engine's own layer report), bytes follow from the weights' types and
+the cache. A figure is a sum of named parts, so that what separates it from the memory's roofline
+can be read. This is a model: nothing here has run on a GPU. Published figures are those of
+TensorRT Edge-LLM 0.4 on a Jetson AGX Thor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+BITS = {"fp16": 16.0, "int4": 4 + 16 / 128, "nvfp4": 4 + 8 / 16}  # of a weight, with its scales
+# Of TensorRT-RTX 1.7.1 for compute capability 12.0, the engines of tests/tensorrt_bundles.py with 4
+# and 6 layers: kernels of a layer for one row and for many, those outside of layers; and those of
+# a draft's step.
+LAUNCHES = {
+    "fp16": ((8, 12), 6), "int4": ((9, 15), 6), "nvfp4": ((20, 23), 5),
+}  # fmt: skip
+DRAFT_LAUNCHES = {"fp16": 19, "int4": 22, "nvfp4": 30}
+PUBLISHED = {  # tokens/s on Thor: plain, EAGLE3
+    "nvfp4": (54.9, 189.2), "int4": (50.8, 81.0),
+}  # fmt: skip
+ACCEPTED = 5.2  # tokens of a round, as published with these figures
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """What time is spent on; all but the bandwidth are assumptions."""
+
+    name: str
+    gb_per_s: float  # of the memory, by its maker
+    share: float = 0.85  # of it that a kernel of many bytes reaches
+    launch_us: float = 1.5  # between two kernels of a CUDA graph
+    wait_us: float = 40.0  # host waits, reads, asks again
+    has_fp4: bool = False
+    # Products of 60 rows with int4 are not bound by the memory: times what they read takes. So
+    # much the published figure implies.
+    int4_rows: float = 3.5
+
+
+BOARDS = (
+    Board("Thor", 273.0, has_fp4=True), Board("Orin", 204.8, wait_us=60.0),
+    Board("H100", 3350.0, share=0.75, wait_us=15.0),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How engine and runtime do it."""
+
+    name: str
+    attends_capacity: bool  # attention reads the whole cache, and a copy of it is written and read
+    head: str  # its precision, and the draft's
+    waits: int  # of a round; of a plain step there is one
+
+
+TODAY = Way("as built today", True, "fp16", 5)  # with four steps; tests on the fake GPU count them
+WAYS = (
+    TODAY,
+    replace(TODAY, name="+ attention over live rows", attends_capacity=False),
+    replace(TODAY, name="+ head and draft as the base", attends_capacity=False, head=""),
+    Way("+ one wait a round", False, "", 1),
+)
+
+LAYERS, HIDDEN, KV_WIDTH, INNER, VOCAB = 32, 4096, 1024, 14336, 128256
+DRAFT_VOCAB, STEPS = 32000, 4
+_LINEAR = HIDDEN * (2 * HIDDEN + 2 * KV_WIDTH) + 3 * HIDDEN * INNER  # weights of a layer
+_DRAFT = _LINEAR + HIDDEN * (HIDDEN + 2 * KV_WIDTH)  # its attention reads two rows side by side
+_FUSE = 3 * HIDDEN * HIDDEN
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What a pass asks of the GPU, in bytes by kind, and launches."""
+
+    gigabytes: Mapping[str, float]
+    launches: int
+
+    def parts_ms(self, board: Board) -> dict[str, float]:
+        """Time by kind."""
+        rate = board.gb_per_s * board.share
+        read = {kind: 1e3 * size / rate for kind, size in self.gigabytes.items()}
+        return {**read, "launches": self.launches * board.launch_us / 1e3}
+
+
+def base_pass(way: Way, precision: str, rows: int, context: int, capacity: int) -> Pass:
+    """Of the base, over `rows` rows behind `context` others."""
+    few_and_many, outside = LAUNCHES[precision]
+    kv_row = 2 * LAYERS * KV_WIDTH * 2
+    # Without kernels of our own the cache's copy is written and read beside it.
+    kv = 3 * capacity * kv_row if way.attends_capacity else context * kv_row
+    return Pass(
+        {
+            "weights": LAYERS * _LINEAR * BITS[precision] / 8e9,
+            "head": HIDDEN * VOCAB * BITS[way.head or precision] / 8e9,
+            "cache": kv / 1e9,
+        },
+        LAYERS * few_and_many[rows > 1] + outside,
+    )
+
+
+def draft_pass(way: Way, precision: str, *, fuses: bool) -> Pass:
+    """Of the draft: the rows that were accepted, or a level of the tree."""
+    kind = way.head or precision
+    weights = _DRAFT + HIDDEN * DRAFT_VOCAB + (_FUSE if fuses else 0)
+    return Pass({"draft": weights * BITS[kind] / 8e9}, DRAFT_LAUNCHES[kind] + fuses)
+
+
+def plain_parts_ms(
+    board: Board, way: Way, precision: str, context: int, capacity: int
+) -> dict[str, float]:
+    """Of a token, by kind."""
+    step = base_pass(way, precision, 1, context, capacity)
+    return {**step.parts_ms(board), "waits": board.wait_us / 1e3}
+
+
+def round_parts_ms(
+    board: Board, way: Way, precision: str, context: int, capacity: int
+) -> dict[str, float]:
+    """Of a round of EAGLE3, by kind."""
+    passes = [base_pass(way, precision, 60, context, capacity)]
+    passes += [draft_pass(way, precision, fuses=level == 0) for level in range(1 + STEPS)]
+    total: dict[str, float] = {}
+    for each in passes:
+        for kind, ms in each.parts_ms(board).items():
+            total[kind] = total.get(kind, 0.0) + ms
+    if precision == "int4":
+        total["rows of int4"] = (board.int4_rows - 1) * total["weights"]
+    return {**total, "waits": way.waits * board.wait_us / 1e3}
+
+
+def tokens_per_s(parts_ms: Mapping[str, float], tokens: float = 1.0) -> float:
+    return 1e3 * tokens / sum(parts_ms.values())
+
+
+def roofline(board: Board, precision: str, context: int) -> float:
+    """Tokens/s of plain decoding if nothing but weights and live rows took time."""
+    step = base_pass(WAYS[-1], precision, 1, context, context)
+    return board.gb_per_s / sum(step.gigabytes.values())
+
+
+def read_launches(path: Path, layers: int) -> tuple[tuple[int, int], int]:
+    """Launches of an engine with a layer report, `<graph>.layers.json`: as in `LAUNCHES`."""
+    passes = json.loads(path.read_text("utf-8"))["passes"]
+    few = passes["decode"]["kernels"]
+    many = passes.get("verify", passes["decode"])["kernels"]
+    return (few // layers, many // layers), max(few % layers, many % layers)
+
+
+def show(context: int, capacity: int) -> None:
+    """Tables for people."""
+    for board in BOARDS:
+        for precision in ("nvfp4", "int4", "fp16"):
+            if precision == "nvfp4" and not board.has_fp4:
+                continue
+            limit = roofline(board, precision, context)
+            print(f"\n{board.name}, {precision}: roofline {limit:.1f} tokens/s")
+            for way in WAYS:
+                plain = plain_parts_ms(board, way, precision, context, capacity)
+                drafted = round_parts_ms(board, way, precision, context, capacity)
+                print(
+                    f"  {way.name:30} plain {tokens_per_s(plain):6.1f}  "
+                    f"EAGLE3 {tokens_per_s(drafted, ACCEPTED):6.1f}"
+                )
+            shown = ", ".join(f"{kind} {ms:.2f}" for kind, ms in plain.items())
+            print(f"  of the last, ms a token: {shown}")
+            shown = ", ".join(f"{kind} {ms:.2f}" for kind, ms in drafted.items())
+            print(f"  ms a round: {shown}")
+            if board.name == "Thor" and precision in PUBLISHED:
+                plain_rate, drafted_rate = PUBLISHED[precision]
+                name = "published, TensorRT Edge-LLM"
+                print(f"  {name:30} plain {plain_rate:6.1f}  EAGLE3 {drafted_rate:6.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--layers", type=Path, help="layer report of an engine: its launches")
+    parser.add_argument("--depth", type=int, default=LAYERS, help="layers of that engine")
+    parser.add_argument("--precision", choices=LAUNCHES, default="nvfp4", help="of that engine")
+    parser.add_argument("--context", type=int, default=1024, help="rows that are live")
+    parser.add_argument("--capacity", type=int, default=4096, help="rows of the cache")
+    options = parser.parse_args()
+    if options.layers is not None:
+        LAUNCHES[options.precision] = read_launches(options.layers, options.depth)
+    show(options.context, options.capacity)
+
+
+if __name__ == "__main__":
+    main()

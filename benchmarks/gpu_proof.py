@@ -1,0 +1,228 @@
+"""The whole proof on a machine with a GPU, one command: `python benchmarks/gpu.py --all`.
+
+Stages, each of which goes on where another fails: what the machine has, tests on the GPU, the
+runtime in a process of its own (copies, kernels, graphs, a second thread, a clean exit), engines
+that are built here, decoding against the memory's roofline and against published figures. The
+result is one JSON file and one page. With `--dry` the same script runs on the fake GPU and on
+ONNX Runtime's CPU engines, which proves the script and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gpu_model
+import numpy as np
+
+from edgellm.device_runtime.runners.tensorrt.device import Device, NewRows, Planes
+from edgellm.tools.bench.machine import facts
+
+ROOT = Path(__file__).resolve().parents[1]
+_LONGEST_S = 1800  # of a stage
+_MATRIX = (4096, 4096)  # bytes: rows and their size, gathered for the bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What came of one part of the proof."""
+
+    name: str
+    passed: bool
+    seconds: float
+    found: str  # the last lines that it said
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def command(*words: object, codes: tuple[int, ...] = (0,)) -> tuple[bool, str]:
+    """Run a program; whether it ended as it should, and what it said last."""
+    folders = (ROOT / ".src", ROOT / "benchmarks", ROOT / "tests")
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [str(word) for word in words], capture_output=True, text=True, timeout=_LONGEST_S,
+        check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    said = (result.stdout + result.stderr).strip().splitlines()
+    return result.returncode in codes, "\n".join(said[-12:])
+
+
+def check_runtime(device: Device, matrix: tuple[int, int] = _MATRIX) -> dict[str, float]:
+    """Copies, the kernels and a graph, against numpy; GB/s of the largest.
+
+    Raises:
+        AssertionError: something else came back.
+    """
+    count, row_bytes = matrix
+    random = np.random.default_rng(0)
+    source, target = (device.allocate(count * row_bytes) for _ in range(2))
+    host, back = (device.pinned(count * row_bytes) for _ in range(2))
+    host[:] = random.integers(0, 256, len(host), np.uint8)
+    device.upload(source.address, host)
+    rows = random.permutation(count)
+    replay = device.capture(lambda: device.download(back, target.address))
+
+    def gather() -> None:
+        device.gather_rows(target.address, source.address, rows, row_bytes)
+        replay()
+        device.synchronize()
+
+    gather()
+    expected = host.reshape(matrix)[rows]
+    assert np.array_equal(back.reshape(matrix), expected), "gather_rows"
+    back[:] = 0
+    thread = threading.Thread(target=gather)
+    thread.start()
+    thread.join()
+    assert np.array_equal(back.reshape(matrix), expected), "in a second thread"
+    _check_caches(device, target.address, host)
+    start, repeats = time.perf_counter(), 20
+    for _ in range(repeats):
+        device.gather_rows(target.address, source.address, rows[: count // 4], row_bytes)
+    device.synchronize()
+    seconds = (time.perf_counter() - start) / repeats
+    return {"gather_gb_per_s": 2 * count // 4 * row_bytes / seconds / 1e9}
+
+
+def _check_caches(device: Device, address: int, host: np.ndarray) -> None:
+    """New rows are appended to a cache, accepted ones move together."""
+    planes = Planes(address, 4, 16, 64)
+    cache = host[: planes.num_bytes].reshape(4, 16, 64)
+    device.load_rows(planes, cache.reshape(4, -1))
+    small = device.allocate(4096)
+    staged = device.pinned(4096)
+    staged[:] = 0
+    staged[:8] = np.array([5]).view(np.uint8)
+    staged[256:268] = np.array([0, 2, 4], np.int32).view(np.uint8)
+    staged[512:1024] = 7
+    device.upload(small.address, staged)
+    device.append_rows(planes, NewRows(small.address + 512, 256, 2, small.address), 2)
+    expected = cache.copy()
+    expected[:, 5:7] = 7
+    device.move_rows(planes, small.address + 256, 3, 3)
+    expected[:, 3:6] = expected[:, [3, 5, 7]]
+    found = device.save_rows(planes, 16).reshape(cache.shape)
+    assert np.array_equal(found, expected), "append_rows, move_rows"
+
+
+def _runtime(*, dry: bool) -> None:
+    """The stage's own process; its exit status is part of the proof."""
+    if dry:
+        from fake_gpu import FakeDevice
+
+        print(json.dumps(check_runtime(FakeDevice(), (256, 64))))
+        return
+    from edgellm.device_runtime.runners.tensorrt.cuda import open_device
+
+    print(json.dumps(check_runtime(open_device())))
+
+
+def build_engine(folder: Path, *, dry: bool) -> tuple[bool, str]:
+    """Export and build the small model of `examples/` with its draft."""
+    base, draft = (ROOT / "examples" / name for name in ("synthetic-vlm", "synthetic-vlm-eagle3"))
+    dtype = "fp32" if dry else "fp16"
+    backend = ("--backend", "onnxruntime", "--device", "cpu") if dry else ("--backend", "tensorrt")
+    sizes = ("--maxInputLen", 128, "--maxKVCacheCapacity", 512, *backend)
+    steps = (
+        ("export.cli", "llm", "--model_dir", base, "--draft_model_dir", draft, "--is_eagle_base",
+         "--dtype", dtype, "--output_dir", folder / "base"),
+        ("export.cli", "draft", "--draft_model_dir", draft, "--base_model_dir", base,
+         "--dtype", dtype, "--output_dir", folder / "draft"),
+        ("build.cli", "--onnxDir", folder / "base", "--engineDir", folder / "engine",
+         "--eagleBase", *sizes),
+        ("build.cli", "--onnxDir", folder / "draft", "--engineDir", folder / "engine",
+         "--eagleDraft", *sizes),
+    )  # fmt: skip
+    said = ""
+    for module, *words in steps:
+        main = f"from edgellm.{module} import main; main()"
+        passed, said = command(sys.executable, "-c", main, *words)
+        if not passed:
+            return False, said
+    return True, said
+
+
+def prove(
+    options: argparse.Namespace,
+    measure: Callable[[Path, argparse.Namespace], dict[str, Any]],
+) -> list[Stage]:
+    """Run all stages; prints a line for each as it ends.
+
+    Args:
+        options: of `gpu.py`; `engine` may be None: then a small one is built.
+        measure: gives the figures of an engine.
+    """
+    python, stages = sys.executable, []
+
+    def stage(name: str, work: Callable[[], tuple[bool, str, dict[str, Any]]]) -> bool:
+        start = time.perf_counter()
+        try:
+            passed, found, figures = work()
+        except Exception as error:  # noqa: BLE001 - the proof goes on, and says what failed
+            passed, found, figures = False, f"{type(error).__name__}: {error}", {}
+        stages.append(Stage(name, passed, time.perf_counter() - start, found, figures))
+        print(f"{'ok' if passed else 'FAILED':7} {name}, {stages[-1].seconds:.1f} s", flush=True)
+        return passed
+
+    def runtime() -> tuple[bool, str, dict[str, Any]]:
+        flag = ["--dry"] if options.dry else []
+        passed, said = command(python, Path(__file__), *flag)
+        return passed, said, json.loads(said.splitlines()[-1]) if passed else {}
+
+    doctor = "from edgellm.tools.doctor.cli import main; main()"
+    tests = ["--collect-only", "-q"] if options.dry else ["-rs"]
+    stage("doctor", lambda: (*command(python, "-c", doctor, codes=(0, 1)), {}))
+    stage("tests", lambda: (*command(python, "-m", "pytest", "-m", "gpu", "tests/gpu", *tests), {}))
+    stage("runtime", runtime)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = options.engine
+        if engine is None and stage(
+            "engine", lambda: (*build_engine(Path(folder), dry=options.dry), {})
+        ):
+            engine = Path(folder, "engine")
+        if engine is not None:
+            stage("decoding", lambda: _decoding(measure(engine, options)))
+    return stages
+
+
+def _decoding(figures: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
+    """An answer that is drafted must be the plain one; a line for each speed."""
+    runs = [(name, figures[name]) for name in ("plain", "drafted") if name in figures]
+    lines = [f"{name}: {each['tokens_per_s']:.1f} tokens/s" for name, each in runs]
+    if "roofline" in figures:
+        lines.append(f"{figures['roofline']:.1%} of the memory's bandwidth")
+    is_plain = all(each.get("is_plain", True) for _, each in runs)
+    return is_plain, "\n".join(lines if is_plain else [*lines, "the answers differ"]), figures
+
+
+def write(stages: list[Stage], folder: Path, *, dry: bool) -> None:
+    """`gpu-proof.json` and `gpu-proof.md`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    content = {"date": date, "is_dry": dry, "machine": facts(), "stages": list(map(asdict, stages))}
+    text = json.dumps(content, indent=1)
+    (folder / "gpu-proof.json").write_text(f"{text}\n", "utf-8")
+    title = "# A dry run: nothing ran on a GPU" if dry else "# edgellm on a GPU"
+    lines = [title, "", f"{date}", "", "| stage | | seconds |", "|---|---|---|"]
+    lines += [f"| {s.name} | {'ok' if s.passed else 'FAILED'} | {s.seconds:.1f} |" for s in stages]
+    lines += ["", *(f"* {name}: {value}" for name, value in facts().items()), ""]
+    for each in stages:
+        lines += [f"## {each.name}", "", "```", each.found, "```", ""]
+    lines += ["## Published by TensorRT Edge-LLM for Thor, Llama-3.1-8B, tokens/s", ""]
+    lines += [f"* {name}: plain {rates[0]}, EAGLE3 {rates[1]}"
+              for name, rates in gpu_model.PUBLISHED.items()]  # fmt: skip
+    (folder / "gpu-proof.md").write_text("\n".join(lines) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    _runtime(dry="--dry" in sys.argv[1:])
