@@ -143,7 +143,7 @@ def test_missing_superfluous_and_misshapen_tensors(command, checkpoint, tmp_path
 def test_config_faults(command, checkpoint, tmp_path):
     _edit_config(checkpoint, model_type="lama")
     assert_one_line_error(
-        _export(command, checkpoint, tmp_path / "out"), "'lama'", "supported: llama"
+        _export(command, checkpoint, tmp_path / "out"), "'lama'", "supported: arcee"
     )
     _edit_config(checkpoint, model_type="llama", residual_multiplier=0.22)
     assert_one_line_error(

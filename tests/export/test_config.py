@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,40 @@ def test_a_new_architecture_is_one_file(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
     assert "newarch" in models.supported()
     assert models.find("newarch").TINY["model_type"] == "newarch"
+
+
+def test_every_architecture_is_documented():
+    table = Path(__file__).parents[2].joinpath("docs/reference/models.md").read_text("utf-8")
+    assert [name for name in models.supported() if f"`{name}`" not in table] == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries"),
+        ("gemma2", {"sliding_window": None}, "but no sliding_window"),
+        ("gemma2", {"sliding_window": 0}, "sliding_window = 0"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping = -1.0 is not pos"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"not supported \(only null\)"),
+        ("gemma3_text", {"layer_types": ["chunked_attention"] * 4}, "names 'chunked_attention'"),
+        ("glm4", {"partial_rotary_factor": 0.35}, "11 of the 32 numbers of a head would turn"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling = 0.0"),
+        ("ministral3", {"original_max_position_embeddings": 8}, r"= 8 is not supported \(only 16"),
+        ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "without llama_4_scaling_b"),
+        ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+        ("olmo3", {"rope_parameters": None, "rope_theta": 1e6}, "for which layers it is"),
+    ],
+)
+def test_wrong_keys_of_other_families_stop_the_export(model_type, changes, message):
+    architecture = models.find(model_type)
+    with pytest.raises(UnsupportedModelError, match=message):
+        architecture.Config.from_hf(ConfigReader({**architecture.TINY, **changes}))
+
+
+def test_longrope_ends_where_its_short_factors_do():
+    architecture = models.find("phi3")
+    config = architecture.Config.from_hf(ConfigReader(architecture.TINY))
+    assert config.max_position_embeddings == 64
 
 
 @pytest.mark.parametrize(

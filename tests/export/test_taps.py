@@ -47,18 +47,30 @@ def test_small_bases_have_no_default(layers):
     ("taps", "cut"), [((2, 4, 5), None), ((0, 1, 8), None), ((8,), None), ((1, 1, 4), 4)]
 )
 def test_taps_equal_hidden_states(tmp_path, model_type, taps, cut):
+    _compare(tmp_path, {**models.find(model_type).TINY, "num_hidden_layers": 8}, taps, cut)
+
+
+@pytest.mark.parametrize("model_type", models.supported())
+def test_taps_of_every_architecture(tmp_path, model_type):
+    """From scaled embeddings to what the final norm gives."""
+    config = models.find(model_type).TINY
+    _compare(tmp_path, config, (0, 1, config["num_hidden_layers"]), None)
+
+
+def _compare(tmp_path, config, taps, cut):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = {**models.find(model_type).TINY, "num_hidden_layers": 8}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **config)
     options = ExportOptions("fp32", num_layers=cut, hidden_taps=taps)
     manifest = export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", options)
     assert manifest.hidden_taps == taps
     assert manifest.options["hidden_taps"] == taps
     hf_config = AutoConfig.from_pretrained(checkpoint)
-    hf_config.num_hidden_layers = cut or 8
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, config=hf_config)
+    hf_config.num_hidden_layers = cut or config["num_hidden_layers"]
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, config=hf_config, attn_implementation="eager"
+    )
     ids = np.random.default_rng(4).integers(9, 96, 20)
     with torch.no_grad():
         result = model(torch.from_numpy(ids)[None], output_hidden_states=True)
