@@ -61,8 +61,9 @@ class ChatTokenizer:
         template = folder / "chat_template.jinja"
         self._template_text = template.read_text("utf-8") if template.exists() else None
         self._environment: ImmutableSandboxedEnvironment | None = None
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        special = {token.content for token in added if token.special and len(token.content) > 1}
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self._special_ids = {token.content: index for index, token in added if token.special}
+        special = (content for content in self._special_ids if len(content) > 1)
         longest_first = sorted(special, key=len, reverse=True)
         self._special_tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -157,22 +158,28 @@ class ChatTokenizer:
         except (TemplateError, TypeError) as error:
             raise RequestError(f"the chat template refuses the messages: {error}") from None
 
-    def stream(self) -> TextStream:
-        """A decoder for one answer."""
-        return TextStream(self._tokenizer)
+    def stream(self, shown: Iterable[str] = ()) -> TextStream:
+        """A decoder for one answer, whose text holds no special tokens but the `shown`."""
+        wanted = {content for content in shown if content in self._special_ids}
+        hidden = {index for content, index in self._special_ids.items() if content not in wanted}
+        return TextStream(self._tokenizer, frozenset(hidden) if wanted else None)
 
 
 class TextStream:
     """Tokens in, whole characters out."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] | None = None) -> None:
+        """Begin a text; `hidden` are the tokens that are none of it, None: the special ones."""
+        self._tokenizer, self._hidden = tokenizer, hidden
+        self._skips = hidden is None
+        self._stream = DecodeStream(skip_special_tokens=self._skips)
         self._token_ids: list[int] = []
         self._text = ""
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""
+        if self._hidden is not None and token_id in self._hidden:
+            return ""
         self._token_ids.append(token_id)
         piece = self._stream.step(self._tokenizer, token_id) or ""
         self._text += piece
@@ -180,7 +187,7 @@ class TextStream:
 
     def finish(self) -> str:
         """What is left of an incomplete character, as U+FFFD."""
-        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skips)
         return whole[len(self._text) :] if whole.startswith(self._text) else ""
 
 
@@ -238,9 +245,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+def _to_json(
+    value: Any, indent: int | None = None, *, ensure_ascii: bool = False, **options: Any
+) -> str:
     """Plain JSON; jinja2's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _raise_exception(message: str) -> None:

@@ -184,10 +184,12 @@ class LLM:
         stop: Sized[str],
         speculative: bool = True,
         system_prompt: str | None = None,
+        shown_tokens: Sized[str] = (),
     ) -> Answer:
         """As `generate`, for a formatted text, or its token ids; images are encoded at once.
 
         With `system_prompt`, which the text begins with, its rows are kept for later answers.
+        The answer's text holds no special tokens but `shown_tokens`.
         """
         self._turns.require_open()
         arguments.require_kind("sampling", sampling, SamplingParams, "a SamplingParams")
@@ -199,7 +201,8 @@ class LLM:
         prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
         max_tokens, warnings = self._fit(len(prompt.token_ids), max_tokens)
         sampler = self.sampler(sampling, prompt)
-        endings = Endings(self.tokenizer.stream(), stops, sampler.ends, sampling.min_tokens)
+        stream = self.tokenizer.stream(shown_tokens)
+        endings = Endings(stream, stops, sampler.ends, sampling.min_tokens)
         sequence = Sequence(
             prompt, sampler, max_tokens, profile, endings=endings, warnings=warnings
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.contract import RequestError
+from edgellm.device_runtime.engine.past_reasoning import with_reasoning
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 
 Message = Mapping[str, Any]
@@ -38,8 +39,13 @@ class Formatter:
             RequestError: the model has no template, or the template refuses the messages.
         """
         try:
-            turns = [_turn(message, at) for at, message in enumerate(messages)]
+            template = self.tokenizer.chat_template or ""
+            turns = [
+                with_reasoning(_turn(message, at), template) for at, message in enumerate(messages)
+            ]
             variables = {**_DEFAULTS, **(flags or {})}
+            if variables["enable_thinking"]:
+                variables.setdefault("thinking", True)  # the name in Granite's templates
             if not self.allow_special_tokens:
                 turns, variables = self._as_text(turns), self._as_text(variables)
             return self.tokenizer.render(turns, **variables)

@@ -110,8 +110,9 @@ def _add_openai(app: FastAPI, server: Server) -> None:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         server.require_model(body.model)
-        writer = chat.ChatWriter(body, server.llm, server.settings.model)
         ask = await chat.ask_of(body, server.llm, server.settings.images)
+        end = await chat.prompt_end(ask, body, server.llm)
+        writer = chat.ChatWriter(body, server.llm, server.settings.model, prompt_end=end)
         return await server.respond_openai(request, body, [ask], writer)
 
     @app.post("/v1/completions")

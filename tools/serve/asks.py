@@ -22,6 +22,7 @@ class Ask:
     stop: tuple[str, ...] = ()
     images: tuple[str, ...] = ()  # paths or data: URIs, as the messages have placeholders
     template_flags: Mapping[str, Any] = field(default_factory=dict)
+    shown_tokens: tuple[str, ...] = ()  # special tokens that are to be read in the answer
 
 
 def load(
@@ -56,4 +57,5 @@ def start(llm: LLM, ask: Ask) -> Answer:
         sampling=ask.sampling,
         max_generate_length=ask.max_tokens or llm.manifest.max_kv_cache_capacity,
         stop=ask.stop,
+        shown_tokens=ask.shown_tokens,
     )

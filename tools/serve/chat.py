@@ -8,8 +8,11 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from anyio import to_thread
+
 from edgellm.device_runtime.engine.llm import LLM, Step
 from edgellm.device_runtime.sampling.guidance import Guide
+from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished
@@ -18,10 +21,11 @@ from edgellm.tools.serve.logprobs import chat_logprobs
 from edgellm.tools.serve.schemas import ChatRequest, Message, StreamOptions, TextPart
 from edgellm.tools.serve.settings import ImageRules
 from edgellm.tools.serve.token_origins import origins
-from edgellm.tools.serve.tool_calls.call import Call
+from edgellm.tools.serve.tool_calls.call import Call, Item, Thought
 from edgellm.tools.serve.usage import timing, usage
 
 _Event = dict[str, Any]
+_END_CHARACTERS = 100  # of a prompt: more than any mark and the white space behind it
 
 
 async def ask_of(body: ChatRequest, llm: LLM, rules: ImageRules) -> Ask:
@@ -35,11 +39,26 @@ async def ask_of(body: ChatRequest, llm: LLM, rules: ImageRules) -> Ask:
         raise ApiError(
             400, "this server takes text only: it has no visual engine", param="messages"
         )
+    template = llm.tokenizer.chat_template or ""
+    flags = body.template_flags(template)
     return Ask(
-        messages, body.sampling(_num_logprobs(body), _form(body, llm)),
-        body.max_completion_tokens or body.max_tokens, body.stops(), images,
-        body.template_flags(llm.tokenizer.chat_template or ""),
+        tool_calls.placed(template, messages, flags.get("tools", ())),
+        body.sampling(_num_logprobs(body), _form(body, llm)),
+        body.max_completion_tokens or body.max_tokens, body.stops(), images, flags,
+        body.answer_form(llm).shown_tokens,
     )  # fmt: skip
+
+
+async def prompt_end(ask: Ask, body: ChatRequest, llm: LLM) -> str:
+    """The last of the formatted messages, as far as it matters to the reader of the answer.
+
+    Raises:
+        RequestError: the template refuses the messages.
+    """
+    if body.answer_form(llm).thinking is None or not isinstance(ask.prompt, list):
+        return ""
+    text = await to_thread.run_sync(llm.formatter.format, ask.prompt, ask.template_flags)
+    return text[-_END_CHARACTERS:]
 
 
 def _form(body: ChatRequest, llm: LLM) -> Guide | None:
@@ -77,12 +96,15 @@ def _num_logprobs(body: ChatRequest) -> int | None:
 
 def _template_message(message: Message, place: str) -> dict[str, Any]:
     """A message as the formatter takes it."""
-    if message.content is None and not message.tool_calls:
+    reasoning = message.reasoning_content or message.reasoning
+    if message.content is None and not message.tool_calls and not reasoning:
         raise ApiError(400, f"{place}.content: a message needs content", param=place)
     content: Any = message.content
     if isinstance(content, list):
         content = [_template_part(part) for part in content]
     found: dict[str, Any] = {"role": message.role, "content": content}
+    if reasoning:
+        found["reasoning_content"] = reasoning
     if message.name is not None:
         found["name"] = message.name
     if message.tool_call_id is not None:
@@ -116,15 +138,22 @@ def _arguments(text: str, place: str) -> Any:
         ) from None
 
 
+def _reasoned(text: str) -> _Event:
+    """Reasoning under the name that most clients know, and under vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 class ChatWriter:
     """A chat completion as it grows."""
 
     last = b"data: [DONE]\n\n"
 
-    def __init__(self, body: ChatRequest, llm: LLM, model: str) -> None:
+    def __init__(self, body: ChatRequest, llm: LLM, model: str, *, prompt_end: str = "") -> None:
+        """Begin an answer; `prompt_end` is the last of the formatted messages."""
         self._tokenizer = llm.tokenizer
         self._end_ids = body.ends(llm.manifest.eos_token_ids)
-        self._parser = body.parser(llm)
+        is_guided = body.form() is not None or bool(body.must_call())
+        self._parser = body.answer_form(llm).reader(body.schemas(), prompt_end, is_guided=is_guided)
         self._most_calls = 1 if body.parallel_tool_calls is False else None
         self._options = body.stream_options or StreamOptions()
         self._wants_logprobs = bool(body.logprobs)
@@ -134,7 +163,7 @@ class ChatWriter:
             "created": int(time.time()),
             "model": model,
         }
-        self._content = ""
+        self._content = self._reasoning = ""
         self._calls: list[_Event] = []
         self._logprobs: list[_Event] = []
 
@@ -172,6 +201,8 @@ class ChatWriter:
         """The completion in one piece."""
         self._rest()
         message: _Event = {"role": "assistant", "content": self._content or None, "refusal": None}
+        if self._reasoning:
+            message |= _reasoned(self._reasoning)
         if self._calls:
             message["tool_calls"] = [
                 {name: value for name, value in call.items() if name != "index"}
@@ -199,10 +230,14 @@ class ChatWriter:
     def _rest(self) -> _Event:
         return self._added(self._parser.finish() if self._parser is not None else [])
 
-    def _added(self, found: Sequence[str | Call]) -> _Event:
+    def _added(self, found: Sequence[Item]) -> _Event:
         delta: _Event = {}
+        thought = "".join(item.text for item in found if isinstance(item, Thought))
+        self._reasoning += thought
+        if thought:
+            delta |= _reasoned(thought)
         text = "".join(item for item in found if isinstance(item, str))
-        calls = [item for item in found if not isinstance(item, str)]
+        calls = [item for item in found if isinstance(item, Call)]
         if self._most_calls is not None:
             calls = calls[: self._most_calls - len(self._calls)]
         self._content += text

@@ -187,13 +187,15 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: None = None  # as answers have it
-    reasoning_content: None = None
+    reasoning_content: str | None = None  # of an earlier answer; `reasoning` in vLLM
+    reasoning: str | None = None
 
 
 class TemplateFlags(Body):
     """Variables of the chat template, an extension that vLLM has as well."""
 
     enable_thinking: bool | None = None
+    thinking: bool | None = None  # its name in the templates of Granite
 
 
 class ChatRequest(Tooled, Sampled):

@@ -8,6 +8,7 @@ import anyio.to_thread
 from pydantic import Field
 
 from edgellm.device_runtime.engine.llm import LLM
+from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.chat import messages_of
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.forms import Body
@@ -44,7 +45,10 @@ class TokenizeRequest(Body):
         messages, images = await messages_of(self.messages or (), ImageRules())
         if images:
             raise ApiError(400, "messages: only text is counted here", param="messages")
-        text = await anyio.to_thread.run_sync(llm.formatter.format, messages, self._flags())
+        flags = self._flags()
+        template = llm.tokenizer.chat_template or ""
+        messages = tool_calls.placed(template, messages, flags.get("tools", ()))
+        text = await anyio.to_thread.run_sync(llm.formatter.format, messages, flags)
         return await _encoded(llm, text, add_special_tokens=bool(self.add_special_tokens))
 
     def _flags(self) -> dict[str, Any]:

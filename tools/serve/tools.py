@@ -9,11 +9,11 @@ from pydantic import Field
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.tools.serve import tool_calls
+from edgellm.tools.serve.answer_readers import AnswerForm
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.forms import Body
-from edgellm.tools.serve.tool_calls.call import CallReader, ToolParser
+from edgellm.tools.serve.tool_calls.call import ToolParser, Tools
 from edgellm.tools.serve.tool_calls.grammar import forced_calls
-from edgellm.tools.serve.tool_calls.loose import LooseParser
 
 
 class Function(Body):
@@ -97,14 +97,19 @@ class Tooled(Body):
         schemas = {one.name: one.parameters for one in functions}
         return Guide("lark", forced_calls(form, schemas, marks=marks, several=several))
 
-    def parser(self, llm: LLM) -> CallReader | None:
-        """What finds tool calls in the answer; None where none are wanted.
+    def schemas(self) -> Tools:
+        """Schemas of the usable tools' arguments by their names."""
+        return {one.function.name: one.function.parameters for one in self.usable_tools()}
+
+    def answer_form(self, llm: LLM) -> AnswerForm:
+        """How the model answers.
 
         Raises:
-            ApiError: the model's chat template has no tools of a known kind.
+            ApiError: there are tools, and its chat template has none of a known kind.
         """
-        names = {tool.function.name for tool in self.usable_tools()}
-        return LooseParser(_parser(llm)(names), names) if names else None
+        if has_tools := bool(self.usable_tools()):
+            _parser(llm)
+        return AnswerForm.of(llm.tokenizer.chat_template or "", has_tools=has_tools)
 
 
 def _parser(llm: LLM) -> type[ToolParser]:

@@ -21,6 +21,7 @@ from edgellm.tools.serve.settings import ImageRules
 from edgellm.tools.serve.tool_calls.call import Call
 from edgellm.tools.serve.tool_calls.hermes import HermesParser
 from edgellm.tools.serve.tool_calls.llama3 import Llama3Parser
+from edgellm.tools.serve.tool_calls.ministral import MinistralParser
 from edgellm.tools.serve.tool_calls.mistral import MistralParser
 
 NAMES = {"weather", "add"}
@@ -174,7 +175,7 @@ def test_parsers_are_found_by_the_template():
     assert tool_calls.find(f"{{%- if tools %}}{in_a_string}{{%- endif %}}") is HermesParser
     assert tool_calls.find(LLAMA) is Llama3Parser
     assert tool_calls.find(MISTRAL_V3) is MistralParser
-    assert tool_calls.find(MISTRAL_V3 + "[ARGS]") is None  # a later form, with names before it
+    assert tool_calls.find(MISTRAL_V3 + "[ARGS]") is MinistralParser  # names before arguments
     assert tool_calls.find("{{ messages }}") is None
     assert tool_calls.find("") is None
 

@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
-from edgellm.tools.serve.tool_calls.call import ToolParser
-from edgellm.tools.serve.tool_calls.hermes import HermesParser
-from edgellm.tools.serve.tool_calls.llama3 import Llama3Parser
-from edgellm.tools.serve.tool_calls.mistral import MistralParser
+from collections.abc import Sequence
+from typing import Any
 
-PARSERS: tuple[type[ToolParser], ...] = (HermesParser, Llama3Parser, MistralParser)
+from edgellm.tools.serve.tool_calls import gemma, phi4
+from edgellm.tools.serve.tool_calls.call import CallReader, ToolParser, Tools
+from edgellm.tools.serve.tool_calls.command import CommandParser
+from edgellm.tools.serve.tool_calls.gemma import GemmaParser
+from edgellm.tools.serve.tool_calls.glm4 import Glm4Parser
+from edgellm.tools.serve.tool_calls.glm45 import Glm45Parser
+from edgellm.tools.serve.tool_calls.granite import GraniteParser
+from edgellm.tools.serve.tool_calls.harmony import HarmonyParser
+from edgellm.tools.serve.tool_calls.hermes import HermesParser
+from edgellm.tools.serve.tool_calls.hunyuan import HunyuanParser
+from edgellm.tools.serve.tool_calls.llama3 import Llama3Parser
+from edgellm.tools.serve.tool_calls.loose import LooseParser
+from edgellm.tools.serve.tool_calls.ministral import MinistralParser
+from edgellm.tools.serve.tool_calls.mistral import MistralParser
+from edgellm.tools.serve.tool_calls.olmo3 import Olmo3Parser
+from edgellm.tools.serve.tool_calls.phi4 import Phi4Parser
+
+# The first that recognises a template reads its answers: what many templates hold comes last.
+PARSERS: tuple[type[ToolParser], ...] = (
+    HarmonyParser, CommandParser, GraniteParser, Phi4Parser, HunyuanParser, Glm45Parser,
+    HermesParser, Llama3Parser, MistralParser, MinistralParser, Olmo3Parser, Glm4Parser,
+    GemmaParser,
+)  # fmt: skip
 
 
 def find(template: str) -> type[ToolParser] | None:
     """The parser for a model's chat template; None if it knows no tools, or others."""
     shown = template.replace('\\"', '"')  # forms stand in strings of the template's language
     return next((parser for parser in PARSERS if parser.recognises(shown)), None)
+
+
+def reader(parser: type[ToolParser], tools: Tools) -> CallReader:
+    """What reads a model's answers; plain JSON counts as well, but where channels part it."""
+    inner = parser(tools)
+    return inner if isinstance(inner, HarmonyParser) else LooseParser(inner, tools)
+
+
+def placed(
+    template: str, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Messages for templates that look for no `tools`, or elsewhere; as they are for others."""
+    if not tools and not any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
+        return [*messages]
+    if "message['tools']" in template and Phi4Parser.recognises(template):
+        return phi4.placed(messages, tools)
+    if "tools" not in template and GemmaParser.recognises(template):
+        return gemma.placed(messages, tools)
+    return [*messages]

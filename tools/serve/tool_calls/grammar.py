@@ -18,7 +18,7 @@ class CallForm:
 
     before: str  # a call's arguments
     behind: str
-    between: str  # two calls
+    between: str | None  # two calls; None: an answer has one
     opening: str = ""  # of an answer
     closing: str = ""
     marks: tuple[str, ...] = ()  # parts of these texts that may be tokens of their own
@@ -42,7 +42,9 @@ def forced_calls(
     Raises:
         RequestError: the arguments of a function are no object.
     """
-    more = f" ({_expression(form.between, marks)} call)*" if several else ""
+    more = ""
+    if several and form.between is not None:
+        more = f" ({_expression(form.between, marks)} call)*"
     opening, closing = (_expression(text, marks) for text in (form.opening, form.closing))
     lines = [
         f"start: {opening} call{more} {closing}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import ClassVar
 
-from edgellm.tools.serve.tool_calls.call import Call
+from edgellm.tools.serve.tool_calls.call import Call, Item, Tools
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -17,6 +17,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 class HermesParser:
     """See `ToolParser`; newlines behind a call are no text."""
 
+    shown: ClassVar = (_OPEN, _CLOSE)
     form: ClassVar = CallForm(
         _OPEN + '\n{"name": "NAME", "arguments": ',
         "}\n" + _CLOSE,
@@ -24,19 +25,19 @@ class HermesParser:
         marks=(_OPEN, _CLOSE),
     )
 
-    def __init__(self, names: set[str]) -> None:
-        self._names, self._held, self._is_behind_call = names, "", False
+    def __init__(self, tools: Tools) -> None:
+        self._tools, self._held, self._is_behind_call = tools, "", False
 
     @staticmethod
     def recognises(template: str) -> bool:
         """The template explains the tags, and JSON between them."""
         return all(part in template for part in (_OPEN, '"arguments"', "tools"))
 
-    def push(self, text: str) -> list[str | Call]:
+    def push(self, text: str) -> list[Item]:
         """See `ToolParser.push`."""
         self._held += text
         self._skip_newlines()
-        found: list[str | Call] = []
+        found: list[Item] = []
         while (begin := self._held.find(_OPEN)) >= 0:
             end = self._held.find(_CLOSE, begin)
             found.append(self._held[:begin])
@@ -56,7 +57,7 @@ class HermesParser:
         self._held = self._held[cut:]
         return [item for item in found if item]
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[Item]:
         """See `ToolParser.finish`; a call without its closing tag counts if it is complete."""
         held, self._held = self._held, ""
         return [self._read(held)] if held else []
@@ -66,13 +67,13 @@ class HermesParser:
             self._held = self._held.lstrip("\n")
             self._is_behind_call = not self._held
 
-    def _read(self, text: str) -> str | Call:
+    def _read(self, text: str) -> Item:
         """The call of a tagged text, or the text if it holds none."""
         try:
             found = json.loads(text.removeprefix(_OPEN).removesuffix(_CLOSE))
             name, arguments = found["name"], found.get("arguments", {})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return text
-        if str(name) not in self._names or not isinstance(arguments, dict):
+        if str(name) not in self._tools or not isinstance(arguments, dict):
             return text
         return Call(name, json.dumps(arguments, ensure_ascii=False))

@@ -9,24 +9,25 @@ from __future__ import annotations
 import json
 from typing import ClassVar
 
-from edgellm.tools.serve.tool_calls.call import Call
+from edgellm.tools.serve.tool_calls.call import Call, Item, Tools
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 
 class Llama3Parser:
     """See `ToolParser`."""
 
+    shown: ClassVar[tuple[str, ...]] = ()
     form: ClassVar = CallForm('{"name": "NAME", "parameters": ', "}", between="; ")
 
-    def __init__(self, names: set[str]) -> None:
-        self._names, self._held, self._is_text = names, "", False
+    def __init__(self, tools: Tools) -> None:
+        self._tools, self._held, self._is_text = tools, "", False
 
     @staticmethod
     def recognises(template: str) -> bool:
         """The template explains calls with parameters, and has the role of their results."""
         return all(part in template for part in ('"parameters"', "ipython", "tools"))
 
-    def push(self, text: str) -> list[str | Call]:
+    def push(self, text: str) -> list[Item]:
         """See `ToolParser.push`."""
         if self._is_text:
             return [text]
@@ -36,7 +37,7 @@ class Llama3Parser:
         self._is_text, held = True, self._held
         return [held]
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[Item]:
         """See `ToolParser.finish`."""
         if self._is_text or not self._held:
             return []
@@ -56,7 +57,7 @@ class Llama3Parser:
                 name, arguments = found["name"], found.get("parameters", {})
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 return []
-            if str(name) not in self._names or not isinstance(arguments, dict):
+            if str(name) not in self._tools or not isinstance(arguments, dict):
                 return []
             calls.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
         return calls

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from edgellm.tools.serve.tool_calls.call import Call, CallReader
+from edgellm.tools.serve.tool_calls.call import Call, CallReader, Item, NoCall, Tools
 
 _FENCE = "```"
 _INFOS = ("json", "tool_call", "tool", "")
@@ -23,14 +23,14 @@ _BARE = re.compile(r'\{\s*("|$)|\[\s*(\{|$)')
 class LooseParser:
     """See `CallReader`; `inner` reads what is neither bare nor fenced."""
 
-    def __init__(self, inner: CallReader, names: set[str]) -> None:
-        self._inner, self._names = inner, names
+    def __init__(self, inner: CallReader, tools: Tools) -> None:
+        self._inner, self._tools = inner, tools
         self._held = ""
         self._is_bare: bool | None = None  # whether the answer begins as JSON; None: unknown
         self._is_in_code = False  # between fences of something else
         self._is_behind_call = False
 
-    def push(self, text: str) -> list[str | Call]:
+    def push(self, text: str) -> list[Item]:
         """See `CallReader.push`."""
         self._held += text
         if self._is_bare is None:
@@ -43,18 +43,18 @@ class LooseParser:
             self._is_bare = False
         return [] if self._is_bare else self._scan()
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[Item]:
         """See `CallReader.finish`."""
         held, self._held = self._held, ""
         if self._is_bare is not False:
-            found = self._calls(held)
+            found = loose_calls(held, self._tools)
         else:
-            found = self._calls(_inside(held)) if _OPENED.match(held) else []
+            found = loose_calls(_inside(held), self._tools) if _OPENED.match(held) else []
         return [*found] if found else [*self._passed(held), *self._inner.finish()]
 
-    def _scan(self) -> list[str | Call]:
+    def _scan(self) -> list[Item]:
         """Pass text on up to a block that is not complete yet."""
-        found: list[str | Call] = []
+        found: list[Item] = []
         while (begin := self._held.find(_FENCE)) >= 0:
             found += self._cut(begin)
             if self._is_in_code:
@@ -81,31 +81,32 @@ class LooseParser:
             info in _INFOS if whole else any(name.startswith(info) for name in _INFOS)
         )
 
-    def _block(self, end: int) -> list[str | Call]:
+    def _block(self, end: int) -> list[Item]:
         """A complete block at the front: its calls, or its text."""
-        calls = self._calls(_inside(self._held[:end]))
+        calls = loose_calls(_inside(self._held[:end]), self._tools)
         if not calls:
             return self._cut(end)
         self._held, self._is_behind_call = self._held[end:], True
         return [*calls]
 
-    def _cut(self, size: int) -> list[str | Call]:
+    def _cut(self, size: int) -> list[Item]:
         text, self._held = self._held[:size], self._held[size:]
         return self._passed(text)
 
-    def _passed(self, text: str) -> list[str | Call]:
+    def _passed(self, text: str) -> list[Item]:
         if self._is_behind_call:
             text = text.lstrip()
             self._is_behind_call = not text
         return self._inner.push(text) if text else []
 
-    def _calls(self, text: str) -> list[Call]:
-        """The calls of a JSON text; none if anything in it is no call."""
-        try:
-            found = [_call(value) for value in _values(text)]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return []
-        return found if all(call.name in self._names for call in found) else []
+
+def loose_calls(text: str, tools: Tools) -> list[Call]:
+    """The calls of a JSON text; none if anything in it is no call."""
+    try:
+        found = [_call(value) for value in _values(text)]
+    except NoCall:
+        return []
+    return found if all(call.name in tools for call in found) else []
 
 
 def _inside(block: str) -> str:

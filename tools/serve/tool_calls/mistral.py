@@ -10,7 +10,7 @@ import json
 import re
 from typing import ClassVar
 
-from edgellm.tools.serve.tool_calls.call import Call
+from edgellm.tools.serve.tool_calls.call import Call, Item, Tools
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 _MARK = "[TOOL_CALLS]"
@@ -20,13 +20,14 @@ _LIST = re.compile(r"\[\s*(\{|$)")
 class MistralParser:
     """See `ToolParser`."""
 
+    shown: ClassVar[tuple[str, ...]] = ()  # an answer begins with the mark, or with its list
     form: ClassVar = CallForm(
         '{"name": "NAME", "arguments": ', "}", between=", ", opening=f"{_MARK} [", closing="]",
         marks=(_MARK,),
     )  # fmt: skip
 
-    def __init__(self, names: set[str]) -> None:
-        self._names, self._held, self._is_text = names, "", False
+    def __init__(self, tools: Tools) -> None:
+        self._tools, self._held, self._is_text = tools, "", False
 
     @staticmethod
     def recognises(template: str) -> bool:
@@ -35,7 +36,7 @@ class MistralParser:
             "[ARGS]" not in template
         )
 
-    def push(self, text: str) -> list[str | Call]:
+    def push(self, text: str) -> list[Item]:
         """See `ToolParser.push`."""
         if self._is_text:
             return [text]
@@ -46,19 +47,19 @@ class MistralParser:
         self._is_text, held = True, self._held
         return [held]
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[Item]:
         """See `ToolParser.finish`."""
         if self._is_text or not self._held:
             return []
         return self._read(self._held) or [self._held]
 
-    def _read(self, text: str) -> list[str | Call]:
+    def _read(self, text: str) -> list[Item]:
         """The calls of an answer; none if one of them is faulty."""
-        calls: list[str | Call] = []
+        calls: list[Item] = []
         try:
             for found in json.loads(text.strip().removeprefix(_MARK)):
                 name, arguments = found["name"], found.get("arguments", {})
-                if str(name) not in self._names or not isinstance(arguments, dict):
+                if str(name) not in self._tools or not isinstance(arguments, dict):
                     return []
                 calls.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

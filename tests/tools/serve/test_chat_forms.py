@@ -1,0 +1,214 @@
+"""Calls and channels as the families write them, however the text is cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgellm.tools.serve import tool_calls
+from edgellm.tools.serve.tool_calls.call import Call, Thought
+from edgellm.tools.serve.tool_calls.command import CommandParser
+from edgellm.tools.serve.tool_calls.gemma import GemmaParser
+from edgellm.tools.serve.tool_calls.glm4 import Glm4Parser
+from edgellm.tools.serve.tool_calls.glm45 import Glm45Parser
+from edgellm.tools.serve.tool_calls.granite import GraniteParser
+from edgellm.tools.serve.tool_calls.harmony import HarmonyParser
+from edgellm.tools.serve.tool_calls.hermes import HermesParser
+from edgellm.tools.serve.tool_calls.hunyuan import HunyuanParser
+from edgellm.tools.serve.tool_calls.ministral import MinistralParser
+from edgellm.tools.serve.tool_calls.olmo3 import Olmo3Parser
+from edgellm.tools.serve.tool_calls.phi4 import Phi4Parser
+
+TOOLS = {
+    "weather": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "add": {"properties": {"a": {"type": "integer"}, "b": {"type": "array"}}},
+    "now": None,
+}
+WEATHER, ADD = Call("weather", '{"city": "Köln"}'), Call("add", '{"a": 1, "b": [2]}')
+W, A = '{"name": "weather", "arguments": {"city": "Köln"}}', '{"name": "add", "arguments": '
+A += '{"a": 1, "b": [2]}}'
+GRANITE, PHI, PHI_END = "<|tool_call|>", "<|tool_call|>", "<|/tool_call|>"
+ACTION, ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
+R7B = [
+    '{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Köln"}}',
+    '{"tool_call_id": "1", "tool_name": "add", "parameters": {"a": 1, "b": [2]}}',
+]
+GLM_W = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n</tool_call>"
+GLM_A = (
+    "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>"
+    "<arg_key>b</arg_key><arg_value>[2]</arg_value></tool_call>"
+)
+CODE, OLMO, OLMO_END = "```tool_code\n", "<function_calls>\n", "\n</function_calls>"
+
+
+def _same(*texts):
+    """Texts in which there are no calls."""
+    return {text: [text] for text in texts}
+
+
+CASES = {
+    GraniteParser: {
+        f"{GRANITE}[{W}]": [WEATHER],
+        f"I look. {GRANITE} [{W}, {A}]\n": ["I look. ", WEATHER, ADD],
+        f"{GRANITE}[{W}] Wait.": [WEATHER, "Wait."],
+        **_same(
+            "no <|tool", f"{GRANITE}[{W}, 5]", f"{GRANITE}[{W}", f"{GRANITE}[]",
+            f"{GRANITE}[{W}]".replace("weather", "unknown"), f"{GRANITE}{'[' * 5000}",
+        ),
+    },
+    Phi4Parser: {
+        f"{PHI}[{W}, {A}]{PHI_END}": [WEATHER, ADD],
+        f"Well: {PHI}{A}{PHI_END}": ["Well: ", ADD],
+        f"functools[{W}, {A}]": [WEATHER, ADD],
+        f"functools[{W}]\n": [WEATHER],
+        f"{PHI}[{W}]{PHI_END}{PHI}[{A}]{PHI_END}": [WEATHER, ADD],
+        **_same("import functools", "functools[0]", f"{PHI}[{W}, {PHI_END}"),
+    },
+    HunyuanParser: {
+        f"<tool_calls>[{W}, {A}]</tool_calls>": [WEATHER, ADD],
+        f"a <tool_calls>[{W}]</tool_calls>\n b": ["a ", WEATHER, "b"],
+        f"<tool_calls>[{W}]": [WEATHER],
+        **_same("<tool_calls>x</tool_calls> y", "<tool_calls"),
+    },
+    CommandParser: {
+        f"{ACTION}[\n    {R7B[0]},\n    {R7B[1]}\n]{ACTION_END}": [WEATHER, ADD],
+        f"Plan. {ACTION}[{R7B[0]}]{ACTION_END} Then.": ["Plan. ", WEATHER, "Then."],
+        **_same(f"{ACTION}[{W}]{ACTION_END}", f"{ACTION}[{R7B[0]}, {{}}"),
+    },
+    MinistralParser: {
+        '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}': [WEATHER],
+        'Hm.[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]add[CALL_ID]abc[ARGS]{"a": 1, "b": [2]} so': [
+            "Hm.", Call("now", "{}"), ADD, "so",
+        ],
+        **_same("[TOOL_CALLS]weather", '[TOOL_CALLS]weather[ARGS]{"city"', "[TOOL", "[1] a source"),
+    },
+    Glm45Parser: {
+        GLM_W: [WEATHER],
+        f"I look.\n{GLM_W}\n{GLM_A}": ["I look.\n", WEATHER, ADD],
+        "<tool_call>now\n</tool_call> done": [Call("now", "{}"), "done"],
+        f"<tool_call>{W}</tool_call>": [WEATHER],
+        GLM_W.replace("Köln", '"1"'): [Call("weather", '{"city": "\\"1\\""}')],  # a string as it is
+        "<tool_call>now<arg_key>x</arg_key><arg_value>y</arg_value></tool_call>": [
+            Call("now", '{"x": "y"}')
+        ],
+        **_same(
+            GLM_W.replace("weather", "unknown"), "<tool_call>now<arg_key>x</arg_key></tool_call>",
+            GLM_W.replace("</arg_value>", ""),
+        ),
+    },
+    Glm4Parser: {
+        'weather\n{"city": "Köln"}': [WEATHER],
+        'I look.\nweather\n{"city": "Köln"}\nadd\n{"a": 1, "b": [2]}': ["I look.\n", WEATHER, ADD],
+        'now \n\n{}\n then': [Call("now", "{}"), "then"],
+        **_same(
+            "weather", "the weather\n{}", "weather\nis fine\n", 'weather\n{"city": ', "now\n[]",
+            "wea\nther\n",
+        ),
+    },
+    Olmo3Parser: {
+        f"{OLMO}weather(city='Köln')\nadd(a=1, b=[2]){OLMO_END}": [WEATHER, ADD],
+        f"So: {OLMO}now(){OLMO_END} ok": ["So: ", Call("now", "{}"), "ok"],
+        f"{OLMO}add(a=-1, b=[true, null]){OLMO_END}": [Call("add", '{"a": -1, "b": [true, null]}')],
+        f"{OLMO}[{W}]{OLMO_END}": [WEATHER],
+        **_same(
+            f"{OLMO}weather(city={OLMO_END}", f"{OLMO}weather(city=open('x')){OLMO_END}",
+            f"{OLMO}unknown(){OLMO_END}", f"{OLMO}add(**{{}}){OLMO_END}", "<function_calls",
+            f"{OLMO}now(x={'(' * 300}{OLMO_END}", f"{OLMO}{OLMO_END}",
+            f"{OLMO}add(1, 2, 3){OLMO_END}",
+        ),
+    },
+    GemmaParser: {
+        f"{CODE}weather(city='Köln')\n```": [WEATHER],
+        f"I look.\n{CODE}print(add(1, [2]))\n```\n": ["I look.\n", ADD],
+        f"{CODE}[{W}]\n```{CODE}now()": [WEATHER, Call("now", "{}")],
+        '[weather(city="Köln"), add(a=1, b=[2])]': [WEATHER, ADD],
+        W.replace("arguments", "parameters"): [WEATHER],
+        f"```json\n{W}\n```": [WEATHER],
+        **_same(
+            "```python\nprint(1)\n```", f"{CODE}import os\n```", "[1] a source", "[weather]",
+            f"{CODE}x = now()\n```",
+        ),
+    },
+    HarmonyParser: {
+        "<|channel|>final<|message|>Hi<|return|>": ["Hi"],
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi": [
+            Thought("Hm."), "Hi",
+        ],
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.weather <|constrain|>json<|message|>{"city": "Köln"}<|call|>': [
+            Thought("Hm."), WEATHER,
+        ],
+        ' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": [2]}<|call|>'
+        "<|start|>assistant<|channel|>commentary to=functions.now<|message|>": [
+            ADD, Call("now", "{}"),
+        ],
+        "<|channel|>analysis<|message|>a<|end|><|channel|>analysis<|message|>b": [Thought("a\nb")],
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>So.": ["I look.\nSo."],
+        "<|channel|>commentary to=functions.weather<|message|>{city<|call|>": ["{city"],
+        "<|channel|>commentary to=python<|message|>1<|call|>": ["1"],
+        "<|channel|>final<|message|>1 <| 2 <|e": ["1 <| 2 <|e"],
+        "<|channel|>analysis": [],
+        "": [],
+        **_same('{"a": 1}', "to be", "<b>", "to"),  # without channels, as guided answers are
+    },
+}  # fmt: skip
+
+
+def _joined(found):
+    """Pieces of a kind side by side are one."""
+    joined = []
+    for item in found:
+        last = joined[-1] if joined else None
+        if isinstance(item, str) and isinstance(last, str):
+            joined[-1] += item
+        elif isinstance(item, Thought) and isinstance(last, Thought):
+            joined[-1] = Thought(last.text + item.text)
+        elif item:
+            joined.append(item)
+    return joined
+
+
+def read(reader, *pieces):
+    found = [item for piece in pieces for item in reader.push(piece)]
+    return _joined([*found, *reader.finish()])
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_however_the_text_is_cut(kind):
+    for text, expected in CASES[kind].items():
+        assert read(tool_calls.reader(kind, TOOLS), text) == expected
+        if len(text) < 1000:
+            assert read(tool_calls.reader(kind, TOOLS), *text) == expected
+        for cut in range(min(len(text), 250)):
+            found = read(tool_calls.reader(kind, TOOLS), text[:cut], text[cut:])
+            assert found == expected, (text[:cut], text[cut:])
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_text_is_passed_on_as_it_comes(kind):
+    reader = tool_calls.reader(kind, TOOLS)
+    begun = "<|channel|>final<|message|>" if kind is HarmonyParser else ""
+    assert reader.push(f"{begun}Well, ") == ["Well, "]
+    assert reader.push("then") == ["then"]
+
+
+TEMPLATES = {
+    GraniteParser: "<|start_of_role|>tools {{ tools }} respond with <|tool_call|>",
+    Phi4Parser: "{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}",
+    HunyuanParser: '{% if tools %}<tool_calls>[{"name": n, "arguments": a}]</tool_calls>',
+    CommandParser: "{% if tools %}<|START_ACTION|>",
+    MinistralParser: "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
+    Glm45Parser: "[gMASK]{% if tools %}<tool_call>{name}\n<arg_key><|observation|>",
+    Glm4Parser: "[gMASK]<sop>{% if tools %}{% endif %}<|observation|>",
+    Olmo3Parser: "<functions>{{ message['functions'] }}</functions><function_calls>",
+    GemmaParser: "<start_of_turn>{{ message.content }}<end_of_turn>",
+    HarmonyParser: "{% if tools %}<|start|>assistant<|channel|>final<|message|>",
+    # Granite 4, EXAONE 4, SmolLM3 and ERNIE 4.5 write Hermes' form.
+    HermesParser: '<|start_of_role|>{{ tools }}<tool_call>\n{"name": n, "arguments": a}',
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_families_are_known_by_their_templates(kind):
+    assert tool_calls.find(TEMPLATES[kind]) is kind
+    assert tool_calls.find("<start_of_turn>{{ tools }}<start_function_call>") is None

@@ -1,0 +1,46 @@
+"""What parts an answer into reasoning, calls and text, by the model's chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgellm.tools.serve import reasoning, tool_calls
+from edgellm.tools.serve.reasoning import ThinkForm, ThinkReader
+from edgellm.tools.serve.tool_calls.call import CallReader, ToolParser, Tools
+from edgellm.tools.serve.tool_calls.harmony import HarmonyParser
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How a model writes answers."""
+
+    parser: type[ToolParser] | None  # of calls, where there are tools; of channels
+    thinking: ThinkForm | None
+
+    @classmethod
+    def of(cls, template: str, *, has_tools: bool) -> AnswerForm:
+        """The form of a chat template's answers; its calls are read where there are tools."""
+        parser = tool_calls.find(template)
+        if parser is HarmonyParser:
+            return cls(parser, None)
+        return cls(parser if has_tools else None, reasoning.find(template))
+
+    @property
+    def shown_tokens(self) -> tuple[str, ...]:
+        """Special tokens that must be seen in an answer's text."""
+        forms = (self.parser, self.thinking)
+        return tuple(mark for form in forms if form is not None for mark in form.shown)
+
+    def reader(self, tools: Tools, prompt_end: str, *, is_guided: bool) -> CallReader | None:
+        """A reader of one answer; None: all of it is text.
+
+        Args:
+            tools: that may be called.
+            prompt_end: the last of the formatted messages, where reasoning may have begun.
+            is_guided: the answer has a wanted form from its first token on: it does not reason.
+        """
+        calls = tool_calls.reader(self.parser, tools) if self.parser is not None else None
+        if self.thinking is None or is_guided:
+            return calls
+        is_inside = prompt_end.rstrip().endswith(self.thinking.opening)
+        return ThinkReader(self.thinking, calls, is_inside=is_inside)

@@ -1,0 +1,67 @@
+"""Calls that are written as Python's, which is read and never run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from edgellm.tools.serve.tool_calls.call import Call, Tools
+
+_LONGEST = 1 << 16  # characters
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def python_calls(text: str, tools: Tools) -> list[Call]:
+    """The calls of a text: one in a line, or a list of them, in `print(...)` or not.
+
+    Raises one of `NoCall`.
+    """
+    if len(text) > _LONGEST:
+        raise ValueError("too long to be read")
+    return [_call(node, tools) for node in _nodes(ast.parse(text.strip()))]
+
+
+def _nodes(tree: ast.Module) -> Iterator[ast.Call]:
+    for statement in tree.body:
+        if not isinstance(statement, ast.Expr):
+            raise TypeError("no call")
+        listed = isinstance(statement.value, (ast.List, ast.Tuple))
+        for node in statement.value.elts if listed else [statement.value]:  # type: ignore[attr-defined]
+            if not isinstance(node, ast.Call):
+                raise TypeError("no call")
+            yield node
+
+
+def _call(node: ast.Call, tools: Tools) -> Call:
+    name = ast.unparse(node.func)
+    if name == "print" and name not in tools and len(node.args) == 1:
+        inner = node.args[0]
+        if isinstance(inner, ast.Call):
+            return _call(inner, tools)
+    arguments = {}
+    properties = list((tools[name] or {}).get("properties", {}))
+    for place, value in zip(properties[: len(node.args)], node.args, strict=True):
+        arguments[place] = _value(value)
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("arguments without names")
+        arguments[keyword.arg] = _value(keyword.value)
+    return Call.to(tools, name, arguments)
+
+
+def _value(node: ast.expr) -> Any:
+    """A literal, in Python's words or in JSON's."""
+    if isinstance(node, ast.Name):
+        return _JSON_NAMES[node.id]
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_value(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [_value(key) for key in node.keys if key is not None]
+        if not all(isinstance(key, str) for key in keys):
+            raise ValueError("keys are strings")
+        return dict(zip(keys, map(_value, node.values), strict=True))
+    value = ast.literal_eval(node)
+    if not isinstance(value, (str, int, float, bool, type(None))):
+        raise TypeError("no value of JSON")
+    return value
