@@ -84,8 +84,7 @@ class ThinkReader:
         if self._state == "wrapped":
             return self._inside()
         if self._state == "after":
-            self._held = self._held.lstrip()
-            self._state = "text" if self._held else "after"
+            self._state = "text" if self._held.strip() else "after"
             return []
         return self._passed(self._take(len(self._held)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from answer_cuts import require_read
 
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.tool_calls.call import Call, Thought
@@ -154,34 +155,10 @@ CASES = {
 }  # fmt: skip
 
 
-def _joined(found):
-    """Pieces of a kind side by side are one."""
-    joined = []
-    for item in found:
-        last = joined[-1] if joined else None
-        if isinstance(item, str) and isinstance(last, str):
-            joined[-1] += item
-        elif isinstance(item, Thought) and isinstance(last, Thought):
-            joined[-1] = Thought(last.text + item.text)
-        elif item:
-            joined.append(item)
-    return joined
-
-
-def read(reader, *pieces):
-    found = [item for piece in pieces for item in reader.push(piece)]
-    return _joined([*found, *reader.finish()])
-
-
 @pytest.mark.parametrize("kind", CASES)
 def test_however_the_text_is_cut(kind):
     for text, expected in CASES[kind].items():
-        assert read(tool_calls.reader(kind, TOOLS), text) == expected
-        if len(text) < 1000:
-            assert read(tool_calls.reader(kind, TOOLS), *text) == expected
-        for cut in range(min(len(text), 250)):
-            found = read(tool_calls.reader(kind, TOOLS), text[:cut], text[cut:])
-            assert found == expected, (text[:cut], text[cut:])
+        require_read(lambda: tool_calls.reader(kind, TOOLS), text, expected)
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -19,10 +19,12 @@ from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.tool_calls.grammar import forced_calls
 from edgellm.tools.serve.tool_calls.hermes import HermesParser
+from edgellm.tools.serve.tool_calls.ministral import MinistralParser
 from edgellm.tools.serve.tool_calls.mistral import MistralParser
 
 # No text may stand for these where they are tokens: of Qwen and Hermes, and of Mistral.
 TAGS, MARK = ("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]",)
+NAMED = ("[TOOL_CALLS]", "[ARGS]")  # special, and shown to Ministral's parser
 EATEN = {
     "type": "object",
     "properties": {
@@ -53,18 +55,21 @@ def _is_whole(call) -> bool:
 
 
 PAIRS = [((), kind) for kind in tool_calls.PARSERS]
-PAIRS += [(TAGS, HermesParser), (MARK, MistralParser)]
+PAIRS += [(TAGS, HermesParser), (MARK, MistralParser), (NAMED, MinistralParser)]
 
 
 @pytest.mark.parametrize(("llm", "kind"), PAIRS, indirect=["llm"])
 @pytest.mark.parametrize("several", [False, True])
 def test_every_family_reads_what_its_grammar_lets_through(llm, kind, several):
     counts, marks = set(), llm.tokenizer.added_ids(kind.form.marks)
-    assert len(marks) == len(llm.tokenizer.added_ids([*TAGS, *MARK]))
+    assert len(marks) == len(llm.tokenizer.added_ids([*TAGS, *NAMED]))
     grammar = forced_calls(kind.form, SCHEMAS, marks=marks, several=several)
     for seed in range(8):
         sampling = SamplingParams(4.0, 1.0, 0, seed, guide=Guide("lark", grammar))
-        answer = llm.generate("Hi", sampling=sampling, max_generate_length=900)
+        answer = llm.generate_text(
+            "Hi", sampling=sampling, max_generate_length=900, stop=(), add_special_tokens=True,
+            shown_tokens=kind.shown,
+        )  # fmt: skip
         list(answer)
         assert answer.finish_reason == "stop", answer.text
         assert set(marks.values()) <= set(answer.token_ids)
@@ -73,6 +78,8 @@ def test_every_family_reads_what_its_grammar_lets_through(llm, kind, several):
         assert found
         assert all(not isinstance(item, str) and _is_whole(item) for item in found)
         counts.add(len(found))
+        if seed >= 3 and len(counts) > 1:
+            break
     assert (counts == {1}) == (not several or kind.form.between is None)
 
 
@@ -98,12 +105,12 @@ def _tool(name, schema, **more):
 
 TOOLS = [_tool("eaten", EATEN), _tool("stop.it-now", None)]
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 900}
-NAMED = {"type": "function", "function": {"name": "eaten"}}
+ONE = {"type": "function", "function": {"name": "eaten"}}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_named_tool_and_a_required_one(client, stream):
-    for choice, more in ((NAMED, {}), ("required", {"parallel_tool_calls": False})):
+    for choice, more in ((ONE, {}), ("required", {"parallel_tool_calls": False})):
         found = client.chat.completions.create(
             **ASK, tools=TOOLS, tool_choice=choice, temperature=2, seed=1, stream=stream, **more
         )
@@ -123,7 +130,7 @@ def test_a_named_tool_and_a_required_one(client, stream):
 
 def test_strict_is_a_promise_that_is_kept_where_calls_are_guided(client):
     tools = [_tool("eaten", EATEN, strict=True)]
-    found = client.chat.completions.create(**ASK, tools=tools, tool_choice=NAMED)
+    found = client.chat.completions.create(**ASK, tools=tools, tool_choice=ONE)
     assert _is_whole(found.choices[0].message.tool_calls[0].function)
     with pytest.raises(openai.BadRequestError, match="strict needs a tool_choice"):
         client.chat.completions.create(**ASK, tools=tools)
@@ -133,15 +140,15 @@ def test_strict_is_a_promise_that_is_kept_where_calls_are_guided(client):
     ("changed", "fragment"),
     [
         ({"tool_choice": "required"}, '"required" needs tools'),
-        ({"tool_choice": NAMED, "tools": TOOLS[1:]}, "no tool 'eaten' among"),
+        ({"tool_choice": ONE, "tools": TOOLS[1:]}, "no tool 'eaten' among"),
         ({"tool_choice": "always", "tools": TOOLS}, 'give "auto", "none", "required"'),
         ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice"),
         (
-            {"tool_choice": NAMED, "tools": TOOLS, "response_format": {"type": "json_object"}},
+            {"tool_choice": ONE, "tools": TOOLS, "response_format": {"type": "json_object"}},
             "has no other form",
         ),
-        ({"tool_choice": NAMED, "tools": [_tool("eaten", {"type": "fruit"})]}, "an object"),
-        ({"tool_choice": NAMED, "tools": TOOLS, "extra_body": {"ignore_eos": True}}, "ignore_eos"),
+        ({"tool_choice": ONE, "tools": [_tool("eaten", {"type": "fruit"})]}, "an object"),
+        ({"tool_choice": ONE, "tools": TOOLS, "extra_body": {"ignore_eos": True}}, "ignore_eos"),
     ],
 )
 def test_choices_that_cannot_be_made(client, changed, fragment):

@@ -19,7 +19,7 @@ class CommandParser(MarkedParser):
     """See `ToolParser`."""
 
     openings, closing = (_OPEN,), _CLOSE
-    shown = (_OPEN, _CLOSE)
+    shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
     form: ClassVar = CallForm(
         '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ', "}", between=", ",
         opening=f"{_OPEN}[", closing=f"]{_CLOSE}", marks=shown,

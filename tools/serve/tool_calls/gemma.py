@@ -30,7 +30,7 @@ class GemmaParser(MarkedParser):
     """See `ToolParser`; calls that must be made are JSON, which `LooseParser` reads."""
 
     openings, closing = (_OPEN,), _CLOSE
-    shown = ()
+    shown: ClassVar[tuple[str, ...]] = ()
     form: ClassVar = CallForm('{"name": "NAME", "parameters": ', "}", between="\n")
 
     def __init__(self, tools: Tools) -> None:

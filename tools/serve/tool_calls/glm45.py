@@ -22,7 +22,7 @@ class Glm45Parser(MarkedParser):
     """See `ToolParser`; calls that must be made have JSON between the tags."""
 
     openings, closing = (_OPEN,), _CLOSE
-    shown = (
+    shown: ClassVar[tuple[str, ...]] = (
         _OPEN, _CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     )  # fmt: skip
     form: ClassVar = CallForm(
@@ -42,9 +42,7 @@ class Glm45Parser(MarkedParser):
         name, mark, pairs = text.partition("<arg_key>")
         name, pairs, arguments, end = name.strip(), mark + pairs, {}, 0
         schema = (self._tools[name] or {}).get("properties", {})
-        for pair in _PAIR.finditer(pairs):
-            if pair.start() != end:
-                break
+        while (pair := _PAIR.match(pairs, end)) is not None:
             end = pair.end()
             arguments[pair[1].strip()] = _value(pair[2], schema.get(pair[1].strip(), {}))
         if pairs[end:].strip():

@@ -18,7 +18,7 @@ class GraniteParser(MarkedParser):
     """See `ToolParser`."""
 
     openings = (_MARK,)
-    shown = (_MARK,)
+    shown: ClassVar[tuple[str, ...]] = (_MARK,)
     form: ClassVar = CallForm(
         '{"name": "NAME", "arguments": ', "}", between=", ", opening=f"{_MARK}[", closing="]",
         marks=shown,

@@ -32,7 +32,7 @@ _PREFIXES = ("<|", "to=")  # with what the first header begins
 class HarmonyParser:
     """See `ToolParser`; without tools it parts reasoning from text."""
 
-    shown = (*_ENDS, _MESSAGE, "<|constrain|>")
+    shown: ClassVar[tuple[str, ...]] = (*_ENDS, _MESSAGE, "<|constrain|>")
     form: ClassVar = CallForm(
         "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", between=None,
         marks=("<|channel|>", "<|constrain|>", "<|message|>"),

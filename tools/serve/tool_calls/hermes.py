@@ -17,7 +17,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 class HermesParser:
     """See `ToolParser`; newlines behind a call are no text."""
 
-    shown: ClassVar = (_OPEN, _CLOSE)
+    shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
     form: ClassVar = CallForm(
         _OPEN + '\n{"name": "NAME", "arguments": ',
         "}\n" + _CLOSE,

@@ -18,7 +18,7 @@ class HunyuanParser(MarkedParser):
     """See `ToolParser`."""
 
     openings, closing = (_OPEN,), _CLOSE
-    shown = (_OPEN, _CLOSE)
+    shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
     form: ClassVar = CallForm(
         '{"name": "NAME", "arguments": ', "}", between=", ", opening=f"{_OPEN}[",
         closing=f"]{_CLOSE}", marks=shown,

@@ -19,7 +19,7 @@ class MinistralParser(MarkedParser):
     """See `ToolParser`."""
 
     openings = (_MARK,)
-    shown = (_MARK, _ARGUMENTS, _ID)
+    shown: ClassVar[tuple[str, ...]] = (_MARK, _ARGUMENTS, _ID)
     form: ClassVar = CallForm(f"{_MARK}NAME{_ARGUMENTS}", "", between="", marks=(_MARK, _ARGUMENTS))
 
     @staticmethod

@@ -19,7 +19,7 @@ class Olmo3Parser(MarkedParser):
     """See `ToolParser`; calls that must be made have JSON between the tags."""
 
     openings, closing = (_OPEN,), _CLOSE
-    shown = (_OPEN, _CLOSE)
+    shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
     form: ClassVar = CallForm(
         '{"name": "NAME", "arguments": ', "}", between=", ", opening=f"{_OPEN}[",
         closing=f"]{_CLOSE}", marks=shown,

@@ -22,7 +22,7 @@ class Phi4Parser(MarkedParser):
     """See `ToolParser`."""
 
     openings = (_OPEN, "functools[")
-    shown = (_OPEN, _CLOSE)
+    shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
     form: ClassVar = CallForm(
         '{"name": "NAME", "arguments": ', "}", between=", ", opening=f"{_OPEN}[",
         closing=f"]{_CLOSE}", marks=shown,

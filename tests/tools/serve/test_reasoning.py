@@ -1,0 +1,261 @@
+"""Reasoning apart from text and calls: parsed by any cut, streamed, and back into templates."""
+
+from __future__ import annotations
+
+import shutil
+
+import anyio
+import pytest
+from answer_cuts import require_read
+from lettered_engine import with_letters
+from serve_process import serving
+
+from edgellm.device_runtime.engine.llm import Step
+from edgellm.device_runtime.engine.messages import Formatter
+from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.tools.serve.answer_readers import AnswerForm
+from edgellm.tools.serve.chat import ChatWriter, ask_of, prompt_end
+from edgellm.tools.serve.events import Finished
+from edgellm.tools.serve.schemas import ChatRequest
+from edgellm.tools.serve.settings import ImageRules
+from edgellm.tools.serve.tool_calls.call import Call, Thought
+from edgellm.tools.serve.tool_calls.hermes import HermesParser
+
+TOOLS = {"weather": None}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+WEATHER = Call("weather", '{"city": "Bonn"}')
+HM = Thought("Hm.\nWell.")
+QWEN = '<think></think>{% if tools %}<tool_call>"arguments"'
+TAGS = {
+    "<think>\nHm.\nWell.\n</think>\n\nHi\n": [HM, "Hi\n"],
+    f"<think>Hm.\nWell.</think>{CALL}": [HM, WEATHER],
+    f"\n<think>\nHm.\nWell.\n</think>\n\nI look.\n{CALL}": [HM, "I look.\n", WEATHER],
+    f"<think>{CALL}</think>": [Thought(CALL)],  # it only considers it
+    "<think>\n\n</think>\n\nHi": ["Hi"],
+    "<think>Hm.\nWell.": [HM],
+    "<think>Hm.\nWell. </thin": [Thought("Hm.\nWell. </thin")],
+    " no <think>Hm.</think>": [" no <think>Hm.</think>"],
+    "a </think> b": ["a </think> b"],
+    "": [],
+    "\n <thi": ["\n <thi"],
+}
+INSIDE = {
+    "Hm.\nWell.\n</think>\n\nHi": [HM, "Hi"],
+    "<think>\nHm.\nWell.</think>Hi": [HM, "Hi"],  # some write the mark again
+    "</think>Hi": ["Hi"],
+    "< 5": [Thought("< 5")],
+    "Hm.\nWell.\n": [HM],
+}
+WRAPPED = {
+    "<think>\nHm.\nWell.\n</think>\n<answer>\nHi\n you\n</answer>\n": [HM, "Hi\n you"],
+    "<answer>\nHi\n</answer>": ["Hi"],
+    "<think>Hm.\nWell.</think>\n<ans": [HM, "<ans"],
+    "<think>Hm.\nWell.</think> Hi </answer>": [HM, "Hi </answer>"],
+    "<answer>Hi</answer>\n more": ["Hi\n more"],
+}
+COMMAND = {
+    "<|START_THINKING|>Hm.\nWell.<|END_THINKING|><|START_RESPONSE|>Hi<|END_RESPONSE|>": [HM, "Hi"],
+    '<|START_THINKING|>Hm.\nWell.<|END_THINKING|><|START_ACTION|>[{"tool_name": "weather", '
+    '"parameters": {"city": "Bonn"}}]<|END_ACTION|>': [HM, WEATHER],
+}
+MINISTRAL = {
+    '[THINK]Hm.\nWell.[/THINK]Hi[TOOL_CALLS]weather[ARGS]{"city": "Bonn"}': [HM, "Hi", WEATHER]
+}
+HUNYUAN = "{% if tools %}<tool_calls>{% endif %}<think></think><answer></answer>"
+R7B = "<|START_THINKING|><|START_ACTION|>tools<|START_RESPONSE|>"
+CASES = [
+    (QWEN, "", TAGS), (QWEN, "<|im_start|>assistant\n<think>\n", INSIDE), (HUNYUAN, "", WRAPPED),
+    (R7B, "", COMMAND), ("tools[TOOL_CALLS][ARGS][THINK]", "", MINISTRAL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "end", "cases"), CASES)
+def test_however_the_text_is_cut(template, end, cases):
+    form = AnswerForm.of(template, has_tools=True)
+    for text, expected in cases.items():
+        require_read(lambda: form.reader(TOOLS, end, is_guided=False), text, expected)
+
+
+def test_answers_that_hold_none_are_read_as_before():
+    assert AnswerForm.of("{{ messages }}", has_tools=False).reader({}, "", is_guided=False) is None
+    form = AnswerForm.of(QWEN, has_tools=False)
+    assert form.parser is None
+    assert form.reader({}, "<think>", is_guided=True) is None  # a wanted form has no reasoning
+    assert AnswerForm.of(QWEN, has_tools=True).parser is HermesParser
+    assert AnswerForm.of("{% if tools %}<tool_call>", has_tools=False).shown_tokens == ()
+
+
+# Each as its family documents it, as short as can be.
+HARMONY = (
+    "{%- for m in messages %}"
+    "{%- if m.role == 'tool' %}<|start|>functions.{{ ns }} to=assistant<|channel|>commentary"
+    "<|message|>{{ m.content | tojson }}<|end|>"
+    "{%- elif m.tool_calls %}{%- if m.content and m.thinking %}{{ raise_exception('both') }}"
+    "{%- endif %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+    "{%- set f = m.tool_calls[0].function %}<|start|>assistant to=functions.{{ f.name }}<|channel|>"
+    "commentary json<|message|>{{ f.arguments | tojson }}<|call|>"
+    "{%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{%- endif %}{%- endfor %}"
+    "{%- if tools %}{%- endif %}<|start|>assistant"
+)
+QWEN3 = (
+    '{%- if tools %}<tool_call>"arguments"{%- endif %}{%- for m in messages %}{{ m.role }}:'
+    "{%- if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}"
+    "{%- endif %}{{ m.content }}{%- for c in m.tool_calls or [] %}<tool_call>"
+    "{{ c.function | tojson }}</tool_call>{%- endfor %};{%- endfor %}assistant:"
+    "{%- if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}"
+)
+MINISTRAL3 = (
+    "{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{%- endif %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{%- else %}"
+    "{%- for block in m.content %}{%- if block.type == 'thinking' %}[THINK]{{ block.thinking }}"
+    "[/THINK]{%- else %}{{ block.text }}{%- endif %}{%- endfor %}"
+    "{%- for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
+    "{{ c.function.arguments | tojson(ensure_ascii=False) }}{%- endfor %}</s>{%- endif %}"
+    "{%- endfor %}"
+)
+GEMMA3 = (
+    "{%- for m in messages %}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{%- endif %}<start_of_turn>"
+    "{{ ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim }}"
+    "{{ '<end_of_turn>\n' }}{%- endfor %}{{ '<start_of_turn>model\n' }}"
+)
+PHI4 = (
+    "{%- for m in messages %}{%- if m.role == 'system' and 'tools' in m %}<|system|>{{ m.content }}"
+    "<|tool|>{% set message = m %}{{ message['tools'] }}<|/tool|><|end|>{%- else %}<|{{ m.role }}|>"
+    "{{ m.content }}<|end|>{%- endif %}{%- endfor %}<|assistant|>"
+)
+ROUNDS = {
+    HARMONY: (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.weather <|constrain|>json<|message|>{"city": "Bonn"}<|call|>',
+        "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant "
+        'to=functions.weather<|channel|>commentary json<|message|>{"city": "Bonn"}<|call|>',
+    ),
+    QWEN3: (
+        f"<think>\nHm.\n</think>\n\n{CALL}",
+        'assistant:<think>\nHm.\n</think>\n\n<tool_call>{"name": "weather", "arguments": '
+        '{"city": "Bonn"}}</tool_call>;tool:sunny;',
+    ),
+    MINISTRAL3: (
+        '[THINK]Hm.[/THINK][TOOL_CALLS]weather[ARGS]{"city": "Bonn"}',
+        '[INST]Bonn?[/INST][THINK]Hm.[/THINK][TOOL_CALLS]weather[ARGS]{"city": "Bonn"}</s>'
+        "[TOOL_RESULTS]sunny[/TOOL_RESULTS]",
+    ),
+    GEMMA3: (
+        "```tool_code\nweather(city='Bonn')\n```",
+        "<start_of_turn>model\n```tool_code\nweather(city='Bonn')\n```<end_of_turn>\n"
+        "<start_of_turn>user\n```tool_output\nsunny\n```<end_of_turn>\n",
+    ),
+    PHI4: (
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Bonn"}}]<|/tool_call|>',
+        '<|assistant|><|tool_call|>[{"name": "weather", "arguments": {"city": "Bonn"}}]'
+        "<|/tool_call|><|end|><|tool_response|>sunny<|end|>",
+    ),
+}
+TOOL = {"name": "weather", "parameters": {"type": "object"}}
+ASKED = {"tools": [{"type": "function", "function": TOOL}]}
+QUESTION = {"role": "user", "content": "Bonn?"}
+FIGURES = Finished("stop", 5, 0, 9, (), 0.0, 0.0, 0.0)
+
+
+class _Model:
+    """As much of an `LLM` as a chat needs to know."""
+
+    def __init__(self, folder):
+        self.tokenizer, self.images, self.manifest = ChatTokenizer(folder), None, self
+        self.formatter, self.eos_token_ids = Formatter(self.tokenizer), (2,)
+
+
+@pytest.fixture
+def model(roomy_engine, tmp_path):
+    def made(template):
+        shutil.copy(roomy_engine / "tokenizer.json", tmp_path)
+        (tmp_path / "chat_template.jinja").write_text(template)
+        return _Model(tmp_path)
+
+    return made
+
+
+def _text(model, *messages, **more):
+    body = ChatRequest.model_validate({"messages": list(messages), **more})
+    ask = anyio.run(ask_of, body, model, ImageRules())
+    return body, model.formatter.format(ask.prompt, ask.template_flags)
+
+
+@pytest.mark.parametrize("template", ROUNDS)
+def test_reasoning_calls_and_results_go_back_into_the_template(model, template):
+    answered, expected = ROUNDS[template]
+    model = model(template)
+    body, text = _text(model, QUESTION, **ASKED)
+    assert "weather" in text or template in (HARMONY, QWEN3)  # these show no tools here
+    writer = ChatWriter(body, model, "m")
+    events = [event for letter in answered for event in writer.step(Step((9,), letter))]
+    events += writer.end(FIGURES)
+    choice = writer.whole(FIGURES)["choices"][0]
+    message, deltas = choice["message"], [event["choices"][0]["delta"] for event in events]
+    thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert thought == "".join(delta.get("reasoning", "") for delta in deltas)
+    assert thought == message.get("reasoning_content", "")
+    assert thought == ("" if template in (GEMMA3, PHI4) else "Hm.")
+    assert [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert choice["finish_reason"] == "tool_calls"
+    result = {"role": "tool", "content": "sunny", "tool_call_id": message["tool_calls"][0]["id"]}
+    _, text = _text(model, QUESTION, message, result, **ASKED)
+    assert expected in text
+
+
+def test_gpt_oss_takes_a_text_and_reasoning_before_a_call(model):
+    call = {"id": "1", "function": {"name": "weather", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": "I look.", "reasoning": "Hm.", "tool_calls": [call]}
+    _, text = _text(model(HARMONY), QUESTION, turn, **ASKED)
+    assert "<|message|>Hm.\nI look.<|end|>" in text
+
+
+def test_whether_reasoning_has_begun_is_read_off_the_prompt(model):
+    begun = "{%- if enable_thinking %}<think>{%- else %}<think></think>{%- endif %}"
+    model = model("{{ messages[0].content }}" + begun)
+    ends = []
+    for thinks in (True, False):
+        flags = {"enable_thinking": thinks}
+        body = ChatRequest.model_validate({"messages": [QUESTION], "chat_template_kwargs": flags})
+        ask = anyio.run(ask_of, body, model, ImageRules())
+        ends.append(anyio.run(prompt_end, ask, body, model))
+        writer = ChatWriter(body, model, "m", prompt_end=ends[-1])
+        writer.step(Step((9,), "Hm.</think>Hi"))
+        message = writer.whole(FIGURES)["choices"][0]["message"]
+        expected = ("Hi", "Hm.") if thinks else ("Hm.</think>Hi", None)
+        assert (message["content"], message.get("reasoning_content")) == expected
+    assert ends == ["Bonn?<think>", "Bonn?<think></think>"]
+
+
+def test_special_tokens_are_shown_where_they_are_asked_for(model):
+    tokenizer = model("{{ messages }}").tokenizer
+    special = ["<s>", "</s>"]
+    ids = tokenizer.added_ids(special)
+    some = tokenizer.encode("a", add_special_tokens=False)
+    for shown in ((), special[:1], special):
+        stream = tokenizer.stream(shown)
+        pieces = [stream.push(one) for one in [*some, *ids.values(), *some]]
+        text = "".join(pieces) + stream.finish()
+        assert [token for token in special if token in text] == list(shown)
+
+
+def test_a_server_gives_reasoning_apart(roomy_engine, tmp_path):
+    template = (
+        "{%- for m in messages %}{{ m.content }}{%- endfor %}"
+        "{%- if enable_thinking %}<think>{%- endif %}"
+    )
+    engine = with_letters(roomy_engine, tmp_path / "engine", chat_template=template)
+    asked = {"messages": [QUESTION], "max_tokens": 20, "temperature": 0}
+    with serving(engine) as server:
+        path = "/v1/chat/completions"
+        plain = server.json(path, asked)[1]["choices"][0]["message"]
+        assert plain["content"]
+        assert "reasoning" not in plain
+        asked["chat_template_kwargs"] = {"enable_thinking": True}
+        thought = server.json(path, asked)[1]["choices"][0]["message"]
+        assert thought["reasoning"] == thought["reasoning_content"] != ""
+        assert thought["content"] == ""
+        back = {**asked, "messages": [QUESTION, thought, QUESTION]}
+        assert server.json(path, back)[0] == 200
