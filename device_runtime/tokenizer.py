@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -61,6 +61,7 @@ class ChatTokenizer:
         template = folder / "chat_template.jinja"
         self._template_text = template.read_text("utf-8") if template.exists() else None
         self._environment: ImmutableSandboxedEnvironment | None = None
+        self._compiled: tuple[str, Template] | None = None  # the template's text, and itself
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token.content: index for index, token in added if token.special}
         special = (content for content in self._special_ids if len(content) > 1)
@@ -153,8 +154,10 @@ class ChatTokenizer:
         if self._environment is None:
             self._environment = _environment()
         try:
-            template = self._environment.from_string(self._template_text)
-            return template.render(messages=messages, **self._special, **flags)
+            if self._compiled is None or self._compiled[0] != self._template_text:
+                template = self._environment.from_string(self._template_text)
+                self._compiled = self._template_text, template
+            return self._compiled[1].render(messages=messages, **self._special, **flags)
         except (TemplateError, TypeError) as error:
             raise RequestError(f"the chat template refuses the messages: {error}") from None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from answer_cuts import require_read
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.tool_calls.call import Call, Thought
@@ -189,3 +191,18 @@ TEMPLATES = {
 def test_families_are_known_by_their_templates(kind):
     assert tool_calls.find(TEMPLATES[kind]) is kind
     assert tool_calls.find("<start_of_turn>{{ tools }}<start_function_call>") is None
+
+
+_MARKS = sorted({mark for kind in CASES for mark in (*kind.shown, *getattr(kind, "openings", ()))})
+
+
+@given(
+    st.lists(st.sampled_from([*_MARKS, W, R7B[0], "now", "now()", "{", "}", "[", "\n", " ", "<"]))
+)
+def test_no_text_is_lost_or_breaks_a_parser(pieces):
+    text = "".join(pieces)
+    for kind in CASES:
+        reader = tool_calls.reader(kind, TOOLS)
+        found = [item for piece in pieces for item in reader.push(piece)] + reader.finish()
+        if kind is not HarmonyParser and all(isinstance(item, str) for item in found):
+            assert "".join(found) == text
