@@ -10,6 +10,7 @@ from answer_cuts import require_read
 from lettered_engine import with_letters
 from serve_process import serving
 
+from edgellm.contract import RequestError
 from edgellm.device_runtime.engine.llm import Step
 from edgellm.device_runtime.engine.messages import Formatter
 from edgellm.device_runtime.tokenizer import ChatTokenizer
@@ -259,3 +260,28 @@ def test_a_server_gives_reasoning_apart(roomy_engine, tmp_path):
         assert thought["content"] == ""
         back = {**asked, "messages": [QUESTION, thought, QUESTION]}
         assert server.json(path, back)[0] == 200
+
+
+def test_gemma_reads_several_results_in_one_turn(model):
+    calls = [
+        {"id": "1", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}},
+        {"id": "2", "function": {"name": "stop.it-now", "arguments": "{}"}},
+    ]
+    results = [{"role": "tool", "content": word, "tool_call_id": "1"} for word in ("sunny", "so")]
+    turn = {"role": "assistant", "content": "I look.\n", "tool_calls": calls}
+    parts = {"role": "user", "content": [{"type": "text", "text": "And now?"}]}
+    _, text = _text(model(GEMMA3), QUESTION, turn, *results, parts)
+    assert text.endswith(
+        "<start_of_turn>model\nI look.\n```tool_code\nweather(city='Bonn')\n"
+        '{"name": "stop.it-now", "parameters": {}}\n```<end_of_turn>\n<start_of_turn>user\n'
+        "```tool_output\nsunny\n```\n```tool_output\nso\n```\nAnd now?<end_of_turn>\n"
+        "<start_of_turn>model\n"
+    )
+    assert "These functions" not in text  # none are given now
+
+
+def test_messages_without_tools_are_left_to_the_template(model):
+    _, text = _text(model(GEMMA3), QUESTION, {"role": "assistant", "content": "Hi"}, QUESTION)
+    assert text.count("Bonn?") == 2
+    with pytest.raises(RequestError, match="roles must alternate"):
+        _text(model(GEMMA3), QUESTION, QUESTION)
