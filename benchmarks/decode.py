@@ -27,6 +27,8 @@ from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.scripts import smollm2
 
+THEIRS = ", ONNX Runtime's kernels"
+
 
 def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str, str, Path]]:
     """Make all models that are not there yet: name -> (python, kind, path)."""
@@ -38,11 +40,11 @@ def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str,
         if not checkpoint.exists():
             make = weights.round_checkpoint if block else weights.float_checkpoint
             make(str(source), checkpoint, *([block] if block else []))
-        for prefill in ("same", "auto") if block else ("auto",):
-            engine = work / f"{checkpoint.name}-{prefill}-{threads}"
+        for kernels in ("edgellm", "onnxruntime") if block else ("auto",):
+            engine = work / f"{checkpoint.name}-{kernels}-{threads}"
             if not engine.exists():
-                _build(checkpoint, engine, threads, prefill)
-            label = f"edgellm {name}" + (", one graph" if prefill == "same" else "")
+                _build(checkpoint, engine, threads, "auto", "auto", kernels)
+            label = f"edgellm {name}" + (THEIRS if kernels == "onnxruntime" else "")
             models[label] = (sys.executable, "edgellm", engine)
     for kind in ("Q4_0", "Q8_0"):
         path = weights.gguf(source, work, kind, llama_python)
@@ -122,9 +124,10 @@ def main() -> None:
             (f"{q}, edgellm's kernels", f"{q}, onnxruntime's kernels") for q in ("int4", "int8")
         ]
     else:
-        own = ("edgellm int4 b32", "edgellm int4 b32, one graph")
-        peers = ("onnxruntime-genai int4 b32", "llama.cpp Q4_0")
-        pairs = [(ours, peer) for peer in peers for ours in own]
+        ours = "edgellm int4 b32"
+        peers = (f"{ours}{THEIRS}", "onnxruntime-genai int4 b32", "llama.cpp Q4_0")
+        pairs = [(ours, peer) for peer in peers]
+        pairs.append(("edgellm int4 b128", f"edgellm int4 b128{THEIRS}"))
     _ratios(decode, prefill, pairs)
 
 

@@ -53,10 +53,13 @@ class Call:
         events = [await self._events.get()]
         while not self._events.empty():
             events.append(self._events.get_nowait())
-        if isinstance(events[0], Failed):
-            raise events[0].error
-        if isinstance(events[-1], Failed):
-            self._events.put_nowait(events.pop())  # what came before is delivered first
+        # A client's leaving may overtake steps of the pass that it interrupts.
+        at = next((i for i, event in enumerate(events) if isinstance(event, Failed)), len(events))
+        if at < len(events):
+            failed, events = events[at], events[:at]
+            if not events:
+                raise failed.error
+            self._events.put_nowait(failed)  # what came before is delivered first
         self._left -= sum(isinstance(event, Finished) for event in events)
         return events
 
