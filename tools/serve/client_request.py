@@ -53,13 +53,13 @@ class Call:
         events = [await self._events.get()]
         while not self._events.empty():
             events.append(self._events.get_nowait())
-        # A client's leaving may overtake steps of the pass that it interrupts.
-        at = next((i for i, event in enumerate(events) if isinstance(event, Failed)), len(events))
-        if at < len(events):
-            failed, events = events[at], events[:at]
-            if not events:
-                raise failed.error
-            self._events.put_nowait(failed)  # what came before is delivered first
+        for at, event in enumerate(events):  # a client's leaving may overtake a pass's last step
+            if isinstance(event, Failed):
+                if not at:
+                    raise event.error
+                self._events.put_nowait(event)  # what came before is delivered first
+                events = events[:at]
+                break
         self._left -= sum(isinstance(event, Finished) for event in events)
         return events
 
