@@ -76,7 +76,7 @@ def test_whoever_asks_nothing_is_cut_off(inside, monkeypatch):
 def test_an_answer_may_take_longer_than_its_question(inside, monkeypatch):
     monkeypatch.setattr(connection, "HEAD_S", 0.05)
     client = http.client.HTTPConnection("127.0.0.1", inside.port, timeout=60)
-    body = json.dumps({**LONG, "max_tokens": 600})
+    body = json.dumps({**LONG, "max_tokens": 3000})
     client.request("POST", "/v1/completions", body, {"content-type": "application/json"})
     began = time.monotonic()
     assert b"[DONE]" in client.getresponse().read()
