@@ -1,4 +1,4 @@
-"""The one kernel that edgellm brings along: accepted rows of a KV cache move together.
+"""A kernel for GPUs that edgellm brings along: accepted rows of a KV cache move together.
 
 It is written in PTX, which the driver compiles, so that a device needs neither nvcc nor NVRTC.
 """

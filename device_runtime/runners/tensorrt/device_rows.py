@@ -7,6 +7,7 @@ the host when somebody wants an array of numpy's.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from edgellm.contract import LimitError
 from edgellm.device_runtime.runners.tensorrt.device import Buffer, Device
 
+_log = logging.getLogger(__name__)
 WORD_BYTES = 16  # rows are gathered in words
 _LARGEST_KEPT_BYTES = 4 << 20  # of a tree's rows, not of a prompt's
 
@@ -145,7 +147,8 @@ class DeviceRows:
         """Rows that stay what they are; on the host where the device has no room for a prompt's."""
         try:
             copied = _blank(self, len(self.rows))
-        except LimitError:
+        except LimitError as error:
+            _log.warning("%s; a prompt's features go to the host, which is slower", error)
             return np.asarray(self)
         self.copy_to(copied._address)
         return copied._of(copied.rows, self._lead)

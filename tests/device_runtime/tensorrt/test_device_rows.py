@@ -69,11 +69,12 @@ def test_memory_is_used_again(matrix):
     assert (device.free_bytes(), device.waits) == (free, waits)
 
 
-def test_a_prompts_rows_go_to_the_host_where_the_device_is_full(matrix, monkeypatch):
+def test_a_prompts_rows_go_to_the_host_where_the_device_is_full(matrix, monkeypatch, caplog):
     rows, host, _, device = matrix
     monkeypatch.setattr(device, "_free", 100)
     found = rows[0].copy()
     assert isinstance(found, np.ndarray)
+    assert "features go to the host" in caplog.text
     np.testing.assert_array_equal(found, host)
 
 
