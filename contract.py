@@ -98,3 +98,10 @@ FP4_LINEAR = "Fp4Linear"  # x, codes [out, in], scales, global scale
 ROUND_INPUT = "RoundInput"  # x, scale, zero point
 ROUND_INPUT_FP4 = "RoundInputFp4"  # x, global scale
 SMOOTH_INPUT = "SmoothInput"  # x, factors [in]
+ROUTER = "Router"  # x, weight [experts, in]; never rounded
+# x, ids and shares of those chosen, then what holds the gates, the ups and the downs of all experts
+# (as the four kinds of linear layers hold one, with the experts as first axis), and their biases.
+EXPERTS = "Experts"
+QUANTIZED_EXPERTS = "QuantizedExperts"
+SHIFTED_EXPERTS = "ShiftedExperts"
+FP4_EXPERTS = "Fp4Experts"  # codes [experts, out, in], scales bfloat16 of 32 inputs

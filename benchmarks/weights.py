@@ -21,6 +21,7 @@ from edgellm.export.source import open_checkpoint
 from edgellm.quantize.formats import pack_int4
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROUTER = "mlp.gate.weight"  # of a mixture of experts, which nobody rounds
 
 
 def float_checkpoint(source: str, output: Path, dtype: str = "F32") -> None:
@@ -88,7 +89,7 @@ def round_checkpoint(source: str, output: Path, block_size: int) -> None:
             tensors[name] = array.astype(np.float16)
             if checkpoint.config.get("tie_word_embeddings"):
                 _round_into(tensors, _HEAD, array, block_size)
-        elif array.ndim == 2:
+        elif array.ndim == 2 and not name.endswith(_ROUTER):
             _round_into(tensors, name, array, block_size)
         else:
             tensors[name] = array

@@ -8,6 +8,7 @@ coarser: what then differs is what rounding does to this model.
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,10 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.build.lowering.calls import find_calls, inline
+from edgellm.build.lowering.experts import ExpertLayer, all_weights, expand_rounded
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding
-from edgellm.build.lowering.linear_weights import layer_name, linear_layers
+from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.lowering.round_int4 import load_portable
 from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.lowering.weights import WeightFile
@@ -88,15 +90,14 @@ def make_reference(
     passes = sample_passes(source.role, source.bundle, rows, rows)
     if not wanted:
         return Reference(source, passes, why_not="--noCheck")
-    floats = linear_layers(load_portable(source.path, None).graph)
-    need = _COPIES * 4 * max((weight.count for _, weight in floats), default=0)
+    need = _COPIES * 4 * _largest_weight(load_portable(source.path, None).graph)
     if need > (available := available_memory_bytes()):
         lacking = f"that needs about {need >> 20} MiB of memory, {available >> 20} are available"
         return Reference(source, passes, why_not=lacking)
-    layers = list(linear_layers(source.load()[0].graph))  # weights that are rounded are so now
+    layers = list(all_weights(source.load()[0].graph))  # weights that are rounded are so now
     start = time.perf_counter()
     has_int8_cache = source.cache is not None and source.cache.dtype == "int8"
-    roundings = {engine.of(weight, layer_name(call)) for call, weight in layers}
+    roundings = {engine.of(weight, name) for name, weight in layers}
     rounded: Numbers = {}
     try:
         exact, shown = _compute(source, passes, Rounds(), None)
@@ -107,6 +108,12 @@ def make_reference(
     sums = _UNIT * sum(weight.in_features for _, weight in layers)
     seconds = time.perf_counter() - start
     return Reference(source, passes, "", exact, rounded, shown, sums, seconds)
+
+
+def _largest_weight(graph: ir.Graph) -> int:
+    """Numbers in it; all experts of a layer are decoded together."""
+    experts = (math.prod(layer.gate.shape) for layer in ExpertLayer.all_of(graph))
+    return max([0, *(weight.count for _, weight in linear_layers(graph)), *experts])
 
 
 def _compute(
@@ -212,13 +219,15 @@ def _expand(
     graph = GraphEditor(model.graph)
     lower_inputs(graph)
     layers = {
-        weight.parts[0].parameter: (sum(weight.widths), engine.of(weight, layer_name(call)))
-        for call, weight in linear_layers(model.graph)
+        weight.parts[0].parameter: (sum(weight.widths), engine.of(weight, name))
+        for name, weight in all_weights(model.graph)
     }
     defined = {name for _, name, _ in model.functions}
     for call in find_calls(model.graph, contract.QUANTIZED_LINEAR):
         if contract.QUANTIZED_LINEAR not in defined:  # the build rounded it
             _expand_rounded(graph, call)
+    if contract.QUANTIZED_EXPERTS not in defined:
+        expand_rounded(graph)
     inline(model)
     if bundle.dtype == "float16" and not engine.halves:
         _in_float32(graph)

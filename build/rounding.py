@@ -54,6 +54,8 @@ def round_layers(
         parameter = _parameter(weight)
         if x is None or weight is None or parameter is None:
             continue
+        if parameter not in layers:  # a router
+            continue
         (width, rounding), graph.cursor = layers[parameter], node
         if block := rounding.input_block:
             if (x, block) not in rounded:
@@ -105,7 +107,10 @@ class _Errors:
         self._lengths: dict[ir.Value, ir.Value] = {}
 
     def of(self, x: ir.Value, weight: ir.Value, outputs: int) -> ir.Value:
-        """Errors of a layer, in the type of x [..., rows, in]: [..., rows, outputs]."""
+        """Errors of a layer, in the type of x [..., rows, in]: [..., rows, outputs].
+
+        Weights are [in, outputs], or of all experts [E, in, outputs].
+        """
         graph = self._graph
         if x not in self._lengths:
             last = _integers(graph, -1)
@@ -117,13 +122,13 @@ class _Errors:
         return graph.node("CastLike", [errors, x]) if self._halves else errors
 
     def _largest(self, weight: ir.Value) -> ir.Value:
-        """Magnitude of an output's weights [1, outputs]; of INT4 codes what their scales allow."""
-        graph, first, stored = self._graph, _integers(self._graph, 0), weight.producer()
+        """Magnitude of an output's weights [..., 1, outputs]; of INT4 what its scales allow."""
+        graph, first, stored = self._graph, _integers(self._graph, -2), weight.producer()
         if stored is not None and stored.op_type == "CastLike" and stored.inputs[0] is not None:
             stored = stored.inputs[0].producer()
         if stored is not None and stored.op_type == "DequantizeLinear" and len(stored.inputs) == 2:
             codes, scales = stored.inputs
-            is_blocked = scales is not None and scales.shape is not None and len(scales.shape) == 2
+            is_blocked = scales is not None and scales.shape is not None and len(scales.shape) > 1
             if codes is not None and codes.dtype == ir.DataType.INT4 and is_blocked:
                 scale = self._floats(graph.node("ReduceMax", [scales, first], keepdims=1))
                 return graph.node("Mul", [scale, graph.constant("eight", np.float32(8))])

@@ -33,7 +33,7 @@ def call(op: Op, function: ir.Function, *inputs: ir.Value | None, **attributes: 
     return outputs if count > 1 else outputs[0]
 
 
-def _function(
+def local_function(
     name: str,
     inputs: str,
     body: Callable[..., Sequence[ir.Value] | ir.Value],
@@ -41,7 +41,7 @@ def _function(
     *,
     domain: str = contract.FUNCTIONS,
 ) -> ir.Function:
-    """`body(op, *inputs)` records the nodes and gives the outputs."""
+    """A function whose `body(op, *inputs)` records the nodes and gives the outputs."""
     op = Op(ir.DataType.FLOAT)
     values = [ir.Value(name=each) for each in inputs.split()]
     outputs = body(op, *values)
@@ -63,7 +63,8 @@ def _of_call(**kinds: ir.AttributeType) -> dict[str, ir.Attr]:
     return {name: ir.RefAttr(name, name, kind) for name, kind in kinds.items()}
 
 
-def _integers(op: Op, *values: int) -> ir.Value:
+def integers(op: Op, *values: int) -> ir.Value:
+    """int64 of one axis, as a node of a body."""
     return op.Constant(value_ints=list(values))
 
 
@@ -100,7 +101,7 @@ def cached_attention(dtype: ir.DataType) -> ir.Function:
         )  # fmt: skip
         return _attend(op, dtype, (q, k, v), (past_key, past_value), write_index, visible)
 
-    return _function(
+    return local_function(
         contract.ATTENTION,
         "q k v past_key past_value write_index visible cos sin positions",
         body,
@@ -123,7 +124,7 @@ def unrotated_attention(dtype: ir.DataType) -> ir.Function:
     ) -> tuple[ir.Value, ...]:
         return _attend(op, dtype, (q, k, v), (past_key, past_value), write_index, visible)
 
-    return _function(
+    return local_function(
         contract.UNROTATED_ATTENTION,
         "q k v past_key past_value write_index visible",
         body,
@@ -149,8 +150,8 @@ def _attend(
 ) -> tuple[ir.Value, ...]:
     """Write `rows` of keys and values, attend; y and the caches."""
     kv_heads = op.Shape(pasts[0], start=1, end=2)
-    apart = op.Concat(_integers(op, 0, 0), kv_heads, _integers(op, -1), axis=0)
-    merged = _integers(op, 0, 0, -1)
+    apart = op.Concat(integers(op, 0, 0), kv_heads, integers(op, -1), axis=0)
+    merged = integers(op, 0, 0, -1)
 
     def store(new: ir.Value, past: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The cache, and as Attention's 3-D form takes it: [1, C, kv_num_heads * D]."""
@@ -194,11 +195,11 @@ def visible_slots(*, windowed: bool) -> ir.Function:
         clipped = op.Clip(column, zero, op.Sub(columns, one))
         in_tree = op.Gather(tree_mask, clipped, axis=1)  # [S, C]
         is_new = op.And(op.GreaterOrEqual(column, zero), op.Less(column, columns))
-        visible = op.Or(op.Unsqueeze(is_committed, _integers(op, 0)), op.And(is_new, in_tree))
+        visible = op.Or(op.Unsqueeze(is_committed, integers(op, 0)), op.And(is_new, in_tree))
         if not windowed:
             return visible
         # Committed rows stand at their own position, tree nodes at that of their depth.
-        own = op.Gather(op.Squeeze(positions, _integers(op, 0)), clipped)
+        own = op.Gather(op.Squeeze(positions, integers(op, 0)), clipped)
         stands = op.Where(is_committed, slots, own)  # [C]
         width = op.Constant(value_int=ir.RefAttr("value_int", "window", _INT))
         oldest = op.Sub(positions, width)
@@ -207,7 +208,7 @@ def visible_slots(*, windowed: bool) -> ir.Function:
 
     name = contract.VISIBLE_IN_WINDOW if windowed else contract.VISIBLE_SLOTS
     window = {"window": _INT} if windowed else {}
-    return _function(name, "tree_mask position_ids write_index slots", body, window)
+    return local_function(name, "tree_mask position_ids write_index slots", body, window)
 
 
 def rotary_tables(dtype: ir.DataType) -> ir.Function:
@@ -217,15 +218,15 @@ def rotary_tables(dtype: ir.DataType) -> ir.Function:
     """
 
     def body(op: Op, slots: ir.Value, inv_freq: ir.Value) -> list[ir.Value]:
-        places = op.Unsqueeze(op.Cast(slots, to=int(ir.DataType.FLOAT)), _integers(op, 1))
-        angles = op.Mul(places, op.Unsqueeze(inv_freq, _integers(op, 0)))
+        places = op.Unsqueeze(op.Cast(slots, to=int(ir.DataType.FLOAT)), integers(op, 1))
+        angles = op.Mul(places, op.Unsqueeze(inv_freq, integers(op, 0)))
         scale = op.Constant(value_float=ir.RefAttr("value_float", "scale", _FLOAT))
         tables = [op.Mul(table, scale) for table in (op.Cos(angles), op.Sin(angles))]
         return tables if dtype == ir.DataType.FLOAT else [
             op.Cast(table, to=int(dtype)) for table in tables
         ]  # fmt: skip
 
-    return _function(contract.ROTARY_TABLES, "slots inv_freq", body, {"scale": _FLOAT})
+    return local_function(contract.ROTARY_TABLES, "slots inv_freq", body, {"scale": _FLOAT})
 
 
 # --------------------------------------------------------------------------- linear layers
@@ -235,7 +236,7 @@ def linear() -> ir.Function:
     def body(op: Op, x: ir.Value, weight: ir.Value) -> ir.Value:
         return op.MatMul(x, op.Transpose(op.CastLike(weight, x), perm=[1, 0]))
 
-    return _function(contract.LINEAR, "x weight", body)
+    return local_function(contract.LINEAR, "x weight", body)
 
 
 def quantized_linear(*, has_zero_points: bool) -> ir.Function:
@@ -247,7 +248,7 @@ def quantized_linear(*, has_zero_points: bool) -> ir.Function:
 
     name = contract.SHIFTED_LINEAR if has_zero_points else contract.QUANTIZED_LINEAR
     inputs = "x codes scales zero_points" if has_zero_points else "x codes scales"
-    return _function(name, inputs, body, {"axis": _INT, "block_size": _INT})
+    return local_function(name, inputs, body, {"axis": _INT, "block_size": _INT})
 
 
 def fp4_linear() -> ir.Function:
@@ -259,7 +260,7 @@ def fp4_linear() -> ir.Function:
         weight = _fp4_values(op, x, codes, scales, global_scale)
         return op.MatMul(x, op.Transpose(weight, perm=[1, 0]))
 
-    return _function(contract.FP4_LINEAR, "x codes scales global_scale", body)
+    return local_function(contract.FP4_LINEAR, "x codes scales global_scale", body)
 
 
 def _fp4_values(
@@ -278,7 +279,7 @@ def smooth_input() -> ir.Function:
     def body(op: Op, x: ir.Value, factors: ir.Value) -> ir.Value:
         return op.Mul(x, op.CastLike(factors, x))
 
-    return _function(contract.SMOOTH_INPUT, "x factors", body)
+    return local_function(contract.SMOOTH_INPUT, "x factors", body)
 
 
 def round_input() -> ir.Function:
@@ -288,7 +289,7 @@ def round_input() -> ir.Function:
         codes = op.QuantizeLinear(x, scale, zero_point)
         return op.DequantizeLinear(codes, scale, zero_point)
 
-    return _function(contract.ROUND_INPUT, "x scale zero_point", body)
+    return local_function(contract.ROUND_INPUT, "x scale zero_point", body)
 
 
 def round_input_fp4() -> ir.Function:
@@ -302,7 +303,7 @@ def round_input_fp4() -> ir.Function:
         scales.type = ir.TensorType(ir.DataType.FLOAT8E4M3FN)
         return _fp4_values(op, x, codes, scales, global_scale)
 
-    return _function(contract.ROUND_INPUT_FP4, "x global_scale", body)
+    return local_function(contract.ROUND_INPUT_FP4, "x global_scale", body)
 
 
 def dynamic_quantize() -> ir.Function:
@@ -317,9 +318,9 @@ def dynamic_quantize() -> ir.Function:
 
         floats = op.Cast(x, to=int(ir.DataType.FLOAT))
         extent = op.Shape(floats)
-        leading = op.Slice(extent, _integers(op, 0), _integers(op, -1), _integers(op, 0))
-        blocks = op.Reshape(floats, op.Concat(leading, _integers(op, -1, FP4_BLOCK), axis=0))
-        amax = op.ReduceMax(op.Abs(blocks), _integers(op, -1), keepdims=1)
+        leading = op.Slice(extent, integers(op, 0), integers(op, -1), integers(op, 0))
+        blocks = op.Reshape(floats, op.Concat(leading, integers(op, -1, FP4_BLOCK), axis=0))
+        amax = op.ReduceMax(op.Abs(blocks), integers(op, -1), keepdims=1)
         wanted = op.Div(op.Div(amax, number(_LARGEST_FP4)), global_scale)
         limited = op.Min(op.Max(wanted, number(_SMALLEST_FP8)), number(_LARGEST_FP8))
         scales = op.Cast(limited, to=int(ir.DataType.FLOAT8E4M3FN))
@@ -327,7 +328,9 @@ def dynamic_quantize() -> ir.Function:
         ratio = op.Div(blocks, effective)
         ratio = op.Min(op.Max(ratio, number(-_LARGEST_FP4)), number(_LARGEST_FP4))
         codes = op.Cast(op.Reshape(ratio, extent), to=int(ir.DataType.FLOAT4E2M1))
-        return codes, op.Squeeze(scales, _integers(op, -1))
+        return codes, op.Squeeze(scales, integers(op, -1))
 
     attributes = {"axis": _INT, "block_size": _INT, "scale_type": _INT}
-    return _function("TRT_FP4DynamicQuantize", "x global_scale", body, attributes, domain="trt")
+    return local_function(
+        "TRT_FP4DynamicQuantize", "x global_scale", body, attributes, domain="trt"
+    )

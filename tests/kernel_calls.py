@@ -19,6 +19,7 @@ class _Product(ctypes.Structure):
         ("set", ctypes.c_char_p), ("packed", _POINTER), ("bytes", ctypes.c_uint64), ("rows", _INT),
         *((name, _POINTER) for name in ("x", "skip", "gamma", "bias", "residual", "sum", "y")),
         ("epsilon", _FLOAT), ("threads", ctypes.c_int32),
+        *((name, _FLOAT) for name in ("alpha", "limit", "offset")),
     ]  # fmt: skip
 
 
@@ -77,12 +78,14 @@ def quantized_case(
     return Case(form, np.frombuffer(packed, np.uint8), values * steps)
 
 
-def float_case(rng, kind, in_features, out_features):
-    form = PackedForm(kind, in_features, out_features)
+def float_case(rng, kind, in_features, out_features, gated=False):
+    form = PackedForm(kind, in_features, out_features, is_gated=gated)
     weight = rng.standard_normal((out_features, in_features), np.float32)
     if kind == "float16":
         stored = weight.astype(np.float16)
         weight = stored.astype(np.float64)
+    elif kind == "float32":
+        stored, weight = weight, weight.astype(np.float64)
     else:
         stored = (weight.view(np.uint32) >> 16).astype(np.uint16)
         weight = (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
@@ -91,7 +94,7 @@ def float_case(rng, kind, in_features, out_features):
 
 def product(
     instruction_set, case, x, *, skip=None, gamma=None, bias=None, residual=None, epsilon=1e-5,
-    threads=1, packed=None,
+    threads=1, packed=None, alpha=1.0, limit=0.0, offset=0.0,
 ):  # fmt: skip
     """Of M rows: y [M, N], and x + skip [M, K] where there is a skip."""
     packed = case.packed if packed is None else packed
@@ -101,7 +104,7 @@ def product(
     arguments = _Product(
         instruction_set.encode(), _address(packed), packed.nbytes, len(x), _address(x),
         _address(skip), _address(gamma), _address(bias), _address(residual), _address(total),
-        _address(y), epsilon, threads,
+        _address(y), epsilon, threads, alpha, limit, offset,
     )  # fmt: skip
     _call("edgellm_product", ctypes.byref(arguments))
     return y if skip is None else (y, total)

@@ -22,7 +22,13 @@ _SIZES: dict[str, st.SearchStrategy[Any]] = {
     "max_position_embeddings": st.sampled_from([64, 128]),
     "head_dim": st.sampled_from([8, 16, 24, None]),
     "pad_token_id": st.sampled_from([None, 3]),
-}
+    **dict.fromkeys(("num_local_experts", "num_experts", "moe_num_experts"),
+                    st.sampled_from([3, 4])),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), st.sampled_from([1, 2, 3, 4])),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"),
+                    st.sampled_from([16, 40])),
+}  # fmt: skip
+_OF_EXPERTS = frozenset(key for key in _SIZES if "expert" in key or key.startswith("moe"))
 _FLOATS = st.sampled_from([0.25, 1.0, 3, 0.0, -1.5, None])
 _TYPES = st.sampled_from(["full_attention", "sliding_attention", "chunked_attention"])
 _WINDOWS = st.sampled_from([4, 7, 64, 1, 0, None])
@@ -54,6 +60,8 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     "layer_types": st.none() | st.lists(_TYPES, min_size=2, max_size=4),
     "no_rope_layers": st.none() | st.lists(st.integers(0, 1), min_size=2, max_size=4),
     "no_rope_layer_interval": st.sampled_from([1, 2, 4]),
+    "mlp_only_layers": st.none() | st.lists(st.integers(0, 4), max_size=2),
+    "decoder_sparse_step": st.sampled_from([1, 2, 3, 0]),
     "sliding_window_pattern": st.sampled_from([1, 2, 3, "LLG", None]),
     "original_max_position_embeddings": st.sampled_from([8, 64]),
     "partial_rotary_factor": _ROPE["partial_rotary_factor"],
@@ -80,7 +88,11 @@ _LEGACY = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddi
 def configs(model_type: str, config_class: type) -> st.SearchStrategy[dict[str, Any]]:
     """config.json of an architecture, right or wrong."""
     fields = {field.name: str(field.type) for field in dataclasses.fields(config_class)}
-    sizes = {key: value for key, value in _SIZES.items() if key in fields or key != "head_dim"}
+    sizes = {
+        key: value
+        for key, value in _SIZES.items()
+        if key in fields or key not in _OF_EXPERTS | {"head_dim"}
+    }
     optional = {
         key: _KNOWN[key] if key in _KNOWN else _by_type(fields.get(key, ""))
         for key in (*fields, *_LEGACY)

@@ -24,7 +24,7 @@ from edgellm.contract import (
 )
 
 F32 = NDArray[np.float32]
-_KINDS = {
+KINDS = {
     ir.DataType.INT4: "int4",
     ir.DataType.UINT4: "int4",
     ir.DataType.INT8: "int8",
@@ -54,7 +54,7 @@ class Blocks:
 class WeightPart:
     """One weight [in, out], as the call of a linear layer has it."""
 
-    kind: str  # "dense", or one of _KINDS
+    kind: str  # "dense", or one of KINDS
     shape: tuple[int, int]
     block_size: int  # 0: one scale, or one of each output channel
     parameter: str  # the name of the weight, or of its codes
@@ -73,7 +73,7 @@ class WeightPart:
         rows, columns = dims if call.op_type in _BY_INPUT else dims[::-1]
         block = call.attributes["block_size"].as_int() if "block_size" in call.attributes else 0
         return cls(
-            _KINDS[first.dtype] if is_quantized else "dense",
+            KINDS[first.dtype] if is_quantized else "dense",
             (rows, columns),
             _FP4_BLOCK if call.op_type == FP4_LINEAR else block,
             str(values[0].name),

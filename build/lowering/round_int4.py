@@ -11,8 +11,15 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm import contract
+from edgellm.build.lowering.experts import ExpertLayer, Stack
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linear_weights import F32, LinearWeight, layer_name, linear_layers
+from edgellm.build.lowering.linear_weights import (
+    F32,
+    LinearWeight,
+    WeightPart,
+    layer_name,
+    linear_layers,
+)
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.contract import EdgeLLMError
 
@@ -83,6 +90,57 @@ def round_to_int4(model: ir.Model, weights: WeightFile) -> None:
         call.name = node.name
         graph.replace(node.outputs[0], rounded)
         model.graph.remove(node, safe=True)
+    _round_experts(graph)
+
+
+def _round_experts(graph: GraphEditor) -> None:
+    """The same with the weights of all experts of a mixture, one expert at a time."""
+    for layer in ExpertLayer.all_of(graph.graph):
+        block, down_block = (expert_block(each.shape[1]) for each in (layer.gate, layer.down))
+        if layer.gate.kind != "dense" or not block or not down_block:
+            continue
+        graph.cursor = layer.call
+        weights = [each for stack in layer.stacks for each in _rounded_stack(graph, stack)]
+        given = {name: attribute.value for name, attribute in layer.call.attributes.items()}
+        rounded = graph.node(
+            contract.QUANTIZED_EXPERTS,
+            [*layer.call.inputs[:3], *weights, *layer.call.inputs[-3:]],
+            domain=contract.FUNCTIONS, block_size=block, down_block_size=down_block, **given,
+        )  # fmt: skip
+        call = rounded.producer()
+        assert call is not None
+        call.name = layer.call.name
+        graph.replace(layer.call.outputs[0], rounded)
+        graph.graph.remove(layer.call, safe=True)
+
+
+def expert_block(width: int) -> int:
+    """Inputs of an expert that share a scale; 0: they are not rounded."""
+    return next((size for size in (BLOCK_SIZE, BLOCK_SIZE // 2) if width % size == 0), 0)
+
+
+def _rounded_stack(graph: GraphEditor, stack: Stack) -> list[ir.Value]:
+    """Codes [E, in, out] and scales [E, in / block, out]."""
+    count, width, out = stack.shape
+    block = expert_block(width)
+    scales: list[F32] = []
+
+    def codes() -> Iterator[bytes]:
+        for index in range(count):
+            found, scale = nearest_int4(_as_floats(stack.expert(index)), block)
+            scales.append(scale)
+            yield found.tobytes()
+
+    shape = (count, width, out)
+    packed = graph.streamed_weight(
+        f"{stack.parameter}.int4", count * width * out // 2, codes, ir.DataType.INT4, shape
+    )
+    name = f"{stack.parameter}{ROUNDED_SCALE}"
+    return [packed, graph.weight(name, lambda: np.stack(scales))]
+
+
+def _as_floats(part: WeightPart) -> F32:
+    return np.ascontiguousarray(part.dense(), np.float32)
 
 
 def nearest_int4(dense: F32, block_size: int) -> tuple[np.ndarray, F32]:

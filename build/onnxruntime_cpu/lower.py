@@ -34,6 +34,7 @@ from edgellm.build.lowering.weights import (
 )
 from edgellm.build.onnxruntime_cpu.grouped_attention import lower_attention, narrow_cache
 from edgellm.build.onnxruntime_cpu.own_attention import lower_attention as lower_own_attention
+from edgellm.build.onnxruntime_cpu.own_experts import lower_experts
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears, lower_own_linears
 from edgellm.contract import FUNCTIONS
 from edgellm.device_runtime.kernels.library import DOMAIN
@@ -71,6 +72,7 @@ def lower(
     lower_inputs(graph)
     _lower_floats(graph, rounds_tables=isinstance(kernel, OwnLinears) and kernel.rounds_floats)
     if isinstance(kernel, OwnLinears):
+        lower_experts(graph, kernel)
         lower_own_linears(graph, kernel)
         _lower_candidates(graph)
     else:

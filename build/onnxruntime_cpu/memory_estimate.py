@@ -6,11 +6,15 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from edgellm.build.lowering.calls import find_calls
+from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.linear_weights import layer_name, linear_layers
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
+from edgellm.build.onnxruntime_cpu.own_experts import forms_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
+from edgellm.contract import ROUTER
 from edgellm.manifest import DECODER, Bundle, KVCacheSpec
 
 
@@ -29,9 +33,10 @@ def estimate_graphs(
         table = _table_bytes(model, rounds=rounds)
         if isinstance(kernel, OwnLinears):
             packed, doubled = _packed_sizes(model, kernel)
-            sizes.append(table + packed + 2 * doubled)
-            read = read or packed + doubled
-            largest = max(largest, 0 if rounds else max(linears["dense"].values()))
+            experts, taken = _expert_sizes(model, kernel)
+            sizes.append(table + packed + experts + 2 * doubled)
+            read = read or packed + doubled + taken
+            largest = max([largest, *(linears["dense"].values() if not rounds else ())])
             continue
         # A prepacked file holds the weights twice: as they were, and as the kernels read them.
         for variant in variants:
@@ -59,6 +64,19 @@ def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int]:
         packed += form.num_bytes if form is not None else 0
         floats += 4 * weight.count if form is None else 0
     return packed, floats
+
+
+def _expert_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int]:
+    """Bytes of all experts with their routers, and of what one token takes of them."""
+    experts = taken = 0
+    for layer in ExpertLayer.all_of(model.graph):
+        one = sum(form.num_bytes for form in forms_of(layer, kernel))
+        experts, taken = experts + layer.count * one, taken + layer.top_k * one
+    routers = sum(
+        call.inputs[1].const_value.nbytes  # type: ignore[union-attr]
+        for call in find_calls(model.graph, ROUTER)
+    )
+    return experts + routers, taken + routers
 
 
 def _table_bytes(model: ir.Model, *, rounds: bool) -> int:

@@ -67,6 +67,15 @@ class OwnLinears:
             input_terms=1 if name.endswith(self._one_term) else 2,
         )  # fmt: skip
 
+    def expert_form(self, weight: LinearWeight, name: str, *, is_gated: bool = False) -> PackedForm:
+        """How an expert of a mixture is packed: always, so that only what is taken is read."""
+        form = form_of(
+            weight, rounds=self._rounds, is_gated=is_gated, of_expert=True,
+            input_terms=1 if name.endswith(self._one_term) else 2,
+        )  # fmt: skip
+        assert form is not None
+        return form
+
 
 def _product(
     graph: GraphEditor,

@@ -17,7 +17,7 @@ from edgellm.build.lowering.linear_weights import (
     rows_of_int8,
 )
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
-from edgellm.build.lowering.round_int4 import nearest_int4_rows
+from edgellm.build.lowering.round_int4 import expert_block, nearest_int4_rows
 from edgellm.build.lowering.weights import U8, stored_bytes, stored_rows
 from edgellm.device_runtime.kernels.pack import (
     BLOCKS,
@@ -40,25 +40,38 @@ def form_of(
     rounds: str = "",
     is_gated: bool = False,
     input_terms: int = 1,
+    of_expert: bool = False,
 ) -> PackedForm | None:
     """How the kernels keep a weight; None: floats of 32 bits, which they do not.
 
     NVFP4, and integers whose blocks are multiples of 16, keep their codes; FP8 and other blocks
     become int8 in blocks of 32. `rounds`: what floats become, "int8" or "int4", whose inputs then
-    have `input_terms`.
+    have `input_terms`; `of_expert`: of a mixture, whose floats of 32 bits are packed,
+    too.
     """
     shape = weight.in_features, sum(weight.widths)
-    if rounds == "int4" and weight.kind == "dense" and shape[0] % INT4_BLOCK == 0:
-        return PackedForm("int4", *shape, INT4_BLOCK, is_gated=is_gated)
+    block = _int4_block(shape[0], of_expert=of_expert)
+    if rounds == "int4" and weight.kind == "dense" and block:
+        return PackedForm("int4", *shape, block, is_gated=is_gated)
     if weight.kind == "dense" and rounds != "int8":
-        kind = _HALVES.get(weight.parts[0].stored[0].dtype)
-        return None if kind is None else PackedForm(kind, *shape, is_gated=is_gated)
+        kind = float_kind(weight.parts[0].stored[0].dtype)
+        is_left = kind == "float32" and not of_expert
+        return None if is_left else PackedForm(kind, *shape, is_gated=is_gated)
     block = _block(weight.parts[0])
     if not block:
         terms = input_terms if weight.kind == "dense" else 1
         return PackedForm("int8", *shape, _ROUNDED_BLOCK, is_gated=is_gated, input_terms=terms)
     has_zero_points = any(part.is_unsigned for part in weight.parts)
     return PackedForm(weight.kind, *shape, block, has_zero_points, is_gated)
+
+
+def _int4_block(width: int, *, of_expert: bool) -> int:
+    return expert_block(width) if of_expert else INT4_BLOCK * (width % INT4_BLOCK == 0)
+
+
+def float_kind(dtype: ir.DataType) -> str:
+    """The kind of a packed weight of floats."""
+    return _HALVES.get(dtype, "float32")
 
 
 def keeps_codes(weight: LinearWeight) -> bool:
@@ -83,7 +96,7 @@ def packed_bytes(
         yield from _rounded(form, weight, order)
         return
     if not form.is_quantized:
-        rows = _joined([_halves(part) for part in weight.parts], order)
+        rows = _joined([_floats(part, form) for part in weight.parts], order)
         yield from pack_floats(form, rows)
         return
     parts = [_codes(part, form) for part in weight.parts]
@@ -135,9 +148,10 @@ def _joined(parts: list[np.ndarray], order: _Order | None) -> np.ndarray:
     return rows if order is None else rows[order]
 
 
-def _halves(part: WeightPart) -> NDArray[np.uint16]:
-    """[out, in] as it is stored."""
-    return stored_bytes(part.stored[0]).view(np.uint16).reshape(part.shape[::-1])
+def _floats(part: WeightPart, form: PackedForm) -> np.ndarray:
+    """[out, in] as it is stored, in bits."""
+    bits = np.uint32 if form.kind == "float32" else np.uint16
+    return stored_bytes(part.stored[0]).view(bits).reshape(part.shape[::-1])
 
 
 def _codes(part: WeightPart, form: PackedForm) -> tuple[U8, np.ndarray, U8]:

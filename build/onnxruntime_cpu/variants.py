@@ -7,6 +7,7 @@ import dataclasses
 import onnx_ir as ir
 
 from edgellm.build.lowering.calls import find_calls
+from edgellm.build.lowering.experts import ExpertLayer, refuse_experts
 from edgellm.build.lowering.linear_groups import RoundingKernel
 from edgellm.build.lowering.linear_weights import linear_layers, weight_keys, weight_kinds
 from edgellm.build.lowering.round_int4 import check_quantize
@@ -57,6 +58,10 @@ def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) ->
     check_quantize(kinds, plan.quantize)
     if kernels_of(plan) == EDGELLM:
         return [_own_variant(role, model, plan.quantize, largest)]
+    refuse_experts(
+        model.graph, "--kernels onnxruntime",
+        "leave out --kernels; edgellm's own need a C++ compiler or its wheel",
+    )  # fmt: skip
     if plan.quantize == "int4":
         kinds = {"int4"}
     if kinds == {"dense"}:
@@ -84,7 +89,7 @@ def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) ->
 
 def _own_variant(role: str, model: ir.Model, quantize: str, max_rows: int) -> Variant:
     """One graph for all numbers of rows."""
-    kinds = weight_kinds(model)
+    kinds = weight_kinds(model) | {each.gate.kind for each in ExpertLayer.all_of(model.graph)}
     if quantize in ("int8", "int4"):
         kinds = {quantize if kind == "dense" else kind for kind in kinds}
     precision = "+".join(sorted(kinds - {"dense"})) or _float_types(model)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from edgellm.build.check import Verdict, require_alike
 from edgellm.build.costs import measure
+from edgellm.build.lowering.experts import refuse_experts
 from edgellm.build.lowering.linear_weights import LinearWeight, linear_layers, weight_kinds
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.round_int4 import check_quantize, load_portable, rounded_weights
@@ -51,7 +52,9 @@ def compile_bundle(
     """See `edgellm.build.backends.Backend.compile`."""
     cache = _cache(bundle, plan)
     quantize = _quantize(bundle, plan)
-    kinds = weight_kinds(ir.load(source / next(iter(bundle.graphs.values())).path))
+    portable = ir.load(source / next(iter(bundle.graphs.values())).path)
+    refuse_experts(portable.graph, "--device cuda", "build for --device cpu")
+    kinds = weight_kinds(portable)
     check_quantize(kinds, quantize)
     device, notes = _device()
     verdicts = [] if device else [Verdict(_NOT_COMPARED)]

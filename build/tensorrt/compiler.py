@@ -9,6 +9,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from edgellm.build.lowering.experts import refuse_experts
 from edgellm.build.lowering.linear_weights import weight_kinds
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
@@ -74,6 +75,8 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     _check_plan(plan)
     options = options_of(plan)
     models = [ir.load(source / graph.path) for graph in bundle.graphs.values()]
+    for model in models:
+        _refuse(model)
     _check_types(models, options)
     passes = passes_of(next(iter(bundle.graphs)), bundle, plan)
     rows, cache = max(each.max_rows for each in passes), bundle.cache
@@ -87,6 +90,14 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         device_bytes=_device_bytes(options),
     )
     return estimate_graphs(models, _dtype(bundle.dtype), sizes)
+
+
+def _refuse(model: ir.Model) -> None:
+    refuse_experts(
+        model.graph,
+        "TensorRT's backend",
+        "build for ONNX Runtime on the CPU: --backend onnxruntime",
+    )
 
 
 def _device_bytes(options: TensorRtOptions) -> int:
@@ -167,6 +178,7 @@ class _Compiler:
         lowered = self._folder / f"{self.name}.lowered.onnx"
         weights = WeightFile(lowered.with_suffix(".data"))
         model = ir.load(portable)
+        _refuse(model)
         kinds = weight_kinds(model) - {"dense"}
         self.precision = "+".join(sorted(kinds)) or _PRECISIONS[self._dtype]
         with memory_returned():

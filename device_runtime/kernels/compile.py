@@ -23,7 +23,8 @@ _COMMON = (
 )  # fmt: skip
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
-_ANY = ("scalar", "layout", "dispatch", "c_api", "operators")
+_OPERATORS = ("operators", "experts")  # for ONNX Runtime
+_ANY = ("scalar", "layout", "dispatch", "c_api", *_OPERATORS)
 _UNITS = {
     "x86_64": {"avx2": _AVX2, "avx_vnni": (*_AVX2, "-mavxvnni"), "avx512_vnni": _AVX512},
     "aarch64": {
@@ -85,7 +86,7 @@ def compile_program(
     target: Path, cxx: str, main: Path, *, machine: str, flags: tuple[str, ...]
 ) -> None:
     """Write a program of `main` and the kernels, also for another machine than this."""
-    own = {name: unit for name, unit in units(machine).items() if name != "operators"}
+    own = {name: unit for name, unit in units(machine).items() if name not in _OPERATORS}
     _compile(target, [cxx], {**own, str(main.with_suffix("")): (f"-I{SOURCES}",)}, flags)
 
 

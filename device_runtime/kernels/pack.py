@@ -20,7 +20,7 @@ STRIP = 16  # channels that gate and up take in turn
 BLOCKS = (16, 32, 64, 128)
 VERSION = 2  # of the layout
 _MAGIC = b"edgellmW"
-_FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4, "fp4": 5}
+_FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4, "fp4": 5, "float32": 7}
 _MIDDLES = {"int4": 8, "int8": 128, "fp4": 0}
 _BITS = {"int4": 4, "fp4": 4, "int8": 8}
 _HEADER = struct.Struct("<8s7I f Q I 12x")
@@ -33,7 +33,7 @@ class PackedForm:
     """What a packed weight holds.
 
     Attributes:
-        kind: "int4", "int8", "fp4", "float16" or "bfloat16".
+        kind: "int4", "int8", "fp4", "float16", "bfloat16" or "float32".
         in_features: K.
         out_features: N; of gated weights those of gate and up together.
         block: inputs that share a scale; 1 for floats.
@@ -63,7 +63,7 @@ class PackedForm:
     @property
     def record_bytes(self) -> int:
         """Of 32 channels and one block."""
-        bits = _BITS.get(self.kind, 16)
+        bits = 32 if self.kind == "float32" else _BITS.get(self.kind, 16)
         scales = (2 * GROUP) * (1 + self.has_zero_points) if self.is_quantized else 0
         return self.block * GROUP * bits // 8 + scales
 
@@ -158,15 +158,16 @@ def records(
 
 
 def pack_floats(form: PackedForm, weight: np.ndarray) -> Iterator[bytes]:
-    """Packed bytes of a weight of 16 bits, piece by piece.
+    """Packed bytes of a weight of floats, piece by piece.
 
     Args:
-        form: "float16" or "bfloat16".
-        weight: [N, K] in 16 bits; bfloat16 as uint16.
+        form: "float16", "bfloat16" or "float32".
+        weight: [N, K] in its bits; bfloat16 as uint16.
     """
+    kind = np.uint32 if form.kind == "float32" else np.uint16
     yield form.header()
     for part in channel_slices(form):
-        rows = _padded(weight[part].view(np.uint16), form.in_features, 0)
+        rows = _padded(weight[part].view(kind), form.in_features, 0)
         yield rows.reshape(-1, GROUP, form.in_features).transpose(0, 2, 1).tobytes()
 
 

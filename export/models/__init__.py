@@ -20,9 +20,6 @@ _RELATIVES = {
     "gemma": ("gemma2", "norms, which are only before"),
     "gpt_oss": ("llama", "mixture of experts and attention sinks"),
     "granitemoehybrid": ("granite", "mixture of experts and recurrent layers"),
-    "mixtral": ("mistral", "mixture of experts"),
-    "qwen2_moe": ("qwen2", "mixture of experts"),
-    "qwen3_moe": ("qwen3", "mixture of experts"),
 }
 _LIST = "docs/reference/models.md"
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from model_configs import configs
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, OnnxRuntimeRunner
@@ -39,9 +40,10 @@ class Tensors:
 
     def __init__(self, model: PreTrainedModel) -> None:
         tied = model.config.tie_word_embeddings
+        stored = revert_weight_conversion(model, model.state_dict())
         self._arrays = {
             name: value.numpy()
-            for name, value in model.state_dict().items()
+            for name, value in stored.items()
             if not (tied and name == "lm_head.weight")
         }
 

@@ -253,7 +253,7 @@ def test_a_lora_adapter(checkpoint):
     [
         ("gemma4_text", "supported: arcee, cohere2, ernie4_5, exaone4, gemma2, gemma3_text, "),
         ("lama", "supported: arcee"),
-        ("qwen3_moe", "it computes as qwen3 does, but for its mixture of experts; supported:"),
+        ("apertus", "it computes as olmo2 does, but for its activation; supported:"),
     ],
 )
 def test_relatives_of_unknown_architectures(model_type, hint):

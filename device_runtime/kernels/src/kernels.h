@@ -14,11 +14,13 @@ constexpr int kStrip = 16;   // channels, or floats, that a vector stands for on
 constexpr int kChunk = 256;  // keys whose softmax is summed apart from the others'
 constexpr int kSegment = 1024;  // logits whose exponentials are summed apart from the others'
 
-enum class Form : uint32_t { kInt4 = 1, kInt8 = 2, kFloat16 = 3, kBFloat16 = 4, kFp4 = 5 };
+enum class Form : uint32_t { kInt4 = 1, kInt8 = 2, kFloat16 = 3, kBFloat16 = 4, kFp4 = 5, kFloat32 = 7 };
 
 // Twice the values of FP4 (E2M1) by their codes, around 12.
 constexpr int kFp4Middle = 12;
 constexpr uint8_t kFp4Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+inline constexpr bool is_float(Form form) { return form == Form::kFloat16 || form == Form::kBFloat16 || form == Form::kFloat32; }
 
 // A packed weight in its file: this header, then for each 32 channels for each block one record of
 // codes, 32 half scales and, with zero points, 32 half products scale * (zero point - middle).
@@ -43,12 +45,12 @@ struct Weight {
   float multiplier;
   const uint8_t* records;
 
-  bool is_quantized() const { return form != Form::kFloat16 && form != Form::kBFloat16; }
+  bool is_quantized() const { return !is_float(form); }
   int64_t blocks() const { return (in_features + block - 1) / block; }
   int64_t groups() const { return (out_features + kGroup - 1) / kGroup; }
   int64_t outputs() const { return is_gated ? out_features / 2 : out_features; }
   int64_t code_bytes() const {
-    const int bits = form == Form::kInt8 ? 8 : is_quantized() ? 4 : 16;
+    const int bits = form == Form::kFloat32 ? 32 : form == Form::kInt8 ? 8 : is_quantized() ? 4 : 16;
     return block * kGroup * bits / 8;
   }
   int64_t record_bytes() const {
@@ -90,6 +92,8 @@ struct Product {
   const float* bias;      // [N] or nullptr
   const float* residual;  // [M, N] or nullptr
   float* y;               // [M, outputs]
+  // Of gated weights: swish(gate) * up, or within a limit > 0 gate * sigmoid(alpha * gate) * (up + offset).
+  float alpha = 1, limit = 0, offset = 0;
 };
 
 enum class CacheType : uint32_t { kFloat32, kFloat16, kInt8 };

@@ -40,12 +40,12 @@ const char* read_weight(const void* data, size_t size, Weight* weight) {
   std::memcpy(&h, data, sizeof h);
   if (std::memcmp(h.magic, kMagic, sizeof kMagic)) return "this is no packed weight of edgellm";
   if (h.version != kVersion) return "the packed weight is of another version of edgellm";
-  if (h.form < 1 || h.form > 5) return "the packed weight has a form that this version does not know";
+  if (h.form < 1 || (h.form > 5 && h.form != uint32_t(Form::kFloat32))) return "the packed weight has a form that this version does not know";
   const Form form = Form(h.form);
-  const bool quantized = form != Form::kFloat16 && form != Form::kBFloat16;
+  const bool quantized = !is_float(form);
   if (!h.in_features || !h.out_features || h.in_features > kMostFeatures || h.out_features > kMostFeatures)
     return "the packed weight has an impossible shape";
-  const bool is_known = h.block == 16 || (form != Form::kFp4 && (h.block == 32 || h.block == 64 || h.block == 128));
+  const bool is_known = h.block == 16 || h.block == 32 || (form != Form::kFp4 && (h.block == 64 || h.block == 128));
   if (quantized ? !is_known : h.block != 1)
     return "the packed weight has blocks that this version does not know";
   if (h.has_zero_points > (form == Form::kInt4 || form == Form::kInt8 ? 1u : 0u) || h.is_gated > 1 || h.input_terms < 1 ||

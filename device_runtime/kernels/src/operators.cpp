@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "experts.h"
 #include "kernels.h"
 #include "ort_api.h"
 
@@ -335,7 +336,7 @@ extern "C" __attribute__((visibility("default"))) edgellm::ort::Status* Register
       ort::Domain* made = nullptr;
       ort::call(ort::kCreateDomain, "edgellm.kernels", &made);
       for (const ort::Operator* one : {ort::describe<QuantLinear>(), ort::describe<CachedAttention<ort::kFloat>>(),
-                                      ort::describe<CachedAttention<ort::kHalf>>(), ort::describe<CachedAttention<ort::kInt8>>(), ort::describe<Picks>()})
+                                      ort::describe<CachedAttention<ort::kHalf>>(), ort::describe<CachedAttention<ort::kInt8>>(), ort::describe<Picks>(), experts_operator()})
         ort::call(ort::kAddOperator, made, one);
       return made;
     }();

@@ -118,7 +118,13 @@ void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t 
     for (int s = 0; s < S; s++) out[r][s] = total[r][s];
 }
 
-// Weights of 16 bits: one product after the other along K.
+template <Form kForm>
+F load_weight(const uint8_t* p) {
+  if constexpr (kForm == Form::kFloat32) return Set::load(reinterpret_cast<const float*>(p));
+  return kForm == Form::kFloat16 ? Set::load_half(p) : Set::load_bfloat(p);
+}
+
+// Weights that are floats: one product after the other along K.
 template <int R, int S, Form kForm, bool kZero>
 void float_tile(const Product& p, const uint8_t* record, int strip, int64_t row, Share share, F (&out)[R][S]) {
   const int64_t ahead = p.weight->group_bytes();
@@ -126,11 +132,12 @@ void float_tile(const Product& p, const uint8_t* record, int strip, int64_t row,
   F total[R][S];
   for (auto& totals : total)
     for (F& one : totals) one = Set::set(0);
-  const uint8_t* halves = record + strip * 32;
-  for (int64_t k = 0; k < p.weight->in_features; k++, halves += 2 * kGroup) {
-    if (share.first < share.last) __builtin_prefetch(halves + ahead, 0, 2);
+  constexpr int64_t kSize = kForm == Form::kFloat32 ? 4 : 2, kStripBytes = kStrip * kSize;
+  const uint8_t* floats = record + strip * kStripBytes;
+  for (int64_t k = 0; k < p.weight->in_features; k++, floats += 2 * kStripBytes) {
+    if (share.first < share.last) __builtin_prefetch(floats + ahead, 0, 2);
     for (int s = 0; s < S; s++) {
-      const F weight = kForm == Form::kFloat16 ? Set::load_half(halves + s * 32) : Set::load_bfloat(halves + s * 32);
+      const F weight = load_weight<kForm>(floats + s * kStripBytes);
       for (int r = 0; r < R; r++) total[r][s] = Set::fma(weight, Set::set(x[r * p.rows.stride + k]), total[r][s]);
     }
   }
@@ -147,10 +154,19 @@ void write_strip(const Product& p, F sum, int64_t row, int64_t channel) {
   store_up_to(p.y + row * N + channel, sum, rest);
 }
 
+F gated(const Product& p, F gate, F up) {
+  if (!(p.limit > 0)) return Set::mul(silu(gate), up);
+  const F limit = Set::set(p.limit);  // stands first: what is no number stays so
+  gate = Set::min(limit, gate);
+  up = Set::max(Set::set(-p.limit), Set::min(limit, up));
+  const F swish = Set::div(gate, Set::add(Set::set(1), exp(Set::mul(gate, Set::set(-p.alpha)))));
+  return Set::mul(swish, Set::add(up, Set::set(p.offset)));
+}
+
 template <int R, int S, Form kForm, bool kZero, int T>
 void run_tile(const Product& p, int64_t group, int64_t row, Share share) {
   const Weight& w = *p.weight;
-  constexpr bool kQuantized = kForm != Form::kFloat16 && kForm != Form::kBFloat16;
+  constexpr bool kQuantized = !is_float(kForm);
   F sums[R][2];
   for (int strip = 0; strip < 2; strip += S) {
     F some[R][S];
@@ -174,7 +190,7 @@ void run_tile(const Product& p, int64_t group, int64_t row, Share share) {
       gate = Set::add(gate, Set::load(p.bias + channel));
       up = Set::add(up, Set::load(p.bias + channel + kStrip));
     }
-    Set::store(p.y + (row + r) * w.outputs() + channel / 2, Set::mul(silu(gate), up));
+    Set::store(p.y + (row + r) * w.outputs() + channel / 2, gated(p, gate, up));
   }
 }
 
@@ -220,6 +236,7 @@ void product(const Product& p, int64_t first, int64_t last) {
     case Form::kFp4: return run_groups<Form::kFp4, false>(p, first, last);
     case Form::kFloat16: return run_groups<Form::kFloat16, false>(p, first, last);
     case Form::kBFloat16: return run_groups<Form::kBFloat16, false>(p, first, last);
+    case Form::kFloat32: return run_groups<Form::kFloat32, false>(p, first, last);
   }
 }
 

@@ -7,36 +7,19 @@ import onnx
 import onnxruntime as ort
 import pytest
 from kernel_calls import Rows, attention, product, quantized_case
-from onnx import helper, numpy_helper
+from kernel_sessions import F32, I64, open_session
+from onnx import helper
 
-from edgellm.device_runtime.kernels.library import DOMAIN, instruction_sets, register
+from edgellm.device_runtime.kernels.library import DOMAIN, instruction_sets
 
 BEST = instruction_sets()[0]
-F32, I64, BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64, onnx.TensorProto.BOOL
+BOOL = onnx.TensorProto.BOOL
 CAPACITY, DIM, HEADS, KV_HEADS = 300, 16, 4, 2
 
 
 @pytest.fixture
 def rng():
     return np.random.default_rng(3)
-
-
-def open_session(node, inputs, outputs, initializers=(), threads=2, path=None):
-    graph = helper.make_graph(
-        [node], "kernels", [helper.make_tensor_value_info(*i) for i in inputs],
-        [helper.make_tensor_value_info(*o) for o in outputs],
-        [numpy_helper.from_array(a, n) for n, a in initializers],
-    )  # fmt: skip
-    opsets = [helper.make_opsetid("", 24), helper.make_opsetid(DOMAIN, 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 4
-    register(options)
-    source = model.SerializeToString()
-    if path is not None:
-        onnx.save(model, path, save_as_external_data=True, location="weights", size_threshold=0)
-        source = str(path)
-    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 def linear(case, packed=None, names=("x", "w"), outputs=("y",), threads=2, path=None, **attributes):

@@ -17,6 +17,7 @@ SHAPES = (  # kind, K, N, block, zero points, gated, terms of inputs
     ("int4", 448, 96, 64, True),
     ("int4", 72, 40, 16, True),
     ("fp4", 176, 70, 16, False),
+    ("fp4", 160, 40, 32, False),
     ("int8", 320, 64, 32, False),
     ("int8", 576, 33, 128, True),
     ("int8", 40, 5, 64, False),
@@ -88,8 +89,8 @@ def test_the_largest_codes_do_not_overflow(kind, block, rng):
                 assert same_bits(product(name, case, x, packed=packed), reference)
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_weights_of_sixteen_bits_are_multiplied_as_floats(kind, rng):
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32"])
+def test_weights_of_sixteen_bits_or_more_are_multiplied_as_floats(kind, rng):
     case = float_case(rng, kind, 300, 72)
     for rows in (1, 2, 5, 8, 33):
         x = rng.standard_normal((rows, 300), np.float32)

@@ -1,0 +1,210 @@
+"""What the call of a mixture of experts has, see `edgellm.export.expert_functions`.
+
+Shapes: S rows, H hidden size, E experts, K that a row takes, I width between gate and down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.build.lowering.calls import EXPERT_CALLS, find_calls, require_known
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linear_weights import (
+    KINDS,
+    LinearWeight,
+    WeightPart,
+    layer_name,
+    linear_layers,
+)
+from edgellm.build.lowering.weights import constant_array
+from edgellm.contract import (
+    EXPERTS,
+    FP4_EXPERTS,
+    FUNCTIONS,
+    QUANTIZED_EXPERTS,
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
+
+_OF_ALL = ("alpha", "limit", "offset", "top_k")
+_ATTRIBUTES = (*_OF_ALL, "block_size", "down_block_size")
+_FP4_BLOCK = 32
+_UNLIMITED = 65504.0  # what a portable graph in float16 says for infinity
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One weight of every expert: gates, ups or downs."""
+
+    kind: str  # as `WeightPart.kind`
+    name: str  # gate_proj, up_proj or down_proj
+    parameter: str
+    shape: tuple[int, int, int]  # E, in, out
+    block_size: int
+    stored: tuple[ir.TensorProtocol, ...]
+
+    def expert(self, index: int) -> WeightPart:
+        """That of one expert, of which no more is read."""
+        tensors = [_slice(tensor, index) for tensor in self.stored]
+        if self.kind == "fp4":
+            tensors.append(ir.tensor(np.array(1, np.float32)))  # the scale of scales
+        block = 0 if self.block_size == self.shape[1] else self.block_size
+        return WeightPart(self.kind, self.shape[1:], block, self.parameter, tuple(tensors))
+
+    @property
+    def first(self) -> LinearWeight:
+        """The weight of the first expert, which stands for all."""
+        return LinearWeight((self.expert(0),))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """Operands and attributes of one layer's experts."""
+
+    call: ir.Node
+    x: ir.Value  # [1, S, H]
+    ids: ir.Value  # int64 [1, S, K]
+    shares: ir.Value  # [1, S, K]
+    gate: Stack
+    up: Stack
+    down: Stack
+    biases: tuple[np.ndarray | None, ...]  # [E, out] of gate, up and down
+    top_k: int
+    alpha: float
+    limit: float | None  # None: gates and ups are not limited
+    offset: float
+
+    @classmethod
+    def all_of(cls, graph: ir.Graph) -> list[ExpertLayer]:
+        """Those of a portable graph, in order.
+
+        Raises:
+            UnsupportedModelError: a call has an attribute that is not one of these.
+        """
+        return [cls._of(call) for call in find_calls(graph, *EXPERT_CALLS)]
+
+    @classmethod
+    def _of(cls, call: ir.Node) -> ExpertLayer:
+        require_known(call, *_ATTRIBUTES)
+        x, ids, shares, *weights = call.inputs
+        assert x is not None and ids is not None and shares is not None  # noqa: PT018
+        per_part = (len(weights) - 3) // 3
+        parts = [weights[at * per_part : (at + 1) * per_part] for at in range(3)]
+        blocks = ("block_size", "block_size", "down_block_size")
+        gate, up, down = (
+            _stack(call, name, part, block)
+            for name, part, block in zip(_NAMES, parts, blocks, strict=True)
+        )
+        alpha, limit, offset = (
+            call.attributes[name].as_float() for name in ("alpha", "limit", "offset")
+        )
+        return cls(
+            call, x, ids, shares, gate, up, down, tuple(_bias(value) for value in weights[-3:]),
+            call.attributes["top_k"].as_int(), alpha, limit if limit < _UNLIMITED else None, offset,
+        )  # fmt: skip
+
+    @property
+    def count(self) -> int:
+        """E."""
+        return self.gate.shape[0]
+
+    @property
+    def stacks(self) -> tuple[Stack, Stack, Stack]:
+        """Gates, ups and downs."""
+        return self.gate, self.up, self.down
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's name of the experts."""
+        return str(self.call.name).rpartition(".")[0]
+
+    def pairs(self) -> Iterator[LinearWeight]:
+        """Gate and up of each expert, side by side."""
+        for index in range(self.count):
+            yield LinearWeight((self.gate.expert(index), self.up.expert(index)))
+
+    def downs(self) -> Iterator[LinearWeight]:
+        """Down of each expert."""
+        for index in range(self.count):
+            yield LinearWeight((self.down.expert(index),))
+
+
+def all_weights(graph: ir.Graph) -> Iterator[tuple[str, LinearWeight]]:
+    """Weights of linear layers, and of the first expert of each mixture, by the layers' names."""
+    for call, weight in linear_layers(graph):
+        yield layer_name(call), weight
+    for layer in ExpertLayer.all_of(graph):
+        for stack in layer.stacks:
+            yield stack.name, stack.first
+
+
+def touched(experts: int, top_k: int, rows: int) -> float:
+    """How many different experts some rows take, where each is as likely as any other."""
+    return experts * (1 - (1 - top_k / experts) ** rows)
+
+
+def expand_rounded(graph: GraphEditor) -> None:
+    """Let experts that a build rounded be floats again, whose function the graph defines."""
+    for call in find_calls(graph.graph, QUANTIZED_EXPERTS):
+        graph.cursor = call
+        weights = []
+        for at, name in ((3, "block_size"), (5, "block_size"), (7, "down_block_size")):
+            block = call.attributes[name].as_int()
+            codes, scales = call.inputs[at : at + 2]
+            floats = graph.node("DequantizeLinear", [codes, scales], axis=1, block_size=block)
+            weights.append(graph.node("Transpose", [floats], perm=[0, 2, 1]))
+        given = {each: call.attributes[each].value for each in _OF_ALL}
+        y = graph.node(
+            EXPERTS, [*call.inputs[:3], *weights, *call.inputs[-3:]], domain=FUNCTIONS, **given
+        )
+        graph.replace(call.outputs[0], y)
+
+
+def refuse_experts(graph: ir.Graph, label: str, hint: str) -> None:
+    """Raise `UnsupportedModelError` for a backend that does not compute mixtures of experts."""
+    if find_calls(graph, *EXPERT_CALLS):
+        raise UnsupportedModelError(f"{label} does not compute mixtures of experts", hint=hint)
+
+
+def _stack(call: ir.Node, name: str, values: list[ir.Value | None], block: str) -> Stack:
+    tensors = []
+    for value in values:
+        if value is None or value.const_value is None:
+            raise BrokenArtifactError(
+                f"{call.name}: {name} is not a stored weight", hint="export the bundle again"
+            )
+        tensors.append(value.const_value)
+    count, rows, columns = (int(dim) for dim in tensors[0].shape.numpy())
+    is_by_output = call.op_type in (EXPERTS, FP4_EXPERTS)
+    shape = (count, columns, rows) if is_by_output else (count, rows, columns)
+    kind = "dense" if call.op_type == EXPERTS else KINDS[tensors[0].dtype]
+    size = call.attributes[block].as_int() if block in call.attributes else 0
+    assert values[0] is not None
+    return Stack(
+        kind, name, str(values[0].name), shape,
+        _FP4_BLOCK if call.op_type == FP4_EXPERTS else size, tuple(tensors),
+    )  # fmt: skip
+
+
+def _bias(value: ir.Value | None) -> np.ndarray | None:
+    """[E, out]; None where it is one zero."""
+    array = constant_array(value) if value is not None else None
+    return None if array is None or array.size == 1 else array.astype(np.float32)
+
+
+def _slice(tensor: ir.TensorProtocol, index: int) -> ir.TensorProtocol:
+    """Entry `index` of the first axis."""
+    dims = [int(dim) for dim in tensor.shape.numpy()[1:]]
+    if not isinstance(tensor, ir.ExternalTensor):
+        return ir.tensor(tensor.numpy()[index], dtype=tensor.dtype)
+    size = math.prod(dims) * tensor.dtype.bitwidth // 8
+    return ir.ExternalTensor(
+        tensor.location, (tensor.offset or 0) + index * size, size, tensor.dtype,
+        shape=ir.Shape(dims), name=f"{tensor.name}.{index}", base_dir=tensor.base_dir,
+    )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Mixtures of experts by edgellm's own kernel, which reads those that a row takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.build.lowering.calls import find_calls, require_known
+from edgellm.build.lowering.experts import ExpertLayer
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linear_weights import LinearWeight
+from edgellm.build.lowering.weights import stored_bytes
+from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
+from edgellm.build.onnxruntime_cpu.packed_weights import float_kind, packed_bytes
+from edgellm.contract import ROUTER, BrokenArtifactError, UnsupportedModelError
+from edgellm.device_runtime.kernels.library import DOMAIN
+from edgellm.device_runtime.kernels.pack import STRIP, PackedForm, gated_order, pack_floats
+
+
+def lower_experts(graph: GraphEditor, kernel: OwnLinears) -> None:
+    """Rewrite all routers and experts.
+
+    Raises:
+        UnsupportedModelError: networks whose width is no multiple of 16.
+    """
+    for call in find_calls(graph.graph, ROUTER):
+        graph.cursor = call
+        graph.replace(call.outputs[0], _route(graph, call))
+    for layer in ExpertLayer.all_of(graph.graph):
+        graph.cursor = layer.call
+        graph.replace(layer.call.outputs[0], _emit(graph, layer, kernel))
+
+
+def _route(graph: GraphEditor, call: ir.Node) -> ir.Value:
+    """Float weights as they are stored: rounding would choose other experts."""
+    require_known(call)
+    x, weight = call.inputs
+    tensor = weight.const_value if weight is not None else None
+    if weight is None or tensor is None:
+        raise BrokenArtifactError(
+            f"{call.name}: the router is not a stored weight", hint="export the bundle again"
+        )
+    out, width = (int(dim) for dim in tensor.shape.numpy())
+    form = PackedForm(float_kind(tensor.dtype), width, out)
+    bits = np.uint32 if form.kind == "float32" else np.uint16
+    packed = graph.streamed_weight(
+        f"{weight.name}.{form.kind}_packed", form.num_bytes,
+        lambda: pack_floats(form, stored_bytes(tensor).view(bits).reshape(out, width)),
+    )  # fmt: skip
+    return graph.node(
+        "QuantLinear", [x, packed], domain=DOMAIN, K=form.in_features, N=form.out_features, block=1
+    )
+
+
+def forms_of(layer: ExpertLayer, kernel: OwnLinears) -> tuple[PackedForm, PackedForm]:
+    """How gate and up of an expert are packed, and its down.
+
+    Raises:
+        UnsupportedModelError: networks whose width is no multiple of 16.
+    """
+    width = layer.gate.shape[2]
+    if width % STRIP:
+        raise UnsupportedModelError(
+            f"{layer.name}: experts of width {width}; edgellm's kernels take multiples of {STRIP}"
+        )
+    pair = LinearWeight((layer.gate.expert(0), layer.up.expert(0)))
+    return (
+        kernel.expert_form(pair, layer.gate.name, is_gated=True),
+        kernel.expert_form(layer.down.first, layer.down.name),
+    )
+
+
+def _emit(graph: GraphEditor, layer: ExpertLayer, kernel: OwnLinears) -> ir.Value:
+    pair, down = forms_of(layer, kernel)
+    order = gated_order(layer.gate.shape[2])
+    packed = [
+        graph.streamed_weight(
+            f"{layer.name}.{part}.{form.kind}_packed", layer.count * form.num_bytes, make
+        )
+        for part, form, make in (
+            ("gate_up", pair, lambda: _stacked(pair, layer.pairs(), order)),
+            ("down", down, lambda: _stacked(down, layer.downs())),
+        )
+    ]
+    gate_bias, up_bias, down_bias = layer.biases
+    biases: list[ir.Value | None] = []
+    if gate_bias is not None and up_bias is not None and down_bias is not None:
+        both = np.concatenate([gate_bias, up_bias], 1)[:, order]
+        biases = [
+            graph.weight(f"{layer.name}.inner_bias", lambda: both),
+            graph.weight(f"{layer.name}.bias", lambda: down_bias),
+        ]
+    limits = {} if layer.limit is None else {
+        "alpha": layer.alpha, "limit": layer.limit, "offset": layer.offset
+    }  # fmt: skip
+    return graph.node(
+        "Experts", [layer.x, layer.ids, layer.shares, *packed, *biases], domain=DOMAIN,
+        experts=layer.count, **limits,
+    )  # fmt: skip
+
+
+def _stacked(
+    form: PackedForm, weights: Iterable[LinearWeight], order: np.ndarray | None = None
+) -> Iterator[bytes]:
+    """Records of every expert, then the headers of all, which a session reads first."""
+    headers = []
+    for weight in weights:
+        pieces = packed_bytes(form, weight, order)
+        headers.append(next(pieces))
+        yield from pieces
+    yield b"".join(headers)

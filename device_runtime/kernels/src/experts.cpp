@@ -1,0 +1,226 @@
+// Mixtures of experts: of each row, the products with the experts that it takes, and no other.
+//
+// Rows are brought together by expert, so that a weight is read once for all that take it. A row's
+// bits are those of its own products, added up in the order of its choice: in any company the same.
+#include "experts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace edgellm {
+namespace {
+
+using ort::Fault;
+using ort::Tensor;
+
+constexpr int64_t kPartBytes = 128 << 10;  // of weights, below which threads are not worth their call
+constexpr int64_t kRowsApart = 8;          // rows that are prepared on threads
+constexpr int64_t kMostTaken = 4096;       // rows times experts taken that are held at once
+
+const Kernels& kernels() {
+  int count;
+  static const Kernels& best = *available_kernels(&count)[0];
+  return best;
+}
+
+void require(bool holds, const char* fault) {
+  if (!holds) throw Fault(fault);
+}
+
+// Packed weights of one form: the records of each, then the headers of all.
+std::vector<Weight> read_stack(const ort::Info* info, size_t index, int64_t experts) {
+  int is_constant = 0;
+  const ort::Value* value = nullptr;
+  ort::call(ort::kGetConstant, info, index, &is_constant, &value);
+  require(is_constant && value, "Experts: packed weights must be initializers");
+  const Tensor packed = ort::read(value);
+  const int64_t each = experts > 0 ? packed.count() / experts : 0, records = each - int64_t(sizeof(Header));
+  require(each * experts == packed.count() && records > 0, "Experts: the packed weights are not those of all experts");
+  std::vector<Weight> found(experts);
+  const uint8_t* data = packed.as<uint8_t>();
+  for (int64_t e = 0; e < experts; e++) {
+    Weight& w = found[e];
+    if (const char* fault = read_weight(data + experts * records + e * sizeof(Header), size_t(each), &w))
+      throw Fault(std::string("Experts: ") + fault);
+    w.records = data + e * records;
+    const Weight& first = found[0];
+    require(w.form == first.form && w.in_features == first.in_features && w.out_features == first.out_features &&
+                w.block == first.block && w.is_gated == first.is_gated && w.input_terms == first.input_terms,
+            "Experts: the packed weights differ in form");
+  }
+  return found;
+}
+
+Rows from_row(const Weight& w, const Rows& rows, int64_t first) {
+  Rows out = rows;
+  out.codes += first * w.input_terms * rows.stride;
+  out.scales += first * rows.blocks;
+  out.starts += first * rows.blocks;
+  out.offsets += first * rows.blocks;
+  out.floats += first * rows.stride;
+  return out;
+}
+
+// y = sum over k of shares[k] * down(act(gate, up)) of expert ids[k]. Inputs: x [..., H], ids int64
+// and shares [..., K], gates and ups of all experts uint8, downs uint8, biases [E, 2 I] in the order
+// of the packed channels, and [E, H]. Attributes: experts; alpha, limit and offset of `Product`.
+struct Experts {
+  static constexpr const char* kName = "Experts";
+  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kInt64, ort::kFloat, ort::kUInt8, ort::kUInt8, ort::kFloat, ort::kFloat};
+  static constexpr ort::Type kOutputs[] = {ort::kFloat};
+  static constexpr unsigned kNeeded = 0b11111, kNeededOutputs = 1;
+
+  struct Group {
+    int64_t expert, first, count;  // rows of an expert, one behind the other
+  };
+  struct Task {
+    const Group* group;
+    int64_t first, last;  // groups of channels
+  };
+  // Rows of x, the experts they take, and where these stand when they are sorted by expert.
+  struct Pass {
+    const float* x;
+    const int64_t* ids;
+    const float* shares;
+    float* y;
+    int64_t rows, top_k;
+    const float *inner_bias, *bias;
+    std::vector<Group> groups;
+    std::vector<int64_t> sorted, place;  // taken by place, and the place of each
+
+    int64_t taken() const { return rows * top_k; }
+  };
+
+  std::vector<Weight> gates, downs;
+  float alpha, limit, offset;
+
+  explicit Experts(const ort::Info* info)
+      : alpha(ort::float_attribute(info, "alpha", 1)), limit(ort::float_attribute(info, "limit", 0)), offset(ort::float_attribute(info, "offset", 0)) {
+    const int64_t experts = ort::int_attribute(info, "experts", 0);
+    gates = read_stack(info, 3, experts);
+    downs = read_stack(info, 4, experts);
+    require(gates[0].is_gated && !downs[0].is_gated && downs[0].in_features == gates[0].outputs() &&
+                downs[0].out_features == gates[0].in_features,
+            "Experts: gates, ups and downs do not fit each other");
+  }
+
+  void run(ort::Context* context) const {
+    const int64_t H = gates[0].in_features, count = int64_t(gates.size());
+    const Tensor x = ort::input(context, 0), ids = ort::input(context, 1), shares = ort::input(context, 2),
+                 inner_bias = ort::input(context, 5), bias = ort::input(context, 6);
+    require(!x.dims.empty() && x.last() == H, "Experts: x is not as wide as the weights");
+    const int64_t rows = x.count(0, 1), top_k = ids.last();
+    require(ids.dims == shares.dims && ids.count() == rows * top_k, "Experts: ids and shares are not [rows, K]");
+    require(!inner_bias || inner_bias.count() == count * gates[0].out_features, "Experts: the inner bias does not fit");
+    require(!bias || bias.count() == count * H, "Experts: the bias does not fit");
+    const Tensor y = ort::output(context, 0, x.dims);
+    const int64_t step = std::max<int64_t>(1, kMostTaken / std::max<int64_t>(1, top_k));
+    for (int64_t first = 0; first < rows; first += step) {
+      Pass pass{x.as<float>() + first * H, ids.as<int64_t>() + first * top_k, shares.as<float>() + first * top_k,
+                y.as<float>() + first * H, std::min(step, rows - first), top_k, inner_bias.as<float>(), bias.as<float>(), {}, {}, {}};
+      sort(pass);
+      compute(context, pass);
+    }
+  }
+
+ private:
+  void sort(Pass& pass) const {
+    std::vector<int64_t> begins(gates.size() + 1);
+    for (int64_t a = 0; a < pass.taken(); a++) {
+      require(pass.ids[a] >= 0 && pass.ids[a] < int64_t(gates.size()), "Experts: an id is that of no expert");
+      begins[pass.ids[a] + 1]++;
+    }
+    for (size_t e = 0; e < gates.size(); e++) {
+      if (begins[e + 1]) pass.groups.push_back({int64_t(e), begins[e], begins[e + 1]});
+      begins[e + 1] += begins[e];
+    }
+    pass.sorted.resize(pass.taken());
+    pass.place.resize(pass.taken());
+    for (int64_t a = 0; a < pass.taken(); a++) {
+      pass.place[a] = begins[pass.ids[a]]++;
+      pass.sorted[pass.place[a]] = a;
+    }
+  }
+
+  void compute(ort::Context* context, const Pass& pass) const {
+    const int64_t taken = pass.taken(), I = downs[0].in_features, H = downs[0].out_features;
+    const auto up = [](size_t bytes) { return (bytes + 63) / 64 * 64; };
+    const size_t own = up(rows_bytes(gates[0], pass.rows)), outer = up(rows_bytes(gates[0], taken)),
+                 inner = up(rows_bytes(downs[0], taken)), middle = up(taken * I * 4), last = up(taken * H * 4);
+    char* memory = static_cast<char*>(ort::scratch(own + outer + inner + middle + last));
+    const Rows prepared = place_rows(gates[0], pass.rows, memory), gathered = place_rows(gates[0], taken, memory + own),
+               inner_rows = place_rows(downs[0], taken, memory + own + outer);
+    float* h = reinterpret_cast<float*>(memory + own + outer + inner);
+    float* parts = reinterpret_cast<float*>(memory + own + outer + inner + middle);
+    const auto each = [&](int64_t count, const auto& function) {
+      if (count < kRowsApart)
+        for (int64_t i = 0; i < count; i++) function(i);
+      else
+        ort::parallel(context, count, function);
+    };
+    Weight plain = gates[0];  // experts have multipliers of their own
+    plain.multiplier = 1;
+    const Prologue before{&plain, pass.x, nullptr, nullptr, 0, nullptr, prepared};
+    each(pass.rows, [&](int64_t row) { kernels().prepare(before, row, row + 1); });
+    each(taken, [&](int64_t at) { gather(pass, prepared, gathered, at); });
+    multiply(context, pass, gates, gathered, pass.inner_bias, h);
+    each(taken, [&](int64_t at) {
+      const Prologue between{&downs[pass.ids[pass.sorted[at]]], h, nullptr, nullptr, 0, nullptr, inner_rows};
+      kernels().prepare(between, at, at + 1);
+    });
+    multiply(context, pass, downs, inner_rows, pass.bias, parts);
+    each(pass.rows, [&](int64_t row) { add_up(pass, parts, row, H); });
+  }
+
+  // A prepared row goes to one of its experts.
+  void gather(const Pass& pass, const Rows& from, const Rows& to, int64_t at) const {
+    const int64_t a = pass.sorted[at], row = a / pass.top_k;
+    const Weight& w = gates[pass.ids[a]];
+    const Rows in = from_row(w, from, row), out = from_row(w, to, at);
+    if (!w.is_quantized()) {
+      std::memcpy(out.floats, in.floats, w.in_features * sizeof(float));
+      return;
+    }
+    std::memcpy(out.codes, in.codes, w.input_terms * in.stride);
+    std::memcpy(out.starts, in.starts, in.blocks * sizeof(int32_t));
+    for (int64_t b = 0; b < in.blocks; b++) {
+      out.scales[b] = in.scales[b] * w.multiplier;
+      out.offsets[b] = in.offsets[b] * w.multiplier;
+    }
+  }
+
+  void multiply(ort::Context* context, const Pass& pass, const std::vector<Weight>& weights, const Rows& rows, const float* bias, float* y) const {
+    std::vector<Task> tasks;
+    const int64_t groups = weights[0].groups(), bytes = groups * weights[0].group_bytes();
+    for (const Group& group : pass.groups) {
+      const int64_t parts = std::max<int64_t>(1, std::min(groups, bytes * group.count / kPartBytes));
+      for (int64_t part = 0; part < parts; part++) tasks.push_back({&group, groups * part / parts, groups * (part + 1) / parts});
+    }
+    ort::parallel(context, int64_t(tasks.size()), [&](int64_t i) {
+      const Group& group = *tasks[i].group;
+      const Weight& w = weights[group.expert];
+      const Product product{&w, from_row(w, rows, group.first), group.count, bias ? bias + group.expert * w.out_features : nullptr,
+                            nullptr, y + group.first * w.outputs(), alpha, limit, offset};
+      kernels().product(product, tasks[i].first, tasks[i].last);
+    });
+  }
+
+  static void add_up(const Pass& pass, const float* parts, int64_t row, int64_t H) {
+    float* y = pass.y + row * H;
+    std::memset(y, 0, H * sizeof(float));
+    for (int64_t k = 0; k < pass.top_k; k++) {
+      const float share = pass.shares[row * pass.top_k + k];
+      const float* part = parts + pass.place[row * pass.top_k + k] * H;
+      for (int64_t i = 0; i < H; i++) y[i] += share * part[i];
+    }
+  }
+};
+
+}  // namespace
+
+const ort::Operator* experts_operator() { return ort::describe<Experts>(); }
+
+}  // namespace edgellm

@@ -1,0 +1,161 @@
+"""Mixtures of experts: a router, and feed-forward networks of which each row takes a few.
+
+Shapes: S rows, H hidden size, E experts, K chosen of them, I width between gate and down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.export.config import ConfigReader
+from edgellm.export.expert_functions import LARGEST, experts, router
+from edgellm.export.functions import call
+from edgellm.export.layers.mlp import MLP
+from edgellm.export.op import Op
+from edgellm.export.stacks import Stack
+from edgellm.export.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How many experts there are, and what those that a row takes add to it."""
+
+    experts: int
+    top_k: int
+    size: int  # I
+    normalizes: bool = True  # the shares of those taken are divided by their sum
+    smallest_sum: float = 0.0  # that shares are divided by
+
+    @classmethod
+    def read(
+        cls,
+        reader: ConfigReader,
+        *,
+        experts: str = "num_local_experts",
+        top_k: str = "num_experts_per_tok",
+        size: str = "intermediate_size",
+        normalizes: bool = True,
+        smallest_sum: float = 0.0,
+    ) -> Routing:
+        """Read the keys of these names.
+
+        Raises:
+            UnsupportedModelError: a row would take more experts than there are, or the networks
+                have another activation than Swish.
+        """
+        reader.skip("router_aux_loss_coef", "output_router_logits")  # of training
+        reader.expect("hidden_act", "silu", "swish")
+        found = cls(
+            reader.positive(experts), reader.positive(top_k), reader.positive(size),
+            normalizes, smallest_sum,
+        )  # fmt: skip
+        if found.top_k > found.experts:
+            raise UnsupportedModelError(
+                f"config.json: {top_k} = {found.top_k}, but {experts} = {found.experts}"
+            )
+        return found
+
+
+NO_ROUTING = Routing(1, 1, 1)  # of a config that nobody has read
+
+
+@dataclass(frozen=True, slots=True)
+class Gating:
+    """What an expert does to its gates g and ups u: swish(g, alpha) * (u + offset)."""
+
+    alpha: float = 1.0
+    limit: float | None = None  # of gates from above, of ups on both sides
+    offset: float = 0.0
+
+
+class Router:
+    """Softmax of a row's logits, and the experts with the largest of it."""
+
+    def __init__(self, weights: Weights, hidden: int, routing: Routing) -> None:
+        self.weights, self.hidden, self.routing = weights, hidden, routing
+
+    def __call__(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """X [1, S, H] -> ids int64 [1, S, K] and their shares [1, S, K]."""
+        with op.scope(self.weights.prefix.rstrip(".")):
+            shares = op.Softmax(self.logits(op, x), axis=-1)
+            top_k = op.constant([self.routing.top_k])
+            _, ids = op.outputs(2, "TopK", self.rank(op, shares), top_k, axis=-1)
+            taken = op.GatherElements(shares, ids, axis=-1)
+            if self.routing.normalizes:
+                total = op.ReduceSum(taken, op.constant([-1]), keepdims=1)
+                if self.routing.smallest_sum:
+                    total = op.Max(total, op.constant(np.float32(self.routing.smallest_sum)))
+                taken = op.Div(taken, total)
+            return ids, op.cast(taken, op.dtype) if op.dtype != ir.DataType.FLOAT else taken
+
+    def logits(self, op: Op, x: ir.Value) -> ir.Value:
+        """X [1, S, H] -> float32 [1, S, E]."""
+        shape = (self.routing.experts, self.hidden)
+        return call(op, router(), x, op.parameter(self.weights.take("weight", shape, op.dtype)))
+
+    def rank(self, op: Op, shares: ir.Value) -> ir.Value:
+        """Hook for routers that choose by something else than the shares [1, S, E]."""
+        del op
+        return shares
+
+
+class BiasedRouter(Router):
+    """The same with a bias of the logits."""
+
+    def logits(self, op: Op, x: ir.Value) -> ir.Value:
+        """X [1, S, H] -> float32 [1, S, E]."""
+        stored = self.weights.take("bias", (self.routing.experts,), op.dtype)
+        bias = op.Cast(op.parameter(stored), to=int(ir.DataType.FLOAT))
+        return op.Add(super().logits(op, x), bias)
+
+
+class Chooses(Protocol):
+    """A router."""
+
+    def __call__(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """X [1, S, H] -> ids int64 [1, S, K] and their shares [1, S, K]."""
+        ...
+
+
+class Mixture:
+    """`sum of share * expert(x)` over those that a router chose, and an expert that all rows take.
+
+    The weights of all experts of a layer are one operand each: gates, ups and downs.
+    """
+
+    def __init__(
+        self,
+        route: Chooses,
+        stack: Stack,
+        routing: Routing,
+        *,
+        gating: Gating = Gating(),
+        shared: MLP | None = None,
+    ) -> None:
+        self.route, self.stack, self.routing = route, stack, routing
+        self.gating, self.shared = gating, shared
+
+    def __call__(self, op: Op, x: ir.Value) -> ir.Value:
+        """Append the network; x [1, S, H] -> [1, S, H]."""
+        ids, shares = self.route(op, x)
+        with op.scope(self.stack.prefix.rstrip(".")):
+            stored = self.stack.read(op.dtype)
+            operands = [op.parameter(each) for each in stored.operands]
+            biases = [
+                op.constant(np.zeros((1, 1), op.dtype.numpy()))
+                if bias is None
+                else op.cast(op.parameter(bias), op.dtype)
+                for bias in stored.biases
+            ]
+            limit = LARGEST[op.dtype] if self.gating.limit is None else self.gating.limit
+            y = call(
+                op, experts(stored.function), x, ids, shares, *operands, *biases,
+                alpha=self.gating.alpha, limit=limit, offset=self.gating.offset,
+                top_k=self.routing.top_k, **stored.blocks,
+            )  # fmt: skip
+        return y if self.shared is None else op.Add(y, self.shared(op, x))

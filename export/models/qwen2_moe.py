@@ -1,0 +1,115 @@
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2 with experts, and one for all rows behind a gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.layers.attention import PassState
+from edgellm.export.layers.experts import NO_ROUTING, Mixture, Router, Routing
+from edgellm.export.layers.linear import Linear
+from edgellm.export.layers.mlp import MLP, GatedMLP
+from edgellm.export.models import llama
+from edgellm.export.models.qwen2 import expect_full_attention
+from edgellm.export.op import Op
+from edgellm.export.stacks import SeparateExperts
+from edgellm.export.weights import Weights
+
+TINY = {
+    **llama.TINY, "model_type": "qwen2_moe", "tie_word_embeddings": False, "num_experts": 6,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
+    "mlp_only_layers": [1],
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Config(DecoderConfig):
+    """The config of a Qwen with experts in some layers."""
+
+    routing: Routing = NO_ROUTING
+    shared_size: int = 0  # inner width of the expert that all rows take
+    every: int = 1  # layer `every`, 2 * `every`, ... has experts
+    dense_layers: tuple[int, ...] = ()  # which have none all the same
+
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
+        """Read config.json."""
+        expect_full_attention(reader)
+        bias = reader.read("qkv_bias", bool, True)
+        return cls.read(
+            reader, qkv_bias=bias, **read_mixture(reader),
+            shared_size=reader.positive("shared_expert_intermediate_size"),
+        )  # fmt: skip
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts, not one network for all rows."""
+        return layer not in self.dense_layers and (layer + 1) % self.every == 0
+
+
+def read_mixture(reader: ConfigReader) -> dict[str, Any]:
+    """The facts of `Config` that both Qwens with experts have."""
+    count = "num_local_experts" if reader.optional("num_local_experts", int) else "num_experts"
+    if count == "num_local_experts":  # what newer files call it
+        reader.expect("num_experts", reader.read(count, int))
+    dense = reader.read("mlp_only_layers", list, [])
+    if not all(isinstance(layer, int) for layer in dense):
+        raise UnsupportedModelError(f"config.json: mlp_only_layers = {dense!r}")
+    normalizes = reader.read("norm_topk_prob", bool, False)
+    return {
+        "routing": Routing.read(
+            reader, experts=count, size="moe_intermediate_size", normalizes=normalizes
+        ),
+        "every": reader.positive("decoder_sparse_step", 1),
+        "dense_layers": tuple(dense),
+    }
+
+
+class SharedExpert:
+    """A network for all rows, times the sigmoid of a number that each row has of its own."""
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        self.gate = Linear(weights / "shared_expert_gate", config.hidden_size, 1, bias=False)
+        self.mlp = GatedMLP(
+            weights / "shared_expert", config.hidden_size, config.shared_size, bias=False
+        )
+
+    def __call__(self, op: Op, x: ir.Value) -> ir.Value:
+        """Append the network; x [1, S, H] -> [1, S, H]."""
+        return op.Mul(op.Sigmoid(self.gate(op, x)), self.mlp(op, x))
+
+
+def mixture(config: Config, weights: Weights, shared: MLP | None) -> MLP:
+    """The experts below `weights`."""
+    hidden, routing = config.hidden_size, config.routing
+    stack = SeparateExperts(weights / "experts", routing.experts, (hidden, routing.size))
+    return Mixture(Router(weights / "gate", hidden, routing), stack, routing, shared=shared)
+
+
+class DecoderLayer(llama.DecoderLayer):
+    """Llama's block, with experts in some layers."""
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        super().__init__(config, weights)
+        self.config = config
+        self.experts = mixture(config, weights / "mlp", self.shared(config, weights / "mlp"))
+
+    def shared(self, config: Config, weights: Weights) -> MLP | None:
+        """The expert that all rows take."""
+        return SharedExpert(config, weights)
+
+    def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
+        """X [1, S, H] -> [1, S, H]."""
+        x = op.Add(x, self.self_attn.forward(op, self.input_layernorm(op, x), state, layer))
+        network = self.experts if self.config.has_experts(layer) else self.mlp
+        return op.Add(x, network(op, self.post_attention_layernorm(op, x)))
+
+
+class Model(llama.Model):
+    """Llama's model with experts."""
+
+    layer = DecoderLayer

@@ -1,0 +1,118 @@
+"""Engines of mixtures of experts on the CPU, and backends that have none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx
+import pytest
+from conftest import make_checkpoint
+from cuda_on_cpu import CUDA
+from weights import round_checkpoint
+
+from edgellm.build.engine import build_engine
+from edgellm.build.fit import predict
+from edgellm.build.lowering.experts import touched
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
+from edgellm.build.plan import Plan
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.export import models
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
+from edgellm.manifest import LLM_BUNDLE, load_bundle
+
+PLAN = Plan(48, 64, 1, max_verify_tree_size=12, options=CpuOptions("edgellm"))
+IDS = np.random.default_rng(5).integers(9, 96, 40)
+TINY = {**models.find("qwen3_moe").TINY, "num_experts": 9, "mlp_only_layers": [1]}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("experts") / "checkpoint", **TINY)
+
+
+@pytest.fixture(scope="module")
+def bundle(checkpoint):
+    folder = checkpoint.parent / "bundle"
+    export_llm(open_checkpoint(str(checkpoint)), folder, ExportOptions("fp32"))
+    return folder
+
+
+def build(bundle, engine, backend="onnxruntime", **changes):
+    plan = dataclasses.replace(PLAN, **changes)
+    return build_engine("llm", bundle, engine, plan, backend, lambda _: None)
+
+
+def logits(session, sizes) -> np.ndarray:
+    found, begin = [], 0
+    for size in sizes:
+        rows = IDS[begin : begin + size]
+        found.append(session.run(rows, begin, np.arange(len(rows))).logits.copy())
+        begin += size
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_a_rows_bits_do_not_depend_on_its_company(quantize, bundle, tmp_path):
+    """The build compares the engine with the portable graph."""
+    manifest = build(bundle, tmp_path / "engine", quantize=quantize)
+    assert manifest.main_graphs[0].precision == {"none": "fp32"}.get(quantize, quantize)
+    session = open_decoder(tmp_path / "engine", manifest)
+    whole = logits(session, [len(IDS)])
+    if quantize != "none":  # layers of 32 bits are products of ONNX Runtime's
+        for sizes in ([1] * len(IDS), [7, 1, 13, 1, 1, 17]):
+            assert logits(session, sizes).tobytes() == whole.tobytes()
+    nodes = onnx.load(tmp_path / "engine" / "decode.onnx", load_external_data=False).graph.node
+    assert [node.op_type for node in nodes].count("Experts") == 2
+
+
+@pytest.mark.parametrize(("quantize", "is_half"), [("none", True), ("int8", True), ("none", False)])
+def test_halves_and_stored_codes(quantize, is_half, checkpoint, tmp_path):
+    """Weights of 16 bits as they are and rounded, INT4 of a checkpoint."""
+    source = checkpoint
+    if not is_half:
+        round_checkpoint(str(checkpoint), tmp_path / "rounded", 16)
+        source = tmp_path / "rounded"
+    dtype = "fp16" if is_half else "fp32"
+    export_llm(open_checkpoint(str(source)), tmp_path / "bundle", ExportOptions(dtype))
+    manifest = build(tmp_path / "bundle", tmp_path / "engine", quantize=quantize)
+    expected = ("int8" if quantize == "int8" else "fp16") if is_half else "int4"
+    assert manifest.main_graphs[0].precision == expected
+
+
+def test_a_prediction_counts_the_experts_that_a_token_takes(bundle):
+    manifest = load_bundle(bundle, LLM_BUNDLE)
+    estimate = predict(bundle, manifest, PLAN, "onnxruntime", bundle).estimate
+    one_expert = 3 * TINY["hidden_size"] * TINY["moe_intermediate_size"] * 4
+    rest = estimate.engine_bytes - 2 * 9 * one_expert
+    assert estimate.decode_bytes < rest + 2 * 2 * one_expert
+    assert estimate.decode_bytes > 2 * 2 * one_expert
+    assert touched(9, 2, 1) == pytest.approx(2)
+    assert touched(128, 8, 16) == pytest.approx(128 * (1 - (120 / 128) ** 16))
+
+
+def test_what_has_no_experts_says_so(bundle, tmp_path):
+    with pytest.raises(UnsupportedModelError, match="--kernels onnxruntime does not compute mix"):
+        build(bundle, tmp_path / "engine", options=CpuOptions("onnxruntime"))
+    with pytest.raises(UnsupportedModelError, match="--device cuda does not compute mixtures"):
+        build(bundle, tmp_path / "engine", CUDA, options=Plan().options, prefill="auto")
+    assert not (tmp_path / "engine").exists()
+
+
+def test_tensorrt_says_so_before_it_begins(bundle, tmp_path):
+    pytest.importorskip("tensorrt_rtx", reason="engines are compiled with tensorrt_rtx")
+    from edgellm.build.tensorrt.options import TensorRtOptions
+
+    plan = dataclasses.replace(PLAN, options=TensorRtOptions("89"))
+    with pytest.raises(UnsupportedModelError, match="TensorRT's backend does not compute mixtures"):
+        predict(bundle, load_bundle(bundle, LLM_BUNDLE), plan, "tensorrt", tmp_path)
+
+
+def test_experts_of_another_width_are_refused(tmp_path):
+    config = {**TINY, "moe_intermediate_size": 40, "mlp_only_layers": [1, 2]}
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **config)
+    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp32"))
+    with pytest.raises(EdgeLLMError, match="experts of width 40; edgellm's kernels take multiples"):
+        build(tmp_path / "bundle", tmp_path / "engine")
