@@ -88,6 +88,7 @@ def present_name(layer: int, part: str) -> str:
 FUNCTIONS = "edgellm"
 ATTENTION = "CachedAttention"
 UNROTATED_ATTENTION = "UnrotatedCachedAttention"  # without rope, or of rows that are turned already
+SINK_ATTENTION = "CachedAttentionWithSinks"  # the same, with a score for each head
 ROTARY_TABLES = "RotaryTables"  # of all positions
 VISIBLE_SLOTS = "VisibleSlots"  # of every row: those before it, and its ancestors in a tree
 VISIBLE_IN_WINDOW = "VisibleSlotsInWindow"
@@ -104,4 +105,4 @@ ROUTER = "Router"  # x, weight [experts, in]; never rounded
 EXPERTS = "Experts"
 QUANTIZED_EXPERTS = "QuantizedExperts"
 SHIFTED_EXPERTS = "ShiftedExperts"
-FP4_EXPERTS = "Fp4Experts"  # codes [experts, out, in], scales bfloat16 of 32 inputs
+FP4_EXPERTS = "Fp4Experts"  # pairs of codes uint8 [experts, out, in / 2], scales of 32 inputs

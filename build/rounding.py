@@ -16,7 +16,12 @@ from edgellm.build.lowering.linear_groups import Rounding, RoundingKernel
 from edgellm.build.lowering.linear_weights import LinearWeight
 from edgellm.manifest import KVCacheSpec
 
-_DECODING = ("Cast", "CastLike", "Transpose", "DequantizeLinear")
+# On the way from codes to a weight; what they index is a table of values.
+_DECODING = (
+    "Cast", "CastLike", "Transpose", "DequantizeLinear", "Reshape", "Mul", "Concat", "Unsqueeze",
+    "Gather", "BitwiseAnd",
+)  # fmt: skip
+_CODES = {"Gather": 1}  # the place of its input where it is not the first
 _SHIFTS = 1024  # a layer's errors are one table's, moved by up to so many columns
 
 
@@ -74,7 +79,9 @@ def _parameter(value: ir.Value | None) -> str | None:
     node = value.producer() if value is not None else None
     if value is None or node is None:
         return str(value.name) if value is not None and value.const_value is not None else None
-    return _parameter(node.inputs[0]) if node.op_type in _DECODING else None
+    if node.op_type not in _DECODING:
+        return None
+    return _parameter(node.inputs[_CODES.get(node.op_type, 0)])
 
 
 def _rounded(graph: GraphEditor, x: ir.Value, block: int, *, halves: bool) -> ir.Value:

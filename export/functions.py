@@ -92,13 +92,7 @@ def cached_attention(dtype: ir.DataType) -> ir.Function:
         sin: ir.Value,
         positions: ir.Value,
     ) -> tuple[ir.Value, ...]:
-        q, k = (
-            op.RotaryEmbedding(
-                x, cos, sin, positions, num_heads=ir.RefAttr("num_heads", of_call, _INT),
-                **_of_call(interleaved=_INT, rotary_embedding_dim=_INT),
-            )
-            for x, of_call in ((q, "num_heads"), (k, "kv_num_heads"))
-        )  # fmt: skip
+        q, k = _rotated(op, q, k, cos, sin, positions)
         return _attend(op, dtype, (q, k, v), (past_key, past_value), write_index, visible)
 
     return local_function(
@@ -107,6 +101,37 @@ def cached_attention(dtype: ir.DataType) -> ir.Function:
         body,
         {**_ATTENTION_ATTRIBUTES, "interleaved": _INT, "rotary_embedding_dim": _INT},
     )
+
+
+def sink_attention(dtype: ir.DataType) -> ir.Function:
+    """`cached_attention` with sinks [num_heads].
+
+    A sink is the score of a key that every row sees, and whose values are zeros.
+    """
+
+    def body(op: Op, *inputs: ir.Value) -> tuple[ir.Value, ...]:
+        q, k, v, past_key, past_value, write_index, visible, cos, sin, positions, sinks = inputs
+        q, k = _rotated(op, q, k, cos, sin, positions)
+        return _attend(op, dtype, (q, k, v), (past_key, past_value), write_index, visible, sinks)
+
+    return local_function(
+        contract.SINK_ATTENTION,
+        "q k v past_key past_value write_index visible cos sin positions sinks",
+        body,
+        {**_ATTENTION_ATTRIBUTES, "interleaved": _INT, "rotary_embedding_dim": _INT},
+    )
+
+
+def _rotated(op: Op, q: ir.Value, k: ir.Value, *tables: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Queries and keys, turned by cos, sin and positions."""
+    q, k = (
+        op.RotaryEmbedding(
+            x, *tables, num_heads=ir.RefAttr("num_heads", of_call, _INT),
+            **_of_call(interleaved=_INT, rotary_embedding_dim=_INT),
+        )
+        for x, of_call in ((q, "num_heads"), (k, "kv_num_heads"))
+    )  # fmt: skip
+    return q, k
 
 
 def unrotated_attention(dtype: ir.DataType) -> ir.Function:
@@ -147,6 +172,7 @@ def _attend(
     pasts: tuple[ir.Value, ir.Value],
     write_index: ir.Value,
     visible: ir.Value,
+    sinks: ir.Value | None = None,
 ) -> tuple[ir.Value, ...]:
     """Write `rows` of keys and values, attend; y and the caches."""
     kv_heads = op.Shape(pasts[0], start=1, end=2)
@@ -167,12 +193,32 @@ def _attend(
     )
     # The 3-D form, because with the 4-D one TensorRT writes K and V once per query head; one
     # additive mask, which all layers share as soon as equal nodes are merged.
+    mask = op.Where(visible, seen, shut)
+    if sinks is not None:
+        keys, values = (_with_zeros(op, each, seen) for each in (keys, values))
+        mask = _with_sinks(op, mask, sinks)
     y = op.Attention(
-        rows[0], keys, values, op.Where(visible, seen, shut),
+        rows[0], keys, values, mask,
         q_num_heads=ir.RefAttr("q_num_heads", "num_heads", _INT),
         **_of_call(kv_num_heads=_INT, scale=_FLOAT, softcap=_FLOAT),
     )  # fmt: skip
     return y, present_key, present_value
+
+
+def _with_zeros(op: Op, rows: ir.Value, zero: ir.Value) -> ir.Value:
+    """Rows [1, C, n] and one of zeros behind them."""
+    shape = op.Concat(integers(op, 1, 1), op.Shape(rows, start=2, end=3), axis=0)
+    return op.Concat(rows, op.Expand(zero, shape), axis=1)
+
+
+def _with_sinks(op: Op, mask: ir.Value, sinks: ir.Value) -> ir.Value:
+    """An additive mask [S, C] for each head, and a column of its sink: [1, num_heads, S, C + 1]."""
+    one, heads = integers(op, 1), op.Shape(sinks)
+    every_head = op.Concat(one, heads, one, one, axis=0)
+    masks = op.Expand(op.Unsqueeze(mask, integers(op, 0, 1)), every_head)
+    every_row = op.Concat(one, heads, op.Shape(mask, start=0, end=1), one, axis=0)
+    column = op.Expand(op.Unsqueeze(sinks, integers(op, 0, 2, 3)), every_row)
+    return op.Concat(masks, column, axis=3)
 
 
 def visible_slots(*, windowed: bool) -> ir.Function:

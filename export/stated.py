@@ -17,6 +17,7 @@ _LAYOUTS = {
     "fp8": {"block_fp8", "modelopt"},
     "gptq": {"gptq"},
     "modelopt": {"modelopt"},
+    "mxfp4": {"mxfp4"},
 }
 
 

@@ -8,13 +8,14 @@ import onnx_ir as ir
 
 from edgellm import contract
 from edgellm.build.lowering.calls import find_calls, require_known
-from edgellm.contract import BrokenArtifactError
+from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 
 _OPERANDS = (
-    "q", "k", "v", "past_key", "past_value", "write_index", "visible", "cos", "sin", "positions"
+    "q", "k", "v", "past_key", "past_value", "write_index", "visible", "cos", "sin", "positions",
+    "sinks",
 )  # fmt: skip
-_OPTIONAL = ("positions",)
-_ROTATION = ("cos", "sin", "positions")
+_OPTIONAL = ("positions", "sinks")
+_ROTATION = ("cos", "sin", *_OPTIONAL)
 _FLAGS = ("interleaved", "rotary_embedding_dim")
 
 
@@ -33,6 +34,7 @@ class CachedAttention:
     cos: ir.Value | None  # of positions [C, R / 2], or of the rows themselves [1, S, R / 2]
     sin: ir.Value | None  # None: nothing is rotated
     positions: ir.Value | None  # int64 [1, S]; None where the tables are of the rows
+    sinks: ir.Value | None  # [num_heads], scores that take weight and give nothing
     num_heads: int
     kv_num_heads: int
     scale: float | None  # of the scores; None: 1 / sqrt(D)
@@ -41,18 +43,27 @@ class CachedAttention:
     rotary_embedding_dim: int = 0  # R; 0: all of D
 
     @classmethod
-    def all_of(cls, graph: ir.Graph) -> list[CachedAttention]:
+    def all_of(cls, graph: ir.Graph, *, takes_sinks: bool = False) -> list[CachedAttention]:
         """Those of a portable graph, in order.
 
         Raises:
-            UnsupportedModelError: a call has an attribute that is not one of these.
+            UnsupportedModelError: a call has an attribute that is not one of these, or sinks that
+                the backend does not take.
         """
-        calls = find_calls(graph, contract.ATTENTION, contract.UNROTATED_ATTENTION)
-        return [cls._of(call) for call in calls]
+        calls = find_calls(
+            graph, contract.ATTENTION, contract.UNROTATED_ATTENTION, contract.SINK_ATTENTION
+        )
+        layers = [cls._of(call) for call in calls]
+        if not takes_sinks and any(layer.sinks is not None for layer in layers):
+            raise UnsupportedModelError(
+                "this backend does not compute attention with sinks",
+                hint="build for ONNX Runtime on the CPU, with edgellm's kernels",
+            )
+        return layers
 
     @classmethod
     def _of(cls, call: ir.Node) -> CachedAttention:
-        rotates = call.op_type == contract.ATTENTION
+        rotates = call.op_type != contract.UNROTATED_ATTENTION
         flags = _FLAGS if rotates else ()
         require_known(call, "num_heads", "kv_num_heads", "scale", "softcap", *flags)
         operands = [*call.inputs, *[None] * len(_OPERANDS)][: len(_OPERANDS)]

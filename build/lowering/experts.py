@@ -35,6 +35,7 @@ _OF_ALL = ("alpha", "limit", "offset", "top_k")
 _ATTRIBUTES = (*_OF_ALL, "block_size", "down_block_size")
 _FP4_BLOCK = 32
 _UNLIMITED = 65504.0  # what a portable graph in float16 says for infinity
+_KINDS = {EXPERTS: "dense", FP4_EXPERTS: "fp4"}
 _NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -53,6 +54,7 @@ class Stack:
         """That of one expert, of which no more is read."""
         tensors = [_slice(tensor, index) for tensor in self.stored]
         if self.kind == "fp4":
+            tensors[0] = _pairs(tensors[0], self.shape[:0:-1])
             tensors.append(ir.tensor(np.array(1, np.float32)))  # the scale of scales
         block = 0 if self.block_size == self.shape[1] else self.block_size
         return WeightPart(self.kind, self.shape[1:], block, self.parameter, tuple(tensors))
@@ -183,7 +185,9 @@ def _stack(call: ir.Node, name: str, values: list[ir.Value | None], block: str) 
     count, rows, columns = (int(dim) for dim in tensors[0].shape.numpy())
     is_by_output = call.op_type in (EXPERTS, FP4_EXPERTS)
     shape = (count, columns, rows) if is_by_output else (count, rows, columns)
-    kind = "dense" if call.op_type == EXPERTS else KINDS[tensors[0].dtype]
+    kind = _KINDS.get(call.op_type) or KINDS[tensors[0].dtype]
+    if kind == "fp4":
+        shape = (count, 2 * columns, rows)
     size = call.attributes[block].as_int() if block in call.attributes else 0
     assert values[0] is not None
     return Stack(
@@ -207,4 +211,15 @@ def _slice(tensor: ir.TensorProtocol, index: int) -> ir.TensorProtocol:
     return ir.ExternalTensor(
         tensor.location, (tensor.offset or 0) + index * size, size, tensor.dtype,
         shape=ir.Shape(dims), name=f"{tensor.name}.{index}", base_dir=tensor.base_dir,
+    )  # fmt: skip
+
+
+def _pairs(tensor: ir.TensorProtocol, shape: tuple[int, ...]) -> ir.TensorProtocol:
+    """Bytes [out, in / 2] as the FP4 codes [out, in] that they are."""
+    dtype = ir.DataType.FLOAT4E2M1
+    if not isinstance(tensor, ir.ExternalTensor):
+        return ir.PackedTensor(tensor.numpy().reshape(-1), dtype, shape=shape)
+    return ir.ExternalTensor(
+        tensor.location, tensor.offset, tensor.length, dtype,
+        shape=ir.Shape(shape), name=str(tensor.name), base_dir=tensor.base_dir,
     )  # fmt: skip

@@ -9,8 +9,14 @@ from edgellm.build.lowering.attention import CachedAttention
 from edgellm.build.lowering.calls import is_call, require_known
 from edgellm.build.lowering.contrib_ops import CACHE_NAMES, row_tables
 from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.weights import constant_array, parameter_name
 from edgellm.build.onnxruntime_cpu.grouped_attention import packed_rows
-from edgellm.contract import VISIBLE_IN_WINDOW, VISIBLE_SLOTS, UnsupportedModelError
+from edgellm.contract import (
+    VISIBLE_IN_WINDOW,
+    VISIBLE_SLOTS,
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.manifest import KVCacheSpec
 
@@ -22,7 +28,7 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec) -> None:
         UnsupportedModelError: a mask that is not made of the tree's.
     """
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
-    for index, layer in enumerate(CachedAttention.all_of(graph.graph)):
+    for index, layer in enumerate(CachedAttention.all_of(graph.graph, takes_sinks=True)):
         graph.cursor = layer.call
         rotation = layer.cos, layer.sin
         if layer.cos is not None and layer.sin is not None and layer.positions is None:
@@ -51,7 +57,7 @@ def _emit(
         [
             *((packed, None, None) if packed is not None else (layer.q, layer.k, layer.v)),
             layer.past_key, layer.past_value, layer.write_index, *tables, layer.positions, mask,
-            *([None, None, None, *scales] if scales else []),
+            *([None, None, _sinks(graph, layer), *scales] if scales or layer.sinks else []),
         ],
         3,
         domain=DOMAIN,
@@ -61,6 +67,19 @@ def _emit(
     )  # fmt: skip
     for old, new in zip(layer.outputs, outputs, strict=True):
         graph.replace(old, new)
+
+
+def _sinks(graph: GraphEditor, layer: CachedAttention) -> ir.Value | None:
+    """Float32 [num_heads]."""
+    if layer.sinks is None:
+        return None
+    array = constant_array(layer.sinks)
+    if array is None:
+        raise BrokenArtifactError(
+            f"{layer.call.name}: the sinks are not a stored weight", hint="export the bundle again"
+        )
+    floats = array.astype(np.float32)
+    return graph.weight(f"{parameter_name(layer.sinks)}.sinks", lambda: floats)
 
 
 def _tree_mask(layer: CachedAttention) -> tuple[ir.Value, int | None]:

@@ -18,6 +18,7 @@ from edgellm.export.functions import (
     cached_attention,
     call,
     rotary_tables,
+    sink_attention,
     unrotated_attention,
     visible_slots,
 )
@@ -91,11 +92,13 @@ class PassState:
         scale: float | None = None,
         softcap: float | None = None,
         is_rotated: bool = False,
+        sinks: ir.Value | None = None,
     ) -> ir.Value:
         """Rotate, write the cache, attend; q [1, S, num_heads*D], k and v [1, S, kv_heads*D].
 
         `scale` multiplies the scores, None is 1 / sqrt(D); `softcap` bounds them by its tanh;
-        `is_rotated`: queries and keys come from `rotate`.
+        `is_rotated`: queries and keys come from `rotate`; `sinks` [num_heads]: scores that take
+        weight and give nothing, of layers that turn.
         """
         rope, op = self.kinds[layer].rope, self.op
         past = [self.past[past_name(layer, part)] for part in ("key", "value")]
@@ -106,6 +109,8 @@ class PassState:
             function, turned = unrotated_attention(op.dtype), ()
         else:
             function, turned = cached_attention(op.dtype), self._rotation(rope)
+            if sinks is not None:
+                function, turned = sink_attention(op.dtype), (*turned, sinks)
             given |= self._rotation_flags(rope)
         y, *present = call(op, function, q, k, v, *past, self.write_index, seen, *turned, **given)
         for part, value in zip(("key", "value"), present, strict=True):

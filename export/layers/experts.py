@@ -73,6 +73,9 @@ class Gating:
     offset: float = 0.0
 
 
+SWISH = Gating()
+
+
 class Router:
     """Softmax of a row's logits, and the experts with the largest of it."""
 
@@ -134,7 +137,7 @@ class Mixture:
         stack: Stack,
         routing: Routing,
         *,
-        gating: Gating = Gating(),
+        gating: Gating = SWISH,
         shared: MLP | None = None,
     ) -> None:
         self.route, self.stack, self.routing = route, stack, routing

@@ -11,7 +11,7 @@ from edgellm.export.rope import RopeTraits
 __all__ = ["TINY", "Config", "Model"]
 
 TINY = {**llama.TINY, "model_type": "ernie4_5", "head_dim": 32}
-_ROPE = RopeTraits(theta=5e5, interleaved=True)
+ROPE = RopeTraits(theta=5e5, interleaved=True)
 
 
 class Config(DecoderConfig):
@@ -22,4 +22,4 @@ class Config(DecoderConfig):
         """Read config.json."""
         reader.assume(tie_word_embeddings=True, head_dim=128)
         bias = reader.read("use_bias", bool, False)
-        return cls.read(reader, rope=_ROPE, qkv_bias=bias, o_proj_bias=bias, mlp_bias=bias)
+        return cls.read(reader, rope=ROPE, qkv_bias=bias, o_proj_bias=bias, mlp_bias=bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
@@ -30,15 +31,18 @@ class Config(DecoderConfig):
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
         bias, mlp_bias = (reader.read(key, bool, False) for key in ("attention_bias", "mlp_bias"))
-        embedding, attention, residual, logits = (
-            reader.nonzero(key, 1.0)
-            for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier",
-                        "logits_scaling")
-        )  # fmt: skip
         return cls.read(
-            reader, qkv_bias=bias, o_proj_bias=bias, mlp_bias=mlp_bias, embedding_scale=embedding,
-            attention_scale=attention, residual_multiplier=residual, logits_scaling=logits,
-        )  # fmt: skip
+            reader, qkv_bias=bias, o_proj_bias=bias, mlp_bias=mlp_bias, **read_factors(reader)
+        )
+
+
+def read_factors(reader: ConfigReader) -> dict[str, Any]:
+    """The facts of `Config` that are factors."""
+    keys = {
+        "embedding_scale": "embedding_multiplier", "attention_scale": "attention_multiplier",
+        "residual_multiplier": "residual_multiplier", "logits_scaling": "logits_scaling",
+    }  # fmt: skip
+    return {name: reader.nonzero(key, 1.0) for name, key in keys.items()}
 
 
 class DecoderLayer(llama.DecoderLayer):

@@ -64,7 +64,7 @@ def reference(config: dict[str, Any]) -> PreTrainedModel | None:
             for name, parameter in model.named_parameters():
                 if name.endswith("norm.weight"):
                     parameter.uniform_(0.5, 1.5)
-                elif name.endswith("bias"):
+                elif name.endswith(("bias", "sinks")):
                     parameter.normal_(0, 0.2)
             model(torch.arange(4)[None])
         return model

@@ -251,7 +251,7 @@ def test_a_lora_adapter(checkpoint):
 @pytest.mark.parametrize(
     ("model_type", "hint"),
     [
-        ("gemma4_text", "supported: arcee, cohere2, ernie4_5, exaone4, gemma2, gemma3_text, "),
+        ("gemma4_text", "supported: arcee, cohere2, ernie4_5, ernie4_5_moe, exaone4, gemma2, "),
         ("lama", "supported: arcee"),
         ("apertus", "it computes as olmo2 does, but for its activation; supported:"),
     ],

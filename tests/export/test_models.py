@@ -54,6 +54,7 @@ VARIANTS = {
         "qwen2", **_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
     ),
     "mistral_without_window": _tiny("mistral", sliding_window=None),
+    "granitemoe_untied": _tiny("granitemoe", tie_word_embeddings=False, attention_bias=True),
     "qwen3_biases": _tiny("qwen3", attention_bias=True, tie_word_embeddings=False),
 }
 

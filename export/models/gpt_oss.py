@@ -1,0 +1,117 @@
+"""gpt-oss 20B and 120B: experts with limited gates, sinks in attention, windows by turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.export.attention_kinds import (
+    FULL,
+    SLIDING,
+    AttentionKind,
+    read_layer_types,
+    read_window,
+    window_of,
+)
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.interleaved import InterleavedExperts
+from edgellm.export.layers.attention import PassState
+from edgellm.export.layers.experts import NO_ROUTING, SWISH, BiasedRouter, Gating, Mixture, Routing
+from edgellm.export.models import llama
+from edgellm.export.op import Op
+from edgellm.export.rope import Rope, read_parameters, rope_of
+from edgellm.export.weights import Weights
+
+TINY = {
+    **llama.TINY, "model_type": "gpt_oss", "tie_word_embeddings": False, "head_dim": 32,
+    "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 12, "swiglu_limit": 0.7,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 4.0, "beta_fast": 32.0,
+                        "beta_slow": 1.0, "truncate": False,
+                        "original_max_position_embeddings": 32},
+}  # fmt: skip
+_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Config(DecoderConfig):
+    """The config of gpt-oss."""
+
+    routing: Routing = NO_ROUTING
+    gating: Gating = SWISH
+
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
+        """Read config.json."""
+        reader.assume(
+            sliding_window=128, head_dim=64, num_key_value_heads=8, attention_bias=True,
+            swiglu_alpha=1.702, swiglu_limit=7.0,
+        )  # fmt: skip
+        reader.skip("initial_context_length")  # what the rope's parameters say
+        bias = reader.read("attention_bias", bool, False)
+        routing = Routing.read(reader)
+        reader.expect("experts_per_token", routing.top_k)
+        alpha, limit = (reader.read(key, float) for key in ("swiglu_alpha", "swiglu_limit"))
+        if limit <= 0:
+            raise UnsupportedModelError(f"config.json: swiglu_limit = {limit} is not positive")
+        config = cls.read(
+            reader, rope=None, qkv_bias=bias, o_proj_bias=bias, routing=routing,
+            gating=Gating(alpha, limit, offset=1.0),
+        )  # fmt: skip
+        types = read_layer_types(
+            reader, [FULL if index % 2 else SLIDING for index in range(config.num_hidden_layers)]
+        )
+        window = read_window(reader, types)
+        rope = _read_rope(reader, config)
+        return config.attending(
+            tuple(AttentionKind(rope, window_of(kind, window)) for kind in types)
+        )
+
+
+def _read_rope(reader: ConfigReader, config: DecoderConfig) -> Rope:
+    parameters = read_parameters(reader) or dict(_ROPE)
+    theta = reader.read("rope_theta", float, 1.5e5)
+    parameters["rope_theta"] = parameters.get("rope_theta") or theta
+    return rope_of(reader, parameters, config.head_dim, config.max_position_embeddings)
+
+
+class Attention(llama.Attention):
+    """Self-attention in which each head has a score that takes weight and gives nothing."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, input_size: int | None = None
+    ) -> None:
+        super().__init__(config, weights, input_size)
+        self.weights = weights
+
+    def attend(
+        self, op: Op, state: PassState, layer: int, q: ir.Value, k: ir.Value, v: ir.Value
+    ) -> ir.Value:
+        """Q [1, S, heads*D], k and v [1, S, kv_heads*D] -> [1, S, heads*D]."""
+        heads = self.config.num_attention_heads
+        sinks = op.parameter(self.weights.take("sinks", (heads,), op.dtype))
+        return state.attend(layer, q, k, v, heads, sinks=op.cast(sinks, op.dtype))
+
+
+class DecoderLayer(llama.DecoderLayer):
+    """Llama's block with sinks and experts."""
+
+    attention = Attention
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        super().__init__(config, weights)
+        hidden, routing, mlp = config.hidden_size, config.routing, weights / "mlp"
+        stack = InterleavedExperts(mlp / "experts", routing.experts, (hidden, routing.size))
+        router = BiasedRouter(mlp / "router", hidden, routing)
+        self.mlp = Mixture(router, stack, routing, gating=config.gating)
+
+
+class Model(llama.Model):
+    """Llama's model with the blocks of gpt-oss."""
+
+    layer = DecoderLayer

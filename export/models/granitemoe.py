@@ -1,0 +1,51 @@
+"""Granite 3 1B-A400M and 3B-A800M: Granite with experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.layers.experts import NO_ROUTING, Mixture, Router, Routing
+from edgellm.export.models import granite
+from edgellm.export.stacks import JoinedExperts
+from edgellm.export.weights import Weights
+
+TINY = {
+    **granite.TINY, "model_type": "granitemoe", "num_local_experts": 5, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Config(granite.Config):
+    """Granite's config with experts."""
+
+    routing: Routing = NO_ROUTING
+
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
+        """Read config.json."""
+        bias = reader.read("attention_bias", bool, False)
+        return cls.read(
+            reader, qkv_bias=bias, o_proj_bias=bias, routing=Routing.read(reader),
+            **granite.read_factors(reader),
+        )  # fmt: skip
+
+
+class DecoderLayer(granite.DecoderLayer):
+    """Granite's block with experts."""
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        super().__init__(config, weights)
+        hidden, routing, mlp = config.hidden_size, config.routing, weights / "block_sparse_moe"
+        stack = JoinedExperts(
+            (mlp / "input_linear", "weight"), (mlp / "output_linear", "weight"),
+            routing.experts, (hidden, routing.size),
+        )  # fmt: skip
+        self.mlp = Mixture(Router(mlp / "router.layer", hidden, routing), stack, routing)
+
+
+class Model(granite.Model):
+    """Granite's model with its blocks of experts."""
+
+    layer = DecoderLayer

@@ -1,0 +1,168 @@
+"""Mixtures of experts: MXFP4 as it is stored, and checkpoints that are not what they say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import assert_one_line_error, make_checkpoint
+from portable import open_portable
+from safetensors.numpy import load_file, save_file
+
+from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
+from edgellm.build.plan import Plan
+from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.export import models
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
+
+TOLERANCE = 2e-4
+IDS = np.random.default_rng(1).integers(9, 96, 30)
+GPT_OSS = {**models.find("gpt_oss").TINY, "intermediate_size": 64}
+
+
+def mxfp4(weight):
+    """Blocks and scales of floats [E, out, in], and what they stand for."""
+    folded = np.ascontiguousarray(weight).reshape(*weight.shape[:2], -1, 32)
+    exponents = np.ceil(np.log2(np.abs(folded).max(-1) / 6)) + 127
+    exponents[0, 0, 0] = 0  # 2 ** -127, where bfloat16 has no normal number
+    steps = np.exp2(exponents - 127)[..., None].astype(np.float64)
+    codes = np.clip(folded / steps, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+    nibbles = codes.view(np.uint8)
+    blocks = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+    values = (codes.astype(np.float64) * steps).reshape(weight.shape)
+    return blocks, exponents.astype(np.uint8), values.astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    """A checkpoint in MXFP4, and one of the floats that it stands for."""
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    dense = make_checkpoint(folder / "dense", **GPT_OSS)
+    tensors = load_file(dense / "model.safetensors")
+    stored = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        blocks, scales, values = mxfp4(stored.pop(name).transpose(0, 2, 1))
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        tensors[name] = np.ascontiguousarray(values.transpose(0, 2, 1))
+    shutil.copytree(dense, folder / "mxfp4")
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    write(folder / "mxfp4", stored, quantization_config={"quant_method": "mxfp4"})
+    return folder / "mxfp4", dense
+
+
+def write(folder, tensors, **config):
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+
+
+def export(checkpoint, folder):
+    export_llm(open_checkpoint(str(checkpoint)), folder, ExportOptions("fp32"))
+    return folder
+
+
+def logits(session):
+    pieces = [session.run(IDS[:20], 0, np.arange(20)).logits.copy()]
+    pieces += [session.run(IDS[[at]], at, np.array([0])).logits.copy() for at in range(20, 30)]
+    return np.concatenate(pieces)
+
+
+def test_mxfp4_computes_what_it_stands_for(gpt_oss, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    bundle = export(gpt_oss[0], tmp_path / "bundle")
+    graph = (bundle / "model.onnx").read_bytes()
+    assert b"Fp4Experts" in graph
+    model = AutoModelForCausalLM.from_pretrained(gpt_oss[1], attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(torch.from_numpy(IDS)[None]).logits[0].numpy()
+    np.testing.assert_allclose(logits(open_portable(bundle, 64)), expected, atol=TOLERANCE)
+    # The build compares the engine with the portable graph, to within the rounding of inputs.
+    for quantize, precision in (("none", "fp4"), ("int8", "fp4+int8")):
+        plan = Plan(48, 64, 1, quantize=quantize, options=CpuOptions("edgellm"))
+        engine = tmp_path / quantize
+        manifest = build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
+        assert manifest.main_graphs[0].precision == precision
+        found = logits(open_decoder(engine, manifest))
+        assert np.sqrt(np.mean((found - expected) ** 2)) < 0.1 * expected.std()
+
+
+def changed(source, folder, change, **config):
+    """A copy whose tensors `change` alters."""
+    shutil.copytree(source, folder)
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    write(folder, tensors, **config)
+    return folder
+
+
+def _damage(tensors):
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 5, 1] = 255
+
+
+def _cut_blocks(tensors):
+    name = "model.layers.0.mlp.experts.gate_up_proj_blocks"
+    tensors[name] = np.ascontiguousarray(tensors[name][:, :, :2])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_damage, ("model.layers.1.mlp.experts.down_proj_scales holds values that are not",)),
+        (_cut_blocks, ("gate_up_proj_blocks has shape [5, 128, 2, 16]", "implies [5, 128, 3, 16]")),
+    ],
+    ids=["scales", "shape"],
+)
+def test_damaged_mxfp4_is_refused(change, words, gpt_oss, command, tmp_path):
+    checkpoint = changed(gpt_oss[0], tmp_path / "checkpoint", change)
+    result = command("edgellm-export", "llm", "--model_dir", checkpoint, "--output_dir",
+                     tmp_path / "bundle", "--dtype", "fp32")  # fmt: skip
+    assert_one_line_error(result, *words)
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    tiny = models.find("qwen3_moe").TINY
+    return make_checkpoint(tmp_path_factory.mktemp("qwen") / "checkpoint", **tiny)
+
+
+_MLP = "model.layers.0.mlp."
+
+
+def _without(name):
+    return lambda tensors: tensors.pop(_MLP + name)
+
+
+def _with(name, shape, dtype=np.float32):
+    return lambda tensors: tensors.update({_MLP + name: np.zeros(shape, dtype)})
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (_without("experts.3.up_proj.weight"), {}, "no tensor .*experts.3.up_proj.weight"),
+        (_with("experts.2.down_proj.weight", (96, 40)), {}, r"2.down_proj.* \[96, 40\], .*\[96, 4"),
+        (_with("experts.1.gate_proj.weight", (48, 96), np.float16), {}, "1.gate_proj.* FLOAT16, "),
+        (_with("gate.weight", (5, 96)), {}, r"mlp.gate.weight has shape \[5, 96\], .* \[6, 96\]"),
+        (dict, {"num_local_experts": 5}, r"gate.weight has shape \[6, 96\]"),
+        (_with("experts.6.up_proj.weight", (48, 96)), {}, "not use: .*experts.6.up_proj.weight"),
+        (dict, {"num_experts_per_tok": 7}, "num_experts_per_tok = 7, but num_local_experts = 6"),
+        (dict, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        (dict, {"num_experts": 7}, "num_experts = 7 is not supported"),
+    ],
+    ids=["missing", "shape", "type", "router", "fewer", "more", "top_k", "activation", "two"],
+)
+def test_checkpoints_that_are_not_what_they_say(change, config, message, qwen, tmp_path):
+    from edgellm.contract import EdgeLLMError
+
+    checkpoint = changed(qwen, tmp_path / "checkpoint", change, **config)
+    with pytest.raises(EdgeLLMError, match=message):
+        export(checkpoint, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
