@@ -20,7 +20,8 @@ from edgellm.manifest import DecoderSpec, FileRecord, KVCacheSpec
 
 DTYPES = {"fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
 
-_NOT_COUNTED = ("_scale", "_scale_inv", "_zero_point")
+_NOT_COUNTED = ("_scale", "_scales", "_scale_inv", "_zero_point")
+_PAIRS = "_blocks"  # of MXFP4: two codes in a byte
 
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
 Graphs = Mapping[str, tuple[ir.Model, Op]]  # by file name without its ending
@@ -95,11 +96,17 @@ def count_parameters(ops: list[Op], tensors: TensorSource) -> int:
     """Numbers of all graphs together that the checkpoint holds, packed or not, scales left out."""
     infos = tensors.infos()
     stored = {name: stored for op in ops for name, (_, stored) in op.parameters.items()}
+    held = ((_one_expert(name), tensor) for name, tensor in stored.items())
     return sum(
-        math.prod(tensor.shape)
-        for name, tensor in stored.items()
+        math.prod(tensor.shape) * (2 if name.endswith(_PAIRS) else 1)
+        for name, tensor in held
         if not name.endswith(_NOT_COUNTED) and any(held in infos for held in _held_names(name))
     )
+
+
+def _one_expert(name: str) -> str:
+    """What a checkpoint may call the first of the weights that a graph holds of all experts."""
+    return name.replace("*", "0").removesuffix(".gate").removesuffix(".up")
 
 
 def _held_names(name: str) -> Iterator[str]:

@@ -97,7 +97,7 @@ def _emit(graph: GraphEditor, layer: ExpertLayer, kernel: OwnLinears) -> ir.Valu
     }  # fmt: skip
     return graph.node(
         "Experts", [layer.x, layer.ids, layer.shares, *packed, *biases], domain=DOMAIN,
-        experts=layer.count, **limits,
+        experts=layer.count, top_k=layer.top_k, **limits,
     )  # fmt: skip
 
 

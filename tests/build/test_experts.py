@@ -22,6 +22,7 @@ from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.manifest import LLM_BUNDLE, load_bundle
+from edgellm.tools.inspection.find import inspect
 
 PLAN = Plan(48, 64, 1, max_verify_tree_size=12, options=CpuOptions("edgellm"))
 IDS = np.random.default_rng(5).integers(9, 96, 40)
@@ -89,6 +90,11 @@ def test_a_prediction_counts_the_experts_that_a_token_takes(bundle):
     rest = estimate.engine_bytes - 2 * 9 * one_expert
     assert estimate.decode_bytes < rest + 2 * 2 * one_expert
     assert estimate.decode_bytes > 2 * 2 * one_expert
+    for path in (bundle.parent / "checkpoint", bundle):
+        report = inspect(path)
+        halves = 2 if path == bundle.parent / "checkpoint" else 1  # as fp16 will hold them
+        assert 2 * 2 * one_expert < halves * report.read_bytes < rest + 2 * 2 * one_expert
+        assert int(report.facts["parameters"].replace(",", "")) > 2 * 9 * one_expert / 4
     assert touched(9, 2, 1) == pytest.approx(2)
     assert touched(128, 8, 16) == pytest.approx(128 * (1 - (120 / 128) ** 16))
 

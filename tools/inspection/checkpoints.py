@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from edgellm.tools.inspection.parameters import count_parameters
 from edgellm.tools.inspection.report import Graph, Report, flat
 from edgellm.tools.inspection.tensors import VISION, Contents, Tensor, layer_of, part_of
 
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "moe_num_experts")
+_OF_EXPERTS = re.compile(r"\.experts\.|block_sparse_moe\.(?:in|out)put_linear\.")
 LOADS_AS = "floats in two bytes, as edgellm-export --dtype fp16 stores them; the rest as it is"
 FLOAT_BYTES = 2
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -83,7 +86,7 @@ def _quantization(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> tu
 
 def _tensors(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> Iterator[Tensor]:
     parts = {name: part_of(name) for name in infos}
-    has_head = "head" in parts.values()
+    has_head, share = "head" in parts.values(), _expert_share(checkpoint.config)
     for name, info in infos.items():
         part = parts[name]
         is_float = info.dtype in _FLOATS
@@ -97,7 +100,16 @@ def _tensors(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> Iterato
             layer=layer_of(name),
             is_read_whole=part != VISION and (part != "embedding" or not has_head),
             contents=_contents(checkpoint, name),
+            token_share=share if _OF_EXPERTS.search(name) else 1.0,
         )
+
+
+def _expert_share(config: Mapping[str, Any]) -> float:
+    """Of the experts of a mixture, those that a token takes."""
+    taken = _number(config, "num_experts_per_tok") or _number(config, "moe_k")
+    counts = (_number(config, key) for key in _EXPERT_COUNTS)
+    count = next((count for count in counts if count), 0)
+    return min(1.0, taken / count) if taken and count else 1.0
 
 
 def _contents(checkpoint: Checkpoint, name: str) -> Contents:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from edgellm.tools.inspection.report import Graph, Port
 from edgellm.tools.inspection.tensors import Contents, Tensor, contents_at, layer_of, part_of
 
 _FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
+_OWN_DOMAINS = ("edgellm", "edgellm.kernels")
 _TAKES_ROWS = ("Gather", "GroupQueryAttention")  # of the embedding, of tables of rotations
 
 
@@ -38,9 +40,12 @@ def read_graph(path: Path, float_bytes: int | None = None, *, is_encoder: bool =
         raise BrokenArtifactError(
             f"{path} is not an ONNX graph ({error})", hint="copy or make the folder again"
         ) from None
-    whole = _read_whole(model.graph)
+    whole, shares = _read_whole(model.graph), _expert_shares(model.graph)
     tensors = [
-        _tensor(proto, path.parent, float_bytes, whole, is_encoder=is_encoder)
+        dataclasses.replace(
+            _tensor(proto, path.parent, float_bytes, whole, is_encoder=is_encoder),
+            token_share=shares.get(proto.name, 1.0),
+        )
         for proto in model.graph.initializer
     ]
     return Graph(
@@ -56,6 +61,19 @@ def read_graph(path: Path, float_bytes: int | None = None, *, is_encoder: bool =
 def _read_whole(graph: onnx.GraphProto) -> set[str]:
     """The values that some node needs all of."""
     return {name for node in graph.node if node.op_type not in _TAKES_ROWS for name in node.input}
+
+
+def _expert_shares(graph: onnx.GraphProto) -> dict[str, float]:
+    """Of the weights of all experts, what one row takes."""
+    counts = {proto.name: proto.dims[0] for proto in graph.initializer if proto.dims}
+    shares = {}
+    for node in graph.node:
+        given = {each.name: each.i for each in node.attribute}
+        if node.domain in _OWN_DOMAINS and node.op_type.endswith("Experts") and "top_k" in given:
+            for name in node.input[3:]:
+                if name in counts:
+                    shares[name] = given["top_k"] / given.get("experts", counts[name])
+    return shares
 
 
 def _operator(node: onnx.NodeProto) -> str:

@@ -10,8 +10,8 @@ from edgellm.export.checkpoint import Checkpoint, TensorInfo, read_whole
 
 # What belongs to a quantized weight, and tables that are no weights.
 _BESIDE = (
-    "_scale", "_scale_2", "_scale_inv", "_scale_ub", "_zero_point", "_shape", "g_idx", ".scales",
-    ".qzeros", ".absmax", ".quant_map", "inv_freq", "d2t", "t2d",
+    "_scale", "_scales", "_scale_2", "_scale_inv", "_scale_ub", "_zero_point", "_shape", "g_idx",
+    ".scales", ".qzeros", ".absmax", ".quant_map", "inv_freq", "d2t", "t2d",
 )  # fmt: skip
 
 

@@ -84,7 +84,8 @@ class Report:
     @property
     def read_bytes(self) -> int:
         """Weights that a pass of one token reads."""
-        return sum(t.loaded_bytes for t in self.graphs[0].tensors if t.is_read_whole)
+        tensors = (tensor for tensor in self.graphs[0].tensors if tensor.is_read_whole)
+        return round(sum(tensor.loaded_bytes * tensor.token_share for tensor in tensors))
 
     @property
     def loaded_bytes(self) -> int:

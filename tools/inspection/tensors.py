@@ -52,6 +52,7 @@ class Tensor:
     layer: int | None
     is_read_whole: bool  # by a pass of one token; of tables it takes rows
     contents: Contents = field(repr=False, compare=False)
+    token_share: float = 1.0  # of all experts of a mixture, those that one token takes
 
 
 def contents_at(path: Path, offset: int, size: int) -> Contents:
