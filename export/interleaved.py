@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.contract import EXPERTS, FP4_EXPERTS, BrokenArtifactError, UnsupportedModelError
+from edgellm.contract import EXPERTS, FP4_EXPERTS, BrokenArtifactError
 from edgellm.export.expert_functions import FP4_BLOCK
 from edgellm.export.quantized.operand import Load, stored
 from edgellm.export.stacks import Stored, each_expert
@@ -33,11 +33,6 @@ class InterleavedExperts:
 
     def read(self, dtype: ir.DataType) -> Stored:
         """See `Stack`."""
-        if self._weights.rounding != "none":
-            raise UnsupportedModelError(
-                f"{self.prefix}gate_up_proj holds all experts: it cannot be rounded at export",
-                hint="leave out --quantization, and give llm_build --quantize int8 or int4",
-            )
         hidden, inner = self._sizes
         both = self._biases("gate_up_proj_bias", 2 * inner, dtype)
         down = self._biases("down_proj_bias", hidden, dtype)

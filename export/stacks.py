@@ -182,11 +182,6 @@ class JoinedExperts:
         """See `Stack`."""
         hidden, inner = self._sizes
         (weights, name), (down_weights, down_name) = self._gate_up, self._down
-        if weights.rounding != "none":
-            raise UnsupportedModelError(
-                f"{weights.prefix}{name} holds all experts: it cannot be rounded at export",
-                hint="leave out --quantization, and give llm_build --quantize int8 or int4",
-            )
         both = weights.take(name, (self._experts, 2 * inner, hidden), dtype)
         down = down_weights.take(down_name, (self._experts, hidden, inner), dtype)
         shape = (self._experts, inner, hidden)

@@ -43,6 +43,7 @@ PREFILL_ROWS = 256  # where nothing is measured: scores of a pass are a matrix
 _NOT_MEASURED = "there is no CUDA here: the engine was not run and nothing was measured"
 _NOT_COMPARED = "not compared with the portable graph: there is no CUDA here"
 _NO_FP8 = "FP8 weights became int8 in blocks of 32: ONNX Runtime's CUDA products do not take FP8"
+_NO_EXPERTS = "--device cuda", "build for --device cpu"
 _NAMES = {DECODER: "llm"}  # of files, where they are not the role's
 
 
@@ -53,7 +54,7 @@ def compile_bundle(
     cache = _cache(bundle, plan)
     quantize = _quantize(bundle, plan)
     portable = ir.load(source / next(iter(bundle.graphs.values())).path)
-    refuse_experts(portable.graph, "--device cuda", "build for --device cpu")
+    refuse_experts(portable.graph, *_NO_EXPERTS)
     kinds = weight_kinds(portable)
     check_quantize(kinds, quantize)
     device, notes = _device()
@@ -188,6 +189,7 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     largest = 0
     for role, graph in bundle.graphs.items():
         portable = ir.load(source / graph.path).graph
+        refuse_experts(portable, *_NO_EXPERTS)
         for node, weight in linear_layers(portable):
             key, size = _stored(weight, f"{role}.{node.name}", dtype, plan.quantize)
             linears[key] = size
