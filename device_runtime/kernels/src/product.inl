@@ -193,19 +193,19 @@ constexpr int64_t kFetchFrom = 2;  // rows; see Share
 
 template <Form kForm, bool kZero, int T = 1>
 void run_groups(const Product& p, int64_t first, int64_t last) {
-  constexpr int kRows = Set::kRows / T, kFewRows = Set::kFewRows / T;
+  constexpr int kRows = Set::kRows / T;
   const int64_t row_bytes = p.rows.stride * (p.weight->is_quantized() ? T : 4);
   const int64_t fitting = kPanelBytes / row_bytes / kRows * kRows;
   const int64_t panel = fitting > kRows ? fitting : kRows;
   const int64_t lines = (p.weight->record_bytes() + 63) / 64;
   for (int64_t top = 0; top < p.num_rows; top += panel) {
     const int64_t rows = p.num_rows - top < panel ? p.num_rows - top : panel;
-    const int64_t tiles = rows <= kFewRows ? 1 : (rows + kRows - 1) / kRows;
+    const int64_t tiles = (rows + kRows - 1) / kRows;
     for (int64_t group = first; group < last; group++)
       for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
         const Share share = {lines * tile / tiles * 64, lines * (tile + 1) / tiles * 64};
-        run_rows<kFewRows, kForm, kZero, T>(p, group, top + begin, end - begin, rows < kFetchFrom ? Share{} : share);
+        run_rows<kRows, kForm, kZero, T>(p, group, top + begin, end - begin, rows < kFetchFrom ? Share{} : share);
       }
   }
 }

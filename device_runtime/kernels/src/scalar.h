@@ -13,7 +13,7 @@ struct ScalarVector {
   struct F { float lane[16]; };
   struct I { int32_t lane[16]; };
   static constexpr int kMiddle8 = 0;  // what int8 dot products leave to be taken off
-  static constexpr int kRows = 2, kFewRows = 2, kStrips = 2, kQueries = 1, kWide = 1, kTurnFrom = 0;
+  static constexpr int kRows = 2, kStrips = 2, kQueries = 1, kWide = 1, kTurnFrom = 0;
 
   template <class T, class Function>
   static T each(Function function) {
