@@ -25,6 +25,7 @@ from edgellm.device_runtime.kernels.pack import (
     channel_slices,
     pack_codes,
     pack_floats,
+    pack_fp8,
     records,
     scale_multiplier,
 )
@@ -44,10 +45,10 @@ def form_of(
 ) -> PackedForm | None:
     """How the kernels keep a weight; None: floats of 32 bits, which they do not.
 
-    NVFP4, and integers whose blocks are multiples of 16, keep their codes; FP8 and other blocks
-    become int8 in blocks of 32. `rounds`: what floats become, "int8" or "int4", whose inputs then
-    have `input_terms`; `of_expert`: of a mixture, whose floats of 32 bits are packed,
-    too.
+    FP8, NVFP4, and integers whose blocks are multiples of 16, keep their codes; other blocks become
+    int8 in blocks of 32. `rounds`: what floats become, "int8" or "int4", whose inputs then have
+    `input_terms`; FP8 follows to "int8", with one. `of_expert`: of a mixture, whose floats of 32
+    bits are packed, too.
     """
     shape = weight.in_features, sum(weight.widths)
     block = _int4_block(shape[0], of_expert=of_expert)
@@ -58,7 +59,7 @@ def form_of(
         is_left = kind == "float32" and not of_expert
         return None if is_left else PackedForm(kind, *shape, is_gated=is_gated)
     block = _block(weight.parts[0])
-    if not block:
+    if not keeps_codes(weight, rounds):
         terms = input_terms if weight.kind == "dense" else 1
         return PackedForm("int8", *shape, _ROUNDED_BLOCK, is_gated=is_gated, input_terms=terms)
     has_zero_points = any(part.is_unsigned for part in weight.parts)
@@ -74,13 +75,17 @@ def float_kind(dtype: ir.DataType) -> str:
     return _HALVES.get(dtype, "float32")
 
 
-def keeps_codes(weight: LinearWeight) -> bool:
-    """Whether a packed weight has the checkpoint's codes."""
+def keeps_codes(weight: LinearWeight, rounds: str = "") -> bool:
+    """Whether a packed weight has the checkpoint's codes; `rounds` as in `form_of`."""
+    if weight.kind == "fp8" and rounds == "int8":
+        return False
     return all(_block(part) for part in weight.parts)
 
 
 def _block(part: WeightPart) -> int:
     """Inputs that share a packed scale; 0: the codes cannot stay."""
+    if part.kind == "fp8":
+        return part.block_size or part.shape[0]
     if part.kind not in ("int4", "int8", "fp4"):
         return 0
     if part.block_size:
@@ -98,6 +103,11 @@ def packed_bytes(
     if not form.is_quantized:
         rows = _joined([_floats(part, form) for part in weight.parts], order)
         yield from pack_floats(form, rows)
+        return
+    if form.kind == "fp8":
+        codes = _joined([_bytes_of_fp8(part) for part in weight.parts], order)
+        scales = _joined([_spread(part.scales(), part, form).T for part in weight.parts], order)
+        yield from pack_fp8(form, codes, scales)
         return
     parts = [_codes(part, form) for part in weight.parts]
     codes, scales = (_joined([part[at] for part in parts], order) for at in (0, 1))
@@ -154,6 +164,11 @@ def _floats(part: WeightPart, form: PackedForm) -> np.ndarray:
     return stored_bytes(part.stored[0]).view(bits).reshape(part.shape[::-1])
 
 
+def _bytes_of_fp8(part: WeightPart) -> U8:
+    """Codes [out, in] as they are stored."""
+    return stored_bytes(part.stored[0]).reshape(part.shape).T
+
+
 def _codes(part: WeightPart, form: PackedForm) -> tuple[U8, np.ndarray, U8]:
     """Codes [out, in], scales and zero points [out, blocks]."""
     blocks = form.blocks, part.shape[1]
@@ -162,7 +177,7 @@ def _codes(part: WeightPart, form: PackedForm) -> tuple[U8, np.ndarray, U8]:
         return part.nibbles(), scales, np.zeros(blocks[::-1], np.uint8)
     middle = 8 if form.kind == "int4" else 128
     points = np.full(blocks, middle, np.uint8)
-    if not _block(part):
+    if not _block(part) or part.kind == "fp8":
         codes, scales = blocks_of_int8(part.dense(), form.block)
         return _columns(codes[: part.shape[0]] + np.int16(middle)), scales.T, _columns(points)
     codes = part.codes()

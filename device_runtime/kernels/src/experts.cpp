@@ -180,7 +180,7 @@ struct Experts {
     const int64_t a = pass.sorted[at], row = a / pass.top_k;
     const Weight& w = gates[pass.ids[a]];
     const Rows in = from_row(w, from, row), out = from_row(w, to, at);
-    if (!w.is_quantized()) {
+    if (!takes_codes(w.form)) {
       std::memcpy(out.floats, in.floats, w.in_features * sizeof(float));
       return;
     }

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from kernel_calls import float_case, product, quantized_case
+from kernel_calls import float_case, fp8_case, product, quantized_case
 from kernel_sessions import F32, I64, open_session
 from onnx import helper
 
@@ -17,7 +17,7 @@ LIMITED = {"alpha": 1.7, "limit": 0.3, "offset": 1.0}
 # Kind, block of gates and ups, block of downs, what rounding of inputs may cost.
 KINDS = (
     ("int4", 32, 16, 0.02), ("int8", 32, 16, 0.02), ("fp4", 32, 16, 0.02),
-    ("float16", 1, 1, 1e-5), ("float32", 1, 1, 1e-5),
+    ("fp8", 96, 48, 1e-5), ("float16", 1, 1, 1e-5), ("float32", 1, 1, 1e-5),
 )  # fmt: skip
 
 
@@ -28,6 +28,9 @@ def rng():
 
 def cases(rng, kind, block, down_block):
     """Of each expert: gates and ups by turns, and downs."""
+    if kind == "fp8":
+        gates = [fp8_case(rng, HIDDEN, 2 * INNER, block, gated=True) for _ in range(E)]
+        return gates, [fp8_case(rng, INNER, HIDDEN, down_block) for _ in range(E)]
     if kind.startswith("float"):
         gates = [float_case(rng, kind, HIDDEN, 2 * INNER, gated=True) for _ in range(E)]
         return gates, [float_case(rng, kind, INNER, HIDDEN) for _ in range(E)]
