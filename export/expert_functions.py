@@ -64,7 +64,7 @@ def experts(name: str) -> ir.Function:
             op, op.Add(op.MatMul(x, gate), biases[0]), op.Add(op.MatMul(x, up), biases[1])
         )
         y = op.Add(op.MatMul(inner, down), biases[2])  # [E, S, H]
-        share = _share_of_each(op, ids, shares, stored[0])
+        share = _share_of_each(op, ids, shares, stored[min(1, count - 1)])
         zero = op.CastLike(op.Constant(value_float=0.0), y)
         # An expert that a row did not choose may have overflowed for it.
         chosen = op.Where(op.Equal(share, zero), zero, op.Mul(y, share))
@@ -90,9 +90,9 @@ def _gated(op: Op, gate: ir.Value, up: ir.Value) -> ir.Value:
     return op.Mul(swish, op.Add(up, offset))
 
 
-def _share_of_each(op: Op, ids: ir.Value, shares: ir.Value, weight: ir.Value) -> ir.Value:
-    """[E, S, 1]; 0 for experts that a row did not choose."""
-    count = op.Squeeze(op.Shape(weight, start=0, end=1))
+def _share_of_each(op: Op, ids: ir.Value, shares: ir.Value, stored: ir.Value) -> ir.Value:
+    """[E, S, 1]; 0 for experts that a row did not choose. `stored` is any tensor [E, ...]."""
+    count = op.Squeeze(op.Shape(stored, start=0, end=1))
     every = op.Range(op.Constant(value_int=0), count, op.Constant(value_int=1))
     is_chosen = op.Equal(op.Unsqueeze(ids, integers(op, 3)), every)  # [1, S, K, E]
     zero = op.CastLike(op.Constant(value_float=0.0), shares)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import assert_one_line_error, make_checkpoint
 from portable import open_portable
+from quantized_layouts import LAYOUTS, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
 from edgellm.build.engine import build_engine
@@ -56,6 +57,7 @@ def gpt_oss(tmp_path_factory):
 
 
 def write(folder, tensors, **config):
+    tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
@@ -166,3 +168,45 @@ def test_checkpoints_that_are_not_what_they_say(change, config, message, qwen, t
     with pytest.raises(EdgeLLMError, match=message):
         export(checkpoint, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [("w8a16", "int8"), ("awq", "int4"), ("gptq-8", "int8"), ("ct-int4", "int4"),
+     ("ct-fp8", "fp8"), ("fp8-blocks", "fp8")],
+)  # fmt: skip
+def test_quantized_experts_compute_what_they_stand_for(layout, precision, qwen, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    meant = write_checkpoint(qwen, tmp_path / "checkpoint", LAYOUTS[layout])
+    bundle = export(tmp_path / "checkpoint", tmp_path / "bundle")
+    changed(qwen, tmp_path / "meant", lambda tensors: tensors.update(meant))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "meant", attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(torch.from_numpy(IDS)[None]).logits[0].numpy()
+    # As it is: ONNX Runtime would round the inputs of integers.
+    portable = open_portable(bundle, 64, bundle / "model.onnx")
+    np.testing.assert_allclose(logits(portable), expected, atol=TOLERANCE)
+    plan = Plan(48, 64, 1, options=CpuOptions("edgellm"))
+    manifest = build_engine("llm", bundle, tmp_path / "e", plan, "onnxruntime", lambda _: None)
+    assert manifest.main_graphs[0].precision == precision
+    assert "rows are off by" in manifest.options["checks"][0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("int4", "experts.0.gate_proj has smoothed inputs, which experts of a mixture"),
+        ("fp8", "experts.0.gate_proj has rounded inputs, which experts of a mixture cannot"),
+        ("nvfp4", "experts.0.gate_proj has "),
+        ("int8_sq", "experts.0.gate_proj has "),
+        ("gptq-order", "experts.0.gate_proj has inputs in another order"),
+    ],
+)
+def test_experts_that_are_quantized_otherwise_are_refused(layout, message, qwen, tmp_path):
+    from edgellm.contract import UnsupportedModelError
+
+    write_checkpoint(qwen, tmp_path / "checkpoint", LAYOUTS[layout])
+    with pytest.raises(UnsupportedModelError, match=message):
+        export(tmp_path / "checkpoint", tmp_path / "bundle")
