@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.build.lowering.calls import find_calls, inline
-from edgellm.build.lowering.experts import ExpertLayer, all_weights, expand_rounded
+from edgellm.build.lowering.experts import PARTS, ExpertLayer, all_weights, expand_rounded
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding
 from edgellm.build.lowering.linear_weights import linear_layers
@@ -73,6 +73,7 @@ class Reference:
     layers: dict[str, str] = field(default_factory=dict)  # norms by the layers' inputs
     float_error: float = 0.0  # relative, of sums in another order
     seconds: float = 0.0
+    may_reroute: bool = False  # the engine's rounding may send rows to other experts
 
 
 def make_reference(
@@ -107,7 +108,8 @@ def make_reference(
         return Reference(source, passes, why_not=str(error))
     sums = _UNIT * sum(weight.in_features for _, weight in layers)
     seconds = time.perf_counter() - start
-    return Reference(source, passes, "", exact, rounded, shown, sums, seconds)
+    may_reroute = bool(rounded) and any(name in PARTS for name, _ in layers)
+    return Reference(source, passes, "", exact, rounded, shown, sums, seconds, may_reroute)
 
 
 def _largest_weight(graph: ir.Graph) -> int:

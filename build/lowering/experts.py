@@ -36,7 +36,7 @@ _ATTRIBUTES = (*_OF_ALL, "block_size", "down_block_size")
 _FP4_BLOCK = 32
 _UNLIMITED = 65504.0  # what a portable graph in float16 says for infinity
 _KINDS = {EXPERTS: "dense", FP4_EXPERTS: "fp4"}
-_NAMES = ("gate_proj", "up_proj", "down_proj")
+PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class ExpertLayer:
         blocks = ("block_size", "block_size", "down_block_size")
         gate, up, down = (
             _stack(call, name, part, block)
-            for name, part, block in zip(_NAMES, parts, blocks, strict=True)
+            for name, part, block in zip(PARTS, parts, blocks, strict=True)
         )
         alpha, limit, offset = (
             call.attributes[name].as_float() for name in ("alpha", "limit", "offset")

@@ -14,6 +14,7 @@ from weights import round_checkpoint
 from edgellm.build.engine import build_engine
 from edgellm.build.fit import predict
 from edgellm.build.lowering.experts import touched
+from edgellm.build.onnxruntime_cpu import own_experts
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
@@ -114,6 +115,14 @@ def test_tensorrt_says_so_before_it_begins(bundle, tmp_path):
     plan = dataclasses.replace(PLAN, options=TensorRtOptions("89"))
     with pytest.raises(UnsupportedModelError, match="TensorRT's backend does not compute mixtures"):
         predict(bundle, load_bundle(bundle, LLM_BUNDLE), plan, "tensorrt", tmp_path)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int4"])
+def test_a_fault_in_experts_stops_the_build(quantize, bundle, tmp_path, monkeypatch):
+    """Also where rounding may send single rows to other experts."""
+    monkeypatch.setattr(own_experts, "gated_order", lambda width: np.arange(2 * width))
+    with pytest.raises(EdgeLLMError, match="computes something else than the portable one"):
+        build(bundle, tmp_path / "engine", quantize=quantize)
 
 
 def test_experts_of_another_width_are_refused(tmp_path):
