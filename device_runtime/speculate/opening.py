@@ -10,6 +10,7 @@ from edgellm.artifact import require_pair
 from edgellm.contract import BrokenArtifactError, LimitError
 from edgellm.device_runtime.engine.prefix_cache import RowCache
 from edgellm.device_runtime.pass_costs import pass_costs
+from edgellm.device_runtime.runners.rounds import Growth
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
@@ -57,6 +58,7 @@ class Opened:
 
     costs: Costs
     start: Callable[[Learned], Drafter]  # the drafter of a request; computes nothing
+    growth: Growth | None = None  # of trees that the device grows alone
     caches: tuple[RowCache, ...] = ()  # whose rows go with the base's; they outlast an answer
 
 
