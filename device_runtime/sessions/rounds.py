@@ -43,7 +43,7 @@ class RoundSession:
         """Run the draft's passes over as many committed rows twice: they are recorded then."""
         for rows in _COMMITTED:
             count = min(rows, most_rows)
-            taps = np.zeros((count, len(spec.hidden_taps) * spec.base_hidden_size), np.float32)
+            taps = np.zeros((count, spec.taps_width), np.float32)
             for _ in range(2):
                 self._draft.ask(
                     np.zeros(count, np.int64), self._draft.fuse(taps), 0, np.array([count - 1]),

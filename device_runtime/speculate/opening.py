@@ -9,23 +9,16 @@ from pathlib import Path
 from edgellm.artifact import require_pair
 from edgellm.contract import BrokenArtifactError, LimitError
 from edgellm.device_runtime.engine.prefix_cache import RowCache
-from edgellm.device_runtime.pass_costs import pass_costs
 from edgellm.device_runtime.runners.rounds import Growth
-from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.device_runtime.sessions.decoder import DecoderSession, costs
+from edgellm.device_runtime.speculate import drafters
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Drafter, Learned
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.manifest import (
-    DRAFT_ENGINE,
-    DRAFT_FOLDER,
-    HEADS,
-    PASS,
-    DraftSpec,
-    Engine,
-    load_engine,
-)
+from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, DraftSpec, Engine, load_engine
+from edgellm.roles import PASS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +35,7 @@ class Order:
     def pass_costs(self) -> Mapping[str, float]:
         """Of the base: what the build measured, or passes now if it was compiled ahead of time."""
         most = self.base.max_verify_tree_size
-        return self.base.costs(PASS) or pass_costs(self.session, self.base.decoder, most)
+        return (self.base.cost_ms or costs(self.session, self.base.decoder, most))[PASS]
 
     def image_ids(self, *, reads_rows: bool) -> ImageIds | None:
         """Of a base that takes images, for a draft that takes their rows or does not."""
@@ -58,13 +51,8 @@ class Opened:
 
     costs: Costs
     start: Callable[[Learned], Drafter]  # the drafter of a request; computes nothing
-    growth: Growth | None = None  # of trees that the device grows alone
     caches: tuple[RowCache, ...] = ()  # whose rows go with the base's; they outlast an answer
-
-
-def own_method(manifest: Engine) -> str:
-    """The drafter that a draft engine is for."""
-    return "medusa" if HEADS in manifest.graphs else "eagle"
+    growth: Growth | None = None  # of trees that the device grows alone
 
 
 def open_own(order: Order, name: str) -> tuple[Path, Engine]:
@@ -75,8 +63,8 @@ def open_own(order: Order, name: str) -> tuple[Path, Engine]:
         LimitError: as `check_tree_size`.
     """
     folder, manifest = find_own(order)
-    if own_method(manifest) != name:
-        own = own_method(manifest)
+    own = drafters.own(manifest.main_role)
+    if own != name:
         raise BrokenArtifactError(
             f"--spec {name}: the draft of {order.engine} is of {manifest.draft.method}",
             hint=f"give --spec {own}, or --eagle for whatever draft an engine has",

@@ -7,7 +7,7 @@ rows, where the next pass overwrites it, and no row sees it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,12 @@ from edgellm.device_runtime.runners.tensorrt.bound_pass import (
     bucket_sizes,
 )
 from edgellm.device_runtime.runners.tensorrt.cache import DeviceCache
-from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device, TensorInfo
+from edgellm.device_runtime.runners.tensorrt.device import (
+    Buffer,
+    CompiledEngine,
+    Device,
+    TensorInfo,
+)
 from edgellm.device_runtime.runners.tensorrt.device_rows import WORD_BYTES, DeviceRows, RowMemory
 from edgellm.device_runtime.runners.tensorrt.images import DeviceImages
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import (
@@ -87,21 +92,11 @@ class TensorRtRunner:
             self.cache = DeviceCache(device, spec.kv, self._capacity, new_rows)
             self._images = DeviceImages(device, engine, spec.vocab_size)
         self._buckets = bucket_sizes(max(tree_rows, 1))
-        outputs = [
-            name for name, info in engine.tensors.items()
-            if not info.is_input and not name.startswith(contract.PRESENT)
-        ]  # fmt: skip
-        self._names = outputs
-        self._picked = [name for name in outputs if name not in _ON_DEVICE]
+        self._names = self._shapes.outputs
+        self._picked = [name for name in self._names if name not in _ON_DEVICE]
         most = most_rows, most_rows, self._buckets[-1]
-        self._kept = {
-            name: device.allocate(self._shapes.num_bytes(name, most))
-            for name in outputs if name in _ON_DEVICE
-        }  # fmt: skip
-        self._features = {
-            name: device.allocate(self._shapes.num_bytes(name, most))
-            for name, info in engine.tensors.items() if info.is_input and name in FEATURES
-        }  # fmt: skip
+        self._kept = self._allocate((name for name in self._names if name in _ON_DEVICE), most)
+        self._features = self._allocate(self._shapes.feature_inputs, most)
         self._memory = RowMemory(device)
         self._staging: dict[str, NDArray[np.uint8]] = {}
         fixed = {name: buffer.address for name, buffer in self._kept.items()}
@@ -113,6 +108,9 @@ class TensorRtRunner:
         )  # fmt: skip
         self._latest: FetchedOutputs | None = None
         self._is_asked = False  # a pass whose inputs may still be read from the host's memory
+
+    def _allocate(self, names: Iterable[str], most: Sizes) -> dict[str, Buffer]:
+        return {name: self._device.allocate(self._shapes.num_bytes(name, most)) for name in names}
 
     def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         """See `runners.Runner`."""

@@ -38,6 +38,20 @@ class Shapes:
     def __init__(self, engine: CompiledEngine) -> None:
         self._tensors = engine.tensors
 
+    @property
+    def outputs(self) -> list[str]:
+        """But for caches."""
+        return [
+            name
+            for name, info in self._tensors.items()
+            if not info.is_input and not name.startswith(contract.PRESENT)
+        ]
+
+    @property
+    def feature_inputs(self) -> list[str]:
+        """Those of `FEATURES` that the engine reads."""
+        return [name for name in FEATURES if name in self._tensors and self._tensors[name].is_input]
+
     def of(self, name: str, sizes: Sizes) -> Shape:
         """The shape of a tensor."""
         varying = iter(VARYING.get(name, ()))
