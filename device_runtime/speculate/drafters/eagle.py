@@ -20,7 +20,7 @@ from edgellm.device_runtime.speculate.draft_cache import CommittedRows, SavedRow
 from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
 from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
 from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.device_runtime.speculate.tree import F64, Pool
 from edgellm.integrity import FileCheck
 from edgellm.manifest import EXTEND, STEP, Engine
 
@@ -91,6 +91,8 @@ class EagleDrafter(TreeDrafter):
         super().__init__(learned, limits, image_ids=rows.image_ids)
         self._rows, self._costs, self._max_tree_rows = rows, costs, max_tree_rows
         self._hidden_store = np.zeros((1 + max_tree_rows, 0), np.float32)
+        self._unrelated = np.eye(1 + max_tree_rows, dtype=np.bool_)
+        self._step_ms = price(costs.step, np.arange(1, max_tree_rows + 1))  # of 1, 2, ... rows
         self._images: ImageRows | None = None
         self._saved: SavedRows | None = None  # while another answer has the cache
 
@@ -136,38 +138,35 @@ class EagleDrafter(TreeDrafter):
         return not self._rows.is_behind
 
     def _grow(self, pool: Pool, levels: int) -> None:
-        policy = self._policy
-        size = self._root_hidden.shape[1]
-        if self._hidden_store.shape[1] != size:
-            shape = 1 + self._max_tree_rows, size
+        if self._hidden_store.shape[1] != self._root_hidden.shape[1]:
+            shape = 1 + self._max_tree_rows, self._root_hidden.shape[1]
             self._hidden_store = np.zeros_like(self._root_hidden, shape=shape)
         self._hidden_store[0] = self._root_hidden[0]
-        seen = np.eye(1 + self._max_tree_rows, dtype=np.bool_)  # of a slot, by slots; 0 is the root
+        committed, policy = self._rows.length, self._policy
+        seen = self._unrelated.copy()  # of a slot, by slots; 0 is the root
         slots = np.zeros(len(pool.token_ids), np.int64)
-        log_probs = self._root_log_probs
-        newest = pool.add(
-            np.zeros(1, np.int64), self._root_ids, policy.scores(log_probs), np.exp(log_probs)
-        )
-        used = 0
+        newest = self._add(pool, np.zeros(1, np.int64), self._root_ids, self._root_log_probs)
+        used, most = 0, min(self._max_tree_rows, self._rows.session.capacity - committed)
         for level in range(1, levels):
-            free = min(self._max_tree_rows, self._rows.session.capacity - self._rows.length) - used
-            nodes = policy.frontier(pool, newest, price(self._costs.step, np.arange(1, free + 1)))
+            nodes = policy.frontier(pool, newest, self._step_ms[: most - used])
             if not len(nodes):
                 return
             above = slots[pool.parents[nodes]]
             slots[nodes] = own = np.arange(used + 1, used + 1 + len(nodes))
             seen[own] |= seen[above]
-            used += len(nodes)
             result = self._rows.session.run(
                 pool.token_ids[nodes],
                 self._hidden_store[above],
-                self._rows.length + used - len(nodes),
-                np.arange(len(nodes)),
+                committed + used,
+                own - own[0],
                 top_k=self._limits.top_k,
-                position_ids=np.full(len(nodes), self._rows.length + level - 1),
-                tree_mask=seen[own, 1 : used + 1],
+                position_ids=np.full(len(nodes), committed + level - 1),
+                tree_mask=seen[own, 1 : own[-1] + 1],
             )
-            self._spent_ms += price(self._costs.step, len(nodes))
+            used += len(nodes)
+            self._spent_ms += float(self._step_ms[len(nodes) - 1])
             self._hidden_store[own] = result.hidden
-            log_probs = result.log_probs.astype(np.float64)
-            newest = pool.add(nodes, result.token_ids, policy.scores(log_probs), np.exp(log_probs))
+            newest = self._add(pool, nodes, result.token_ids, result.log_probs.astype(np.float64))
+
+    def _add(self, pool: Pool, parents: I64, token_ids: I64, log_probs: F64) -> I64:
+        return pool.add(parents, token_ids, self._policy.scores(log_probs), np.exp(log_probs))
