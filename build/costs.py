@@ -60,10 +60,8 @@ def _draft_costs(opened: Mapping[str, Runner], spec: DraftSpec, plan: Plan) -> C
         top_k = min(_CANDIDATES, spec.draft_vocab_size)
         return {ALL_HEADS: heads_costs(HeadsSession(opened[HEADS]), spec, top_k)}
     session = DraftSession(opened[DRAFT], opened.get(FUSE), spec.decoder, plan.kv_capacity)
-    return {
-        STEP: draft_costs(session, spec, fused=False),
-        EXTEND: draft_costs(session, spec, fused=True),
-    }
+    step, extend = draft_costs(session, spec)
+    return {STEP: step, EXTEND: extend}
 
 
 def _best_prefill_rows(session: DecoderSession, vocab_size: int, plan: Plan) -> int:

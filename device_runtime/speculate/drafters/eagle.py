@@ -49,9 +49,7 @@ def open(order: Order) -> Opened:
 def _costs(order: Order, session: DraftSession, draft: Engine) -> Costs:
     step, extend = draft.costs(STEP), draft.costs(EXTEND)
     if not step:
-        most = draft.max_draft_tree_size
-        step = draft_costs(session, draft.draft, fused=False, most_rows=most)
-        extend = draft_costs(session, draft.draft, fused=True, most_rows=most)
+        step, extend = draft_costs(session, draft.draft, draft.max_draft_tree_size)
     return Costs.of(order.pass_costs(), step, extend)
 
 
