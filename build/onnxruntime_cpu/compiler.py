@@ -78,7 +78,8 @@ def compile_bundle(
 def _what_runs(plan: Plan) -> dict[str, Any]:
     """Options of the engine, see `runners.onnxruntime_cpu`."""
     kernels = kernels_of(plan)
-    return {KERNELS: kernels, **({LAYOUT: VERSION} if kernels == EDGELLM else {})}
+    layout = {LAYOUT: VERSION} if kernels == EDGELLM else {}
+    return {KERNELS: kernels, "threads": plan.threads, **layout}
 
 
 def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:

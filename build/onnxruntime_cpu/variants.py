@@ -26,6 +26,8 @@ from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
 from edgellm.manifest import DECODER, DRAFT, ENCODER, Bundle
 
+_BYTES = {"int4": 0.5, "int8": 1.0}  # of a weight, by what it is rounded to
+_ALONE_BYTES = 12 << 20  # drafts of 5 and of 10 MB were no faster on two threads
 _HALVES = {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
 
 
@@ -42,18 +44,24 @@ class Variant:
 
 
 def settled(source: Path, bundle: Bundle, plan: Plan) -> Plan:
-    """The plan with what "auto" means for the weights of an EAGLE draft of floats: INT4.
+    """The plan with what suits an EAGLE draft of floats on our kernels.
 
     A pass of the base takes the caches, so that a round reads the draft from memory anew. Four bits
-    halve that, and cost 1 to 2 % of the accepted tokens. Medusa's heads were not measured.
+    halve that, and cost 1 to 2 % of the accepted tokens: "auto" is INT4. (Medusa's heads were not
+    measured.) What a core has read before others are awake, it computes alone.
     """
-    is_open = plan.quantize == "auto" and DRAFT in bundle.graphs and has_fast_int8()
-    if not is_open or kernels_of(plan) != EDGELLM:
+    if DRAFT not in bundle.graphs or kernels_of(plan) != EDGELLM:
         return plan
-    graphs = (ir.load(source / graph.path) for graph in bundle.graphs.values())
-    if any(weight_kinds(model) != {"dense"} for model in graphs):
+    models = [ir.load(source / graph.path) for graph in bundle.graphs.values()]
+    if any(weight_kinds(model) != {"dense"} for model in models):
         return plan
-    return dataclasses.replace(plan, quantize="int4")
+    if plan.quantize == "auto" and has_fast_int8():
+        plan = dataclasses.replace(plan, quantize="int4")
+    layers = (weight for model in models for _, weight in linear_layers(model.graph))
+    weights = sum(weight.in_features * sum(weight.widths) for weight in layers)
+    if weights * _BYTES.get(plan.quantize, 4) < _ALONE_BYTES:
+        plan = dataclasses.replace(plan, threads=1)
+    return plan
 
 
 def variants_of(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[Variant]:
