@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,14 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.device_runtime import runners
+from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_each_ms, measured_rows
 from edgellm.device_runtime.runners import Runner, require_cache
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
-from edgellm.manifest import DRAFT, FUSE, DecoderSpec, Engine
+from edgellm.manifest import DecoderSpec, DraftSpec, Engine
+from edgellm.roles import DRAFT, EXTEND, FUSE, STEP
+
+_OTHERS_BYTES = 64 << 20  # what passes between two of a draft; more than caches hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,5 +97,46 @@ class DraftSession:
 def open_draft(folder: Path, engine: Engine) -> DraftSession:
     """Load a draft's engine; raises as `runners.Backend.open_engine`."""
     opened = runners.find(engine.backend).open_engine(folder, engine)
-    spec, capacity = engine.draft.decoder, engine.max_kv_cache_capacity
-    return DraftSession(opened[DRAFT], opened.get(FUSE), spec, capacity)
+    return session(opened, engine.draft, engine.max_kv_cache_capacity)
+
+
+def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> DraftSession:
+    """See `sessions.Module`."""
+    return DraftSession(opened[DRAFT], opened.get(FUSE), spec.decoder, capacity)
+
+
+def costs(
+    session: DraftSession, spec: DraftSpec, most_rows: int = 0
+) -> dict[str, dict[str, float]]:
+    """See `sessions.Module`: growth, whose rows all get candidates, and rows that are fused.
+
+    Rows are fused behind a pass of the base, whose weights have taken the processor's caches, and
+    growth follows. From caches that hold the draft both take half as long.
+    """
+    context, measured = measured_rows(session.capacity, most_rows)
+    top_k = min(CANDIDATES, spec.draft_vocab_size, most_rows or CANDIDATES)
+    random, most = np.random.default_rng(1), max(measured)
+    taps = random.standard_normal((most, spec.taps_width), np.float32)
+    hidden = np.zeros((most, spec.decoder.hidden_size), np.float32)
+    others = np.ones(_OTHERS_BYTES // 4, np.float32)  # zeros would be one page
+
+    def run(hidden: F32, outputs: I64) -> None:
+        token_ids = np.arange(len(hidden)) % spec.decoder.vocab_size
+        session.run(token_ids, hidden, context, outputs, top_k=top_k)
+
+    def grow(rows: int) -> None:
+        run(hidden[:rows], np.arange(rows))
+
+    def extend(rows: int) -> None:
+        run(session.fuse(taps[:rows]), np.array([rows - 1]))
+
+    def follow_an_extension() -> None:
+        others.sum()
+        extend(1)
+
+    grown = {str(rows): partial(grow, rows) for rows in measured}
+    extended = {str(rows): partial(extend, rows) for rows in measured}
+    return {
+        STEP: fastest_each_ms(grown, before=follow_an_extension),
+        EXTEND: fastest_each_ms(extended, before=others.sum),
+    }

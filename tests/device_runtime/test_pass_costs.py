@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from edgellm.device_runtime import pass_costs
-from edgellm.device_runtime.pass_costs import draft_costs, fastest_each_ms
+from edgellm.device_runtime.pass_costs import fastest_each_ms
+from edgellm.device_runtime.sessions import draft
+from edgellm.roles import EXTEND, STEP
 
 
 class Clock:
@@ -55,14 +57,12 @@ class WatchedDraft:
 
 
 def test_growth_is_measured_behind_an_extension(monkeypatch):
-    monkeypatch.setattr(pass_costs, "_OTHERS_BYTES", 1 << 12)
+    monkeypatch.setattr(draft, "_OTHERS_BYTES", 1 << 12)
     decoder = SimpleNamespace(vocab_size=50, hidden_size=8)
-    spec = SimpleNamespace(
-        draft_vocab_size=30, hidden_taps=(1, 2), base_hidden_size=8, decoder=decoder
-    )
+    spec = SimpleNamespace(draft_vocab_size=30, taps_width=16, decoder=decoder)
     session = WatchedDraft()
-    step, extend = draft_costs(session, spec, most_rows=4)
-    assert set(step) == set(extend) == {"1", "2", "4"}
+    costs = draft.costs(session, spec, most_rows=4)
+    assert set(costs[STEP]) == set(costs[EXTEND]) == {"1", "2", "4"}
     passes = session.passes
     grown = [at for at, (kind, _) in enumerate(passes) if kind == "grow"][3:]  # timed ones
     assert len(grown) >= 3 * 5
