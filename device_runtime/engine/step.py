@@ -22,7 +22,7 @@ from edgellm.device_runtime.engine.profile import (
 )
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.sampling.sampler import draw
-from edgellm.device_runtime.sessions import I64
+from edgellm.device_runtime.sessions import F32
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
 from edgellm.device_runtime.speculate.accept import Accepted, Round, accept_exactly
 from edgellm.device_runtime.speculate.drafter import Drafter, Verified
@@ -117,11 +117,16 @@ def _speculate(session: DecoderSession, sequence: Sequence, drafter: Drafter) ->
             verified = Verified(tree, _verify(session, tree, length))
         tree, result = verified.tree, verified.result
     with profile.stage(SETTLE):
-        outcome = verified.accepted or sequence.accept(tree, result, sampler)
-        path = np.asarray(outcome.path)
-        session.compact(length, path)
-        sequence.num_rows += len(path)
-        token_ids = _commit(drafter, tree, result, outcome, path)
+        outcome = verified.accepted
+        if outcome is None and len(tree) == 1:  # whatever accepts; its row stands where it belongs
+            outcome, taps = Accepted([0], draw(result, 0, sampler)), result.taps
+        else:
+            outcome = outcome or sequence.accept(tree, result, sampler)
+            path = np.asarray(outcome.path)
+            session.compact(length, path)
+            taps = result.taps[path]
+        sequence.num_rows += len(outcome.path)
+        token_ids = _commit(drafter, tree, taps, outcome)
     return Round(token_ids, tree, tuple(outcome.path), tuple(drafter.confidences(tree)))
 
 
@@ -133,12 +138,10 @@ def _verify(session: DecoderSession, tree: Tree, length: int) -> PassResult:
     return session.run(tree.token_ids, length, rows, position_ids=length + depths, tree_mask=mask)
 
 
-def _commit(
-    drafter: Drafter, tree: Tree, result: PassResult, outcome: Accepted, path: I64
-) -> tuple[int, ...]:
-    """Tell the drafter what was accepted; the new tokens."""
-    token_ids = (*tree.token_ids[path[1:]].tolist(), outcome.bonus)
-    drafter.observe(np.asarray(token_ids), result.taps[path])
+def _commit(drafter: Drafter, tree: Tree, taps: F32, outcome: Accepted) -> tuple[int, ...]:
+    """Tell the drafter what was accepted, with its features [M, T*H]; the new tokens."""
+    token_ids = (*(int(tree.token_ids[node]) for node in outcome.path[1:]), outcome.bonus)
+    drafter.observe(np.asarray(token_ids), taps)
     drafter.remember(list(token_ids))
     drafter.learn(tree, outcome.path, len(token_ids))
     return token_ids

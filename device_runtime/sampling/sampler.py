@@ -274,8 +274,8 @@ def draw(result: PassResult, row: int, sampler: Sampler) -> int:
         EdgeLLMError: the engine computed something that is not a number.
     """
     argmax = int(result.token_ids[row])
-    highest = result.highest[row]
-    if not np.isfinite(highest):
+    highest = result.highest_of(row)
+    if not math.isfinite(highest):
         raise EdgeLLMError(
             f"the engine computed {highest}",
             hint="build the engine again; if it stays, the model overflows this precision",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.engine.prefix_cache import count_common, row_keys
-from edgellm.device_runtime.pass_costs import fastest_ms, measured_rows
+from edgellm.device_runtime.pass_costs import fastest_each_ms, measured_rows
 from edgellm.device_runtime.runners import Outputs, Runner, require_cache
 from edgellm.device_runtime.runners.rounds import GrowsTrees, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
@@ -37,12 +37,11 @@ class PassResult:
         # numpy finds the largest logit of a row in a fifth of an operator's time
         return self.logits.argmax(axis=-1)
 
-    @property
-    def highest(self) -> F32:
-        """[R], the logit of each of `token_ids`, which are the argmax."""
+    def highest_of(self, row: int) -> float:
+        """The logit of a row's token of `token_ids`, which are the argmax."""
         if contract.TOP_LOGITS in self._outputs:
-            return self._outputs[contract.TOP_LOGITS][0]
-        return self.logits[np.arange(len(self.token_ids)), self.token_ids]
+            return float(self._outputs[contract.TOP_LOGITS][0, row])
+        return float(self.logits[row, self.token_ids[row]])
 
     @property
     def logits(self) -> F32:
@@ -188,8 +187,8 @@ def costs(
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: of passes whose rows all get logits."""
     context, measured = measured_rows(session.capacity, most_rows)
-    found = {}
-    for rows in measured:
-        token_ids, head_rows = np.arange(rows) % spec.vocab_size, np.arange(rows)
-        found[str(rows)] = fastest_ms(partial(session.run, token_ids, context, head_rows))
-    return {PASS: found}
+
+    def run(rows: int) -> None:
+        session.run(np.arange(rows) % spec.vocab_size, context, np.arange(rows))
+
+    return {PASS: fastest_each_ms({str(rows): partial(run, rows) for rows in measured})}

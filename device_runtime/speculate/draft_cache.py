@@ -166,6 +166,8 @@ class CommittedRows:
 
     def _batched(self) -> list[_Pairs]:
         """What waits, rows of several rounds of plain decoding in one pass."""
+        if len(self._waiting) == 1 and len(self._waiting[0]) <= self._round_rows:
+            return self._waiting  # of a round, as nearly always
         batches: list[_Pairs] = []
         for is_prompt, group in itertools.groupby(
             self._waiting, lambda pairs: len(pairs) > self._round_rows

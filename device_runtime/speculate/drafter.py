@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
@@ -240,16 +238,18 @@ class TreeDrafter:
     def learn(self, tree: Tree, path: list[int], emitted: int) -> None:
         """Tell policy and lookups what became of their candidates."""
         if self._pool is not None and len(tree) > 1:
-            on_path = np.zeros(len(tree), np.int64)
-            on_path[path] = 1
-            judged = np.flatnonzero(on_path[tree.parents[1:]]) + 1
-            nodes = self._chosen[judged]
-            origin = np.searchsorted(self._ends, nodes, side="right")
+            on_path = set(path)
+            chosen = list(zip(tree.parents.tolist(), self._chosen.tolist(), strict=True))
+            judged = [
+                (place, index in on_path)
+                for index, (parent, place) in enumerate(chosen) if parent in on_path
+            ]  # fmt: skip
             learners = (self._policy, *(source.calibration for source in self._sources))
-            for index, learner in enumerate(learners):
-                own = origin == index
-                if own.any():
-                    learner.learn(self._pool.confidences[nodes[own]], on_path[judged[own]])
+            for begin, end, learner in zip([0, *self._ends], self._ends, learners, strict=False):
+                own = [(place, accepted) for place, accepted in judged if begin <= place < end]
+                if own:
+                    places, accepted = zip(*own, strict=True)
+                    learner.learn(self._pool.confidences[[*places]].tolist(), accepted)
         self._controller.end_round(emitted, self._spent_ms, len(tree), networked=self._is_networked)
         self._spent_ms = 0.0
 

@@ -117,5 +117,5 @@ class StaticTree:
         """All choices, level by level."""
         return np.flatnonzero(self._numbers(pool) > 0)[:room]
 
-    def learn(self, confidences: F64, accepted: I64) -> None:
+    def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
         """Nothing."""

@@ -24,7 +24,7 @@ from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter, Verif
 from edgellm.device_runtime.speculate.growth import growth_of
 from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
 from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.device_runtime.speculate.tree import F64, Pool
 from edgellm.integrity import FileCheck
 from edgellm.manifest import Engine
 from edgellm.roles import DRAFT, EXTEND, STEP
@@ -95,6 +95,8 @@ class EagleDrafter(TreeDrafter):
         super().__init__(learned, limits, image_ids=rows.image_ids)
         self._rows, self._costs, self._max_tree_rows = rows, costs, max_tree_rows
         self._hidden_store = np.zeros((1 + max_tree_rows, 0), np.float32)
+        self._unrelated = np.eye(1 + max_tree_rows, dtype=np.bool_)
+        self._step_ms = price(costs.step, np.arange(1, max_tree_rows + 1))  # of 1, 2, ... rows
         self._root: Callable[[], DraftResult] | None = None  # what gives its children
         self._rounds, self._sizes = rounds, learned.sizes
         self._images: ImageRows | None = None
@@ -188,38 +190,38 @@ class EagleDrafter(TreeDrafter):
 
     def _grow(self, pool: Pool, levels: int) -> None:
         assert self._root is not None
-        policy, root = self._policy, self._root()
-        root_hidden, log_probs = root.hidden, root.log_probs.astype(np.float64)
-        size = root_hidden.shape[1]
-        if self._hidden_store.shape[1] != size:
-            shape = 1 + self._max_tree_rows, size
-            self._hidden_store = np.zeros_like(root_hidden, shape=shape)
-        self._hidden_store[0] = root_hidden[0]
-        seen = np.eye(1 + self._max_tree_rows, dtype=np.bool_)  # of a slot, by slots; 0 is the root
+        root = self._root()
+        if self._hidden_store.shape[1] != root.hidden.shape[1]:
+            shape = 1 + self._max_tree_rows, root.hidden.shape[1]
+            self._hidden_store = np.zeros_like(root.hidden, shape=shape)
+        self._hidden_store[0] = root.hidden[0]
+        committed, policy = self._rows.length, self._policy
+        seen = self._unrelated.copy()  # of a slot, by slots; 0 is the root
         slots = np.zeros(len(pool.token_ids), np.int64)
-        newest = pool.add(
-            np.zeros(1, np.int64), root.token_ids, policy.scores(log_probs), np.exp(log_probs)
+        newest = self._add(
+            pool, np.zeros(1, np.int64), root.token_ids, root.log_probs.astype(np.float64)
         )
-        used = 0
+        used, most = 0, min(self._max_tree_rows, self._rows.session.capacity - committed)
         for level in range(1, levels):
-            free = min(self._max_tree_rows, self._rows.session.capacity - self._rows.length) - used
-            nodes = policy.frontier(pool, newest, price(self._costs.step, np.arange(1, free + 1)))
+            nodes = policy.frontier(pool, newest, self._step_ms[: most - used])
             if not len(nodes):
                 return
             above = slots[pool.parents[nodes]]
             slots[nodes] = own = np.arange(used + 1, used + 1 + len(nodes))
             seen[own] |= seen[above]
-            used += len(nodes)
             result = self._rows.session.run(
                 pool.token_ids[nodes],
                 self._hidden_store[above],
-                self._rows.length + used - len(nodes),
-                np.arange(len(nodes)),
+                committed + used,
+                own - own[0],
                 top_k=self._limits.top_k,
-                position_ids=np.full(len(nodes), self._rows.length + level - 1),
-                tree_mask=seen[own, 1 : used + 1],
+                position_ids=np.full(len(nodes), committed + level - 1),
+                tree_mask=seen[own, 1 : own[-1] + 1],
             )
-            self._spent_ms += price(self._costs.step, len(nodes))
+            used += len(nodes)
+            self._spent_ms += float(self._step_ms[len(nodes) - 1])
             self._hidden_store[own] = result.hidden
-            log_probs = result.log_probs.astype(np.float64)
-            newest = pool.add(nodes, result.token_ids, policy.scores(log_probs), np.exp(log_probs))
+            newest = self._add(pool, nodes, result.token_ids, result.log_probs.astype(np.float64))
+
+    def _add(self, pool: Pool, parents: I64, token_ids: I64, log_probs: F64) -> I64:
+        return pool.add(parents, token_ids, self._policy.scores(log_probs), np.exp(log_probs))
