@@ -98,7 +98,8 @@ class WorthwhileSize:
         growth, rate = self._growth, self._controller.rate
         most = min(levels, growth.levels)
         self._rounds += 1
-        if self._rounds % _LARGEST_EVERY == 1:
+        is_known = self._seen_ranks.all() and self._seen_levels[:most].all()
+        if not is_known or self._rounds % _LARGEST_EVERY == 0:
             return Size(most, growth.nodes[-1])
         steps = [rate * float(price(self._costs.step, width)) for width in growth.widths]
         deep = 1
@@ -109,13 +110,15 @@ class WorthwhileSize:
         return Size(deep, int(sizes[int(gains.argmax())]))
 
     def learn(self, tree: Tree, size: Size) -> None:
-        """See `Sizes`."""
-        depths, _ = tree.layout()
-        chances = np.sort(tree.probabilities)[::-1]
-        _mean(self._by_rank, self._seen_ranks, chances, size.nodes)
-        drafted = np.zeros(size.levels)
-        np.add.at(drafted, depths[1:] - 1, tree.probabilities[1:])
-        _mean(self._by_level, self._seen_levels, drafted, size.levels)
+        """See `Sizes`; a tree that is small in one way says too little of the other."""
+        if size.levels == self._growth.levels:
+            chances = np.sort(tree.probabilities)[::-1]
+            _mean(self._by_rank, self._seen_ranks, chances, size.nodes)
+        if size.nodes == self._growth.nodes[-1]:
+            depths, _ = tree.layout()
+            drafted = np.zeros(size.levels)
+            np.add.at(drafted, depths[1:] - 1, tree.probabilities[1:])
+            _mean(self._by_level, self._seen_levels, drafted, size.levels)
 
 
 def _mean(means: F64, counts: F64, found: F64, size: int) -> None:
