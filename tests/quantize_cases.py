@@ -9,13 +9,15 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pytest
 from conftest import make_checkpoint
 
 from edgellm.export import models
 from edgellm.export.checkpoint import Safetensors, read_whole
 from edgellm.quantize.plan import Job
 
-SIZES = {"intermediate_size": 96}  # hidden 96 as well: INT4 blocks of 32
+# Hidden 96 as well: INT4 blocks of 32.
+SIZES = {"intermediate_size": 96, "shared_intermediate_size": 96}
 _TYPES = {
     "F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "U8": np.uint8,
     "I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn, "I64": np.int64, "BOOL": np.bool_,
@@ -24,7 +26,9 @@ _E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def make_model(folder: Path, kind: str, **changes: object) -> Path:
-    config = {**models.find(kind).TINY, **SIZES, **changes}
+    tiny = models.find(kind).TINY
+    sizes = {key: size for key, size in SIZES.items() if key in tiny}
+    config = {**tiny, **sizes, **changes}
     return make_checkpoint(folder, dtype="bfloat16", **config)
 
 
@@ -46,6 +50,15 @@ def write_text(path: Path, documents: int = 120) -> Path:
 def make_job(model: Path, text: Path, output: Path, scheme: str, **changes: object) -> Job:
     options = {"num_samples": 12, "seq_len": 32, "held_out": 2, "device": "cpu", **changes}
     return Job(str(model), output, scheme, calib_dataset=str(text), **options)
+
+
+def plain_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime as it reads graphs: an optimization of FP8 graphs makes invalid ones."""
+    import onnxruntime as ort
+
+    literal = ort.SessionOptions()
+    literal.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    monkeypatch.setattr(ort, "SessionOptions", lambda: literal)
 
 
 def load(folder: Path) -> dict[str, np.ndarray]:

@@ -39,6 +39,11 @@ class Calibration:
         """Log of the acceptance rate of tokens with these draft probabilities, any shape."""
         return np.interp(confidences, self._centers, self._log_rates)
 
+    @property
+    def curve(self) -> F64:
+        """[2, points]: confidences, and `log_rates` of them."""
+        return np.stack([self._centers, self._log_rates])
+
     def learn(self, confidences: F64, accepted: I64) -> None:
         """Count tokens whose parent was accepted: [M] and 1 where the token was too."""
         bins = np.searchsorted(_EDGES, confidences, side="right") - 1

@@ -13,7 +13,7 @@ struct ScalarVector {
   struct F { float lane[16]; };
   struct I { int32_t lane[16]; };
   static constexpr int kMiddle8 = 0;  // what int8 dot products leave to be taken off
-  static constexpr int kRows = 2, kFewRows = 2, kStrips = 2, kQueries = 1, kWide = 1, kTurnFrom = 0;
+  static constexpr int kRows = 2, kStrips = 2, kQueries = 1, kWide = 1, kTurnFrom = 0;
 
   template <class T, class Function>
   static T each(Function function) {
@@ -21,7 +21,11 @@ struct ScalarVector {
     for (int i = 0; i < 16; i++) out.lane[i] = function(i);
     return out;
   }
-  static F load(const float* p) { return each<F>([&](int i) { return p[i]; }); }
+  static F load(const float* p) {  // which need not be aligned
+    F out;
+    std::memcpy(out.lane, p, sizeof out.lane);
+    return out;
+  }
   static F load_part(const float* p, int n) { return each<F>([&](int i) { return i < n ? p[i] : 0.f; }); }
   static void store(float* p, F x) { std::memcpy(p, x.lane, sizeof x.lane); }
   static void store_part(float* p, F x, int n) { std::memcpy(p, x.lane, n * sizeof(float)); }
@@ -57,15 +61,22 @@ struct ScalarVector {
     std::memcpy(h, p, sizeof h);
     return each<F>([&](int i) { return half_value(h[i]); });
   }
+  static float bfloat_value(uint16_t b) {
+    const uint32_t bits = uint32_t(b) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+  }
+  static float fp8_value(uint8_t code) {  // E4M3; 1/256 of what the code stands for
+    return half_value(uint16_t((code & 128) << 8 | (code & 127) << 7));
+  }
   static F load_bfloat(const void* p) {
-    uint16_t h[16];
-    std::memcpy(h, p, sizeof h);
-    return each<F>([&](int i) {
-      const uint32_t bits = uint32_t(h[i]) << 16;
-      float out;
-      std::memcpy(&out, &bits, 4);
-      return out;
-    });
+    uint16_t b[16];
+    std::memcpy(b, p, sizeof b);
+    return each<F>([&](int i) { return bfloat_value(b[i]); });
+  }
+  static F load_fp8(const void* p) {
+    return each<F>([&](int i) { return fp8_value(static_cast<const uint8_t*>(p)[i]); });
   }
   static F load_codes(const int8_t* p) { return each<F>([&](int i) { return float(p[i]); }); }
   static void store_half(void* p, F x) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_calls import DOUBLED_FP4, float_case, product, quantized_case
+from kernel_calls import DOUBLED_FP4, channel, float_case, fp8_case, product, quantized_case
 
 from edgellm.device_runtime.kernels.library import instruction_sets
 
@@ -99,11 +99,39 @@ def test_weights_of_sixteen_bits_are_multiplied_as_floats(kind, rng):
             assert same_bits(product(name, case, x), reference), (name, rows)
 
 
+@pytest.mark.parametrize("shape", [(300, 72, 300), (256, 40, 128), (200, 33, 48)], ids=str)
+def test_fp8_is_multiplied_as_stored(shape, rng):
+    """Every code, those below the smallest normal number as well, by scales of floats."""
+    case = fp8_case(rng, *shape)
+    for rows in (1, 2, 5, 8, 33):
+        x = rng.standard_normal((rows, shape[0]), np.float32)
+        reference = product("scalar", case, x)
+        assert relative_error(reference, x @ case.weight.T) < 1e-6
+        for name in FAST:
+            assert same_bits(product(name, case, x), reference), (name, rows)
+
+
+def test_a_channel_stands_for_its_weights(rng):
+    cases = [quantized_case(rng, *shape) for shape in SHAPES]
+    cases += [
+        fp8_case(rng, 200, 33, 48),
+        *(float_case(rng, f"{k}16", 75, 40) for k in ("float", "bfloat")),
+    ]
+    for case in cases:
+        for index in (0, 31, 32, case.form.out_features - 1):
+            if index < case.form.out_features:
+                # zero points are stored as half products: 2^-11 of them
+                bound = 4e-4 if case.form.has_zero_points else 1e-6
+                assert relative_error(channel(case, index), case.weight[index]) < bound
+
+
 @pytest.mark.parametrize("name", FAST)
-@pytest.mark.parametrize("kind", ["int4", "int8", "float16"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "float16", "fp8"])
 def test_a_rows_bits_do_not_depend_on_its_company(name, kind, rng):
     if kind == "float16":
         case = float_case(rng, kind, 96, 64)
+    elif kind == "fp8":
+        case = fp8_case(rng, 96, 64, 96)
     else:
         case = quantized_case(rng, kind, 96, 64, 32, zero_points=True)
     gamma = rng.standard_normal(96, np.float32)
