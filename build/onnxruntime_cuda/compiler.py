@@ -131,7 +131,9 @@ class _Compiler:
         """See `require_alike`."""
         bundle, plan = self._bundle, self._plan
         cache = bundle.cache if role in (DECODER, DRAFT) else None
-        source = Source(role, bundle, self._portable(role), self._rounded, cache)
+        source = Source(
+            role, bundle, self._portable(role), self._rounded, cache, self._plan.kv_capacity
+        )
         engine = Rounds((self._kernel,), halves=self._dtype == ir.DataType.FLOAT16)
 
         def open_lowered(load: Callable[[], ir.Model]) -> Runner:
