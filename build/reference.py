@@ -24,6 +24,7 @@ from edgellm.build.lowering.calls import find_calls, inline
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding
 from edgellm.build.lowering.linear_weights import layer_name, linear_layers
+from edgellm.build.lowering.ropes import settle_frequencies
 from edgellm.build.lowering.round_int4 import load_portable
 from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.lowering.weights import WeightFile
@@ -52,10 +53,12 @@ class Source:
     path: Path
     rounded: WeightFile | None  # where the build keeps weights that it rounds
     cache: KVCacheSpec | None  # of the engine's graph, where it has one
+    capacity: int  # rows of that cache, which may decide how ropes turn
 
     def load(self) -> tuple[ir.Model, dict[str, str]]:
         """The graph with what its norms read as outputs; the norms' names by these."""
         model = load_portable(self.path, self.rounded)
+        settle_frequencies(model.graph, self.capacity)
         return model, _show_layers(model, self.bundle)
 
 

@@ -109,10 +109,8 @@ class DecoderConfig:
         return config.attending((kind,) * layers)
 
     def attending(self, kinds: tuple[AttentionKind, ...]) -> DecoderConfig:
-        """The same with layers of these kinds, and no more positions than their ropes have."""
+        """The same with layers of these kinds."""
         for window in {kind.window for kind in kinds} - {None}:
             if window < 1:  # type: ignore[operator]
                 raise UnsupportedModelError(f"config.json: sliding_window = {window}")
-        limits = [kind.rope.max_positions for kind in kinds if kind.rope is not None]
-        longest = min([self.max_position_embeddings, *(limit for limit in limits if limit)])
-        return replace(self, layer_kinds=kinds, max_position_embeddings=longest)
+        return replace(self, layer_kinds=kinds)

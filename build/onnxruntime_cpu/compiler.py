@@ -53,7 +53,7 @@ def compile_bundle(
     with rounded_weights(folder, plan.quantize) as rounded:
         for role, graph in bundle.graphs.items():
             own = cache if ROLES[role].has_cache else None
-            portable = Source(role, bundle, source / graph.path, rounded, own)
+            portable = Source(role, bundle, source / graph.path, rounded, own, plan.kv_capacity)
             compiler = _Compiler(portable, plan, folder, report)
             opened[role], graphs[role] = compiler.compile()
             verdicts.append(compiler.check(opened[role]))
