@@ -13,7 +13,8 @@ from edgellm.build.onnxruntime_cpu.own_embedding import packed_table
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
-from edgellm.manifest import DECODER, Bundle, KVCacheSpec
+from edgellm.manifest import Bundle, KVCacheSpec
+from edgellm.roles import DECODER
 
 
 def estimate_graphs(

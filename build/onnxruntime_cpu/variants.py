@@ -23,7 +23,8 @@ from edgellm.contract import ROUND_INPUT, EdgeLLMError
 from edgellm.device_runtime.pass_costs import MEASURED_ROWS
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
-from edgellm.manifest import DECODER, ENCODER, Bundle
+from edgellm.manifest import Bundle
+from edgellm.roles import DECODER, ENCODER
 
 _HALVES = {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
 
