@@ -32,16 +32,12 @@ Places places(const Weight& w, int64_t rows) {
   return p;
 }
 
-float half_at(const uint8_t* halves, int64_t index) {
-  uint16_t bits;
-  std::memcpy(&bits, halves + 2 * index, 2);
-  return ScalarVector::half_value(bits);
-}
+float half_at(const uint8_t* halves, int64_t index) { return ScalarVector::half_value(ScalarVector::word(halves, index)); }
 
 // What the code of input k of a record stands for, around its middle.
 float code_value(Form form, const uint8_t* record, int64_t lane, int64_t k) {
   if (form == Form::kFloat16) return half_at(record, lane);
-  if (form == Form::kBFloat16) return ScalarVector::bfloat_value(uint16_t(record[2 * lane] | record[2 * lane + 1] << 8));
+  if (form == Form::kBFloat16) return ScalarVector::bfloat_value(ScalarVector::word(record, lane));
   if (form == Form::kFp8) return ScalarVector::fp8_value(record[k * kGroup + lane]);
   const int step = form == Form::kInt8 ? 4 : 8;  // inputs of 4 bytes
   const int byte = record[(k / step * kGroup + lane) * 4 + k % 4], nibble = k / 4 % 2 ? byte >> 4 : byte & 15;
