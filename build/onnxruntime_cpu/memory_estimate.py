@@ -11,7 +11,8 @@ from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
-from edgellm.manifest import DECODER, Bundle, KVCacheSpec
+from edgellm.manifest import Bundle, KVCacheSpec
+from edgellm.roles import DECODER
 
 
 def estimate_graphs(
