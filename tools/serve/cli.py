@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,9 +90,12 @@ def edgellm_serve(
     )  # fmt: skip
     from edgellm.tools.serve import asks, server
 
-    if grpc_port is not None:
-        import grpc  # noqa: F401 - that it is missing is told before the engine is loaded
-    listener = server.listen(host, port)  # as is that a port is taken
+    if grpc_port is not None and find_spec("grpc") is None:
+        raise EdgeLLMError(
+            "--grpcPort needs grpcio, which is not installed",
+            hint="in edgellm's folder: pip install '.[device,serve,grpc]'",
+        )
+    listener = server.listen(host, port)  # a taken port is told before the engine is loaded
     figures = server.listen(host, metrics_port) if metrics_port is not None else None
     llm = asks.load(
         engine_dir, multimodal_engine_dir, how,

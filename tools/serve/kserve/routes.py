@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from edgellm.tools.serve.answering import Server
 from edgellm.tools.serve.client_request import Call, DisconnectedError
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.kserve import infer, metadata
 from edgellm.tools.serve.streams import collect
 from edgellm.tools.serve.triton import GenerateWriter
-
-if TYPE_CHECKING:
-    from edgellm.tools.serve.app import Server
 
 _MODEL = "/v2/models/{name}"
 _VERSION = f"{_MODEL}/versions/{{version}}"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import grpc  # pyright: ignore[reportMissingImports]
+import grpc  # pyright: ignore[reportMissingModuleSource]
 from pydantic import ValidationError
 from starlette.types import Message
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import Step
+from edgellm.tools.serve.answering import Server
 from edgellm.tools.serve.client_request import Call
 from edgellm.tools.serve.errors import ApiError, as_api_error
 from edgellm.tools.serve.events import Finished
@@ -29,9 +30,6 @@ from edgellm.tools.serve.kserve.tensors import (
 )
 from edgellm.tools.serve.streams import collect
 from edgellm.tools.serve.triton import GenerateRequest, GenerateWriter
-
-if TYPE_CHECKING:
-    from edgellm.tools.serve.app import Server
 
 _log = logging.getLogger(__name__)
 _CODES = {
