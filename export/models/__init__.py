@@ -18,7 +18,6 @@ _RELATIVES = {
     "apertus": ("olmo2", "activation"),
     "cohere": ("cohere2", "norms of queries and keys"),
     "gemma": ("gemma2", "norms, which are only before"),
-    "granitemoehybrid": ("granite", "mixture of experts and recurrent layers"),
 }
 _LIST = "docs/reference/models.md"
 

@@ -12,6 +12,7 @@ from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.attention import PassState
 from edgellm.export.models import llama
 from edgellm.export.op import Op
+from edgellm.export.rope import PLAIN_ROPE, RopeTraits
 from edgellm.export.weights import Weights
 
 TINY = {
@@ -30,19 +31,31 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
-        bias, mlp_bias = (reader.read(key, bool, False) for key in ("attention_bias", "mlp_bias"))
+        return cls.granite(reader, mlp_bias=reader.read("mlp_bias", bool, False), rope=PLAIN_ROPE)
+
+    @classmethod
+    def granite(
+        cls,
+        reader: ConfigReader,
+        inner_key: str = "intermediate_size",
+        *,
+        mlp_bias: bool,
+        rope: RopeTraits | None = None,
+        **traits: Any,
+    ) -> DecoderConfig:
+        """What Granite 3 and 4 have in common; see `DecoderConfig.read`."""
+        bias = reader.read("attention_bias", bool, False)
+        embedding, attention, residual, logits = (
+            reader.nonzero(key, 1.0)
+            for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier",
+                        "logits_scaling")
+        )  # fmt: skip
         return cls.read(
-            reader, qkv_bias=bias, o_proj_bias=bias, mlp_bias=mlp_bias, **read_factors(reader)
-        )
-
-
-def read_factors(reader: ConfigReader) -> dict[str, Any]:
-    """The facts of `Config` that are factors."""
-    keys = {
-        "embedding_scale": "embedding_multiplier", "attention_scale": "attention_multiplier",
-        "residual_multiplier": "residual_multiplier", "logits_scaling": "logits_scaling",
-    }  # fmt: skip
-    return {name: reader.nonzero(key, 1.0) for name, key in keys.items()}
+            reader, rope=rope, inner_key=inner_key, qkv_bias=bias, o_proj_bias=bias,
+            mlp_bias=mlp_bias, embedding_scale=embedding, attention_scale=attention,
+            residual_multiplier=residual, logits_scaling=logits,
+            **traits,
+        )  # fmt: skip
 
 
 class DecoderLayer(llama.DecoderLayer):

@@ -8,6 +8,7 @@ from edgellm.export.config import ConfigReader
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.experts import NO_ROUTING, Mixture, Router, Routing
 from edgellm.export.models import granite
+from edgellm.export.rope import PLAIN_ROPE
 from edgellm.export.stacks import JoinedExperts
 from edgellm.export.weights import Weights
 
@@ -25,11 +26,7 @@ class Config(granite.Config):
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
-        bias = reader.read("attention_bias", bool, False)
-        return cls.read(
-            reader, qkv_bias=bias, o_proj_bias=bias, routing=Routing.read(reader),
-            **granite.read_factors(reader),
-        )  # fmt: skip
+        return cls.granite(reader, mlp_bias=False, rope=PLAIN_ROPE, routing=Routing.read(reader))
 
 
 class DecoderLayer(granite.DecoderLayer):

@@ -78,3 +78,11 @@ def test_end_tokens_end_an_answer(tiny_engine):
                 assert len(tokens) == found["usage"]["completion_tokens"] - 1
                 return
     pytest.fail("no answer ended")
+
+
+def test_grpc_is_missing(roomy_engine):
+    hides = "import importlib.util; importlib.util.find_spec = lambda name: None; "
+    code = hides + "from edgellm.tools.serve.cli import main; main()"
+    command = [sys.executable, "-c", code, "--engineDir", str(roomy_engine), "--grpcPort", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert_one_line_error(result, "--grpcPort needs grpcio", "serve,grpc")
