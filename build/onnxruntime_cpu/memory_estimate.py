@@ -6,8 +6,10 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from edgellm.build.lowering.linear_groups import RoundingKernel
 from edgellm.build.lowering.linear_weights import layer_name, linear_layers
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
+from edgellm.build.onnxruntime_cpu.own_embedding import packed_table
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
@@ -26,13 +28,12 @@ def estimate_graphs(
         linears = _linear_sizes(model, plan.quantize)
         variants = variants_of(role, model, bundle, plan)
         kernel = variants[0].kernel
-        rounds = isinstance(kernel, OwnLinears) and kernel.rounds_floats
-        table = _table_bytes(model, rounds=rounds)
+        table = _table_bytes(model, kernel)
         if isinstance(kernel, OwnLinears):
             packed, doubled = _packed_sizes(model, kernel)
             sizes.append(table + packed + 2 * doubled)
             read = read or packed + doubled
-            largest = max(largest, 0 if rounds else max(linears["dense"].values()))
+            largest = max(largest, 0 if kernel.rounds_floats else max(linears["dense"].values()))
             continue
         # A prepacked file holds the weights twice: as they were, and as the kernels read them.
         for variant in variants:
@@ -62,15 +63,18 @@ def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int]:
     return packed, floats
 
 
-def _table_bytes(model: ir.Model, *, rounds: bool) -> int:
-    """The embedding in every graph: as it is stored, or `rounds` to 16 bits."""
-    tables = [node.inputs[0] for node in model.graph if node.op_type == "Gather"]
-    stored = [value.const_value for value in tables if value is not None]
-    itemsize = 2 if rounds else 4
-    return max(
-        (min(tensor.nbytes, itemsize * tensor.size) for tensor in stored if tensor is not None),
-        default=0,
-    )
+def _table_bytes(model: ir.Model, kernel: RoundingKernel) -> int:
+    """The embedding in every graph, unless it is looked up in the packed head."""
+    heads = {layer_name(node) for node, _ in linear_layers(model.graph)}
+    sizes = [0]
+    for node in model.graph:
+        table = node.inputs[0].const_value if node.op_type == "Gather" and node.inputs[0] else None
+        if table is None:
+            continue
+        found = packed_table(node, kernel) if isinstance(kernel, OwnLinears) else None
+        size = min(table.nbytes, 4 * table.size) if found is None else found[0].num_bytes
+        sizes.append(0 if found is not None and found[1] in heads else size)
+    return max(sizes)
 
 
 def _linear_sizes(model: ir.Model, quantize: str) -> dict[str, dict[str, int]]:

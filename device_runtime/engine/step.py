@@ -24,8 +24,8 @@ from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.sampling.sampler import draw
 from edgellm.device_runtime.sessions import F32
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
-from edgellm.device_runtime.speculate.accept import Accepted, Round
-from edgellm.device_runtime.speculate.drafter import Drafter
+from edgellm.device_runtime.speculate.accept import Accepted, Round, accept_exactly
+from edgellm.device_runtime.speculate.drafter import Drafter, Verified
 from edgellm.device_runtime.speculate.tree import Tree
 
 _FIRST = np.zeros(1, np.int64)  # the only row; where none is wanted: not every kernel takes none
@@ -104,15 +104,24 @@ def _speculate(session: DecoderSession, sequence: Sequence, drafter: Drafter) ->
     if left > 1:
         with profile.stage(DRAFT_EXTEND if len(sequence.token_ids) > 1 else DRAFT_PREFILL):
             drafter.catch_up()
+    sampler = sequence.sampler
+    is_exact = sequence.accept is accept_exactly or sampler.params.is_greedy
     with profile.stage(GROW):
-        tree = drafter.propose(sequence.newest, session.capacity - length - 1, left - 1)
+        newest, tree = (sequence.newest, length), None
+        if not drafter.ask_round(session, newest, left - 1, sampler, is_exact=is_exact):
+            tree = drafter.propose(sequence.newest, session.capacity - length - 1, left - 1)
     with profile.stage(VERIFY):
-        result = _verify(session, tree, length)
-    with profile.stage(SETTLE):
-        if len(tree) == 1:  # whatever accepts; its row stands where it belongs
-            outcome, taps = Accepted([0], draw(result, 0, sequence.sampler)), result.taps
+        if tree is None:
+            verified = drafter.finish_round()
         else:
-            outcome = sequence.accept(tree, result, sequence.sampler)
+            verified = Verified(tree, _verify(session, tree, length))
+        tree, result = verified.tree, verified.result
+    with profile.stage(SETTLE):
+        if len(tree) == 1 and verified.accepted is None:
+            # Whatever accepts draws this token, and its row stands where it belongs.
+            outcome, taps = Accepted([0], draw(result, 0, sampler)), result.taps
+        else:
+            outcome = verified.accepted or sequence.accept(tree, result, sampler)
             path = np.asarray(outcome.path)
             session.compact(length, path)
             taps = result.taps[path]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_each_ms, measured_rows
-from edgellm.device_runtime.runners import Runner, require_cache
+from edgellm.device_runtime.runners import Outputs, Runner, require_cache
+from edgellm.device_runtime.runners.rounds import Asked, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows
+from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
 from edgellm.manifest import DecoderSpec, DraftSpec, Engine
 from edgellm.roles import DRAFT, EXTEND, FUSE, STEP
@@ -79,9 +81,24 @@ class DraftSession:
         """
         inputs = self._inputs.of(token_ids, write_index, output_rows, position_ids, tree_mask)
         inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = hidden[None], np.array([top_k])
-        found = self._runner.run(inputs)
-        names = contract.CANDIDATE_IDS, contract.CANDIDATE_LOG_PROBS, contract.RECYCLED_HIDDEN
-        return DraftResult(*(found[name][0] for name in names))
+        return _result(self._runner.run(inputs))
+
+    def ask(
+        self, token_ids: I64, hidden: F32, write_index: int, output_rows: I64, *, top_k: int
+    ) -> Callable[[], DraftResult]:
+        """As `run`, but a device need not be waited for before the result is called for."""
+        assert isinstance(self._runner, Asked)
+        inputs = self._inputs.of(token_ids, write_index, output_rows, None, None)
+        inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = hidden[None], np.array([top_k])
+        return partial(_result, self._runner.ask(inputs))
+
+    def open_rounds(self, base: DecoderSession, growth: Growth) -> Rounds | None:
+        """Rounds of a base and this draft; None: they need the host."""
+        return base.open_rounds(self._runner, growth) if isinstance(self._runner, Asked) else None
+
+    def start(self, row: int, rows: int) -> tuple[int, int]:
+        """See `PassInputs.start`."""
+        return self._inputs.start(row, rows)
 
     def set_images(self, images: ImageRows) -> None:
         """See `DecoderSession.set_images`."""
@@ -94,6 +111,11 @@ class DraftSession:
     def write_rows(self, rows: NDArray[Any]) -> None:
         """See `runners.Cache`."""
         self._cache.write_rows(rows)
+
+
+def _result(found: Outputs) -> DraftResult:
+    names = contract.CANDIDATE_IDS, contract.CANDIDATE_LOG_PROBS, contract.RECYCLED_HIDDEN
+    return DraftResult(*(found[name][0] for name in names))
 
 
 def open_draft(folder: Path, engine: Engine) -> DraftSession:

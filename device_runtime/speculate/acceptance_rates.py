@@ -53,6 +53,11 @@ class Calibration:
         share = (confidence - low) / (high - low)
         return self._log_rates[above - 1] * (1 - share) + self._log_rates[above] * share
 
+    @property
+    def curve(self) -> F64:
+        """[2, points]: confidences, and `log_rates` of them."""
+        return np.array([_CENTERS, self._log_rates])
+
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
         """Count tokens whose parent was accepted, and whether the token was too."""
         fade = self._fade

@@ -59,6 +59,11 @@ class Policy(Protocol):
         """Log-probability of acceptance of tokens that the draft gave `log_probs`, any shape."""
         ...
 
+    @property
+    def curve(self) -> F64 | None:
+        """What `scores` makes of probabilities, see `Calibration.curve`; None: their logarithm."""
+        ...
+
     def frontier(self, pool: Pool, newest: I64, prices: F64) -> I64:
         """Which of the `newest` nodes get children; none to stop.
 
@@ -80,6 +85,8 @@ class Policy(Protocol):
 
 class FixedTree:
     """The dynamic tree of EAGLE-2 (arXiv 2406.16858): always the same size."""
+
+    curve = None
 
     def __init__(self, limits: TreeLimits) -> None:
         self._limits = limits
@@ -116,6 +123,11 @@ class CostAwareTree:
     def scores(self, log_probs: F64) -> F64:
         """Calibrated."""
         return self._calibration.log_rates(np.exp(log_probs))
+
+    @property
+    def curve(self) -> F64:
+        """Of the calibration."""
+        return self._calibration.curve
 
     def frontier(self, pool: Pool, newest: I64, prices: F64) -> I64:
         """The nodes whose likeliest child pays for its rows in draft and verification."""

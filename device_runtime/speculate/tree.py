@@ -71,6 +71,17 @@ class Pool:
         self.token_ids[0], self.parents[0], self.scores[0], self.confidences[0] = root, -1, 0.0, 1.0
         self.count = 1
 
+    @classmethod
+    def of_tree(cls, token_ids: I64, parents: I64, scores: F64, confidences: F64) -> Pool:
+        """Of a tree that somebody else grew and chose: its nodes [N], each with its own score."""
+        pool = cls(int(token_ids[0]), len(token_ids))
+        pool.token_ids[1:], pool.parents[1:] = token_ids[1:], parents[1:]
+        pool.confidences[1:] = confidences[1:]
+        for node in range(1, len(token_ids)):
+            pool.scores[node] = pool.scores[parents[node]] + scores[node]
+        pool.count = len(token_ids)
+        return pool
+
     def add(self, parents: I64, token_ids: I64, scores: F64, confidences: F64) -> I64:
         """Append children [R, K] of `parents` [R]; the new nodes' indices [R * K]."""
         width = token_ids.shape[1]

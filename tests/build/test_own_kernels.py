@@ -20,9 +20,11 @@ from weights import round_checkpoint
 from edgellm.build.engine import build_engine
 from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart, rows_of_int8
 from edgellm.build.lowering.round_int4 import nearest_int4_rows
+from edgellm.build.onnxruntime_cpu import estimate
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.onnxruntime_cpu.packed_weights import form_of, packed_bytes
 from edgellm.build.plan import Plan
+from edgellm.build.products import read_bundle
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.kernels import library, pack
@@ -114,6 +116,29 @@ def test_nodes_of_random_trees_have_the_bits_of_plain_decoding(built):
         for depth, node in enumerate(np.flatnonzero(mask[leaf])):
             plain = session.run(ids[[node]], begin + depth, np.array([0])).logits
             assert plain.tobytes() == tree[[node]].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "copies"),
+    [("fp16", "none", 1), ("fp32", "int8", 1), ("fp32", "int4", 2)],
+)
+def test_a_tied_embedding_is_looked_up_in_packed_weights(
+    tiny_checkpoint, tmp_path, dtype, quantize, copies
+):
+    """In the head itself; four bits are too few for an embedding, which has eight beside them."""
+    bundle, engine = tmp_path / "bundle", tmp_path / "engine"
+    export_llm(open_checkpoint(str(tiny_checkpoint)), bundle, ExportOptions(dtype))
+    plan = dataclasses.replace(PLAN, quantize=quantize)
+    made = build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
+    graph = onnx.load(engine / "decode.onnx", load_external_data=False).graph
+    packed = {node.input[1] for node in graph.node if node.op_type in ("LookUp", "QuantLinear")}
+    tables = [each for each in packed if "embed" in each or "head" in each]
+    assert len(tables) == copies
+    (look_up,) = [node for node in graph.node if node.op_type == "LookUp"]
+    assert "int4" not in look_up.input[1]
+    assert not [node for node in graph.node if node.op_type == "Gather" and "ids" in node.input[1]]
+    predicted = estimate(bundle, read_bundle("llm", bundle, plan), plan).engine_bytes
+    assert predicted == pytest.approx(made.files["decode.data"].num_bytes, rel=0.06)
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])

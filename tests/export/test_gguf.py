@@ -2,99 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
-from conftest import WORDS, make_checkpoint
+from conftest import make_checkpoint
+from gguf_files import CASES, SCORED, TEXTS, write_gguf, write_pieces, write_scored
 
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
-from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.gguf_tokenizer import convert_tokenizer
 from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import run_portable
 
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
-
-def _gguf_name(name: str) -> str:
-    stem, kind = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        _, _, layer, rest = stem.split(".", 3)
-        return f"blk.{layer}.{_NAMES[rest]}.{kind}"
-    return f"{_NAMES[stem]}.{kind}"
-
-
-def _interleave(array: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's row order for Llama's q and k: pairs of one frequency side by side."""
-    half = len(array) // heads // 2
-    return array.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(array.shape)
-
-
-def write_gguf(path, arch, model, quantization):
-    import gguf
-
-    config = model.config
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if head_dim := getattr(config, "head_dim", None):
-        writer.add_key_length(head_dim)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    words = WORDS + [f"w{i}" for i in range(len(WORDS), config.vocab_size - 2)]
-    writer.add_token_list([*words, "w", "9"])
-    writer.add_token_types([3 if i in (1, 2) else 1 for i in range(config.vocab_size)])
-    writer.add_token_merges(["w 9"])
-    writer.add_eos_token_id(2)
-    writer.add_eot_token_id(7)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        array = tensor.numpy()
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            is_query = ".q_proj." in name
-            heads = config.num_attention_heads if is_query else config.num_key_value_heads
-            array = _interleave(array, heads)
-        if array.ndim == 2 and quantization is not None:
-            kind = getattr(gguf.GGMLQuantizationType, quantization)
-            writer.add_tensor(_gguf_name(name), gguf.quantize(array, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(_gguf_name(name), array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize("quantization", [None, "F16", "Q8_0", "Q4_0"])
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_logits_equal_transformers(tmp_path, arch, quantization):
+@pytest.mark.parametrize(
+    ("case", "quantization"),
+    [*((name, None) for name in CASES), ("llama", "F16"), ("gemma2", "Q8_0"), ("llama", "Q4_0")],
+)
+def test_logits_equal_transformers(tmp_path, case, quantization):
     import gguf
     import torch
     from transformers import AutoModelForCausalLM
 
+    arch, config = CASES[case]
     model = AutoModelForCausalLM.from_pretrained(
-        make_checkpoint(tmp_path / "hf", **{**models.find(arch).TINY, "intermediate_size": 96})
+        make_checkpoint(tmp_path / "hf", **config), attn_implementation="eager"
     )
     write_gguf(tmp_path / "model.gguf", arch, model, quantization)
     if quantization is not None:  # the reference computes with the same rounded weights
@@ -112,6 +46,58 @@ def test_logits_equal_transformers(tmp_path, arch, quantization):
         expected = model(torch.from_numpy(ids)[None]).logits[0].numpy()
     found = run_portable(tmp_path / "bundle", manifest, ids, 20)
     np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Callable[[str], Any]:
+    """Models of transformers, by the names of `CASES`."""
+    from transformers import AutoModelForCausalLM
+
+    def load(case: str) -> Any:
+        folder = make_checkpoint(tmp_path_factory.mktemp(case), **CASES[case][1])
+        return AutoModelForCausalLM.from_pretrained(folder)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("case", "extra", "message"),
+    [
+        ("llama", {"rope__dimension_count": 8}, "llama.rope.dimension_count = 8, heads have 16"),
+        ("llama", {"expert_count": 4}, "llama.expert_count = 4 is unsupported"),
+        ("llama", {"attention__clamp_kqv": 8.0}, "does not understand: llama.attention.clamp_kqv"),
+        ("qwen3", {"attention__value_length": 8}, "qwen3.attention.value_length = 8"),
+        ("granite", {"rope__scaling__finetuned": False}, "without rope"),
+        ("olmo2", {"rope__scaling__type": "longrope"}, "rope scaling 'longrope'"),
+        ("phi3_without_window", {"rope__scaling__attn_factor": 1.2}, "without rope_factors"),
+        ("qwen2", {"rope__scaling__type": "yarn", "rope__scaling__factor": 2.0,
+                   "rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor"),
+    ],
+)  # fmt: skip
+def test_what_would_compute_otherwise_is_refused(tmp_path, tiny, case, extra, message):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, CASES[case][0], tiny(case), **extra)
+    with pytest.raises(UnsupportedModelError, match=message):
+        export_llm(open_checkpoint(str(path)), tmp_path / "bundle", ExportOptions("fp32"))
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_an_architecture_without_a_family(tmp_path, tiny):
+    write_gguf(tmp_path / "model.gguf", "llama", tiny("llama"))
+    data = (tmp_path / "model.gguf").read_bytes().replace(b"llama", b"bloom")
+    (tmp_path / "model.gguf").write_bytes(data)
+    with pytest.raises(UnsupportedModelError, match="GGUF architecture 'bloom'") as caught:
+        open_checkpoint(str(tmp_path / "model.gguf"))
+    assert "gemma3, granite" in caught.value.hint
+
+
+def test_yarn_has_the_factor_of_both(tmp_path, tiny):
+    """llama.cpp multiplies what the file says by what others write as a whole."""
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 32}  # fmt: skip
+    write_gguf(tmp_path / "a.gguf", "qwen2", tiny("qwen2"), **yarn, rope__scaling__attn_factor=0.5)
+    rope = open_checkpoint(str(tmp_path / "a.gguf")).config["rope_parameters"]
+    assert rope["attention_factor"] == pytest.approx(0.5 * (1 + 0.1 * np.log(4)))
 
 
 def test_rope_factors_divide_the_frequencies():
@@ -170,3 +156,71 @@ def test_sentencepiece_merges_follow_the_scores():
     assert tokenizer.encode("ab").tokens == ["<s>", "▁a", "b"]  # ▁a scores above ab
     assert tokenizer.encode("A", add_special_tokens=False).tokens == ["▁", "<0x41>"]
     assert tokenizer.decode(tokenizer.encode("ab").ids) == "ab"
+
+
+class _Kept(dict):
+    """Stands for a writer: keeps the keys of a tokenizer."""
+
+    def __getattr__(self, name: str) -> Callable[[Any], None]:
+        place = _PLACES.get(name, name.removeprefix("add_"))
+        return lambda value: self.update({f"tokenizer.ggml.{place}": value})
+
+
+_PLACES = {"add_tokenizer_model": "model", "add_tokenizer_pre": "pre", "add_token_list": "tokens",
+           "add_token_scores": "scores", "add_token_types": "token_type",
+           "add_token_merges": "merges", "add_unk_token_id": "unknown_token_id",
+           "add_add_space_prefix": "add_space_prefix"}  # fmt: skip
+# Parts of TEXTS as llama.cpp cuts them (its library of October 2026), at "|".
+_DIGITS, _LINES, _SLASHES = (
+    " |1|2|3|4|5| x|2",
+    " | two|\n\n\n|new|\to|ne|  ",
+    "camelCase| //|a|/b|=|1",
+)
+_LETTERS = "naïve| É| 日本|!?"
+_THREE = "it|'s| I|'LL| |123|45| x|2"
+CUTS = {
+    "gpt-2": ("it|'s| I|'|LL| 12345| x|2", " | two|\n\n|\n|new|\t|o|ne|  ",
+              "camelCase| //|a|/|b|=|1", _LETTERS),
+    "smollm": (f"it|'s| I|'|LL|{_DIGITS}", " | two|\n\n|\n|new|\t|o|ne|  ",
+               "camelCase| //|a|/|b|=|1", _LETTERS),
+    "llama-bpe": (_THREE, " | two|\n\n\n|new|\tone|  ", _SLASHES, _LETTERS),
+    "dbrx": (_THREE, _LINES, _SLASHES, _LETTERS),
+    "qwen2": (f"it|'s| I|'LL|{_DIGITS}", _LINES, _SLASHES, _LETTERS),
+    "gpt-4o": ("it's| I'LL| |123|45| x|2", _LINES, "camel|Case| //|a|/b|=|1", _LETTERS),
+    "tekken": (f"it|'s| I|'LL|{_DIGITS}", " | two|\n\n\n|new|\tone|  ",
+               "camel|Case| //|a|/b|=|1", _LETTERS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_texts_are_cut_as_llama_cpp_cuts_them(pre):
+    from tokenizers import Tokenizer
+
+    kept = _Kept()
+    write_pieces(kept, pre)
+    tokenizer = Tokenizer.from_str(convert_tokenizer(kept.get)["tokenizer.json"].decode())
+    for text, cut in zip(TEXTS, CUTS[pre], strict=True):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert [tokenizer.decode([each]) for each in ids] == cut.split("|")
+    begins = pre in ("llama-bpe", "tekken")  # whatever the file says not
+    assert (tokenizer.encode("1").ids[0] == 1) is begins
+
+
+@pytest.mark.parametrize(
+    ("has_prefix", "expected"),
+    [
+        (False, [[262, 263, 264], [260, 269, 261, 268, 262],
+                 [264, 261, 259, 198, 172, 270, 262], [266]]),
+        (True, [[266, 263, 264], [263, 269, 259, 261, 268, 266],
+                [259, 264, 261, 259, 198, 172, 270, 266], [259, 266]]),
+    ],
+)  # fmt: skip
+def test_sentencepiece_ids_are_those_of_llama_cpp(has_prefix, expected):
+    from tokenizers import Tokenizer
+
+    kept = _Kept()
+    write_scored(kept, has_prefix)
+    tokenizer = Tokenizer.from_str(convert_tokenizer(kept.get)["tokenizer.json"].decode())
+    texts = ("ab aba", "a  b\n\nab", "bab é<turn>ab", " ab")
+    assert [tokenizer.encode(text).ids for text in texts] == [[1, *ids] for ids in expected]
+    assert len(SCORED) == tokenizer.get_vocab_size()

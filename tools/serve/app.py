@@ -16,6 +16,7 @@ from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.client_request import Call
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.guard import Guard
+from edgellm.tools.serve.kserve.routes import add_kserve
 from edgellm.tools.serve.metrics import Metrics
 from edgellm.tools.serve.openapi import document
 from edgellm.tools.serve.pages import add_page
@@ -93,8 +94,10 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
     # No documentation pages: they would load scripts from other hosts.
     app = FastAPI(title="edgellm-serve", version=version, docs_url=None, redoc_url=None)
     server = Server(worker, metrics, settings)
+    app.state.server = server
     _add_openai(app, server)
     _add_triton(app, server)
+    add_kserve(app, server, version)
     _add_tokens(app, server, version)
     _add_states(app, server)
     add_page(app)
@@ -102,6 +105,15 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
     app.openapi = document(app)  # type: ignore[method-assign]
     app.add_middleware(Guard, settings=settings, worker=worker)
     share(app, settings.origins)  # outside the guard: a page may read its refusals
+    return app
+
+
+def create_metrics_app(server: Server) -> FastAPI:
+    """An application with the figures alone, for a port of their own."""
+    app = FastAPI(title="edgellm-serve", docs_url=None, redoc_url=None, openapi_url=None)
+    _add_metrics(app, server)
+    errors.install(app)
+    app.add_middleware(Guard, settings=server.settings, worker=server.worker)
     return app
 
 
@@ -154,12 +166,6 @@ def _add_triton(app: FastAPI, server: Server) -> None:
         """Continue a text, in server-sent events."""
         return await generated(name, body, request, streams=True)
 
-    @app.get("/v2/models/{name}/ready")
-    async def model_ready(name: str) -> Response:
-        """Whether requests for the model are taken."""
-        server.require_model(name)
-        return Response(status_code=200 if server.worker.is_ready else 503)
-
     @app.get("/v2/health/ready")
     async def triton_ready() -> Response:
         """Whether requests are taken."""
@@ -204,6 +210,10 @@ def _add_states(app: FastAPI, server: Server) -> None:
         """Whether requests are taken; not while the server waits for its last answers."""
         return state("ready", good=server.worker.is_ready)
 
+    _add_metrics(app, server)
+
+
+def _add_metrics(app: FastAPI, server: Server) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Figures for Prometheus."""

@@ -12,6 +12,11 @@ using I = Set::I;
 inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 inline int64_t most(int64_t x, int64_t y) { return x > y ? x : y; }
 
+// The part of what comes next that one of several loops fetches, while it computes.
+struct Share {
+  int64_t first, last;
+};
+
 inline F load_up_to(const float* p, int64_t count) { return count >= kStrip ? Set::load(p) : Set::load_part(p, int(count)); }
 
 inline void store_up_to(float* p, F x, int64_t count) {

@@ -61,19 +61,22 @@ struct ScalarVector {
     std::memcpy(h, p, sizeof h);
     return each<F>([&](int i) { return half_value(h[i]); });
   }
-  static F load_bfloat(const void* p) {
-    uint16_t h[16];
-    std::memcpy(h, p, sizeof h);
-    return each<F>([&](int i) {
-      const uint32_t bits = uint32_t(h[i]) << 16;
-      float out;
-      std::memcpy(&out, &bits, 4);
-      return out;
-    });
+  static float bfloat_value(uint16_t b) {
+    const uint32_t bits = uint32_t(b) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
   }
-  static F load_fp8(const void* p) {  // E4M3; 1/256 of what a code stands for
-    const uint8_t* codes = static_cast<const uint8_t*>(p);
-    return each<F>([&](int i) { return half_value(uint16_t((codes[i] & 128) << 8 | (codes[i] & 127) << 7)); });
+  static float fp8_value(uint8_t code) {  // E4M3; 1/256 of what the code stands for
+    return half_value(uint16_t((code & 128) << 8 | (code & 127) << 7));
+  }
+  static F load_bfloat(const void* p) {
+    uint16_t b[16];
+    std::memcpy(b, p, sizeof b);
+    return each<F>([&](int i) { return bfloat_value(b[i]); });
+  }
+  static F load_fp8(const void* p) {
+    return each<F>([&](int i) { return fp8_value(static_cast<const uint8_t*>(p)[i]); });
   }
   static F load_codes(const int8_t* p) { return each<F>([&](int i) { return float(p[i]); }); }
   static void store_half(void* p, F x) {
