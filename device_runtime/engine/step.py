@@ -117,11 +117,11 @@ def _speculate(session: DecoderSession, sequence: Sequence, drafter: Drafter) ->
             verified = Verified(tree, _verify(session, tree, length))
         tree, result = verified.tree, verified.result
     with profile.stage(SETTLE):
-        outcome = verified.accepted
-        if outcome is None and len(tree) == 1:  # whatever accepts; its row stands where it belongs
+        if len(tree) == 1 and verified.accepted is None:
+            # Whatever accepts draws this token, and its row stands where it belongs.
             outcome, taps = Accepted([0], draw(result, 0, sampler)), result.taps
         else:
-            outcome = outcome or sequence.accept(tree, result, sampler)
+            outcome = verified.accepted or sequence.accept(tree, result, sampler)
             path = np.asarray(outcome.path)
             session.compact(length, path)
             taps = result.taps[path]

@@ -22,7 +22,9 @@ from edgellm.device_runtime.sessions.pass_inputs import PassInputs
 from edgellm.manifest import DecoderSpec, DraftSpec, Engine
 from edgellm.roles import DRAFT, EXTEND, FUSE, STEP
 
-_OTHERS_BYTES = 64 << 20  # what passes between two of a draft; more than caches hold
+# What a base reads between two passes of its draft: many times the draft's head, and no more of
+# it is wanted than caches hold.
+_BASE_HEADS, _CACHES_BYTES = 64, 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,8 @@ def costs(
     random, most = np.random.default_rng(1), max(measured)
     taps = random.standard_normal((most, spec.taps_width), np.float32)
     hidden = np.zeros((most, spec.decoder.hidden_size), np.float32)
-    others = np.ones(_OTHERS_BYTES // 4, np.float32)  # zeros would be one page
+    size = min(_BASE_HEADS * spec.draft_vocab_size * spec.decoder.hidden_size, _CACHES_BYTES)
+    others = np.ones(size // 4, np.float32)  # zeros would be one page
 
     def run(hidden: F32, outputs: I64) -> None:
         token_ids = np.arange(len(hidden)) % spec.decoder.vocab_size

@@ -44,11 +44,6 @@ class Calibration:
         """Log of the acceptance rate of tokens with these draft probabilities, any shape."""
         return np.interp(confidences, _CENTERS, self._log_rates)
 
-    @property
-    def curve(self) -> F64:
-        """[2, points]: confidences, and `log_rates` of them."""
-        return np.array([_CENTERS, self._log_rates])
-
     def log_rate(self, confidence: float) -> float:
         """The same of one token."""
         above = bisect.bisect(_CENTERS, confidence)
@@ -57,6 +52,11 @@ class Calibration:
         low, high = _CENTERS[above - 1 : above + 1]
         share = (confidence - low) / (high - low)
         return self._log_rates[above - 1] * (1 - share) + self._log_rates[above] * share
+
+    @property
+    def curve(self) -> F64:
+        """[2, points]: confidences, and `log_rates` of them."""
+        return np.array([_CENTERS, self._log_rates])
 
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
         """Count tokens whose parent was accepted, and whether the token was too."""

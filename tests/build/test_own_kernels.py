@@ -39,14 +39,15 @@ from edgellm.manifest import LLM_ENGINE, load_engine
 
 OWN = CpuOptions("edgellm")
 PLAN = Plan(48, 64, 1, max_verify_tree_size=12, options=OWN)
-# Model, its dtype, blocks of INT4 in the checkpoint, --quantize, bound: rounding inputs to int8
-# moves logits, by how much of their deviation; portable graphs of fp16 round everywhere.
+# Model, its dtype, blocks of INT4 in the checkpoint (-1: FP8), --quantize, bound: rounding inputs
+# to int8 moves logits, by how much of their deviation; portable graphs of fp16 round everywhere.
 CASES = {
     "fp16": ("qwen3", "fp16", 0, "none", 5e-3),
     "window fp16": ("mistral", "fp16", 0, "none", 5e-3),
     "int8": ("qwen2", "fp32", 0, "int8", 0.1),
     "int4 blocks of 32": ("llama", "fp32", 32, "auto", 0.1),
     "int4 blocks of 16": ("llama", "fp32", 16, "auto", 0.1),
+    "fp8": ("llama", "fp16", -1, "auto", 5e-3),
 }
 IDS = np.random.default_rng(5).integers(9, 96, 40)
 
@@ -58,8 +59,13 @@ def built(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     checkpoint = make_checkpoint(folder / "checkpoint", **models.find(kind).TINY)
     if block:
-        round_checkpoint(str(checkpoint), folder / "rounded", block)
-        checkpoint = folder / "rounded"
+        source, checkpoint = checkpoint, folder / "rounded"
+        if block > 0:
+            round_checkpoint(str(source), checkpoint, block)
+        else:
+            from quantized_layouts import LAYOUTS, write_checkpoint  # which imports torch
+
+            write_checkpoint(source, checkpoint, LAYOUTS["ct-fp8"])
     export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions(dtype))
     plan = dataclasses.replace(PLAN, quantize=quantize)
     engine = folder / "engine"

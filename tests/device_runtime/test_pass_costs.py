@@ -56,8 +56,7 @@ class WatchedDraft:
         self.passes.append(("extend" if is_extension else "grow", len(hidden)))
 
 
-def test_growth_is_measured_behind_an_extension(monkeypatch):
-    monkeypatch.setattr(draft, "_OTHERS_BYTES", 1 << 12)
+def test_growth_is_measured_behind_an_extension():
     decoder = SimpleNamespace(vocab_size=50, hidden_size=8)
     spec = SimpleNamespace(draft_vocab_size=30, taps_width=16, decoder=decoder)
     session = WatchedDraft()

@@ -17,6 +17,7 @@ from device_fakes import CONTENTS, Device, make_bundle, make_device, write_comma
 
 from edgellm.contract import EdgeLLMError
 from edgellm.tools.transfer import inventory, rollout
+from edgellm.tools.transfer.cli import app
 from edgellm.tools.transfer.deliver import bring, deliver, publish
 from edgellm.tools.transfer.file_list import load
 from edgellm.tools.transfer.rollout import CURRENT, FAILED, ROLLED_BACK, UNTOUCHED, UPDATED, Plan
@@ -237,7 +238,7 @@ def test_commands_that_are_refused(bundle, fleet, tmp_path):
         ("a@robot:a first floor\n", ("line 1", "more than one word")),
     ):
         wrong.write_text(text)
-        assert_one_line_error(_run(bundle, "--fleet", wrong), *fragments)
+        _refused((bundle, "--fleet", wrong), fragments)
     for arguments, fragments in (
         ((bundle, "--fleet", tmp_path / "none"), ("none: No such file",)),
         ((bundle, "a@robot:a", "--fleet", fleet), ("a@robot:a and --fleet",)),
@@ -249,7 +250,15 @@ def test_commands_that_are_refused(bundle, fleet, tmp_path):
         ((bundle, "a@robot:a", "--rollback"), ("--rollback is for fleets",)),
         ((bundle,), ("give BUNDLE and user@host:DIR",)),
     ):
-        assert_one_line_error(_run(*arguments), *fragments)
+        _refused(arguments, fragments)
+
+
+def _refused(arguments: tuple, fragments: tuple[str, ...]) -> None:
+    """Message and hint of a command line that ends in an error."""
+    with pytest.raises(EdgeLLMError) as found:
+        app([*map(str, arguments)], standalone_mode=False)
+    for fragment in fragments:
+        assert fragment in f"{found.value} {found.value.hint}"
 
 
 @pytest.mark.parametrize(("text", "total", "number"), [("1", 5, 1), ("9", 5, 5), ("10%", 25, 3)])

@@ -90,13 +90,14 @@ def edgellm_serve(
     )  # fmt: skip
     from edgellm.tools.serve import asks, server
 
-    if grpc_port is not None and find_spec("grpc") is None:
-        raise EdgeLLMError(
-            "--grpcPort needs grpcio, which is not installed",
-            hint="in edgellm's folder: pip install '.[device,serve,grpc]'",
-        )
-    listener = server.listen(host, port)  # a taken port is told before the engine is loaded
-    figures = server.listen(host, metrics_port) if metrics_port is not None else None
+    # What stands in the way is told before the engine is loaded.
+    listener = server.listen(host, port)
+    figures = None
+    if metrics_port is not None:
+        figures = server.listen(host, metrics_port, flag="--metricsPort")
+    if grpc_port is not None:
+        server.listen(host, grpc_port, flag="--grpcPort").close()
+        _require_grpc()
     llm = asks.load(
         engine_dir, multimodal_engine_dir, how,
         context_reuse=context_reuse, allow_special_tokens=allow_special_tokens, verify=verify,
@@ -139,6 +140,14 @@ def _run(
 
     serve(app, worker, listener, greet, drain_timeout_s=drain_timeout_s, beside=beside)
     typer.echo("stopped")
+
+
+def _require_grpc() -> None:
+    if find_spec("grpc") is None:
+        raise EdgeLLMError(
+            "--grpcPort needs grpcio, which is not installed",
+            hint="in edgellm's folder: pip install '.[device,serve,grpc]'",
+        )
 
 
 def _folders(paths: list[Path] | None) -> tuple[Path, ...]:

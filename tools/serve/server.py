@@ -22,8 +22,8 @@ _LAST_EVENTS_S = 3  # for clients to read what was sent before the end
 _UNREAD_S = 60  # a peer that takes nothing for so long is gone
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes a free one.
+def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:
+    """A socket that listens; port 0 takes a free one, `flag` is where the user gave it.
 
     Raises:
         EdgeLLMError: the address is taken, or is not this machine's.
@@ -34,7 +34,7 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         raise EdgeLLMError(
             f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}",
-            hint="give another --port or --host",
+            hint=f"give another {flag} or --host",
         ) from None
     if sys.platform == "linux":
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)

@@ -24,7 +24,7 @@ from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter, Verif
 from edgellm.device_runtime.speculate.growth import growth_of
 from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
 from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.tree import F64, Pool
+from edgellm.device_runtime.speculate.tree import Pool
 from edgellm.integrity import FileCheck
 from edgellm.manifest import Engine
 from edgellm.roles import DRAFT, EXTEND, STEP
@@ -190,17 +190,14 @@ class EagleDrafter(TreeDrafter):
 
     def _grow(self, pool: Pool, levels: int) -> None:
         assert self._root is not None
-        root = self._root()
+        policy, root, committed = self._policy, self._root(), self._rows.length
         if self._hidden_store.shape[1] != root.hidden.shape[1]:
             shape = 1 + self._max_tree_rows, root.hidden.shape[1]
             self._hidden_store = np.zeros_like(root.hidden, shape=shape)
         self._hidden_store[0] = root.hidden[0]
-        committed, policy = self._rows.length, self._policy
         seen = self._unrelated.copy()  # of a slot, by slots; 0 is the root
         slots = np.zeros(len(pool.token_ids), np.int64)
-        newest = self._add(
-            pool, np.zeros(1, np.int64), root.token_ids, root.log_probs.astype(np.float64)
-        )
+        newest = self._add(pool, np.zeros(1, np.int64), root)
         used, most = 0, min(self._max_tree_rows, self._rows.session.capacity - committed)
         for level in range(1, levels):
             nodes = policy.frontier(pool, newest, self._step_ms[: most - used])
@@ -221,7 +218,8 @@ class EagleDrafter(TreeDrafter):
             used += len(nodes)
             self._spent_ms += float(self._step_ms[len(nodes) - 1])
             self._hidden_store[own] = result.hidden
-            newest = self._add(pool, nodes, result.token_ids, result.log_probs.astype(np.float64))
+            newest = self._add(pool, nodes, result)
 
-    def _add(self, pool: Pool, parents: I64, token_ids: I64, log_probs: F64) -> I64:
-        return pool.add(parents, token_ids, self._policy.scores(log_probs), np.exp(log_probs))
+    def _add(self, pool: Pool, parents: I64, found: DraftResult) -> I64:
+        log_probs = found.log_probs.astype(np.float64)
+        return pool.add(parents, found.token_ids, self._policy.scores(log_probs), np.exp(log_probs))
