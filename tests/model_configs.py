@@ -96,10 +96,11 @@ _LEGACY = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddi
 def configs(model_type: str, config_class: type) -> st.SearchStrategy[dict[str, Any]]:
     """config.json of an architecture, right or wrong."""
     fields = {field.name: str(field.type) for field in dataclasses.fields(config_class)}
+    tiny = models.find(model_type).TINY
     sizes = {
         key: value
         for key, value in _SIZES.items()
-        if key in fields or key not in _OF_EXPERTS | {"head_dim"}
+        if (key in fields or key not in _OF_EXPERTS | {"head_dim"}) and tiny.get(key) != 0
     }
     optional = {
         key: _KNOWN[key] if key in _KNOWN else _by_type(fields.get(key, ""))
@@ -109,8 +110,7 @@ def configs(model_type: str, config_class: type) -> st.SearchStrategy[dict[str, 
     if "sliding_window" in fields:
         optional["sliding_window_pattern"] = _KNOWN["sliding_window_pattern"]
         optional["rope_local_base_freq"] = _KNOWN["rope_local_base_freq"]
-    tiny = models.find(model_type).TINY
-    own = {key: value for key, value in tiny.items() if key not in _SIZES}
+    own = {key: value for key, value in tiny.items() if key not in _SIZES or value == 0}
     if len(set(own.get("layer_types", ()))) > 1:  # of as many layers as there are
         del own["layer_types"]
     rope = own.get("rope_parameters", {})
