@@ -183,6 +183,13 @@ def as_floats(outputs: Mapping[str, NDArray[Any]]) -> Numbers:
 
 
 # -------------------------------------------------------------------------------------- graphs
+def _is_looked_up(node: ir.Node | None) -> bool:
+    """Whether a node looks up in a table, or casts what was looked up."""
+    if node is not None and node.op_type in _CASTS and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node is not None and node.op_type == "Gather"
+
+
 def _show_layers(model: ir.Model, bundle: Bundle) -> dict[str, str]:
     dtype, shown = ir.DataType[{"float16": "FLOAT16", "float32": "FLOAT"}[bundle.dtype]], {}
     for node in model.graph:
@@ -190,7 +197,7 @@ def _show_layers(model: ir.Model, bundle: Bundle) -> dict[str, str]:
         made_by = value.producer() if value is not None else None
         if value is None or made_by is None or value in model.graph.outputs:
             continue
-        if made_by.op_type == "Gather":  # a look-up, whose type lowerings choose
+        if _is_looked_up(made_by):  # in a table whose type lowerings choose
             continue
         value.name, value.type = f"{_LAYER}{len(shown)}", ir.TensorType(dtype)
         model.graph.outputs.append(value)
