@@ -20,7 +20,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.build.lowering.calls import find_calls, inline
+from edgellm.build.lowering.calls import ROWS, find_calls, inline, is_call
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding
 from edgellm.build.lowering.linear_weights import layer_name, linear_layers
@@ -196,13 +196,20 @@ def _show_layers(model: ir.Model, bundle: Bundle) -> dict[str, str]:
         made_by = value.producer() if value is not None else None
         if value is None or made_by is None or value in model.graph.outputs:
             continue
-        if made_by.op_type == "Gather":  # a look-up, whose type lowerings choose
+        if _is_look_up(made_by):  # whose type lowerings choose
             continue
         value.name, value.type = f"{_LAYER}{len(shown)}", ir.TensorType(dtype)
         model.graph.outputs.append(value)
         name = str(node.name).removesuffix(f".{node.op_type}")
         shown[value.name] = name[max(name.find("model."), 0) :]
     return shown
+
+
+def _is_look_up(node: ir.Node) -> bool:
+    """Of an embedding, or the cast behind that of one in blocks."""
+    if node.op_type == "Cast" and node.inputs[0] is not None:
+        return is_call(node.inputs[0].producer(), *ROWS)
+    return node.op_type == "Gather"
 
 
 def _expand(

@@ -16,7 +16,7 @@ from edgellm.build.lowering.linear_groups import Rounding, RoundingKernel
 from edgellm.build.lowering.linear_weights import LinearWeight
 from edgellm.manifest import KVCacheSpec
 
-_DECODING = ("Cast", "CastLike", "Transpose", "DequantizeLinear")
+_DECODING = ("Cast", "CastLike", "Transpose", "DequantizeLinear", "Reshape", "Add")
 _SHIFTS = 1024  # a layer's errors are one table's, moved by up to so many columns
 
 
@@ -52,7 +52,7 @@ def round_layers(
     for node in graph.find("MatMul"):
         x, weight = node.inputs
         parameter = _parameter(weight)
-        if x is None or weight is None or parameter is None:
+        if x is None or weight is None or parameter is None or parameter not in layers:
             continue
         (width, rounding), graph.cursor = layers[parameter], node
         if block := rounding.input_block:

@@ -1,7 +1,7 @@
 """GGUF files of the Llama, Qwen2 and Qwen3 families as checkpoints.
 
-Source: the GGUF specification (version 3) and llama.cpp's naming of tensors. Block-quantized
-weights are dequantized while they are read; nothing of their precision is gained back.
+Source: the GGUF specification (version 3) and llama.cpp's naming of tensors. A checkpoint has
+their tensors twice: as floats, decoded while they are read, and as the blocks that they are.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, dequantize
 
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoint import CHUNK_BYTES, Checkpoint, TensorInfo
+from edgellm.export.gguf_file import GGUFFile, read_gguf
 from edgellm.export.gguf_tokenizer import convert_tokenizer
+from edgellm.export.quantized.gguf import FORMS
 from edgellm.export.weights import as_bytes
 
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -37,39 +38,49 @@ _TENSOR_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_PLAIN = {GGMLQuantizationType.F32: "F32", GGMLQuantizationType.F16: "F16"}
+# Stored types that a bundle has, too, as safetensors spell them.
+_PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
 class GGUFMetadata:
     """The key/value section of a GGUF file."""
 
-    def __init__(self, reader: GGUFReader) -> None:
-        self._fields = reader.fields
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of `key` as plain Python, `default` when absent."""
-        field = self._fields.get(key)
-        return default if field is None else field.contents()
+        return self._fields.get(key, default)
 
     def require(self, key: str) -> Any:
         """The value of `key`; raises `BrokenArtifactError` when absent."""
         if key not in self._fields:
             raise BrokenArtifactError(f"the GGUF file has no {key}")
-        return self.get(key)
+        return self._fields[key]
 
 
 class GGUFTensors:
-    """Tensors of a GGUF file under Hugging Face names, dequantized to float as they stream."""
+    """Tensors of a GGUF file under Hugging Face names, floats as they stream."""
 
-    def __init__(self, reader: GGUFReader, permuted_heads: Mapping[str, int]) -> None:
-        """`permuted_heads`: heads of the tensors whose rows llama.cpp interleaved, by kind."""
+    def __init__(
+        self, file: GGUFFile, permuted_heads: Mapping[str, int], *, keeps_blocks: bool
+    ) -> None:
+        """Args as follows.
+
+        Args:
+            file: holds them.
+            permuted_heads: heads of the tensors whose rows llama.cpp interleaved, by kind.
+            keeps_blocks: blocks that a bundle can hold (`quantized.gguf`) stay as they are, their
+                types spelled as llama.cpp does; all others are decoded.
+        """
         self._tensors = {
-            _hf_name(t.name): t for t in reader.tensors if not t.name.startswith("rope_freqs")
+            _hf_name(t.name): t for t in file.tensors if not t.name.startswith("rope_freqs")
         }
         self._permuted_heads = permuted_heads
+        kept = FORMS if keeps_blocks else ()
         self._infos = {
             name: TensorInfo(
-                _PLAIN.get(tensor.tensor_type, "F32"), tuple(int(d) for d in tensor.shape[::-1])
+                tensor.kind if tensor.kind in kept else _PLAIN.get(tensor.kind, "F32"), tensor.shape
             )
             for name, tensor in self._tensors.items()
         }
@@ -79,20 +90,27 @@ class GGUFTensors:
         return self._infos
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """Float data, row-major, some rows at a time."""
+        """Data, row-major, some whole rows at a time."""
         tensor, info = self._tensors[name], self._infos[name]
-        rows = info.shape[0]
+        rows = len(tensor.data)
         heads = self._permuted_heads.get(tensor.name.split(".")[-2], 0)
         head_rows = rows // heads if heads else 1
-        row_bytes = max(info.num_bytes // rows, 1)
+        row_bytes = max(4 * math.prod(tensor.shape) // max(rows, 1), 1)  # of float32
         step = max(CHUNK_BYTES // (row_bytes * head_rows), 1) * head_rows
         for begin in range(0, rows, step):
             piece = tensor.data[begin : begin + step]
-            if tensor.tensor_type not in _PLAIN:
-                piece = dequantize(piece, tensor.tensor_type)
+            if info.dtype != tensor.kind:
+                piece = _decoded(piece, tensor.kind)
             if heads:
                 piece = _half_split(piece, head_rows)
             yield as_bytes(piece)
+
+
+def _decoded(rows: np.ndarray, kind: str) -> np.ndarray:
+    """Blocks as float32."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    return dequantize(rows, GGMLQuantizationType[kind])
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -103,14 +121,14 @@ def open_gguf(path: Path) -> Checkpoint:
         UnsupportedModelError: another architecture or tokenizer.
     """
     try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        file = read_gguf(path)
+    except (ValueError, OverflowError) as error:
         raise BrokenArtifactError(
             f"{path} is not a whole GGUF file ({error})", hint="download or copy it again"
         ) from None
-    metadata = GGUFMetadata(reader)
+    metadata = GGUFMetadata(file.metadata)
     try:
-        config = _config(metadata, reader)
+        config = _config(metadata, file)
         tokenizer_files = convert_tokenizer(metadata.get)
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise BrokenArtifactError(
@@ -118,18 +136,18 @@ def open_gguf(path: Path) -> Checkpoint:
         ) from None
     heads = config["num_attention_heads"], config["num_key_value_heads"]
     interleaved = config["model_type"] == "llama"
+    permuted = {"attn_q": heads[0], "attn_k": heads[1]} if interleaved else {}
     return Checkpoint(
         label=str(path),
         config=config,
         generation_config={"eos_token_id": _end_ids(metadata)},
-        tensors=GGUFTensors(
-            reader, {"attn_q": heads[0], "attn_k": heads[1]} if interleaved else {}
-        ),
+        tensors=GGUFTensors(file, permuted, keeps_blocks=False),
         tokenizer_files=tokenizer_files,
+        blocks=GGUFTensors(file, permuted, keeps_blocks=True),
     )
 
 
-def _config(metadata: GGUFMetadata, reader: GGUFReader) -> dict[str, Any]:
+def _config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
     """The equivalent config.json."""
     arch = metadata.require("general.architecture")
     if arch not in _MODEL_TYPES:
@@ -140,7 +158,7 @@ def _config(metadata: GGUFMetadata, reader: GGUFReader) -> dict[str, Any]:
     heads = metadata.require(f"{arch}.attention.head_count")
     hidden = metadata.require(f"{arch}.embedding_length")
     epsilon = metadata.require(f"{arch}.attention.layer_norm_rms_epsilon")
-    names = {tensor.name for tensor in reader.tensors}
+    names = {tensor.name for tensor in file.tensors}
     config = {
         "model_type": _MODEL_TYPES[arch],
         "vocab_size": len(metadata.require("tokenizer.ggml.tokens")),
@@ -152,7 +170,7 @@ def _config(metadata: GGUFMetadata, reader: GGUFReader) -> dict[str, Any]:
         "head_dim": metadata.get(f"{arch}.attention.key_length", hidden // heads),
         "rms_norm_eps": float(f"{epsilon:.6g}"),  # stored as float32
         "max_position_embeddings": metadata.require(f"{arch}.context_length"),
-        "rope_parameters": _rope(metadata, reader, arch),
+        "rope_parameters": _rope(metadata, file, arch),
         "tie_word_embeddings": "output.weight" not in names,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
@@ -162,12 +180,13 @@ def _config(metadata: GGUFMetadata, reader: GGUFReader) -> dict[str, Any]:
     return config
 
 
-def _rope(metadata: GGUFMetadata, reader: GGUFReader, arch: str) -> dict[str, Any]:
+def _rope(metadata: GGUFMetadata, file: GGUFFile, arch: str) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_theta": metadata.get(f"{arch}.rope.freq_base", 10000.0)}
-    factors = next((t for t in reader.tensors if t.name == "rope_freqs.weight"), None)
+    factors = next((t for t in file.tensors if t.name == "rope_freqs.weight"), None)
     kind = metadata.get(f"{arch}.rope.scaling.type", "none")
     if factors is not None:
-        rope |= {"rope_type": "factors", "factors": np.asarray(factors.data).tolist()}
+        numbers = factors.data.view(np.float32).reshape(-1).tolist()
+        rope |= {"rope_type": "factors", "factors": numbers}
     elif kind in ("linear", "yarn"):
         rope |= {"rope_type": kind, "factor": metadata.require(f"{arch}.rope.scaling.factor")}
         original = metadata.get(f"{arch}.rope.scaling.original_context_length")

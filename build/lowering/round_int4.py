@@ -28,7 +28,7 @@ def check_quantize(kinds: set[str], quantize: str) -> None:
         stored = ", ".join(sorted(kinds - {"dense"}))
         raise EdgeLLMError(
             f"--quantize {quantize} is for bundles with float weights; this one is {stored}",
-            hint="leave out --quantize",
+            hint="leave out --quantize; edgellm-export --dtype fp32 makes floats of a GGUF file",
         )
 
 

@@ -26,6 +26,7 @@ from edgellm.build.lowering.contrib_ops import (
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import LinearKernel, lower_linears
 from edgellm.build.lowering.rounded_inputs import lower_inputs
+from edgellm.build.lowering.tables import look_up_blocks
 from edgellm.build.lowering.weights import (
     WeightFile,
     constant_array,
@@ -70,6 +71,7 @@ def lower(
     _lower_signature(model.graph)
     lower_inputs(graph)
     _lower_floats(graph, rounds_tables=isinstance(kernel, OwnLinears) and kernel.rounds_floats)
+    look_up_blocks(graph)
     if isinstance(kernel, OwnLinears):
         lower_own_linears(graph, kernel)
         _lower_candidates(graph)

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.linear_weights import layer_name, linear_layers
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
+from edgellm.build.lowering.tables import table_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
@@ -63,7 +64,7 @@ def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int]:
 
 def _table_bytes(model: ir.Model, *, rounds: bool) -> int:
     """The embedding in every graph: as it is stored, or `rounds` to 16 bits."""
-    tables = [node.inputs[0] for node in model.graph if node.op_type == "Gather"]
+    tables = [table_of(node) for node in model.graph]
     stored = [value.const_value for value in tables if value is not None]
     itemsize = 2 if rounds else 4
     return max(

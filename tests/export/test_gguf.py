@@ -4,86 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import WORDS, make_checkpoint
+from conftest import make_checkpoint
+from gguf_files import in_one_format, write_gguf
 
-from edgellm.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.gguf_tokenizer import convert_tokenizer
 from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import run_portable
-
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def _gguf_name(name: str) -> str:
-    stem, kind = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        _, _, layer, rest = stem.split(".", 3)
-        return f"blk.{layer}.{_NAMES[rest]}.{kind}"
-    return f"{_NAMES[stem]}.{kind}"
-
-
-def _interleave(array: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's row order for Llama's q and k: pairs of one frequency side by side."""
-    half = len(array) // heads // 2
-    return array.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(array.shape)
-
-
-def write_gguf(path, arch, model, quantization):
-    import gguf
-
-    config = model.config
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if head_dim := getattr(config, "head_dim", None):
-        writer.add_key_length(head_dim)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    words = WORDS + [f"w{i}" for i in range(len(WORDS), config.vocab_size - 2)]
-    writer.add_token_list([*words, "w", "9"])
-    writer.add_token_types([3 if i in (1, 2) else 1 for i in range(config.vocab_size)])
-    writer.add_token_merges(["w 9"])
-    writer.add_eos_token_id(2)
-    writer.add_eot_token_id(7)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        array = tensor.numpy()
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            is_query = ".q_proj." in name
-            heads = config.num_attention_heads if is_query else config.num_key_value_heads
-            array = _interleave(array, heads)
-        if array.ndim == 2 and quantization is not None:
-            kind = getattr(gguf.GGMLQuantizationType, quantization)
-            writer.add_tensor(_gguf_name(name), gguf.quantize(array, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(_gguf_name(name), array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.mark.parametrize("quantization", [None, "F16", "Q8_0", "Q4_0"])
@@ -96,7 +25,8 @@ def test_logits_equal_transformers(tmp_path, arch, quantization):
     model = AutoModelForCausalLM.from_pretrained(
         make_checkpoint(tmp_path / "hf", **{**models.find(arch).TINY, "intermediate_size": 96})
     )
-    write_gguf(tmp_path / "model.gguf", arch, model, quantization)
+    encode = None if quantization is None else in_one_format(quantization)
+    write_gguf(tmp_path / "model.gguf", arch, model, encode)
     if quantization is not None:  # the reference computes with the same rounded weights
         kind = getattr(gguf.GGMLQuantizationType, quantization)
         with torch.no_grad():
@@ -130,6 +60,50 @@ def test_damaged_files(tmp_path):
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF\x03\x00")
     with pytest.raises(BrokenArtifactError, match="not a whole GGUF file"):
+        open_checkpoint(str(path))
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory) -> bytes:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("gguf")
+    checkpoint = make_checkpoint(folder / "hf", **models.find("llama").TINY)
+    write_gguf(folder / "a.gguf", "llama", AutoModelForCausalLM.from_pretrained(checkpoint))
+    return (folder / "a.gguf").read_bytes()
+
+
+def test_headers_cut_anywhere(tiny_file, tmp_path):
+    path = tmp_path / "cut.gguf"
+    for length in range(8, 4000, 97):
+        path.write_bytes(tiny_file[:length])
+        with pytest.raises(BrokenArtifactError, match="not a whole GGUF file"):
+            open_checkpoint(str(path))
+
+
+def test_headers_with_any_byte_changed_are_read_or_refused_in_one_line(tiny_file, tmp_path):
+    path, random = tmp_path / "changed.gguf", np.random.default_rng(11)
+    refused = 0
+    for place in random.integers(0, 3000, 150):
+        data = bytearray(tiny_file)
+        data[place] ^= 1 << int(random.integers(0, 8))
+        path.write_bytes(data)
+        try:
+            open_checkpoint(str(path))
+        except EdgeLLMError:
+            refused += 1
+    assert 20 < refused < 150
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [(0, b"GGML", "does not begin with GGUF"), (4, b"\x01\0\0\0", "version 1"),
+     (4, b"\0\0\0\x03", "version 50331648")],
+)  # fmt: skip
+def test_other_files(tiny_file, tmp_path, place, value, said):
+    path = tmp_path / "other.gguf"
+    path.write_bytes(tiny_file[:place] + value + tiny_file[place + len(value) :])
+    with pytest.raises(BrokenArtifactError, match=said):
         open_checkpoint(str(path))
 
 
