@@ -50,7 +50,6 @@ HIDDEN_TAPS = "hidden_taps"  # activations [1, S, T*H]; features that the base g
 DRAFT_HIDDEN = "draft_hidden"  # activations [1, S, D]; fused features, or recycled rows
 TOP_K = "top_k"  # int64 [1]; K, candidates wanted for each row
 CANDIDATES = "candidates"  # K as a symbol in shapes of outputs
-# Medusa heads take HIDDEN_TAPS [1, 1, H] of the newest committed row, and R are the heads.
 CANDIDATE_IDS = "candidate_ids"  # int64 [1, R, K]; of the base's vocabulary, best first
 CANDIDATE_LOG_PROBS = "candidate_log_probs"  # float32 [1, R, K]; log-softmax, draft vocabulary
 RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of a row's children

@@ -1,7 +1,7 @@
 """What artifacts say of themselves: the facts of a network, bundles and engines.
 
 An artifact is of a product: a language model (llm), a draft, a visual encoder. Its graphs have
-roles. Standard library only.
+roles (`edgellm.roles`). Standard library only.
 """
 
 from __future__ import annotations
@@ -14,24 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edgellm.contract import BrokenArtifactError
+from edgellm.roles import ROLES
 from edgellm.strict_json import parse
 
 CONTRACT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 DRAFT_FOLDER = "draft"  # of an engine: where its draft's engine lies
-
-# Roles of graphs
-DECODER = "decoder"  # a language model
-DRAFT = "draft"  # a draft network with a cache of its own
-FUSE = "fuse"  # makes a draft's hidden rows of a base's features
-HEADS = "heads"  # foresee tokens from one feature, without a cache
-ENCODER = "encoder"  # a visual encoder
-
-# Kinds of passes that are measured
-PASS = "pass"  # of a decoder
-STEP = "step"  # of a draft: rows of one growth
-EXTEND = "extend"  # of a draft: rows fused and committed
-ALL_HEADS = "heads"  # of all of them
 
 DEVICES = ("cpu", "cuda")  # of libraries that have a backend for each, the usual one first
 
@@ -115,6 +103,11 @@ class DraftSpec:
     fuses: bool  # features pass through the `fuse` graph; if not, they are `draft_hidden`
     num_heads: int = 0  # of "medusa": head d gives the candidates of a tree's level d + 1
 
+    @property
+    def taps_width(self) -> int:
+        """Numbers of the base's features of a row, T*H."""
+        return len(self.hidden_taps) * self.base_hidden_size
+
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
@@ -172,6 +165,12 @@ class _OfANetwork:
     __slots__ = ()
     kind: str
     spec: Spec
+    graphs: dict[str, Any]  # by role
+
+    @property
+    def main_role(self) -> str:
+        """What it is for, which comes first."""
+        return next(iter(self.graphs))
 
     @property
     def decoder(self) -> DecoderSpec:
@@ -189,6 +188,10 @@ class _OfANetwork:
         if isinstance(self.spec, VisionSpec) or not self.decoder.kv.num_layers:
             return None
         return self.decoder.kv
+
+    def cache_of(self, role: str) -> KVCacheSpec | None:
+        """Of the graphs of a role; None where they have no cache."""
+        return self.cache if ROLES[role].has_cache else None
 
     @property
     def vision(self) -> VisionSpec:
@@ -245,14 +248,10 @@ class Engine(_OfANetwork):
     files: dict[str, FileRecord] = field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
 
-    def costs(self, kind: str) -> dict[str, float]:
-        """Milliseconds of a kind of pass by its rows; empty where nothing was measured."""
-        return self.cost_ms.get(kind, {})
-
     @property
     def main_graphs(self) -> tuple[GraphSpec, ...]:
-        """Those of the role that the engine is for, which comes first."""
-        return next(iter(self.graphs.values()))
+        """Those of its main role."""
+        return self.graphs[self.main_role]
 
     @property
     def builder(self) -> str:
@@ -263,10 +262,6 @@ class Engine(_OfANetwork):
     def library(self) -> str:
         """The backend's, as users name it."""
         return library_of(self.backend)
-
-    def cache_of(self, role: str) -> KVCacheSpec | None:
-        """Of the graphs of a role; None where they have no cache."""
-        return self.cache if role in (DECODER, DRAFT) else None
 
 
 def library_of(backend: str) -> str:
@@ -338,11 +333,17 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
             hint="update edgellm here" if version > CONTRACT_VERSION else f"run {maker} again",
         )
     try:
+        _require_known(raw["graphs"])
         return _parse(form, {**raw, "spec": _parse(_SPECS[expected], raw["spec"])})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BrokenArtifactError(
             f"{path} is damaged: {error!r}", hint=f"make the folder again with {maker}"
         ) from None
+
+
+def _require_known(graphs: dict[str, Any]) -> None:
+    if not graphs or graphs.keys() - ROLES.keys():
+        raise ValueError(f"graphs of the roles {[*graphs]}")
 
 
 def _parse(kind: Any, raw: Any) -> Any:

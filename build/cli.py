@@ -39,7 +39,8 @@ from edgellm.build.flags import (
 )
 from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.manifest import ALL_HEADS, DRAFT_ENGINE, DRAFT_FOLDER, PASS, STEP, Engine, FileRecord
+from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, FileRecord
+from edgellm.roles import PASS, measured_name
 
 if TYPE_CHECKING:
     from edgellm.build.fit import Prediction
@@ -198,15 +199,9 @@ def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
         f"{show_size(built.files, seconds)}"
     )
     show_notes(built.options, seconds)
-    if costs := built.costs(PASS):
-        typer.echo(
-            f"a pass takes (rows: ms) {_listed(costs)}; prompts in passes of "
-            f"{built.prefill_rows} rows"
-        )
-    if costs := built.costs(ALL_HEADS):
-        typer.echo(f"{built.draft.num_heads} heads take {costs['1']:.2f} ms")
-    if costs := built.costs(STEP):
-        typer.echo(f"a draft step takes (rows: ms) {_listed(costs)}")
+    for kind, costs in built.cost_ms.items():
+        prompts = f"; prompts in passes of {built.prefill_rows} rows" if kind == PASS else ""
+        typer.echo(f"{measured_name(kind)} takes (rows: ms) {_listed(costs)}{prompts}")
 
 
 def show_notes(options: Mapping[str, Any], seconds: float) -> None:
@@ -232,7 +227,7 @@ def show_size(files: Mapping[str, FileRecord], seconds: float) -> str:
 
 
 def _listed(costs: dict[str, float]) -> str:
-    return ", ".join(f"{rows}: {ms:.1f}" for rows, ms in costs.items())
+    return ", ".join(f"{rows}: {ms:.2f}" for rows, ms in costs.items())
 
 
 def status() -> AbstractContextManager[Callable[[str], None]]:

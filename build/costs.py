@@ -8,62 +8,30 @@ from functools import partial
 import numpy as np
 
 from edgellm.build.plan import Plan
-from edgellm.device_runtime.pass_costs import (
-    CONTEXT_ROWS,
-    draft_costs,
-    fastest_ms,
-    heads_costs,
-    pass_costs,
-)
+from edgellm.device_runtime import sessions
+from edgellm.device_runtime.pass_costs import CONTEXT_ROWS, fastest_ms
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.sessions.decoder import DecoderSession
-from edgellm.device_runtime.sessions.draft import DraftSession
-from edgellm.device_runtime.sessions.heads import HeadsSession
-from edgellm.manifest import (
-    ALL_HEADS,
-    DECODER,
-    DRAFT,
-    EXTEND,
-    FUSE,
-    HEADS,
-    PASS,
-    STEP,
-    DecoderSpec,
-    DraftSpec,
-    Spec,
-)
+from edgellm.manifest import DecoderSpec, Spec
 
 Costs = dict[str, dict[str, float]]
 _PREFILL_ROWS = (64, 128, 256)
-_CANDIDATES = 10
 
 
 def measure(opened: Mapping[str, Runner], spec: Spec, plan: Plan) -> tuple[Costs, int]:
     """Costs by kind of pass, and rows per pass at which a prompt is read fastest; {} and 0 if none.
 
     Args:
-        opened: runners of an engine by role; their caches are overwritten.
+        opened: runners of an engine by role, its main role first; their caches are overwritten.
         spec: of the engine.
         plan: of the engine.
     """
-    if isinstance(spec, DraftSpec):
-        return _draft_costs(opened, spec, plan), 0
+    module = sessions.find(next(iter(opened)))
+    session = module.session(opened, spec, plan.kv_capacity)
+    costs = module.costs(session, spec)
     if not isinstance(spec, DecoderSpec):
-        return {}, 0
-    session = DecoderSession(opened[DECODER], spec, plan.kv_capacity)
-    costs = {PASS: pass_costs(session, spec)}
+        return costs, 0
     return costs, _best_prefill_rows(session, spec.vocab_size, plan)
-
-
-def _draft_costs(opened: Mapping[str, Runner], spec: DraftSpec, plan: Plan) -> Costs:
-    if HEADS in opened:
-        top_k = min(_CANDIDATES, spec.draft_vocab_size)
-        return {ALL_HEADS: heads_costs(HeadsSession(opened[HEADS]), spec, top_k)}
-    session = DraftSession(opened[DRAFT], opened.get(FUSE), spec.decoder, plan.kv_capacity)
-    return {
-        STEP: draft_costs(session, spec, fused=False),
-        EXTEND: draft_costs(session, spec, fused=True),
-    }
 
 
 def _best_prefill_rows(session: DecoderSession, vocab_size: int, plan: Plan) -> int:

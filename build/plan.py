@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgellm.manifest import DECODER, ENCODER, HEADS, GraphSpec
+from edgellm.manifest import GraphSpec
+from edgellm.roles import ROLES, Rows
 
 RUNTIME_BYTES = 150 << 20  # interpreter, ONNX Runtime's libraries, activations of a pass
 FLAG = "flag"  # metadata of the fields of `Options`: how users write them
@@ -52,9 +53,12 @@ class Plan:
 
 def most_rows(role: str, plan: Plan) -> int:
     """Rows of the longest pass of a role; 0 where a pass has none."""
-    if role == DECODER:
-        return max(plan.max_input_len, plan.max_verify_tree_size)
-    return {ENCODER: 0, HEADS: 1}.get(role, plan.max_input_len)
+    return {
+        Rows.TEXT: max(plan.max_input_len, plan.max_verify_tree_size),
+        Rows.DRAFTED: plan.max_input_len,
+        Rows.ONE: 1,
+        Rows.IMAGE: 0,
+    }[ROLES[role].rows]
 
 
 def image_plan(

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.device_runtime.sessions import ImageRows
-from edgellm.manifest import DECODER, DRAFT, ENCODER, FUSE, HEADS, Bundle, DecoderSpec, VisionSpec
+from edgellm.manifest import Bundle, DecoderSpec, DraftSpec, VisionSpec
 from edgellm.multimodal.grids import grid_inputs
+from edgellm.roles import ROLES, Rows
 
 Inputs = Mapping[str, NDArray[Any]]
 _PROMPT = 6  # rows
@@ -29,15 +30,18 @@ def sample_passes(role: str, bundle: Bundle, capacity: int, max_rows: int) -> li
         max_rows: of a pass.
     """
     random = np.random.default_rng(7)
-    if role == ENCODER:
+    facts = ROLES[role]
+    if facts.rows is Rows.IMAGE:
         return [_image(bundle.vision, random)]
-    if role in (FUSE, HEADS):
-        width = len(bundle.draft.hidden_taps) * bundle.draft.base_hidden_size
-        rows = 1 if role == HEADS else _PROMPT
-        taps = random.standard_normal((1, rows, width), np.float32)
-        return [{contract.HIDDEN_TAPS: taps, **_top_k(bundle, role)}]
-    passes = _rows(bundle.decoder, capacity, max_rows, random)
-    return [{**each, **_of_a_draft(bundle, role, each, random)} for each in passes]
+    if facts.has_cache:
+        passes = _rows(bundle.decoder, capacity, max_rows, random)
+        sizes = [each[contract.INPUT_IDS].shape[1] for each in passes]
+    else:
+        passes, sizes = [{}], [1 if facts.rows is Rows.ONE else _PROMPT]
+    return [
+        {**each, **{name: _of_a_draft(name, bundle.draft, rows, random) for name in facts.inputs}}
+        for each, rows in zip(passes, sizes, strict=True)
+    ]
 
 
 def _rows(
@@ -47,7 +51,8 @@ def _rows(
     sizes = [prompt, 1]
     if max_rows >= nodes and prompt + 1 + nodes <= capacity:
         sizes.append(nodes)
-    passes, begin = [], 0
+    passes: list[dict[str, NDArray[Any]]] = []
+    begin = 0
     for at, rows in enumerate(sizes):
         positions, more = np.arange(begin, begin + rows), {}
         if at == 2:
@@ -72,21 +77,15 @@ def _tree() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     return mask.sum(axis=1) - 1, mask
 
 
-def _of_a_draft(
-    bundle: Bundle, role: str, inputs: Inputs, random: np.random.Generator
-) -> dict[str, NDArray[Any]]:
-    """What a draft takes beside a decoder's inputs."""
-    if role != DRAFT:
-        return {}
-    shape = (1, inputs[contract.INPUT_IDS].shape[1], bundle.decoder.hidden_size)
-    hidden = random.standard_normal(shape, np.float32)
-    return {contract.DRAFT_HIDDEN: hidden, **_top_k(bundle, role)}
-
-
-def _top_k(bundle: Bundle, role: str) -> dict[str, NDArray[Any]]:
-    if role not in (DRAFT, HEADS):
-        return {}
-    return {contract.TOP_K: np.array([bundle.draft.draft_vocab_size])}  # all: an order may change
+def _of_a_draft(name: str, spec: DraftSpec, rows: int, random: np.random.Generator) -> NDArray[Any]:
+    """An input of a draft's graphs."""
+    if name == contract.TOP_K:
+        return np.array([spec.draft_vocab_size])  # all: an order may change
+    width = {
+        contract.HIDDEN_TAPS: spec.taps_width,
+        contract.DRAFT_HIDDEN: spec.decoder.hidden_size,
+    }[name]
+    return random.standard_normal((1, rows, width), np.float32)
 
 
 def _image(spec: VisionSpec, random: np.random.Generator) -> Inputs:
@@ -102,7 +101,7 @@ def _image(spec: VisionSpec, random: np.random.Generator) -> Inputs:
 
 def held_inputs(role: str, bundle: Bundle) -> Inputs:
     """Image rows that no token of the samples stands for, where the graph takes some."""
-    images = bundle.decoder.images if role in (DECODER, DRAFT) else None
+    images = bundle.decoder.images if ROLES[role].has_cache else None
     if images is None:
         return {}
     none = ImageRows.none(bundle.decoder.hidden_size, images.num_deepstack)

@@ -1,26 +1,17 @@
-"""What passes cost on this machine; a tree is sized by it."""
+"""Timing passes on this machine; a tree is sized by what they cost."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
-
-import numpy as np
-
-from edgellm.device_runtime.sessions import F32
-from edgellm.device_runtime.sessions.decoder import DecoderSession
-from edgellm.device_runtime.sessions.draft import DraftSession
-from edgellm.device_runtime.sessions.heads import HeadsSession
-from edgellm.manifest import DecoderSpec, DraftSpec
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT_ROWS = 512
-_CANDIDATES = 10
+CANDIDATES = 10  # of a row
 _REPEATS = 7
 
 
-def fastest_ms(run: Callable[[], object], repeats: int) -> float:
+def fastest_ms(run: Callable[[], object], repeats: int = _REPEATS) -> float:
     """Time of the fastest call after one that is not counted: what else runs only adds to it."""
     run()
     samples = []
@@ -31,65 +22,13 @@ def fastest_ms(run: Callable[[], object], repeats: int) -> float:
     return round(min(samples), 4)
 
 
-def pass_costs(session: DecoderSession, spec: DecoderSpec, most_rows: int = 0) -> dict[str, float]:
-    """Milliseconds of a base's pass by its rows, over a half-full context at most.
+def measured_rows(capacity: int, most_rows: int) -> tuple[int, list[int]]:
+    """A context that half fills a cache at most, and rows of the passes to measure behind it.
 
     Args:
-        session: its cache is overwritten.
-        spec: of the base.
-        most_rows: of which all may get logits; 0: any number.
+        capacity: rows of the cache.
+        most_rows: of a pass; 0: any number.
     """
-    context = min(CONTEXT_ROWS, session.capacity // 2)
-    costs = {}
-    for rows in _measured(session.capacity - context, most_rows):
-        token_ids, head_rows = np.arange(rows) % spec.vocab_size, np.arange(rows)
-        run = partial(session.run, token_ids, context, head_rows)
-        costs[str(rows)] = fastest_ms(run, _REPEATS)
-    return costs
-
-
-def draft_costs(
-    session: DraftSession, spec: DraftSpec, *, fused: bool, most_rows: int = 0
-) -> dict[str, float]:
-    """Milliseconds by rows: growth passes, whose rows all get candidates, or extensions.
-
-    Args:
-        session: its cache is overwritten.
-        spec: of the draft.
-        fused: measure extensions, whose features are fused first.
-        most_rows: that a round drafts, and candidates of a row; 0: any number.
-    """
-    context = min(CONTEXT_ROWS, session.capacity // 2)
-    top_k = min(_CANDIDATES, spec.draft_vocab_size, most_rows or _CANDIDATES)
-    costs = {}
-    for rows in _measured(session.capacity - context, most_rows):
-        taps = features(spec, rows)
-        hidden = np.zeros((rows, spec.decoder.hidden_size), np.float32)
-        outputs = np.array([rows - 1]) if fused else np.arange(rows)
-        step = partial(
-            session.run, np.arange(rows) % spec.decoder.vocab_size, write_index=context,
-            output_rows=outputs, top_k=top_k,
-        )  # fmt: skip
-
-        def extend(step: partial = step, taps: F32 = taps) -> None:
-            step(hidden=session.fuse(taps))
-
-        costs[str(rows)] = fastest_ms(extend if fused else partial(step, hidden=hidden), _REPEATS)
-    return costs
-
-
-def heads_costs(session: HeadsSession, spec: DraftSpec, top_k: int) -> dict[str, float]:
-    """Milliseconds of a pass of Medusa heads that gives `top_k` candidates."""
-    run = partial(session.candidates, features(spec, 1)[0], top_k)
-    return {"1": fastest_ms(run, _REPEATS)}
-
-
-def features(spec: DraftSpec, rows: int) -> F32:
-    """Random features of a base for `rows` rows of its draft, [rows, T*H]."""
-    width = len(spec.hidden_taps) * spec.base_hidden_size
-    return np.random.default_rng(1).standard_normal((rows, width), np.float32)
-
-
-def _measured(room: int, most_rows: int) -> list[int]:
-    most = min(room, most_rows or room)
-    return [rows for rows in MEASURED_ROWS if rows <= most]
+    context = min(CONTEXT_ROWS, capacity // 2)
+    most = min(capacity - context, most_rows or capacity)
+    return context, [rows for rows in MEASURED_ROWS if rows <= most]

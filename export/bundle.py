@@ -33,7 +33,8 @@ from edgellm.export.stated import judge
 from edgellm.export.taps import check_taps, default_taps
 from edgellm.export.vlm import text_tower
 from edgellm.export.weights import Weights
-from edgellm.manifest import DECODER, LLM_BUNDLE, Bundle, GraphSpec
+from edgellm.manifest import LLM_BUNDLE, Bundle, GraphSpec
+from edgellm.roles import DECODER
 
 _GRAPH = "model"
 _JSON_FILES = "config.json", "generation_config.json"

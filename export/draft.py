@@ -31,17 +31,8 @@ from edgellm.export.medusa_config import MedusaConfig, head_names, is_medusa
 from edgellm.export.op import OPSET, Op
 from edgellm.export.stated import judge
 from edgellm.export.weights import Weights
-from edgellm.manifest import (
-    DRAFT,
-    DRAFT_BUNDLE,
-    FUSE,
-    HEADS,
-    Bundle,
-    DecoderSpec,
-    DraftSpec,
-    GraphSpec,
-    KVCacheSpec,
-)
+from edgellm.manifest import DRAFT_BUNDLE, Bundle, DecoderSpec, DraftSpec, GraphSpec, KVCacheSpec
+from edgellm.roles import DRAFT, FUSE, HEADS
 
 _MODEL, _FUSE = "model", "fuse"
 

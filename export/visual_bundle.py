@@ -27,7 +27,8 @@ from edgellm.export.op import OPSET
 from edgellm.export.stated import judge
 from edgellm.export.visual_graph import build_visual, own_leftovers
 from edgellm.export.weights import Weights
-from edgellm.manifest import ENCODER, VISUAL_BUNDLE, Bundle, GraphSpec
+from edgellm.manifest import VISUAL_BUNDLE, Bundle, GraphSpec
+from edgellm.roles import ENCODER
 
 _GRAPH, _CONFIG = "model", "config.json"
 

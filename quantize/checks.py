@@ -14,11 +14,10 @@ from edgellm.export.bundle import ExportOptions, understand
 from edgellm.export.checkpoint import Checkpoint, TensorInfo, TensorSource
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.vlm import text_tower
+from edgellm.quantize.families import check_family
 from edgellm.quantize.tensors import FLOATS, Tensor
 
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-# Architectures whose layers, alone, compute in transformers what they do among the others.
-LAYERS_OF = ("ernie4_5", "llama", "mistral", "qwen2", "qwen3", "seed_oss")
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.", "lm_head.weight"
 _NO_WEIGHTS = ("inv_freq", "d2t", "t2d")
 _BASE_BYTES = 700 << 20  # Python with torch, transformers and ModelOpt
 _HEAD_COPIES = 5
@@ -33,13 +32,7 @@ def check_model(checkpoint: Checkpoint, ignored_keys: tuple[str, ...]) -> Decode
     """
     check_floats(checkpoint)
     config = understand(checkpoint, ExportOptions(ignore_config_keys=ignored_keys))
-    model_type = text_tower(checkpoint).checkpoint.config["model_type"]
-    if model_type not in LAYERS_OF:
-        raise UnsupportedModelError(
-            f"{checkpoint.label}: layers of {model_type!r} cannot be quantized one by one yet",
-            hint=f"those of {', '.join(LAYERS_OF)} can; llm_build --quantize int8 or int4 rounds "
-            "the weights of any model without calibration",
-        )
+    check_family(checkpoint.label, text_tower(checkpoint).checkpoint.config["model_type"])
     return config
 
 

@@ -31,6 +31,7 @@ from edgellm.quantize.calibration import Calibration
 from edgellm.quantize.checkpointing import CALIBRATION, FLOAT, QUANTIZED, WorkFolder
 from edgellm.quantize.checks import HEAD, check_floats, needed_bytes
 from edgellm.quantize.draft_inputs import DraftInputs
+from edgellm.quantize.families import FAMILIES, Family
 from edgellm.quantize.formats import F32
 from edgellm.quantize.logits import float_head, greedy
 from edgellm.quantize.one_layer_model import draft_layer_model, head_model, run_layer
@@ -96,6 +97,11 @@ class Draft:
         return self.base
 
     @property
+    def family(self) -> Family:
+        """That of `_layer_config`."""
+        return FAMILIES[self._layer_config["model_type"]]
+
+    @property
     def tensors(self) -> TensorSource:
         """The draft's, and what it has from its base."""
         return self._tensors
@@ -145,8 +151,12 @@ class Draft:
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
         """The final norm, which EAGLE-1 lacks, and the head."""
-        norm = read_tensor(self.tensors, _NORM).floats() if self.facts.fuses else None
+        norm = {"weight": read_tensor(self.tensors, _NORM).floats()} if self.facts.fuses else {}
         return head_model(self._layer_config, norm, head, device)
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `Subject`."""
+        return logits
 
     def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
         """Rows of both steps; the last two tokens are only predicted."""
@@ -214,7 +224,8 @@ class Draft:
         Row j of the first step reads token j + 1 and predicts j + 2, as row j + 1 of the base does.
         """
         norm = self.base.norm_model(None, task.device)
-        head = float_head(read_tensor(self.base.tensors, self.base.head_name), task.device)
+        weight = read_tensor(self.base.tensors, self.base.head_name)
+        head = float_head(weight, task.device, self.base.finish)
         chosen = []
         for batch in last.batches(task.device):
             ids = self._draft_ids[greedy(run_layer(norm, batch), head)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from edgellm.quantize.rounding import round_fp8, round_int8
 from edgellm.quantize.tensors import Tensor
 
 KEY_SCALE, VALUE_SCALE = "self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"
+_IMPLEMENTATIONS = ("sdpa", "eager")
 _ROUND = {"fp8": round_fp8, "int8": round_int8}
 
 Change = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -62,16 +64,26 @@ def rounded_cache(kind: str | None, tensors: Mapping[str, Tensor]) -> Iterator[N
 @contextlib.contextmanager
 def _changed_rows(change: Change) -> Iterator[None]:
     """Change what transformers' attention gets, keys [B, heads, S, D] behind their rotation."""
-    plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    before = {kind: ALL_ATTENTION_FUNCTIONS.get(kind) for kind in _IMPLEMENTATIONS}
 
-    def changed(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        return plain(module, query, *change(key, value), *args, **kwargs)
+    def changing(kind: str) -> Callable[..., Any]:
+        def changed(
+            module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+            *args: Any, **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            # No table has "eager": it is a function beside each family's own classes.
+            plain = before[kind] or sys.modules[type(module).__module__].eager_attention_forward
+            return plain(module, query, *change(key, value), *args, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = changed
+        return changed
+
+    for kind in before:
+        ALL_ATTENTION_FUNCTIONS[kind] = changing(kind)
     try:
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
+        for kind, plain in before.items():
+            if plain is None:
+                del ALL_ATTENTION_FUNCTIONS[kind]
+            else:
+                ALL_ATTENTION_FUNCTIONS[kind] = plain

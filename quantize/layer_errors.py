@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from edgellm.contract import BrokenArtifactError
+from edgellm.quantize.families import FOLDS, Family
 from edgellm.quantize.formats import F32
 from edgellm.quantize.kv_cache import rounded_cache
 from edgellm.quantize.linear import DecodedLinear, decode_linear
@@ -20,13 +21,6 @@ from edgellm.quantize.rounding import round_input
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor
 
-# The norm whose output a linear layer reads, and into which AWQ folds its smoothing.
-_NORMS = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
-# ModelOpt may fold AWQ's smoothing of the second into the rows of the first.
-_FOLDS = (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj"))
 _BROKEN_ERROR = 0.6  # relative; plain rounding to 4 bits stays below 0.2
 
 
@@ -53,6 +47,7 @@ class QuantizedLayer:
         recipe: Recipe,
         make_model: Callable[[Mapping[str, F32]], PreTrainedModel],
         device: torch.device,
+        family: Family,
     ) -> None:
         """Decode and check all tensors.
 
@@ -63,6 +58,7 @@ class QuantizedLayer:
             recipe: how they were quantized.
             make_model: makes the layer compute with other weights.
             device: where it computes.
+            family: of the layer.
 
         Raises:
             BrokenArtifactError: a linear layer is not or not soundly quantized.
@@ -82,7 +78,8 @@ class QuantizedLayer:
         self._model = make_model({**rest, **weights})
         for key, module in linears(self._model).items():
             _round_inputs(module, self.decoded[key], device)
-        self._rest, self._folds = rest, _FOLDS if recipe.scheme.is_awq else ()
+        self._rest, self._folds = rest, FOLDS if recipe.scheme.is_awq else ()
+        self._family = family
         self._exported, self._kv_cache = exported, recipe.kv_cache
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
@@ -108,12 +105,13 @@ class QuantizedLayer:
         weight = linear.weight
         if linear.pre_quant_scale is not None:
             weight = weight * linear.pre_quant_scale
-        for norm, readers in _NORMS.items():
+        shift = np.float32(self._family.norm_shift)
+        for norm, readers in self._family.readers.items():
             key = f"{norm}.weight"
             if name in readers and key in self._rest:
-                before = source[key]
+                before, behind = source[key] + shift, self._rest[key] + shift
                 safe = np.where(before == 0, np.float32(1), before)
-                weight = weight * np.where(before == 0, np.float32(1), self._rest[key] / safe)
+                weight = weight * np.where(before == 0, np.float32(1), behind / safe)
         return weight
 
 

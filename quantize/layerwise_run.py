@@ -116,6 +116,7 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     quantized = QuantizedLayer(
         layer, source, tensors, plan.recipe,
         lambda values: subject.layer_model(index, values, task.device), task.device,
+        subject.family,
     )  # fmt: skip
     errors = quantized.weight_errors(source)
     refuse_broken(layer, errors)
@@ -184,10 +185,10 @@ def _finish(plan: Plan) -> Quality:
     if plan.head is not None and not task.work.has(HEAD_PART):
         _quantize_head(plan, streams[CALIBRATION])
     head = read_tensor(subject.tensors, subject.head_name)
-    heads = [float_head(head, task.device)] * 2
+    heads = [float_head(head, task.device, subject.finish)] * 2
     if plan.head is not None:
         decoded = _decoded_head(plan, task.work.tensors(HEAD_PART))
-        heads[1] = quantized_head(decoded, task.device)
+        heads[1] = quantized_head(decoded, task.device, subject.finish)
     return measure(
         subject.targets(task),
         (streams[FLOAT], streams[QUANTIZED]),

@@ -20,6 +20,7 @@ from edgellm.quantize.tensors import Tensor
 _TOKENS, _VOCABULARY = 256, 8192  # of a product of states and head
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # [T, H] -> [T, V]
+Finish = Callable[[torch.Tensor], torch.Tensor]  # [T, V] -> [T, V]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class Quality:
     top1_agreement: float
 
 
-def float_head(weight: Tensor, device: torch.device) -> Head:
-    """The head [V, H] as it is stored, made float32 in parts."""
+def float_head(weight: Tensor, device: torch.device, finish: Finish) -> Head:
+    """The head [V, H] as it is stored, made float32 in parts; `finish` makes logits of products."""
 
     def head(states: torch.Tensor) -> torch.Tensor:
         parts = [
@@ -48,19 +49,20 @@ def float_head(weight: Tensor, device: torch.device) -> Head:
             .to(device).T
             for begin in range(0, weight.info.shape[0], _VOCABULARY)
         ]  # fmt: skip
-        return torch.cat(parts, -1)
+        return finish(torch.cat(parts, -1))
 
     return head
 
 
-def quantized_head(linear: DecodedLinear, device: torch.device) -> Head:
-    """The exported head, its input rounded."""
+def quantized_head(linear: DecodedLinear, device: torch.device, finish: Finish) -> Head:
+    """The exported head, its input rounded; `finish` makes logits of products."""
     weight = torch.from_numpy(linear.weight).to(device)
     smooth = linear.pre_quant_scale
     scale = 1.0 if smooth is None else torch.from_numpy(smooth.copy()).to(device)
 
     def head(states: torch.Tensor) -> torch.Tensor:
-        return round_input(states * scale, linear.input_type, linear.input_scale) @ weight.T
+        rounded = round_input(states * scale, linear.input_type, linear.input_scale)
+        return finish(rounded @ weight.T)
 
     return head
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from edgellm.contract import UnsupportedModelError
+from edgellm.quantize.families import FAMILIES, keep_layers
 from edgellm.quantize.formats import F32
 
 _TINY_VOCABULARY = 8
@@ -115,14 +116,22 @@ def _load(model: PreTrainedModel, tensors: Mapping[str, F32], prefix: str) -> No
 
 
 def head_model(
-    config: Mapping[str, Any], norm: F32 | None, head: F32 | None, device: torch.device
+    config: Mapping[str, Any], norm: Mapping[str, F32], head: F32 | None, device: torch.device
 ) -> PreTrainedModel:
-    """A float32 model without layers: final norm [H] and head [V, H], if there are such."""
+    """A float32 model without layers: final norm and head [V, H], if there are such.
+
+    Args:
+        config: config.json of the checkpoint.
+        norm: its tensors [H], "weight" and maybe "bias"; empty: there is none.
+        head: the head's weight.
+        device: where it computes.
+    """
     model = _empty(config, range(0), device)
-    if norm is None:
-        model.model.norm = nn.Identity()
+    if norm:
+        state = {name: torch.from_numpy(value.copy()) for name, value in norm.items()}
+        model.model.norm.load_state_dict(state)
     else:
-        model.model.norm.load_state_dict({"weight": torch.from_numpy(norm.copy())})
+        model.model.norm = nn.Identity()
     if head is not None:
         vocabulary, hidden = head.shape
         model.lm_head = nn.Linear(hidden, vocabulary, bias=False, device="meta")
@@ -145,22 +154,22 @@ def run_layer(model: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
 
 def _empty(config: Mapping[str, Any], layers: range, device: torch.device) -> PreTrainedModel:
     """A model of these layers whose weights are zero."""
+    family = FAMILIES[config["model_type"]]
     facts = {key: value for key, value in config.items() if key != "quantization_config"}
     facts |= {
-        "num_hidden_layers": len(layers),
         "vocab_size": _TINY_VOCABULARY,
         "tie_word_embeddings": False,
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": None,
+        **family.neutral,
     }
-    if facts.get("layer_types"):
-        facts["layer_types"] = [facts["layer_types"][index] for index in layers]
     facts.pop("architectures", None)
     hf_config = AutoConfig.for_model(**facts)
+    keep_layers(hf_config, layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch.float32, attn_implementation="sdpa"
+            hf_config, dtype=torch.float32, attn_implementation=family.attention
         )
     model.to_empty(device=device)
     with torch.no_grad():

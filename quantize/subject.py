@@ -20,6 +20,7 @@ from edgellm.export.vlm import TextTower, text_tower
 from edgellm.quantize.calibration import Calibration
 from edgellm.quantize.checkpointing import FLOAT, QUANTIZED, WorkFolder
 from edgellm.quantize.checks import EMBEDDING, HEAD, NORM, check_model, needed_bytes
+from edgellm.quantize.families import FAMILIES, Family, finish_logits
 from edgellm.quantize.formats import F32
 from edgellm.quantize.one_layer_model import LAYER, head_model, layer_model
 from edgellm.quantize.states import States
@@ -73,6 +74,11 @@ class Subject(Protocol):
         ...
 
     @property
+    def family(self) -> Family:
+        """What its layers are made of."""
+        ...
+
+    @property
     def tensors(self) -> TensorSource:
         """All tensors, also borrowed ones."""
         ...
@@ -113,6 +119,10 @@ class Subject(Protocol):
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
         """What comes behind the layers, with a head [V, H] or without."""
+        ...
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V] of the head's products."""
         ...
 
     def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
@@ -187,6 +197,11 @@ class LanguageModel:
         return self
 
     @property
+    def family(self) -> Family:
+        """See `Subject`."""
+        return FAMILIES[self.checkpoint.config["model_type"]]
+
+    @property
     def tensors(self) -> TensorSource:
         """The checkpoint's."""
         return self.checkpoint.tensors
@@ -215,7 +230,7 @@ class LanguageModel:
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
         """The final norm, and the head."""
-        norm = read_tensor(self.tensors, NORM).floats()
+        norm = {name: value.floats() for name, value in read_below(self.tensors, NORM).items()}
         return head_model(self.checkpoint.config, norm, head, device)
 
     def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
@@ -230,8 +245,14 @@ class LanguageModel:
             states.write(self.embedded(task.rows(name), task.batch_rows))
 
     def embedded(self, rows: Ids, batch_rows: int) -> Iterator[torch.Tensor]:
-        """Embeddings [B, S, H] of token ids [rows, S], in batches."""
-        return embedded(read_tensor(self.tensors, EMBEDDING), rows, batch_rows)
+        """What enters the first layer [B, S, H] for token ids [rows, S], in batches."""
+        found = embedded(read_tensor(self.tensors, EMBEDDING), rows, batch_rows)
+        scale = self.config.embedding_scale
+        return found if scale is None else (batch * scale for batch in found)
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `Subject`."""
+        return finish_logits(self.config, logits)
 
     def targets(self, task: Task) -> Ids:
         """The tokens that follow."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from edgellm.device_runtime.kernels.library import load_library
-from edgellm.device_runtime.kernels.pack import PackedForm, pack_codes, pack_floats
+from edgellm.device_runtime.kernels.pack import PackedForm, pack_codes, pack_floats, pack_fp8
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _CACHES = {"float32": 0, "float16": 1, "int8": 2}
@@ -75,6 +76,17 @@ def quantized_case(
     )
     values = DOUBLED_FP4[codes] if kind == "fp4" else codes - wide
     return Case(form, np.frombuffer(packed, np.uint8), values * steps)
+
+
+def fp8_case(rng, in_features, out_features, block, gated=False):
+    form = PackedForm("fp8", in_features, out_features, block, is_gated=gated)
+    codes = rng.integers(0, 256, (out_features, in_features)).astype(np.uint8)
+    codes[codes & 127 == 127] = 0  # no numbers
+    scales = rng.uniform(0.001, 0.01, (out_features, form.blocks)).astype(np.float32)
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    steps = np.repeat(scales.astype(np.float64), block, 1)[:, :in_features]
+    packed = np.frombuffer(b"".join(pack_fp8(form, codes, scales)), np.uint8)
+    return Case(form, packed, values * steps)
 
 
 def float_case(rng, kind, in_features, out_features):

@@ -21,13 +21,9 @@ from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.sessions.draft import DraftSession
 from edgellm.device_runtime.sessions.heads import HeadsSession
 from edgellm.manifest import (
-    DECODER,
-    DRAFT,
     DRAFT_BUNDLE,
     DRAFT_ENGINE,
     DRAFT_FOLDER,
-    FUSE,
-    HEADS,
     LLM_BUNDLE,
     LLM_ENGINE,
     Engine,
@@ -35,6 +31,7 @@ from edgellm.manifest import (
     load_bundle,
     load_engine,
 )
+from edgellm.roles import DECODER, DRAFT, FUSE, HEADS
 
 PLAN = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=TREE, max_draft_tree_size=TREE)
 CANDIDATES = 40

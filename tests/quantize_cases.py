@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pytest
 from conftest import make_checkpoint
 
 from edgellm.export import models
@@ -46,6 +47,15 @@ def write_text(path: Path, documents: int = 120) -> Path:
 def make_job(model: Path, text: Path, output: Path, scheme: str, **changes: object) -> Job:
     options = {"num_samples": 12, "seq_len": 32, "held_out": 2, "device": "cpu", **changes}
     return Job(str(model), output, scheme, calib_dataset=str(text), **options)
+
+
+def plain_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime as it reads graphs: an optimization of FP8 graphs makes invalid ones."""
+    import onnxruntime as ort
+
+    literal = ort.SessionOptions()
+    literal.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    monkeypatch.setattr(ort, "SessionOptions", lambda: literal)
 
 
 def load(folder: Path) -> dict[str, np.ndarray]:

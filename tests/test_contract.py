@@ -114,6 +114,8 @@ def test_an_interrupt_waits_for_the_renames(tmp_path, monkeypatch):
         (lambda raw: raw.update(contract_version=99), "contract version 99"),
         (lambda raw: raw.update(kind="llm_engine"), "is a llm_engine, not a llm_bundle"),
         (lambda raw: raw.pop("spec"), "is damaged"),
+        (lambda raw: raw.update(graphs={}), "is damaged"),
+        (lambda raw: raw.update(graphs={"oracle": {"path": "a.onnx"}}), "is damaged: .*oracle"),
         (lambda raw: raw.update(opset="24"), "is damaged"),
         (lambda raw: raw.pop("kind"), "is damaged"),
     ],

@@ -22,9 +22,13 @@ _BLOCKS_AT_ONCE = 2048  # that stay in a cache
 _CLIPPING = np.linspace(1, 0.7, 7, dtype=np.float32)  # of a block's largest weight
 
 
-def check_quantize(kinds: set[str], quantize: str) -> None:
-    """Refuse to round what is rounded already; raises `EdgeLLMError`."""
-    if quantize in ("int4", "int8") and kinds != {"dense"}:
+def check_quantize(kinds: set[str], quantize: str, *, takes_fp8: bool = False) -> None:
+    """Refuse to round what is rounded already; raises `EdgeLLMError`.
+
+    `takes_fp8`: FP8 may become int8, whose products are faster.
+    """
+    allowed = {"dense", "fp8"} if takes_fp8 and quantize == "int8" else {"dense"}
+    if quantize in ("int4", "int8") and not kinds <= allowed:
         stored = ", ".join(sorted(kinds - {"dense"}))
         raise EdgeLLMError(
             f"--quantize {quantize} is for bundles with float weights; this one is {stored}",

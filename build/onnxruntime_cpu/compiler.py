@@ -30,15 +30,8 @@ from edgellm.device_runtime.kernels.pack import VERSION
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, KERNELS, LAYOUT
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, OnnxRuntimeRunner
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, set_threads
-from edgellm.manifest import (
-    DECODER,
-    DRAFT,
-    ENCODER,
-    Bundle,
-    GraphSpec,
-    KVCacheSpec,
-    with_kv_dtype,
-)
+from edgellm.manifest import Bundle, GraphSpec, KVCacheSpec, with_kv_dtype
+from edgellm.roles import DECODER, ENCODER, ROLES
 
 _SAVED = 1e-3  # relative; one graph, loaded twice
 
@@ -58,7 +51,7 @@ def compile_bundle(
     verdicts: list[Verdict] = []
     with rounded_weights(folder, plan.quantize) as rounded:
         for role, graph in bundle.graphs.items():
-            own = cache if role in (DECODER, DRAFT) else None
+            own = cache if ROLES[role].has_cache else None
             portable = Source(role, bundle, source / graph.path, rounded, own)
             compiler = _Compiler(portable, plan, folder, report)
             opened[role], graphs[role] = compiler.compile()

@@ -12,7 +12,8 @@ from edgellm.build.lowering.tables import table_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
-from edgellm.manifest import DECODER, Bundle, KVCacheSpec
+from edgellm.manifest import Bundle, KVCacheSpec
+from edgellm.roles import DECODER
 
 
 def estimate_graphs(

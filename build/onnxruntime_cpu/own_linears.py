@@ -25,7 +25,7 @@ class OwnLinears:
         """Args as follows.
 
         Args:
-            rounds: floats to "int8" or "int4", in blocks of 32.
+            rounds: floats to "int8" or "int4", FP8 to "int8", in blocks of 32.
             one_term: how the names of these layers end whose inputs keep 8 bits; see `linears`.
         """
         self._rounds, self._one_term = rounds, one_term
@@ -55,10 +55,10 @@ class OwnLinears:
     def rounding(self, weight: LinearWeight, name: str) -> Rounding:
         """Inputs in the blocks of the packed weight; two terms of them are nearly exact."""
         form = self.form(weight, name)
-        if form is None or not form.is_quantized:
+        if form is None or not form.takes_codes:
             return Rounding()
         block = form.block if form.input_terms == 1 else 0
-        return Rounding(block, not keeps_codes(weight))
+        return Rounding(block, not keeps_codes(weight, self._rounds))
 
     def form(self, weight: LinearWeight, name: str, *, is_gated: bool = False) -> PackedForm | None:
         """How the weight of a layer is packed; None: it is not."""

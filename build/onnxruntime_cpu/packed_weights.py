@@ -25,6 +25,7 @@ from edgellm.device_runtime.kernels.pack import (
     channel_slices,
     pack_codes,
     pack_floats,
+    pack_fp8,
     records,
     scale_multiplier,
 )
@@ -43,9 +44,9 @@ def form_of(
 ) -> PackedForm | None:
     """How the kernels keep a weight; None: floats of 32 bits, which they do not.
 
-    NVFP4, and integers whose blocks are multiples of 16, keep their codes; FP8 and other blocks
-    become int8 in blocks of 32. `rounds`: what floats become, "int8" or "int4", whose inputs then
-    have `input_terms`.
+    FP8, NVFP4, and integers whose blocks are multiples of 16, keep their codes; other blocks become
+    int8 in blocks of 32. `rounds`: what floats become, "int8" or "int4", whose inputs then have
+    `input_terms`; FP8 follows to "int8", with one.
     """
     shape = weight.in_features, sum(weight.widths)
     if rounds == "int4" and weight.kind == "dense" and shape[0] % INT4_BLOCK == 0:
@@ -54,20 +55,24 @@ def form_of(
         kind = _HALVES.get(weight.parts[0].stored[0].dtype)
         return None if kind is None else PackedForm(kind, *shape, is_gated=is_gated)
     block = _block(weight.parts[0])
-    if not block:
+    if not keeps_codes(weight, rounds):
         terms = input_terms if weight.kind == "dense" else 1
         return PackedForm("int8", *shape, _ROUNDED_BLOCK, is_gated=is_gated, input_terms=terms)
     has_zero_points = any(part.is_unsigned for part in weight.parts)
     return PackedForm(weight.kind, *shape, block, has_zero_points, is_gated)
 
 
-def keeps_codes(weight: LinearWeight) -> bool:
-    """Whether a packed weight has the checkpoint's codes."""
+def keeps_codes(weight: LinearWeight, rounds: str = "") -> bool:
+    """Whether a packed weight has the checkpoint's codes; `rounds` as in `form_of`."""
+    if weight.kind == "fp8" and rounds == "int8":
+        return False
     return all(_block(part) for part in weight.parts)
 
 
 def _block(part: WeightPart) -> int:
     """Inputs that share a packed scale; 0: the codes cannot stay."""
+    if part.kind == "fp8":
+        return part.block_size or part.shape[0]
     if part.kind not in ("int4", "int8", "fp4"):
         return 0
     if part.block_size:
@@ -85,6 +90,11 @@ def packed_bytes(
     if not form.is_quantized:
         rows = _joined([_halves(part) for part in weight.parts], order)
         yield from pack_floats(form, rows)
+        return
+    if form.kind == "fp8":
+        codes = _joined([_bytes_of_fp8(part) for part in weight.parts], order)
+        scales = _joined([_spread(part.scales(), part, form).T for part in weight.parts], order)
+        yield from pack_fp8(form, codes, scales)
         return
     parts = [_codes(part, form) for part in weight.parts]
     codes, scales = (_joined([part[at] for part in parts], order) for at in (0, 1))
@@ -140,13 +150,18 @@ def _halves(part: WeightPart) -> NDArray[np.uint16]:
     return stored_bytes(part.stored[0]).view(np.uint16).reshape(part.shape[::-1])
 
 
+def _bytes_of_fp8(part: WeightPart) -> U8:
+    """Codes [out, in] as they are stored."""
+    return stored_bytes(part.stored[0]).reshape(part.shape).T
+
+
 def _codes(part: WeightPart, form: PackedForm) -> tuple[U8, np.ndarray, np.ndarray]:
     """Codes [out, in], scales and offsets [out, blocks], see `pack_codes`."""
     none = np.zeros((part.shape[1], form.blocks), np.float32)
     if form.kind == "fp4":
         return part.nibbles(), _spread(part.scales(), part, form).T, none
     middle = 8 if form.kind == "int4" else 128
-    if not _block(part):
+    if not _block(part) or part.kind == "fp8":
         codes, scales = blocks_of_int8(part.dense(), form.block)
         return _columns(codes[: part.shape[0]] + np.int16(middle)), scales.T, none
     codes, scales = part.codes(), _spread(part.scales(), part, form).T

@@ -23,7 +23,8 @@ from edgellm.contract import ROUND_INPUT, EdgeLLMError
 from edgellm.device_runtime.pass_costs import MEASURED_ROWS
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
-from edgellm.manifest import DECODER, ENCODER, Bundle
+from edgellm.manifest import Bundle
+from edgellm.roles import DECODER, ENCODER
 
 _HALVES = {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
 
@@ -54,8 +55,9 @@ def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) ->
     """The graphs that a bundle's precision asks for on this processor."""
     largest = max(most_rows(role, plan), *MEASURED_ROWS)
     kinds = weight_kinds(model)
-    check_quantize(kinds, plan.quantize)
-    if kernels_of(plan) == EDGELLM:
+    is_own = kernels_of(plan) == EDGELLM
+    check_quantize(kinds, plan.quantize, takes_fp8=is_own)
+    if is_own:
         return [_own_variant(role, model, plan.quantize, largest)]
     if plan.quantize == "int4":
         kinds = {"int4"}
@@ -86,7 +88,7 @@ def _own_variant(role: str, model: ir.Model, quantize: str, max_rows: int) -> Va
     """One graph for all numbers of rows."""
     kinds = weight_kinds(model)
     if quantize in ("int8", "int4"):
-        kinds = {quantize if kind == "dense" else kind for kind in kinds}
+        kinds = {quantize if kind in ("dense", "fp8") else kind for kind in kinds}
     precision = "+".join(sorted(kinds - {"dense"})) or _float_types(model)
     one_term = ALL_INPUTS if role != DECODER else COARSE_INPUTS
     kernel = OwnLinears(rounds=quantize, one_term=one_term)
@@ -113,9 +115,10 @@ def _draft_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> l
     """
     del bundle
     kinds = weight_kinds(model)
-    check_quantize(kinds, plan.quantize)
+    is_own = kernels_of(plan) == EDGELLM
+    check_quantize(kinds, plan.quantize, takes_fp8=is_own)
     rows = most_rows(role, plan)
-    if kernels_of(plan) == EDGELLM:
+    if is_own:
         rounds = plan.quantize == "auto" and has_fast_int8()
         return [_own_variant(role, model, "int8" if rounds else plan.quantize, rows)]
     if plan.quantize == "int8" or (plan.quantize == "auto" and has_fast_int8()):

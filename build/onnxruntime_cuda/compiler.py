@@ -28,14 +28,8 @@ from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.onnxruntime_cuda import open_graphs, provider
 from edgellm.device_runtime.runners.onnxruntime_cuda.slots import ROWS_GRAPH
-from edgellm.manifest import (
-    DECODER,
-    DRAFT,
-    Bundle,
-    GraphSpec,
-    KVCacheSpec,
-    with_kv_dtype,
-)
+from edgellm.manifest import Bundle, GraphSpec, KVCacheSpec, with_kv_dtype
+from edgellm.roles import DECODER, ROLES
 
 _INT8_BLOCK = 32
 PREFILL_ROWS = 256  # where nothing is measured: scores of a pass are a matrix
@@ -120,7 +114,7 @@ class _Compiler:
 
     def _lower(self, role: str, model: ir.Model, name: str) -> Path:
         weights = WeightFile(self._folder / f"{name}.data")
-        capacity = self._plan.kv_capacity if role in (DECODER, DRAFT) else 0
+        capacity = self._plan.kv_capacity if ROLES[role].has_cache else 0
         lower_for_cuda(model, self._kernel, weights, self._dtype, capacity)
         weights.close()
         path = self._folder / f"{name}.onnx"
@@ -130,7 +124,7 @@ class _Compiler:
     def check(self, role: str, runner: Runner, device: str) -> Verdict:
         """See `require_alike`."""
         bundle, plan = self._bundle, self._plan
-        cache = bundle.cache if role in (DECODER, DRAFT) else None
+        cache = bundle.cache_of(role)
         source = Source(role, bundle, self._portable(role), self._rounded, cache)
         engine = Rounds((self._kernel,), halves=self._dtype == ir.DataType.FLOAT16)
 

@@ -25,16 +25,8 @@ from edgellm.build.tensorrt.target import find_target
 from edgellm.contract import EdgeLLMError, past_name, present_name
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt.cache import aligned_capacity
-from edgellm.manifest import (
-    DECODER,
-    DRAFT,
-    ENCODER,
-    Bundle,
-    DraftSpec,
-    GraphSpec,
-    KVCacheSpec,
-    VisionSpec,
-)
+from edgellm.manifest import Bundle, DraftSpec, GraphSpec, KVCacheSpec, VisionSpec
+from edgellm.roles import DECODER, ENCODER
 
 _NAMES = {DECODER: "llm", ENCODER: "visual"}  # of files, where they are not the role's
 _NOT_RUN = "not compared with the portable graph: a build does not run TensorRT engines"
@@ -52,8 +44,9 @@ def compile_bundle(
         passes = passes_of(role, bundle, plan)
         compiler = _Compiler(role, bundle, plan, folder, report)
         built = compiler.compile(source / graph.path, passes)
-        if role in (DECODER, DRAFT) and compiler.target.library.updates_in_place:
-            _require_caches_in_place(built, bundle.decoder.kv)
+        cache = bundle.cache_of(role)
+        if cache is not None and compiler.target.library.updates_in_place:
+            _require_caches_in_place(built, cache)
         # One file with a profile for each kind of pass; graph i of the manifest is profile i.
         graphs[role] = tuple(
             GraphSpec(f"{compiler.name}.engine", each.max_rows, compiler.precision)
@@ -75,7 +68,7 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     options = options_of(plan)
     models = [ir.load(source / graph.path) for graph in bundle.graphs.values()]
     _check_types(models, options)
-    passes = passes_of(next(iter(bundle.graphs)), bundle, plan)
+    passes = passes_of(bundle.main_role, bundle, plan)
     rows, cache = max(each.max_rows for each in passes), bundle.cache
     if isinstance(bundle.spec, VisionSpec):  # rows are patches, or tiles of tokens
         rows *= max(1, bundle.vision.tokens_per_tile)
@@ -153,8 +146,8 @@ class _Compiler:
         self._options, self._dtype = options_of(plan), _dtype(bundle.dtype)
         self.target = find_target(self._options.target_sm)
         self._capacity = 0
-        if role in (DECODER, DRAFT):
-            self._capacity = aligned_capacity(bundle.decoder.kv, plan.kv_capacity)
+        if (cache := bundle.cache_of(role)) is not None:
+            self._capacity = aligned_capacity(cache, plan.kv_capacity)
         self._candidates = 0
         if isinstance(bundle.spec, DraftSpec):
             # What a round drafts, its top-k times its steps, fits into the tree; so does its top-k.

@@ -39,7 +39,7 @@ def lower(
         weights: receives every weight.
         dtype: of activations.
         capacity: rows of the KV cache, which TensorRT wants to know; 0 for graphs without one.
-        candidates: of a draft or heads, how many each row gives. A K that is known when the engine
+        candidates: of a draft, how many each row gives. A K that is known when the engine
             runs would be a shape, and a pass whose shapes vary cannot be captured as a CUDA graph.
     """
     if capacity:

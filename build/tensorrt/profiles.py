@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edgellm.build.plan import Plan
-from edgellm.manifest import DECODER, ENCODER, HEADS, Bundle, VisionSpec
+from edgellm.manifest import Bundle, VisionSpec
+from edgellm.roles import ROLES, Rows
 
 Range = tuple[int, int]  # least and most; kernels are chosen for the most
 _ONE: Range = (1, 1)
@@ -27,11 +28,12 @@ class Pass:
 
 def passes_of(role: str, bundle: Bundle, plan: Plan) -> list[Pass]:
     """Those of a role's engine; what fuses a draft's features has the draft's."""
-    if role == DECODER:
-        return base_passes(plan)
-    if role == ENCODER:
+    rows = ROLES[role].rows
+    if rows is Rows.IMAGE:
         return [image_pass(plan, bundle.vision)]
-    return [heads_pass()] if role == HEADS else draft_passes(plan)
+    if rows is Rows.ONE:  # whose sizes are all known
+        return [Pass(role, 1, {})]
+    return base_passes(plan) if rows is Rows.TEXT else draft_passes(plan)
 
 
 def base_passes(plan: Plan) -> list[Pass]:
@@ -64,11 +66,6 @@ def draft_passes(plan: Plan) -> list[Pass]:
         prefill = {"rows": (1, prompt), "mask_columns": (1, prompt), "head_rows": _ONE}
         passes.append(Pass("prefill", prompt, {**prefill, "image_rows": (1, prompt)}))
     return passes
-
-
-def heads_pass() -> Pass:
-    """Medusa heads behind one feature, whose sizes are all known."""
-    return Pass("heads", 1, {})
 
 
 def image_pass(plan: Plan, spec: VisionSpec) -> Pass:

@@ -3,7 +3,8 @@
 A record holds, of 32 output channels and one block of inputs, the codes, 32 half scales and, where
 there are zero points, 32 half products of scale and (zero point - middle). Codes of four inputs of
 a channel stand side by side: bytes [4 inputs' group][channel][input], in int4 the next four inputs
-in the high halves. Every instruction set reads this one layout.
+in the high halves. Floats, and FP8 with its 32 float scales, are [input][channel]. Every
+instruction set reads this one layout.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ STRIP = 16  # channels that gate and up take in turn
 BLOCKS = (16, 32, 64, 128)
 VERSION = 2  # of the layout
 _MAGIC = b"edgellmW"
-_FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4, "fp4": 5}
+_FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4, "fp4": 5, "fp8": 6}
 _MIDDLES = {"int4": 8, "int8": 128, "fp4": 0}
-_BITS = {"int4": 4, "fp4": 4, "int8": 8}
+_BITS = {"int4": 4, "fp4": 4, "int8": 8, "fp8": 8}
 _HEADER = struct.Struct("<8s7I f Q I 12x")
-_LARGEST_HALF = 2.0**15
+_OF_HALVES = 2.0**8  # what FP8 codes stand for, over what halves of the same bits do
 _WEIGHTS_AT_ONCE = 1 << 20
 
 
@@ -33,10 +34,10 @@ class PackedForm:
     """What a packed weight holds.
 
     Attributes:
-        kind: "int4", "int8", "fp4", "float16" or "bfloat16".
+        kind: "int4", "int8", "fp4", "fp8", "float16" or "bfloat16".
         in_features: K.
         out_features: N; of gated weights those of gate and up together.
-        block: inputs that share a scale; 1 for floats.
+        block: inputs that share a scale, of FP8 any number; 1 for floats.
         has_zero_points: integers only.
         is_gated: channels are those of gate and up, 16 of each in turn; see `gated_order`.
         input_terms: codes of 8 bits that stand for an input; 2 are for "int8" alone.
@@ -56,6 +57,11 @@ class PackedForm:
         return self.kind in _BITS
 
     @property
+    def takes_codes(self) -> bool:
+        """Inputs are rounded to int8."""
+        return self.kind in _MIDDLES
+
+    @property
     def blocks(self) -> int:
         """Blocks of one channel; the last may be padded."""
         return -(-self.in_features // self.block)
@@ -64,8 +70,8 @@ class PackedForm:
     def record_bytes(self) -> int:
         """Of 32 channels and one block."""
         bits = _BITS.get(self.kind, 16)
-        scales = (2 * GROUP) * (1 + self.has_zero_points) if self.is_quantized else 0
-        return self.block * GROUP * bits // 8 + scales
+        scales = 2 * (1 + self.has_zero_points) if self.takes_codes else 4 * self.is_quantized
+        return self.block * GROUP * bits // 8 + scales * GROUP
 
     @property
     def num_bytes(self) -> int:
@@ -175,6 +181,27 @@ def pack_floats(form: PackedForm, weight: np.ndarray) -> Iterator[bytes]:
     for part in channel_slices(form):
         rows = _padded(weight[part].view(np.uint16), form.in_features, 0)
         yield rows.reshape(-1, GROUP, form.in_features).transpose(0, 2, 1).tobytes()
+
+
+def pack_fp8(form: PackedForm, codes: np.ndarray, scales: np.ndarray) -> Iterator[bytes]:
+    """Packed bytes of a weight in FP8 (E4M3), piece by piece.
+
+    Args:
+        form: "fp8".
+        codes: uint8 [N, K]; none is that of no number.
+        scales: float32 [N, blocks].
+    """
+    yield form.header()
+    for part in channel_slices(form):
+        rows = _padded(codes[part], form.blocks * form.block, 0)
+        lanes = rows.reshape(-1, GROUP, form.blocks, form.block).transpose(0, 2, 3, 1)
+        packed = np.empty((*lanes.shape[:2], form.record_bytes), np.uint8)
+        size = form.block * GROUP
+        packed[..., :size] = lanes.reshape(*lanes.shape[:2], size)
+        steps = _padded(scales[part], form.blocks, 0).reshape(-1, GROUP, form.blocks)
+        steps = steps.transpose(0, 2, 1).astype(np.float32, order="C") * np.float32(_OF_HALVES)
+        packed[..., size:] = steps.view(np.uint8)
+        yield packed.tobytes()
 
 
 def _padded(rows: np.ndarray, width: int, value: int) -> np.ndarray:

@@ -197,13 +197,14 @@ class SpecFlags:
 
     def _wanted(self, known: tuple[str, ...]) -> set[str]:
         """The methods that were asked for, by one flag or another."""
+        from edgellm.device_runtime.speculate import drafters
         from edgellm.device_runtime.speculate.options import OWN
 
         if self.spec is not None and self.spec not in known:
             words = f"{', '.join(known[:-1])} or {known[-1]}"
             raise EdgeLLMError(f"--spec {self.spec}: give {words}")
         switches = {
-            OWN: self.eagle and self.spec not in ("eagle", "medusa"),
+            OWN: self.eagle and self.spec not in drafters.owners(),
             "draft": self.draft_engine_dir is not None,
             "ngram": self.ngram,
             "suffix": self.suffix,

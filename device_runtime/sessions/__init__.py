@@ -1,14 +1,21 @@
-"""Passes over the loaded graphs of an engine, on any backend: decoder, draft, heads, encoder."""
+"""Passes over the loaded graphs of an engine, on any backend.
+
+A module for each role that an engine may be for (`edgellm.roles`), found by the role's name.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import LimitError
+from edgellm.device_runtime.runners import Runner
+from edgellm.manifest import Spec
 
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
@@ -38,3 +45,26 @@ def require_room(capacity: int, write_index: int, rows: int) -> None:
     """Refuse rows that do not fit into a KV cache; raises `LimitError`."""
     if write_index + rows > capacity:
         raise LimitError(f"{write_index} + {rows} rows exceed the KV capacity of {capacity}")
+
+
+class Module(Protocol):
+    """What the module of a role has."""
+
+    def session(self, opened: Mapping[str, Runner], spec: Spec, capacity: int) -> Any:
+        """A session over the runners of an engine, whose caches have `capacity` rows."""
+        ...
+
+    def costs(self, session: Any, spec: Spec, most_rows: int = 0) -> dict[str, dict[str, float]]:
+        """Milliseconds of passes on this machine, by kind and rows.
+
+        Args:
+            session: its cache is overwritten.
+            spec: of the engine.
+            most_rows: of a pass, and candidates of a row, where there is such a bound; 0: any.
+        """
+        ...
+
+
+def find(role: str) -> Module:
+    """The module of a role."""
+    return cast(Module, importlib.import_module(f"{__name__}.{role}"))

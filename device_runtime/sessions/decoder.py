@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.engine.prefix_cache import count_common, row_keys
+from edgellm.device_runtime.pass_costs import fastest_ms, measured_rows
 from edgellm.device_runtime.runners import Outputs, Runner, require_cache
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
-from edgellm.manifest import DECODER, DecoderSpec, Engine
+from edgellm.manifest import DecoderSpec, Engine
+from edgellm.roles import DECODER, PASS
 
 
 class PassResult:
@@ -141,4 +144,21 @@ class DecoderSession:
 def open_decoder(folder: Path, engine: Engine) -> DecoderSession:
     """Load an engine of a language model; raises as `runners.Backend.open_engine`."""
     opened = runners.find(engine.backend).open_engine(folder, engine)
-    return DecoderSession(opened[DECODER], engine.decoder, engine.max_kv_cache_capacity)
+    return session(opened, engine.decoder, engine.max_kv_cache_capacity)
+
+
+def session(opened: Mapping[str, Runner], spec: DecoderSpec, capacity: int) -> DecoderSession:
+    """See `sessions.Module`."""
+    return DecoderSession(opened[DECODER], spec, capacity)
+
+
+def costs(
+    session: DecoderSession, spec: DecoderSpec, most_rows: int = 0
+) -> dict[str, dict[str, float]]:
+    """See `sessions.Module`: of passes whose rows all get logits."""
+    context, measured = measured_rows(session.capacity, most_rows)
+    found = {}
+    for rows in measured:
+        token_ids, head_rows = np.arange(rows) % spec.vocab_size, np.arange(rows)
+        found[str(rows)] = fastest_ms(partial(session.run, token_ids, context, head_rows))
+    return {PASS: found}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.device_runtime import runners
+from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_ms, measured_rows
 from edgellm.device_runtime.runners import Runner, require_cache
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
-from edgellm.manifest import DRAFT, FUSE, DecoderSpec, Engine
+from edgellm.manifest import DecoderSpec, DraftSpec, Engine
+from edgellm.roles import DRAFT, EXTEND, FUSE, STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,5 +95,33 @@ class DraftSession:
 def open_draft(folder: Path, engine: Engine) -> DraftSession:
     """Load a draft's engine; raises as `runners.Backend.open_engine`."""
     opened = runners.find(engine.backend).open_engine(folder, engine)
-    spec, capacity = engine.draft.decoder, engine.max_kv_cache_capacity
-    return DraftSession(opened[DRAFT], opened.get(FUSE), spec, capacity)
+    return session(opened, engine.draft, engine.max_kv_cache_capacity)
+
+
+def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> DraftSession:
+    """See `sessions.Module`."""
+    return DraftSession(opened[DRAFT], opened.get(FUSE), spec.decoder, capacity)
+
+
+def costs(
+    session: DraftSession, spec: DraftSpec, most_rows: int = 0
+) -> dict[str, dict[str, float]]:
+    """See `sessions.Module`: growth, whose rows all get candidates, and rows that are fused."""
+    context, measured = measured_rows(session.capacity, most_rows)
+    top_k, random = (
+        min(CANDIDATES, spec.draft_vocab_size, most_rows or CANDIDATES),
+        np.random.default_rng(1),
+    )
+    steps, extensions = {}, {}
+    for rows in measured:
+        taps = random.standard_normal((rows, spec.taps_width), np.float32)
+        hidden = np.zeros((rows, spec.decoder.hidden_size), np.float32)
+        ids, last = np.arange(rows) % spec.decoder.vocab_size, np.array([rows - 1])
+        grow = partial(session.run, ids, hidden, context, np.arange(rows), top_k=top_k)
+        steps[str(rows)] = fastest_ms(grow)
+
+        def extend(ids: I64 = ids, taps: F32 = taps, last: I64 = last) -> None:
+            session.run(ids, session.fuse(taps), context, last, top_k=top_k)
+
+        extensions[str(rows)] = fastest_ms(extend)
+    return {STEP: steps, EXTEND: extensions}

@@ -12,7 +12,8 @@ from edgellm import contract
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.sessions import F32
-from edgellm.manifest import ENCODER, Engine
+from edgellm.manifest import Engine, VisionSpec
+from edgellm.roles import ENCODER
 
 
 class EncoderSession:
@@ -39,4 +40,19 @@ class EncoderSession:
 
 def open_encoder(folder: Path, engine: Engine) -> EncoderSession:
     """Load a visual engine; raises as `runners.Backend.open_engine`."""
-    return EncoderSession(runners.find(engine.backend).open_engine(folder, engine)[ENCODER])
+    opened = runners.find(engine.backend).open_engine(folder, engine)
+    return session(opened, engine.vision, engine.max_kv_cache_capacity)
+
+
+def session(opened: Mapping[str, Runner], spec: VisionSpec, capacity: int) -> EncoderSession:
+    """See `sessions.Module`."""
+    del spec, capacity
+    return EncoderSession(opened[ENCODER])
+
+
+def costs(
+    session: EncoderSession, spec: VisionSpec, most_rows: int = 0
+) -> dict[str, dict[str, float]]:
+    """See `sessions.Module`: nothing asks what an image costs."""
+    del session, spec, most_rows
+    return {}

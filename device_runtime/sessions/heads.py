@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from edgellm import contract
 from edgellm.device_runtime import runners
+from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_ms
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.sessions import F32, I64
-from edgellm.manifest import HEADS, Engine
+from edgellm.manifest import DraftSpec, Engine
+from edgellm.roles import ALL_HEADS, HEADS
 
 
 class HeadsSession:
@@ -41,4 +45,20 @@ class HeadsSession:
 
 def open_heads(folder: Path, engine: Engine) -> HeadsSession:
     """Load an engine of Medusa heads; raises as `runners.Backend.open_engine`."""
-    return HeadsSession(runners.find(engine.backend).open_engine(folder, engine)[HEADS])
+    opened = runners.find(engine.backend).open_engine(folder, engine)
+    return session(opened, engine.draft, engine.max_kv_cache_capacity)
+
+
+def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> HeadsSession:
+    """See `sessions.Module`."""
+    del spec, capacity
+    return HeadsSession(opened[HEADS])
+
+
+def costs(
+    session: HeadsSession, spec: DraftSpec, most_rows: int = 0
+) -> dict[str, dict[str, float]]:
+    """See `sessions.Module`: one pass of all heads."""
+    feature = np.random.default_rng(1).standard_normal(spec.taps_width, np.float32)
+    top_k = min(spec.draft_vocab_size, most_rows or CANDIDATES)
+    return {ALL_HEADS: {"1": fastest_ms(partial(session.candidates, feature, top_k))}}

@@ -17,7 +17,6 @@ from edgellm.device_runtime.speculate.opening import (
     Order,
     check_tree_size,
     find_own,
-    own_method,
 )
 from edgellm.device_runtime.speculate.options import AUTO, OWN, SpecOptions
 from edgellm.device_runtime.speculate.policy import CostAwareTree, FixedTree, Policy, TreeLimits
@@ -52,7 +51,7 @@ class Drafters:
         *,
         verify: bool | None,
     ) -> None:
-        """Load what the options ask for; of EAGLE and Medusa that is `engine`/draft.
+        """Load what the options ask for; an engine's own draft is `engine`/draft.
 
         Passes that no one has measured are measured with `session`, the base.
 
@@ -77,7 +76,7 @@ class Drafters:
 def _open(order: Order) -> Opened:
     name = order.options.network
     if name == OWN:
-        name = own_method(find_own(order)[1])
+        name = drafters.own(find_own(order)[1].main_role)
     if name is not None:
         return drafters.network(name).open(order)
     check_tree_size(order)

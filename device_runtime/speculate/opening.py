@@ -9,22 +9,15 @@ from pathlib import Path
 from edgellm.artifact import require_pair
 from edgellm.contract import BrokenArtifactError, LimitError
 from edgellm.device_runtime.engine.prefix_cache import RowCache
-from edgellm.device_runtime.pass_costs import pass_costs
-from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.device_runtime.sessions.decoder import DecoderSession, costs
+from edgellm.device_runtime.speculate import drafters
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Drafter, Learned
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.manifest import (
-    DRAFT_ENGINE,
-    DRAFT_FOLDER,
-    HEADS,
-    PASS,
-    DraftSpec,
-    Engine,
-    load_engine,
-)
+from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, DraftSpec, Engine, load_engine
+from edgellm.roles import PASS
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +34,7 @@ class Order:
     def pass_costs(self) -> Mapping[str, float]:
         """Of the base: what the build measured, or passes now if it was compiled ahead of time."""
         most = self.base.max_verify_tree_size
-        return self.base.costs(PASS) or pass_costs(self.session, self.base.decoder, most)
+        return (self.base.cost_ms or costs(self.session, self.base.decoder, most))[PASS]
 
     def image_ids(self, *, reads_rows: bool) -> ImageIds | None:
         """Of a base that takes images, for a draft that takes their rows or does not."""
@@ -60,11 +53,6 @@ class Opened:
     caches: tuple[RowCache, ...] = ()  # whose rows go with the base's; they outlast an answer
 
 
-def own_method(manifest: Engine) -> str:
-    """The drafter that a draft engine is for."""
-    return "medusa" if HEADS in manifest.graphs else "eagle"
-
-
 def open_own(order: Order, name: str) -> tuple[Path, Engine]:
     """The draft engine in the folder of its base, which must be that of the drafter `name`.
 
@@ -73,8 +61,8 @@ def open_own(order: Order, name: str) -> tuple[Path, Engine]:
         LimitError: as `check_tree_size`.
     """
     folder, manifest = find_own(order)
-    if own_method(manifest) != name:
-        own = own_method(manifest)
+    own = drafters.own(manifest.main_role)
+    if own != name:
         raise BrokenArtifactError(
             f"--spec {name}: the draft of {order.engine} is of {manifest.draft.method}",
             hint=f"give --spec {own}, or --eagle for whatever draft an engine has",

@@ -40,7 +40,8 @@ def test_base_and_draft_in_either_order(command, eagle_pair, tmp_path, order, sp
     verify_files(engine / "draft", draft.files)
     assert (base.max_verify_tree_size, base.hidden_taps) == (12, (2, 4, 5))
     assert (draft.max_draft_tree_size, draft.max_kv_cache_capacity) == (20, 64)
-    assert set(draft.costs("step")) == set(draft.costs("extend")) == set(base.costs("pass"))
+    measured = (base.cost_ms["pass"], draft.cost_ms["step"], draft.cost_ms["extend"])
+    assert len({*map(frozenset, measured)}) == 1
     assert draft.draft.decoder.kv.dtype == "float32"
     assert [graph.path for graph in draft.graphs["fuse"]] == ["fuse.onnx"]
     result = _build(command, eagle_pair.bundle, engine, "--eagleBase", *TREES)  # once more

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from edgellm.build.engine import build_engine
 from edgellm.build.lowering.linear_weights import linear_layers
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
 from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
@@ -167,14 +168,33 @@ def test_engines_are_close(quantized, expected_logits, tmp_path, name, prefill):
     assert precisions == (
         ["int8"] if name == "int8_sq" else [LAYOUTS[name].kind, "int8"][: len(precisions)]
     )
-    session = open_decoder(tmp_path / "engine", manifest)
+    error = relative_error(tmp_path / "engine", expected_logits(meant))
+    if LAYOUTS[name].kind == "fp8" and manifest.options["kernels"] == "edgellm":
+        assert error < 1e-5  # codes as stored, times floats
+    else:
+        assert 1e-4 < error < 0.15  # below: something was silently computed in float
+
+
+def relative_error(engine, expected):
+    session = open_decoder(engine, load_engine(engine, LLM_ENGINE))
     logits = [session.run(IDS[:20], 0, np.arange(20)).logits.copy()]
     for position in range(20, 24):
         result = session.run(IDS[position : position + 1], position, np.array([0]))
         logits.append(result.logits.copy())
-    found, expected = np.concatenate(logits), expected_logits(meant)
-    error = np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
-    assert 1e-4 < error < 0.15  # below: something was silently computed in float
+    found = np.concatenate(logits)
+    return np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
+
+
+def test_fp8_becomes_int8_where_that_is_wanted(quantized, expected_logits, tmp_path):
+    folder, meant = quantized("ct-fp8")
+    plan = Plan(48, 64, 1, quantize="int8", options=CpuOptions("edgellm"))
+    bundle, engine = folder / "bundle", tmp_path / "engine"
+    made = build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
+    assert [graph.precision for graph in made.main_graphs] == ["int8"]
+    assert 1e-4 < relative_error(engine, expected_logits(meant)) < 0.15
+    theirs = Plan(48, 64, 1, quantize="int8", options=CpuOptions("onnxruntime"))
+    with pytest.raises(EdgeLLMError, match="--quantize int8 is for bundles with float weights"):
+        build_engine("llm", bundle, engine, theirs, "onnxruntime", lambda _: None)
 
 
 def test_nvfp4_rounds_its_inputs_in_the_graph(quantized):

@@ -21,7 +21,8 @@ from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.device_runtime.sessions.draft import open_draft
 from edgellm.device_runtime.sessions.heads import open_heads
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, HEADS, LLM_ENGINE, load_engine
+from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, LLM_ENGINE, load_engine
+from edgellm.roles import HEADS
 
 pytestmark = [
     pytest.mark.gpu,

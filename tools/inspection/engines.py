@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from edgellm.manifest import (
-    ALL_HEADS,
     DRAFT_ENGINE,
     DRAFT_FOLDER,
-    EXTEND,
     LLM_ENGINE,
     MANIFEST_NAME,
-    PASS,
-    STEP,
     VISUAL_ENGINE,
     Engine,
     load_engine,
 )
+from edgellm.roles import measured_name
 from edgellm.tools.inspection.bundles import Check
 from edgellm.tools.inspection.graphs import read_graph
 from edgellm.tools.inspection.origins import of_engine
@@ -65,7 +61,7 @@ def inspect_engine(folder: Path, check: Check) -> Report:
         kv=spec.kv,
         capacity=manifest.max_kv_cache_capacity,
         is_decoder=True,
-        costs=_costs({"a pass": manifest.costs(PASS)}),
+        costs=_costs(manifest),
         draft=draft,
     )
 
@@ -82,7 +78,7 @@ def inspect_draft_engine(folder: Path, check: Check) -> Report:
         facts={
             **draft_facts(spec),
             **_build_facts(manifest),
-            **({} if spec.num_heads else _growth_facts(manifest)),
+            **(_growth_facts(manifest) if manifest.cache is not None else {}),
         },
         description=described(manifest),
         graphs=_graphs(folder, manifest),
@@ -91,13 +87,7 @@ def inspect_draft_engine(folder: Path, check: Check) -> Report:
         files=manifest.files,
         kv=spec.decoder.kv,
         capacity=manifest.max_kv_cache_capacity,
-        costs=_costs(
-            {
-                "all heads": manifest.costs(ALL_HEADS),
-                "a draft step": manifest.costs(STEP),
-                "fusing and committing": manifest.costs(EXTEND),
-            }
-        ),
+        costs=_costs(manifest),
     )
 
 
@@ -140,12 +130,11 @@ def _graphs(folder: Path, manifest: Engine) -> tuple[Graph, ...]:
     return tuple(read_graph(folder / path) for path in paths)
 
 
-def _costs(measured: Mapping[str, dict[str, float]]) -> tuple[Costs, ...]:
+def _costs(manifest: Engine) -> tuple[Costs, ...]:
     """What was measured, by its name; an engine that was compiled ahead of time has nothing."""
     return tuple(
-        Costs(what, {int(rows): ms for rows, ms in times.items()})
-        for what, times in measured.items()
-        if times
+        Costs(measured_name(kind), {int(rows): ms for rows, ms in times.items()})
+        for kind, times in manifest.cost_ms.items()
     )
 
 

@@ -22,7 +22,7 @@ struct Pairs {
 
 struct Set : Avx2Dot<Pairs> {
   static constexpr int kMiddle8 = 0;
-  static constexpr int kRows = 4, kFewRows = 4, kStrips = 1, kQueries = 2, kWide = 2, kTurnFrom = 0;
+  static constexpr int kRows = 4, kStrips = 1, kQueries = 2, kWide = 2, kTurnFrom = 0;
 };
 
 }  // namespace

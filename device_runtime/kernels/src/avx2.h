@@ -60,6 +60,11 @@ struct Avx2Vector {
     const __m128i* halves = (const __m128i*)p;
     return {widen(_mm_loadu_si128(halves)), widen(_mm_loadu_si128(halves + 1))};
   }
+  static F load_fp8(const void* p) {  // see avx512.h
+    __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+    wide = _mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0xbfff)));
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(wide)), _mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1))};
+  }
   static F load_codes(const int8_t* p) {
     const __m128i codes = _mm_loadu_si128((const __m128i*)p);
     return to_float({_mm256_cvtepi8_epi32(codes), _mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))});

@@ -7,7 +7,7 @@ namespace {
 
 struct Avx512Vnni : Avx512Vector {
   static constexpr int kMiddle8 = 128;
-  static constexpr int kRows = 6, kFewRows = 8, kStrips = 2, kQueries = 6, kWide = 4, kTurnFrom = 6;
+  static constexpr int kRows = 6, kStrips = 2, kQueries = 6, kWide = 4, kTurnFrom = 6;
 
   static I broadcast(const int8_t* p) { return _mm512_set1_epi32(*(const int32_t __attribute__((aligned(1), may_alias))*)p); }
 

@@ -15,7 +15,7 @@ struct Quads {
 
 struct Set : Avx2Dot<Quads> {
   static constexpr int kMiddle8 = 128;
-  static constexpr int kRows = 4, kFewRows = 4, kStrips = 1, kQueries = 2, kWide = 2, kTurnFrom = 0;
+  static constexpr int kRows = 4, kStrips = 1, kQueries = 2, kWide = 2, kTurnFrom = 0;
 };
 
 }  // namespace

@@ -11,9 +11,6 @@ constexpr int kMostDim = 256;     // head_dim
 constexpr int kMostGroup = 16;    // heads of one key head that are taken at once
 constexpr float kNothing = -1e30f;
 
-inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
-inline int64_t most(int64_t x, int64_t y) { return x > y ? x : y; }
-
 // Where `count` of 16 values can be read: as they lie, or in `copy`.
 template <class T>
 const T* whole(const T* values, int64_t count, T* copy) {

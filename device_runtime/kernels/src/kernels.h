@@ -14,7 +14,10 @@ constexpr int kStrip = 16;   // channels, or floats, that a vector stands for on
 constexpr int kChunk = 256;  // keys whose softmax is summed apart from the others'
 constexpr int kSegment = 1024;  // logits whose exponentials are summed apart from the others'
 
-enum class Form : uint32_t { kInt4 = 1, kInt8 = 2, kFloat16 = 3, kBFloat16 = 4, kFp4 = 5 };
+enum class Form : uint32_t { kInt4 = 1, kInt8 = 2, kFloat16 = 3, kBFloat16 = 4, kFp4 = 5, kFp8 = 6 };
+
+// Whether rows are rounded to codes of 8 bits; else they stay floats.
+constexpr bool takes_codes(Form form) { return form == Form::kInt4 || form == Form::kInt8 || form == Form::kFp4; }
 
 // Twice the values of FP4 (E2M1) by their codes, around 12.
 constexpr int kFp4Middle = 12;
@@ -22,6 +25,7 @@ constexpr uint8_t kFp4Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9
 
 // A packed weight in its file: this header, then for each 32 channels for each block one record of
 // codes, 32 half scales and, with zero points, 32 half products scale * (zero point - middle).
+// Floats have no scales, FP8 (E4M3) has float ones, 256 times what its codes are multiplied with.
 struct Header {
   char magic[8];  // "edgellmW"
   uint32_t version, form;
@@ -43,16 +47,16 @@ struct Weight {
   float multiplier;
   const uint8_t* records;
 
-  bool is_quantized() const { return form != Form::kFloat16 && form != Form::kBFloat16; }
   int64_t blocks() const { return (in_features + block - 1) / block; }
   int64_t groups() const { return (out_features + kGroup - 1) / kGroup; }
   int64_t outputs() const { return is_gated ? out_features / 2 : out_features; }
   int64_t code_bytes() const {
-    const int bits = form == Form::kInt8 ? 8 : is_quantized() ? 4 : 16;
+    const int bits = form == Form::kInt8 || form == Form::kFp8 ? 8 : takes_codes(form) ? 4 : 16;
     return block * kGroup * bits / 8;
   }
   int64_t record_bytes() const {
-    return code_bytes() + (is_quantized() ? 2 * kGroup * (has_zero_points ? 2 : 1) : 0);
+    const int of_channel = form == Form::kFp8 ? 4 : takes_codes(form) ? 2 * (1 + has_zero_points) : 0;
+    return code_bytes() + of_channel * kGroup;
   }
   int64_t group_bytes() const { return blocks() * record_bytes(); }
 };
@@ -60,7 +64,7 @@ struct Weight {
 // Reads a header; returns what is wrong with it, or nullptr.
 const char* read_weight(const void* data, size_t size, Weight* weight);
 
-// Rows as the products take them: int8 per block of a quantized weight, else float.
+// Rows as the products take them: int8 per block of what takes codes, else float.
 struct Rows {
   int64_t stride;   // from row to row of `floats`, and from term to term of `codes`, in elements
   int64_t blocks;   // from row to row of the others

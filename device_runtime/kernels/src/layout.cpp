@@ -20,9 +20,9 @@ struct Places {
 Places places(const Weight& w, int64_t rows) {
   Places p{};
   // Off a power of two, so that rows do not share the few places of one cache set.
-  p.stride = (w.is_quantized() ? w.blocks() * w.block : w.in_features + 15) / 64 * 64 + 64;
+  p.stride = (takes_codes(w.form) ? w.blocks() * w.block : w.in_features + 15) / 64 * 64 + 64;
   const size_t count = size_t(rows), blocks = size_t(w.blocks()) * count;
-  const bool quantized = w.is_quantized();
+  const bool quantized = takes_codes(w.form);
   p.scales = p.codes + (quantized ? up(count * w.input_terms * p.stride) : 0);
   const size_t of_blocks = quantized ? up(blocks * 4) : 0;
   p.starts = p.scales + of_blocks;
@@ -40,13 +40,12 @@ const char* read_weight(const void* data, size_t size, Weight* weight) {
   std::memcpy(&h, data, sizeof h);
   if (std::memcmp(h.magic, kMagic, sizeof kMagic)) return "this is no packed weight of edgellm";
   if (h.version != kVersion) return "the packed weight is of another version of edgellm";
-  if (h.form < 1 || h.form > 5) return "the packed weight has a form that this version does not know";
+  if (h.form < 1 || h.form > 6) return "the packed weight has a form that this version does not know";
   const Form form = Form(h.form);
-  const bool quantized = form != Form::kFloat16 && form != Form::kBFloat16;
   if (!h.in_features || !h.out_features || h.in_features > kMostFeatures || h.out_features > kMostFeatures)
     return "the packed weight has an impossible shape";
   const bool is_known = h.block == 16 || (form != Form::kFp4 && (h.block == 32 || h.block == 64 || h.block == 128));
-  if (quantized ? !is_known : h.block != 1)
+  if (form == Form::kFp8 ? !h.block || h.block > h.in_features : takes_codes(form) ? !is_known : h.block != 1)
     return "the packed weight has blocks that this version does not know";
   if (h.has_zero_points > (form == Form::kInt4 || form == Form::kInt8 ? 1u : 0u) || h.is_gated > 1 || h.input_terms < 1 ||
       h.input_terms > (form == Form::kInt8 ? 2u : 1u))

@@ -9,6 +9,9 @@ namespace {
 using F = Set::F;
 using I = Set::I;
 
+inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+inline int64_t most(int64_t x, int64_t y) { return x > y ? x : y; }
+
 inline F load_up_to(const float* p, int64_t count) { return count >= kStrip ? Set::load(p) : Set::load_part(p, int(count)); }
 
 inline void store_up_to(float* p, F x, int64_t count) {

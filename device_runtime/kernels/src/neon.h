@@ -59,6 +59,14 @@ struct NeonVector {
     const uint16_t* halves = static_cast<const uint16_t*>(p);
     return each([=](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(halves + 4 * i), 16)); });
   }
+  static F load_fp8(const void* p) {  // see avx512.h
+    const int8x16_t codes = vld1q_s8(static_cast<const int8_t*>(p));
+    const int16x8_t kept = vdupq_n_s16(int16_t(0xbfff));
+    const int16x8_t low = vandq_s16(vshlq_n_s16(vmovl_s8(vget_low_s8(codes)), 7), kept);
+    const int16x8_t high = vandq_s16(vshlq_n_s16(vmovl_s8(vget_high_s8(codes)), 7), kept);
+    const int16x4_t parts[] = {vget_low_s16(low), vget_high_s16(low), vget_low_s16(high), vget_high_s16(high)};
+    return each([=](int i) { return vcvt_f32_f16(vreinterpret_f16_s16(parts[i])); });
+  }
   static F load_codes(const int8_t* p) {
     const int8x16_t codes = vld1q_s8(p);
     const int16x8_t low = vmovl_s8(vget_low_s8(codes)), high = vmovl_s8(vget_high_s8(codes));

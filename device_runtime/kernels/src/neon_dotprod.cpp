@@ -5,7 +5,7 @@ namespace edgellm {
 namespace {
 
 struct Set : NeonVector {
-  static constexpr int kRows = 4, kFewRows = 4, kStrips = 1, kQueries = 2, kWide = 2, kTurnFrom = 0;
+  static constexpr int kRows = 4, kStrips = 1, kQueries = 2, kWide = 2, kTurnFrom = 0;
 
   static int8x16_t broadcast(const int8_t* p) {
     int32_t four;

@@ -20,7 +20,8 @@ constexpr int64_t kPartBytes = 32 << 10;     // of weights, below which threads 
 constexpr int64_t kRowsApart = 8;            // rows that are prepared on threads
 constexpr int64_t kRowsTogether = 16;        // rows from which a tile takes all chunks of its keys
 
-constexpr int64_t kRowsOfTask = 4, kQueriesOfTask = 128;  // of a prompt that read the cache together
+// Of a prompt: what reads the cache together; of a long one more, which still leaves tasks enough.
+constexpr int64_t kRowsOfTask = 4, kQueriesOfTask = 128, kLongPrompt = 4096;
 
 const Kernels& kernels() {
   int count;
@@ -240,7 +241,8 @@ struct CachedAttention {
       ort::parallel(context, kv_heads * a.chunks(), [&](int64_t i) { kernels().attend_chunk(a, i % kv_heads, i / kv_heads, work(0)); });
       return each_row(kernels().merge);
     }
-    const int64_t step = std::max(kRowsOfTask, kQueriesOfTask * kv_heads / heads), tiles = (a.rows + step - 1) / step;
+    const int64_t together = a.rows * heads < kLongPrompt ? kQueriesOfTask : 2 * kQueriesOfTask;
+    const int64_t step = std::max(kRowsOfTask, together * kv_heads / heads), tiles = (a.rows + step - 1) / step;
     ort::parallel(context, kv_heads * tiles, [&](int64_t i) {
       const int64_t first = i / kv_heads * step;
       kernels().attend_rows(a, i % kv_heads, first, std::min(first + step, a.rows), work(step));

@@ -57,7 +57,7 @@ void prepare(const Prologue& p, int64_t first_row, int64_t last_row) {
       for (int64_t k = 0; k < K; k++) out[k] = x[k] * factor * p.gamma[k];
       x = out;
     }
-    if (!w.is_quantized()) {
+    if (!takes_codes(w.form)) {
       if (x != out) __builtin_memcpy(out, x, K * sizeof(float));
       continue;
     }
@@ -118,24 +118,40 @@ void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t 
     for (int s = 0; s < S; s++) out[r][s] = total[r][s];
 }
 
-// Weights of 16 bits: one product after the other along K.
-template <int R, int S, Form kForm, bool kZero>
+template <Form kForm>
+F load_weights(const uint8_t* p) {
+  return kForm == Form::kFloat16 ? Set::load_half(p) : kForm == Form::kBFloat16 ? Set::load_bfloat(p) : Set::load_fp8(p);
+}
+
+// Weights that are decoded to floats: one product after the other along a block, or all of K.
+template <int R, int S, Form kForm>
 void float_tile(const Product& p, const uint8_t* record, int strip, int64_t row, Share share, F (&out)[R][S]) {
-  const int64_t ahead = p.weight->group_bytes();
+  constexpr bool kFp8 = kForm == Form::kFp8;
+  constexpr int kStep = kFp8 ? kGroup : 2 * kGroup, kStripStep = kStep / 2;
+  const Weight& w = *p.weight;
+  const int64_t ahead = w.group_bytes(), K = w.in_features, block = kFp8 ? w.block : K;
   const float* x = p.rows.floats + row * p.rows.stride;
-  F total[R][S];
-  for (auto& totals : total)
-    for (F& one : totals) one = Set::set(0);
-  const uint8_t* halves = record + strip * 32;
-  for (int64_t k = 0; k < p.weight->in_features; k++, halves += 2 * kGroup) {
-    if (share.first < share.last) __builtin_prefetch(halves + ahead, 0, 2);
-    for (int s = 0; s < S; s++) {
-      const F weight = kForm == Form::kFloat16 ? Set::load_half(halves + s * 32) : Set::load_bfloat(halves + s * 32);
-      for (int r = 0; r < R; r++) total[r][s] = Set::fma(weight, Set::set(x[r * p.rows.stride + k]), total[r][s]);
+  for (auto& some : out)
+    for (F& one : some) one = Set::set(0);
+  for (int64_t first = 0; first < K; first += block) {
+    const uint8_t* codes = record + strip * kStripStep;
+    F sums[R][S];
+    for (auto& some : sums)
+      for (F& one : some) one = Set::set(0);
+    for (int64_t k = first, end = least(first + block, K); k < end; k++, codes += kStep) {
+      if (share.first < share.last && (k * kStep) % 64 == 0) __builtin_prefetch(codes + ahead, 0, 2);
+      for (int s = 0; s < S; s++) {
+        const F weight = load_weights<kForm>(codes + s * kStripStep);
+        for (int r = 0; r < R; r++) sums[r][s] = Set::fma(weight, Set::set(x[r * p.rows.stride + k]), sums[r][s]);
+      }
     }
+    record += block * kStep;
+    for (int s = 0; s < S; s++) {
+      const F scale = kFp8 ? Set::load(reinterpret_cast<const float*>(record) + (strip + s) * kStrip) : Set::set(1);
+      for (int r = 0; r < R; r++) out[r][s] = kFp8 ? Set::fma(sums[r][s], scale, out[r][s]) : sums[r][s];
+    }
+    record += kFp8 ? kGroup * sizeof(float) : 0;
   }
-  for (int r = 0; r < R; r++)
-    for (int s = 0; s < S; s++) out[r][s] = total[r][s];
 }
 
 // -------------------------------------------------------------------------------- what follows sums
@@ -150,15 +166,14 @@ void write_strip(const Product& p, F sum, int64_t row, int64_t channel) {
 template <int R, int S, Form kForm, bool kZero, int T>
 void run_tile(const Product& p, int64_t group, int64_t row, Share share) {
   const Weight& w = *p.weight;
-  constexpr bool kQuantized = kForm != Form::kFloat16 && kForm != Form::kBFloat16;
   F sums[R][2];
   for (int strip = 0; strip < 2; strip += S) {
     F some[R][S];
     const uint8_t* record = w.records + group * w.group_bytes();
-    if constexpr (kQuantized)
+    if constexpr (takes_codes(kForm))
       quantized_tile<R, S, kForm, kZero, T>(p, record, strip, row, strip ? Share{} : share, some);
     else
-      float_tile<R, S, kForm, kZero>(p, record, strip, row, strip ? Share{} : share, some);
+      float_tile<R, S, kForm>(p, record, strip, row, strip ? Share{} : share, some);
     for (int r = 0; r < R; r++)
       for (int s = 0; s < S; s++) sums[r][strip + s] = some[r][s];
   }
@@ -193,19 +208,19 @@ constexpr int64_t kFetchFrom = 2;  // rows; see Share
 
 template <Form kForm, bool kZero, int T = 1>
 void run_groups(const Product& p, int64_t first, int64_t last) {
-  constexpr int kRows = Set::kRows / T, kFewRows = Set::kFewRows / T;
-  const int64_t row_bytes = p.rows.stride * (p.weight->is_quantized() ? T : 4);
+  constexpr int kRows = Set::kRows / T;
+  const int64_t row_bytes = p.rows.stride * (takes_codes(kForm) ? T : 4);
   const int64_t fitting = kPanelBytes / row_bytes / kRows * kRows;
   const int64_t panel = fitting > kRows ? fitting : kRows;
   const int64_t lines = (p.weight->record_bytes() + 63) / 64;
   for (int64_t top = 0; top < p.num_rows; top += panel) {
     const int64_t rows = p.num_rows - top < panel ? p.num_rows - top : panel;
-    const int64_t tiles = rows <= kFewRows ? 1 : (rows + kRows - 1) / kRows;
+    const int64_t tiles = (rows + kRows - 1) / kRows;
     for (int64_t group = first; group < last; group++)
       for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
         const Share share = {lines * tile / tiles * 64, lines * (tile + 1) / tiles * 64};
-        run_rows<kFewRows, kForm, kZero, T>(p, group, top + begin, end - begin, rows < kFetchFrom ? Share{} : share);
+        run_rows<kRows, kForm, kZero, T>(p, group, top + begin, end - begin, rows < kFetchFrom ? Share{} : share);
       }
   }
 }
@@ -220,6 +235,7 @@ void product(const Product& p, int64_t first, int64_t last) {
     case Form::kFp4: return run_groups<Form::kFp4, false>(p, first, last);
     case Form::kFloat16: return run_groups<Form::kFloat16, false>(p, first, last);
     case Form::kBFloat16: return run_groups<Form::kBFloat16, false>(p, first, last);
+    case Form::kFp8: return run_groups<Form::kFp8, false>(p, first, last);
   }
 }
 

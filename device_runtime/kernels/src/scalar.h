@@ -13,7 +13,7 @@ struct ScalarVector {
   struct F { float lane[16]; };
   struct I { int32_t lane[16]; };
   static constexpr int kMiddle8 = 0;  // what int8 dot products leave to be taken off
-  static constexpr int kRows = 2, kFewRows = 2, kStrips = 2, kQueries = 1, kWide = 1, kTurnFrom = 0;
+  static constexpr int kRows = 2, kStrips = 2, kQueries = 1, kWide = 1, kTurnFrom = 0;
 
   template <class T, class Function>
   static T each(Function function) {
@@ -21,7 +21,11 @@ struct ScalarVector {
     for (int i = 0; i < 16; i++) out.lane[i] = function(i);
     return out;
   }
-  static F load(const float* p) { return each<F>([&](int i) { return p[i]; }); }
+  static F load(const float* p) {  // which need not be aligned
+    F out;
+    std::memcpy(out.lane, p, sizeof out.lane);
+    return out;
+  }
   static F load_part(const float* p, int n) { return each<F>([&](int i) { return i < n ? p[i] : 0.f; }); }
   static void store(float* p, F x) { std::memcpy(p, x.lane, sizeof x.lane); }
   static void store_part(float* p, F x, int n) { std::memcpy(p, x.lane, n * sizeof(float)); }
@@ -66,6 +70,10 @@ struct ScalarVector {
       std::memcpy(&out, &bits, 4);
       return out;
     });
+  }
+  static F load_fp8(const void* p) {  // E4M3; 1/256 of what a code stands for
+    const uint8_t* codes = static_cast<const uint8_t*>(p);
+    return each<F>([&](int i) { return half_value(uint16_t((codes[i] & 128) << 8 | (codes[i] & 127) << 7)); });
   }
   static F load_codes(const int8_t* p) { return each<F>([&](int i) { return float(p[i]); }); }
   static void store_half(void* p, F x) {

@@ -96,10 +96,14 @@ inline __attribute__((always_inline)) void sum_lanes(const Query* queries, const
 
 template <int Q, int S, int kParts>
 void score_turned(const Attention& a, const Query* queries, const float* turned, int64_t at) {
-  F sums[Q][S];
-  sum_lanes<Q, S, kParts, 1>(queries, turned, a.padded_dim(), 0, sums);
+  F sums[4][Q][S];
+#pragma GCC unroll 1  // all lanes unrolled would be more than caches of instructions hold
+  for (int lane = 0; lane < 4; lane++) sum_lanes<Q, S, kParts, 4>(queries, turned, a.padded_dim(), lane, sums[lane]);
   for (int q = 0; q < Q; q++)
-    for (int s = 0; s < S; s++) Set::store(queries[q].scores + at + s * kStrip, capped(a, sums[q][s]));
+    for (int s = 0; s < S; s++) {
+      const F even = Set::add(sums[0][q][s], sums[2][q][s]), odd = Set::add(sums[1][q][s], sums[3][q][s]);
+      Set::store(queries[q].scores + at + s * kStrip, capped(a, Set::add(even, odd)));
+    }
 }
 
 template <int Q, int S>

@@ -7,7 +7,8 @@ from pathlib import Path
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction_sets
-from edgellm.manifest import ENCODER, Engine
+from edgellm.manifest import Engine
+from edgellm.roles import ROLES, Rows
 
 MINIMUM_VERSION = (1, 22)
 KERNELS, LAYOUT = (
@@ -62,11 +63,10 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
         _check_kernels(folder, engine)
     threads, opened = int(engine.options["threads"]), {}
     for role, graphs in engine.graphs.items():
-        # An encoder's images have all sizes.
         options = {
             "threads": threads,
             "optimize": False,
-            "keeps_memory": role != ENCODER,
+            "keeps_memory": ROLES[role].rows is not Rows.IMAGE,
             "own_kernels": own_kernels,
         }
         loaded = [LoadedGraph(load_graph(folder / g.path, **options), g.max_rows) for g in graphs]

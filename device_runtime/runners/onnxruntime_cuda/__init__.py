@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import Runner, onnxruntime_cpu
-from edgellm.manifest import (
-    DECODER,
-    DRAFT,
-    ENCODER,
-    DecoderSpec,
-    DraftSpec,
-    Engine,
-    GraphSpec,
-    Spec,
-)
+from edgellm.manifest import DecoderSpec, DraftSpec, Engine, GraphSpec, Spec
+from edgellm.roles import DECODER, DRAFT, ROLES, Rows
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -69,7 +61,7 @@ def open_graphs(
     from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 
     def load(path: str, role: str) -> InferenceSession:
-        keeps = role != ENCODER  # whose images have all sizes
+        keeps = ROLES[role].rows is not Rows.IMAGE
         return load_graph(
             folder / path, threads=threads, optimize=False, keeps_memory=keeps, device=device
         )

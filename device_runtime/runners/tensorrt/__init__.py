@@ -15,7 +15,8 @@ from edgellm.contract import (
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.tensorrt import library
-from edgellm.manifest import ENCODER, Engine
+from edgellm.manifest import Engine
+from edgellm.roles import ENCODER
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device

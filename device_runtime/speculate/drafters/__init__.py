@@ -1,6 +1,7 @@
 """What drafts, one file each, named as `--spec` says it.
 
-A network has `DEFAULTS` (`TreeLimits`) and `open(order)`, which loads it. What looks tokens up in
+A network has `DEFAULTS` (`TreeLimits`) and `open(order)`, which loads it; if it is the draft in an
+engine's folder, `ROLE`, the main role of such engines (`edgellm.roles`). What looks tokens up in
 text alone has `remember()`, which gives what starts the lookup of a request.
 """
 
@@ -10,6 +11,8 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
+
+from edgellm.contract import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.speculate.lookup import Lookup
@@ -43,6 +46,24 @@ def networks() -> tuple[str, ...]:
 def lookups() -> tuple[str, ...]:
     """The names of the others."""
     return tuple(name for name in _names() if not hasattr(_module(name), "DEFAULTS"))
+
+
+def own(role: str) -> str:
+    """What drafts with engines of a main role.
+
+    Raises:
+        EdgeLLMError: nothing here.
+    """
+    for name, of_it in owners().items():
+        if of_it == role:
+            return name
+    raise EdgeLLMError(f"no drafter here runs {role}", hint="update edgellm here")
+
+
+def owners() -> dict[str, str]:
+    """The networks that are drafts in an engine's folder, with the main roles of these."""
+    roles = {name: getattr(_module(name), "ROLE", "") for name in networks()}
+    return {name: role for name, role in roles.items() if role}
 
 
 def network(name: str) -> Network:

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import BrokenArtifactError
-from edgellm.device_runtime.pass_costs import pass_costs
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
-from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.sessions.decoder import DecoderSession, costs, open_decoder
 from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
@@ -25,7 +24,8 @@ from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 from edgellm.integrity import FileCheck
-from edgellm.manifest import LLM_ENGINE, PASS, load_engine
+from edgellm.manifest import LLM_ENGINE, load_engine
+from edgellm.roles import PASS
 
 DEFAULTS = TreeLimits(top_k=4, steps=8)
 _TOKENIZER = "tokenizer.json"
@@ -44,17 +44,17 @@ def open(order: Order) -> Opened:
         session = open_decoder(folder, manifest)
     if (images := manifest.decoder.images) is not None:
         session.set_images(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
-    drafting = manifest.costs(PASS) or pass_costs(session, manifest.decoder)
-    costs = Costs.of(order.pass_costs(), drafting, drafting)
+    drafting = (manifest.cost_ms or costs(session, manifest.decoder))[PASS]
+    prices = Costs.of(order.pass_costs(), drafting, drafting)
 
     def start(learned: Learned) -> ModelDrafter:
         return ModelDrafter(
-            session, learned, order.limits, costs,
+            session, learned, order.limits, prices,
             num_candidates=base.decoder.vocab_size, num_readable=manifest.decoder.vocab_size,
             prefill_rows=manifest.prefill_rows, image_ids=order.image_ids(reads_rows=False),
         )  # fmt: skip
 
-    return Opened(costs, start)
+    return Opened(prices, start)
 
 
 def require_same_tokens(engine: Path, draft: Path) -> None:

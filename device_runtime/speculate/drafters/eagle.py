@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgellm.contract import LimitError
-from edgellm.device_runtime.pass_costs import draft_costs
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
-from edgellm.device_runtime.sessions.draft import DraftSession, open_draft
+from edgellm.device_runtime.sessions.draft import costs, open_draft
 from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows, SavedRows
 from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
@@ -22,8 +21,10 @@ from edgellm.device_runtime.speculate.opening import Opened, Order, check_candid
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.tree import Pool
 from edgellm.integrity import FileCheck
-from edgellm.manifest import EXTEND, STEP, Engine
+from edgellm.manifest import Engine
+from edgellm.roles import DRAFT, EXTEND, STEP
 
+ROLE = DRAFT
 DEFAULTS = TreeLimits()
 
 
@@ -33,7 +34,8 @@ def open(order: Order) -> Opened:
     check_draft_rows(order.limits, manifest)
     with FileCheck(folder, manifest.files, order.verify):
         session = open_draft(folder, manifest)
-    costs = _costs(order, session, manifest)
+    measured = manifest.cost_ms or costs(session, manifest.draft, manifest.max_draft_tree_size)
+    prices = Costs.of(order.pass_costs(), measured[STEP], measured[EXTEND])
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
     round_rows = order.limits.round_rows
     most_rows = max(manifest.main_graphs[-1].max_rows, round_rows)
@@ -41,18 +43,9 @@ def open(order: Order) -> Opened:
 
     def start(learned: Learned) -> EagleDrafter:
         most = manifest.max_draft_tree_size
-        return EagleDrafter(rows, learned, order.limits, costs, max_tree_rows=most)
+        return EagleDrafter(rows, learned, order.limits, prices, max_tree_rows=most)
 
-    return Opened(costs, start, (rows,))
-
-
-def _costs(order: Order, session: DraftSession, draft: Engine) -> Costs:
-    step, extend = draft.costs(STEP), draft.costs(EXTEND)
-    if not step:
-        most = draft.max_draft_tree_size
-        step = draft_costs(session, draft.draft, fused=False, most_rows=most)
-        extend = draft_costs(session, draft.draft, fused=True, most_rows=most)
-    return Costs.of(order.pass_costs(), step, extend)
+    return Opened(prices, start, (rows,))
 
 
 def check_draft_rows(limits: TreeLimits, draft: Engine) -> None:

@@ -12,9 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from edgellm.contract import LimitError
-from edgellm.device_runtime.pass_costs import heads_costs
 from edgellm.device_runtime.sessions import F32, I64
-from edgellm.device_runtime.sessions.heads import HeadsSession, open_heads
+from edgellm.device_runtime.sessions.heads import HeadsSession, costs, open_heads
 from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
@@ -22,8 +21,10 @@ from edgellm.device_runtime.speculate.opening import Opened, Order, check_candid
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.tree import Pool
 from edgellm.integrity import FileCheck
-from edgellm.manifest import ALL_HEADS, DraftSpec
+from edgellm.manifest import DraftSpec
+from edgellm.roles import ALL_HEADS, HEADS
 
+ROLE = HEADS
 DEFAULTS = TreeLimits()  # with as many steps as there are heads
 
 
@@ -33,14 +34,14 @@ def open(order: Order) -> Opened:
     limits = heads_limits(order, manifest.draft)
     with FileCheck(folder, manifest.files, order.verify):
         session = open_heads(folder, manifest)
-    heads_ms = manifest.costs(ALL_HEADS) or heads_costs(session, manifest.draft, limits.top_k)
-    costs = Costs.of(order.pass_costs(), None, heads_ms)
+    measured = manifest.cost_ms or costs(session, manifest.draft, limits.top_k)
+    prices = Costs.of(order.pass_costs(), None, measured[ALL_HEADS])
     image_ids = order.image_ids(reads_rows=True)
 
     def start(learned: Learned) -> MedusaDrafter:
-        return MedusaDrafter(session, learned, limits, costs, image_ids=image_ids)
+        return MedusaDrafter(session, learned, limits, prices, image_ids=image_ids)
 
-    return Opened(costs, start)
+    return Opened(prices, start)
 
 
 def heads_limits(order: Order, draft: DraftSpec) -> TreeLimits:

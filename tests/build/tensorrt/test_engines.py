@@ -108,7 +108,7 @@ def test_medusa_heads(bundles, tmp_path, sm):
     assert len(engine.kernels) <= 6
     manifest = load_engine(tmp_path / "engine" / DRAFT_FOLDER, DRAFT_ENGINE)
     assert [(graph.path, graph.max_rows) for graph in manifest.main_graphs] == [("heads.engine", 1)]
-    assert (manifest.machine, manifest.costs("extend")) == (f"sm{sm}", {})
+    assert (manifest.machine, manifest.cost_ms) == (f"sm{sm}", {})
     outputs = {each.name: each.dims for kernel in engine.kernels for each in kernel.outputs}
     assert outputs[CANDIDATE_IDS] == outputs[CANDIDATE_LOG_PROBS] == (1, 3, TREE)
 

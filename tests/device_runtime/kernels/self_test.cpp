@@ -31,7 +31,7 @@ std::vector<uint8_t> random_weight(Form form, int64_t K, int64_t N, int64_t bloc
   std::memcpy(out.data(), &h, sizeof h);
   for (size_t at = sizeof h; at < out.size(); at += w.record_bytes())
     for (int64_t i = 0; i < w.record_bytes(); i++) {
-      const bool is_half = !w.is_quantized() || i >= w.code_bytes();
+      const bool is_half = i >= w.code_bytes() || form == Form::kFloat16 || form == Form::kBFloat16;
       out[at + i] = is_half && i % 2 ? uint8_t(0x38 + below(8) + 128 * below(2)) : uint8_t(generator());
     }
   return out;
@@ -54,11 +54,11 @@ bool equal(const std::vector<float>& a, const std::vector<float>& b) {
 
 int test_products(const Kernels& set, const Kernels& scalar) {
   int faults = 0;
-  for (const Form form : {Form::kInt4, Form::kInt8, Form::kFp4, Form::kFloat16, Form::kBFloat16})
+  for (const Form form : {Form::kInt4, Form::kInt8, Form::kFp4, Form::kFloat16, Form::kBFloat16, Form::kFp8})
     for (int trial = 0; trial < 24; trial++) {
-      const bool quantized = form != Form::kFloat16 && form != Form::kBFloat16, gated = trial % 5 == 4;
+      const bool quantized = takes_codes(form), gated = trial % 5 == 4;
       const int64_t K = 1 + below(300), N = gated ? 64 : 1 + below(100), rows = 1 + below(trial % 6 ? 10 : 60);
-      const int64_t block = form == Form::kFp4 ? 16 : quantized ? 16 << below(4) : 1;
+      const int64_t block = form == Form::kFp4 ? 16 : form == Form::kFp8 ? 1 + below(K) : quantized ? 16 << below(4) : 1;
       const bool zero = quantized && form != Form::kFp4 && trial % 2;
       const std::vector<uint8_t> packed = random_weight(form, K, N, block, zero, gated, form == Form::kInt8 && trial % 3 ? 2 : 1);
       Weight w;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_calls import DOUBLED_FP4, float_case, product, quantized_case
+from kernel_calls import DOUBLED_FP4, float_case, fp8_case, product, quantized_case
 
 from edgellm.device_runtime.kernels.library import instruction_sets
 
@@ -99,11 +99,25 @@ def test_weights_of_sixteen_bits_are_multiplied_as_floats(kind, rng):
             assert same_bits(product(name, case, x), reference), (name, rows)
 
 
+@pytest.mark.parametrize("shape", [(300, 72, 300), (256, 40, 128), (200, 33, 48)], ids=str)
+def test_fp8_is_multiplied_as_stored(shape, rng):
+    """Every code, those below the smallest normal number as well, by scales of floats."""
+    case = fp8_case(rng, *shape)
+    for rows in (1, 2, 5, 8, 33):
+        x = rng.standard_normal((rows, shape[0]), np.float32)
+        reference = product("scalar", case, x)
+        assert relative_error(reference, x @ case.weight.T) < 1e-6
+        for name in FAST:
+            assert same_bits(product(name, case, x), reference), (name, rows)
+
+
 @pytest.mark.parametrize("name", FAST)
-@pytest.mark.parametrize("kind", ["int4", "int8", "float16"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "float16", "fp8"])
 def test_a_rows_bits_do_not_depend_on_its_company(name, kind, rng):
     if kind == "float16":
         case = float_case(rng, kind, 96, 64)
+    elif kind == "fp8":
+        case = fp8_case(rng, 96, 64, 96)
     else:
         case = quantized_case(rng, kind, 96, 64, 32, zero_points=True)
     gamma = rng.standard_normal(96, np.float32)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 from added_files import added
 
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.build.cli import app
+from edgellm.contract import HIDDEN_TAPS, TOP_K, EdgeLLMError
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, sessions
 from edgellm.device_runtime.requests.spec_flags import SpecFlags
 from edgellm.device_runtime.speculate import drafters
+from edgellm.manifest import MANIFEST_NAME
+from edgellm.roles import ROLES, Role, Rows
 
 NETWORK = '''
 """Says that tokens are counted up."""
@@ -60,6 +66,42 @@ class Echo:
         pass
 '''
 
+# What Medusa heads are, under another name: a role, a session over its graph, and a drafter.
+SESSION = '''
+"""All that follows, seen at once."""
+from edgellm.device_runtime.sessions import heads
+
+
+def session(opened, spec, capacity):
+    return heads.HeadsSession(opened["foresight"])
+
+
+def costs(session, spec, most_rows=0):
+    (measured,) = heads.costs(session, spec, most_rows).values()
+    return {"glance": measured}
+'''
+OWN = '''
+"""Drafts with what lies in the engine's folder."""
+from edgellm.device_runtime.runners import find as find_runner
+from edgellm.device_runtime.sessions import find
+from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.speculate.drafters.medusa import MedusaDrafter, heads_limits
+from edgellm.device_runtime.speculate.opening import Opened, open_own
+from edgellm.device_runtime.speculate.policy import TreeLimits
+
+ROLE = "foresight"
+DEFAULTS = TreeLimits()
+
+
+def open(order):
+    folder, manifest = open_own(order, "foresight")
+    opened = find_runner(manifest.backend).open_engine(folder, manifest)
+    session = find(ROLE).session(opened, manifest.spec, 0)
+    costs = Costs.of(order.pass_costs(), None, manifest.cost_ms["glance"])
+    limits = heads_limits(order, manifest.draft)
+    return Opened(costs, lambda learned: MedusaDrafter(session, learned, limits, costs))
+'''
+
 
 @pytest.fixture
 def drafters_more(tmp_path):
@@ -88,6 +130,42 @@ def test_a_file_is_a_drafter(tree_engine, name, size):
         assert len(found.token_ids) > 4
         assert found.token_ids == plain.token_ids
         assert max(counts.tree_size for counts in found.profile.rounds) == size
+
+
+def test_a_network_of_a_new_shape_is_a_role_a_session_and_a_drafter(
+    eagle_pairs, tmp_path, monkeypatch, capsys
+):
+    """Compiled, checked, measured and run, by `--spec` and by `--eagle`."""
+    pair = eagle_pairs("medusa")
+    bundle, engine = tmp_path / "bundle", tmp_path / "engine"
+    shutil.copytree(pair.draft_bundle, bundle)
+    shutil.copytree(pair.engine, engine)
+    manifest = json.loads((bundle / MANIFEST_NAME).read_text())
+    manifest["graphs"] = {"foresight": manifest["graphs"]["heads"]}
+    (bundle / MANIFEST_NAME).write_text(json.dumps(manifest))
+    facts = Role(Rows.ONE, inputs=(HIDDEN_TAPS, TOP_K), measured={"glance": "a glance"})
+    monkeypatch.setitem(ROLES, "foresight", facts)
+    with (
+        added(sessions, tmp_path / "sessions", foresight=SESSION),
+        added(drafters, tmp_path / "drafters", foresight=OWN),
+    ):
+        folders = ("--onnxDir", str(bundle), "--engineDir", str(engine))
+        sizes = ("--maxInputLen", "64", "--maxKVCacheCapacity", "128", "--threads", "1")
+        app([*folders, *sizes, "--eagleDraft"], standalone_mode=False)
+        built = capsys.readouterr().out
+        assert "check: foresight: 3 rows are off" in built
+        assert "a glance takes (rows: ms) 1: " in built
+        for asked in ({"spec": "foresight"}, {"eagle": True}):
+            flags = SpecFlags(tree="fixed", verify_size=12, **asked)
+            llm = LLM(engine, spec=flags.read())
+            greedy = SamplingParams(temperature=0)
+            plain, found = (
+                llm.generate("w23", sampling=greedy, max_generate_length=12, speculative=drafts)
+                for drafts in (False, True)
+            )
+            list(plain), list(found)
+            assert found.token_ids == plain.token_ids
+            assert max(counts.tree_size for counts in found.profile.rounds) == 12
 
 
 def test_without_the_file_there_is_none():

@@ -20,8 +20,9 @@ from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.sessions import ImageRows
 from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.device_runtime.sessions.encoder import EncoderSession, open_encoder
-from edgellm.manifest import DECODER, ENCODER, LLM_ENGINE, VISUAL_ENGINE, GraphSpec, load_engine
+from edgellm.manifest import LLM_ENGINE, VISUAL_ENGINE, GraphSpec, load_engine
 from edgellm.multimodal.grids import grid_inputs
+from edgellm.roles import DECODER, ENCODER
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CAPACITY, ROWS = 576, 6

@@ -28,7 +28,8 @@ from edgellm.device_runtime.runners.tensorrt.device_rows import RowMemory
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.manifest import DECODER, DRAFT, FUSE, LLM_ENGINE, FileRecord, load_engine
+from edgellm.manifest import LLM_ENGINE, FileRecord, load_engine
+from edgellm.roles import DECODER, DRAFT, FUSE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its answers are long

@@ -1,0 +1,63 @@
+"""What graphs are for: the facts by which builders and the runtime handle a role alike.
+
+A graph of a new shape is an entry of `ROLES`. If an engine is for it, `device_runtime.sessions` has
+a module of its name, which runs and measures it. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from edgellm.contract import DRAFT_HIDDEN, HIDDEN_TAPS, TOP_K
+
+DECODER = "decoder"  # a language model
+DRAFT = "draft"  # a draft network with a cache of its own
+FUSE = "fuse"  # makes a draft's hidden rows of a base's features
+HEADS = "heads"  # foresee tokens from the feature of the newest committed row: a row for each head
+ENCODER = "encoder"  # a visual encoder
+
+# Kinds of passes that are measured
+PASS = "pass"  # of a decoder
+STEP = "step"  # of a draft: rows of one growth
+EXTEND = "extend"  # of a draft: rows fused and committed
+ALL_HEADS = "heads"  # of all of them
+
+
+class Rows(Enum):
+    """What the rows of a pass are."""
+
+    TEXT = "a prompt, the newest token, or a tree to verify"
+    DRAFTED = "a prompt, what a round committed, or a level of a drafted tree"
+    ONE = "one"
+    IMAGE = "the patches or tiles of an image, of any size"
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The facts of a role."""
+
+    rows: Rows
+    has_cache: bool = False  # of keys and values; rows are tokens, and images among them
+    inputs: tuple[str, ...] = ()  # besides those of what has a cache, or reads an image
+    measured: Mapping[str, str] = field(default_factory=dict)  # kinds of passes, and their names
+
+
+ROLES = {
+    DECODER: Role(Rows.TEXT, has_cache=True, measured={PASS: "a pass"}),
+    DRAFT: Role(
+        Rows.DRAFTED,
+        has_cache=True,
+        inputs=(DRAFT_HIDDEN, TOP_K),
+        measured={STEP: "a draft step", EXTEND: "fusing and committing"},
+    ),
+    FUSE: Role(Rows.DRAFTED, inputs=(HIDDEN_TAPS,)),
+    HEADS: Role(Rows.ONE, inputs=(HIDDEN_TAPS, TOP_K), measured={ALL_HEADS: "a pass of all heads"}),
+    ENCODER: Role(Rows.IMAGE),
+}
+
+
+def measured_name(kind: str) -> str:
+    """What people call a kind of pass."""
+    return next(role.measured[kind] for role in ROLES.values() if kind in role.measured)

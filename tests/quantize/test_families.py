@@ -1,0 +1,161 @@
+"""`edgellm-quantize llm` for every dense family: its layers alone are those of the whole model."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quantize_cases import make_job, make_model, plain_sessions, write_text
+from transformers import AutoModelForCausalLM
+
+from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
+from edgellm.contract import UnsupportedModelError
+from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.export import models
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.checkpoint import Checkpoint
+from edgellm.export.source import open_checkpoint
+from edgellm.export.verify import run_portable
+from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
+from edgellm.quantize.families import FAMILIES
+from edgellm.quantize.layer_errors import relative
+from edgellm.quantize.layerwise_run import run_job
+from edgellm.quantize.linear import DecodedLinear, decode_linear
+from edgellm.quantize.logits import Quality
+from edgellm.quantize.plan import Job, make_plan
+from edgellm.quantize.rounding import round_input
+from edgellm.quantize.schemes import SCHEMES
+from edgellm.quantize.tensors import read_below
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Relative errors of a weight that was rounded to nearest; the smallest blocks have 32 values.
+WORST = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11}
+# Relative to the logits; inputs that are rounded may fall to the other side of a tie.
+FAR = {"int4_awq": 2e-5, "fp8": 0.06, "int8_sq": 0.06}
+# INT4 folds and smooths, so that every family shows it; the others where layers are put otherwise.
+CASES = [(kind, "int4_awq") for kind in FAMILIES] + [
+    (kind, scheme)
+    for kind, scheme in product(("cohere2", "gemma2", "olmo2", "phi3", "starcoder2"), WORST)
+    if scheme != "int4_awq"
+]
+ENGINES = ("cohere2", "gemma3_text", "phi3")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.jsonl")
+
+
+def test_every_architecture_is_a_family():
+    assert set(models.supported()) == set(FAMILIES)
+
+
+@pytest.mark.parametrize(("kind", "scheme"), CASES)
+def test_a_bundle_computes_what_was_measured(tmp_path, text, monkeypatch, kind, scheme):
+    """The report, transformers with the result's values, and the bundle's graph."""
+    model = make_model(tmp_path / "model", kind)
+    job = make_job(model, text, tmp_path / "quantized", scheme, num_samples=4)
+    quality, rows, whole = *_run(job), _transformers(model)
+    assert quality.perplexity_float == pytest.approx(_perplexity(whole, rows), rel=1e-5)
+
+    checkpoint = open_checkpoint(str(job.output_dir))
+    _quantize(whole, checkpoint, SCHEMES[scheme].rounds_input)
+    assert quality.perplexity_quantized == pytest.approx(_perplexity(whole, rows), rel=1e-2)
+    if scheme == "nvfp4":  # which ONNX Runtime does not run on CPUs
+        return
+    bundle = tmp_path / "bundle"
+    export_llm(checkpoint, bundle, ExportOptions("fp32"))
+    with monkeypatch.context() as context:
+        plain_sessions(context)
+        found = run_portable(bundle, load_bundle(bundle, LLM_BUNDLE), rows[0], len(rows[0]) - 2)
+    expected = whole(torch.from_numpy(rows[:1])).logits[0].numpy()
+    assert relative(expected, found) < FAR[scheme]
+    if kind in ENGINES and scheme == "int4_awq":
+        plan = Plan(48, 64, 1, "auto")
+        build_engine("llm", bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
+        session = open_decoder(tmp_path / "engine", load_engine(tmp_path / "engine", LLM_ENGINE))
+        logits = session.run(rows[0], 0, np.arange(len(rows[0]))).logits
+        assert relative(expected, logits) < 0.15  # whose cache has bytes, and inputs too
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere2", "starcoder2"])
+def test_heads_are_measured_as_the_family_ends(tmp_path, text, kind):
+    """Bounded or scaled logits; a norm with a bias."""
+    model = make_model(tmp_path / "model", kind)
+    job = make_job(model, text, tmp_path / "out", "fp8", lm_head_quantization="int8")
+    quality, rows, whole = *_run(job), _transformers(model)
+    checkpoint = open_checkpoint(str(job.output_dir))
+    _quantize(whole, checkpoint, True)
+    head = decode_linear(read_below(checkpoint.tensors, ""), "lm_head", (96, 96), False)
+    whole.lm_head.weight = torch.nn.Parameter(torch.from_numpy(head.weight), requires_grad=False)
+    assert quality.perplexity_quantized == pytest.approx(_perplexity(whole, rows), rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "phi3"])
+def test_ranges_of_caches_where_attention_is_eager_or_fused(tmp_path, text, kind):
+    """ModelOpt's calibration against ours, which see the same text."""
+    model, ranges = make_model(tmp_path / "model", kind), {}
+    for cache in ("fp8", "int8"):
+        job = make_job(model, text, tmp_path / cache, "fp8", kv_cache_quantization=cache)
+        run_job(job, lambda *_: None)
+        bundle = tmp_path / f"{cache}-bundle"
+        export_llm(open_checkpoint(str(job.output_dir)), bundle, ExportOptions("fp32"))
+        ranges[cache] = load_bundle(bundle, LLM_BUNDLE).decoder.kv.ranges
+    assert ranges["fp8"].keys == pytest.approx(ranges["int8"].keys, rel=1e-3)
+    assert ranges["fp8"].values == pytest.approx(ranges["int8"].values, rel=1e-3)
+
+
+def test_a_family_without_facts_is_refused(tmp_path, text, monkeypatch):
+    job = make_job(make_model(tmp_path / "model", "phi3"), text, tmp_path / "result", "fp8")
+    monkeypatch.delitem(FAMILIES, "phi3")
+    with pytest.raises(UnsupportedModelError, match="layers of 'phi3' cannot be quantized") as e:
+        run_job(job, lambda *_: None)
+    assert "llm_build --quantize int8" in e.value.hint
+    assert not (tmp_path / "result").exists()
+
+
+def _run(job: Job) -> tuple[Quality, np.ndarray]:
+    """What a run measured, and the text that it measured with."""
+    report = run_job(job, lambda *_: None)
+    errors = [error for layer in report.layers for error in layer.weight_errors.values()]
+    assert max(errors) < WORST[job.quantization]
+    return report.quality, make_plan(job).task.calibration.held_out
+
+
+def _transformers(folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.requires_grad_(False)
+
+
+def _perplexity(model: Any, rows: np.ndarray) -> float:
+    ids = torch.from_numpy(rows)
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    return float(torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).exp())
+
+
+def _quantize(model: Any, checkpoint: Checkpoint, rounds_input: bool) -> None:
+    """Put a quantized checkpoint's values into a model, and let its layers round their inputs."""
+    tensors = read_below(checkpoint.tensors, "")
+    for name, module in model.model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            shape = module.out_features, module.in_features
+            linear = decode_linear(tensors, f"model.{name}", shape, rounds_input)
+            module.weight.copy_(torch.from_numpy(linear.weight))
+            module.register_forward_pre_hook(lambda _, x, linear=linear: (_rounded(linear, x[0]),))
+        elif "norm" in name:
+            for part, values in module.named_parameters(recurse=False):
+                values.copy_(torch.from_numpy(tensors[f"model.{name}.{part}"].floats()))
+
+
+def _rounded(linear: DecodedLinear, x: torch.Tensor) -> torch.Tensor:
+    smooth = linear.pre_quant_scale
+    x = x if smooth is None else x * torch.from_numpy(smooth.copy())
+    return round_input(x, linear.input_type, linear.input_scale)
