@@ -24,6 +24,7 @@ _MAGIC = b"edgellmW"
 _FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4, "fp4": 5, "fp8": 6}
 _MIDDLES = {"int4": 8, "int8": 128, "fp4": 0}
 _BITS = {"int4": 4, "fp4": 4, "int8": 8, "fp8": 8}
+_LARGEST_OFFSET = 2.0**14  # over the multiplier, which is half of the largest at least
 _HEADER = struct.Struct("<8s7I f Q I 12x")
 _OF_HALVES = 2.0**8  # what FP8 codes stand for, over what halves of the same bits do
 _WEIGHTS_AT_ONCE = 1 << 20
@@ -136,7 +137,7 @@ def pack_codes(
     if multiplier is None:
         largest = float(np.abs(scales).max(initial=0))
         if offsets is not None:  # which may be larger, and must fit as well
-            largest = max(largest, float(np.abs(offsets).max(initial=0)) / _LARGEST_HALF)
+            largest = max(largest, float(np.abs(offsets).max(initial=0)) / _LARGEST_OFFSET)
         multiplier = scale_multiplier(largest)
     yield form.header(multiplier)
     for part in channel_slices(form):
