@@ -82,7 +82,8 @@ def _byte_level(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in get("tokenizer.ggml.merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     for merge in merges:  # the library raises a bare Exception
-        if len(merge) != 2 or {*merge, "".join(merge)} - vocabulary.keys():
+        known = all(part in vocabulary for part in (*merge, "".join(merge)))
+        if len(merge) != 2 or not known:
             raise ValueError(f"the merge {' '.join(merge)!r} is not of the vocabulary")
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe"))
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
