@@ -54,6 +54,10 @@ Body = Annotated[
     str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4 or nvfp4_awq.")
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")]
+MaxKl = Annotated[
+    float | None,
+    typer.Option("--max_kl", min=0, help="Largest KL, nats a token; nothing is written above it."),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
 IgnoredKeys = Annotated[
     str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
@@ -87,6 +91,7 @@ def llm(
     batch_tokens: BatchTokens = None,
     device: Device = "auto",
     seed: Seed = 0,
+    max_kl: MaxKl = None,
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize a language model; run the same command again after an interrupt to go on."""
@@ -95,7 +100,7 @@ def llm(
         algo=algo, kv_cache_quantization=kv_cache_quantization,
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
-        seed=seed,
+        seed=seed, max_kl=max_kl,
     )  # fmt: skip
 
 
@@ -119,6 +124,7 @@ def draft(
     batch_tokens: BatchTokens = None,
     device: Device = "auto",
     seed: Seed = 0,
+    max_kl: MaxKl = None,
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize an EAGLE draft, calibrated with its base's features; fc stays as it is."""
@@ -127,7 +133,7 @@ def draft(
         base_model_dir=base_model_dir,
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
-        seed=seed,
+        seed=seed, max_kl=max_kl,
     )  # fmt: skip
 
 

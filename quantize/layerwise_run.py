@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from edgellm.contract import EdgeLLMError
 from edgellm.disk import explain_full_disk
 from edgellm.exclusive import hold
 from edgellm.export.checkpoint import TensorSource
@@ -61,10 +62,23 @@ def run_job(job: Job, progress: Progress) -> Report:
         explain_full_disk(work.path, hint=_FULL_HINT),
     ):
         quality = _quantize(plan, progress)
+        _refuse_far(plan, quality)
         report = make_report(plan, quality, time.perf_counter() - start)
         write_folder(plan, report)
         work.remove()
     return report
+
+
+def _refuse_far(plan: Plan, quality: Quality) -> None:
+    """Raise `EdgeLLMError` when the result differs more than the user allows; its parts stay."""
+    largest = plan.job.max_kl
+    if largest is not None and not quality.kl_divergence <= largest:
+        raise EdgeLLMError(
+            f"a KL divergence of {quality.kl_divergence:.4f} nats is above --max_kl {largest}: "
+            f"{plan.job.output_dir} was not written",
+            hint="try another --quantization; the same command with a larger --max_kl writes it at "
+            f"once, from {plan.task.work.path}",
+        )
 
 
 def _quantize(plan: Plan, progress: Progress) -> Quality:

@@ -50,6 +50,9 @@ class Job:
     batch_tokens: int | None = None
     device: str = "auto"
     seed: int = 0
+    max_kl: float | None = (
+        None  # nats a token over the held-out text, above which nothing is written
+    )
     ignore_config_keys: tuple[str, ...] = ()
 
     @property
@@ -188,7 +191,7 @@ def _settings(
 ) -> dict[str, Any]:
     """What a run that goes on must have in common with the one that began."""
     facts = asdict(job)
-    for name in ("output_dir", "device"):
+    for name in ("output_dir", "device", "max_kl"):
         del facts[name]
     infos = subject.tensors.infos()
     names = sorted((name, info.dtype, info.shape) for name, info in infos.items())
