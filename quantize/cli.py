@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.command import SNAKE_CASE, App, run_command
+from edgellm.command import SNAKE_CASE, App, numbers, run_command
 from edgellm.contract import EdgeLLMError
 
 if TYPE_CHECKING:
@@ -53,6 +53,9 @@ Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the resul
 Body = Annotated[
     str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4 or nvfp4_awq.")
 ]
+KeepLayers = Annotated[
+    str, typer.Option("--keep_layers", help="Decoder layers that stay floats, such as 0,29.")
+]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")]
 MaxKl = Annotated[
     float | None,
@@ -88,6 +91,7 @@ def llm(
     held_out: HeldOut = None,
     alpha_step: AlphaStep = None,
     block_size: BlockSize = None,
+    keep_layers: KeepLayers = "",
     batch_tokens: BatchTokens = None,
     device: Device = "auto",
     seed: Seed = 0,
@@ -98,6 +102,7 @@ def llm(
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
         algo=algo, kv_cache_quantization=kv_cache_quantization,
+        keep_layers=numbers("--keep_layers", keep_layers),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
         seed=seed, max_kl=max_kl,
@@ -206,6 +211,9 @@ def _print(report: Report, output: Path) -> None:
         f"KL {quality.kl_divergence:.4f} nats, top-1 agreement {quality.top1_agreement:.1%} "
         f"over {quality.tokens} held-out tokens"
     )
+    if report.outliers:
+        kept = ",".join(map(str, report.outliers))
+        typer.echo(f"layers {kept} lose far more than the others: --keep_layers {kept} keeps them")
     typer.echo(
         f"{report.quantized_modules} layers at {report.bits_per_weight:.2f} bits a weight, "
         f"{report.bytes_before / 1e6:.1f} -> {report.bytes_after / 1e6:.1f} MB"
