@@ -7,7 +7,7 @@ QUICK_VENV := .venv-quick
 TEST_VENV := .venv
 RUFF_AND_LAYERS = $(1)/bin/ruff check . && $(1)/bin/ruff format --check . && $(1)/bin/lint-imports
 
-.PHONY: gpu-proof gpu-proof-dry demo test quick lint types quick-tests clean
+.PHONY: gpu-proof gpu-proof-dry demo test all-types most-tests quick lint types quick-tests clean
 
 demo: $(DEMO_VENV)/installed
 	$(DEMO_VENV)/bin/python -m edgellm.scripts.demo
@@ -15,12 +15,17 @@ demo: $(DEMO_VENV)/installed
 # The server's tests run alone: they count what it does in a time.
 test: $(TEST_VENV)/installed
 	$(call RUFF_AND_LAYERS,$(TEST_VENV))
-	$(TEST_VENV)/bin/pyright --pythonpath $(TEST_VENV)/bin/python
 	$(TEST_VENV)/bin/python -m edgellm.scripts.smollm2
+	$(MAKE) --jobs 2 all-types most-tests
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --durations 10 tests/tools/serve
+
+all-types: $(TEST_VENV)/installed
+	$(TEST_VENV)/bin/pyright --pythonpath $(TEST_VENV)/bin/python
+
+most-tests: $(TEST_VENV)/installed
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 \
 		--dist loadfile --no-loadscope-reorder --durations 25 --folders \
 		--ignore tests/tools/serve
-	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --durations 10 tests/tools/serve
 
 # Without torch and its kin: the type checker takes their types as unknown, their tests are left out.
 quick:

@@ -6,7 +6,8 @@
 All engines have the same weights (SmolLM2-135M-Instruct), the same number of threads, a 512-token
 context and batch 1. Every engine runs in its own process; they take turns for several rounds.
 `--shape` takes random weights of a larger model and compares edgellm's kernels with
-ONNX Runtime's.
+ONNX Runtime's. "of memory": the rate at which a token's weights are read, over that at which as
+many threads read a large array between the rounds.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import argparse
 import os
 import statistics
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+import onnx
 import weights
 from engines import CAPACITY, CONTEXT, Process
 
@@ -27,6 +32,7 @@ from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.scripts import smollm2
 
+READ_BYTES = 1 << 28
 THEIRS = ", ONNX Runtime's kernels"
 
 
@@ -86,6 +92,28 @@ def _build(
     build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
 
 
+def bytes_per_s(threads: int) -> float:
+    """What threads read together of an array that no cache holds; the best of three."""
+    parts = np.array_split(np.ones(READ_BYTES // 4, np.int32), threads)
+    best = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(3):
+            start = time.perf_counter()
+            list(pool.map(np.max, parts))
+            best = min(best, time.perf_counter() - start)
+    return READ_BYTES / best
+
+
+def token_bytes(engine: Path) -> int:
+    """Packed weights that a token reads; 0 where the engine has none."""
+    path = engine / "decode.onnx"
+    if not path.exists():
+        return 0
+    graph = onnx.load(path, load_external_data=False).graph
+    packed = {node.input[1] for node in graph.node if node.op_type == "QuantLinear"}
+    return sum(int(np.prod(each.dims)) for each in graph.initializer if each.name in packed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
@@ -106,7 +134,9 @@ def main() -> None:
     }
     prefill: dict[str, list[float]] = {name: [] for name in models}
     decode: dict[str, list[float]] = {name: [] for name in models}
+    rates: list[float] = []
     for _ in range(arguments.rounds):
+        rates.append(bytes_per_s(arguments.threads))
         for name, process in processes.items():
             prefill[name] += process.measure("prefill", CONTEXT)
             decode[name].append(statistics.median(process.measure("decode", 48)))
@@ -115,10 +145,23 @@ def main() -> None:
     print(
         f"{arguments.threads} threads, {CONTEXT}-token prompt, median of {arguments.rounds} rounds"
     )
-    print(f"{'engine':32} {'decode tok/s':>13} {'ms':>7} {'prefill tok/s':>14}")
-    for name in models:
+    rate = statistics.median(rates)
+    print(
+        f"they read {rate / 1e9:.1f} GB/s; ready: behind imports; anonymous memory with the cache"
+    )
+    print(
+        f"{'engine':32} {'decode tok/s':>13} {'ms':>7} {'prefill tok/s':>14} {'of memory':>9} "
+        f"{'imports s':>9} {'ready s':>8} {'anon. MB':>9}"
+    )
+    for name, (_, _, path) in models.items():
         step, prompt = statistics.median(decode[name]), statistics.median(prefill[name])
-        print(f"{name:32} {1e3 / step:13.1f} {step:7.2f} {CONTEXT / prompt * 1e3:14.0f}")
+        imports, ready, anonymous = processes[name].opening
+        read = token_bytes(path)
+        share = f"{read / step * 1e3 / rate:.0%}" if read else ""
+        print(
+            f"{name:32} {1e3 / step:13.1f} {step:7.2f} {CONTEXT / prompt * 1e3:14.0f} {share:>9} "
+            f"{imports:9.2f} {ready:8.2f} {anonymous / 1e6:9.0f}"
+        )
     if arguments.shape:
         pairs = [
             (f"{q}, edgellm's kernels", f"{q}, onnxruntime's kernels") for q in ("int4", "int8")

@@ -7,6 +7,7 @@ take turns, so that a slow minute of a shared machine falls on all of them.
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -124,6 +125,13 @@ KINDS: dict[str, Callable[[str, int], Engine]] = {
 }
 
 
+MODULES = {
+    "edgellm": ("onnxruntime", "edgellm.device_runtime.sessions.decoder"),
+    "llama.cpp": ("llama_cpp",),
+    "genai": ("onnxruntime_genai",),
+}
+
+
 class Process:
     """An engine in its own process."""
 
@@ -134,7 +142,7 @@ class Process:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self._read()
+        self.opening = self._read()  # seconds of imports and until it was ready, anonymous bytes
 
     def measure(self, what: str, count: int) -> list[float]:
         """Milliseconds of the passes that a command asks for."""
@@ -163,12 +171,24 @@ def _timed(function: Callable[[], None]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def _anonymous_bytes() -> int:
+    """Of this process: what no file backs, so that it cannot be dropped."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line.split()[1] for line in lines if line.startswith("RssAnon:"))
+    return int(found) << 10
+
+
 def main() -> None:
     kind, path, threads = sys.argv[1:]
+    start = time.perf_counter()
+    for name in MODULES[kind]:
+        importlib.import_module(name)
+    imported = time.perf_counter()
     engine = KINDS[kind](path, int(threads))
+    ready = time.perf_counter()
     prompt = list(range(1000, 1000 + CONTEXT))
     engine.prefill(prompt)
-    print("[]", flush=True)
+    print(json.dumps([imported - start, ready - imported, _anonymous_bytes()]), flush=True)
     for line in sys.stdin:
         what, count = line.split()
         if what == "prefill":

@@ -40,6 +40,7 @@ class Board:
     share: float = 0.85  # of it that a kernel of many bytes reaches
     launch_us: float = 1.5  # between two kernels of a CUDA graph
     wait_us: float = 40.0  # host waits, reads, asks again
+    small_us: float = 10.0  # a kernel of one block: a level joins the pool, a tree is chosen
     has_fp4: bool = False
     # Products of 60 rows with int4 are not bound by the memory: times what they read takes. So
     # much the published figure implies.
@@ -62,14 +63,19 @@ class Way:
     waits: int  # of a round; of a plain step there is one
 
 
-TODAY = Way("as built today", True, "fp16", 5)  # with four steps; tests on the fake GPU count them
+# Tests on the fake GPU count the waits, and `ROUND_KERNELS`.
+TODAY = Way("as built today", True, "fp16", 1)
 WAYS = (
+    replace(TODAY, name="with the host between levels", waits=5),
     TODAY,
     replace(TODAY, name="+ attention over live rows", attends_capacity=False),
     replace(TODAY, name="+ head and draft as the base", attends_capacity=False, head=""),
-    Way("+ one wait a round", False, "", 1),
 )
 
+# Of edgellm's own beside the networks' in a round that is the device's: of one block each, a level
+# and the one behind the last, the tree, its layout and its acceptance; and those that copy rows.
+ROUND_KERNELS, ROUND_COPIES = 1 + 3, 4  # and one, or two, more for each level but the last
+HOST_TREE_MS = 0.13  # of a round, measured: trees of 60 nodes and four levels on an x86 core
 LAYERS, HIDDEN, KV_WIDTH, INNER, VOCAB = 32, 4096, 1024, 14336, 128256
 DRAFT_VOCAB, STEPS = 32000, 4
 _LINEAR = HIDDEN * (2 * HIDDEN + 2 * KV_WIDTH) + 3 * HIDDEN * INNER  # weights of a layer
@@ -134,6 +140,11 @@ def round_parts_ms(
             total[kind] = total.get(kind, 0.0) + ms
     if precision == "int4":
         total["rows of int4"] = (board.int4_rows - 1) * total["weights"]
+    if way.waits == 1:
+        kernels, copies = ROUND_KERNELS + STEPS, ROUND_COPIES + 2 * STEPS
+        total["tree"] = (kernels * board.small_us + copies * board.launch_us) / 1e3
+    else:
+        total["tree"] = HOST_TREE_MS
     return {**total, "waits": way.waits * board.wait_us / 1e3}
 
 

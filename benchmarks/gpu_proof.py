@@ -117,14 +117,18 @@ def _check_caches(device: Device, address: int, host: np.ndarray) -> None:
 
 def _runtime(*, dry: bool) -> None:
     """The stage's own process; its exit status is part of the proof."""
+    from gpu_kernels import check_kernels  # it needs what lies with the tests
+
     if dry:
         from fake_gpu import FakeDevice
 
-        print(json.dumps(check_runtime(FakeDevice(), (256, 64))))
+        device = FakeDevice()
+        print(json.dumps({**check_runtime(device, (256, 64)), **check_kernels(device, 9000)}))
         return
     from edgellm.device_runtime.runners.tensorrt.cuda import open_device
 
-    print(json.dumps(check_runtime(open_device())))
+    device = open_device()
+    print(json.dumps({**check_runtime(device), **check_kernels(device)}))
 
 
 def build_engine(folder: Path, *, dry: bool) -> tuple[bool, str]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
-from edgellm.device_runtime.speculate.drafter import Drafter
+from edgellm.device_runtime.speculate.drafter import Drafter, Verified
 from edgellm.device_runtime.speculate.open_drafter import Drafters
 from edgellm.device_runtime.speculate.tree import Tree
 
@@ -60,6 +61,14 @@ class OracleDrafter:
 
     def catch_up(self) -> None:
         self._within.catch_up()
+
+    def ask_round(self, *_: Any, is_exact: bool) -> bool:
+        """A device would verify its own tree: an oracle's rounds need the host."""
+        del is_exact
+        return False
+
+    def finish_round(self) -> Verified:
+        raise NotImplementedError
 
     def propose(self, root: int, room: int, levels: int) -> Tree:
         self._own = tree = self._within.propose(root, room, levels)

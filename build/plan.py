@@ -39,7 +39,7 @@ class Plan:
     kv_capacity: int = 0
     threads: int = 0  # 0 takes all cores
     prefill: str = "auto"  # "same" or "int8": how quantized engines read prompts and trees
-    quantize: str = "auto"  # of float weights: "none", "int8", "int4"; "auto": int8 for drafts
+    quantize: str = "auto"  # of float weights: "none", "int8", "int4"; "auto": integers for drafts
     kv_cache: str = "auto"  # "float", "int8"; "auto": int8 where it was calibrated for that
     is_eagle_base: bool = False  # the bundle must give features to a draft
     max_verify_tree_size: int = 0  # rows of a token tree; 0: for plain decoding

@@ -8,7 +8,6 @@ coarser: what then differs is what rounding does to this model.
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,20 +17,22 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from edgellm import contract
 from edgellm.build.lowering.calls import ROWS, find_calls, inline, is_call
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding
 from edgellm.build.lowering.linear_weights import layer_name, linear_layers
+from edgellm.build.lowering.ropes import settle_frequencies
 from edgellm.build.lowering.round_int4 import load_portable
 from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.machine import available_memory_bytes
+from edgellm.build.pieces import CONTRIB, SLICE, run_in_pieces, slice_codes, slice_products
 from edgellm.build.rounding import Rounds, round_cached_rows, round_layers
 from edgellm.build.samples import Inputs, held_inputs, sample_passes
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_in_memory, run_arrays
 from edgellm.manifest import Bundle, KVCacheSpec
 
 Numbers = dict[str, NDArray[Any]]
@@ -52,10 +53,12 @@ class Source:
     path: Path
     rounded: WeightFile | None  # where the build keeps weights that it rounds
     cache: KVCacheSpec | None  # of the engine's graph, where it has one
+    capacity: int  # rows of that cache, which may decide how ropes turn
 
     def load(self) -> tuple[ir.Model, dict[str, str]]:
         """The graph with what its norms read as outputs; the norms' names by these."""
         model = load_portable(self.path, self.rounded)
+        settle_frequencies(model.graph, self.capacity)
         return model, _show_layers(model, self.bundle)
 
 
@@ -88,67 +91,47 @@ def make_reference(
     passes = sample_passes(source.role, source.bundle, rows, rows)
     if not wanted:
         return Reference(source, passes, why_not="--noCheck")
-    floats = linear_layers(load_portable(source.path, None).graph)
-    need = _COPIES * 4 * max((weight.count for _, weight in floats), default=0)
+    need = _COPIES * 4 * _held_at_once(load_portable(source.path, None).graph)
     if need > (available := available_memory_bytes()):
         lacking = f"that needs about {need >> 20} MiB of memory, {available >> 20} are available"
         return Reference(source, passes, why_not=lacking)
-    layers = list(linear_layers(source.load()[0].graph))  # weights that are rounded are so now
+    model, shown = source.load()  # weights that are rounded are so now
     start = time.perf_counter()
+    layers = list(linear_layers(model.graph))
     has_int8_cache = source.cache is not None and source.cache.dtype == "int8"
     roundings = {engine.of(weight, layer_name(call)) for call, weight in layers}
-    rounded: Numbers = {}
+    sums = _UNIT * sum(weight.in_features for _, weight in layers)
+    rows = sum(map(_rows, passes)) or 1
+    versions = [_expanded(model, source, Rounds(), None, rows)]
+    if engine.halves or has_int8_cache or roundings - {Rounding()}:
+        versions.append(_expanded(source.load()[0], source, engine, source.cache, rows))
     try:
-        exact, shown = _compute(source, passes, Rounds(), None)
-        if engine.halves or has_int8_cache or roundings - {Rounding()}:
-            rounded, _ = _compute(source, passes, engine, source.cache)
+        found = run_in_pieces(versions, _inputs(source, passes, versions[0]))
     except EdgeLLMError as error:
         return Reference(source, passes, why_not=str(error))
-    sums = _UNIT * sum(weight.in_features for _, weight in layers)
+    exact, *rounded = map(as_floats, found)
     seconds = time.perf_counter() - start
-    return Reference(source, passes, "", exact, rounded, shown, sums, seconds)
+    return Reference(source, passes, "", exact, rounded[0] if rounded else {}, shown, sums, seconds)
 
 
-def _compute(
-    source: Source, passes: Sequence[Inputs], engine: Rounds, cache: KVCacheSpec | None
-) -> tuple[Numbers, dict[str, str]]:
-    model, shown = source.load()
-    rows = sum(_rows(each) for each in passes)
-    _expand(model, source.bundle, engine, cache, rows or 1)
-    inputs = {**joined(passes), **held_inputs(source.role, source.bundle)}
+def _held_at_once(graph: ir.Graph) -> int:
+    """Numbers of the largest weight, or of a slice of it."""
+    held = (
+        min(weight.count, SLICE) if weight.kind in ("dense", "int4") else weight.count
+        for _, weight in linear_layers(graph)
+    )
+    return max(held, default=0)
+
+
+def _inputs(source: Source, passes: Sequence[Inputs], model: ir.Model) -> dict[str, NDArray[Any]]:
+    """Of all passes as one."""
+    inputs, rows = joined(passes), sum(map(_rows, passes))
     for value in model.graph.inputs:
         if str(value.name).startswith(contract.PAST):
             assert value.shape is not None
             heads, width = int(value.shape[1]), int(value.shape[3])  # type: ignore[arg-type]
             inputs[str(value.name)] = np.zeros((1, heads, rows, width), np.float32)
-    with _Mapped(model) as files:
-        session = load_in_memory(ir.to_proto(model).SerializeToString(), files)
-        needed = {value.name for value in session.get_inputs()}
-        outputs = run_arrays(session, {name: inputs[name] for name in inputs if name in needed})
-        del session
-    return as_floats(outputs), shown
-
-
-class _Mapped:
-    """Weight files of a graph, mapped by the names that the graph has for them."""
-
-    def __init__(self, model: ir.Model) -> None:
-        tensors = (value.const_value for value in model.graph.initializers.values())
-        self._paths = {
-            str(each.location): Path(each.path)
-            for each in tensors
-            if isinstance(each, ir.ExternalTensor)
-        }
-        self._maps: dict[str, mmap.mmap] = {}
-
-    def __enter__(self) -> Mapping[str, mmap.mmap]:
-        for name, path in self._paths.items():
-            with path.open("rb") as stream:
-                self._maps[name] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._maps
-
-    def __exit__(self, *_: object) -> None:
-        self._maps.clear()
+    return {**inputs, **held_inputs(source.role, source.bundle)}
 
 
 # ------------------------------------------------------------------------------------ numbers
@@ -179,7 +162,11 @@ def joined(passes: Sequence[Inputs]) -> dict[str, NDArray[Any]]:
 
 def as_floats(outputs: Mapping[str, NDArray[Any]]) -> Numbers:
     """Floats of the outputs, candidates in the order of their ids, which small errors keep."""
-    found = {name: array for name, array in outputs.items() if array.dtype == np.float32}
+    found = {
+        name: np.asarray(array, np.float32)
+        for name, array in outputs.items()
+        if array.dtype in (np.float32, np.float16)
+    }
     if contract.CANDIDATE_IDS in outputs:
         ids = outputs[contract.CANDIDATE_IDS]
         order = np.argsort(ids, axis=-1, kind="stable")
@@ -212,11 +199,14 @@ def _is_look_up(node: ir.Node) -> bool:
     return node.op_type == "Gather"
 
 
-def _expand(
-    model: ir.Model, bundle: Bundle, engine: Rounds, cache: KVCacheSpec | None, rows: int
-) -> None:
-    """Plain ONNX with the engine's rounding, in float32 unless it computes in halves."""
-    graph = GraphEditor(model.graph)
+def _expanded(
+    model: ir.Model, source: Source, engine: Rounds, cache: KVCacheSpec | None, rows: int
+) -> ir.Model:
+    """Plain ONNX with the engine's rounding, in float32 unless it computes in halves.
+
+    `model` is used up.
+    """
+    bundle, graph = source.bundle, GraphEditor(model.graph)
     lower_inputs(graph)
     layers = {
         weight.parts[0].parameter: (sum(weight.widths), engine.of(weight, layer_name(call)))
@@ -231,12 +221,20 @@ def _expand(
         _in_float32(graph)
     if cache is not None and cache.dtype == "int8":
         round_cached_rows(graph, cache)
+    is_half = bundle.dtype == "float16" and engine.halves
+    if not is_half:
+        for part, (whole, outputs) in slice_products(graph).items():
+            layers[part] = outputs, layers[whole][1]
     if engine.kernels:
-        is_half = bundle.dtype == "float16" and engine.halves
         round_layers(graph, layers, rows, halves=is_half)
+    if not is_half:
+        slice_codes(graph)
+    model.graph.opset_imports.setdefault(CONTRIB, 1)
     model.graph.outputs[:] = [
         value for value in model.graph.outputs if not str(value.name).startswith(contract.PRESENT)
     ]
+    RemoveUnusedNodesPass()(model)
+    return model
 
 
 def _expand_rounded(graph: GraphEditor, call: ir.Node) -> None:

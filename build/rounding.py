@@ -49,7 +49,7 @@ def round_layers(
     most = max((each[0] for each in layers.values()), default=0)
     errors = _Errors(graph, most, rows, halves=halves)
     rounded: dict[tuple[ir.Value, int], ir.Value] = {}
-    for node in graph.find("MatMul"):
+    for node in graph.find("MatMul", "FusedMatMul"):
         x, weight = node.inputs
         parameter = _parameter(weight)
         if x is None or weight is None or parameter is None or parameter not in layers:
@@ -61,8 +61,9 @@ def round_layers(
             x = rounded[x, block]
             node.replace_input_with(0, x)
         if rounding.weights:
-            y = graph.node("MatMul", [x, weight])
-            error = errors.of(x, weight, width)
+            by_output = {"transB": 1} if node.op_type == "FusedMatMul" else {}
+            y = graph.node(node.op_type, [x, weight], domain=node.domain, **by_output)
+            error = errors.of(x, weight, width, by_output=bool(by_output))
             graph.replace(node.outputs[0], graph.node("Add", [y, error]))
             graph.graph.remove(node, safe=True)
 
@@ -104,20 +105,26 @@ class _Errors:
         self._table: NDArray[np.float32] | None = None
         self._lengths: dict[ir.Value, ir.Value] = {}
 
-    def of(self, x: ir.Value, weight: ir.Value, outputs: int) -> ir.Value:
-        """Errors of a layer, in the type of x [..., rows, in]: [..., rows, outputs]."""
+    def of(self, x: ir.Value, weight: ir.Value, outputs: int, *, by_output: bool) -> ir.Value:
+        """Errors of a layer, in the type of x [..., rows, in]: [..., rows, outputs].
+
+        The weight is [in, out], or [out, in] `by_output`.
+        """
         graph = self._graph
         if x not in self._lengths:
             last = _integers(graph, -1)
             self._lengths[x] = graph.node("ReduceL2", [self._floats(x), last], keepdims=1)
-        largest = self._floats(self._largest(weight))
+        largest = self._floats(self._largest(weight, by_output=by_output))
         errors = graph.node(
             "Mul", [graph.node("Mul", [self._lengths[x], largest]), self._normal(outputs)]
         )
         return graph.node("CastLike", [errors, x]) if self._halves else errors
 
-    def _largest(self, weight: ir.Value) -> ir.Value:
-        """Magnitude of an output's weights [1, outputs]; of INT4 codes what their scales allow."""
+    def _largest(self, weight: ir.Value, *, by_output: bool) -> ir.Value:
+        """Magnitude of an output's weights [1, outputs] or [outputs].
+
+        Of INT4 codes it is what their scales allow.
+        """
         graph, first, stored = self._graph, _integers(self._graph, 0), weight.producer()
         if stored is not None and stored.op_type == "CastLike" and stored.inputs[0] is not None:
             stored = stored.inputs[0].producer()
@@ -127,8 +134,10 @@ class _Errors:
             if codes is not None and codes.dtype == ir.DataType.INT4 and is_blocked:
                 scale = self._floats(graph.node("ReduceMax", [scales, first], keepdims=1))
                 return graph.node("Mul", [scale, graph.constant("eight", np.float32(8))])
+        inputs = _integers(graph, 1) if by_output else first
         most, least = (
-            graph.node(f"Reduce{which}", [weight, first], keepdims=1) for which in ("Max", "Min")
+            graph.node(f"Reduce{which}", [weight, inputs], keepdims=int(not by_output))
+            for which in ("Max", "Min")
         )
         return graph.node("Max", [most, graph.node("Neg", [least])])
 

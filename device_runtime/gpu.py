@@ -35,6 +35,14 @@ def driver_cuda() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
+def newest_ptx(cuda: tuple[int, int]) -> int:
+    """The newest PTX version that the driver of a CUDA takes, 85 for 8.5."""
+    major, minor = cuda
+    if major >= 13:
+        return 10 * (major - 4) + minor
+    return 10 * (major - 4) + minor - (minor > 5)  # CUDA 12.6 brought none
+
+
 def _ask(*questions: tuple) -> bool:
     """Functions of the driver that take a device last; whether there is one and it answers."""
     try:

@@ -60,6 +60,7 @@ class DecoderConfig:
         rope: RopeTraits | None = PLAIN_ROPE,
         window: int | None = None,
         activation_key: str = "hidden_act",
+        inner_key: str = "intermediate_size",
         epsilon_key: str = "rms_norm_eps",
         **traits: Any,
     ) -> DecoderConfig:
@@ -70,6 +71,7 @@ class DecoderConfig:
             rope: what the architecture knows of it; None: layers have several, see `attending`.
             window: of all layers.
             activation_key: what the config calls it.
+            inner_key: the same of the network's width.
             epsilon_key: the same of norms.
             traits: the architecture's own facts.
         """
@@ -82,7 +84,7 @@ class DecoderConfig:
         config = cls(
             vocab_size=reader.positive("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=reader.positive("intermediate_size"),
+            intermediate_size=reader.positive(inner_key),
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=reader.positive("num_key_value_heads", heads),
@@ -107,10 +109,8 @@ class DecoderConfig:
         return config.attending((kind,) * layers)
 
     def attending(self, kinds: tuple[AttentionKind, ...]) -> DecoderConfig:
-        """The same with layers of these kinds, and no more positions than their ropes have."""
+        """The same with layers of these kinds."""
         for window in {kind.window for kind in kinds} - {None}:
             if window < 1:  # type: ignore[operator]
                 raise UnsupportedModelError(f"config.json: sliding_window = {window}")
-        limits = [kind.rope.max_positions for kind in kinds if kind.rope is not None]
-        longest = min([self.max_position_embeddings, *(limit for limit in limits if limit)])
-        return replace(self, layer_kinds=kinds, max_position_embeddings=longest)
+        return replace(self, layer_kinds=kinds)

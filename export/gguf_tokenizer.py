@@ -22,11 +22,26 @@ _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+# Words that change from capitals to small letters once.
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+"
+_CAPITALS = rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+_SLASHES = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+_GPT4O = rf"{_CASED}{_CONTRACTIONS}?|{_CAPITALS}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SLASHES}"
+_TEKKEN = rf"{_CASED}|{_CAPITALS}|\p{{N}}|{_SLASHES}"
 _PATTERNS = {
-    "llama-bpe": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
-    "qwen2": rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), _QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    "tekken": _TEKKEN,
 }
-_PATTERNS["deepseek-r1-qwen"] = _PATTERNS["qwen2"]
+_WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken")
+_PLAIN = ("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion",
+          "granite-docling")  # fmt: skip
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _NFC = ("qwen2", "deepseek-r1-qwen")
 
 Get = Callable[..., Any]
@@ -56,7 +71,8 @@ def convert_tokenizer(get: Get) -> dict[str, bytes]:
         ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     config = _special_tokens(get, tokens)
-    if get("tokenizer.ggml.add_bos_token", model == "llama") and "bos_token" in config:
+    begins = model == "llama" or get("tokenizer.ggml.pre", "") in _WHOLE_FIRST
+    if get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in config:
         bos = config["bos_token"]
         tokenizer.post_processor = TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, get("tokenizer.ggml.bos_token_id"))]
@@ -85,11 +101,11 @@ def _byte_level(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
         known = all(part in vocabulary for part in (*merge, "".join(merge)))
         if len(merge) != 2 or not known:
             raise ValueError(f"the merge {' '.join(merge)!r} is not of the vocabulary")
-    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe"))
+    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=kind in _WHOLE_FIRST))
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if kind in ("default", "gpt-2"):
+    if kind in _PLAIN:
         tokenizer.pre_tokenizer = plain
-    elif kind == "smollm":
+    elif kind in _SINGLE_DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, plain])
     elif kind in _PATTERNS:
@@ -99,7 +115,7 @@ def _byte_level(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
     else:
         raise UnsupportedModelError(
             f"GGUF pre-tokenizer {kind!r} is not supported",
-            hint=f"supported: default, gpt-2, smollm, {', '.join(sorted(_PATTERNS))}",
+            hint=f"supported: {', '.join(sorted((*_PLAIN, *_SINGLE_DIGITS, *_PATTERNS)))}",
         )
     if kind in _NFC:
         tokenizer.normalizer = normalizers.NFC()

@@ -33,7 +33,9 @@ class Rope:
     scale: float = 1.0
     axes: tuple[int, ...] = ()  # of M-RoPE: which position each pair turns by, 0, 1 or 2
     interleaved: bool = False  # a number turns with its neighbour, not with the one R / 2 behind
-    max_positions: int | None = None  # beyond which other frequencies would be needed
+    # What turns instead when the cache has room for more positions than `original`.
+    long_inv_freq: F32 | None = None
+    original: int = 0
 
 
 Rule = Callable[[F32, float, Parameters], Rope]
@@ -145,7 +147,8 @@ def rope_of(
         raise UnsupportedModelError(
             f"config.json: rope parameters not understood: {', '.join(sorted(left))}"
         )
-    if not np.isfinite(rope.inv_freq).all() or not 0 < rope.scale < math.inf:
+    turning = [each for each in (rope.inv_freq, rope.long_inv_freq) if each is not None]
+    if not all(np.isfinite(each).all() for each in turning) or not 0 < rope.scale < math.inf:
         raise _no_angles()
     return replace(rope, axes=axes, interleaved=traits.interleaved)
 
@@ -243,19 +246,22 @@ def _divisors(parameters: Parameters, key: str, pairs: int) -> F32:
 
 
 def _longrope(plain: F32, theta: float, parameters: Parameters) -> Rope:
-    """The short factors, which hold up to the original length.
+    """The short factors where the cache ends with the original length, the long ones else.
 
-    A longer text turns all of its positions by the long ones, also those that are cached.
+    Transformers turns every position otherwise as soon as a text is longer, also those that are
+    cached; llama.cpp and vLLM decide it by capacity.
     """
     del theta
     original = int(_number(parameters, "original_max_position_embeddings"))
     longest = parameters["max_position_embeddings"]
-    _divisors(parameters, "long_factor", len(plain))
-    short = _divisors(parameters, "short_factor", len(plain))
+    long, short = (
+        (plain / _divisors(parameters, key, len(plain))).astype(np.float32)
+        for key in ("long_factor", "short_factor")
+    )
     factor = _number(parameters, "factor", longest / original)
     stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     scale = _number(parameters, "attention_factor", stretched)
-    return Rope((plain / short).astype(np.float32), scale, max_positions=original)
+    return Rope(short, scale, long_inv_freq=long, original=original)
 
 
 def ntk_alpha(plain: F32, theta: float, parameters: Parameters) -> Rope:

@@ -47,6 +47,11 @@ FAMILIES = {
     "gemma3_text": _SANDWICH,
     "glm4": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.gate_up_proj",)}),
     "granite": replace(_BEFORE, neutral={"embedding_multiplier": 1.0}),
+    "granitemoehybrid": Family(
+        {"input_layernorm": _QKV, "post_attention_layernorm": ("shared_mlp.input_linear",)},
+        # Infinity is written in a way that only transformers' own reader of files understands.
+        neutral={"embedding_multiplier": 1.0, "time_step_limit": None},
+    ),
     "hunyuan_v1_dense": _BEFORE,
     "llama": _BEFORE,
     "ministral3": _BEFORE,

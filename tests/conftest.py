@@ -233,6 +233,22 @@ def command() -> Command:
     return run
 
 
+@pytest.fixture
+def infer_requests(command, tmp_path):
+    """Write a request file, run `llm_inference`, read its answers; None: it wrote none."""
+
+    def run(engine, content, *flags):
+        source, output = tmp_path / "in.json", tmp_path / "out.json"
+        source.write_text(content if isinstance(content, str) else json.dumps(content))
+        output.unlink(missing_ok=True)
+        folders = ("--engineDir", engine, "--inputFile", source, "--outputFile", output)
+        result = command("llm_inference", *folders, *flags)
+        answers = json.loads(output.read_text())["responses"] if output.exists() else None
+        return result, answers
+
+    return run
+
+
 def assert_one_line_error(result: subprocess.CompletedProcess, *fragments: str) -> None:
     """Exit code not 0, `error:` and perhaps `hint:` on stderr, no traceback, the fragments."""
     assert result.returncode != 0

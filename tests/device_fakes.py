@@ -6,6 +6,7 @@ goes wrong is said in environment variables.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ printf '%s\\n' "$*" >> "$DEVICE_LOG/ssh"
 while [ $# -gt 0 ]; do
   case "$1" in -o | -l) shift 2;; -O) exit 0;; *) break;; esac
 done
+[ "$1" = "$DEVICE_OFF" ] && { echo "ssh: connect to host: No route to host" >&2; exit 255; }
 shift
 cd "$DEVICE_HOME" && PATH="$DEVICE_PATH" exec sh -c "$*"
 """
@@ -64,7 +66,15 @@ for name in names:
 print(f"Literal data: {{literal:,}} bytes")
 print(f"Matched data: {{matched:,}} bytes")
 """
-_ON_THE_DEVICE = ("sh", "sha256sum", "cat", "df", "mkdir", "mv", "rm", "tail")
+_ON_THE_DEVICE = ("sh", "sha256sum", "cat", "df", "mkdir", "mv", "rm", "tail",
+                  "cp", "find", "ln", "rmdir")  # fmt: skip
+
+
+CONTENTS = {
+    "model.onnx": b"graph",
+    "model.weights": bytes(range(256)) * 40,
+    "sub/it's $(touch oops).txt": b"odd name",
+}
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,20 @@ def make_device(folder: Path) -> tuple[Device, Path]:
         (device.commands / name).symlink_to(str(shutil.which(name)))
     write_command(device.commands / "rsync", "#!/bin/sh\nexit 1\n")
     return device, here
+
+
+def make_bundle(folder: Path, contents: dict[str, bytes], kind: str = "llm_bundle") -> Path:
+    """A folder whose manifest lists `contents`."""
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    files = {
+        name: {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }
+    (folder / "manifest.json").write_text(json.dumps({"kind": kind, "files": files}))
+    return folder
 
 
 def write_command(path: Path, text: str) -> None:

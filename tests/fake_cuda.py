@@ -50,6 +50,7 @@ class FakeDriver:
         context = SimpleNamespace(push=lambda: self.stack.append(1), pop=self.stack_pop)
         return SimpleNamespace(
             retain_primary_context=lambda: context, name=lambda: "a GPU",
+            compute_capability=lambda: (11, 0),
             get_attribute=lambda what: int(self.integrated and what == "integrated"),
         )  # fmt: skip
 
@@ -63,7 +64,7 @@ class FakeDriver:
     def module_from_buffer(self, ptx: bytes) -> Any:
         self.use("module")
         assert ptx.endswith(b"\0")
-        call = lambda *_: self.use("launch")  # noqa: E731
+        call = lambda *_, **__: self.use("launch")  # noqa: E731
         kernel = SimpleNamespace(prepare=lambda _: None, prepared_async_call=call)
         return SimpleNamespace(get_function=lambda _: kernel)
 

@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
+from kernel_references import REFERENCES, TYPES
 from numpy.typing import NDArray
 
 from edgellm.build.tensorrt.profiles import Pass
-from edgellm.contract import LimitError
+from edgellm.contract import EdgeLLMError, LimitError
+from edgellm.device_runtime.kernels.triton.catalog import Variant, variants
 from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, NewRows, Planes, TensorInfo
 from edgellm.device_runtime.runners.tensorrt.gathering import is_run
 
@@ -42,7 +44,8 @@ class FakeDevice:
 
     _streams = itertools.count(7)
 
-    def __init__(self, memory_bytes: int = 1 << 30) -> None:
+    def __init__(self, memory_bytes: int = 1 << 30, sm: int = 110) -> None:
+        self.sm = sm
         self._free, self.stream = memory_bytes, next(self._streams)
         self._next = 1 << 20
         self._blocks: dict[int, NDArray[np.uint8]] = {}  # by address, while their buffer lives
@@ -50,6 +53,7 @@ class FakeDevice:
         self._keep: list[NDArray] = []
         self._queue: list[Callable[[], None]] = []
         self._capturing: list[Callable[[], None]] | None = None
+        self.allocations = self.contexts = 0
         self.captures = self.launches = self.passes = self.waits = 0
         self.bytes_up = self.bytes_down = self.kernels = 0  # kernels: our own, outside of graphs
 
@@ -61,6 +65,7 @@ class FakeDevice:
         if num_bytes > self._free:
             raise LimitError("the GPU is full")
         self._free -= num_bytes
+        self.allocations += 1
         size = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
         address, self._next = self._next, self._next + size + ALIGNMENT
         buffer = FakeBuffer(address, size, np.zeros(size, np.uint8))
@@ -166,8 +171,48 @@ class FakeDevice:
         def gather() -> None:
             out[:] = matrix[kept].reshape(-1)
 
-        self.kernels += 1
-        self._ask(gather)
+        self._ask_kernel(gather)
+
+    def gather_rows_at(
+        self, target: int, source: int, rows_address: int, count: int, row_bytes: int
+    ) -> None:
+        if row_bytes % 16 or target % 16 or source % 16:
+            raise GpuMisuseError("the kernel moves words of 16 bytes")
+        rows, out = self.at(rows_address, 4 * count), self.at(target, count * row_bytes)
+
+        def gather() -> None:
+            for place, row in enumerate(rows.view(np.int32).tolist()):
+                found = self.at(source + row * row_bytes, row_bytes)
+                out[place * row_bytes : (place + 1) * row_bytes] = found
+
+        self._ask_kernel(gather)
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        out, found = self.at(target, num_bytes), self.at(source, num_bytes)
+        self._ask(lambda: np.copyto(out, found))
+
+    def launch(self, kernel: Variant, grid: tuple[int, int, int], arguments: Sequence[int]) -> None:
+        if kernel.name not in {each.name for each in variants(self.sm)}:
+            raise EdgeLLMError(f"no kernel {kernel.name} was compiled for this GPU")
+        kinds = [*kernel.kernel.signature.values()]
+        given = [
+            self._from(value).view(TYPES[kind]) if kind in TYPES else value
+            for kind, value in zip(kinds, arguments, strict=True)
+        ]
+        run = REFERENCES[kernel.kernel.name]
+        constants = {**kernel.constants, "grid": grid}
+        self._ask_kernel(lambda: run(*given, constants=constants))
+
+    def _from(self, address: int) -> NDArray[np.uint8]:
+        """All memory of an allocation behind an address, in whole words."""
+        for start, block in self._blocks.items():
+            if start <= address < start + len(block):
+                return block[address - start :]
+        raise GpuMisuseError(f"{address} is nobody's")
+
+    def _ask_kernel(self, work: Callable[[], None]) -> None:
+        self.kernels += not self.is_capturing
+        self._ask(work)
 
     def _rows(self, planes: Planes) -> NDArray[np.uint8]:
         shape = planes.count, planes.rows, planes.row_bytes
@@ -248,7 +293,6 @@ class FakeEngine:
             for values, is_input in both for value in values
         }  # fmt: skip
         self.num_profiles = len(passes)
-        self.contexts = 0
 
     def shape_range(self, name: str, profile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ranges = [
@@ -263,7 +307,7 @@ class FakeEngine:
     def new_context(self, profile: int, scratch: FakeBuffer) -> FakeContext:
         if scratch.num_bytes < self.scratch_bytes(profile):
             raise GpuMisuseError("a context needs more scratch memory")
-        self.contexts += 1
+        self._device.contexts += 1
         return FakeContext(self, self._device, profile, scratch.address)
 
 

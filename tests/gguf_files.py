@@ -1,64 +1,157 @@
-"""GGUF files of tiny models: floats, one format for all matrices, or formats of all kinds."""
+"""GGUF files of tiny models, as llama.cpp's converters write them; names by the package gguf."""
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
-import gguf
 import numpy as np
-from conftest import WORDS, make_checkpoint
-from transformers import AutoModelForCausalLM
+from conftest import WORDS
 
 from edgellm.export import models
-from edgellm.export.quantized.gguf import FORMS
 
-# Of a file with formats of all kinds, by the ends of names.
-KINDS = {
-    "q_proj": "Q4_K", "k_proj": "Q4_0", "v_proj": "Q6_K", "o_proj": "Q5_1", "gate_proj": "Q4_1",
-    "up_proj": "Q4_1", "down_proj": "Q3_K", "embed_tokens": "Q5_0", "lm_head": "Q5_K",
+Encode = Callable[[str, np.ndarray], tuple[np.ndarray, Any]]  # by llama.cpp's name
+_INTERLEAVED = ("llama", "granite", "smollm3")
+_SHIFTED = ("gemma2", "gemma3")
+_S, _F = "sliding_attention", "full_attention"
+_YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0,
+         "original_max_position_embeddings": 32}  # fmt: skip
+
+
+def _tiny(kind: str, **changes: object) -> dict[str, Any]:
+    return {**models.find(kind).TINY, "intermediate_size": 96, **changes}
+
+
+# What a file can say of each family: llama.cpp's loaders assume the rest.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _tiny("llama")),
+    "qwen2": ("qwen2", _tiny("qwen2")),
+    "qwen3": ("qwen3", _tiny("qwen3")),
+    "gemma2": ("gemma2", _tiny("gemma2", query_pre_attn_scalar=32)),
+    "gemma3": (
+        "gemma3",
+        _tiny("gemma3_text", num_hidden_layers=7, query_pre_attn_scalar=32,
+              layer_types=[_S, _S, _S, _S, _S, _F, _S]),
+    ),
+    "granite": ("granite", _tiny("granite", attention_bias=True, mlp_bias=True)),
+    "olmo2": ("olmo2", _tiny("olmo2")),
+    "olmo3": (
+        "olmo2",
+        _tiny("olmo3", rope_parameters={
+            _F: _YARN, _S: {"rope_type": "default", "rope_theta": 5e5}
+        }),
+    ),
+    "phi3": ("phi3", _tiny("phi3")),
+    "phi3_without_window": (
+        "phi3", _tiny("phi3", sliding_window=None, rope_parameters=None, tie_word_embeddings=False),
+    ),
+    "smollm3": (
+        "smollm3",
+        _tiny("smollm3", num_hidden_layers=5, no_rope_layer_interval=4, use_sliding_window=False),
+    ),
 }  # fmt: skip
-_MIXED = {
-    **models.find("llama").TINY,
-    "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
-def gguf_name(name: str) -> str:
-    stem, kind = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        _, _, layer, rest = stem.split(".", 3)
-        return f"blk.{layer}.{_NAMES[rest]}.{kind}"
-    return f"{_NAMES[stem]}.{kind}"
+def write_gguf(
+    path: Path,
+    arch: str,
+    model: Any,
+    quantization: str | Encode | None = None,
+    words: Callable[[Any, int], None] | None = None,
+    **extra: object,
+) -> None:
+    """Write a model of transformers.
+
+    Args:
+        path: of the file.
+        arch: llama.cpp's name of the architecture.
+        model: in float32.
+        quantization: type of matrices, or what gives rows and type of each; None is F32.
+        words: writes a tokenizer of so many tokens; None: `write_words`.
+        extra: keys of the architecture, dots as two underscores.
+    """
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    _write_facts(writer, arch, config)
+    for key, value in extra.items():
+        name = f"{arch}.{key.replace('__', '.')}"
+        writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    (words or write_words)(writer, config.vocab_size)
+    encode = _in_one_format(quantization) if isinstance(quantization, str) else quantization
+    for name, array in tensors(arch, model).items():
+        if array.ndim == 2 and encode is not None:
+            rows, kind = encode(name, array)
+            writer.add_tensor(name, rows, raw_dtype=kind)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _in_one_format(quantization: str) -> Encode:
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[quantization]
+    return lambda _name, array: (gguf.quantize(array, kind), kind)
+
+
+def write_words(writer: Any, vocab_size: int) -> None:
+    """Words without merges but one."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    words = WORDS + [f"w{i}" for i in range(len(WORDS), vocab_size - 2)]
+    writer.add_token_list([*words, "w", "9"])
+    writer.add_token_types([3 if i in (1, 2) else 1 for i in range(vocab_size)])
+    writer.add_token_merges(["w 9"])
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(7)
+
+
+def tensors(arch: str, model: Any) -> dict[str, np.ndarray]:
+    """All tensors in llama.cpp's order of rows, by its names."""
+    import gguf
+
+    config = model.config
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[arch], config.num_hidden_layers)
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = tensor.numpy()
+        if arch in _INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
+            is_query = ".q_proj." in name
+            heads = config.num_attention_heads if is_query else config.num_key_value_heads
+            array = _interleave(array, heads)
+        if arch in _SHIFTED and name.endswith("norm.weight"):
+            array = array + np.float32(1)
+        place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert place is not None, name
+        found[place] = array
+    return found | _rope_tensors(config)
+
+
+def _rope_tensors(config: Any) -> dict[str, np.ndarray]:
+    rope = config.rope_parameters or {}
+    return {
+        f"rope_factors_{kind}.weight": np.asarray(rope[f"{kind}_factor"], np.float32)
+        for kind in ("short", "long")
+        if f"{kind}_factor" in rope
+    }
 
 
 def _interleave(array: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's row order for Llama's q and k: pairs of one frequency side by side."""
+    """llama.cpp's order of rows: pairs of one frequency side by side."""
     half = len(array) // heads // 2
     return array.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(array.shape)
 
 
-def write_gguf(path, arch, model, encode=None):
-    """`encode`: rows and type of a matrix, by its name; None keeps floats."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, arch)
+def _write_facts(writer: Any, arch: str, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -66,76 +159,114 @@ def write_gguf(path, arch, model, encode=None):
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if head_dim := getattr(config, "head_dim", None):
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim and arch != "granite":  # whose converter ignores it
         writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    rope = config.rope_parameters or {}
+    _write_rope(writer, rope.get("full_attention", rope))
+    _OWN.get(arch, lambda *_: None)(writer, config)
+
+
+def _write_rope(writer: Any, rope: Mapping[str, Any]) -> None:
+    import gguf
+
+    writer.add_rope_freq_base(rope.get("rope_theta", 1e4))
+    if (kind := rope.get("rope_type")) in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _gemma2(writer: Any, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _granite(writer: Any, config: Any) -> None:
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _olmo2(writer: Any, config: Any) -> None:
+    if window := getattr(config, "sliding_window", None):
+        writer.add_sliding_window(window)
+        writer.add_sliding_window_pattern([kind == _S for kind in config.layer_types])
+
+
+def _phi3(writer: Any, config: Any) -> None:
+    rope = config.rope_parameters
+    head_dim = config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * head_dim))
+    writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    writer.add_sliding_window(config.sliding_window or 0)
+    if "short_factor" in rope:
+        original = config.original_max_position_embeddings
+        scale = config.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors(float((1 + np.log(scale) / np.log(original)) ** 0.5))
+
+
+_OWN: dict[str, Callable[[Any, Any], None]] = {
+    "gemma2": _gemma2,
+    "gemma3": lambda writer, config: writer.add_sliding_window(config.sliding_window),
+    "granite": _granite,
+    "olmo2": _olmo2,
+    "phi3": _phi3,
+}
+
+
+# What patterns cut differently: contractions, digits, spaces and lines, capitals, other letters.
+TEXTS = ("it's I'LL 12345 x2", "  two\n\n\nnew\tone  ", "camelCase //a/b=1", "naïve É 日本!?")
+
+
+def piece_vocabulary() -> tuple[list[str], list[str]]:
+    """Tokens and merges by which every part of `TEXTS` becomes a single token."""
+    from tokenizers import pre_tokenizers
+
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokens = dict.fromkeys(["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    merges: dict[str, None] = {}
+    for text in TEXTS:
+        ((symbols, _),) = level.pre_tokenize_str(text)
+        for begin in range(len(symbols)):
+            for end in range(begin + 2, len(symbols) + 1):
+                tokens[symbols[begin:end]] = None
+                merges[f"{symbols[begin : end - 1]} {symbols[end - 1]}"] = None
+    return list(tokens), list(merges)
+
+
+def write_pieces(writer: Any, pre: str) -> None:
+    """A byte-level tokenizer, whose tokens show where a pre-tokenizer cuts `TEXTS`."""
+    tokens, merges = piece_vocabulary()
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    words = WORDS + [f"w{i}" for i in range(len(WORDS), config.vocab_size - 2)]
-    writer.add_token_list([*words, "w", "9"])
-    writer.add_token_types([3 if i in (1, 2) else 1 for i in range(config.vocab_size)])
-    writer.add_token_merges(["w 9"])
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if index < 3 else 1 for index in range(len(tokens))])
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.add_eot_token_id(7)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        array = tensor.numpy()
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            is_query = ".q_proj." in name
-            heads = config.num_attention_heads if is_query else config.num_key_value_heads
-            array = _interleave(array, heads)
-        if array.ndim == 2 and encode is not None:
-            rows, kind = encode(name, array)
-            writer.add_tensor(gguf_name(name), rows, raw_dtype=kind)
-        else:
-            writer.add_tensor(gguf_name(name), array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
-def in_one_format(kind: str):
-    """An `encode` of `write_gguf`."""
-    found = gguf.GGMLQuantizationType[kind]
-    return lambda _name, array: (gguf.quantize(array, found), found)
+_BYTES = [f"<0x{code:02X}>" for code in range(256)]
+_SYMBOLS = ["▁", "a", "b", "ab", "▁a", "ba", "aba", "▁ab", "▁▁"]
+SCORED = ["<unk>", "<s>", "</s>", *_BYTES, *_SYMBOLS, "\n\n", "  ", "<turn>"]
 
 
-def write_mixed(folder):
-    """`mixed.gguf` with `KINDS`; weights are any blocks, as large as weights are."""
-    model = AutoModelForCausalLM.from_pretrained(make_checkpoint(folder / "hf", **_MIXED))
-
-    def encode(name, array):
-        kind = KINDS[name.split(".")[-2]]
-        blocks = array.size // FORMS[kind].values
-        return scaled_blocks(kind, blocks, 0.03, zlib.crc32(name.encode())).reshape(
-            len(array), -1
-        ), gguf.GGMLQuantizationType[kind]
-
-    write_gguf(folder / "mixed.gguf", "llama", model, encode)
-    return folder / "mixed.gguf"
-
-
-def random_blocks(kind: str, count: int, seed: int = 7) -> np.ndarray:
-    """Any bytes, but halves that are numbers where a format has halves: uint8 [count, bytes]."""
-    form, random = FORMS[kind], np.random.default_rng(seed)
-    blocks = random.integers(0, 256, (count, form.num_bytes), np.uint8)
-    for place in (form.scale, form.minimum):
-        if place >= 0:
-            _set_halves(blocks, place, random.normal(size=count))
-    return blocks
-
-
-def scaled_blocks(kind: str, count: int, deviation: float, seed: int) -> np.ndarray:
-    """As `random_blocks`, values that deviate so much from nothing."""
-    form, blocks = FORMS[kind], random_blocks(kind, count, seed)
-    factor = deviation / np.abs(gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])).mean()
-    for place in (form.scale, form.minimum):
-        if place >= 0:
-            halves = np.ascontiguousarray(blocks[:, place : place + 2]).view(np.float16)
-            _set_halves(blocks, place, halves[:, 0].astype(np.float32) * factor)
-    return blocks
-
-
-def _set_halves(blocks: np.ndarray, place: int, values: np.ndarray) -> None:
-    blocks[:, place : place + 2] = values.astype(np.float16)[:, None].view(np.uint8)
+def write_scored(writer: Any, has_prefix: bool) -> None:
+    """A SentencePiece tokenizer as Gemma's: pieces that are matched as they are, and bytes."""
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(SCORED)
+    own = [-9.0, -8.0, -7.0, -3.0, -2.0, -1.5, -4.0, -5.0, -6.0, -1e3, -1e3, -1e3]
+    writer.add_token_scores([0.0] * (len(SCORED) - len(own)) + own)
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(_SYMBOLS), 4, 4, 3])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_space_prefix(has_prefix)

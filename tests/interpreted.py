@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from kernel_references import REFERENCES
 
 pytest.importorskip("triton", reason="kernels are interpreted by triton: pip install '.[kernels]'")
 torch = pytest.importorskip("torch")
@@ -13,3 +14,17 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
     """Run a kernel; arrays are read and written where they lie."""
     given = [torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in arguments]
     kernel[grid](*given, **constants)
+
+
+def run_both(kernel, *arguments, grid: tuple[int, ...] = (1,), **constants) -> None:
+    """Run a kernel, and its reference on copies: what they leave must be the same."""
+    copies = [each.copy() if isinstance(each, np.ndarray) else each for each in arguments]
+    launch(kernel, grid, *arguments, **constants)
+    flat = [each.reshape(-1) if isinstance(each, np.ndarray) else each for each in copies]
+    reference = REFERENCES[kernel.__name__]
+    reference(*flat, constants={**constants, "grid": (*grid, 1, 1)[:3]})
+    for one, other in zip(arguments, copies, strict=True):
+        if isinstance(one, np.ndarray) and one.dtype.kind == "f":
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+        elif isinstance(one, np.ndarray):
+            np.testing.assert_array_equal(one, other)

@@ -89,6 +89,16 @@ def fp8_case(rng, in_features, out_features, block, gated=False):
     return Case(form, packed, values * steps)
 
 
+def channel(case, index):
+    """What the weights of an output channel stand for, float32 [K]."""
+    out = np.full(case.form.in_features, np.nan, np.float32)
+    _call(
+        "edgellm_channel", ctypes.c_void_p(_address(case.packed)),
+        ctypes.c_uint64(len(case.packed)), _INT(index), ctypes.c_void_p(_address(out)),
+    )  # fmt: skip
+    return out
+
+
 def float_case(rng, kind, in_features, out_features):
     form = PackedForm(kind, in_features, out_features)
     weight = rng.standard_normal((out_features, in_features), np.float32)

@@ -90,7 +90,9 @@ def configs(model_type: str, config_class: type) -> st.SearchStrategy[dict[str, 
         optional["sliding_window_pattern"] = _KNOWN["sliding_window_pattern"]
         optional["rope_local_base_freq"] = _KNOWN["rope_local_base_freq"]
     tiny = models.find(model_type).TINY
-    own = {key: value for key, value in tiny.items() if key not in (*_SIZES, "layer_types")}
+    own = {key: value for key, value in tiny.items() if key not in _SIZES}
+    if len(set(own.get("layer_types", ()))) > 1:  # of as many layers as there are
+        del own["layer_types"]
     rope = own.get("rope_parameters", {})
     changed = st.builds(lambda change: {**rope, **change}, _one(_ROPE))
     ropes = {"rope_parameters": _ropes(), "rope_scaling": _ropes()}

@@ -16,7 +16,8 @@ from edgellm.export import models
 from edgellm.export.checkpoint import Safetensors, read_whole
 from edgellm.quantize.plan import Job
 
-SIZES = {"intermediate_size": 96}  # hidden 96 as well: INT4 blocks of 32
+# Hidden 96 as well: INT4 blocks of 32.
+SIZES = {"intermediate_size": 96, "shared_intermediate_size": 96}
 _TYPES = {
     "F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "U8": np.uint8,
     "I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn, "I64": np.int64, "BOOL": np.bool_,
@@ -25,7 +26,9 @@ _E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def make_model(folder: Path, kind: str, **changes: object) -> Path:
-    config = {**models.find(kind).TINY, **SIZES, **changes}
+    tiny = models.find(kind).TINY
+    sizes = {key: size for key, size in SIZES.items() if key in tiny}
+    config = {**tiny, **sizes, **changes}
     return make_checkpoint(folder, dtype="bfloat16", **config)
 
 

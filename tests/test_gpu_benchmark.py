@@ -9,13 +9,17 @@ import sys
 import time
 from pathlib import Path
 
+import fake_gpu
 import gpu
+import gpu_kernels
 import gpu_proof
+import kernel_references
 import numpy as np
 import pytest
 from eagle_engines import BASE_PLAN
 from fake_gpu import FakeDevice
 from gpu_clock import COMPACTION, COPIES, PASSES, TimedDevice, peak_bandwidth, timed_engines
+from gpu_kernels import check_kernels
 from gpu_runs import Run, check_oracle, run
 from lowered_engines import Lowered
 from oracle_draft import foreseeing
@@ -243,6 +247,19 @@ def test_without_a_gpu_it_says_so(tmp_path):
 
 
 # ------------------------------------------------------------------------------ the whole proof
+def test_the_kernels_of_a_round_are_checked_on_the_fake_gpu(monkeypatch):
+    found = check_kernels(FakeDevice(), 5000)
+    rounds = {"grow_level", "select_tree", "lay_out", "accept_greedy", "accept_sampled",
+              "pick_shares", "join_picks"}  # fmt: skip
+    assert found.keys() == {f"{name}_us" for name in rounds} | {"pick_shares_gb_per_s"}
+    broken = lambda *_, **__: None  # noqa: E731
+    monkeypatch.setitem(fake_gpu.REFERENCES, "lay_out", broken)
+    monkeypatch.setattr(gpu_kernels, "REFERENCES", kernel_references.REFERENCES.copy())
+    gpu_kernels.REFERENCES["lay_out"] = kernel_references.lay_out
+    with pytest.raises(AssertionError, match="lay_out"):
+        check_kernels(FakeDevice(), 5000)
+
+
 def test_the_runtime_is_checked_on_the_fake_gpu():
     assert gpu_proof.check_runtime(FakeDevice(), (64, 64))["gather_gb_per_s"] > 0
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.requests.prove import prove
@@ -18,7 +20,6 @@ from edgellm.export.source import open_checkpoint
 
 pytestmark = pytest.mark.real
 DRAFT = Path(__file__).parent.parent / "examples" / "smollm2-135m-instruct-eagle3"
-TOKENS = 128
 PROMPTS = [
     "What is the capital of France?",
     "Explain photosynthesis to a child.",
@@ -73,51 +74,64 @@ PROMPTS = [
 ]
 
 
-def _build(checkpoint: Path, folder: Path, precision: str) -> Path:
-    """Base and draft, from checkpoints to an engine."""
+@pytest.fixture(scope="module")
+def bundles(smollm2_gguf, tmp_path_factory) -> Path:
+    """A folder with those of base and draft."""
     assert (DRAFT / "model.safetensors").exists(), f"the draft is missing: {DRAFT}"
+    folder = tmp_path_factory.mktemp("eagle")
     options = ExportOptions("fp32", draft_model_dir=str(DRAFT))
-    export_llm(open_checkpoint(str(checkpoint)), folder / "base", options)
-    draft, base = (open_checkpoint(str(path), tokenizer=False) for path in (DRAFT, checkpoint))
+    export_llm(open_checkpoint(str(smollm2_gguf)), folder / "base", options)
+    draft, base = (open_checkpoint(str(path), tokenizer=False) for path in (DRAFT, smollm2_gguf))
     export_draft(draft, base, folder / "draft", DraftOptions("fp32"))
-    plan = Plan(256, 512, 0, "auto", precision, max_verify_tree_size=60)
-    build_engine("llm", folder / "base", folder / "engine", plan, "onnxruntime", lambda _: None)
-    plan = Plan(256, 512, 0, "auto", "auto", max_draft_tree_size=60)
-    build_engine("draft", folder / "draft", folder / "engine", plan, "onnxruntime", lambda _: None)
-    return folder / "engine"
+    plan = Plan(256, 512, 0, max_draft_tree_size=60)
+    build_engine("draft", folder / "draft", folder / "built", plan, "onnxruntime", lambda _: None)
+    return folder
 
 
-def test_fp32_answers_are_identical(smollm2_gguf, tmp_path):
-    engine = _build(smollm2_gguf, tmp_path, "none")
-    llm = LLM(engine, spec=SpecOptions())
+def _opened(bundles: Path, engine: Path, quantize: str, kernels: str, tree: str = "cost") -> LLM:
+    shutil.copytree(bundles / "built", engine)
+    options = CpuOptions(kernels)
+    plan = Plan(256, 512, 0, "auto", quantize, max_verify_tree_size=60, options=options)
+    build_engine("llm", bundles / "base", engine, plan, "onnxruntime", lambda _: None)
+    return LLM(engine, spec=SpecOptions(tree=tree))
+
+
+def _requests(count: int) -> list[dict]:
+    return [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:count]]
+
+
+def test_answers_of_own_kernels_are_identical_to_the_bit(bundles, tmp_path):
+    llm = _opened(bundles, tmp_path / "engine", "int4", "edgellm")
     assert len(set(PROMPTS)) == 50
+    for comparison in prove(llm, Options(max_generate_length=64), _requests(50)):
+        assert comparison.line().endswith("tokens, identical, equal bits")
+
+
+def test_fp32_answers_are_identical(bundles, tmp_path):
+    """By ONNX Runtime's products, whose last bits depend on the number of rows."""
+    llm = _opened(bundles, tmp_path / "engine", "none", "onnxruntime")
     accepted = verified = 0
-    for prompt in PROMPTS:
+    for request in _requests(10):
         ids = []
         for speculative in (False, True):
             answer = llm.generate(
-                [{"role": "user", "content": prompt}],
+                request["messages"],
                 sampling=SamplingParams(temperature=0),
-                max_generate_length=TOKENS,
+                max_generate_length=64,
                 speculative=speculative,
             )
             list(answer)
             ids.append(answer.token_ids)
-        assert ids[0] == ids[1], prompt
+        assert ids[0] == ids[1], request
         accepted += sum(counts.accepted for counts in answer.profile.rounds)
         verified += len(answer.profile.rounds)
     assert accepted > 0.5 * verified  # the draft has learned something
 
 
-def test_int4_divergences_are_close_calls(smollm2_gguf, tmp_path):
-    """Trees are verified in int8, single rows in INT4: what parts them is rounding."""
-    from weights import round_checkpoint
-
-    round_checkpoint(str(smollm2_gguf), tmp_path / "int4", 32)
-    engine = _build(tmp_path / "int4", tmp_path, "auto")
-    llm = LLM(engine, spec=SpecOptions(tree="fixed"))
-    requests = [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:6]]
-    for comparison in prove(llm, Options(max_generate_length=TOKENS), requests):
+def test_int4_divergences_are_close_calls(bundles, tmp_path):
+    """ONNX Runtime verifies trees in int8, single rows in INT4: what parts them is rounding."""
+    llm = _opened(bundles, tmp_path / "engine", "int4", "onnxruntime", tree="fixed")
+    for comparison in prove(llm, Options(max_generate_length=64), _requests(6)):
         if comparison.divergence is not None:
             assert comparison.margin is not None
             assert comparison.spread is not None

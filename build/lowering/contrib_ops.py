@@ -9,6 +9,7 @@ from onnx_ir.passes.common import unused_removal
 from edgellm import contract
 from edgellm.build.lowering.calls import inline
 from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.ropes import settle_frequencies
 
 CACHE_NAMES = (contract.PAST, contract.PRESENT)
 CONTRIB = "com.microsoft"
@@ -17,7 +18,8 @@ LOWERED_OPSET = 21
 
 
 def bind_capacity(graph: ir.Graph, capacity: int) -> None:
-    """Give the caches their number of rows."""
+    """Give the caches their number of rows, and ropes what follows from it."""
+    settle_frequencies(graph, capacity)
     for value in (*graph.inputs, *graph.outputs):
         if value.name and value.name.startswith(CACHE_NAMES):
             shape = list(value.shape or ())

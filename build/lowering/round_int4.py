@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +15,13 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import F32, LinearWeight, layer_name, linear_layers
-from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.lowering.weights import WeightFile, stored_rows
 from edgellm.contract import EdgeLLMError
 
 BLOCK_SIZE = 32
 ROUNDED_SCALE = ".int4_scale"  # how names of the scales end
 _BLOCKS_AT_ONCE = 2048  # that stay in a cache
+_OUTPUTS_AT_ONCE = 512
 _CLIPPING = np.linspace(1, 0.7, 7, dtype=np.float32)  # of a block's largest weight
 
 
@@ -70,7 +73,7 @@ def round_to_int4(model: ir.Model, weights: WeightFile) -> None:
 
         def load(weight: LinearWeight = weight, loaded: list = loaded) -> tuple[np.ndarray, F32]:
             if not loaded:
-                loaded.append(nearest_int4(weight.dense(), BLOCK_SIZE))
+                loaded.append(round_stored(weight.parts[0].stored[0], BLOCK_SIZE))
             return loaded[0]
 
         shape = (weight.in_features, sum(weight.widths))
@@ -106,8 +109,27 @@ def nearest_int4(dense: F32, block_size: int) -> tuple[np.ndarray, F32]:
     return nibbles[0::2] | nibbles[1::2] << np.uint8(4), np.ascontiguousarray(scales.T)
 
 
+def round_stored(stored: ir.TensorProtocol, block_size: int) -> tuple[np.ndarray, F32]:
+    """As `nearest_int4`, of a stored [out, in], some outputs at a time on all cores."""
+    out, rows = map(int, stored.shape.numpy())
+    nibbles = np.zeros(rows * out + rows * out % 2, np.uint8)
+    codes = nibbles[: rows * out].reshape(rows, out)
+    scales = np.empty((rows // block_size, out), np.float32)
+
+    def round_outputs(first: int) -> None:
+        end = min(first + _OUTPUTS_AT_ONCE, out)
+        floats = stored_rows(stored, first, end).astype(np.float32)
+        found, scales_of_it = nearest_int4_rows(floats, block_size)
+        codes[:, first:end] = found.T.view(np.uint8) & np.uint8(15)
+        scales[:, first:end] = scales_of_it.T
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(round_outputs, range(0, out, _OUTPUTS_AT_ONCE)))
+    return nibbles[0::2] | nibbles[1::2] << np.uint8(4), scales
+
+
 def nearest_int4_rows(rows: F32, block_size: int) -> tuple[NDArray[np.int8], F32]:
-    """As `nearest_int4`, of float32 [out, in]: codes [out, in], scales [out, in / block_size]."""
+    """As `nearest_int4`, of [out, in]: codes int8 [out, in], scales [out, in / block_size]."""
     blocks = rows.reshape(-1, block_size)
     codes, scales = np.empty(blocks.shape, np.int8), np.empty(len(blocks), np.float32)
     for first in range(0, len(blocks), _BLOCKS_AT_ONCE):

@@ -20,7 +20,7 @@ from edgellm.build.onnxruntime_cpu.lower import lower
 from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
 from edgellm.build.onnxruntime_cpu.options import kernels_of, notes_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
-from edgellm.build.onnxruntime_cpu.variants import Variant, variants_of
+from edgellm.build.onnxruntime_cpu.variants import Variant, settled, variants_of
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
 from edgellm.build.reference import Numbers, Source, make_reference
 from edgellm.build.rounding import Rounds
@@ -38,6 +38,7 @@ _SAVED = 1e-3  # relative; one graph, loaded twice
 
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     """See `edgellm.build.backends.Backend.estimate`."""
+    plan = settled(source, bundle, plan)
     return estimate_graphs(source, bundle, plan, _cache(bundle, plan))
 
 
@@ -45,14 +46,14 @@ def compile_bundle(
     source: Path, bundle: Bundle, plan: Plan, folder: Path, report: Report
 ) -> Compiled:
     """See `edgellm.build.backends.Backend.compile`."""
-    cache = _cache(bundle, plan)
+    plan, cache = settled(source, bundle, plan), _cache(bundle, plan)
     graphs: dict[str, tuple[GraphSpec, ...]] = {}
     opened: dict[str, OnnxRuntimeRunner] = {}
     verdicts: list[Verdict] = []
     with rounded_weights(folder, plan.quantize) as rounded:
         for role, graph in bundle.graphs.items():
             own = cache if ROLES[role].has_cache else None
-            portable = Source(role, bundle, source / graph.path, rounded, own)
+            portable = Source(role, bundle, source / graph.path, rounded, own, plan.kv_capacity)
             compiler = _Compiler(portable, plan, folder, report)
             opened[role], graphs[role] = compiler.compile()
             verdicts.append(compiler.check(opened[role]))
@@ -70,7 +71,8 @@ def compile_bundle(
 def _what_runs(plan: Plan) -> dict[str, Any]:
     """Options of the engine, see `runners.onnxruntime_cpu`."""
     kernels = kernels_of(plan)
-    return {KERNELS: kernels, **({LAYOUT: VERSION} if kernels == EDGELLM else {})}
+    layout = {LAYOUT: VERSION} if kernels == EDGELLM else {}
+    return {KERNELS: kernels, "threads": plan.threads, **layout}
 
 
 def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:

@@ -8,8 +8,6 @@ operators up to opset 21 remain, so that older ONNX Runtimes on boards load the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import onnx_ir as ir
 
@@ -31,17 +29,15 @@ from edgellm.build.lowering.weights import (
     WeightFile,
     constant_array,
     parameter_name,
-    stored_rows,
 )
 from edgellm.build.onnxruntime_cpu.grouped_attention import lower_attention, narrow_cache
 from edgellm.build.onnxruntime_cpu.own_attention import lower_attention as lower_own_attention
+from edgellm.build.onnxruntime_cpu.own_embedding import lower_embeddings
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears, lower_own_linears
 from edgellm.contract import FUNCTIONS
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.manifest import KVCacheSpec
 
-_LARGEST_HALF = 65504.0
-_FLOATS_AT_ONCE = 1 << 20  # of a table that are rounded at once
 _HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -70,7 +66,9 @@ def lower(
     inline(model, keep=READ_BY_LOWERINGS)
     _lower_signature(model.graph)
     lower_inputs(graph)
-    _lower_floats(graph, rounds_tables=isinstance(kernel, OwnLinears) and kernel.rounds_floats)
+    if isinstance(kernel, OwnLinears):
+        lower_embeddings(graph, kernel)
+    _lower_floats(graph)
     look_up_blocks(graph)
     if isinstance(kernel, OwnLinears):
         lower_own_linears(graph, kernel)
@@ -127,12 +125,12 @@ def _lower_candidates(graph: GraphEditor) -> None:
 
 
 # ----------------------------------------------------------------------------- float types
-def _lower_floats(graph: GraphEditor, *, rounds_tables: bool) -> None:
+def _lower_floats(graph: GraphEditor) -> None:
     """Compute in float32: the CPU has no fast float16 or bfloat16 kernels."""
     for node in tuple(graph.graph):
         graph.cursor = node
         if node.op_type == "Gather" and _is_table(node.inputs[0]):
-            _lower_embedding(graph, node, rounds=rounds_tables)
+            _lower_embedding(graph, node)
         elif node.op_type == "Gather" and _is_external(node.inputs[0]):
             ids = node.inputs[0]
             assert ids is not None and ids.const_value is not None  # noqa: PT018
@@ -158,45 +156,18 @@ def _is_external(value: ir.Value | None) -> bool:
     return value is not None and isinstance(value.const_value, ir.ExternalTensor)
 
 
-def _lower_embedding(graph: GraphEditor, node: ir.Node, *, rounds: bool) -> None:
-    """Keep the table in its stored type (rows are few) and cast what was looked up.
-
-    `rounds`: float32 becomes float16, which is finer than what linear layers are rounded to.
-    """
+def _lower_embedding(graph: GraphEditor, node: ir.Node) -> None:
+    """Keep the table in its stored type (rows are few) and cast what was looked up."""
     table = node.inputs[0]
     assert table is not None and table.const_value is not None  # noqa: PT018
     tensor = table.const_value
-    is_half = tensor.dtype == ir.DataType.FLOAT16
-    if rounds and tensor.dtype == ir.DataType.FLOAT and _largest(tensor) < _LARGEST_HALF:
-        is_half = True
-        packed = graph.streamed_weight(
-            f"{table.name}.fp16_table", tensor.nbytes // 2, lambda: _halves(tensor),
-            ir.DataType.FLOAT16, tuple(tensor.shape.numpy()),
-        )  # fmt: skip
-        node.replace_input_with(0, packed)
-    else:
-        node.replace_input_with(0, graph.weight(f"{table.name}.table", tensor.numpy))
-    if is_half:
+    node.replace_input_with(0, graph.weight(f"{table.name}.table", tensor.numpy))
+    if tensor.dtype == ir.DataType.FLOAT16:
         uses = tuple(node.outputs[0].uses())
         graph.cursor = graph.graph[list(graph.graph).index(node) + 1]
         cast = graph.node("Cast", [node.outputs[0]], to=int(ir.DataType.FLOAT))
         for user, index in uses:
             user.replace_input_with(index, cast)
-
-
-def _row_pieces(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
-    rows, width = tensor.shape.numpy()
-    step = max(1, _FLOATS_AT_ONCE // int(width))
-    for first in range(0, int(rows), step):
-        yield stored_rows(tensor, first, min(first + step, int(rows)))
-
-
-def _largest(tensor: ir.TensorProtocol) -> float:
-    return max(float(np.abs(rows).max()) for rows in _row_pieces(tensor))
-
-
-def _halves(tensor: ir.TensorProtocol) -> Iterator[bytes]:
-    return (rows.astype(np.float16).tobytes() for rows in _row_pieces(tensor))
 
 
 def _is_half_constant(value: ir.Value) -> bool:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from edgellm.build.lowering.linear_groups import RoundingKernel
 from edgellm.build.lowering.linear_weights import layer_name, linear_layers
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.tables import table_of
+from edgellm.build.onnxruntime_cpu.own_embedding import packed_table
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
@@ -27,13 +29,12 @@ def estimate_graphs(
         linears = _linear_sizes(model, plan.quantize)
         variants = variants_of(role, model, bundle, plan)
         kernel = variants[0].kernel
-        rounds = isinstance(kernel, OwnLinears) and kernel.rounds_floats
-        table = _table_bytes(model, rounds=rounds)
+        table = _table_bytes(model, kernel)
         if isinstance(kernel, OwnLinears):
             packed, doubled = _packed_sizes(model, kernel)
             sizes.append(table + packed + 2 * doubled)
             read = read or packed + doubled
-            largest = max(largest, 0 if rounds else max(linears["dense"].values()))
+            largest = max(largest, 0 if kernel.rounds_floats else max(linears["dense"].values()))
             continue
         # A prepacked file holds the weights twice: as they were, and as the kernels read them.
         for variant in variants:
@@ -63,15 +64,20 @@ def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int]:
     return packed, floats
 
 
-def _table_bytes(model: ir.Model, *, rounds: bool) -> int:
-    """The embedding in every graph: as it is stored, or `rounds` to 16 bits."""
-    tables = [table_of(node) for node in model.graph]
-    stored = [value.const_value for value in tables if value is not None]
-    itemsize = 2 if rounds else 4
-    return max(
-        (min(tensor.nbytes, itemsize * tensor.size) for tensor in stored if tensor is not None),
-        default=0,
-    )
+def _table_bytes(model: ir.Model, kernel: RoundingKernel) -> int:
+    """The embedding in every graph, unless it is looked up in the packed head."""
+    heads = {layer_name(node) for node, _ in linear_layers(model.graph)}
+    sizes = [0]
+    for node in model.graph:
+        value = table_of(node)
+        table = value.const_value if value is not None else None
+        if table is None:
+            continue
+        is_own = isinstance(kernel, OwnLinears) and node.op_type == "Gather"
+        found = packed_table(node, kernel) if is_own else None
+        size = min(table.nbytes, 4 * table.size) if found is None else found[0].num_bytes
+        sizes.append(0 if found is not None and found[1] in heads else size)
+    return max(sizes)
 
 
 def _linear_sizes(model: ir.Model, quantize: str) -> dict[str, dict[str, int]]:

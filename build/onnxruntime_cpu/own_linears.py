@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 
+import numpy as np
 import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
@@ -40,7 +41,7 @@ class OwnLinears:
         form = self.form(weight, name)
         if form is None:
             return DenseKernel().emit(graph, x, weight, name)
-        return _product(graph, x, form, name, lambda: packed_bytes(form, weight))
+        return _product(graph, x, form, packed_weight(graph, form, name, weight))
 
     def emit_gated(
         self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str
@@ -49,7 +50,7 @@ class OwnLinears:
         form, width = self.form(weight, name, is_gated=True), weight.widths[0]
         assert form is not None
         return _product(
-            graph, x, form, name, lambda: packed_bytes(form, weight, gated_order(width))
+            graph, x, form, packed_weight(graph, form, name, weight, gated_order(width))
         )
 
     def rounding(self, weight: LinearWeight, name: str) -> Rounding:
@@ -68,14 +69,20 @@ class OwnLinears:
         )  # fmt: skip
 
 
-def _product(
+def packed_weight(
     graph: GraphEditor,
-    x: ir.Value,
     form: PackedForm,
     name: str,
-    make: Callable[[], Iterator[bytes]],
+    weight: LinearWeight,
+    order: np.ndarray | None = None,
 ) -> ir.Value:
-    packed = graph.streamed_weight(f"{name}.{form.kind}_packed", form.num_bytes, make)
+    """The weight in the engine's file, where each name is once; see `packed_bytes`."""
+    return graph.streamed_weight(
+        f"{name}.{form.kind}_packed", form.num_bytes, lambda: packed_bytes(form, weight, order)
+    )
+
+
+def _product(graph: GraphEditor, x: ir.Value, form: PackedForm, packed: ir.Value) -> ir.Value:
     return graph.node(
         _OPERATOR, [x, packed], domain=DOMAIN, K=form.in_features, N=form.out_features,
         block=form.block,

@@ -87,6 +87,9 @@ def packed_bytes(
     if form.is_quantized and weight.kind == "dense":
         yield from _rounded(form, weight, order)
         return
+    if form.kind == "int4" and all(_is_sliceable(part, form) for part in weight.parts):
+        yield from _rounded_before(form, weight, order)
+        return
     if not form.is_quantized:
         rows = _joined([_halves(part) for part in weight.parts], order)
         yield from pack_floats(form, rows)
@@ -125,6 +128,52 @@ def _rounded(form: PackedForm, weight: LinearWeight, order: _Order | None) -> It
         multiplier = scale_multiplier(max(threads.map(top, channel_slices(form))) / largest)
         yield form.header(multiplier)
         yield from threads.map(packed, channel_slices(form))
+
+
+def _is_sliceable(part: WeightPart, form: PackedForm) -> bool:
+    """Whether some columns of its codes [in, out] can be read alone, and packed as they are."""
+    is_stored = isinstance(part.stored[0], ir.ExternalTensor) and not part.is_unsigned
+    return (
+        is_stored
+        and not part.is_by_output
+        and part.block_size == form.block
+        and part.shape[1] % 2 == 0
+    )
+
+
+def _rounded_before(
+    form: PackedForm, weight: LinearWeight, order: _Order | None
+) -> Iterator[bytes]:
+    """Of INT4 codes that the build has rounded, some channels at a time, as `_rounded`."""
+    scales = _joined([part.scales().T for part in weight.parts], order)
+    order = np.arange(form.out_features) if order is None else order
+    multiplier = scale_multiplier(float(np.abs(scales).max()))
+
+    def packed(part: slice) -> bytes:
+        return records(form, _some_codes(weight, order[part]), scales[part], None, multiplier)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        yield form.header(multiplier)
+        yield from threads.map(packed, channel_slices(form))
+
+
+def _some_codes(weight: LinearWeight, order: _Order) -> U8:
+    """Output channels of INT4 codes, in that order: 0 to 15, [len(order), in]."""
+    found, begin = np.empty((len(order), weight.in_features), np.uint8), 0
+    for part, width in zip(weight.parts, weight.widths, strict=True):
+        places = np.flatnonzero((order >= begin) & (order < begin + width))
+        if len(places):
+            own = order[places] - begin
+            first, end = int(own.min()) // 2, int(own.max()) // 2 + 1
+            tensor = part.stored[0]
+            assert isinstance(tensor, ir.ExternalTensor)
+            shape = part.shape[0], width // 2
+            pairs = np.memmap(tensor.path, np.uint8, "r", tensor.offset or 0, shape)[:, first:end].T
+            nibbles = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=1)
+            nibbles = nibbles.reshape(-1, weight.in_features) ^ np.uint8(8)
+            found[places] = nibbles[own - 2 * first]
+        begin += width
+    return found
 
 
 def _some_rows(weight: LinearWeight, order: _Order) -> NDArray[np.float32]:

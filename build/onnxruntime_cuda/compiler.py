@@ -125,7 +125,7 @@ class _Compiler:
         """See `require_alike`."""
         bundle, plan = self._bundle, self._plan
         cache = bundle.cache_of(role)
-        source = Source(role, bundle, self._portable(role), self._rounded, cache)
+        source = Source(role, bundle, self._portable(role), self._rounded, cache, plan.kv_capacity)
         engine = Rounds((self._kernel,), halves=self._dtype == ir.DataType.FLOAT16)
 
         def open_lowered(load: Callable[[], ir.Model]) -> Runner:

@@ -15,6 +15,7 @@ from edgellm.build.lowering.calls import inline
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import lower_linears
 from edgellm.build.lowering.picks import add_top_logits
+from edgellm.build.lowering.ropes import settle_frequencies
 from edgellm.build.lowering.tables import widen_tables
 from edgellm.build.lowering.weights import WeightFile, keep_apart, parameter_name
 from edgellm.build.tensorrt.adapt import uncap_attention
@@ -44,6 +45,7 @@ def lower(
     """
     if capacity:
         _bind(model.graph, CAPACITY, capacity)
+        settle_frequencies(model.graph, capacity)
     if candidates:
         _fix_top_k(model.graph, candidates)
     common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)

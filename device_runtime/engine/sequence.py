@@ -114,5 +114,5 @@ class Sequence:
 
 def _counts(found: Round, emitted: int) -> RoundCounts:
     assert found.tree is not None
-    depths, _ = found.tree.layout()
-    return RoundCounts(emitted, len(found.tree), int(depths.max()), len(found.path) - 1)
+    depth = max(found.tree.depths())
+    return RoundCounts(emitted, len(found.tree), depth, len(found.path) - 1)

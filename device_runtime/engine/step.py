@@ -22,10 +22,10 @@ from edgellm.device_runtime.engine.profile import (
 )
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.sampling.sampler import draw
-from edgellm.device_runtime.sessions import I64
+from edgellm.device_runtime.sessions import F32
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
-from edgellm.device_runtime.speculate.accept import Accepted, Round
-from edgellm.device_runtime.speculate.drafter import Drafter
+from edgellm.device_runtime.speculate.accept import Accepted, Round, accept_exactly
+from edgellm.device_runtime.speculate.drafter import Drafter, Verified
 from edgellm.device_runtime.speculate.tree import Tree
 
 _FIRST = np.zeros(1, np.int64)  # the only row; where none is wanted: not every kernel takes none
@@ -104,16 +104,29 @@ def _speculate(session: DecoderSession, sequence: Sequence, drafter: Drafter) ->
     if left > 1:
         with profile.stage(DRAFT_EXTEND if len(sequence.token_ids) > 1 else DRAFT_PREFILL):
             drafter.catch_up()
+    sampler = sequence.sampler
+    is_exact = sequence.accept is accept_exactly or sampler.params.is_greedy
     with profile.stage(GROW):
-        tree = drafter.propose(sequence.newest, session.capacity - length - 1, left - 1)
+        newest, tree = (sequence.newest, length), None
+        if not drafter.ask_round(session, newest, left - 1, sampler, is_exact=is_exact):
+            tree = drafter.propose(sequence.newest, session.capacity - length - 1, left - 1)
     with profile.stage(VERIFY):
-        result = _verify(session, tree, length)
+        if tree is None:
+            verified = drafter.finish_round()
+        else:
+            verified = Verified(tree, _verify(session, tree, length))
+        tree, result = verified.tree, verified.result
     with profile.stage(SETTLE):
-        outcome = sequence.accept(tree, result, sequence.sampler)
-        path = np.asarray(outcome.path)
-        session.compact(length, path)
-        sequence.num_rows += len(path)
-        token_ids = _commit(drafter, tree, result, outcome, path)
+        outcome = verified.accepted
+        if outcome is None and len(tree) == 1:  # whatever accepts; its row stands where it belongs
+            outcome, taps = Accepted([0], draw(result, 0, sampler)), result.taps
+        else:
+            outcome = outcome or sequence.accept(tree, result, sampler)
+            path = np.asarray(outcome.path)
+            session.compact(length, path)
+            taps = result.taps[path]
+        sequence.num_rows += len(outcome.path)
+        token_ids = _commit(drafter, tree, taps, outcome)
     return Round(token_ids, tree, tuple(outcome.path), tuple(drafter.confidences(tree)))
 
 
@@ -125,12 +138,10 @@ def _verify(session: DecoderSession, tree: Tree, length: int) -> PassResult:
     return session.run(tree.token_ids, length, rows, position_ids=length + depths, tree_mask=mask)
 
 
-def _commit(
-    drafter: Drafter, tree: Tree, result: PassResult, outcome: Accepted, path: I64
-) -> tuple[int, ...]:
-    """Tell the drafter what was accepted; the new tokens."""
-    token_ids = (*tree.token_ids[path[1:]].tolist(), outcome.bonus)
-    drafter.observe(np.asarray(token_ids), result.taps[path])
+def _commit(drafter: Drafter, tree: Tree, taps: F32, outcome: Accepted) -> tuple[int, ...]:
+    """Tell the drafter what was accepted, with its features [M, T*H]; the new tokens."""
+    token_ids = (*(int(tree.token_ids[node]) for node in outcome.path[1:]), outcome.bonus)
+    drafter.observe(np.asarray(token_ids), taps)
     drafter.remember(list(token_ids))
     drafter.learn(tree, outcome.path, len(token_ids))
     return token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -209,6 +210,19 @@ class Sampler:
         has_rules = self._penalties is not None or self._constraint is not None
         return has_rules or self.params.min_tokens > 0
 
+    @property
+    def needs_picks_only(self) -> bool:
+        """Whether a row's largest logits and random numbers decide, and nothing is recorded."""
+        return not self._adjusts and self.params.num_logprobs is None
+
+    def foresee(self, count: int) -> NDArray[np.float64]:
+        """The random numbers of the next draws, which are not spent by that."""
+        return copy.deepcopy(self._random).random(count)
+
+    def spend(self, count: int) -> None:
+        """So many tokens were drawn by others."""
+        self._random.random(count)
+
     def record(self, logits: F32, token_id: int) -> None:
         """Note that a token of the answer was taken at logits float32 [V]."""
         if self.params.num_logprobs is not None:
@@ -260,8 +274,8 @@ def draw(result: PassResult, row: int, sampler: Sampler) -> int:
         EdgeLLMError: the engine computed something that is not a number.
     """
     argmax = int(result.token_ids[row])
-    highest = result.highest[row]
-    if not np.isfinite(highest):
+    highest = result.highest_of(row)
+    if not math.isfinite(highest):
         raise EdgeLLMError(
             f"the engine computed {highest}",
             hint="build the engine again; if it stays, the model overflows this precision",

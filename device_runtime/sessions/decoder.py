@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.engine.prefix_cache import count_common, row_keys
-from edgellm.device_runtime.pass_costs import fastest_ms, measured_rows
+from edgellm.device_runtime.pass_costs import fastest_each_ms, measured_rows
 from edgellm.device_runtime.runners import Outputs, Runner, require_cache
+from edgellm.device_runtime.runners.rounds import GrowsTrees, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
 from edgellm.manifest import DecoderSpec, Engine
@@ -26,17 +28,20 @@ class PassResult:
 
     def __init__(self, outputs: Outputs, rows: int) -> None:
         self._outputs, self._rows = outputs, rows
-        if contract.TOKEN_IDS in outputs:
-            self.token_ids: I64 = outputs[contract.TOKEN_IDS][0]
-        else:  # numpy finds the largest logit of a row in a fifth of an operator's time
-            self.token_ids = self.logits.argmax(axis=-1)
 
-    @property
-    def highest(self) -> F32:
-        """[R], the logit of each of `token_ids`, which are the argmax."""
+    @functools.cached_property
+    def token_ids(self) -> I64:
+        """[R], the likeliest token behind each row."""
+        if contract.TOKEN_IDS in self._outputs:
+            return self._outputs[contract.TOKEN_IDS][0]
+        # numpy finds the largest logit of a row in a fifth of an operator's time
+        return self.logits.argmax(axis=-1)
+
+    def highest_of(self, row: int) -> float:
+        """The logit of a row's token of `token_ids`, which are the argmax."""
         if contract.TOP_LOGITS in self._outputs:
-            return self._outputs[contract.TOP_LOGITS][0]
-        return self.logits[np.arange(len(self.token_ids)), self.token_ids]
+            return float(self._outputs[contract.TOP_LOGITS][0, row])
+        return float(self.logits[row, self.token_ids[row]])
 
     @property
     def logits(self) -> F32:
@@ -101,6 +106,31 @@ class DecoderSession:
             self._append(write_index, self._written)
         return result
 
+    def begin_round(self, length: int, nodes: int) -> tuple[int, int]:
+        """A device is about to run a tree of `nodes` nodes behind `length` rows.
+
+        Returns:
+            Where its rows go, and the position of the first.
+
+        Raises:
+            LimitError: as `run`.
+        """
+        if self.before_pass is not None:
+            self.before_pass()
+        start = self._inputs.start(length, nodes)
+        del self._rows[length:]
+        return start
+
+    def end_round(self, token_ids: I64, outputs: Outputs) -> PassResult:
+        """It did, with these tokens; as `run` with a mask, before `compact`."""
+        self._written = row_keys(token_ids.tolist(), self._image_keys)
+        return PassResult(outputs, len(token_ids))
+
+    def open_rounds(self, draft: Runner, growth: Growth) -> Rounds | None:
+        """See `runners.rounds.GrowsTrees`; most backends need the host."""
+        runner = self._runner
+        return runner.open_rounds(draft, growth) if isinstance(runner, GrowsTrees) else None
+
     def set_images(self, images: ImageRows) -> None:
         """Say what image rows of the next prompt stand for; holds until it is said again."""
         self._image_keys = images.keys
@@ -157,8 +187,8 @@ def costs(
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: of passes whose rows all get logits."""
     context, measured = measured_rows(session.capacity, most_rows)
-    found = {}
-    for rows in measured:
-        token_ids, head_rows = np.arange(rows) % spec.vocab_size, np.arange(rows)
-        found[str(rows)] = fastest_ms(partial(session.run, token_ids, context, head_rows))
-    return {PASS: found}
+
+    def run(rows: int) -> None:
+        session.run(np.arange(rows) % spec.vocab_size, context, np.arange(rows))
+
+    return {PASS: fastest_each_ms({str(rows): partial(run, rows) for rows in measured})}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,16 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_ms, measured_rows
-from edgellm.device_runtime.runners import Runner, require_cache
+from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_each_ms, measured_rows
+from edgellm.device_runtime.runners import Outputs, Runner, require_cache
+from edgellm.device_runtime.runners.rounds import Asked, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows
+from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
 from edgellm.manifest import DecoderSpec, DraftSpec, Engine
 from edgellm.roles import DRAFT, EXTEND, FUSE, STEP
+
+_OTHERS_BYTES = 64 << 20  # what passes between two of a draft; more than caches hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +79,24 @@ class DraftSession:
         """
         inputs = self._inputs.of(token_ids, write_index, output_rows, position_ids, tree_mask)
         inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = hidden[None], np.array([top_k])
-        found = self._runner.run(inputs)
-        names = contract.CANDIDATE_IDS, contract.CANDIDATE_LOG_PROBS, contract.RECYCLED_HIDDEN
-        return DraftResult(*(found[name][0] for name in names))
+        return _result(self._runner.run(inputs))
+
+    def ask(
+        self, token_ids: I64, hidden: F32, write_index: int, output_rows: I64, *, top_k: int
+    ) -> Callable[[], DraftResult]:
+        """As `run`, but a device need not be waited for before the result is called for."""
+        assert isinstance(self._runner, Asked)
+        inputs = self._inputs.of(token_ids, write_index, output_rows, None, None)
+        inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = hidden[None], np.array([top_k])
+        return partial(_result, self._runner.ask(inputs))
+
+    def open_rounds(self, base: DecoderSession, growth: Growth) -> Rounds | None:
+        """Rounds of a base and this draft; None: they need the host."""
+        return base.open_rounds(self._runner, growth) if isinstance(self._runner, Asked) else None
+
+    def start(self, row: int, rows: int) -> tuple[int, int]:
+        """See `PassInputs.start`."""
+        return self._inputs.start(row, rows)
 
     def set_images(self, images: ImageRows) -> None:
         """See `DecoderSession.set_images`."""
@@ -90,6 +109,11 @@ class DraftSession:
     def write_rows(self, rows: NDArray[Any]) -> None:
         """See `runners.Cache`."""
         self._cache.write_rows(rows)
+
+
+def _result(found: Outputs) -> DraftResult:
+    names = contract.CANDIDATE_IDS, contract.CANDIDATE_LOG_PROBS, contract.RECYCLED_HIDDEN
+    return DraftResult(*(found[name][0] for name in names))
 
 
 def open_draft(folder: Path, engine: Engine) -> DraftSession:
@@ -106,22 +130,35 @@ def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> Dra
 def costs(
     session: DraftSession, spec: DraftSpec, most_rows: int = 0
 ) -> dict[str, dict[str, float]]:
-    """See `sessions.Module`: growth, whose rows all get candidates, and rows that are fused."""
+    """See `sessions.Module`: growth, whose rows all get candidates, and rows that are fused.
+
+    Rows are fused behind a pass of the base, whose weights have taken the processor's caches, and
+    growth follows. From caches that hold the draft both take half as long.
+    """
     context, measured = measured_rows(session.capacity, most_rows)
-    top_k, random = (
-        min(CANDIDATES, spec.draft_vocab_size, most_rows or CANDIDATES),
-        np.random.default_rng(1),
-    )
-    steps, extensions = {}, {}
-    for rows in measured:
-        taps = random.standard_normal((rows, spec.taps_width), np.float32)
-        hidden = np.zeros((rows, spec.decoder.hidden_size), np.float32)
-        ids, last = np.arange(rows) % spec.decoder.vocab_size, np.array([rows - 1])
-        grow = partial(session.run, ids, hidden, context, np.arange(rows), top_k=top_k)
-        steps[str(rows)] = fastest_ms(grow)
+    top_k = min(CANDIDATES, spec.draft_vocab_size, most_rows or CANDIDATES)
+    random, most = np.random.default_rng(1), max(measured)
+    taps = random.standard_normal((most, spec.taps_width), np.float32)
+    hidden = np.zeros((most, spec.decoder.hidden_size), np.float32)
+    others = np.ones(_OTHERS_BYTES // 4, np.float32)  # zeros would be one page
 
-        def extend(ids: I64 = ids, taps: F32 = taps, last: I64 = last) -> None:
-            session.run(ids, session.fuse(taps), context, last, top_k=top_k)
+    def run(hidden: F32, outputs: I64) -> None:
+        token_ids = np.arange(len(hidden)) % spec.decoder.vocab_size
+        session.run(token_ids, hidden, context, outputs, top_k=top_k)
 
-        extensions[str(rows)] = fastest_ms(extend)
-    return {STEP: steps, EXTEND: extensions}
+    def grow(rows: int) -> None:
+        run(hidden[:rows], np.arange(rows))
+
+    def extend(rows: int) -> None:
+        run(session.fuse(taps[:rows]), np.array([rows - 1]))
+
+    def follow_an_extension() -> None:
+        others.sum()
+        extend(1)
+
+    grown = {str(rows): partial(grow, rows) for rows in measured}
+    extended = {str(rows): partial(extend, rows) for rows in measured}
+    return {
+        STEP: fastest_each_ms(grown, before=follow_an_extension),
+        EXTEND: fastest_each_ms(extended, before=others.sum),
+    }

@@ -54,6 +54,15 @@ class PassInputs:
             inputs[contract.TREE_MASK] = tree_mask
         return inputs
 
+    def start(self, row: int, rows: int) -> tuple[int, int]:
+        """Where `rows` rows go behind a prompt, and the first one's position, the same on all axes.
+
+        Raises:
+            LimitError: they do not fit into the cache.
+        """
+        require_room(self._capacity, row, rows)
+        return row, int(self._positions(np.array([row])).flat[0])
+
     def _positions(self, rows: I64) -> I64:
         """[A, S], for A axes, of rows counted as in text."""
         if self._axes == 1:

@@ -6,17 +6,21 @@ draft's softmax says, unfamiliar text less often. The tree's size is chosen by t
 
 from __future__ import annotations
 
+import bisect
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
-from edgellm.device_runtime.sessions import I64
 from edgellm.device_runtime.speculate.tree import F64
 
-_EDGES = np.array([0.0, 0.01, 0.03, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95])
+_EDGES = (0.0, 0.01, 0.03, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
+_CENTERS = tuple((low + high) / 2 for low, high in zip(_EDGES, (*_EDGES[1:], 1.0), strict=True))
 _LEAST = 1e-4
 
 
 class Calibration:
-    """Acceptance rates by the draft's confidence."""
+    """Acceptance rates by the draft's confidence; of few numbers, for which lists are fastest."""
 
     def __init__(self, *, prior_weight: float = 12.0, memory: float = 2000.0) -> None:
         """The prior takes the draft at its word, for `prior_weight` observations a bin.
@@ -25,25 +29,42 @@ class Calibration:
             prior_weight: observations that the prior counts for.
             memory: rounds after which old observations have faded to a third.
         """
-        centers = (_EDGES + np.append(_EDGES[1:], 1.0)) / 2
-        self._tried = np.full(len(_EDGES), prior_weight)
-        self._accepted = centers * prior_weight
-        self._centers, self._fade = centers, 1 - 1 / memory
+        self._tried = [prior_weight] * len(_EDGES)
+        self._accepted = [center * prior_weight for center in _CENTERS]
+        self._fade = 1 - 1 / memory
         self._refresh()
 
     def _refresh(self) -> None:
-        rates = self._accepted / self._tried
-        self._log_rates = np.log(np.clip(np.maximum.accumulate(rates), _LEAST, 1 - _LEAST))
+        self._log_rates, rate = [], _LEAST
+        for accepted, tried in zip(self._accepted, self._tried, strict=True):
+            rate = max(rate, accepted / tried)
+            self._log_rates.append(math.log(min(rate, 1 - _LEAST)))
 
     def log_rates(self, confidences: F64) -> F64:
         """Log of the acceptance rate of tokens with these draft probabilities, any shape."""
-        return np.interp(confidences, self._centers, self._log_rates)
+        return np.interp(confidences, _CENTERS, self._log_rates)
 
-    def learn(self, confidences: F64, accepted: I64) -> None:
-        """Count tokens whose parent was accepted: [M] and 1 where the token was too."""
-        bins = np.searchsorted(_EDGES, confidences, side="right") - 1
-        self._tried *= self._fade
-        self._accepted *= self._fade
-        np.add.at(self._tried, bins, 1.0)
-        np.add.at(self._accepted, bins, accepted)
+    @property
+    def curve(self) -> F64:
+        """[2, points]: confidences, and `log_rates` of them."""
+        return np.array([_CENTERS, self._log_rates])
+
+    def log_rate(self, confidence: float) -> float:
+        """The same of one token."""
+        above = bisect.bisect(_CENTERS, confidence)
+        if above in (0, len(_CENTERS)):
+            return self._log_rates[min(above, len(_CENTERS) - 1)]
+        low, high = _CENTERS[above - 1 : above + 1]
+        share = (confidence - low) / (high - low)
+        return self._log_rates[above - 1] * (1 - share) + self._log_rates[above] * share
+
+    def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
+        """Count tokens whose parent was accepted, and whether the token was too."""
+        fade = self._fade
+        self._tried = [count * fade for count in self._tried]
+        self._accepted = [count * fade for count in self._accepted]
+        for confidence, is_accepted in zip(confidences, accepted, strict=True):
+            place = bisect.bisect(_EDGES, confidence) - 1
+            self._tried[place] += 1
+            self._accepted[place] += is_accepted
         self._refresh()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -135,11 +136,18 @@ class CommittedRows:
             next_token_ids = self.image_ids.for_draft(next_token_ids)
         self._waiting.append(_Pairs(keys, next_token_ids, taps.copy()))
 
-    def write(self, top_k: int) -> Iterator[tuple[int, DraftResult]]:
+    def write(
+        self, top_k: int, *, asks: bool = False
+    ) -> Iterator[tuple[int, Callable[[], DraftResult]]]:
         """Write what waits into the cache, as far as it has room.
 
+        Args:
+            top_k: candidates of a row.
+            asks: the host does not wait for a pass before it calls for its result.
+
         Yields:
-            The rows of a pass and its result: `top_k` candidates behind the last of them.
+            The rows of a pass and its result, until the next pass: `top_k` candidates behind the
+            last of them.
         """
         waiting, self._waiting = self._batched(), []
         for at, pairs in enumerate(waiting):
@@ -147,15 +155,19 @@ class CommittedRows:
             if self.length + rows > self.session.capacity:
                 self._waiting = waiting[at:]  # for good: this answer goes on without
                 return
-            result = self.session.run(
-                pairs.token_ids, self.session.fuse(pairs.taps), self.length, np.array([rows - 1]),
-                top_k=top_k,
-            )  # fmt: skip
+            hidden, last = self.session.fuse(pairs.taps), np.array([rows - 1])
+            if asks:
+                found = self.session.ask(pairs.token_ids, hidden, self.length, last, top_k=top_k)
+            else:
+                result = self.session.run(pairs.token_ids, hidden, self.length, last, top_k=top_k)
+                found = partial(_itself, result)
             self._keys += pairs.keys
-            yield rows, result
+            yield rows, found
 
     def _batched(self) -> list[_Pairs]:
         """What waits, rows of several rounds of plain decoding in one pass."""
+        if len(self._waiting) == 1 and len(self._waiting[0]) <= self._round_rows:
+            return self._waiting  # of a round, as nearly always
         batches: list[_Pairs] = []
         for is_prompt, group in itertools.groupby(
             self._waiting, lambda pairs: len(pairs) > self._round_rows
@@ -188,6 +200,10 @@ class CommittedRows:
         if saved.rows is not None:
             self.session.write_rows(saved.rows)
         self._keys, self._waiting = list(saved.keys), list(saved.waiting)
+
+
+def _itself(result: DraftResult) -> DraftResult:
+    return result
 
 
 def _joined(batch: list[_Pairs]) -> _Pairs:

@@ -9,14 +9,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
+from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
+from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
+from edgellm.device_runtime.speculate.accept import Accepted
 from edgellm.device_runtime.speculate.controller import Controller
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
+from edgellm.device_runtime.speculate.growth import Sizes
 from edgellm.device_runtime.speculate.lookup import LearnedLookup, LookupSource
 from edgellm.device_runtime.speculate.policy import Policy, TreeLimits
 from edgellm.device_runtime.speculate.tree import Pool, Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A tree, and the base's pass over it."""
+
+    tree: Tree
+    result: PassResult
+    accepted: Accepted | None = None  # by the device; None: the host's work
 
 
 class Drafter(Protocol):
@@ -48,6 +59,33 @@ class Drafter(Protocol):
 
     def catch_up(self) -> None:
         """Compute what the committed text asks for, before a tree is proposed."""
+        ...
+
+    def ask_round(
+        self,
+        session: DecoderSession,
+        newest: tuple[int, int],
+        levels: int,
+        sampler: Sampler,
+        *,
+        is_exact: bool,
+    ) -> bool:
+        """Ask the device for a whole round, if it can: `finish_round` waits for it.
+
+        Args:
+            session: the base.
+            newest: the newest committed token, and rows of the base's cache before it.
+            levels: of the tree at most.
+            sampler: of the request.
+            is_exact: acceptance is.
+
+        Returns:
+            Whether it was asked for; else `propose` is to be called.
+        """
+        ...
+
+    def finish_round(self) -> Verified:
+        """What was asked for."""
         ...
 
     def propose(self, root: int, room: int, levels: int) -> Tree:
@@ -85,6 +123,7 @@ class Learned:
     policy: Policy  # sizes trees, with the acceptance rates of a network
     controller: Controller
     lookups: tuple[LearnedLookup, ...] = ()
+    sizes: Sizes | None = None  # of trees that a device grows alone
 
 
 class TreeDrafter:
@@ -152,6 +191,23 @@ class TreeDrafter:
     def _read(self) -> None:
         """Bring a network's cache up to the committed text."""
 
+    def ask_round(
+        self,
+        session: DecoderSession,
+        newest: tuple[int, int],
+        levels: int,
+        sampler: Sampler,
+        *,
+        is_exact: bool,
+    ) -> bool:
+        """See `Drafter.ask_round`; most need the host."""
+        del session, newest, levels, sampler, is_exact
+        return False
+
+    def finish_round(self) -> Verified:
+        """See `Drafter.finish_round`; nobody asks for rounds here."""
+        raise NotImplementedError
+
     def propose(self, root: int, room: int, levels: int) -> Tree:
         """See `Drafter.propose`."""
         deepest = min(levels, self._limits.text_steps)
@@ -182,16 +238,18 @@ class TreeDrafter:
     def learn(self, tree: Tree, path: list[int], emitted: int) -> None:
         """Tell policy and lookups what became of their candidates."""
         if self._pool is not None and len(tree) > 1:
-            on_path = np.zeros(len(tree), np.int64)
-            on_path[path] = 1
-            judged = np.flatnonzero(on_path[tree.parents[1:]]) + 1
-            nodes = self._chosen[judged]
-            origin = np.searchsorted(self._ends, nodes, side="right")
+            on_path = set(path)
+            chosen = list(zip(tree.parents.tolist(), self._chosen.tolist(), strict=True))
+            judged = [
+                (place, index in on_path)
+                for index, (parent, place) in enumerate(chosen) if parent in on_path
+            ]  # fmt: skip
             learners = (self._policy, *(source.calibration for source in self._sources))
-            for index, learner in enumerate(learners):
-                own = origin == index
-                if own.any():
-                    learner.learn(self._pool.confidences[nodes[own]], on_path[judged[own]])
+            for begin, end, learner in zip([0, *self._ends], self._ends, learners, strict=False):
+                own = [(place, accepted) for place, accepted in judged if begin <= place < end]
+                if own:
+                    places, accepted = zip(*own, strict=True)
+                    learner.learn(self._pool.confidences[[*places]].tolist(), accepted)
         self._controller.end_round(emitted, self._spent_ms, len(tree), networked=self._is_networked)
         self._spent_ms = 0.0
 

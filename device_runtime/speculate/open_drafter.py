@@ -11,6 +11,7 @@ from edgellm.device_runtime.speculate.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.controller import Controller
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafter import Drafter, Learned, TreeDrafter
+from edgellm.device_runtime.speculate.growth import FixedSize, Sizes, WorthwhileSize
 from edgellm.device_runtime.speculate.lookup import LearnedLookup
 from edgellm.device_runtime.speculate.opening import (
     Opened,
@@ -64,7 +65,7 @@ class Drafters:
         self._start, self.caches = opened.start, opened.caches
         starts = [drafters.lookup(name).remember() for name in options.lookups]
         self._learned = {
-            greedy: _nothing_learned(options, limits, opened.costs, [*map(LearnedLookup, starts)])
+            greedy: _nothing_learned(options, limits, opened, [*map(LearnedLookup, starts)])
             for greedy in (True, False)
         }
 
@@ -88,13 +89,18 @@ def _open(order: Order) -> Opened:
 
 
 def _nothing_learned(
-    options: SpecOptions, limits: TreeLimits, costs: Costs, lookups: list[LearnedLookup]
+    options: SpecOptions, limits: TreeLimits, opened: Opened, lookups: list[LearnedLookup]
 ) -> Learned:
-    sized_by_cost = options.tree == "cost" and not options.choices
+    sized_by_cost, costs = options.tree == "cost" and not options.choices, opened.costs
     controller = Controller(costs, pauses=sized_by_cost, adapts=options.adapts)
     policy: Policy = FixedTree(limits)
     if options.choices:
         policy = StaticTree(options.choices)
     elif sized_by_cost:
         policy = CostAwareTree(limits, costs, Calibration(), controller)
-    return Learned(policy, controller, tuple(lookups))
+    sizes: Sizes | None = None
+    if opened.growth is not None:
+        sizes = FixedSize(opened.growth)
+        if sized_by_cost:
+            sizes = WorthwhileSize(opened.growth, costs, controller)
+    return Learned(policy, controller, tuple(lookups), sizes)

@@ -9,6 +9,7 @@ from pathlib import Path
 from edgellm.artifact import require_pair
 from edgellm.contract import BrokenArtifactError, LimitError
 from edgellm.device_runtime.engine.prefix_cache import RowCache
+from edgellm.device_runtime.runners.rounds import Growth
 from edgellm.device_runtime.sessions.decoder import DecoderSession, costs
 from edgellm.device_runtime.speculate import drafters
 from edgellm.device_runtime.speculate.costs import Costs
@@ -51,6 +52,7 @@ class Opened:
     costs: Costs
     start: Callable[[Learned], Drafter]  # the drafter of a request; computes nothing
     caches: tuple[RowCache, ...] = ()  # whose rows go with the base's; they outlast an answer
+    growth: Growth | None = None  # of trees that the device grows alone
 
 
 def open_own(order: Order, name: str) -> tuple[Path, Engine]:

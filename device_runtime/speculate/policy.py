@@ -8,6 +8,8 @@ tokens minus lambda times cost in every round maximizes the long-run rate).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +59,11 @@ class Policy(Protocol):
         """Log-probability of acceptance of tokens that the draft gave `log_probs`, any shape."""
         ...
 
+    @property
+    def curve(self) -> F64 | None:
+        """What `scores` makes of probabilities, see `Calibration.curve`; None: their logarithm."""
+        ...
+
     def frontier(self, pool: Pool, newest: I64, prices: F64) -> I64:
         """Which of the `newest` nodes get children; none to stop.
 
@@ -71,13 +78,15 @@ class Policy(Protocol):
         """The drafted nodes to verify, at most `room`, every node's parent among them."""
         ...
 
-    def learn(self, confidences: F64, accepted: I64) -> None:
+    def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
         """Outcome of the verified nodes whose parent was accepted."""
         ...
 
 
 class FixedTree:
     """The dynamic tree of EAGLE-2 (arXiv 2406.16858): always the same size."""
+
+    curve = None
 
     def __init__(self, limits: TreeLimits) -> None:
         self._limits = limits
@@ -94,7 +103,7 @@ class FixedTree:
         """The best of the whole pool."""
         return pool.ranked()[:room]
 
-    def learn(self, confidences: F64, accepted: I64) -> None:
+    def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
         """Nothing."""
 
 
@@ -105,38 +114,51 @@ class CostAwareTree:
         self, limits: TreeLimits, costs: Costs, calibration: Calibration, controller: Controller
     ) -> None:
         self._limits, self._costs, self._calibration = limits, costs, calibration
-        self._controller = controller
+        self._controller, self._verify = controller, costs.verify.tolist()
+        last = min(len(self._verify) - 1, 8)
+        # What one more verified row costs in trees of a middling size.
+        self._row_ms = (self._verify[last] - self._verify[2]) / max(last - 2, 1)
         self._best_child = 0.6  # running mean of the likeliest child's acceptance rate
 
     def scores(self, log_probs: F64) -> F64:
         """Calibrated."""
         return self._calibration.log_rates(np.exp(log_probs))
 
+    @property
+    def curve(self) -> F64:
+        """Of the calibration."""
+        return self._calibration.curve
+
     def frontier(self, pool: Pool, newest: I64, prices: F64) -> I64:
         """The nodes whose likeliest child pays for its rows in draft and verification."""
-        order = top(pool.scores[newest], min(self._limits.top_k, len(prices)))
-        rate = self._controller.rate
-        chances = np.exp(pool.scores[newest[order]]) * self._best_child
-        gains = np.cumsum(chances - rate * self._row_ms())
-        gains -= rate * prices[: len(order)]
-        best = int(gains.argmax()) if len(gains) else 0
-        return newest[order[: best + 1]] if len(gains) and gains[best] > 0 else newest[:0]
-
-    def _row_ms(self) -> float:
-        """What one more verified row costs in trees of a middling size."""
-        last = min(len(self._costs.verify) - 1, 8)
-        return float(self._costs.verify[last] - self._costs.verify[2]) / max(last - 2, 1)
+        scores = pool.scores[newest].tolist()
+        order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        rate, gain, most, count = self._controller.rate, 0.0, 0.0, 0
+        allowed = order[: min(self._limits.top_k, len(prices))]
+        for size, place in enumerate(allowed, start=1):
+            more = math.exp(scores[place]) * self._best_child - rate * self._row_ms
+            if more <= 0:  # nor does any behind it pay: prices never fall
+                break
+            gain += more
+            if gain - rate * prices[size - 1] > most:
+                most, count = gain - rate * prices[size - 1], size
+        return newest[order[:count]]
 
     def select(self, pool: Pool, room: int) -> I64:
         """The size at which expected tokens minus the price of the pass peak."""
-        ranked = pool.ranked()[: min(room, len(self._costs.verify) - 2)]
-        expected = np.concatenate([[0.0], np.cumsum(np.exp(pool.scores[ranked]))])
-        value = expected - self._controller.rate * self._costs.verify[1 : len(ranked) + 2]
-        return ranked[: int(value.argmax())]
+        ranked = pool.ranked()[: min(room, len(self._verify) - 2)]
+        rate, expected, count = self._controller.rate, 0.0, 0
+        most = -rate * self._verify[1]
+        for size, score in enumerate(pool.scores[ranked].tolist(), start=1):
+            expected += math.exp(score)
+            value = expected - rate * self._verify[size + 1]
+            if value > most:
+                most, count = value, size
+        return ranked[:count]
 
-    def learn(self, confidences: F64, accepted: I64) -> None:
+    def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
         """Calibrate."""
         self._calibration.learn(confidences, accepted)
         if len(confidences):
-            rate = float(np.exp(self._calibration.log_rates(confidences.max())))
+            rate = math.exp(self._calibration.log_rate(max(confidences)))
             self._best_child += _MEMORY * (rate - self._best_child)

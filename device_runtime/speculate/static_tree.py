@@ -87,6 +87,8 @@ def check_choices(choices: Sequence[Choice], max_non_leaves: int) -> None:
 class StaticTree:
     """The policy that drafts and verifies the choices, whatever the draft thinks of them."""
 
+    curve = None
+
     def __init__(self, choices: Sequence[Choice]) -> None:
         """`choices`: checked; a pool must hold as many children of a parent as they have ranks."""
         numbers = {path: number for number, path in enumerate([(), *choices])}
@@ -115,5 +117,5 @@ class StaticTree:
         """All choices, level by level."""
         return np.flatnonzero(self._numbers(pool) > 0)[:room]
 
-    def learn(self, confidences: F64, accepted: I64) -> None:
+    def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
         """Nothing."""

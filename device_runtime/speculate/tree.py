@@ -35,16 +35,20 @@ class Tree:
     def layout(self) -> tuple[I64, Bool]:
         """Depth of each node [N], and what it may see [N, N]: itself and its ancestors."""
         size = len(self)
-        depths = np.zeros(size, np.int64)
+        depths = self.depths()
         mask = np.eye(size, dtype=np.bool_)
-        rows, above = np.arange(1, size), self.parents[1:]
-        while len(rows):
-            mask[rows, above] = True
-            depths[rows] += 1
-            above = self.parents[above]
-            alive = above >= 0
-            rows, above = rows[alive], above[alive]
-        return depths, mask
+        for node, parent in enumerate(self.parents.tolist()):
+            if parent > 0:
+                mask[node] |= mask[parent]
+        mask[:, 0] = True
+        return np.array(depths), mask
+
+    def depths(self) -> list[int]:
+        """Of each node; 0 is the root's."""
+        depths: list[int] = []
+        for parent in self.parents.tolist():
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
 
     def children(self) -> dict[tuple[int, int], int]:
         """Node by (parent, token)."""
@@ -66,6 +70,17 @@ class Pool:
         self.confidences = np.empty(size)  # the draft's own probability, given the parent
         self.token_ids[0], self.parents[0], self.scores[0], self.confidences[0] = root, -1, 0.0, 1.0
         self.count = 1
+
+    @classmethod
+    def of_tree(cls, token_ids: I64, parents: I64, scores: F64, confidences: F64) -> Pool:
+        """Of a tree that somebody else grew and chose: its nodes [N], each with its own score."""
+        pool = cls(int(token_ids[0]), len(token_ids))
+        pool.token_ids[1:], pool.parents[1:] = token_ids[1:], parents[1:]
+        pool.confidences[1:] = confidences[1:]
+        for node in range(1, len(token_ids)):
+            pool.scores[node] = pool.scores[parents[node]] + scores[node]
+        pool.count = len(token_ids)
+        return pool
 
     def add(self, parents: I64, token_ids: I64, scores: F64, confidences: F64) -> I64:
         """Append children [R, K] of `parents` [R]; the new nodes' indices [R * K]."""
@@ -91,12 +106,11 @@ class Pool:
 
     def tree(self, nodes: I64) -> tuple[Tree, I64]:
         """The root with `nodes` (which hold each one's parent), and their pool indices [N]."""
-        chosen = np.concatenate([[0], np.sort(nodes)])
-        place = np.full(self.count, -1)
-        place[chosen] = np.arange(len(chosen))
-        parents = self.parents[chosen]
-        above = np.where(parents < 0, -1, place[parents])
-        return Tree(self.token_ids[chosen], above, np.exp(self.scores[chosen])), chosen
+        order = [0, *sorted(nodes.tolist())]
+        place = {node: index for index, node in enumerate(order)}
+        chosen = np.array(order)
+        above = [place.get(parent, -1) for parent in self.parents[chosen].tolist()]
+        return Tree(self.token_ids[chosen], np.array(above), np.exp(self.scores[chosen])), chosen
 
 
 def top(scores: F32 | F64, count: int) -> I64:

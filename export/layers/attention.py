@@ -57,7 +57,7 @@ class PassState:
             for kind in self.kinds:
                 rope, window = kind.rope, kind.window
                 if rope is not None and id(rope) not in self.tables:
-                    self.tables[id(rope)] = self._rope_tables(rope, slots)
+                    self.tables[id(rope)] = self._rope_tables(rope, slots, capacity)
                 if window not in self.visible:
                     self.visible[window] = call(
                         op, visible_slots(windowed=window is not None),
@@ -131,12 +131,17 @@ class PassState:
             "rotary_embedding_dim": None if rotary_dim == self.head_dim else rotary_dim,
         }
 
-    def _rope_tables(self, rope: Rope, slots: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def _rope_tables(
+        self, rope: Rope, slots: ir.Value, capacity: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
         """Cos and sin of all positions [C, R/2].
 
         With M-RoPE a pair's angle follows one of three positions: tables of the rows themselves.
         """
         op, inv_freq = self.op, self.op.constant(rope.inv_freq)
+        if rope.long_inv_freq is not None:
+            is_long = op.Greater(capacity, op.constant([rope.original]))
+            inv_freq = op.Where(is_long, op.constant(rope.long_inv_freq), inv_freq)
         if not rope.axes:
             return call(op, rotary_tables(op.dtype), slots, inv_freq, scale=float(rope.scale))
         chosen = op.Gather(self.position_ids, op.constant(np.array(rope.axes)), axis=0)

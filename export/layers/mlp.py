@@ -39,11 +39,19 @@ class GatedMLP:
 
 
 class FusedGatedMLP:
-    """The same with gate and up as one layer, `gate_up_proj`."""
+    """The same with gate and up as one layer."""
 
-    def __init__(self, weights: Weights, size: int, inner_size: int, *, activation: str) -> None:
-        self.gate_up_proj = Linear(weights / "gate_up_proj", size, 2 * inner_size, bias=False)
-        self.down_proj = Linear(weights / "down_proj", inner_size, size, bias=False)
+    def __init__(
+        self,
+        weights: Weights,
+        size: int,
+        inner_size: int,
+        *,
+        activation: str,
+        names: tuple[str, str] = ("gate_up_proj", "down_proj"),
+    ) -> None:
+        self.gate_up_proj = Linear(weights / names[0], size, 2 * inner_size, bias=False)
+        self.down_proj = Linear(weights / names[1], inner_size, size, bias=False)
         self.inner_size = inner_size
         self.activation = activation
 

@@ -19,7 +19,6 @@ _RELATIVES = {
     "cohere": ("cohere2", "norms of queries and keys"),
     "gemma": ("gemma2", "norms, which are only before"),
     "gpt_oss": ("llama", "mixture of experts and attention sinks"),
-    "granitemoehybrid": ("granite", "mixture of experts and recurrent layers"),
     "mixtral": ("mistral", "mixture of experts"),
     "qwen2_moe": ("qwen2", "mixture of experts"),
     "qwen3_moe": ("qwen3", "mixture of experts"),

@@ -11,6 +11,7 @@ from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.attention import PassState
 from edgellm.export.models import llama
 from edgellm.export.op import Op
+from edgellm.export.rope import PLAIN_ROPE, RopeTraits
 from edgellm.export.weights import Weights
 
 TINY = {
@@ -29,15 +30,28 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
-        bias, mlp_bias = (reader.read(key, bool, False) for key in ("attention_bias", "mlp_bias"))
+        return cls.granite(reader, mlp_bias=reader.read("mlp_bias", bool, False), rope=PLAIN_ROPE)
+
+    @classmethod
+    def granite(
+        cls,
+        reader: ConfigReader,
+        inner_key: str = "intermediate_size",
+        *,
+        mlp_bias: bool,
+        rope: RopeTraits | None = None,
+    ) -> DecoderConfig:
+        """What Granite 3 and 4 have in common; see `DecoderConfig.read`."""
+        bias = reader.read("attention_bias", bool, False)
         embedding, attention, residual, logits = (
             reader.nonzero(key, 1.0)
             for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier",
                         "logits_scaling")
         )  # fmt: skip
         return cls.read(
-            reader, qkv_bias=bias, o_proj_bias=bias, mlp_bias=mlp_bias, embedding_scale=embedding,
-            attention_scale=attention, residual_multiplier=residual, logits_scaling=logits,
+            reader, rope=rope, inner_key=inner_key, qkv_bias=bias, o_proj_bias=bias,
+            mlp_bias=mlp_bias, embedding_scale=embedding, attention_scale=attention,
+            residual_multiplier=residual, logits_scaling=logits,
         )  # fmt: skip
 
 

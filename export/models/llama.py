@@ -87,6 +87,7 @@ class DecoderLayer:
 
     attention: type[Attention] = Attention
     norm: type[RMSNorm | LayerNorm] = RMSNorm
+    mlp_name = "mlp"
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         hidden, epsilon = config.hidden_size, config.rms_norm_eps
@@ -95,7 +96,7 @@ class DecoderLayer:
         self.post_attention_layernorm = self.norm(
             weights / "post_attention_layernorm", hidden, epsilon
         )
-        self.mlp = self.feed_forward(config, weights / "mlp")
+        self.mlp = self.feed_forward(config, weights / self.mlp_name)
 
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
         """The network behind attention."""

@@ -114,6 +114,32 @@ def test_every_layer_keeps_its_own_attention(model, tiny_bundle, tmp_path):
 
 
 @pytest.mark.parametrize("lower", LOWERINGS.values(), ids=LOWERINGS)
+@pytest.mark.parametrize("original", [CAPACITY - 1, CAPACITY])
+def test_the_capacity_settles_which_frequencies_turn(model, tmp_path, lower, original):
+    """Nothing is left of the choice between two, nor of the frequencies that were not chosen."""
+    (tables,) = find_calls(model.graph, contract.ROTARY_TABLES)
+    short = tables.inputs[1]
+    arrays = {"long": short.const_value.numpy() / np.float32(3), "limit": np.array([original])}
+    values = {}
+    for name, array in arrays.items():
+        tensor = ir.tensor(array)
+        values[name] = ir.Value(name=name, const_value=tensor, shape=ir.Shape(array.shape),
+                                type=ir.TensorType(tensor.dtype))  # fmt: skip
+        model.graph.register_initializer(values[name])
+    capacity = ir.node("Shape", [model.graph.inputs[-1]], {"start": 2, "end": 3})
+    longer = ir.node("Greater", [capacity.outputs[0], values["limit"]])
+    chosen = ir.node("Where", [longer.outputs[0], values["long"], short])
+    model.graph.insert_before(tables, [capacity, longer, chosen])
+    tables.replace_input_with(1, chosen.outputs[0])
+    weights = WeightFile(tmp_path / "lowered.data")
+    lower(model, weights)
+    weights.close()
+    other = short if original < CAPACITY else values["long"]
+    assert not other.uses()
+    assert not values["limit"].uses()
+
+
+@pytest.mark.parametrize("lower", LOWERINGS.values(), ids=LOWERINGS)
 @pytest.mark.parametrize("function", [contract.ATTENTION, contract.LINEAR, contract.VISIBLE_SLOTS])
 def test_unknown_attributes_stop_the_build(model, tmp_path, lower, function):
     call = find_calls(model.graph, function)[0]

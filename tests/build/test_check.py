@@ -11,7 +11,7 @@ import pytest
 from eagle_engines import draft_plan
 from tensorrt_bundles import Bundles
 
-from edgellm.build import check, reference
+from edgellm.build import check, pieces, reference
 from edgellm.build.engine import build_engine
 from edgellm.build.lowering import contrib_ops
 from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart
@@ -229,7 +229,7 @@ def test_where_the_portable_graph_does_not_run(bundles, tmp_path, monkeypatch):
     def refuse(*_: object, **__: object):
         raise BrokenArtifactError("ONNX Runtime 1.22 cannot load it")
 
-    monkeypatch.setattr(reference, "load_in_memory", refuse)
+    monkeypatch.setattr(pieces, "load_in_memory", refuse)
     found = iter([{"logits": np.array([[1.0, 2]])}, {"logits": np.array([[2.0, 1]])}])
     monkeypatch.setattr(compiler, "run_passes", lambda *_: next(found))
     with pytest.raises(EdgeLLMError, match="saved a decode graph that computes something else"):

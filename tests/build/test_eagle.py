@@ -13,9 +13,20 @@ from eagle_engines import EAGLE1, draft_plan, export_pair
 
 from edgellm.artifact import verify_files
 from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions, kernels_of
+from edgellm.build.onnxruntime_cpu.variants import settled
 from edgellm.build.plan import Plan
 from edgellm.contract import BrokenArtifactError
-from edgellm.manifest import DRAFT_ENGINE, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
+from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
+from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
+from edgellm.manifest import (
+    DRAFT_BUNDLE,
+    DRAFT_ENGINE,
+    LLM_BUNDLE,
+    LLM_ENGINE,
+    load_bundle,
+    load_engine,
+)
 
 SIZES = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
 TREES = ("--maxVerifyTreeSize", 12, "--maxDraftTreeSize", 20)
@@ -60,6 +71,24 @@ def test_precisions(command, eagle_pair, tmp_path, flags, precision):
     assert [graph.precision for graph in draft.main_graphs] == [precision]
     assert _build(command, eagle_pair.bundle, engine, "--eagleBase", *flags).returncode == 0
     assert load_engine(engine, LLM_ENGINE).main_graphs[0].precision == precision
+
+
+def test_small_drafts_are_int4_and_wake_nobody(eagle_pair, tmp_path):
+    """As "auto" settles it, with our kernels on a processor with products of int8."""
+    plan = dataclasses.replace(draft_plan("auto"), threads=2)
+    if kernels_of(plan) != EDGELLM:
+        pytest.skip("no compiler for the kernels")
+    engine = tmp_path / "engine"
+    built = build_engine("draft", eagle_pair.draft_bundle, engine, plan, "onnxruntime", str)
+    expected = "int4" if has_fast_int8() else "fp32"
+    assert {graphs[0].precision for graphs in built.graphs.values()} == {expected}
+    assert (built.options["threads"], built.options["quantize"]) == (1, "auto")
+    foreign = CpuOptions(kernels="onnxruntime")
+    source, bundle = eagle_pair.draft_bundle, load_bundle(eagle_pair.draft_bundle, DRAFT_BUNDLE)
+    for other in (dataclasses.replace(plan, options=foreign), dataclasses.replace(plan, threads=1)):
+        assert settled(source, bundle, other).threads == other.threads
+    kept = dataclasses.replace(plan, quantize="int8")
+    assert settled(source, bundle, kept).quantize == "int8"
 
 
 @pytest.mark.parametrize(

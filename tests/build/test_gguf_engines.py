@@ -8,7 +8,7 @@ import cuda_on_cpu
 import numpy as np
 import onnx_ir as ir
 import pytest
-from gguf_files import KINDS, write_mixed
+from mixed_gguf import KINDS, write_mixed
 from portable import open_portable
 from typer.testing import CliRunner
 

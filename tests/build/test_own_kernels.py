@@ -20,9 +20,11 @@ from weights import round_checkpoint
 from edgellm.build.engine import build_engine
 from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart, rows_of_int8
 from edgellm.build.lowering.round_int4 import nearest_int4_rows
+from edgellm.build.onnxruntime_cpu import estimate
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.onnxruntime_cpu.packed_weights import form_of, packed_bytes
 from edgellm.build.plan import Plan
+from edgellm.build.products import read_bundle
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.kernels import library, pack
@@ -37,14 +39,15 @@ from edgellm.manifest import LLM_ENGINE, load_engine
 
 OWN = CpuOptions("edgellm")
 PLAN = Plan(48, 64, 1, max_verify_tree_size=12, options=OWN)
-# Model, its dtype, blocks of INT4 in the checkpoint, --quantize, bound: rounding inputs to int8
-# moves logits, by how much of their deviation; portable graphs of fp16 round everywhere.
+# Model, its dtype, blocks of INT4 in the checkpoint (-1: FP8), --quantize, bound: rounding inputs
+# to int8 moves logits, by how much of their deviation; portable graphs of fp16 round everywhere.
 CASES = {
     "fp16": ("qwen3", "fp16", 0, "none", 5e-3),
     "window fp16": ("mistral", "fp16", 0, "none", 5e-3),
     "int8": ("qwen2", "fp32", 0, "int8", 0.1),
     "int4 blocks of 32": ("llama", "fp32", 32, "auto", 0.1),
     "int4 blocks of 16": ("llama", "fp32", 16, "auto", 0.1),
+    "fp8": ("llama", "fp16", -1, "auto", 5e-3),
 }
 IDS = np.random.default_rng(5).integers(9, 96, 40)
 
@@ -56,8 +59,13 @@ def built(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     checkpoint = make_checkpoint(folder / "checkpoint", **models.find(kind).TINY)
     if block:
-        round_checkpoint(str(checkpoint), folder / "rounded", block)
-        checkpoint = folder / "rounded"
+        source, checkpoint = checkpoint, folder / "rounded"
+        if block > 0:
+            round_checkpoint(str(source), checkpoint, block)
+        else:
+            from quantized_layouts import LAYOUTS, write_checkpoint  # which imports torch
+
+            write_checkpoint(source, checkpoint, LAYOUTS["ct-fp8"])
     export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions(dtype))
     plan = dataclasses.replace(PLAN, quantize=quantize)
     engine = folder / "engine"
@@ -114,6 +122,29 @@ def test_nodes_of_random_trees_have_the_bits_of_plain_decoding(built):
         for depth, node in enumerate(np.flatnonzero(mask[leaf])):
             plain = session.run(ids[[node]], begin + depth, np.array([0])).logits
             assert plain.tobytes() == tree[[node]].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "copies"),
+    [("fp16", "none", 1), ("fp32", "int8", 1), ("fp32", "int4", 2)],
+)
+def test_a_tied_embedding_is_looked_up_in_packed_weights(
+    tiny_checkpoint, tmp_path, dtype, quantize, copies
+):
+    """In the head itself; four bits are too few for an embedding, which has eight beside them."""
+    bundle, engine = tmp_path / "bundle", tmp_path / "engine"
+    export_llm(open_checkpoint(str(tiny_checkpoint)), bundle, ExportOptions(dtype))
+    plan = dataclasses.replace(PLAN, quantize=quantize)
+    made = build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
+    graph = onnx.load(engine / "decode.onnx", load_external_data=False).graph
+    packed = {node.input[1] for node in graph.node if node.op_type in ("LookUp", "QuantLinear")}
+    tables = [each for each in packed if "embed" in each or "head" in each]
+    assert len(tables) == copies
+    (look_up,) = [node for node in graph.node if node.op_type == "LookUp"]
+    assert "int4" not in look_up.input[1]
+    assert not [node for node in graph.node if node.op_type == "Gather" and "ids" in node.input[1]]
+    predicted = estimate(bundle, read_bundle("llm", bundle, plan), plan).engine_bytes
+    assert predicted == pytest.approx(made.files["decode.data"].num_bytes, rel=0.06)
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])

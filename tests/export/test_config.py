@@ -90,10 +90,14 @@ def test_wrong_keys_of_other_families_stop_the_export(model_type, changes, messa
         architecture.Config.from_hf(ConfigReader({**architecture.TINY, **changes}))
 
 
-def test_longrope_ends_where_its_short_factors_do():
+def test_longrope_has_the_frequencies_of_both_lengths():
     architecture = models.find("phi3")
     config = architecture.Config.from_hf(ConfigReader(architecture.TINY))
-    assert config.max_position_embeddings == 64
+    rope = config.layer_kinds[0].rope
+    assert (config.max_position_embeddings, rope.original) == (128, 64)
+    given = architecture.TINY["rope_parameters"]
+    ratio = np.array(given["long_factor"]) / given["short_factor"]
+    np.testing.assert_allclose(rope.inv_freq / rope.long_inv_freq, ratio, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

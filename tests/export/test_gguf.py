@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from conftest import make_checkpoint
-from gguf_files import in_one_format, write_gguf
+from gguf_files import CASES, SCORED, TEXTS, write_gguf, write_pieces, write_scored
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
-from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.gguf_tokenizer import convert_tokenizer
 from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import run_portable
 
 
-@pytest.mark.parametrize("quantization", [None, "F16", "Q8_0", "Q4_0"])
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_logits_equal_transformers(tmp_path, arch, quantization):
+@pytest.mark.parametrize(
+    ("case", "quantization"),
+    [*((name, None) for name in CASES), ("llama", "F16"), ("gemma2", "Q8_0"), ("llama", "Q4_0")],
+)
+def test_logits_equal_transformers(tmp_path, case, quantization):
     import gguf
     import torch
     from transformers import AutoModelForCausalLM
 
+    arch, config = CASES[case]
     model = AutoModelForCausalLM.from_pretrained(
-        make_checkpoint(tmp_path / "hf", **{**models.find(arch).TINY, "intermediate_size": 96})
+        make_checkpoint(tmp_path / "hf", **config), attn_implementation="eager"
     )
-    encode = None if quantization is None else in_one_format(quantization)
-    write_gguf(tmp_path / "model.gguf", arch, model, encode)
+    write_gguf(tmp_path / "model.gguf", arch, model, quantization)
     if quantization is not None:  # the reference computes with the same rounded weights
         kind = getattr(gguf.GGMLQuantizationType, quantization)
         with torch.no_grad():
@@ -42,6 +46,58 @@ def test_logits_equal_transformers(tmp_path, arch, quantization):
         expected = model(torch.from_numpy(ids)[None]).logits[0].numpy()
     found = run_portable(tmp_path / "bundle", manifest, ids, 20)
     np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Callable[[str], Any]:
+    """Models of transformers, by the names of `CASES`."""
+    from transformers import AutoModelForCausalLM
+
+    def load(case: str) -> Any:
+        folder = make_checkpoint(tmp_path_factory.mktemp(case), **CASES[case][1])
+        return AutoModelForCausalLM.from_pretrained(folder)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("case", "extra", "message"),
+    [
+        ("llama", {"rope__dimension_count": 8}, "llama.rope.dimension_count = 8, heads have 16"),
+        ("llama", {"expert_count": 4}, "llama.expert_count = 4 is unsupported"),
+        ("llama", {"attention__clamp_kqv": 8.0}, "does not understand: llama.attention.clamp_kqv"),
+        ("qwen3", {"attention__value_length": 8}, "qwen3.attention.value_length = 8"),
+        ("granite", {"rope__scaling__finetuned": False}, "without rope"),
+        ("olmo2", {"rope__scaling__type": "longrope"}, "rope scaling 'longrope'"),
+        ("phi3_without_window", {"rope__scaling__attn_factor": 1.2}, "without rope_factors"),
+        ("qwen2", {"rope__scaling__type": "yarn", "rope__scaling__factor": 2.0,
+                   "rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor"),
+    ],
+)  # fmt: skip
+def test_what_would_compute_otherwise_is_refused(tmp_path, tiny, case, extra, message):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, CASES[case][0], tiny(case), **extra)
+    with pytest.raises(UnsupportedModelError, match=message):
+        export_llm(open_checkpoint(str(path)), tmp_path / "bundle", ExportOptions("fp32"))
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_an_architecture_without_a_family(tmp_path, tiny):
+    write_gguf(tmp_path / "model.gguf", "llama", tiny("llama"))
+    data = (tmp_path / "model.gguf").read_bytes().replace(b"llama", b"bloom")
+    (tmp_path / "model.gguf").write_bytes(data)
+    with pytest.raises(UnsupportedModelError, match="GGUF architecture 'bloom'") as caught:
+        open_checkpoint(str(tmp_path / "model.gguf"))
+    assert "gemma3, granite" in caught.value.hint
+
+
+def test_yarn_has_the_factor_of_both(tmp_path, tiny):
+    """llama.cpp multiplies what the file says by what others write as a whole."""
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 32}  # fmt: skip
+    write_gguf(tmp_path / "a.gguf", "qwen2", tiny("qwen2"), **yarn, rope__scaling__attn_factor=0.5)
+    rope = open_checkpoint(str(tmp_path / "a.gguf")).config["rope_parameters"]
+    assert rope["attention_factor"] == pytest.approx(0.5 * (1 + 0.1 * np.log(4)))
 
 
 def test_rope_factors_divide_the_frequencies():
@@ -64,13 +120,10 @@ def test_damaged_files(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tiny_file(tmp_path_factory) -> bytes:
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("gguf")
-    checkpoint = make_checkpoint(folder / "hf", **models.find("llama").TINY)
-    write_gguf(folder / "a.gguf", "llama", AutoModelForCausalLM.from_pretrained(checkpoint))
-    return (folder / "a.gguf").read_bytes()
+def tiny_file(tmp_path_factory, tiny) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "a.gguf"
+    write_gguf(path, "llama", tiny("llama"))
+    return path.read_bytes()
 
 
 def test_headers_cut_anywhere(tiny_file, tmp_path):
@@ -144,3 +197,71 @@ def test_sentencepiece_merges_follow_the_scores():
     assert tokenizer.encode("ab").tokens == ["<s>", "▁a", "b"]  # ▁a scores above ab
     assert tokenizer.encode("A", add_special_tokens=False).tokens == ["▁", "<0x41>"]
     assert tokenizer.decode(tokenizer.encode("ab").ids) == "ab"
+
+
+class _Kept(dict):
+    """Stands for a writer: keeps the keys of a tokenizer."""
+
+    def __getattr__(self, name: str) -> Callable[[Any], None]:
+        place = _PLACES.get(name, name.removeprefix("add_"))
+        return lambda value: self.update({f"tokenizer.ggml.{place}": value})
+
+
+_PLACES = {"add_tokenizer_model": "model", "add_tokenizer_pre": "pre", "add_token_list": "tokens",
+           "add_token_scores": "scores", "add_token_types": "token_type",
+           "add_token_merges": "merges", "add_unk_token_id": "unknown_token_id",
+           "add_add_space_prefix": "add_space_prefix"}  # fmt: skip
+# Parts of TEXTS as llama.cpp cuts them (its library of October 2026), at "|".
+_DIGITS, _LINES, _SLASHES = (
+    " |1|2|3|4|5| x|2",
+    " | two|\n\n\n|new|\to|ne|  ",
+    "camelCase| //|a|/b|=|1",
+)
+_LETTERS = "naïve| É| 日本|!?"
+_THREE = "it|'s| I|'LL| |123|45| x|2"
+CUTS = {
+    "gpt-2": ("it|'s| I|'|LL| 12345| x|2", " | two|\n\n|\n|new|\t|o|ne|  ",
+              "camelCase| //|a|/|b|=|1", _LETTERS),
+    "smollm": (f"it|'s| I|'|LL|{_DIGITS}", " | two|\n\n|\n|new|\t|o|ne|  ",
+               "camelCase| //|a|/|b|=|1", _LETTERS),
+    "llama-bpe": (_THREE, " | two|\n\n\n|new|\tone|  ", _SLASHES, _LETTERS),
+    "dbrx": (_THREE, _LINES, _SLASHES, _LETTERS),
+    "qwen2": (f"it|'s| I|'LL|{_DIGITS}", _LINES, _SLASHES, _LETTERS),
+    "gpt-4o": ("it's| I'LL| |123|45| x|2", _LINES, "camel|Case| //|a|/b|=|1", _LETTERS),
+    "tekken": (f"it|'s| I|'LL|{_DIGITS}", " | two|\n\n\n|new|\tone|  ",
+               "camel|Case| //|a|/b|=|1", _LETTERS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_texts_are_cut_as_llama_cpp_cuts_them(pre):
+    from tokenizers import Tokenizer
+
+    kept = _Kept()
+    write_pieces(kept, pre)
+    tokenizer = Tokenizer.from_str(convert_tokenizer(kept.get)["tokenizer.json"].decode())
+    for text, cut in zip(TEXTS, CUTS[pre], strict=True):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert [tokenizer.decode([each]) for each in ids] == cut.split("|")
+    begins = pre in ("llama-bpe", "tekken")  # whatever the file says not
+    assert (tokenizer.encode("1").ids[0] == 1) is begins
+
+
+@pytest.mark.parametrize(
+    ("has_prefix", "expected"),
+    [
+        (False, [[262, 263, 264], [260, 269, 261, 268, 262],
+                 [264, 261, 259, 198, 172, 270, 262], [266]]),
+        (True, [[266, 263, 264], [263, 269, 259, 261, 268, 266],
+                [259, 264, 261, 259, 198, 172, 270, 266], [259, 266]]),
+    ],
+)  # fmt: skip
+def test_sentencepiece_ids_are_those_of_llama_cpp(has_prefix, expected):
+    from tokenizers import Tokenizer
+
+    kept = _Kept()
+    write_scored(kept, has_prefix)
+    tokenizer = Tokenizer.from_str(convert_tokenizer(kept.get)["tokenizer.json"].decode())
+    texts = ("ab aba", "a  b\n\nab", "bab é<turn>ab", " ab")
+    assert [tokenizer.encode(text).ids for text in texts] == [[1, *ids] for ids in expected]
+    assert len(SCORED) == tokenizer.get_vocab_size()

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from gguf_files import random_blocks
+from mixed_gguf import random_blocks
 
 from edgellm.contract import BrokenArtifactError
 from edgellm.export import functions

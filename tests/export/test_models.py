@@ -40,6 +40,7 @@ VARIANTS = {
     ),
     "gemma3_capped": _tiny("gemma3_text", final_logit_softcapping=4.0, attention_bias=True),
     "phi3_plain": _tiny("phi3", rope_parameters=None, partial_rotary_factor=1.0),
+    "phi3_beyond_its_original_length": _tiny("phi3", original_max_position_embeddings=16),
     "exaone4_without_window": _tiny(
         "exaone4", sliding_window=None, layer_types=["full_attention"] * 3
     ),

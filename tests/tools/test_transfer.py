@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import INTERRUPTED, assert_one_line_error
-from device_fakes import Device, make_device, write_command
+from device_fakes import CONTENTS, Device, make_bundle, make_device, write_command
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError
 from edgellm.tools.transfer import send
@@ -23,27 +23,8 @@ from edgellm.tools.transfer.faults import explain
 from edgellm.tools.transfer.file_list import load
 from edgellm.tools.transfer.target import Target, connected, parse
 
-CONTENTS = {
-    "model.onnx": b"graph",
-    "model.weights": bytes(range(256)) * 40,
-    "sub/it's $(touch oops).txt": b"odd name",
-}
 ALL = (*CONTENTS, "manifest.json")
 DEVICE = "robot@device:models/bundle"
-
-
-def make_bundle(folder: Path, contents: dict[str, bytes], kind: str = "llm_bundle") -> Path:
-    """A folder whose manifest lists `contents`."""
-    for name, content in contents.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    files = {
-        name: {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in contents.items()
-    }
-    (folder / "manifest.json").write_text(json.dumps({"kind": kind, "files": files}))
-    return folder
 
 
 @pytest.fixture

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import typer
+
 from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.evaluate.flags import (
     Compare,
+    Convert,
     DataFile,
     Dataset,
     EngineDir,
@@ -41,6 +44,7 @@ def evaluate(
     repeats: Repeats = 1,
     run_code: RunCode = False,
     compare: Compare = None,
+    convert: Convert = None,
 ) -> None:
     """Answer a dataset with and without speculation in turns, score both, write a report.
 
@@ -50,6 +54,9 @@ def evaluate(
     how = spec_flags.read()
     if compare is not None:
         _compare(*compare, engine_dir or dataset or output_dir)
+        return
+    if convert is not None:
+        _convert(convert, dataset, data_file, limit, engine_dir or output_dir)
         return
     given = {"--engineDir": engine_dir, "--dataset": dataset, "--outputDir": output_dir}
     if missing := [flag for flag, value in given.items() if value is None]:
@@ -71,6 +78,21 @@ def _compare(one: Path, other: Path, foreign: object) -> None:
     from edgellm.tools.tables import show
 
     show(f"{one} (A) and {other} (B)", compare_runs(one, other))
+
+
+def _convert(
+    output: Path, dataset: str | None, data_file: Path | None, limit: int | None, foreign: object
+) -> None:
+    if foreign or dataset is None:
+        raise EdgeLLMError(
+            "--convert FILE writes the prompts of a dataset",
+            hint="give --dataset, perhaps --dataFile and --limit, and nothing else",
+        )
+    from edgellm.tools.evaluate.prompts import write
+    from edgellm.tools.evaluate.questions import load
+
+    number = write(load(dataset, data_file)[:limit], output, *([data_file] if data_file else []))
+    typer.echo(f"{output}: {number} prompts")
 
 
 def main() -> None:

@@ -47,3 +47,10 @@ Compare = Annotated[
     tuple[Path, Path] | None,
     typer.Option("--compare", metavar="A B", help="Compare two finished runs of the same data."),
 ]
+Convert = Annotated[
+    Path | None,
+    typer.Option(
+        "--convert",
+        help="Write the dataset's prompts as GenAI-Perf and AIPerf read them; only that.",
+    ),
+]

@@ -110,6 +110,8 @@ _FIELDS = {
 def load(dataset: str, data_file: Path | None) -> list[Question]:
     """The questions of a dataset: a name of `PACKAGED`, one of `FILED` with its file, or a file.
 
+    A file given to one of `PACKAGED` is that of its package, got elsewhere.
+
     Raises:
         EdgeLLMError: no such dataset, its package is missing, or a line of the file is wrong.
     """
@@ -120,13 +122,15 @@ def load(dataset: str, data_file: Path | None) -> list[Question]:
                 hint=f"--dataFile FILE.jsonl with lines {_FIELDS[dataset]}",
             )
         return read_file(data_file, dataset)
-    if data_file is not None:
+    if data_file is not None and dataset not in PACKAGED:
         raise EdgeLLMError(
-            f"--dataFile belongs to the datasets {' and '.join(FILED)}",
+            f"--dataFile belongs to the datasets {', '.join((*FILED, *PACKAGED))}",
             hint=f"--dataset {data_file} takes a file of questions",
         )
     if dataset in PACKAGED:
-        return packaged(dataset, packages.find(PACKAGED[dataset][0]))
+        if data_file is not None and not data_file.is_file():
+            raise EdgeLLMError(f"no such data file: {data_file}")
+        return packaged(dataset, data_file or packages.find(PACKAGED[dataset][0]))
     if dataset.endswith((".jsonl", ".json")) or Path(dataset).exists():
         return read_file(Path(dataset))
     raise EdgeLLMError(

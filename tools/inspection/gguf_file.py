@@ -81,7 +81,7 @@ def inspect_gguf(path: Path) -> Report:
     architecture = str(metadata.get("general.architecture"))
     prefix = f"{architecture}."
     facts = {"architecture": architecture, "name": str(metadata.get("general.name", ""))}
-    weights = (tensor for tensor in tensors if not tensor.name.startswith("rope_freqs"))
+    weights = (tensor for tensor in tensors if not tensor.name.startswith("rope_f"))
     facts["parameters"] = f"{sum(math.prod(tensor.shape) for tensor in weights):,}"
     facts |= {
         key.removeprefix(prefix): str(value)

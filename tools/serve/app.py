@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
-import time
-from collections.abc import Sequence
-from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from edgellm.tools.serve import chat, completions, errors
-from edgellm.tools.serve.asks import Ask
-from edgellm.tools.serve.client_request import Call
-from edgellm.tools.serve.errors import ApiError
+from edgellm.tools.serve.answering import Server
 from edgellm.tools.serve.guard import Guard
+from edgellm.tools.serve.kserve.routes import add_kserve
 from edgellm.tools.serve.metrics import Metrics
 from edgellm.tools.serve.openapi import document
 from edgellm.tools.serve.pages import add_page
-from edgellm.tools.serve.schemas import ChatRequest, CompletionRequest, Sampled
+from edgellm.tools.serve.schemas import ChatRequest, CompletionRequest
 from edgellm.tools.serve.settings import Settings
 from edgellm.tools.serve.sites import share
-from edgellm.tools.serve.streams import Writer, answer
 from edgellm.tools.serve.tokens import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -32,60 +26,6 @@ from edgellm.tools.serve.tokens import (
 from edgellm.tools.serve.triton import GenerateRequest, GenerateWriter
 from edgellm.tools.serve.worker import Worker
 
-_log = logging.getLogger(__name__)
-
-
-class Server:
-    """What the paths share."""
-
-    def __init__(self, worker: Worker, metrics: Metrics, settings: Settings) -> None:
-        self.worker, self.metrics, self.settings = worker, metrics, settings
-        self.llm = worker.llm
-        self.created = int(time.time())
-        self._told: set[str] = set()  # fields that the log named as ignored
-
-    def require_model(self, name: str | None) -> None:
-        """Raises `ApiError` 404 for another model than the one there is."""
-        if name not in (None, self.settings.model):
-            raise ApiError(
-                404,
-                f"there is no model {name!r} here, only {self.settings.model!r}",
-                code="model_not_found",
-                param="model",
-            )
-
-    async def respond(
-        self,
-        request: Request,
-        asks: Sequence[Ask],
-        writer: Writer,
-        *,
-        streams: bool,
-        ignored: Sequence[str] = (),
-    ) -> Response:
-        """Queue a request and answer it; say which of its fields were ignored."""
-        call = Call(self.worker, asks, request, self.settings.total_timeout_s)
-        for name in ignored:
-            if name not in self._told:
-                self._told.add(name)
-                _log.warning("requests have %s, which is ignored; said once", name)
-        headers = {"x-edgellm-ignored": ", ".join(ignored)} if ignored else {}
-        return await answer(call, writer, request, headers, streams=streams)
-
-    async def respond_openai(
-        self, request: Request, body: Sampled, asks: Sequence[Ask], writer: Writer
-    ) -> Response:
-        """As `respond`."""
-        ignored = body.ignored(self.llm.tokenizer.chat_template or "")
-        return await self.respond(request, asks, writer, streams=body.streams(), ignored=ignored)
-
-    def model_card(self) -> dict[str, Any]:
-        """The model, in OpenAI's form."""
-        return {
-            "id": self.settings.model, "object": "model", "created": self.created,
-            "owned_by": "edgellm", "max_model_len": self.llm.manifest.max_kv_cache_capacity,
-        }  # fmt: skip
-
 
 def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
     """The application; its worker must be started and stopped by the caller."""
@@ -93,8 +33,10 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
     # No documentation pages: they would load scripts from other hosts.
     app = FastAPI(title="edgellm-serve", version=version, docs_url=None, redoc_url=None)
     server = Server(worker, metrics, settings)
+    app.state.server = server
     _add_openai(app, server)
     _add_triton(app, server)
+    add_kserve(app, server, version)
     _add_tokens(app, server, version)
     _add_states(app, server)
     add_page(app)
@@ -102,6 +44,15 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
     app.openapi = document(app)  # type: ignore[method-assign]
     app.add_middleware(Guard, settings=settings, worker=worker)
     share(app, settings.origins)  # outside the guard: a page may read its refusals
+    return app
+
+
+def create_metrics_app(server: Server) -> FastAPI:
+    """An application with the figures alone, for a port of their own."""
+    app = FastAPI(title="edgellm-serve", docs_url=None, redoc_url=None, openapi_url=None)
+    _add_metrics(app, server)
+    errors.install(app)
+    app.add_middleware(Guard, settings=server.settings, worker=server.worker)
     return app
 
 
@@ -154,12 +105,6 @@ def _add_triton(app: FastAPI, server: Server) -> None:
         """Continue a text, in server-sent events."""
         return await generated(name, body, request, streams=True)
 
-    @app.get("/v2/models/{name}/ready")
-    async def model_ready(name: str) -> Response:
-        """Whether requests for the model are taken."""
-        server.require_model(name)
-        return Response(status_code=200 if server.worker.is_ready else 503)
-
     @app.get("/v2/health/ready")
     async def triton_ready() -> Response:
         """Whether requests are taken."""
@@ -204,6 +149,10 @@ def _add_states(app: FastAPI, server: Server) -> None:
         """Whether requests are taken; not while the server waits for its last answers."""
         return state("ready", good=server.worker.is_ready)
 
+    _add_metrics(app, server)
+
+
+def _add_metrics(app: FastAPI, server: Server) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Figures for Prometheus."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +25,12 @@ from edgellm.tools.serve.flags import (
     ApiKeyFile,
     ContextReuse,
     DrainTimeout,
+    GrpcPort,
     Host,
     ImageFolders,
     ImageHosts,
     MaxBodyBytes,
+    MetricsPort,
     ModelName,
     Port,
     QueueSize,
@@ -51,6 +55,8 @@ def edgellm_serve(
     multimodal_engine_dir: MultimodalEngineDir = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
+    grpc_port: GrpcPort = None,
+    metrics_port: MetricsPort = None,
     api_key_file: ApiKeyFile = None,
     allow_no_key: AllowNoKey = False,
     model_name: ModelName = None,
@@ -84,33 +90,64 @@ def edgellm_serve(
     )  # fmt: skip
     from edgellm.tools.serve import asks, server
 
-    listener = server.listen(host, port)  # a taken port is told before the engine is loaded
+    # What stands in the way is told before the engine is loaded.
+    listener = server.listen(host, port)
+    figures = None
+    if metrics_port is not None:
+        figures = server.listen(host, metrics_port, flag="--metricsPort")
+    if grpc_port is not None:
+        server.listen(host, grpc_port, flag="--grpcPort").close()
+        _require_grpc()
     llm = asks.load(
         engine_dir, multimodal_engine_dir, how,
         context_reuse=context_reuse, allow_special_tokens=allow_special_tokens, verify=verify,
     )  # fmt: skip
-    _run(llm, wanted, listener, host, drain_timeout)
+    _run(llm, wanted, (listener, figures), grpc_port, host, drain_timeout)
 
 
-def _run(llm: LLM, settings: Settings, listener: socket, host: str, drain_timeout_s: int) -> None:
-    from edgellm.tools.serve.app import create_app
+def _run(
+    llm: LLM,
+    settings: Settings,
+    listeners: tuple[socket, socket | None],
+    grpc_port: int | None,
+    host: str,
+    drain_timeout_s: int,
+) -> None:
+    from edgellm.tools.serve.app import create_app, create_metrics_app
     from edgellm.tools.serve.metrics import Metrics
-    from edgellm.tools.serve.server import serve
+    from edgellm.tools.serve.server import Companion, MetricsServer, serve
     from edgellm.tools.serve.worker import Worker
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     metrics = Metrics(settings.model)
     worker = Worker(llm, metrics, settings.queue_size, settings.request_timeout_s)
+    listener, figures = listeners
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}"
-    serve(
-        create_app(worker, metrics, settings),
-        worker,
-        listener,
-        lambda: typer.echo(f"{settings.model} answers at {url}/v1; Ctrl-C ends it"),
-        drain_timeout_s=drain_timeout_s,
-    )
+    app = create_app(worker, metrics, settings)
+    beside: list[Companion] = []
+    if grpc_port is not None:
+        from edgellm.tools.serve.kserve.rpc import GrpcServer
+
+        beside.append(GrpcServer(app.state.server, host, grpc_port, app.version))
+    if figures is not None:
+        beside.append(MetricsServer(create_metrics_app(app.state.server), figures))
+
+    def greet(others: Sequence[str]) -> None:
+        typer.echo(
+            ", ".join([f"{settings.model} answers at {url}/v1", *others]) + "; Ctrl-C ends it"
+        )
+
+    serve(app, worker, listener, greet, drain_timeout_s=drain_timeout_s, beside=beside)
     typer.echo("stopped")
+
+
+def _require_grpc() -> None:
+    if find_spec("grpc") is None:
+        raise EdgeLLMError(
+            "--grpcPort needs grpcio, which is not installed",
+            hint="in edgellm's folder: pip install '.[device,serve,grpc]'",
+        )
 
 
 def _folders(paths: list[Path] | None) -> tuple[Path, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, MutableMapping, Sequence
+from typing import Any, Protocol
 
-from starlette.requests import Request
+from starlette.types import Receive
 
 from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.errors import ApiError
@@ -18,11 +19,25 @@ class DisconnectedError(Exception):
     """The client has gone; there is nobody to answer."""
 
 
+class Connection(Protocol):
+    """What is asked of a client's connection: Starlette's `Request` has it."""
+
+    @property
+    def scope(self) -> MutableMapping[str, Any]:
+        """Of ASGI; `arrived` in it is when the request began, of the loop's clock."""
+        ...
+
+    @property
+    def receive(self) -> Receive:
+        """Of ASGI; it gives `http.disconnect` when the client has gone."""
+        ...
+
+
 class Call:
     """A job with what comes back from it; closing it ends the job before its next pass."""
 
     def __init__(
-        self, worker: Worker, asks: Sequence[Ask], request: Request, total_timeout_s: float
+        self, worker: Worker, asks: Sequence[Ask], request: Connection, total_timeout_s: float
     ) -> None:
         """Put the job into the queue; its answers come one after the other.
 
@@ -82,7 +97,7 @@ class Call:
         self._job.abandoned = True
         self._events.put_nowait(Failed(error))
 
-    async def _wait_for_disconnect(self, request: Request) -> None:
+    async def _wait_for_disconnect(self, request: Connection) -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self._fail(DisconnectedError())

@@ -9,6 +9,14 @@ import typer
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")]
+GrpcPort = Annotated[
+    int | None,
+    typer.Option("--grpcPort", min=0, max=65535, help="KServe's gRPC here, too, as Triton's 8001."),
+]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option("--metricsPort", min=0, max=65535, help="/metrics here, too, as Triton's 8002."),
+]
 ApiKeyFile = Annotated[
     Path | None,
     typer.Option("--apiKeyFile", help="API keys, one a line; requests must carry one."),

@@ -70,15 +70,9 @@ class Guard:
 
     def _require_key(self, path: str, headers: Headers) -> None:
         is_open = path == "/" or path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
-        if is_open or not self._settings.key_hashes:
+        if is_open:
             return
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            raise ApiError(401, "an API key is needed: authorization: Bearer KEY")
-        given = key_hash(key.strip())
-        # No early end: the time must not tell which keys there are.
-        if not sum(hmac.compare_digest(given, known) for known in self._settings.key_hashes):
-            raise ApiError(401, "this API key is not known", code="invalid_api_key")
+        require_key(self._settings, headers.get("authorization", ""))
 
     async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
         """`receive` for an application that gets the whole body at once.
@@ -102,6 +96,19 @@ class Guard:
         if in_time.cancelled_caught:
             raise ApiError(408, "the body did not come in time")
         return _replay(bytes(body), message, receive)
+
+
+def require_key(settings: Settings, authorization: str) -> None:
+    """Raises `ApiError` 401 where a header has none of the keys that are asked for."""
+    if not settings.key_hashes:
+        return
+    scheme, _, key = authorization.partition(" ")
+    if scheme.lower() != "bearer" or not key:
+        raise ApiError(401, "an API key is needed: authorization: Bearer KEY")
+    given = key_hash(key.strip())
+    # No early end: the time must not tell which keys there are.
+    if not sum(hmac.compare_digest(given, known) for known in settings.key_hashes):
+        raise ApiError(401, "this API key is not known", code="invalid_api_key")
 
 
 def _take_as_json(scope: Scope) -> None:

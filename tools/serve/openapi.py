@@ -86,6 +86,9 @@ def _content(path: str, method: str) -> dict[str, Any]:
         return {"content": {"text/event-stream": _STREAM}}
     if path.startswith("/v1/") and method == "post":
         return {"content": {"application/json": _OBJECT, "text/event-stream": _STREAM}}
-    if path.startswith("/v2/") and method == "get":
+    if path.endswith("/infer"):
+        binary = {"schema": {"type": "string", "format": "binary"}}
+        return {"content": {"application/json": _OBJECT, "application/octet-stream": binary}}
+    if path.endswith(("/ready", "/live")) and path.startswith("/v2/"):
         return {}
     return {"content": {"application/json": _OBJECT}}

@@ -7,7 +7,8 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -21,8 +22,8 @@ _LAST_EVENTS_S = 3  # for clients to read what was sent before the end
 _UNREAD_S = 60  # a peer that takes nothing for so long is gone
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes a free one.
+def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:
+    """A socket that listens; port 0 takes a free one, `flag` is where the user gave it.
 
     Raises:
         EdgeLLMError: the address is taken, or is not this machine's.
@@ -33,11 +34,23 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         raise EdgeLLMError(
             f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}",
-            hint="give another --port or --host",
+            hint=f"give another {flag} or --host",
         ) from None
     if sys.platform == "linux":
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
     return found
+
+
+class Companion(Protocol):
+    """Another server in the same loop, with the same worker."""
+
+    async def start(self) -> str:
+        """Begin to listen; what is said of it."""
+        ...
+
+    async def stop(self, most_s: float) -> None:
+        """End, once answers in work have gone, or after so long."""
+        ...
 
 
 class DrainingServer(uvicorn.Server):
@@ -47,16 +60,23 @@ class DrainingServer(uvicorn.Server):
         self,
         config: uvicorn.Config,
         worker: Worker,
-        on_ready: Callable[[], None],
+        on_ready: Callable[[Sequence[str]], None],
         drain_timeout_s: int,
+        beside: Sequence[Companion] = (),
     ) -> None:
         super().__init__(config)
         self._worker, self._on_ready, self._drain_timeout_s = worker, on_ready, drain_timeout_s
+        self._beside = beside
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn; tells when connections are taken."""
         await super().startup(sockets)
-        self._on_ready()
+        self._on_ready([await one.start() for one in self._beside])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        others = [one.stop(self._drain_timeout_s + _LAST_EVENTS_S) for one in self._beside]
+        await asyncio.gather(super().shutdown(sockets), *others)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -90,19 +110,59 @@ def configured(app: ASGIApp, drain_timeout_s: int) -> uvicorn.Config:
     )  # fmt: skip
 
 
+class _QuietServer(uvicorn.Server):
+    """Leaves signals to the main server."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """See uvicorn."""
+        yield
+
+
+class MetricsServer:
+    """The figures at a port of their own, as Triton has them."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+        self._listener = listener
+        self._server = _QuietServer(configured(app, 0))
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Begin to answer."""
+        self._task = asyncio.create_task(self._server.serve([self._listener]))
+        return f"metrics at port {self._listener.getsockname()[1]}"
+
+    async def stop(self, most_s: float) -> None:
+        """End; figures are asked for again."""
+        del most_s
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+
 def serve(
     app: ASGIApp,
     worker: Worker,
     listener: socket.socket,
-    on_ready: Callable[[], None],
+    on_ready: Callable[[Sequence[str]], None],
     *,
     drain_timeout_s: int,
+    beside: Sequence[Companion] = (),
 ) -> None:
-    """Answer requests until a signal comes."""
+    """Answer requests until a signal comes.
+
+    Args:
+        app: the application.
+        worker: whom it asks; started and stopped here.
+        listener: where it listens.
+        on_ready: told what `beside` says of itself, once connections are taken.
+        drain_timeout_s: for accepted requests, when the signal comes.
+        beside: what runs as long.
+    """
     config = configured(app, drain_timeout_s)
     worker.start()
     try:
-        DrainingServer(config, worker, on_ready, drain_timeout_s).run(sockets=[listener])
+        DrainingServer(config, worker, on_ready, drain_timeout_s, beside).run(sockets=[listener])
     finally:
         worker.end()
         worker.join()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 import anyio
@@ -72,6 +72,20 @@ async def answer(
 async def _whole(
     call: Call, writer: Writer, first: list[Event], headers: dict[str, str]
 ) -> Response:
+    return JSONResponse(await collect(call, writer, first), headers=headers)
+
+
+async def collect(call: Call, writer: Writer, first: Sequence[Event] = ()) -> dict[str, Any]:
+    """The whole answer, after which the call is closed.
+
+    Args:
+        call: of the request.
+        writer: its form.
+        first: events that came already.
+
+    Raises:
+        Exception: the request failed, or its client left.
+    """
     content: dict[str, Any] = {}
     try:
         async for events in _all(call, first):
@@ -80,13 +94,13 @@ async def _whole(
                     writer.step(event)
                 elif isinstance(event, Finished):
                     content = writer.whole(event)
-        return JSONResponse(content, headers=headers)
     finally:
         call.close()
+    return content
 
 
-async def _all(call: Call, first: list[Event]) -> AsyncIterator[list[Event]]:
-    yield first
+async def _all(call: Call, first: Sequence[Event]) -> AsyncIterator[list[Event]]:
+    yield [*first]
     async for events in call:
         yield events
 

@@ -14,6 +14,7 @@ from edgellm.device_runtime.engine.llm import Step
 from edgellm.device_runtime.sampling.sampler import MOST_STOPS, SamplingParams
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 from edgellm.tools.serve.asks import Ask
+from edgellm.tools.serve.ensemble import EnsembleParameters
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished
 from edgellm.tools.serve.forms import Body
@@ -57,15 +58,13 @@ class VllmParameters(Body):
         )  # fmt: skip
 
 
-class GenerateRequest(Body):
+class GenerateRequest(EnsembleParameters):
     """`/v2/models/{name}/generate` and `generate_stream`: a text without a template."""
 
     text_input: str
     id: Annotated[str, Field(pattern="^[ -~]*$", max_length=256)] | None = None
     # The path decides; a value that contradicts it is refused.
     streaming: bool | None = None
-    stream: bool | None = None
-    exclude_input_in_output: bool | None = None
     return_finish_reason: bool = False
     parameters: VllmParameters | None = None
     sampling_param_best_of: Literal[1] | None = None
@@ -83,7 +82,8 @@ class GenerateRequest(Body):
     @property
     def is_vllms(self) -> bool:
         """Whether the request speaks to vLLM's backend."""
-        return bool({"stream", "parameters", "exclude_input_in_output"} & self.model_fields_set)
+        given = {"stream", "parameters", "exclude_input_in_output"} & self.model_fields_set
+        return bool(given) and not self.of_ensemble()
 
     def ask(self) -> Ask:
         """What the engine is asked.
@@ -92,12 +92,20 @@ class GenerateRequest(Body):
             ApiError: parameters of both backends.
         """
         of_tensorrt = [name for name in self.model_fields_set if name.startswith("sampling_param")]
-        if self.parameters is not None and of_tensorrt:
+        of_ensemble = self.of_ensemble()
+        of_vllm = ["parameters"] if self.parameters is not None else []
+        forms = [names for names in (of_tensorrt, of_ensemble, of_vllm) if names]
+        if len(forms) > 1:
             raise ApiError(
                 400,
-                f"{min(of_tensorrt)}: give parameters or sampling_param_..., not both",
-                param="parameters",
+                f"{min(forms[0])}, {min(forms[1])}: give parameters, sampling_param_... or "
+                "max_tokens and its kin, not both",
+                param=min(forms[0]),
             )
+        if of_ensemble:
+            most = self.max_tokens or TENSORRT_TOKENS
+            stops = _stops(self.stop_words)
+            return Ask(self.text_input, self.ensemble_sampling(), most, stops)
         if self.is_vllms and not of_tensorrt:
             given = self.parameters or VllmParameters()
             return Ask(self.text_input, given.sampling(), given.max_tokens, _stops(given.stop))
@@ -138,7 +146,7 @@ class GenerateRequest(Body):
             self.exclude_input_in_output,
             own,
         )
-        default = streams and self.is_vllms
+        default = streams and (self.is_vllms or bool(self.of_ensemble()))
         excluded = next((value for value in told if value is not None), default)
         return "" if excluded else self.text_input
 

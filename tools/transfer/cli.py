@@ -1,15 +1,28 @@
-"""`edgellm-transfer`: a bundle to a device, only what differs, checked by hash on arrival."""
+"""`edgellm-transfer`: a bundle to a device or a fleet, only what differs, checked on arrival."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from edgellm.command import SNAKE_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
+from edgellm.tools.transfer.flags import (
+    Bundle,
+    Canary,
+    CheckOnly,
+    Fleet,
+    MaxFailed,
+    Page,
+    Parallel,
+    Rollback,
+    Status,
+    Test,
+    To,
+)
 
 if TYPE_CHECKING:
     from edgellm.tools.transfer.file_list import FileList
@@ -20,24 +33,41 @@ app = App(SNAKE_CASE)
 
 @app.command()
 def transfer(
-    bundle: Annotated[
-        Path, typer.Argument(metavar="BUNDLE", help="A bundle or an engine, with its manifest.")
-    ],
-    to: Annotated[
-        str,
-        typer.Argument(
-            metavar="user@host:DIR", help="The folder that becomes the bundle; or a local one."
-        ),
-    ],
-    check_only: Annotated[
-        bool, typer.Option("--check", help="Send nothing, check the hashes of what is there.")
-    ] = False,
+    bundle: Bundle = None,
+    to: To = None,
+    check_only: CheckOnly = False,
+    fleet: Fleet = None,
+    canary: Canary = "1",
+    parallel: Parallel = 8,
+    max_failed: MaxFailed = 0,
+    test: Test = "",
+    rollback: Rollback = False,
+    status: Status = False,
+    page: Page = None,
 ) -> None:
-    """Bring a bundle to a device; run it again after an interrupt to go on.
+    """Bring a bundle to a device or a fleet; run it again after an interrupt to go on.
 
     Files whose hash is right there already do not travel; of a file that differs, rsync sends the
     parts that differ. What arrived is checked by sha256sum on the device and then moved into place.
     """
+    from edgellm.tools.transfer.fleet import Order, carry_out
+
+    order = Order(canary, parallel, max_failed, test, check_only, rollback, status, page)
+    if fleet is not None:
+        if to is not None:
+            raise EdgeLLMError(f"{to} and --fleet", hint="put the device into the fleet's file")
+        carry_out(order, bundle, fleet)
+        return
+    if given := order.of_fleets():
+        raise EdgeLLMError(
+            f"{given} is for fleets", hint="give --fleet FILE, if only with one device in it"
+        )
+    if bundle is None or to is None:
+        raise EdgeLLMError("give BUNDLE and user@host:DIR, or BUNDLE and --fleet FILE")
+    _to_one(bundle, to, check_only=check_only)
+
+
+def _to_one(bundle: Path, to: str, *, check_only: bool) -> None:
     from edgellm.tools.transfer.deliver import check, deliver
     from edgellm.tools.transfer.file_list import load
     from edgellm.tools.transfer.target import connected, is_within, parse

@@ -23,6 +23,15 @@ class Delivery:
     sent: Sent
 
 
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What lies on a target's stage, and the files of its folder that go when it is published."""
+
+    changed: tuple[str, ...]
+    gone: tuple[str, ...]
+    sent: Sent
+
+
 def check(listed: FileList, target: Target) -> tuple[str, ...]:
     """The files that the target lacks or has otherwise, found by its own sha256sum.
 
@@ -45,6 +54,13 @@ def deliver(listed: FileList, target: Target) -> Delivery:
         LimitError: its disk is too small.
         BrokenArtifactError: a file of `listed` is not what its manifest says, or did not arrive so.
     """
+    arrived = bring(listed, target)
+    publish(arrived, target)
+    return Delivery(arrived.changed, arrived.sent)
+
+
+def bring(listed: FileList, target: Target) -> Arrived:
+    """Let everything arrive beside the target's folder; raises as `deliver`."""
     require_tools(target)
     _require_there(target, "sha256sum", *(["rsync"] if target.host else []))
     printed = run_script(target, scripts.prepare(target.folder, target.stage, listed.kinds))
@@ -61,9 +77,25 @@ def deliver(listed: FileList, target: Target) -> Delivery:
     if missing:
         sent = send(listed.folder, missing, target, has_others=not there.isdisjoint(missing))
     _check_arrived(listed, target, missing)
-    gone = sorted(old - set(listed.files))
-    run_script(target, scripts.publish(target.folder, target.stage, changed, gone))
-    return Delivery(changed, sent)
+    return Arrived(changed, tuple(sorted(old - set(listed.files))), sent)
+
+
+def publish(arrived: Arrived, target: Target, *, keep_for: str = "") -> None:
+    """Move what arrived into its place.
+
+    Args:
+        arrived: on this target.
+        target: where `bring` went to.
+        keep_for: the version that is published, if what it replaces shall be kept.
+
+    Raises:
+        EdgeLLMError: the target cannot be reached or written.
+    """
+    names = (*arrived.changed, *arrived.gone)
+    if keep_for and names:
+        run_script(target, scripts.keep(target.folder, target.kept, keep_for, names))
+    moved = scripts.publish(target.folder, target.stage, arrived.changed, arrived.gone)
+    run_script(target, moved if keep_for or not names else moved + scripts.drop(target.kept))
 
 
 def _require_there(target: Target, *names: str) -> None:

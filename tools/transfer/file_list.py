@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -24,6 +25,12 @@ class FileList:
     folder: Path
     files: dict[str, FileRecord]
     kinds: dict[str, str]  # of the artifacts in it, by the path of their manifests
+    is_verified: bool = False
+
+    @property
+    def version(self) -> str:
+        """What tells it from others."""
+        return version_of(self.files[name].sha256 for name in self.kinds)
 
     def verify(self, names: Iterable[str]) -> None:
         """Make sure that these files are what the manifest says.
@@ -31,7 +38,19 @@ class FileList:
         Raises:
             BrokenArtifactError: one is missing or was changed.
         """
-        verify_files(self.folder, {name: self.files[name] for name in names})
+        if not self.is_verified:
+            verify_files(self.folder, {name: self.files[name] for name in names})
+
+    def verified(self) -> FileList:
+        """The same, read once for all of its transfers; raises as `verify`."""
+        self.verify(self.files)
+        return replace(self, is_verified=True)
+
+
+def version_of(manifest_hashes: Iterable[str]) -> str:
+    """The sha256 of a manifest; of several, that of their hashes in ascending order."""
+    first, *others = sorted(manifest_hashes)
+    return hashlib.sha256("".join([first, *others]).encode()).hexdigest() if others else first
 
 
 def load(folder: Path) -> FileList:

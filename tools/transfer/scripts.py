@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 
-from edgellm.manifest import FileRecord
+from edgellm.manifest import DRAFT_FOLDER, MANIFEST_NAME, FileRecord
 
 _END = "EDGELLM_END_OF_LIST"
 MANIFEST_MARK = "edgellm manifest"
@@ -18,7 +18,7 @@ MANIFEST_MARK = "edgellm manifest"
 def check(folder: str, files: Mapping[str, FileRecord]) -> str:
     """Prints `there NAME` for files that are there, `NAME: OK` for those with the right hash."""
     sums = "".join(f"{record.sha256}  {name}\n" for name, record in files.items())
-    names = "".join(f"{name}\n" for name in files)
+    names = _lines(files)
     return f"""
 if cd -- {shlex.quote(folder)} 2>/dev/null; then
 while IFS= read -r name; do [ -e "$name" ] && printf 'there %s\\n' "$name"; done <<'{_END}'
@@ -67,13 +67,94 @@ place="$folder/$name"
 mkdir -p -- "${{place%/*}}"
 mv -f -- "$stage/$name" "$place"
 done <<'{_END}'
-{"".join(f"{name}" + chr(10) for name in names)}{_END}
+{_lines(names)}{_END}
 while IFS= read -r name; do rm -f -- "$folder/$name"; done <<'{_END}'
-{"".join(f"{name}" + chr(10) for name in old)}{_END}
+{_lines(old)}{_END}
 rm -rf -- "$stage"
 """
+
+
+def keep(folder: str, kept: str, version: str, names: Iterable[str]) -> str:
+    """Keeps what publishing `version` will replace or remove, as hard links where there are any.
+
+    `kept` then has the folder `files`, a list `added` of names that were not there, and `for`, the
+    version. Run again after an interrupt, it leaves what it has kept for the same version.
+    """
+    return f"""
+set -e
+folder={shlex.quote(folder)}; kept={shlex.quote(kept)}
+if [ "$(cat -- "$kept/for" 2>/dev/null)" != {version} ]; then
+rm -rf -- "$kept"; mkdir -p -- "$kept/files"; : > "$kept/added"
+printf '%s\\n' {version} > "$kept/for"
+fi
+is_added() {{
+while IFS= read -r known; do [ "$known" = "$1" ] && return 0; done < "$kept/added"
+return 1
+}}
+while IFS= read -r name; do
+copy="$kept/files/$name"
+if [ -e "$copy" ] || is_added "$name"; then continue; fi
+if [ -e "$folder/$name" ]; then
+mkdir -p -- "${{copy%/*}}"
+if ! ln -- "$folder/$name" "$copy" 2>/dev/null; then
+cp -p -- "$folder/$name" "$kept/copy"
+mv -f -- "$kept/copy" "$copy"
+fi
+else printf '%s\\n' "$name" >> "$kept/added"; fi
+done <<'{_END}'
+{_lines(names)}{_END}
+"""
+
+
+def put_back(folder: str, kept: str) -> str:
+    """Makes the folder what it was before `keep`; fails with 22 where nothing was kept."""
+    return f"""
+folder={shlex.quote(folder)}; kept={shlex.quote(kept)}
+if [ ! -f "$kept/for" ]; then printf 'nothing earlier is kept\n' >&2; exit 22; fi
+set -e
+while IFS= read -r name; do
+rm -f -- "$folder/$name"
+case "$name" in */*) rmdir -- "$folder/${{name%/*}}" 2>/dev/null || :;; esac
+done < "$kept/added"
+find "$kept/files" -type f -print | while IFS= read -r copy; do
+name=${{copy#"$kept/files/"}}; place="$folder/$name"
+mkdir -p -- "${{place%/*}}"
+[ "$copy" -ef "$place" ] || mv -f -- "$copy" "$place"
+done
+rm -rf -- "$kept"
+rmdir -- "$folder" 2>/dev/null || :
+"""
+
+
+def drop(kept: str) -> str:
+    """Removes what was kept: it is of an earlier version than the last."""
+    return f"rm -rf -- {shlex.quote(kept)}\n"
+
+
+def versions(folder: str, kept: str) -> str:
+    """Prints `kept` if an earlier version is, and behind marks path, hash and text of manifests."""
+    return f"""
+folder={shlex.quote(folder)}; kept={shlex.quote(kept)}
+if [ -f "$kept/for" ]; then printf 'kept\\n'; fi
+for name in {MANIFEST_NAME} {DRAFT_FOLDER}/{MANIFEST_NAME}; do
+if [ -f "$folder/$name" ]; then
+printf '\\n{MANIFEST_MARK}\\n%s\\n' "$name"
+sha256sum < "$folder/$name"
+cat -- "$folder/$name"
+fi
+done
+"""
+
+
+def test(folder: str, command: str) -> str:
+    """Runs a command of the user in the folder; the rest of the script is not its input."""
+    return f"cd -- {shlex.quote(folder)} || exit 23\n(\n{command}\n) </dev/null\n"
 
 
 def forget(stage: str, names: Iterable[str]) -> str:
     """Removes files from the stage."""
     return "".join(f"rm -f -- {shlex.quote(f'{stage}/{name}')}\n" for name in names)
+
+
+def _lines(names: Iterable[str]) -> str:
+    return "".join(f"{name}\n" for name in names)

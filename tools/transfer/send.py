@@ -62,7 +62,7 @@ def require_tools(target: Target) -> None:
 
 def _with_rsync(source: Path, names: Sequence[str], target: Target, others: str) -> Sent:
     """`others` is the folder beside the stage that has other versions of files, "" for none."""
-    is_watched = sys.stderr.isatty()
+    is_watched = sys.stderr.isatty() and not target.is_one_of_many
     # That size and time of two files are equal says nothing: their hashes differ.
     command = [
         "rsync", "--times", "--ignore-times", "--stats", "--protect-args", "--files-from=-",
@@ -72,7 +72,7 @@ def _with_rsync(source: Path, names: Sequence[str], target: Target, others: str)
         f"{source}/", f"{target.host}:{target.stage}/",
     ]  # fmt: skip
     listed = "".join(f"{name}\n" for name in names)
-    code, printed, errors = run(command, listed, _show if is_watched else None)
+    code, printed, errors = run(target.commands, command, listed, _show if is_watched else None)
     if code:
         raise explain(target, code, errors, hint="run it again: what has arrived is kept")
     return Sent(_figure("Literal data", printed), _figure("Matched data", printed))

@@ -9,8 +9,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -22,19 +23,68 @@ _CONNECT_S, _GRACE_S = 10, 10
 _HINT = "give a folder for the bundle: user@host:models/bundle, or a local one"
 
 
+class Commands:
+    """What runs for one target or several; whoever is interrupted ends all of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._is_ended = False
+
+    @contextlib.contextmanager
+    def started(
+        self, command: Sequence[str], source: IO[bytes], errors: IO[bytes]
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """A process whose input and errors are files, so that no pipe can fill up.
+
+        Raises:
+            KeyboardInterrupt: `end` was called.
+        """
+        with self._lock:
+            if self._is_ended:
+                raise KeyboardInterrupt
+            process = subprocess.Popen(
+                command, stdin=source, stdout=subprocess.PIPE, stderr=errors, bufsize=0
+            )
+            self._running.add(process)
+        try:
+            with process:
+                yield process
+        finally:
+            with self._lock:
+                self._running.discard(process)
+
+    def end(self) -> None:
+        """Let everything that runs end in order, and nothing begin."""
+        with self._lock:
+            self._is_ended = True
+            for process in self._running:
+                process.terminate()  # rsync then keeps what has arrived of a file
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A folder, which becomes the bundle."""
 
     host: str  # user@host, "" for this machine
     folder: str
-    ssh: tuple[str, ...] = ()  # the command that reaches the host
+    ssh: tuple[str, ...] = field(default=(), compare=False)  # the command that reaches the host
+    is_one_of_many: bool = False  # nobody is asked for a password, no progress is shown
+    commands: Commands = field(default_factory=Commands, compare=False, repr=False)
 
     @property
     def stage(self) -> str:
         """Where files arrive before they are checked and moved; it lasts through interrupts."""
+        return self._beside("transfer")
+
+    @property
+    def kept(self) -> str:
+        """Where the files lie that an update of a fleet replaced."""
+        return self._beside("previous")
+
+    def _beside(self, suffix: str) -> str:
         path = PurePosixPath(self.folder)
-        return str(path.with_name(f".{path.name}.transfer"))
+        return str(path.with_name(f".{path.name}.{suffix}"))
 
     def __str__(self) -> str:
         """As the user wrote it."""
@@ -73,12 +123,12 @@ def connected(target: Target) -> Iterator[Target]:
         options = {
             "ConnectTimeout": _CONNECT_S, "ServerAliveInterval": 15, "ControlMaster": "auto",
             "ControlPath": f"{folder}/s", "ControlPersist": 60,
-            **({} if sys.stdin.isatty() else {"BatchMode": "yes"}),
+            **({} if sys.stdin.isatty() and not target.is_one_of_many else {"BatchMode": "yes"}),
         }  # fmt: skip
         words = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
         ssh = ("ssh", *words)
         try:
-            yield Target(target.host, target.folder, ssh)
+            yield replace(target, ssh=ssh)
         finally:
             goodbye = [*ssh, "-O", "exit", _plain(target.host)]
             subprocess.run(goodbye, capture_output=True, check=False)
@@ -90,52 +140,56 @@ def run_script(target: Target, script: str) -> str:
     Raises:
         EdgeLLMError: the target cannot be reached, or the script failed.
     """
-    command = [*target.ssh, _plain(target.host), "sh -s"] if target.host else ["sh", "-s"]
-    code, printed, errors = run(command, script)
+    code, printed, errors = try_script(target, script)
     if code:
         raise explain(target, code, errors)
     return printed
 
 
+def try_script(target: Target, script: str) -> tuple[int, str, str]:
+    """Exit code (255: of ssh, perhaps), standard output and errors of a script on the target."""
+    command = [*target.ssh, _plain(target.host), "sh -s"] if target.host else ["sh", "-s"]
+    return run(target.commands, command, script)
+
+
 def run(
-    command: Sequence[str], given: str, show: Callable[[str], None] | None = None
+    commands: Commands,
+    command: Sequence[str],
+    given: str,
+    show: Callable[[str], None] | None = None,
 ) -> tuple[int, str, str]:
     """Exit code, standard output and errors of a command; an interrupt lets it end in order.
 
     Args:
+        commands: those that it belongs to.
         command: program and arguments.
         given: its standard input.
         show: told its output as it comes.
     """
-    printed = ""
-    with (
-        tempfile.TemporaryFile() as source,
-        tempfile.TemporaryFile() as errors,
-        _started(command, source, errors, given) as process,
-    ):
-        assert process.stdout is not None
-        try:
-            while piece := os.read(process.stdout.fileno(), 1 << 16).decode("utf-8", "replace"):
-                printed += piece
-                if show is not None:
-                    show(piece)
-            process.wait()
-        except KeyboardInterrupt:
-            process.terminate()  # rsync then keeps what has arrived of a file
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_S)
-            raise
+    with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as errors:
+        source.write(given.encode())
+        source.seek(0)
+        with commands.started(command, source, errors) as process:
+            printed = _output(process, show)
         errors.seek(0)
         return process.returncode, printed, errors.read().decode("utf-8", "replace")
 
 
-def _started(
-    command: Sequence[str], source: IO[bytes], errors: IO[bytes], given: str
-) -> subprocess.Popen[bytes]:
-    """A process whose input and errors are files, so that no pipe can fill up."""
-    source.write(given.encode())
-    source.seek(0)
-    return subprocess.Popen(command, stdin=source, stdout=subprocess.PIPE, stderr=errors, bufsize=0)
+def _output(process: subprocess.Popen[bytes], show: Callable[[str], None] | None) -> str:
+    assert process.stdout is not None
+    printed = ""
+    try:
+        while piece := os.read(process.stdout.fileno(), 1 << 16).decode("utf-8", "replace"):
+            printed += piece
+            if show is not None:
+                show(piece)
+        process.wait()
+    except KeyboardInterrupt:
+        process.terminate()  # rsync then keeps what has arrived of a file
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+        raise
+    return printed
 
 
 def _plain(host: str) -> str:

@@ -28,14 +28,19 @@ void weigh(Query& query, int64_t base) {
 }
 
 // -------------------------------------------------------------------------------------- values
+constexpr int64_t kTogether = 32;  // keys whose values stay near while all queries take them
+
 template <int Q, int V>
-void add_tile(const Query* queries, const float* rows, int64_t dim, int64_t at, int64_t count, int64_t d) {
+void add_tile(const Query* queries, const float* rows, int64_t dim, int64_t at, int64_t count, int64_t d, bool fetches) {
   F sums[Q][V];
   for (int q = 0; q < Q; q++)
     for (int v = 0; v < V; v++) sums[q][v] = Set::load(queries[q].values + d + v * kStrip);
   for (int64_t i = 0; i < count; i++) {
     F part[V];
-    for (int v = 0; v < V; v++) part[v] = Set::load(rows + i * dim + d + v * kStrip);
+    for (int v = 0; v < V; v++) {
+      part[v] = Set::load(rows + i * dim + d + v * kStrip);
+      if (fetches) __builtin_prefetch(rows + (i + kTogether) * dim + d + v * kStrip);
+    }
 #pragma GCC unroll 8
     for (int q = 0; q < Q; q++) {
       const F weight = Set::set(queries[q].scores[at + i]);
@@ -47,26 +52,24 @@ void add_tile(const Query* queries, const float* rows, int64_t dim, int64_t at, 
 }
 
 template <int Q>
-void add_some(const Query* queries, int num_queries, const float* rows, int64_t at, int64_t count, int64_t dim) {
+void add_some(const Query* queries, int num_queries, const float* rows, int64_t at, int64_t count, int64_t dim, bool fetches) {
   if (num_queries == Q) {
     int64_t d = 0;
-    for (; d + Set::kWide * kStrip <= dim; d += Set::kWide * kStrip) add_tile<Q, Set::kWide>(queries, rows, dim, at, count, d);
-    for (; d < dim; d += kStrip) add_tile<Q, 1>(queries, rows, dim, at, count, d);
+    for (; d + Set::kWide * kStrip <= dim; d += Set::kWide * kStrip) add_tile<Q, Set::kWide>(queries, rows, dim, at, count, d, fetches);
+    for (; d < dim; d += kStrip) add_tile<Q, 1>(queries, rows, dim, at, count, d, fetches);
   } else if constexpr (Q > 1) {
-    add_some<Q - 1>(queries, num_queries, rows, at, count, dim);
+    add_some<Q - 1>(queries, num_queries, rows, at, count, dim, fetches);
   }
 }
 
 // Adds the values of some keys, one after the other; their scores stand from `at` on.
 void add_values(const Query* queries, int all, const float* rows, int64_t at, int64_t count, int64_t dim) {
-  constexpr int64_t kTogether = 32;  // keys whose values stay near while all queries take them
   const int tiles = (all + Set::kQueries - 1) / Set::kQueries;
   for (int64_t key = 0; key < count; key += kTogether)
     for (int tile = 0; tile < tiles; tile++) {
       const int first = all * tile / tiles, some = all * (tile + 1) / tiles - first;
-      if (all <= Set::kQueries)
-        for (int64_t i = key; i < least(key + kTogether, count); i++) fetch_ahead(rows + i * dim, dim);
-      add_some<Set::kQueries>(queries + first, some, rows + key * dim, at + key, least(kTogether, count - key), dim);
+      const int64_t now = least(kTogether, count - key);
+      add_some<Set::kQueries>(queries + first, some, rows + key * dim, at + key, now, dim, tiles == 1);
     }
 }
 

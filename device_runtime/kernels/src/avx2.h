@@ -15,21 +15,10 @@ struct Avx2Vector {
   struct I { __m256i low, high; };
   using H = __m256;
 
-  // A mask whose first n lanes of 16 are set.
-  static __m256i first(int n) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-  }
   static F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-  static F load_part(const float* p, int n) {
-    return {_mm256_maskload_ps(p, first(n)), n > 8 ? _mm256_maskload_ps(p + 8, first(n - 8)) : _mm256_setzero_ps()};
-  }
   static void store(float* p, F x) {
     _mm256_storeu_ps(p, x.low);
     _mm256_storeu_ps(p + 8, x.high);
-  }
-  static void store_part(float* p, F x, int n) {
-    _mm256_maskstore_ps(p, first(n), x.low);
-    if (n > 8) _mm256_maskstore_ps(p + 8, first(n - 8), x.high);
   }
   static F set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
   static F add(F a, F b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }

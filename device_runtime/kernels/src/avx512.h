@@ -12,11 +12,8 @@ struct Avx512Vector {
   using F = __m512;
   using I = __m512i;
 
-  static __mmask16 first(int n) { return __mmask16((1u << n) - 1); }
   static F load(const float* p) { return _mm512_loadu_ps(p); }
-  static F load_part(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
   static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
-  static void store_part(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
   static F set(float x) { return _mm512_set1_ps(x); }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }

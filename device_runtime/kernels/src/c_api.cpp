@@ -54,6 +54,13 @@ EDGELLM_EXPORT const char* edgellm_product(const ProductArguments* a) {
   return nullptr;
 }
 
+EDGELLM_EXPORT const char* edgellm_channel(const void* packed, uint64_t bytes, int64_t channel, float* out) {
+  Weight weight;
+  if (const char* fault = read_weight(packed, bytes, &weight)) return fault;
+  decode_channel(weight, channel, out);
+  return nullptr;
+}
+
 EDGELLM_EXPORT const char* edgellm_attention(const char* instruction_set, Attention* a, int is_split) {
   const Kernels* set = find_kernels(instruction_set);
   if (!set) return "this processor lacks the instruction set";

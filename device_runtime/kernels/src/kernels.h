@@ -74,6 +74,9 @@ struct Rows {
   float* offsets;   // of a block: - scale * (sum of its codes), the factor of zero points
   float* floats;
 };
+// What the weights of one output channel stand for, [in_features]; not of gated weights.
+void decode_channel(const Weight& weight, int64_t channel, float* out);
+
 size_t rows_bytes(const Weight& weight, int64_t rows);
 Rows place_rows(const Weight& weight, int64_t rows, void* memory);  // aligned to 64 bytes
 

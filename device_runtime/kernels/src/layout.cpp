@@ -1,7 +1,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "kernels.h"
+#include "scalar.h"
 
 namespace edgellm {
 namespace {
@@ -32,6 +32,18 @@ Places places(const Weight& w, int64_t rows) {
   return p;
 }
 
+float half_at(const uint8_t* halves, int64_t index) { return ScalarVector::half_value(ScalarVector::word(halves, index)); }
+
+// What the code of input k of a record stands for, around its middle.
+float code_value(Form form, const uint8_t* record, int64_t lane, int64_t k) {
+  if (form == Form::kFloat16) return half_at(record, lane);
+  if (form == Form::kBFloat16) return ScalarVector::bfloat_value(ScalarVector::word(record, lane));
+  if (form == Form::kFp8) return ScalarVector::fp8_value(record[k * kGroup + lane]);
+  const int step = form == Form::kInt8 ? 4 : 8;  // inputs of 4 bytes
+  const int byte = record[(k / step * kGroup + lane) * 4 + k % 4], nibble = k / 4 % 2 ? byte >> 4 : byte & 15;
+  return float(form == Form::kInt8 ? byte - 128 : form == Form::kInt4 ? nibble - 8 : kFp4Codes[nibble] - kFp4Middle);
+}
+
 }  // namespace
 
 const char* read_weight(const void* data, size_t size, Weight* weight) {
@@ -57,6 +69,20 @@ const char* read_weight(const void* data, size_t size, Weight* weight) {
   const uint64_t expected = sizeof h + uint64_t(weight->groups()) * weight->group_bytes();
   if (h.bytes != expected || size != expected) return "the packed weight is cut off or too long";
   return nullptr;
+}
+
+void decode_channel(const Weight& w, int64_t channel, float* out) {
+  const int64_t lane = channel % kGroup;
+  const uint8_t* record = w.records + channel / kGroup * w.group_bytes();
+  for (int64_t first = 0; first < w.in_features; first += w.block, record += w.record_bytes()) {
+    const uint8_t* scales = record + w.code_bytes();
+    float scale = 1, offset = 0;
+    if (w.form == Form::kFp8) std::memcpy(&scale, scales + 4 * lane, 4);
+    if (takes_codes(w.form)) scale = w.multiplier * half_at(scales, lane);
+    if (w.has_zero_points) offset = w.multiplier * half_at(scales + 2 * kGroup, lane);
+    const int64_t count = w.in_features - first < w.block ? w.in_features - first : w.block;
+    for (int64_t k = 0; k < count; k++) out[first + k] = code_value(w.form, record, lane, k) * scale - offset;
+  }
 }
 
 size_t rows_bytes(const Weight& weight, int64_t rows) { return places(weight, rows).end; }

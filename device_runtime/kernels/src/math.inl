@@ -12,13 +12,23 @@ using I = Set::I;
 inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 inline int64_t most(int64_t x, int64_t y) { return x > y ? x : y; }
 
-inline F load_up_to(const float* p, int64_t count) { return count >= kStrip ? Set::load(p) : Set::load_part(p, int(count)); }
+// The part of what comes next that one of several loops fetches, while it computes.
+struct Share {
+  int64_t first, last;
+};
+
+inline F load_up_to(const float* p, int64_t count) {
+  if (count >= kStrip) return Set::load(p);
+  float lanes[kStrip] = {};
+  __builtin_memcpy(lanes, p, count * sizeof(float));
+  return Set::load(lanes);
+}
 
 inline void store_up_to(float* p, F x, int64_t count) {
-  if (count >= kStrip)
-    Set::store(p, x);
-  else
-    Set::store_part(p, x, int(count));
+  if (count >= kStrip) return Set::store(p, x);
+  float lanes[kStrip];
+  Set::store(lanes, x);
+  __builtin_memcpy(p, lanes, count * sizeof(float));
 }
 
 // exp with a relative error below 3e-7: 2^n times the series on [-ln 2 / 2, ln 2 / 2].

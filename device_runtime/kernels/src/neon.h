@@ -22,18 +22,8 @@ struct NeonVector {
     return {{function(0), function(1), function(2), function(3)}};
   }
   static F load(const float* p) { return each([=](int i) { return vld1q_f32(p + 4 * i); }); }
-  static F load_part(const float* p, int n) {
-    float all[16] = {};
-    std::memcpy(all, p, n * sizeof(float));
-    return load(all);
-  }
   static void store(float* p, F x) {
     for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, x.part[i]);
-  }
-  static void store_part(float* p, F x, int n) {
-    float all[16];
-    store(all, x);
-    std::memcpy(p, all, n * sizeof(float));
   }
   static F set(float x) { return each([=](int) { return vdupq_n_f32(x); }); }
   static F add(F a, F b) { return each([=](int i) { return vaddq_f32(a.part[i], b.part[i]); }); }

@@ -33,6 +33,17 @@ void require(bool holds, const char* fault) {
   if (!holds) throw Fault(fault);
 }
 
+Weight packed_input(const ort::Info* info, const std::string& name) {
+  int is_constant = 0;
+  const ort::Value* value = nullptr;
+  ort::call(ort::kGetConstant, info, size_t(1), &is_constant, &value);
+  if (!is_constant || !value) throw Fault(name + ": the packed weight must be an initializer");
+  const Tensor packed = ort::read(value);
+  Weight weight;
+  if (const char* fault = read_weight(packed.data, size_t(packed.count()), &weight)) throw Fault(name + ": " + fault);
+  return weight;
+}
+
 // y = epilogue(W prologue(x)). Inputs: x [..., K], packed uint8, gamma [K], skip like x, bias [N],
 // residual like y. Outputs: y [..., N] or [..., N / 2], x + skip.
 struct QuantLinear {
@@ -45,13 +56,7 @@ struct QuantLinear {
   float epsilon;
 
   explicit QuantLinear(const ort::Info* info) : epsilon(ort::float_attribute(info, "epsilon", 1e-5f)) {
-    int is_constant = 0;
-    const ort::Value* value = nullptr;
-    ort::call(ort::kGetConstant, info, size_t(1), &is_constant, &value);
-    require(is_constant && value, "QuantLinear: the packed weight must be an initializer");
-    const Tensor packed = ort::read(value);
-    if (const char* fault = read_weight(packed.data, size_t(packed.count()), &weight))
-      throw Fault(std::string("QuantLinear: ") + fault);
+    weight = packed_input(info, kName);
     const auto given = [&](const char* name, int64_t found) { return ort::int_attribute(info, name, found) == found; };
     require(given("K", weight.in_features) && given("N", weight.out_features) && given("block", weight.block) &&
                 given("form", int64_t(weight.form)),
@@ -86,6 +91,33 @@ struct QuantLinear {
     ort::parallel(context, parts, [&](int64_t part) {
       kernels().product(product, groups * part / parts, groups * (part + 1) / parts);
     });
+  }
+};
+
+// Rows of an embedding that is packed as a linear layer's weight. Inputs: ids int64 [...], packed
+// uint8. Output: [..., K].
+struct LookUp {
+  static constexpr const char* kName = "LookUp";
+  static constexpr ort::Type kInputs[] = {ort::kInt64, ort::kUInt8};
+  static constexpr ort::Type kOutputs[] = {ort::kFloat};
+  static constexpr unsigned kNeeded = 0b11, kNeededOutputs = 1;
+
+  Weight weight;
+
+  explicit LookUp(const ort::Info* info) : weight(packed_input(info, kName)) {
+    require(!weight.is_gated, "LookUp: gated weights are no embedding");
+  }
+
+  void run(ort::Context* context) const {
+    const Tensor ids = ort::input(context, 0);
+    std::vector<int64_t> dims = ids.dims;
+    dims.push_back(weight.in_features);
+    const Tensor y = ort::output(context, 0, dims);
+    const int64_t rows = ids.count();
+    for (int64_t row = 0; row < rows; row++)
+      require(ids.as<int64_t>()[row] >= 0 && ids.as<int64_t>()[row] < weight.out_features, "LookUp: an id is outside of the embedding");
+    if (rows)
+      ort::parallel(context, rows, [&](int64_t row) { decode_channel(weight, ids.as<int64_t>()[row], y.as<float>() + row * weight.in_features); });
   }
 };
 
@@ -336,7 +368,7 @@ extern "C" __attribute__((visibility("default"))) edgellm::ort::Status* Register
     static ort::Domain* const domain = [] {  // for all sessions, which may outlive any owner but the process
       ort::Domain* made = nullptr;
       ort::call(ort::kCreateDomain, "edgellm.kernels", &made);
-      for (const ort::Operator* one : {ort::describe<QuantLinear>(), ort::describe<CachedAttention<ort::kFloat>>(),
+      for (const ort::Operator* one : {ort::describe<QuantLinear>(), ort::describe<LookUp>(), ort::describe<CachedAttention<ort::kFloat>>(),
                                       ort::describe<CachedAttention<ort::kHalf>>(), ort::describe<CachedAttention<ort::kInt8>>(), ort::describe<Picks>()})
         ort::call(ort::kAddOperator, made, one);
       return made;

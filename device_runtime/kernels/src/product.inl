@@ -75,12 +75,8 @@ void prepare(const Prologue& p, int64_t first_row, int64_t last_row) {
 }
 
 // ---------------------------------------------------------------------- 32 channels of a few rows
-// What a tile fetches of each record of the next group: one row has the memory to itself anyway,
+// Of each record of the next group a tile fetches a share: one row has the memory to itself anyway,
 // more of them leave it idle while they compute.
-struct Share {
-  int64_t first, last;
-};
-
 // out[r][s]: sums of channels [16 s, 16 s + 16) from `strip` on; blocks are added in their order.
 template <int R, int S, Form kForm, bool kZero, int T>
 void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t row, Share share, F (&out)[R][S]) {

@@ -26,9 +26,7 @@ struct ScalarVector {
     std::memcpy(out.lane, p, sizeof out.lane);
     return out;
   }
-  static F load_part(const float* p, int n) { return each<F>([&](int i) { return i < n ? p[i] : 0.f; }); }
   static void store(float* p, F x) { std::memcpy(p, x.lane, sizeof x.lane); }
-  static void store_part(float* p, F x, int n) { std::memcpy(p, x.lane, n * sizeof(float)); }
   static F set(float x) { return each<F>([&](int) { return x; }); }
   static F add(F a, F b) { return each<F>([&](int i) { return a.lane[i] + b.lane[i]; }); }
   static F sub(F a, F b) { return each<F>([&](int i) { return a.lane[i] - b.lane[i]; }); }
@@ -56,24 +54,24 @@ struct ScalarVector {
     if (rest < 0x400) out = float(rest) * 0x1p-24f;
     return sign ? -out : out;
   }
-  static F load_half(const void* p) {
-    uint16_t h[16];
-    std::memcpy(h, p, sizeof h);
-    return each<F>([&](int i) { return half_value(h[i]); });
+  static uint16_t word(const void* words, int64_t index) {
+    uint16_t out;
+    std::memcpy(&out, static_cast<const char*>(words) + 2 * index, 2);
+    return out;
   }
-  static F load_bfloat(const void* p) {
-    uint16_t h[16];
-    std::memcpy(h, p, sizeof h);
-    return each<F>([&](int i) {
-      const uint32_t bits = uint32_t(h[i]) << 16;
-      float out;
-      std::memcpy(&out, &bits, 4);
-      return out;
-    });
+  static F load_half(const void* p) { return each<F>([&](int i) { return half_value(word(p, i)); }); }
+  static float bfloat_value(uint16_t b) {
+    const uint32_t bits = uint32_t(b) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
   }
-  static F load_fp8(const void* p) {  // E4M3; 1/256 of what a code stands for
-    const uint8_t* codes = static_cast<const uint8_t*>(p);
-    return each<F>([&](int i) { return half_value(uint16_t((codes[i] & 128) << 8 | (codes[i] & 127) << 7)); });
+  static float fp8_value(uint8_t code) {  // E4M3; 1/256 of what the code stands for
+    return half_value(uint16_t((code & 128) << 8 | (code & 127) << 7));
+  }
+  static F load_bfloat(const void* p) { return each<F>([&](int i) { return bfloat_value(word(p, i)); }); }
+  static F load_fp8(const void* p) {
+    return each<F>([&](int i) { return fp8_value(static_cast<const uint8_t*>(p)[i]); });
   }
   static F load_codes(const int8_t* p) { return each<F>([&](int i) { return float(p[i]); }); }
   static void store_half(void* p, F x) {

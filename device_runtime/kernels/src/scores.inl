@@ -20,14 +20,15 @@ F capped(const Attention& a, F scores) {
 }
 
 // Scores of 16 keys; each is summed in 16 lanes along the head, then over the lanes. `kParts`: of
-// the head, in lanes; 0 if it is known only at run time.
+// the head, in lanes; 0 if it is known only at run time. `share`: the keys behind which it fetches.
 template <int kParts>
-F score(const float* q, const float* const* rows, int64_t dim) {
+F score(const float* q, const float* const* rows, int64_t dim, Share share) {
   constexpr int kHeld = kParts ? kParts : 1;
   F query[kHeld], all[kStrip];
   for (int part = 0; part < kParts; part++) query[part] = Set::load(q + part * kStrip);
   for (int i = 0; i < kStrip; i++) {
     const float* row = rows[i];
+    if (i >= share.first && i < share.last) fetch_ahead(row, dim);
     F sum = Set::set(0);
     if constexpr (kParts > 0)
       for (int part = 0; part < kParts; part++) sum = Set::fma(Set::load(row + part * kStrip), query[part], sum);
@@ -43,13 +44,13 @@ void score_rows(const Attention& a, const Query* queries, int count, const float
   const int64_t dim = a.padded_dim();
   const float* places[kStrip];
   for (int64_t key = 0; key < num_rows; key += kStrip) {
-    for (int i = 0; i < kStrip; i++) {
-      places[i] = rows + least(key + i, num_rows - 1) * dim;
-      fetch_ahead(places[i], dim);
-    }
+    for (int i = 0; i < kStrip; i++) places[i] = rows + least(key + i, num_rows - 1) * dim;
     for (int i = 0; i < count; i++) {
       const float* q = queries[i].q;
-      const F scores = dim == 64 ? score<4>(q, places, dim) : dim == 128 ? score<8>(q, places, dim) : score<0>(q, places, dim);
+      const Share share = {kStrip * i / count, kStrip * (i + 1) / count};
+      const F scores = dim == 64    ? score<4>(q, places, dim, share)
+                       : dim == 128 ? score<8>(q, places, dim, share)
+                                    : score<0>(q, places, dim, share);
       Set::store(queries[i].scores + at + key, capped(a, scores));
     }
   }

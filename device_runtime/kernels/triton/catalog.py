@@ -16,7 +16,10 @@ FIRST_FP8 = 89  # compute capability that converts E4M3 numbers
 LARGEST_SHARED_BYTES = 48 << 10  # what a launch may ask for without more ado
 HEAD_SIZES = (64, 128)
 FEW_ROWS, MANY_ROWS = 16, 32  # query rows of a program; at 64 sm_110 would take other units
-PICKS, NODES = 64, 64
+PICKS, SHARE, SHARES = 64, 4096, 64  # of a row of logits; numbers of a share; shares at most
+# Sizes that there are kernels for: nodes of a tree, candidates of a level, nodes of a pool.
+NODES, LEVELS, POOLS = (64, 128), (128, 512, 1024), (512, 2048, 4096)
+SCORES = ("draft", "rates", "places")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +87,21 @@ KERNELS = {
         ),
         Kernel(
             "growth", "grow_level",
-            "candidates:*i64 log_probs:*fp32 nodes:*i32 tokens:*i64 parents:*i64 scores:*fp64 "
-            "seen:*i8 BEGIN R K USED WIDTH SLOTS LEVEL new_nodes:*i32 new_tokens:*i64 above:*i32 "
-            "positions:*i64 mask:*i8",
+            "candidates:*i64 log_probs:*fp32 nodes:*i32 start:*i64 table:*fp64 tokens:*i64 "
+            "parents:*i64 scores:*fp64 own:*fp32 seen:*i8 STRIDE BEGIN R K USED WIDTH SLOTS LEVEL "
+            "AXES new_nodes:*i32 new_tokens:*i64 above:*i32 positions:*i64 slot:*i64 mask:*i8",
             ("1", "1", "1"), fuses=False,
         ),
         Kernel(
             "growth", "select_tree",
-            "tokens:*i64 parents:*i64 scores:*fp64 COUNT ROOM tree_tokens:*i64 tree_parents:*i64 "
-            "chosen_nodes:*i32",
+            "tokens:*i64 parents:*i64 scores:*fp64 own:*fp32 COUNT ROOM tree_tokens:*i64 "
+            "tree_parents:*i64 tree_own:*fp32 chosen_nodes:*i32",
             ("1", "1", "1"),
         ),
-        Kernel("growth", "lay_out", "parents:*i64 N depths:*i64 mask:*i8", ("1", "1", "1")),
+        Kernel(
+            "growth", "lay_out", "parents:*i64 start:*i64 N AXES positions:*i64 mask:*i8",
+            ("1", "1", "1"),
+        ),
     )
 }  # fmt: skip
 
@@ -116,6 +122,10 @@ class Variant:
         return "-".join([self.kernel.name, *shown])
 
 
+PICK_SHARES = Variant(KERNELS["pick_shares"], {"PICKS": PICKS, "BLOCK": SHARE}, 8)
+JOIN_PICKS = Variant(KERNELS["join_picks"], {"PICKS": PICKS, "MOST": SHARES}, 8)
+
+
 def variants(sm: int) -> Iterator[Variant]:
     """What is compiled for GPUs of a compute capability."""
     codes = ("fp16", "int8", "fp8") if sm >= FIRST_FP8 else ("fp16", "int8")
@@ -128,13 +138,45 @@ def variants(sm: int) -> Iterator[Variant]:
         yield Variant(KERNELS["combine"], {"D": size, "SUNK": False}, 1)
     for code in codes:
         yield attend(sm, 128, FEW_ROWS, code, windowed=True)
-    yield Variant(KERNELS["pick_shares"], {"PICKS": PICKS, "BLOCK": 4096}, 8)
-    yield Variant(KERNELS["join_picks"], {"PICKS": PICKS, "MOST": 64}, 8)
-    yield Variant(KERNELS["accept_greedy"], {"TREES": 1, "NODES": NODES}, 1)
-    yield Variant(KERNELS["accept_sampled"], {"TREES": 1, "NODES": NODES, "PICKS": PICKS}, 1)
-    yield Variant(KERNELS["grow_level"], {"SIZE": 128, "COLUMNS": 8}, 4)
-    yield Variant(KERNELS["select_tree"], {"SIZE": 512, "BLOCK": 32}, 8)
-    yield Variant(KERNELS["lay_out"], {"NODES": NODES}, 4)
+    yield PICK_SHARES
+    yield JOIN_PICKS
+    for nodes in NODES:
+        yield accept_greedy(nodes)
+        yield accept_sampled(nodes)
+        yield lay_out(nodes)
+    for size in LEVELS:
+        for scored in SCORES:
+            yield grow_level(size, scored)
+    for size in POOLS:
+        yield select_tree(size)
+
+
+def accept_greedy(nodes: int) -> Variant:
+    """`accept_greedy` for a tree of at most so many nodes, one of `NODES`."""
+    return Variant(KERNELS["accept_greedy"], {"TREES": 1, "NODES": nodes}, 1)
+
+
+def accept_sampled(nodes: int) -> Variant:
+    """`accept_sampled` for a tree of at most so many nodes, one of `NODES`."""
+    return Variant(KERNELS["accept_sampled"], {"TREES": 1, "NODES": nodes, "PICKS": PICKS}, 1)
+
+
+def grow_level(candidates: int, scored: str) -> Variant:
+    """`grow_level` for at most so many candidates, one of `LEVELS`."""
+    columns = 8 if candidates <= 512 else 2  # more are spilled
+    constants = {"SIZE": candidates, "COLUMNS": columns, "BLOCK": columns, "SCORED": scored}
+    return Variant(KERNELS["grow_level"], constants, 4 if candidates <= LEVELS[0] else 8)
+
+
+def select_tree(pool: int) -> Variant:
+    """`select_tree` for pools of at most so many nodes, one of `POOLS`."""
+    block = {512: 32, 2048: 8}.get(pool, 2)
+    return Variant(KERNELS["select_tree"], {"SIZE": pool, "BLOCK": block}, 8 if block > 2 else 16)
+
+
+def lay_out(nodes: int) -> Variant:
+    """`lay_out` for trees of at most so many nodes, one of `NODES`."""
+    return Variant(KERNELS["lay_out"], {"NODES": nodes}, 4 if nodes <= NODES[0] else 8)
 
 
 def attend(

@@ -79,7 +79,7 @@ def runner_of(role: str, engine: Engine, loaded: CompiledEngine, device: Device)
 
     if role == ENCODER:
         return TensorRtEncoder(loaded, device)
-    return TensorRtRunner(
+    runner = TensorRtRunner(
         loaded,
         device,
         most_rows=engine.graphs[role][-1].max_rows,
@@ -87,6 +87,8 @@ def runner_of(role: str, engine: Engine, loaded: CompiledEngine, device: Device)
         spec=engine.decoder if engine.cache_of(role) is not None else None,
         capacity=engine.max_kv_cache_capacity,
     )
+    runner.prepare()
+    return runner
 
 
 def require_memory(free_bytes: int, engine: Engine) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm import contract
 from edgellm.contract import LimitError
 from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Context, Device
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Layout, Packed, Shape
@@ -60,6 +62,7 @@ class BoundPass:
         after: Callable[[], None],
         *,
         is_kept: bool,
+        fetches: bool,
     ) -> None:
         """Bind.
 
@@ -70,8 +73,9 @@ class BoundPass:
             picks: what comes back.
             after: asks for what follows the engine on the device.
             is_kept: it runs again with these shapes, and nobody else has the context.
+            fetches: what comes back does so every time; else when `fetch` is called.
         """
-        self._context, self._device = context, device
+        self._context, self._device, self.fetches = context, device, fetches
         self._arguments, self._picks, self._after = arguments, picks, after
         self._may_capture = is_kept and context.is_capturable()
         self._was_run = False
@@ -94,8 +98,20 @@ class BoundPass:
             self._arguments[0].upload(self._arguments[1])
         self._context.enqueue()
         self._after()
-        if self.outputs:
-            self._picks[0].download(self._picks[1])
+        if self.fetches:
+            self.fetch()
+
+    def fetch(self) -> None:
+        """Ask for `outputs`."""
+        self._picks[0].download(self._picks[1])
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPass:
+    """A pass over what lies on the device."""
+
+    enqueue: Callable[[], None]
+    may_capture: bool  # as a part of a CUDA graph
 
 
 class PassRunner:
@@ -108,7 +124,7 @@ class PassRunner:
         fixed: Mapping[str, int],
         arguments_bytes: int,
         picks_bytes: int,
-        after: Callable[[Packed], None],
+        after: Callable[[int, int], None],
     ) -> None:
         """Allocate.
 
@@ -118,7 +134,8 @@ class PassRunner:
             fixed: addresses of the tensors that are the same for all passes.
             arguments_bytes: of the inputs that vary, `packed_bytes` of the largest.
             picks_bytes: of the outputs that the host always reads.
-            after: asks for what follows a pass with such inputs on the device.
+            after: asks for what follows a pass on the device, by its rows and the address of its
+                write index.
         """
         self._engine, self._device, self._fixed = engine, device, dict(fixed)
         self._after = after
@@ -130,7 +147,37 @@ class PassRunner:
         self._kept: dict[tuple[Shape, ...], BoundPass] = {}
         self._contexts: dict[int, Context] = {}  # by profile; of passes that are not kept
 
-    def bind(self, inputs: Layout, picks: Layout, placed: Placed, *, keep: bool) -> BoundPass:
+    def prepare(self) -> None:
+        """Make the contexts of passes that are not kept, which are made in an answer else."""
+        for profile in range(self._engine.num_profiles):
+            self._context(profile, keep=False)
+
+    def place(self, rows: int, placed: Placed, outputs: Mapping[str, int]) -> PlacedPass:
+        """A pass that the host gives nothing and gets nothing from.
+
+        Args:
+            rows: of the pass.
+            placed: all inputs that vary.
+            outputs: addresses, of those that do not lie where other passes have them.
+
+        Raises:
+            LimitError: as `bind`.
+        """
+        shapes = {name: shape for name, (shape, _) in placed.items()}
+        context = self._context(self._profile(shapes), keep=True)
+        addresses = {name: address for name, (_, address) in placed.items()}
+        self._bind(context, shapes, {**addresses, **outputs})
+        write_index = addresses[contract.WRITE_INDEX]
+
+        def enqueue() -> None:
+            context.enqueue()
+            self._after(rows, write_index)
+
+        return PlacedPass(enqueue, may_capture=context.is_capturable())
+
+    def bind(
+        self, inputs: Layout, picks: Layout, placed: Placed, *, keep: bool, fetches: bool
+    ) -> BoundPass:
         """A pass with these shapes.
 
         Args:
@@ -138,6 +185,7 @@ class PassRunner:
             picks: outputs that the host always reads.
             placed: further inputs, which lie somewhere else.
             keep: it will be run again; it gets a context of its own.
+            fetches: the host reads `picks` of every run.
 
         Raises:
             LimitError: the engine has no profile for the shapes.
@@ -145,25 +193,39 @@ class PassRunner:
         taken = {name: at for name, at in inputs.items() if name in self._engine.tensors}
         shapes = {name: shape for name, (shape, _) in taken.items()}
         shapes |= {name: shape for name, (shape, _) in placed.items()}
-        key = (*shapes.values(), *(shape for shape, _ in picks.values()))
+        key = (*shapes.values(), *(shape for shape, _ in picks.values()), (fetches,))
         if key in self._kept:
             return self._kept[key]
         context = self._context(self._profile(shapes), keep=keep)
         packed, picked = self._arguments.pack(taken), self._picks.pack(picks)
-        for name, shape in shapes.items():
-            if -1 in self._engine.tensors[name].shape:
-                context.set_shape(name, shape)
         places = {name: address for name, (_, address) in placed.items()}
-        for name, address in {
-            **self._fixed, **places, **packed.addresses, **picked.addresses
-        }.items():  # fmt: skip
-            context.bind(name, address)
+        self._bind(context, shapes, {**places, **packed.addresses, **picked.addresses})
         blocks = (self._arguments, packed), (self._picks, picked)
-        after = partial(self._after, packed)
-        bound = BoundPass(context, self._device, *blocks, after, is_kept=keep)
+        after = partial(self._append, packed)
+        bound = BoundPass(
+            context, self._device, *blocks, after, is_kept=keep, fetches=fetches and bool(picks)
+        )
         if keep:
             self._kept[key] = bound
         return bound
+
+    def pick_addresses(self, picks: Layout) -> Mapping[str, int]:
+        """Where passes with these outputs leave them on the device."""
+        return self._picks.pack(picks).addresses
+
+    def _bind(
+        self, context: Context, shapes: Mapping[str, Shape], addresses: Mapping[str, int]
+    ) -> None:
+        for name, shape in shapes.items():
+            if -1 in self._engine.tensors[name].shape:
+                context.set_shape(name, shape)
+        for name, address in {**self._fixed, **addresses}.items():
+            context.bind(name, address)
+
+    def _append(self, inputs: Packed) -> None:
+        if contract.WRITE_INDEX in inputs.addresses:
+            rows = inputs.arrays[contract.INPUT_IDS].shape[-1]
+            self._after(rows, inputs.addresses[contract.WRITE_INDEX])
 
     def _context(self, profile: int, *, keep: bool) -> Context:
         # A graph holds on to its context's shapes, so a context is recorded once at most.

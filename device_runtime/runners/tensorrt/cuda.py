@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import EdgeLLMError, LimitError
+from edgellm.device_runtime.kernels.triton.catalog import Variant
 from edgellm.device_runtime.runners.tensorrt import appending, compaction, gathering
 from edgellm.device_runtime.runners.tensorrt.compaction import WORD_BYTES
 from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, NewRows, Planes
+from edgellm.device_runtime.runners.tensorrt.kernels import LoadedKernels
 
 _log = logging.getLogger(__name__)
 _THREADS = 32  # of a block; a row of a cache has 8 to 32 words
@@ -94,6 +96,7 @@ class CudaDevice:
         self._append_rows = self._kernel(appending.PTX, appending.KERNEL, "PPPiiqqi")
         self._gather_rows = self._kernel(gathering.PTX, gathering.KERNEL, "PPPi")
         self._indices: gathering.Indices | None = None
+        self._kernels: LoadedKernels | None = None
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -203,13 +206,35 @@ class CudaDevice:
         with self.current():
             if gathering.is_run(rows):
                 start = source + int(rows[0]) * row_bytes if len(rows) else source
-                size = len(rows) * row_bytes
-                self._driver.memcpy_dtod_async(target, start, size, self._stream)
+                self.copy(target, start, len(rows) * row_bytes)
                 return
             self._indices = self._indices or gathering.Indices(self)
+            at = self._indices.upload(rows)
+            self.gather_rows_at(target, source, at, len(rows), row_bytes)
+
+    def gather_rows_at(
+        self, target: int, source: int, rows_address: int, count: int, row_bytes: int
+    ) -> None:
+        """See `device.Device`."""
+        with self.current():
             self._gather_rows.prepared_async_call(
-                (len(rows), 1), (_GATHERING_THREADS, 1, 1), self._stream,
-                target, source, self._indices.upload(rows), row_bytes // WORD_BYTES,
+                (count, 1), (_GATHERING_THREADS, 1, 1), self._stream,
+                target, source, rows_address, row_bytes // WORD_BYTES,
+            )  # fmt: skip
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """See `device.Device`."""
+        with self.current():
+            self._driver.memcpy_dtod_async(target, source, num_bytes, self._stream)
+
+    def launch(self, kernel: Variant, grid: tuple[int, int, int], arguments: Sequence[int]) -> None:
+        """See `device.Device`."""
+        with self.current():
+            self._kernels = self._kernels or LoadedKernels(self._driver, self._gpu)
+            function, compiled = self._kernels.find(kernel)
+            function.prepared_async_call(
+                grid, (compiled.threads, 1, 1), self._stream, *arguments,
+                shared_size=compiled.shared_bytes,
             )  # fmt: skip
 
     def save_rows(self, planes: Planes, length: int) -> NDArray[np.uint8]:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.device_runtime.kernels.triton.catalog import Variant
+
 ALIGNMENT = 256  # bytes; of tensors on the device
 
 
@@ -123,6 +125,29 @@ class Device(Protocol):
             source: address.
             rows: at most 16384, or such as follow one another.
             row_bytes: a multiple of 16.
+        """
+        ...
+
+    def gather_rows_at(
+        self, target: int, source: int, rows_address: int, count: int, row_bytes: int
+    ) -> None:
+        """As `gather_rows`, by int32 rows that lie on the device."""
+        ...
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Copy within the device."""
+        ...
+
+    def launch(self, kernel: Variant, grid: tuple[int, int, int], arguments: Sequence[int]) -> None:
+        """Run one of edgellm's compiled kernels.
+
+        Args:
+            kernel: of `catalog.variants`.
+            grid: blocks.
+            arguments: addresses and sizes, as the kernel's signature has them.
+
+        Raises:
+            EdgeLLMError: it was not compiled for this GPU; the first time only.
         """
         ...
 

@@ -54,8 +54,25 @@ class Block:
         self._device.upload(packed.address, packed.host)
 
     def download(self, packed: Packed) -> None:
-        """Ask for the copy from the device."""
-        self._device.download(packed.host, packed.address)
+        """Ask for copies from the device, of what is in the tensors and not of what is between."""
+        for name, array in packed.arrays.items():
+            self._device.download(array, packed.addresses[name])
+
+
+class Tensors:
+    """Tensors on the device alone."""
+
+    def __init__(self, device: Device, layout: Layout) -> None:
+        """Allocate, zeroed."""
+        self._buffer = device.allocate(packed_bytes(layout))
+        self.addresses: dict[str, int] = {}
+        end = self._buffer.address
+        for name, (shape, dtype) in layout.items():
+            self.addresses[name] = end
+            end += aligned(math.prod(shape) * np.dtype(dtype).itemsize)
+
+    def __getitem__(self, name: str) -> int:
+        return self.addresses[name]
 
 
 def aligned(num_bytes: int) -> int:

@@ -7,7 +7,7 @@ rows, where the next pass overwrites it, and no row sees it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,43 +15,41 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.contract import LimitError
-from edgellm.device_runtime.runners import FetchedOutputs
+from edgellm.device_runtime.runners import FetchedOutputs, Runner
+from edgellm.device_runtime.runners.rounds import Growth, Rounds
 from edgellm.device_runtime.runners.tensorrt.bound_pass import (
+    BoundPass,
     PassRunner,
+    PlacedPass,
     bucket_of,
     bucket_sizes,
-    fill_mask,
 )
 from edgellm.device_runtime.runners.tensorrt.cache import DeviceCache
-from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device
+from edgellm.device_runtime.runners.tensorrt.device import (
+    Buffer,
+    CompiledEngine,
+    Device,
+    TensorInfo,
+)
 from edgellm.device_runtime.runners.tensorrt.device_rows import WORD_BYTES, DeviceRows, RowMemory
 from edgellm.device_runtime.runners.tensorrt.images import DeviceImages
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import (
     Layout,
-    Packed,
-    Shape,
     packed_bytes,
+)
+from edgellm.device_runtime.runners.tensorrt.rounds import open_rounds
+from edgellm.device_runtime.runners.tensorrt.shapes import (
+    FEATURES,
+    ROWS,
+    Shapes,
+    Sizes,
+    asked_sizes,
+    fill,
 )
 from edgellm.manifest import DecoderSpec
 
-_Sizes = tuple[int, int, int]
-_ROWS, _COLUMNS, _OUTPUTS = range(3)  # of a pass, of its mask, and rows that get candidates
-_VARYING = {  # sizes of the dimensions that vary, in their order
-    contract.INPUT_IDS: (_ROWS,),
-    contract.POSITION_IDS: (_ROWS,),
-    contract.TREE_MASK: (_ROWS, _COLUMNS),
-    contract.LOGITS_INDEX: (_OUTPUTS,),
-    contract.DRAFT_HIDDEN: (_ROWS,),
-    contract.HIDDEN_TAPS: (_ROWS,),
-    contract.TOKEN_IDS: (_OUTPUTS,),
-    contract.TOP_LOGITS: (_OUTPUTS,),
-    contract.LOGITS: (_OUTPUTS,),
-    contract.CANDIDATE_IDS: (_OUTPUTS,),
-    contract.CANDIDATE_LOG_PROBS: (_OUTPUTS,),
-    contract.RECYCLED_HIDDEN: (_OUTPUTS,),
-}
-_FEATURES = (contract.HIDDEN_TAPS, contract.DRAFT_HIDDEN, contract.RECYCLED_HIDDEN)
-_ON_DEVICE = (contract.LOGITS, *_FEATURES)  # outputs, until somebody asks
+_ON_DEVICE = (contract.LOGITS, *FEATURES)  # outputs, until somebody asks
+_COMMITTED = 24  # rows of a draft that a round commits at most, or about so many
 _WIDE = (contract.CANDIDATE_IDS, contract.CANDIDATE_LOG_PROBS)  # by as many as were built
 
 
@@ -82,6 +80,7 @@ class TensorRtRunner:
             LimitError: the device is too small.
         """
         self._engine, self._device, self._capacity = engine, device, capacity
+        self._shapes = Shapes(engine)
         self.cache = self._images = None
         if spec is not None:
             past, present = (
@@ -93,30 +92,25 @@ class TensorRtRunner:
             self.cache = DeviceCache(device, spec.kv, self._capacity, new_rows)
             self._images = DeviceImages(device, engine, spec.vocab_size)
         self._buckets = bucket_sizes(max(tree_rows, 1))
-        outputs = [
-            name for name, info in engine.tensors.items()
-            if not info.is_input and not name.startswith(contract.PRESENT)
-        ]  # fmt: skip
-        self._names = outputs
-        self._picked = [name for name in outputs if name not in _ON_DEVICE]
+        self._names = self._shapes.outputs
+        self._picked = [name for name in self._names if name not in _ON_DEVICE]
         most = most_rows, most_rows, self._buckets[-1]
-        self._kept = {
-            name: device.allocate(self._num_bytes(name, most))
-            for name in outputs if name in _ON_DEVICE
-        }  # fmt: skip
-        self._features = {
-            name: device.allocate(self._num_bytes(name, most))
-            for name, info in engine.tensors.items() if info.is_input and name in _FEATURES
-        }  # fmt: skip
+        self._kept = self._allocate((name for name in self._names if name in _ON_DEVICE), most)
+        self._features = self._allocate(self._shapes.feature_inputs, most)
         self._memory = RowMemory(device)
         self._staging: dict[str, NDArray[np.uint8]] = {}
         fixed = {name: buffer.address for name, buffer in self._kept.items()}
         caches = self.cache.addresses if self.cache is not None else {}
         self._passes = PassRunner(
-            engine, device, {**caches, **fixed}, packed_bytes(self._inputs(most)),
-            packed_bytes(self._picks(most)), self._append,
+            engine, device, {**caches, **fixed}, packed_bytes(self._shapes.inputs(most)),
+            packed_bytes(self._picks(most)),
+            self.cache.append if self.cache is not None else _nothing,
         )  # fmt: skip
         self._latest: FetchedOutputs | None = None
+        self._is_asked = False  # a pass whose inputs may still be read from the host's memory
+
+    def _allocate(self, names: Iterable[str], most: Sizes) -> dict[str, Buffer]:
+        return {name: self._device.allocate(self._shapes.num_bytes(name, most)) for name in names}
 
     def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         """See `runners.Runner`."""
@@ -125,28 +119,105 @@ class TensorRtRunner:
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
         """See `runners.Runner`."""
-        if self._latest is not None:
-            self._latest.expire()
+        return self._run(inputs, fetches=True)
+
+    def ask(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
+        """As `run`, but the host waits for no output before it reads one."""
+        return self._run(inputs, fetches=False)
+
+    def _run(self, inputs: Mapping[str, NDArray[Any]], *, fetches: bool) -> FetchedOutputs:
+        self.expire()
         self._require_candidates(inputs)
-        sizes, placed, has_images = _sizes(inputs), {}, False
+        sizes, placed, has_images = asked_sizes(inputs), {}, False
         if self._images is not None:
             placed, has_images = self._images.of(inputs[contract.INPUT_IDS])
-        padded = None if has_images else self._padded(sizes, inputs)
+        padded = self._padded(sizes, inputs) if self._recurs(sizes) and not has_images else None
         taken = padded or sizes
-        layout, picks = self._inputs(taken), self._picks(taken)
+        layout, picks = self._shapes.inputs(taken), self._picks(taken)
         features = {
-            name: (self._shape(name, taken), buffer.address)
+            name: (self._shapes.of(name, taken), buffer.address)
             for name, buffer in self._features.items()
         }
-        bound = self._passes.bind(layout, picks, {**placed, **features}, keep=padded is not None)
-        _fill(bound.inputs, inputs, sizes[_ROWS])
-        stays = [self._place(name, inputs[name], taken[_ROWS]) for name in features]
-        waits = bool(picks) or not all(stays)
+        bound = self._passes.bind(
+            layout, picks, {**placed, **features}, keep=padded is not None, fetches=fetches
+        )
+        if self._is_asked:
+            self._device.synchronize()
+            self.settled()
+        fill(bound.inputs, inputs, sizes[ROWS])
+        stays = [self._place(name, inputs[name], taken[ROWS]) for name in features]
+        waits = bool(picks and fetches) or not all(stays)
+        self._is_asked = bool(layout)
         bound.run(waits=waits)
-        if waits and self.cache is not None:
-            self.cache.settled()
-        self._latest = self._outputs(bound.outputs, sizes, inputs)
+        if waits:
+            self.settled()
+        self._latest = self._outputs(bound, sizes, inputs)
         return self._latest
+
+    def expire(self) -> None:
+        """See `network.Network`."""
+        if self._latest is not None:
+            self._latest.expire()
+
+    def settled(self) -> None:
+        """See `network.Network`."""
+        self._is_asked = False
+        if self.cache is not None:
+            self.cache.settled()
+
+    def prepare(self) -> None:
+        """Make contexts, and record the pass that every token of plain decoding is."""
+        self._passes.prepare()
+        if not {contract.INPUT_IDS, contract.LOGITS} <= self._engine.tensors.keys():
+            return
+        one = self._shapes.inputs((1, 1, 1))
+        inputs = {name: np.zeros(shape, dtype) for name, (shape, dtype) in one.items()}
+        inputs.pop(contract.TREE_MASK, None)
+        for _ in range(2):  # the first run prepares what cannot be recorded
+            self.run(inputs)
+
+    def open_rounds(self, draft: Runner, growth: Growth) -> Rounds | None:
+        """See `runners.rounds.GrowsTrees`."""
+        if not isinstance(draft, TensorRtRunner) or draft._device.stream != self._device.stream:
+            return None
+        return open_rounds(self, draft, growth, self._device)
+
+    def tensor(self, name: str) -> TensorInfo:
+        """See `network.Network`."""
+        return self._engine.tensors[name]
+
+    def kept_address(self, name: str) -> int:
+        """See `network.Network`."""
+        return self._kept[name].address
+
+    def pick_addresses(self) -> Mapping[str, int]:
+        """See `network.Network`."""
+        return self._passes.pick_addresses(self._picks((1, 1, 1)))
+
+    def place(
+        self, sizes: Sizes, inputs: Mapping[str, int], outputs: Mapping[str, int]
+    ) -> PlacedPass:
+        """See `network.Network`."""
+        placed = {name: (self._shapes.of(name, sizes), at) for name, at in inputs.items()}
+        if self._images is not None:
+            placed |= self._images.of(np.zeros((1, 1), np.int64))[0]
+        return self._passes.place(sizes[ROWS], placed, outputs)
+
+    def placed_outputs(self, sizes: Sizes, addresses: Mapping[str, int]) -> FetchedOutputs:
+        """See `network.Network`."""
+
+        def fetch(name: str) -> NDArray[Any]:
+            if name in FEATURES and self._stays(name):
+                return self._rows(name, sizes, outputs)
+            return self._fetch(name, sizes, addresses.get(name))
+
+        self._latest = outputs = FetchedOutputs(self._names, fetch)
+        return outputs
+
+    def _recurs(self, sizes: Sizes) -> bool:
+        """Whether passes of these sizes are worth a context of their own; prompts are not."""
+        rows, _, outputs = sizes
+        return rows == outputs or (contract.DRAFT_HIDDEN in self._features and rows <= _COMMITTED)
 
     def _place(self, name: str, rows: NDArray[Any] | DeviceRows, count: int) -> bool:
         """Bring features to where the engine reads them; whether they were on the device."""
@@ -166,11 +237,6 @@ class TensorRtRunner:
         self._device.upload(address, host[:size])
         return False
 
-    def _append(self, inputs: Packed) -> None:
-        if self.cache is not None:
-            rows = inputs.arrays[contract.INPUT_IDS].shape[-1]
-            self.cache.append(rows, inputs.addresses[contract.WRITE_INDEX])
-
     def _require_candidates(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         """An engine gives as many candidates of a row as it was built for, and no more."""
         if contract.TOP_K not in inputs:
@@ -184,7 +250,7 @@ class TensorRtRunner:
                 hint="take less, or build with a larger --maxDraftTreeSize",
             )
 
-    def _padded(self, sizes: _Sizes, inputs: Mapping[str, NDArray[Any]]) -> _Sizes | None:
+    def _padded(self, sizes: Sizes, inputs: Mapping[str, NDArray[Any]]) -> Sizes | None:
         """Sizes of a bucket; None where none fits.
 
         A mask may be wider than asked for, by rows before that all are seen.
@@ -202,41 +268,34 @@ class TensorRtRunner:
                 return None
         return padded, wide, bucket_of(outputs, self._buckets)
 
-    def _shape(self, name: str, sizes: _Sizes) -> Shape:
-        varying = iter(_VARYING.get(name, ()))
-        dims = self._engine.tensors[name].shape
-        return tuple(sizes[next(varying)] if dim < 0 else dim for dim in dims)
-
-    def _num_bytes(self, name: str, sizes: _Sizes) -> int:
-        return math.prod(self._shape(name, sizes)) * self._engine.tensors[name].dtype.itemsize
-
-    def _inputs(self, sizes: _Sizes) -> Layout:
-        return {
-            name: (self._shape(name, sizes), info.dtype)
-            for name, info in self._engine.tensors.items()
-            if info.is_input
-            and name not in _FEATURES
-            and (name in _VARYING or name == contract.WRITE_INDEX)
-        }
-
-    def _picks(self, sizes: _Sizes) -> Layout:
+    def _picks(self, sizes: Sizes) -> Layout:
         tensors = self._engine.tensors
-        return {name: (self._shape(name, sizes), tensors[name].dtype) for name in self._picked}
+        return {name: (self._shapes.of(name, sizes), tensors[name].dtype) for name in self._picked}
 
     def _outputs(
         self,
-        picked: Mapping[str, NDArray[Any]],
-        sizes: _Sizes,
+        bound: BoundPass,
+        sizes: Sizes,
         inputs: Mapping[str, NDArray[Any]],
     ) -> FetchedOutputs:
+        is_here = bound.fetches
+        # Not all inputs: rows among them would live as long as outputs, until a collection.
+        top_k = int(inputs[contract.TOP_K][0]) if contract.TOP_K in inputs else 0
+
         def fetch(name: str) -> NDArray[Any]:
-            if name in _FEATURES and self._stays(name):
+            nonlocal is_here
+            if name in FEATURES and self._stays(name):
                 return self._rows(name, sizes, outputs)
             if name in self._kept:
                 return self._fetch(name, sizes)
-            found = picked[name][tuple(slice(size) for size in self._shape(name, sizes))]
+            if not is_here:
+                bound.fetch()
+                self._device.synchronize()
+                is_here = True
+            found = bound.outputs[name]
+            found = found[tuple(slice(size) for size in self._shapes.of(name, sizes))]
             if name in _WIDE:
-                found = found[..., : inputs[contract.TOP_K][0]]
+                found = found[..., :top_k]
             return found.astype(np.float32) if found.dtype == np.float16 else found.copy()
 
         outputs = FetchedOutputs(self._names, fetch)
@@ -247,9 +306,9 @@ class TensorRtRunner:
         info = self._engine.tensors[name]
         return info.shape[-1] * info.dtype.itemsize % WORD_BYTES == 0
 
-    def _rows(self, name: str, sizes: _Sizes, outputs: FetchedOutputs) -> Any:
+    def _rows(self, name: str, sizes: Sizes, outputs: FetchedOutputs) -> Any:
         """What drafters take for an array [1, rows, width]."""
-        _, count, width = self._shape(name, sizes)
+        _, count, width = self._shapes.of(name, sizes)
         return DeviceRows(
             self._memory, self._kept[name].address, np.arange(count), width,
             self._engine.tensors[name].dtype, require=lambda: outputs.require_latest(name), lead=1,
@@ -260,31 +319,19 @@ class TensorRtRunner:
             self._staging[name] = self._device.pinned(num_bytes)
         return self._staging[name]
 
-    def _fetch(self, name: str, sizes: _Sizes) -> NDArray[np.float32]:
-        """From the device, where padding stands behind the rows."""
-        host = self._pinned(name, self._kept[name].num_bytes)[: self._num_bytes(name, sizes)]
-        self._device.download(host, self._kept[name].address)
+    def _fetch(self, name: str, sizes: Sizes, address: int | None = None) -> NDArray[Any]:
+        """From the device, where padding stands behind the rows; by default what is kept there."""
+        size, dtype = self._shapes.num_bytes(name, sizes), self._engine.tensors[name].dtype
+        rows = self._buckets[-1]
+        tree = rows, rows, rows
+        kept = self._kept.get(name)
+        most = self._shapes.num_bytes(name, tree) if kept is None else kept.num_bytes
+        host = self._pinned(name, most)[:size]
+        self._device.download(host, self._kept[name].address if address is None else address)
         self._device.synchronize()
-        dtype, shape = self._engine.tensors[name].dtype, self._shape(name, sizes)
-        return host.view(dtype).reshape(shape).astype(np.float32)
+        found = host.view(dtype).reshape(self._shapes.of(name, sizes))
+        return found.astype(np.float32) if dtype.kind == "f" else found.copy()
 
 
-def _sizes(inputs: Mapping[str, NDArray[Any]]) -> _Sizes:
-    """Of a pass as it is asked for."""
-    ids = inputs.get(contract.INPUT_IDS)
-    rows = (inputs[contract.HIDDEN_TAPS] if ids is None else ids).shape[1]
-    mask, outputs = inputs.get(contract.TREE_MASK), inputs.get(contract.LOGITS_INDEX)
-    columns = rows if mask is None else mask.shape[1]
-    return rows, columns, rows if outputs is None else len(outputs)
-
-
-def _fill(bound: Mapping[str, NDArray[Any]], inputs: Mapping[str, NDArray[Any]], rows: int) -> None:
-    """Write a pass's inputs, zeros behind them."""
-    for name, place in bound.items():
-        if name == contract.TREE_MASK:
-            fill_mask(place, inputs.get(name), rows)
-            continue
-        array = inputs[name]
-        if place.shape != array.shape:
-            place[...] = 0
-        place[tuple(slice(size) for size in array.shape)] = array
+def _nothing(*_: int) -> None:
+    """What follows passes without a cache."""

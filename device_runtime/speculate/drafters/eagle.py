@@ -7,19 +7,24 @@ overwrites them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from edgellm.contract import LimitError
+from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
-from edgellm.device_runtime.sessions.draft import costs, open_draft
+from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.device_runtime.sessions.draft import DraftResult, costs, open_draft
+from edgellm.device_runtime.sessions.rounds import RoundSession, open_rounds
+from edgellm.device_runtime.speculate.accept import Accepted
 from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows, SavedRows
-from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
+from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter, Verified
+from edgellm.device_runtime.speculate.growth import growth_of
 from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
 from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.device_runtime.speculate.tree import F64, Pool
 from edgellm.integrity import FileCheck
 from edgellm.manifest import Engine
 from edgellm.roles import DRAFT, EXTEND, STEP
@@ -37,15 +42,19 @@ def open(order: Order) -> Opened:
     measured = manifest.cost_ms or costs(session, manifest.draft, manifest.max_draft_tree_size)
     prices = Costs.of(order.pass_costs(), measured[STEP], measured[EXTEND])
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
+    growth = growth_of(order.options, order.limits)
+    rounds = None if growth is None else open_rounds(order.session, session, growth)
+    if rounds is not None:
+        rounds.prepare(manifest.draft, manifest.max_draft_tree_size)
     round_rows = order.limits.round_rows
     most_rows = max(manifest.main_graphs[-1].max_rows, round_rows)
     rows = CommittedRows(session, round_rows, image_ids, most_rows=most_rows)
 
     def start(learned: Learned) -> EagleDrafter:
         most = manifest.max_draft_tree_size
-        return EagleDrafter(rows, learned, order.limits, prices, max_tree_rows=most)
+        return EagleDrafter(rows, learned, order.limits, prices, max_tree_rows=most, rounds=rounds)
 
-    return Opened(prices, start, (rows,))
+    return Opened(prices, start, (rows,), growth if rounds is not None else None)
 
 
 def check_draft_rows(limits: TreeLimits, draft: Engine) -> None:
@@ -71,6 +80,7 @@ class EagleDrafter(TreeDrafter):
         costs: Costs,
         *,
         max_tree_rows: int,
+        rounds: RoundSession | None = None,
     ) -> None:
         """Nothing is computed yet.
 
@@ -80,10 +90,15 @@ class EagleDrafter(TreeDrafter):
             limits: the user's bounds.
             costs: of the engine, for the books.
             max_tree_rows: rows that the draft engine takes in one round.
+            rounds: that the device of base and draft runs alone.
         """
         super().__init__(learned, limits, image_ids=rows.image_ids)
         self._rows, self._costs, self._max_tree_rows = rows, costs, max_tree_rows
         self._hidden_store = np.zeros((1 + max_tree_rows, 0), np.float32)
+        self._unrelated = np.eye(1 + max_tree_rows, dtype=np.bool_)
+        self._step_ms = price(costs.step, np.arange(1, max_tree_rows + 1))  # of 1, 2, ... rows
+        self._root: Callable[[], DraftResult] | None = None  # what gives its children
+        self._rounds, self._sizes = rounds, learned.sizes
         self._images: ImageRows | None = None
         self._saved: SavedRows | None = None  # while another answer has the cache
 
@@ -115,52 +130,98 @@ class EagleDrafter(TreeDrafter):
 
     def _read(self) -> None:
         """Write the committed rows that wait; the last gives the root's children."""
-        for rows, result in self._rows.write(self._limits.top_k):
+        on_device = self._rounds is not None
+        for rows, root in self._rows.write(self._limits.top_k, asks=on_device):
+            self._root = root
             if rows <= self._limits.round_rows:  # not a prompt or a pause, which no tree can change
                 self._spent_ms += price(self._costs.extend, rows)
             else:
                 self._controller.look_away()  # nor does it tell what rounds take
-            self._root_ids = result.token_ids.copy()
-            self._root_log_probs = result.log_probs.astype(np.float64)
-            self._root_hidden = result.hidden.copy()
+
+    def ask_round(
+        self,
+        session: DecoderSession,
+        newest: tuple[int, int],
+        levels: int,
+        sampler: Sampler,
+        *,
+        is_exact: bool,
+    ) -> bool:
+        """See `Drafter.ask_round`."""
+        rounds, sizes, (root, length) = self._rounds, self._sizes, newest
+        if rounds is None or sizes is None or session is not rounds.base:
+            return False
+        if levels < 1 or self._root is None or not self._is_ready():
+            return False
+        self._size = size = sizes.plan(min(levels, self._limits.steps))
+        draft_rows = sum(rounds.growth.widths[: size.levels - 1])
+        if length + size.nodes > session.capacity:
+            return False
+        if self._rows.length + draft_rows > self._rows.session.capacity:
+            return False
+        rounds.ask(
+            root, (length, self._rows.length), size, sampler,
+            rates=self._policy.curve, is_exact=is_exact,
+        )  # fmt: skip
+        self._is_networked, self._root = True, None
+        return True
+
+    def finish_round(self) -> Verified:
+        """See `Drafter.finish_round`."""
+        assert self._rounds is not None
+        assert self._sizes is not None
+        found, result = self._rounds.finish()
+        log_probs = found.log_probs.astype(np.float64)
+        pool = self._pool = Pool.of_tree(
+            found.token_ids, found.parents, self._policy.scores(log_probs), np.exp(log_probs)
+        )
+        nodes = np.arange(1, pool.count)
+        tree, self._chosen = pool.tree(nodes)
+        self._ends = [pool.count]
+        widths = np.array(self._rounds.growth.widths[: self._size.levels - 1], np.int64)
+        self._spent_ms += float(price(self._costs.step, widths).sum())
+        self._sizes.learn(tree, self._size)
+        accepted = None if found.accepted is None else Accepted(*found.accepted)
+        return Verified(tree, result, accepted)
 
     def _is_ready(self) -> bool:
         """While committed rows wait, the tree is the root."""
         return not self._rows.is_behind
 
     def _grow(self, pool: Pool, levels: int) -> None:
-        policy = self._policy
-        size = self._root_hidden.shape[1]
-        if self._hidden_store.shape[1] != size:
-            shape = 1 + self._max_tree_rows, size
-            self._hidden_store = np.zeros_like(self._root_hidden, shape=shape)
-        self._hidden_store[0] = self._root_hidden[0]
-        seen = np.eye(1 + self._max_tree_rows, dtype=np.bool_)  # of a slot, by slots; 0 is the root
+        assert self._root is not None
+        root = self._root()
+        if self._hidden_store.shape[1] != root.hidden.shape[1]:
+            shape = 1 + self._max_tree_rows, root.hidden.shape[1]
+            self._hidden_store = np.zeros_like(root.hidden, shape=shape)
+        self._hidden_store[0] = root.hidden[0]
+        committed, policy = self._rows.length, self._policy
+        seen = self._unrelated.copy()  # of a slot, by slots; 0 is the root
         slots = np.zeros(len(pool.token_ids), np.int64)
-        log_probs = self._root_log_probs
-        newest = pool.add(
-            np.zeros(1, np.int64), self._root_ids, policy.scores(log_probs), np.exp(log_probs)
+        newest = self._add(
+            pool, np.zeros(1, np.int64), root.token_ids, root.log_probs.astype(np.float64)
         )
-        used = 0
+        used, most = 0, min(self._max_tree_rows, self._rows.session.capacity - committed)
         for level in range(1, levels):
-            free = min(self._max_tree_rows, self._rows.session.capacity - self._rows.length) - used
-            nodes = policy.frontier(pool, newest, price(self._costs.step, np.arange(1, free + 1)))
+            nodes = policy.frontier(pool, newest, self._step_ms[: most - used])
             if not len(nodes):
                 return
             above = slots[pool.parents[nodes]]
             slots[nodes] = own = np.arange(used + 1, used + 1 + len(nodes))
             seen[own] |= seen[above]
-            used += len(nodes)
             result = self._rows.session.run(
                 pool.token_ids[nodes],
                 self._hidden_store[above],
-                self._rows.length + used - len(nodes),
-                np.arange(len(nodes)),
+                committed + used,
+                own - own[0],
                 top_k=self._limits.top_k,
-                position_ids=np.full(len(nodes), self._rows.length + level - 1),
-                tree_mask=seen[own, 1 : used + 1],
+                position_ids=np.full(len(nodes), committed + level - 1),
+                tree_mask=seen[own, 1 : own[-1] + 1],
             )
-            self._spent_ms += price(self._costs.step, len(nodes))
+            used += len(nodes)
+            self._spent_ms += float(self._step_ms[len(nodes) - 1])
             self._hidden_store[own] = result.hidden
-            log_probs = result.log_probs.astype(np.float64)
-            newest = pool.add(nodes, result.token_ids, policy.scores(log_probs), np.exp(log_probs))
+            newest = self._add(pool, nodes, result.token_ids, result.log_probs.astype(np.float64))
+
+    def _add(self, pool: Pool, parents: I64, token_ids: I64, log_probs: F64) -> I64:
+        return pool.add(parents, token_ids, self._policy.scores(log_probs), np.exp(log_probs))

@@ -90,6 +90,23 @@ def test_foreign_weights_stop_the_session(rng):
         open_session(node, inputs, [("y", F32, None)])
 
 
+def test_rows_of_an_embedding(rng):
+    case = quantized_case(rng, "int8", 72, 50, 32)
+    node = helper.make_node("LookUp", ("ids", "w"), ("y",), domain=DOMAIN)
+    inputs = [("ids", I64, None)]
+    session = open_session(node, inputs, [("y", F32, None)], [("w", case.packed)])
+    ids = np.array([[3, 49, 0], [3, 31, 32]])
+    y = session.run(None, {"ids": ids})[0]
+    np.testing.assert_allclose(y, case.weight[ids], rtol=1e-6)
+    assert session.run(None, {"ids": ids[:, :0]})[0].shape == (2, 0, 72)
+    for wrong in (-1, 50):
+        with pytest.raises(Exception, match="LookUp: an id is outside of the embedding"):
+            session.run(None, {"ids": np.array([wrong])})
+    gated = quantized_case(rng, "int8", 72, 64, 32, gated=True)
+    with pytest.raises(Exception, match="LookUp: gated weights"):
+        open_session(node, inputs, [("y", F32, None)], [("w", gated.packed)])
+
+
 def attention_session(inputs=(), cache=F32, threads=2, packed=True, **attributes):
     """`inputs` by name, from cos on in the operator's order."""
     known = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_calls import DOUBLED_FP4, float_case, fp8_case, product, quantized_case
+from kernel_calls import DOUBLED_FP4, channel, float_case, fp8_case, product, quantized_case
 
 from edgellm.device_runtime.kernels.library import instruction_sets
 
@@ -109,6 +109,20 @@ def test_fp8_is_multiplied_as_stored(shape, rng):
         assert relative_error(reference, x @ case.weight.T) < 1e-6
         for name in FAST:
             assert same_bits(product(name, case, x), reference), (name, rows)
+
+
+def test_a_channel_stands_for_its_weights(rng):
+    cases = [quantized_case(rng, *shape) for shape in SHAPES]
+    cases += [
+        fp8_case(rng, 200, 33, 48),
+        *(float_case(rng, f"{k}16", 75, 40) for k in ("float", "bfloat")),
+    ]
+    for case in cases:
+        for index in (0, 31, 32, case.form.out_features - 1):
+            if index < case.form.out_features:
+                # zero points are stored as half products: 2^-11 of them
+                bound = 4e-4 if case.form.has_zero_points else 1e-6
+                assert relative_error(channel(case, index), case.weight[index]) < bound
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from interpreted import launch
+from interpreted import launch, run_both
 
 from edgellm.contract import LOGITS, EdgeLLMError
 from edgellm.device_runtime.kernels.triton import acceptance, picks
@@ -191,11 +191,13 @@ def test_picks_and_sums_of_logits(vocab, share):
     logits[3] = -np.inf
     keys = np.zeros((5, share, 64), np.int64)
     sums = np.zeros((5, share, 2), np.float32)
-    launch(picks.pick_shares, (5, share), logits, vocab, keys, sums, PICKS=64, BLOCK=block)
+    run_both(picks.pick_shares, logits, vocab, keys, sums, grid=(5, share), PICKS=64, BLOCK=block)
     values, ids = np.zeros((5, 64), np.float32), np.zeros((5, 64), np.int32)
     argmax, log_sums = np.zeros(5, np.int64), np.zeros(5, np.float32)
-    launch(picks.join_picks, (5,), keys, sums, vocab, share, values, ids, argmax, log_sums,
-           PICKS=64, MOST=4)  # fmt: skip
+    run_both(
+        picks.join_picks, keys, sums, vocab, share, values, ids, argmax, log_sums,
+        grid=(5,), PICKS=64, MOST=4,
+    )  # fmt: skip
     expected_values, expected_ids = picked(logits[:, None], 64)
     np.testing.assert_array_equal(ids, expected_ids[:, 0])
     np.testing.assert_array_equal(values, expected_values[:, 0])
@@ -215,3 +217,25 @@ def test_what_is_no_number_is_the_first_pick():
            np.zeros(2, np.float32), PICKS=64, MOST=1)  # fmt: skip
     assert np.isnan(values[:, 0]).all()
     assert ids[:, 0].tolist() == [70, 30] == logits.argmax(-1).tolist()
+
+
+def test_the_fake_gpus_acceptance_is_the_kernels():
+    """Tree by tree, as a round has them; the picks are as many as the catalog's."""
+    trees = random_trees(12, 8)
+    logits = random_logits(trees, 9)
+    tokens, parents = stacked(trees)
+    values, ids = picked(logits, 64)
+    uniforms = np.random.default_rng(10).random((12, NODES))
+    for at, tree in enumerate(trees):
+        params, size = SAMPLED[at % len(SAMPLED)], len(tree)
+        path, outcome = np.zeros(NODES, np.int32), np.zeros(3, np.int32)
+        own = tokens[at], parents[at]
+        run_both(
+            acceptance.accept_greedy, *own, logits[at].argmax(-1), logits[at].max(-1), 1, size,
+            path, outcome, TREES=1, NODES=64,
+        )  # fmt: skip
+        rules = np.array([params.temperature, params.top_k, params.top_p, params.min_p], float)
+        run_both(
+            acceptance.accept_sampled, *own, values[at], ids[at], rules, uniforms[at], 1, size,
+            VOCAB, path, outcome, TREES=1, NODES=64, PICKS=64,
+        )  # fmt: skip

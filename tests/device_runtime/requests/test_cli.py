@@ -16,19 +16,11 @@ USER = {"role": "user", "content": "w20 w21"}
 
 
 @pytest.fixture
-def infer(command, tiny_engine, tmp_path):
-    """Write a request file, run the command, read the answers."""
+def infer(infer_requests, tiny_engine):
+    """Run `llm_inference` over a request file, read the answers."""
 
     def run(content, *more, engine=tiny_engine):
-        source, output = tmp_path / "in.json", tmp_path / "out.json"
-        source.write_text(content if isinstance(content, str) else json.dumps(content))
-        output.unlink(missing_ok=True)
-        result = command(
-            "llm_inference", "--engineDir", engine, "--inputFile", source,
-            "--outputFile", output, *more,
-        )  # fmt: skip
-        answers = json.loads(output.read_text())["responses"] if output.exists() else None
-        return result, answers
+        return infer_requests(engine, content, *more)
 
     return run
 

@@ -22,19 +22,11 @@ GOOD = {"temperature": 0, "max_generate_length": 20, "requests": [{"messages": [
 
 
 @pytest.fixture
-def infer(command, eagle_pair, tmp_path):
-    """Write a request file, run the command, read the answers."""
+def infer(infer_requests, eagle_pair):
+    """Run `llm_inference` over a request file, read the answers."""
 
     def run(content, *more, engine=eagle_pair.engine):
-        source, output = tmp_path / "in.json", tmp_path / "out.json"
-        source.write_text(json.dumps(content))
-        output.unlink(missing_ok=True)
-        result = command(
-            "llm_inference", "--engineDir", engine, "--inputFile", source,
-            "--outputFile", output, *more,
-        )  # fmt: skip
-        answers = json.loads(output.read_text())["responses"] if output.exists() else None
-        return result, answers
+        return infer_requests(engine, content, *more)
 
     return run
 

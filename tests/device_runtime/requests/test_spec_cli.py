@@ -30,19 +30,11 @@ REQUESTS = {
 
 
 @pytest.fixture
-def infer(command, tree_engine, tmp_path):
-    """Write a request file, run the command, read the answers."""
+def infer(infer_requests, tree_engine):
+    """Run `llm_inference` with flags, read the answers."""
 
     def run(*flags, engine=tree_engine, content=REQUESTS):
-        source, output = tmp_path / "in.json", tmp_path / "out.json"
-        source.write_text(json.dumps(content))
-        output.unlink(missing_ok=True)
-        result = command(
-            "llm_inference", "--engineDir", engine, "--inputFile", source,
-            "--outputFile", output, *flags,
-        )  # fmt: skip
-        answers = json.loads(output.read_text())["responses"] if output.exists() else None
-        return result, answers
+        return infer_requests(engine, content, *flags)
 
     return run
 

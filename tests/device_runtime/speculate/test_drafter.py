@@ -43,7 +43,7 @@ class Noting(Calibration):
         self.learned: list[tuple[list[float], list[int]]] = []
 
     def learn(self, confidences, accepted) -> None:
-        self.learned.append((confidences.tolist(), accepted.tolist()))
+        self.learned.append(([*confidences], [*accepted]))
 
 
 def drafter_of(*said: list[int], **options) -> TreeDrafter:

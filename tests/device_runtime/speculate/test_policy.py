@@ -228,12 +228,12 @@ def test_calibration_of_nothing():
     np.testing.assert_allclose(calibration.log_rates(np.array([0.1, 0.9])), before, rtol=1e-9)
 
 
-def test_costs_are_interpolated_and_never_fall():
+def test_costs_are_interpolated_and_a_disturbed_one_is_not_believed():
     costs = Costs.of({"1": 10, "4": 16, "8": 12}, {"2": 3, "1": 2}, {"1": 1})
-    np.testing.assert_allclose(costs.verify, [10, 10, 12, 14, 16, 16, 16, 16, 16])
+    np.testing.assert_allclose(costs.verify, [10, 10, 10 + 2 / 3, 10 + 4 / 3, 12, 12, 12, 12, 12])
     np.testing.assert_allclose(costs.step, [2, 2, 3])
     np.testing.assert_allclose(costs.extend, [1, 1])
-    assert [price(costs.verify, rows) for rows in (1, 5, 8, 9, 17)] == [10, 16, 16, 32, 48]
+    assert [price(costs.verify, rows) for rows in (1, 5, 8, 9, 17)] == [10, 12, 12, 24, 36]
     np.testing.assert_allclose(price(costs.step, np.arange(1, 6)), [2, 3, 6, 6, 9])
     np.testing.assert_allclose(Costs.of({"1": 10}).step, [0, 0])
 

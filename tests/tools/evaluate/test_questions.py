@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
 import sys
 
 import pytest
+from conftest import assert_one_line_error
 
 from edgellm.contract import EdgeLLMError
 from edgellm.tools.evaluate import packages
@@ -163,7 +165,8 @@ def test_a_wrong_line_is_named(tmp_path, row, message):
     [
         ("mtbench", None, "unknown dataset 'mtbench'"),
         ("summaries", None, "come from a file of your own"),
-        ("mt_bench", "x.jsonl", "--dataFile belongs to"),
+        ("nowhere.jsonl", "x.jsonl", "--dataFile belongs to"),
+        ("humaneval", "nowhere.jsonl", "no such data file"),
         ("nowhere.jsonl", None, "no such data file"),
         ("captions", "nowhere.jsonl", "no such data file"),
     ],
@@ -189,3 +192,31 @@ def test_the_fingerprint_is_that_of_contents(lines, tmp_path):
     other = fingerprint(load("captions", lines(row)))
     picture.write_bytes(b"one")
     assert len({one, other, fingerprint(load("captions", lines({**row, "caption": "A"})))}) == 3
+
+
+def test_prompts_for_programs_that_measure(tmp_path, monkeypatch):
+    """HumanEval as its repository has it, converted for GenAI-Perf."""
+    row = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "x",
+           "canonical_solution": "    pass\n"}  # fmt: skip
+    with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
+        file.write(json.dumps(row) + "\n" + json.dumps({**row, "task_id": "HumanEval/1"}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    given = ("--dataset", "humaneval", "--dataFile", "HumanEval.jsonl.gz", "--convert")
+    result = _run(*given, "out.jsonl", "--limit", "1")
+    assert (result.returncode, result.stdout) == (0, "out.jsonl: 1 prompts\n")
+    assert (tmp_path / "out.jsonl").read_text() == '{"text": "def f():\\n"}\n'
+    (tmp_path / "a.png").write_bytes(b"picture")
+    (tmp_path / "own.jsonl").write_text('{"turns": ["a"], "images": ["a.png"]}\n')
+    for arguments, fragments in (
+        ((*given, "out.txt"), ("--convert out.txt", ".jsonl")),
+        ((*given, "none/out.jsonl"), ("no such folder",)),
+        ((*given, "out.jsonl", "--outputDir", "x"), ("writes the prompts of a dataset",)),
+        (("--convert", "out.jsonl"), ("give --dataset",)),
+        (("--dataset", "own.jsonl", "--convert", "out.jsonl"), ("1 questions have pictures",)),
+    ):
+        assert_one_line_error(_run(*arguments), *fragments)
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "edgellm.tools.evaluate", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)

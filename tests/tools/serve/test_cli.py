@@ -52,11 +52,13 @@ def test_bad_key_files(roomy_engine, tmp_path, content, fragment):
     assert_one_line_error(_run("--engineDir", roomy_engine, "--apiKeyFile", keys), fragment)
 
 
-def test_a_taken_port_is_told_at_once(roomy_engine):
+@pytest.mark.parametrize("flag", ["--port", "--grpcPort", "--metricsPort"])
+def test_a_taken_port_is_told_at_once(roomy_engine, flag):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = _run("--engineDir", roomy_engine, "--port", port)
-        assert_one_line_error(result, f"cannot listen on 127.0.0.1:{port}", "--port")
+        free = () if flag == "--port" else ("--port", 0)
+        result = _run("--engineDir", roomy_engine, flag, port, *free)
+        assert_one_line_error(result, f"cannot listen on 127.0.0.1:{port}", f"another {flag} or")
 
 
 def test_the_greeting_names_model_and_address(roomy_engine):
@@ -78,3 +80,12 @@ def test_end_tokens_end_an_answer(tiny_engine):
                 assert len(tokens) == found["usage"]["completion_tokens"] - 1
                 return
     pytest.fail("no answer ended")
+
+
+def test_grpc_is_missing(roomy_engine):
+    hides = "import importlib.util; importlib.util.find_spec = lambda name: None; "
+    code = hides + "from edgellm.tools.serve.cli import main; main()"
+    command = [sys.executable, "-c", code, "--engineDir", str(roomy_engine)]
+    command += ["--port", "0", "--grpcPort", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert_one_line_error(result, "--grpcPort needs grpcio", "serve,grpc")

@@ -46,7 +46,7 @@ def test_every_answer_is_documented(lettered_server, mode):
     )  # fmt: skip
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [found.ok() for found in document.get_all_operations()]
-    assert len(operations) == 15
+    assert len(operations) == 19
     for operation in operations:
         if mode.is_positive or operation.body:
             few(given(case=operation.as_strategy(generation_mode=mode))(check))()

@@ -1,0 +1,126 @@
+"""Where the time of drafted rounds goes, and what rounds could give at best.
+
+    python benchmarks/rounds.py --prompts 5                    # milliseconds of a round by stage
+    python benchmarks/rounds.py --prompts 5 --threads 1 --cpu  # the same where other work runs
+    python benchmarks/rounds.py --prompts 6 --priced           # real acceptance at given prices
+
+With `--priced` every pass counts what `PRICES` says, measured on an idle machine, so that the
+figures do not depend on what else runs: the trees are those that these prices ask for, and the
+tokens those that the base accepts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import methods
+import prompts
+
+from edgellm.device_runtime.engine import profile
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.engine.profile import GENERATION, SPECULATION, Profile
+from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.speculate.controller import Controller
+from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.speculate.drafters import eagle
+from edgellm.scripts import smollm2
+
+# SmolLM2 in INT4 with its draft in INT4, two threads of an AMD EPYC (Zen 5); milliseconds by rows.
+PASSES = {"1": 2.40, "2": 2.58, "4": 2.95, "8": 4.05, "16": 6.8, "32": 12.5, "64": 25.0}
+STEPS = {"1": 0.17, "2": 0.21, "4": 0.26, "8": 0.45, "16": 0.8, "64": 3.2}
+EXTENSIONS = {"1": 0.31, "2": 0.33, "4": 0.37, "8": 0.50, "16": 0.75, "64": 2.0}
+HOST_MS = 0.35  # of a round, beyond that of plain decoding
+FREE = {"1": 0.001, "64": 0.002}
+PRICES = {
+    "as it is": (STEPS, {rows: ms + HOST_MS for rows, ms in EXTENSIONS.items()}),
+    "a host that costs nothing": (STEPS, EXTENSIONS),
+    "drafts that cost nothing": (FREE, FREE),
+}
+
+
+def answered(llm: LLM, questions: list[str], tokens: int) -> Profile:
+    """Greedy answers, one after the other."""
+    total = Profile()
+    for question in questions:
+        answer = llm.generate(
+            [{"role": "user", "content": question}],
+            sampling=SamplingParams(temperature=0.0),
+            max_generate_length=tokens,
+        )
+        for _ in answer:
+            pass
+        total.add(answer.profile)
+    return total
+
+
+def print_stages(where: str, total: Profile) -> None:
+    """Means of a round, and medians of a run of a stage."""
+    stages = [name for name in (GENERATION, *SPECULATION) if name in total.stages_ms]
+    count = len(total.rounds) or len(total.stages_ms[GENERATION])
+    tokens, ms = total.decoded_tokens(), total.decode_ms()
+    rates = f"{tokens / count:.2f} tokens a round, {tokens / ms * 1e3:.1f}/s"
+    print(f"{where}: {ms / count:.3f} ms, {rates}")
+    for name in stages:
+        samples = total.stages_ms[name]
+        print(f"    {name:30} {sum(samples) / count:7.3f}  median {statistics.median(samples):.3f}")
+
+
+def priced(folder: Path, method: str, questions: list[str], tokens: int, name: str) -> str:
+    """Times plain decoding at some of `PRICES`, tokens and verified rows of a round."""
+    prices = Costs.of(PASSES, *PRICES[name])
+    booked: list[tuple[int, float]] = []
+    end_round = Controller.end_round
+
+    def book(
+        self: Controller, emitted: int, drafted_ms: float, rows: int, *, networked: bool
+    ) -> None:
+        booked.append((emitted, drafted_ms + float(prices.verify[rows])))
+        end_round(self, emitted, drafted_ms, rows, networked=networked)
+
+    eagle.Costs = SimpleNamespace(of=lambda *_: prices)
+    Controller.end_round = book
+    try:
+        with LLM(folder, spec=methods.METHODS[method].spec) as llm:
+            answered(llm, questions, tokens)
+    finally:
+        eagle.Costs, Controller.end_round = Costs, end_round
+    emitted, ms = (sum(values) for values in zip(*booked, strict=True))
+    return f"{emitted / ms * PASSES['1']:.2f} ({emitted / len(booked):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--prompts", type=int, default=5, help="of each set")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--engine", choices=methods.ENGINES, default="int4")
+    parser.add_argument("--methods", nargs="+", default=["plain", "eagle3", "eagle3+suffix"])
+    parser.add_argument("--cpu", action="store_true", help="CPU time of the calling thread")
+    parser.add_argument("--priced", action="store_true", help="see above")
+    arguments = parser.parse_args()
+    if arguments.cpu:
+        profile.time = SimpleNamespace(perf_counter=time.thread_time)
+    folder = methods.engine(arguments.work, arguments.engine, methods.EAGLE3, arguments.threads)
+    sets = {name: prompts.load(name)[: arguments.prompts] for name in prompts.NAMES}
+    for method in arguments.methods:
+        if arguments.priced and method != "plain":
+            for name in PRICES:
+                found = [
+                    priced(folder, method, questions, arguments.tokens, name)
+                    for questions in sets.values()
+                ]
+                print(f"{method:14} {name:26} {'  '.join(found)}", flush=True)
+        elif not arguments.priced:
+            with LLM(folder, spec=methods.METHODS[method].spec) as llm:
+                for name, questions in sets.items():
+                    print_stages(f"{method}, {name}", answered(llm, questions, arguments.tokens))
+
+
+if __name__ == "__main__":
+    main()

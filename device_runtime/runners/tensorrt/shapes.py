@@ -1,0 +1,94 @@
+"""What shapes the tensors of a pass have, by the sizes that vary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.device_runtime.runners.tensorrt.bound_pass import fill_mask
+from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine
+from edgellm.device_runtime.runners.tensorrt.packed_buffers import Layout, Shape
+
+Sizes = tuple[int, int, int]
+ROWS, COLUMNS, OUTPUTS = range(3)  # of a pass, of its mask, and rows that get candidates
+VARYING = {  # sizes of the dimensions that vary, in their order
+    contract.INPUT_IDS: (ROWS,),
+    contract.POSITION_IDS: (ROWS,),
+    contract.TREE_MASK: (ROWS, COLUMNS),
+    contract.LOGITS_INDEX: (OUTPUTS,),
+    contract.DRAFT_HIDDEN: (ROWS,),
+    contract.HIDDEN_TAPS: (ROWS,),
+    contract.TOKEN_IDS: (OUTPUTS,),
+    contract.TOP_LOGITS: (OUTPUTS,),
+    contract.LOGITS: (OUTPUTS,),
+    contract.CANDIDATE_IDS: (OUTPUTS,),
+    contract.CANDIDATE_LOG_PROBS: (OUTPUTS,),
+    contract.RECYCLED_HIDDEN: (OUTPUTS,),
+}
+FEATURES = (contract.HIDDEN_TAPS, contract.DRAFT_HIDDEN, contract.RECYCLED_HIDDEN)
+
+
+class Shapes:
+    """Those of an engine's tensors."""
+
+    def __init__(self, engine: CompiledEngine) -> None:
+        self._tensors = engine.tensors
+
+    @property
+    def outputs(self) -> list[str]:
+        """But for caches."""
+        return [
+            name
+            for name, info in self._tensors.items()
+            if not info.is_input and not name.startswith(contract.PRESENT)
+        ]
+
+    @property
+    def feature_inputs(self) -> list[str]:
+        """Those of `FEATURES` that the engine reads."""
+        return [name for name in FEATURES if name in self._tensors and self._tensors[name].is_input]
+
+    def of(self, name: str, sizes: Sizes) -> Shape:
+        """The shape of a tensor."""
+        varying = iter(VARYING.get(name, ()))
+        dims = self._tensors[name].shape
+        return tuple(sizes[next(varying)] if dim < 0 else dim for dim in dims)
+
+    def num_bytes(self, name: str, sizes: Sizes) -> int:
+        """Of a tensor."""
+        return math.prod(self.of(name, sizes)) * self._tensors[name].dtype.itemsize
+
+    def inputs(self, sizes: Sizes) -> Layout:
+        """What every pass is told by the host."""
+        return {
+            name: (self.of(name, sizes), info.dtype)
+            for name, info in self._tensors.items()
+            if info.is_input
+            and name not in FEATURES
+            and (name in VARYING or name == contract.WRITE_INDEX)
+        }
+
+
+def asked_sizes(inputs: Mapping[str, NDArray[Any]]) -> Sizes:
+    """Of a pass as it is asked for."""
+    ids = inputs.get(contract.INPUT_IDS)
+    rows = (inputs[contract.HIDDEN_TAPS] if ids is None else ids).shape[1]
+    mask, outputs = inputs.get(contract.TREE_MASK), inputs.get(contract.LOGITS_INDEX)
+    columns = rows if mask is None else mask.shape[1]
+    return rows, columns, rows if outputs is None else len(outputs)
+
+
+def fill(bound: Mapping[str, NDArray[Any]], inputs: Mapping[str, NDArray[Any]], rows: int) -> None:
+    """Write a pass's inputs, zeros behind them."""
+    for name, place in bound.items():
+        if name == contract.TREE_MASK:
+            fill_mask(place, inputs.get(name), rows)
+            continue
+        array = inputs[name]
+        if place.shape != array.shape:
+            place[...] = 0
+        place[tuple(slice(size) for size in array.shape)] = array

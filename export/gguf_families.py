@@ -1,0 +1,348 @@
+"""What a GGUF file says of its architecture, as config.json; what llama.cpp's converters changed.
+
+Sources: the GGUF specification and llama.cpp's converters and loaders. A family is llama.cpp's
+name of an architecture; keys of it that nobody reads become keys of the config, which refuses them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from edgellm.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.export.attention_kinds import FULL, SLIDING
+from edgellm.export.checkpoint import TensorInfo, TensorSource
+from edgellm.export.models.gemma2 import ACTIVATION
+from edgellm.export.weights import as_bytes
+
+_REQUIRED: Any = object()
+_LOCAL = "local rope"  # of layers that see a window, on its way into rope_parameters
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Keys that say what tensors say as well, what a loader may assume, or how a file was made.
+_UNREAD = ("vocab_size", "rope.scaling.finetuned", "expert_used_count", "attention.causal",
+           "rope.scaling.yarn_log_multiplier")  # fmt: skip
+# Models of Gemma that scale scores by hidden_size / heads: told by their layers, as in llama.cpp.
+_WIDE_GEMMAS = {"gemma2": 46, "gemma3": 62}
+
+Config = dict[str, Any]
+
+
+class Facts:
+    """The metadata of a file's architecture; remembers which keys were read."""
+
+    def __init__(
+        self, metadata: Mapping[str, Any], vectors: Mapping[str, list[float]], names: set[str]
+    ) -> None:
+        """Facts of a file.
+
+        Args:
+            metadata: all of it.
+            vectors: tensors of the rope.
+            names: of all tensors.
+
+        Raises:
+            BrokenArtifactError: it does not name its architecture.
+            UnsupportedModelError: an architecture that has no family.
+        """
+        if (architecture := metadata.get("general.architecture")) is None:
+            raise BrokenArtifactError("the GGUF file has no general.architecture")
+        if architecture not in FAMILIES:
+            raise UnsupportedModelError(
+                f"GGUF architecture {architecture!r} is not supported",
+                hint=f"supported: {', '.join(FAMILIES)}; docs/reference/models.md says more",
+            )
+        self.architecture: str = architecture
+        self.metadata, self.vectors, self.names = metadata, vectors, names
+        self._used: set[str] = set()
+
+    @property
+    def family(self) -> Family:
+        """That of the architecture."""
+        return FAMILIES[self.architecture]
+
+    def get(self, key: str, default: Any = _REQUIRED) -> Any:
+        """The value of `<architecture>.<key>`.
+
+        Raises:
+            BrokenArtifactError: it is not there and has no default.
+        """
+        name = f"{self.architecture}.{key}"
+        self._used.add(name)
+        value = self.metadata.get(name)
+        if value is None and default is _REQUIRED:
+            raise BrokenArtifactError(f"the GGUF file has no {name}")
+        return default if value is None else value
+
+    def number(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A number that was stored as float32, as it was before that."""
+        value = self.get(key, default)
+        return value if value is None else float(f"{value:.7g}")
+
+    def left(self) -> Config:
+        """Keys of the architecture that nobody read."""
+        used = self._used | {f"{self.architecture}.{key}" for key in _UNREAD}
+        return {
+            key: value
+            for key, value in self.metadata.items()
+            if key.startswith(f"{self.architecture}.") and key not in used
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """An architecture of llama.cpp."""
+
+    read: Callable[[Facts], Config]  # what is its own in config.json
+    names: Mapping[str, str] = field(default_factory=dict)  # of tensors, where others than `_NAMES`
+    is_interleaved: bool = False  # rows of queries and keys
+    norm_shift: float = 0.0  # what was added to the weights of norms
+    turns_in_part: bool = False
+
+    def name_of(self, stem: str) -> str | None:
+        """Hugging Face's name of a tensor, None where there is none."""
+        return self.names.get(stem) or _NAMES.get(stem)
+
+
+def read_config(facts: Facts) -> Config:
+    """The equivalent config.json.
+
+    Raises:
+        BrokenArtifactError: a required key is missing.
+        UnsupportedModelError: what llama.cpp's models do not say, or do otherwise.
+    """
+    heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
+    head_dim = facts.get("attention.key_length", hidden // heads)
+    for key, expected in (("attention.value_length", head_dim), ("expert_count", 0)):
+        if (found := facts.get(key, expected)) != expected:
+            raise UnsupportedModelError(f"GGUF {facts.architecture}.{key} = {found} is unsupported")
+    tokens = facts.metadata.get("tokenizer.ggml.tokens")
+    if tokens is None:
+        raise BrokenArtifactError("the GGUF file has no tokenizer.ggml.tokens")
+    config = {
+        "vocab_size": len(tokens),
+        "hidden_size": hidden,
+        "intermediate_size": facts.get("feed_forward_length"),
+        "num_hidden_layers": facts.get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": facts.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": float(f"{facts.get('attention.layer_norm_rms_epsilon'):.6g}"),
+        "max_position_embeddings": facts.get("context_length"),
+        "rope_parameters": _rope(facts, head_dim),
+        "tie_word_embeddings": "output.weight" not in facts.names,
+        "bos_token_id": facts.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": facts.metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+    own = facts.family.read(facts)
+    rope = {**config["rope_parameters"], **own.pop("rope_parameters", {})}
+    if local := own.pop(_LOCAL, None):
+        rope = {FULL: rope, SLIDING: local}
+    return {**config, "rope_parameters": rope, **own, **facts.left()}
+
+
+def _rope(facts: Facts, head_dim: int) -> Config:
+    """What all families have in common of their ropes."""
+    turning = facts.get("rope.dimension_count", head_dim)
+    if turning != head_dim and not facts.family.turns_in_part:
+        raise UnsupportedModelError(
+            f"GGUF {facts.architecture}.rope.dimension_count = {turning}, heads have {head_dim}"
+        )
+    rope: Config = {"rope_theta": facts.number("rope.freq_base", 10000.0)}
+    kind, factor = facts.get("rope.scaling.type", "none"), facts.number("rope.scaling.factor", 1.0)
+    original = facts.get("rope.scaling.original_context_length", None)
+    if factors := facts.vectors.get("rope_freqs"):
+        return rope | {"rope_type": "factors", "factors": factors}
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(f"GGUF rope scaling {kind!r} is not supported")
+    rope |= {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        rope |= {"original_max_position_embeddings": original} | _yarn(facts, factor)
+    return rope
+
+
+def _yarn(facts: Facts, factor: float) -> Config:
+    """Details that a file may tell, None where it is silent."""
+    scale = facts.number("rope.scaling.attn_factor", None)
+    if scale is not None:  # llama.cpp multiplies it by the factor that others write as a whole
+        scale *= 1 + 0.1 * math.log(factor)
+    if facts.number("rope.scaling.yarn_ext_factor", 1.0) != 1:
+        raise UnsupportedModelError("GGUF rope.scaling.yarn_ext_factor other than 1")
+    betas = {
+        key: facts.number(f"rope.scaling.yarn_{key}", None) for key in ("beta_fast", "beta_slow")
+    }
+    return {"attention_factor": scale, **betas}
+
+
+def _llama(facts: Facts) -> Config:
+    has_bias = "blk.0.attn_q.bias" in facts.names
+    return {"model_type": "llama"} | ({"attention_bias": True} if has_bias else {})
+
+
+def _windows(facts: Facts, period: int, default: int = 0) -> tuple[int | None, list[str]]:
+    """The window, None where all layers see all, and the type of each layer.
+
+    Args:
+        facts: of the file.
+        period: that llama.cpp assumes; the last layer of each sees all.
+        default: of the window; 0 is none.
+    """
+    layers, window = facts.get("block_count"), facts.get("attention.sliding_window", default)
+    pattern = facts.get("attention.sliding_window_pattern", period)
+    if isinstance(pattern, int):
+        pattern = [not pattern or index % pattern < pattern - 1 for index in range(layers)]
+    types = [SLIDING if window and slides else FULL for slides in pattern]
+    return window or None, types
+
+
+def _gemma(facts: Facts) -> Config:
+    """What Gemma 2 and 3 have in common."""
+    heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
+    is_wide = facts.get("block_count") == _WIDE_GEMMAS[facts.architecture]
+    width = hidden // heads if is_wide else facts.get("attention.key_length", hidden // heads)
+    return {
+        "hidden_activation": ACTIVATION,
+        "query_pre_attn_scalar": width,
+        "final_logit_softcapping": facts.number("final_logit_softcapping", None),
+    }
+
+
+def _gemma2(facts: Facts) -> Config:
+    window, types = _windows(facts, 2, 4096)
+    return {
+        **_gemma(facts),
+        "model_type": "gemma2",
+        "sliding_window": window,
+        "layer_types": types,
+        "attn_logit_softcapping": facts.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": facts.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(facts: Facts) -> Config:
+    window, types = _windows(facts, 6)
+    local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10000.0)}
+    found = {"model_type": "gemma3_text", "sliding_window": window, "layer_types": types}
+    return found | _gemma(facts) | {_LOCAL: local}
+
+
+def _granite(facts: Facts) -> Config:
+    if facts.get("rope.scaling.finetuned", True) is False:
+        raise UnsupportedModelError("GGUF granite.rope.scaling.finetuned = false: without rope")
+    heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
+    head_dim = facts.get("attention.key_length", hidden // heads)
+    return {
+        "model_type": "granite",
+        "attention_bias": "blk.0.attn_q.bias" in facts.names,
+        "mlp_bias": "blk.0.ffn_up.bias" in facts.names,
+        "attention_multiplier": facts.number("attention.scale", 0.0) or head_dim**-0.5,
+        "embedding_multiplier": facts.number("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": facts.number("residual_scale", 0.0) or 1.0,
+        "logits_scaling": facts.number("logit_scale"),
+    }
+
+
+def _smollm3(facts: Facts) -> Config:
+    return {
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 4,  # llama.cpp's
+        "use_sliding_window": False,
+        "attention_bias": "blk.0.attn_q.bias" in facts.names,
+        "mlp_bias": "blk.0.ffn_up.bias" in facts.names,
+    }
+
+
+def _olmo2(facts: Facts) -> Config:
+    """OLMo 2, or OLMo 3 if there is a window."""
+    window, types = _windows(facts, 4)
+    if window is None:
+        return {"model_type": "olmo2"}
+    theta = facts.number("rope.freq_base_swa", facts.number("rope.freq_base", 10000.0))
+    local = {"rope_type": "default", "rope_theta": theta}
+    found = {"model_type": "olmo3", "sliding_window": window, "layer_types": types}
+    return found | {_LOCAL: local}
+
+
+def _phi3(facts: Facts) -> Config:
+    heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
+    head_dim = facts.get("attention.key_length", hidden // heads)
+    original = facts.get("rope.scaling.original_context_length", facts.get("context_length"))
+    rope: Config = {
+        "partial_rotary_factor": facts.get("rope.dimension_count", head_dim) / head_dim,
+    }
+    short, long = (facts.vectors.get(f"rope_factors_{kind}") for kind in ("short", "long"))
+    scale = facts.number("rope.scaling.attn_factor", None)
+    if short and long:
+        rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        rope |= {} if scale is None else {"attention_factor": scale}
+    elif scale not in (None, 1.0):
+        raise UnsupportedModelError("GGUF phi3.rope.scaling.attn_factor without rope_factors")
+    return {
+        "model_type": "phi3",
+        "original_max_position_embeddings": original,
+        "sliding_window": facts.get("attention.sliding_window", 0) or None,
+        "rope_parameters": rope,
+        "pad_token_id": 0,  # transformers' default may be beyond the vocabulary
+    }
+
+
+def _of_type(model_type: str) -> Callable[[Facts], Config]:
+    return lambda _: {"model_type": model_type}
+
+
+_SANDWICH = {"ffn_norm": "pre_feedforward_layernorm"}
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(_llama, is_interleaved=True),
+    "qwen2": Family(_of_type("qwen2")),
+    "qwen3": Family(_of_type("qwen3")),
+    "gemma2": Family(_gemma2, _SANDWICH, norm_shift=1.0),
+    "gemma3": Family(_gemma3, _SANDWICH, norm_shift=1.0),
+    "granite": Family(_granite, is_interleaved=True),
+    "olmo2": Family(_olmo2),
+    "phi3": Family(_phi3, {"ffn_up": "mlp.gate_up_proj"}, turns_in_part=True),
+    "smollm3": Family(_smollm3, is_interleaved=True),
+}
+
+
+class UnshiftedNorms:
+    """Tensors, the weights of whose norms are what they were before a shift was added."""
+
+    def __init__(self, source: TensorSource, shift: float) -> None:
+        self._source, self._shift = source, shift
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name."""
+        return self._source.infos()
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """Data in pieces."""
+        if not name.endswith("norm.weight"):
+            yield from self._source.stream(name)
+            return
+        if (kind := self.infos()[name].dtype) != "F32":
+            raise UnsupportedModelError(f"{name} has type {kind}, not F32, in the GGUF file")
+        for piece in self._source.stream(name):
+            yield as_bytes(np.frombuffer(piece, np.float32) - np.float32(self._shift))

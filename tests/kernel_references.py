@@ -1,0 +1,173 @@
+"""What edgellm's kernels compute, in numpy: the fake GPU runs it where a GPU runs the kernels.
+
+Arguments are the kernels' own, in their order; pointers are flat arrays that begin where they point
+to. `tests/device_runtime/kernels/test_references.py` holds them against the kernels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgellm.device_runtime.kernels.triton.catalog import PICKS
+from edgellm.device_runtime.sampling.sampler import SamplingParams, processed_distribution
+
+SETTLED, NOT_A_NUMBER, UNSETTLED = 0, 1, 2
+
+
+def grow_level(
+    candidates, log_probs, nodes, start, table, tokens, parents, scores, own, seen,
+    stride, begin, rows, top_k, used, width, slots, level, axes,
+    new_nodes, new_tokens, above, positions, slot, mask, *, constants
+):  # fmt: skip
+    count = rows * top_k
+    assert width <= count <= constants["SIZE"]
+    at = np.arange(count) // top_k * stride + np.arange(count) % top_k
+    parent = nodes[:rows].repeat(top_k)
+    added = slice(begin, begin + count)
+    tokens[added], parents[added], own[added] = candidates[at], parent, log_probs[at]
+    if constants["SCORED"] == "places":
+        found = table[added].copy()
+    else:
+        found = log_probs[at].astype(np.float64)
+        if constants["SCORED"] == "rates":
+            points = len(table[:22]) // 2
+            found = np.interp(np.exp(found), table[:points], table[points : 2 * points])
+        found = found + scores[parent]
+    scores[added] = found
+    best = np.argsort(-found, kind="stable")[:width]
+    over = np.zeros(width, np.int64) if not level else used - rows + 1 + best // top_k
+    new_nodes[:width], new_tokens[:width], above[:width] = begin + best, candidates[at[best]], over
+    positions[: axes * width], slot[0] = start[1] + level, start[0] + used
+    square = seen[: slots * slots].reshape(slots, slots)
+    places = np.arange(used + 1, used + 1 + width)
+    square[places, : used + 1] = square[over, : used + 1]
+    square[places, used + 1 : used + 1 + width] = np.eye(width)
+    mask[: width * (used + width)] = square[places, 1 : used + 1 + width].ravel()
+
+
+def select_tree(
+    tokens, parents, scores, own, count, room, tree_tokens, tree_parents, tree_own, chosen_nodes,
+    *, constants
+):  # fmt: skip
+    assert count <= constants["SIZE"]
+    assert room < constants["SIZE"]
+    best = np.argsort(-scores[1:count], kind="stable")[:room] + 1
+    nodes = np.concatenate([[0], np.sort(best[scores[best] > -np.inf])])
+    place = np.full(count, -1)
+    place[nodes] = np.arange(len(nodes))
+    there, missing = slice(len(nodes)), slice(len(nodes), 1 + room)
+    tree_tokens[there], tree_own[there], chosen_nodes[there] = tokens[nodes], own[nodes], nodes
+    tree_parents[there] = np.where(parents[nodes] < 0, -1, place[parents[nodes]])
+    tree_tokens[missing], tree_own[missing], chosen_nodes[missing] = 0, 0, -1
+    tree_parents[missing] = -1
+
+
+def lay_out(parents, start, count, axes, positions, mask, *, constants):
+    assert count <= constants["NODES"]
+    square, depths = np.eye(count, dtype=np.int8), np.zeros(count, np.int64)
+    for node in range(count):
+        if parents[node] >= 0:
+            square[node] |= square[parents[node]]
+            depths[node] = depths[parents[node]] + 1
+    positions[: axes * count] = np.tile(start[1] + depths, axes)
+    mask[: count * count] = square.ravel()
+
+
+def accept_greedy(tokens, parents, argmax, highest, trees, count, path, outcome, *, constants):
+    assert trees == 1
+    assert count <= constants["NODES"]
+    draws = [(int(argmax[node]), SETTLED if np.isfinite(highest[node]) else NOT_A_NUMBER)
+             for node in range(count)]  # fmt: skip
+    _walk(tokens, parents, lambda node, _: draws[node], count, path, outcome)
+
+
+def accept_sampled(
+    tokens, parents, values, ids, rules, uniforms, trees, count, vocab, path, outcome,
+    *, constants
+):  # fmt: skip
+    assert trees == 1
+    assert count <= constants["NODES"]
+    temperature, top_k, top_p, min_p = rules[:4].tolist()
+    params = SamplingParams(temperature, top_p, int(top_k), min_p=min_p)
+
+    def draw(node: int, place: int) -> tuple[int, int]:
+        x, token = (each[node * PICKS :][:PICKS] for each in (values, ids))
+        if not np.isfinite(x[0]):
+            return int(token[0]), NOT_A_NUMBER
+        cuts = 0 < top_k < vocab
+        is_settled = vocab <= PICKS or (cuts and top_k <= PICKS and x[-1] < x[int(top_k) - 1])
+        order = np.argsort(token[: min(vocab, PICKS)])
+        kept, chances = processed_distribution(x[order], params)
+        edges = np.cumsum(chances)
+        drawn = np.searchsorted(edges, uniforms[place] * edges[-1], side="right")
+        found = token[order][kept][min(drawn, len(kept) - 1)]
+        return int(found), SETTLED if is_settled else UNSETTLED
+
+    _walk(tokens, parents, draw, count, path, outcome)
+
+
+def _walk(tokens, parents, draw, count, path, outcome) -> None:
+    walked = [0]
+    while True:
+        token, status = draw(walked[-1], len(walked) - 1)
+        fits = (parents[:count] == walked[-1]) & (tokens[:count] == token)
+        child = int(np.flatnonzero(fits).max(initial=0))
+        if status != SETTLED or not child:
+            break
+        walked.append(child)
+    path[:count] = -1
+    path[: len(walked)] = walked
+    outcome[:3] = len(walked), token, status
+
+
+def pick_shares(logits, vocab, keys, sums, *, constants):
+    rows, shares, _ = constants["grid"]
+    most = constants["PICKS"]
+    assert shares * constants["BLOCK"] >= vocab
+    numbers = logits[: rows * vocab].reshape(rows, vocab)
+    for row in range(rows):
+        for share in range(shares):
+            x = numbers[row, share * constants["BLOCK"] : (share + 1) * constants["BLOCK"]]
+            found = np.sort(_keys(x, share * constants["BLOCK"]))[::-1][:most]
+            at = row * shares + share
+            keys[at * most : (at + 1) * most] = np.iinfo(np.int64).min
+            keys[at * most : at * most + len(found)] = found
+            top = x.max()
+            sums[2 * at : 2 * at + 2] = top, np.exp(x[x > -np.inf] - top).sum()
+
+
+def _keys(x, first):
+    bits = np.where(np.isnan(x), np.float32(np.nan), x + np.float32(0)).view(np.int32)
+    bits = np.where(np.isnan(x), 0x7FC00000, bits).astype(np.int64)
+    ordered = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered << 32) | ((first + np.arange(len(x))) ^ 0x7FFFFFFF)
+
+
+def join_picks(keys, sums, vocab, shares, values, ids, argmax, log_sums, *, constants):
+    assert shares <= constants["MOST"]
+    most = constants["PICKS"]
+    for row in range(constants["grid"][0]):
+        own = keys[row * shares * most : (row + 1) * shares * most]
+        best = np.sort(own)[::-1][:most]
+        ordered = (best >> 32).astype(np.int32)
+        bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+        is_one = np.arange(most) < vocab
+        token = (best & 0x7FFFFFFF) ^ 0x7FFFFFFF
+        place = slice(row * most, (row + 1) * most)
+        values[place] = np.where(is_one, bits.view(np.float32), -np.inf)
+        ids[place] = np.where(is_one, token, 0x7FFFFFFF)
+        argmax[row] = token[0]
+        top, total = sums[2 * row * shares : 2 * (row + 1) * shares].reshape(-1, 2).T
+        highest = top.max()
+        is_any = top > -np.inf
+        shares_sum = (total[is_any] * np.exp(top[is_any] - highest)).sum()
+        log_sums[row] = highest + np.log(shares_sum) if is_any.any() else -np.inf
+
+
+REFERENCES = {
+    each.__name__: each
+    for each in (grow_level, select_tree, lay_out, accept_greedy, accept_sampled, pick_shares,
+                 join_picks)
+}  # fmt: skip
+TYPES = {"*i64": np.int64, "*i32": np.int32, "*fp32": np.float32, "*fp64": np.float64,
+         "*i8": np.int8}  # fmt: skip

@@ -1,0 +1,1 @@
+"""KServe's protocol, version 2: tensors over HTTP and gRPC."""
