@@ -6,7 +6,8 @@
 SmolLM2-135M-Instruct through `edgellm-quantize`, `edgellm-export` and `llm_build`, against
 llama.cpp's formats, these files in edgellm's engines, and onnxruntime-genai's default int4, all on
 the same windows of code, sums and prose, and all as engines run: with the kernels' own rounding of
-activations. Megabytes are those of a bundle, a GGUF file or genai's model. With `--max_kl` the
+activations. Megabytes are those of a bundle (of the engine where the build rounds), a GGUF file or
+genai's model. With `--max_kl` the
 command fails (exit code 2) when an engine of edgellm differs more. Its weights were on a 4-bit
 grid before anybody here touched them, and a model of 135 M parameters suffers more from rounding
 than one of 8 B: compare rows, do not carry figures over to other models.
@@ -223,7 +224,10 @@ def _engines(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Logits]]
     for name in (*recipes, *arguments.gguf):
         logits = edgellm(work, name, threads)
         label = f"edgellm, {name}.gguf" if name in LLAMA_CPP else f"edgellm {name}"
-        yield label, _bytes(_bundle(work, name), "*.weights"), logits
+        is_rounded = RECIPES.get(name, ([], "none"))[1] != "none"
+        engine = work / f"quality-{_slug(name)}-engine"
+        size = _bytes(engine, "*.data") if is_rounded else _bytes(_bundle(work, name), "*.weights")
+        yield label, size, logits
     if arguments.no_peers:
         return
     for kind in arguments.gguf:
