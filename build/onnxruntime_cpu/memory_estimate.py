@@ -73,8 +73,8 @@ def _table_bytes(model: ir.Model, kernel: RoundingKernel) -> int:
         table = value.const_value if value is not None else None
         if table is None:
             continue
-        is_own = isinstance(kernel, OwnLinears) and node.op_type == "Gather"
-        found = packed_table(node, kernel) if is_own else None
+        own = kernel if isinstance(kernel, OwnLinears) and node.op_type == "Gather" else None
+        found = None if own is None else packed_table(node, own)
         size = min(table.nbytes, 4 * table.size) if found is None else found[0].num_bytes
         sizes.append(0 if found is not None and found[1] in heads else size)
     return max(sizes)
