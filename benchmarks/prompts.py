@@ -19,14 +19,14 @@ _SETS = {"mt-bench": "mt_bench", "humaneval": "humaneval", "gsm8k": "gsm8k"}
 NAMES = tuple(_SETS)
 
 
-def text() -> str:
-    """Prose, code and sums that nothing here was trained or calibrated on."""
+def kinds() -> dict[str, str]:
+    """Code, sums and prose that nothing here was trained or calibrated on."""
     stories = [
         f"{row['ctx']} {row['endings'][row['expected_index']]}"
         for row in read_rows(_fetch(HELLASWAG))
     ]
-    pieces = [load("humaneval")[:40], load("gsm8k"), stories]
-    return "\n\n".join(piece.strip() for kind in pieces for piece in kind)
+    pieces = {"code": load("humaneval")[:40], "sums": load("gsm8k"), "prose": stories}
+    return {kind: "\n\n".join(piece.strip() for piece in each) for kind, each in pieces.items()}
 
 
 def load(name: str) -> list[str]:

@@ -4,8 +4,11 @@
     python benchmarks/quality.py
 
 SmolLM2-135M-Instruct through `edgellm-quantize`, `edgellm-export` and `llm_build`, against
-llama.cpp's Q4_0 and Q8_0 and onnxruntime-genai's default int4, all on the same windows of text
-and all as engines run: with the kernels' own rounding of activations. Its weights were on a 4-bit
+llama.cpp's formats, these files in edgellm's engines, and onnxruntime-genai's default int4, all on
+the same windows of code, sums and prose, and all as engines run: with the kernels' own rounding of
+activations. Megabytes are those of a bundle (of the engine where the build rounds), a GGUF file or
+genai's model. With `--max_kl` the
+command fails (exit code 2) when an engine of edgellm differs more. Its weights were on a 4-bit
 grid before anybody here touched them, and a model of 135 M parameters suffers more from rounding
 than one of 8 B: compare rows, do not carry figures over to other models.
 """
@@ -17,7 +20,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +39,7 @@ from edgellm.scripts import smollm2
 
 Logits = Callable[[np.ndarray], np.ndarray]  # int64 [S] -> float32 [S, V]
 PIECE = 64  # rows of a pass when prompts are read
+LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0")
 # Name -> (quantize flags, llm_build --quantize)
 RECIPES: dict[str, tuple[list[str], str]] = {
     "fp32": ([], "none"),
@@ -73,28 +78,39 @@ def _slug(name: str) -> str:
     return name.replace(",", "").replace(" ", "_")
 
 
+def _bundle(work: Path, name: str) -> Path:
+    """What is exported of a recipe, or of llama.cpp's file of that name."""
+    bundle = work / f"quality-{_slug(name)}-bundle"
+    if not bundle.exists():
+        from_gguf = name in LLAMA_CPP
+        source = _gguf(work, name) if from_gguf else checkpoint(work, name)
+        options = ExportOptions("fp16" if from_gguf else "fp32")
+        export_llm(open_checkpoint(str(source)), bundle, options)
+    return bundle
+
+
+def _gguf(work: Path, kind: str) -> Path:
+    return weights.gguf(smollm2.fetch(), work, kind, sys.executable, mixed=True)
+
+
 def open_engine(work: Path, name: str, threads: int) -> DecoderSession:
     """An engine of ours in that precision; built unless it is there."""
-    bundle, engine = (work / f"quality-{_slug(name)}-{kind}" for kind in ("bundle", "engine"))
-    if not bundle.exists():
-        source = open_checkpoint(str(checkpoint(work, name)))
-        export_llm(source, bundle, ExportOptions("fp32"))
+    engine = work / f"quality-{_slug(name)}-engine"
     if not engine.exists():
-        plan = Plan(1024, 2048, threads, "auto", RECIPES[name][1])
-        build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
+        plan = Plan(1024, 2048, threads, "auto", RECIPES.get(name, ([], "auto"))[1])
+        build_engine("llm", _bundle(work, name), engine, plan, "onnxruntime", lambda _: None)
     manifest = load_engine(engine, LLM_ENGINE)
     return open_decoder(engine, manifest)
 
 
-def edgellm(work: Path, name: str, threads: int, *, single_rows: bool) -> Logits:
-    """An engine of ours; `single_rows`: through the graph that decodes, one row at a time."""
+def edgellm(work: Path, name: str, threads: int) -> Logits:
+    """An engine of ours."""
     session = open_engine(work, name, threads)
-    rows = 1 if single_rows else PIECE
 
     def logits(ids: np.ndarray) -> np.ndarray:
         pieces = []
-        for begin in range(0, len(ids), rows):
-            piece = ids[begin : begin + rows]
+        for begin in range(0, len(ids), PIECE):
+            piece = ids[begin : begin + PIECE]
             pieces.append(session.run(piece, begin, np.arange(len(piece))).logits.copy())
         return np.concatenate(pieces)
 
@@ -105,7 +121,7 @@ def llama_cpp(work: Path, kind: str, threads: int) -> Logits:
     """llama.cpp over its own re-quantization of the same weights."""
     import llama_cpp as api
 
-    path = weights.gguf(smollm2.fetch(), work, kind, sys.executable)
+    path = _gguf(work, kind)
     model = api.Llama(
         str(path), n_ctx=1024, n_batch=1024, n_threads=threads, verbose=False, logits_all=True
     )
@@ -138,27 +154,34 @@ def genai(work: Path, threads: int) -> Logits:
     return logits
 
 
+@dataclass(slots=True)
 class Score:
     """Sums over windows."""
 
-    def __init__(self) -> None:
-        self.loss = self.divergence = self.agreement = 0.0
-        self.count = 0
+    loss: float = 0.0
+    divergence: float = 0.0
+    agreement: float = 0.0
+    predicted: int = 0
+    rows: int = 0
 
     def add(self, found: np.ndarray, reference: np.ndarray, ids: np.ndarray) -> None:
         """Log-probabilities [S, V] of one window."""
         rows = np.arange(len(ids) - 1)
-        self.loss -= float(found[rows, ids[1:]].sum())
-        self.divergence += float((np.exp(reference) * (reference - found)).sum())
-        self.agreement += float((found.argmax(-1) == reference.argmax(-1)).mean())
-        self.count += 1
+        self.loss -= float(found[rows, ids[1:]].sum(dtype=np.float64))
+        self.divergence += float((np.exp(reference) * (reference - found)).sum(dtype=np.float64))
+        self.agreement += float((found.argmax(-1) == reference.argmax(-1)).sum())
+        self.predicted += len(rows)
+        self.rows += len(ids)
 
-    def report(self, window: int) -> dict[str, float]:
+    def report(self) -> dict[str, float]:
         return {
-            "perplexity": float(np.exp(self.loss / (self.count * (window - 1)))),
-            "kl": self.divergence / (self.count * window),
-            "top1": self.agreement / self.count,
+            "perplexity": float(np.exp(self.loss / self.predicted)),
+            "kl": self.divergence / self.rows,
+            "top1": self.agreement / self.rows,
         }
+
+
+Scores = dict[str, dict[str, dict[str, float]]]  # by engine, then by kind of text
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -170,51 +193,102 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--windows", type=int, default=5, help="of each kind of text")
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
+    parser.add_argument("--gguf", nargs="*", default=list(LLAMA_CPP), help="llama.cpp's formats")
     parser.add_argument("--no_peers", action="store_true")
+    parser.add_argument("--max_kl", type=float, default=float("inf"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    recipes = ["fp32", *(name for name in arguments.recipes if name != "fp32")]
-    engines: dict[str, Logits] = {}
-    for name in recipes:
-        for single in (False, True):
-            label = f"edgellm {name}" + (", decoding" if single else "")
-            engines[label] = edgellm(arguments.work, name, arguments.threads, single_rows=single)
-    if not arguments.no_peers:
-        for kind in ("Q8_0", "Q4_0"):
-            engines[f"llama.cpp {kind}"] = llama_cpp(arguments.work, kind, arguments.threads)
-        engines["onnxruntime-genai int4"] = genai(arguments.work, arguments.threads)
-    scores = measure(engines, arguments.work, arguments.windows, arguments.window)
-    show(scores)
+    windows = _windows(arguments.work, arguments.windows, arguments.window)
+    references: dict[str, list[np.ndarray]] = {}
+    scores: Scores = {}
+    megabytes: dict[str, float] = {}
+    for name, size, engine in _engines(arguments):
+        scores[name] = measure(engine, windows, references)
+        megabytes[name] = size / 1e6
+        del engine
+    show(scores, megabytes)
     if arguments.json:
-        arguments.json.write_text(json.dumps(scores, indent=2) + "\n")
+        found = {name: {"megabytes": megabytes[name], **score} for name, score in scores.items()}
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    _refuse_far(scores, arguments.max_kl)
+
+
+def _engines(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Logits]]:
+    """Names, bytes and engines, one at a time; the first is the reference."""
+    work, threads = arguments.work, arguments.threads
+    recipes = ["fp32", *(name for name in arguments.recipes if name != "fp32")]
+    for name in (*recipes, *arguments.gguf):
+        logits = edgellm(work, name, threads)
+        label = f"edgellm, {name}.gguf" if name in LLAMA_CPP else f"edgellm {name}"
+        is_rounded = RECIPES.get(name, ([], "none"))[1] != "none"
+        engine = work / f"quality-{_slug(name)}-engine"
+        size = _bytes(engine, "*.data") if is_rounded else _bytes(_bundle(work, name), "*.weights")
+        yield label, size, logits
+    if arguments.no_peers:
+        return
+    for kind in arguments.gguf:
+        yield f"llama.cpp {kind}", _gguf(work, kind).stat().st_size, llama_cpp(work, kind, threads)
+    yield "onnxruntime-genai int4", _bytes(work / "genai", "*.data"), genai(work, threads)
+
+
+def _bytes(folder: Path, pattern: str) -> int:
+    return sum(path.stat().st_size for path in folder.glob(pattern))
+
+
+def _windows(work: Path, count: int, length: int) -> list[tuple[str, np.ndarray]]:
+    """Token ids [length] with the kind of their text."""
+    checkpoint(work, "fp32")
+    tokenizer = Tokenizer.from_file(str(work / "fp32" / "tokenizer.json"))
+    found = []
+    for kind, text in prompts.kinds().items():
+        ids = np.array(tokenizer.encode(text).ids, np.int64)
+        fit = min(count, len(ids) // length)
+        found += [(kind, ids[at * length : (at + 1) * length]) for at in range(fit)]
+    return found
 
 
 def measure(
-    engines: dict[str, Logits], work: Path, windows: int, window: int
+    engine: Logits, windows: list[tuple[str, np.ndarray]], references: dict[str, list[np.ndarray]]
 ) -> dict[str, dict[str, float]]:
-    tokenizer = Tokenizer.from_file(str(work / "fp32" / "tokenizer.json"))
-    ids = np.array(tokenizer.encode(prompts.text()).ids, np.int64)
-    scores = {name: Score() for name in engines}
-    for index in range(min(windows, len(ids) // window)):
-        part = ids[index * window : (index + 1) * window]
-        reference = log_softmax(engines["edgellm fp32"](part))
-        for name, engine in engines.items():
-            scores[name].add(log_softmax(engine(part)), reference, part)
-    return {name: score.report(window) for name, score in scores.items()}
+    """By kind of text, and "all"; the first engine becomes the reference of the others."""
+    kept = references.setdefault("fp32", [])
+    scores: dict[str, Score] = {}
+    for index, (kind, ids) in enumerate(windows):
+        found = log_softmax(engine(ids))
+        if len(kept) <= index:
+            kept.append(found)
+        for name in (kind, "all"):
+            scores.setdefault(name, Score()).add(found, kept[index], ids)
+    return {name: score.report() for name, score in scores.items()}
 
 
-def show(scores: dict[str, dict[str, float]]) -> None:
-    floor = scores["edgellm fp32"]["perplexity"]
-    print(f"{'engine':44} {'perplexity':>10} {'x fp32':>8} {'KL':>8} {'top-1':>7}")
+def show(scores: Scores, megabytes: dict[str, float]) -> None:
+    floor = scores["edgellm fp32"]["all"]["perplexity"]
+    kinds = [name for name in scores["edgellm fp32"] if name != "all"]
+    heads = "".join(f"{f'KL {kind}':>10}" for kind in kinds)
+    print(f"{'engine':40} {'MB':>7} {'perplexity':>10} {'x fp32':>7} {'KL':>8}{heads} {'top-1':>7}")
     for name, score in scores.items():
+        whole = score["all"]
+        parts = "".join(f"{score[kind]['kl']:10.4f}" for kind in kinds)
         print(
-            f"{name:44} {score['perplexity']:10.3f} {score['perplexity'] / floor:8.4f} "
-            f"{score['kl']:8.4f} {score['top1']:7.1%}"
+            f"{name:40} {megabytes[name]:7.1f} {whole['perplexity']:10.3f} "
+            f"{whole['perplexity'] / floor:7.4f} {whole['kl']:8.4f}{parts} {whole['top1']:7.1%}"
         )
+
+
+def _refuse_far(scores: Scores, max_kl: float) -> None:
+    far = [
+        f"{name} ({score['all']['kl']:.4f})"
+        for name, score in scores.items()
+        if name.startswith("edgellm") and not score["all"]["kl"] <= max_kl
+    ]
+    if far:
+        print(f"error: a KL divergence above --max_kl {max_kl}: {', '.join(far)}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 if __name__ == "__main__":

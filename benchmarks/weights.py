@@ -97,23 +97,25 @@ def round_checkpoint(source: str, output: Path, block_size: int) -> None:
     _write(checkpoint, tensors, output, quantization)
 
 
-def gguf(source: Path, work: Path, kind: str, python: str) -> Path:
-    """llama.cpp's own re-quantization to Q4_0 or Q8_0, made by a python that has its package."""
-    path = work / f"{kind}.gguf"
+def gguf(source: Path, work: Path, kind: str, python: str, *, mixed: bool = False) -> Path:
+    """llama.cpp's own re-quantization, made by a python that has its package.
+
+    `mixed`: some tensors in other formats, as llama.cpp chooses them; else all alike.
+    """
+    path = work / f"{kind}{'-mixed' if mixed else ''}.gguf"
     if not path.exists():
-        paths = [str(source), str(path)]
+        arguments = [str(source), str(path), kind, "mixed" if mixed else "alike"]
         quiet = {"stderr": subprocess.DEVNULL}
-        subprocess.run([python, __file__, *paths, kind], check=True, **quiet)
+        subprocess.run([python, __file__, *arguments], check=True, **quiet)
     return path
 
 
-def _quantize_gguf(source: str, output: str, kind: str) -> None:
-    """All tensors alike."""
+def _quantize_gguf(source: str, output: str, kind: str, which: str) -> None:
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
-    params.allow_requantize = params.pure = True
+    params.allow_requantize, params.pure = True, which == "alike"
     if llama_cpp.llama_model_quantize(source.encode(), output.encode(), ctypes.byref(params)):
         raise RuntimeError(f"llama.cpp could not write {output}")
 

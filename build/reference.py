@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from edgellm import contract
-from edgellm.build.lowering.calls import find_calls, inline
+from edgellm.build.lowering.calls import ROWS, find_calls, inline, is_call
 from edgellm.build.lowering.experts import PARTS, ExpertLayer, all_weights, expand_rounded
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding
@@ -187,7 +187,7 @@ def _is_looked_up(node: ir.Node | None) -> bool:
     """Whether a node looks up in a table, or casts what was looked up."""
     if node is not None and node.op_type in _CASTS and node.inputs[0] is not None:
         node = node.inputs[0].producer()
-    return node is not None and node.op_type == "Gather"
+    return node is not None and (node.op_type == "Gather" or is_call(node, *ROWS))
 
 
 def _show_layers(model: ir.Model, bundle: Bundle) -> dict[str, str]:

@@ -18,8 +18,8 @@ from edgellm.manifest import KVCacheSpec
 
 # On the way from codes to a weight; what they index is a table of values.
 _DECODING = (
-    "Cast", "CastLike", "Transpose", "DequantizeLinear", "Reshape", "Mul", "Concat", "Unsqueeze",
-    "Gather", "BitwiseAnd",
+    "Cast", "CastLike", "Transpose", "DequantizeLinear", "Reshape", "Mul", "Add", "Concat",
+    "Unsqueeze", "Gather", "BitwiseAnd",
 )  # fmt: skip
 _CODES = {"Gather": 1}  # the place of its input where it is not the first
 _SHIFTS = 1024  # a layer's errors are one table's, moved by up to so many columns
@@ -57,9 +57,7 @@ def round_layers(
     for node in graph.find("MatMul", "FusedMatMul"):
         x, weight = node.inputs
         parameter = _parameter(weight)
-        if x is None or weight is None or parameter is None:
-            continue
-        if parameter not in layers:  # a router
+        if x is None or weight is None or parameter not in layers:  # a router
             continue
         (width, rounding), graph.cursor = layers[parameter], node
         if block := rounding.input_block:

@@ -66,7 +66,7 @@ def export_llm(
     check_output(output, LLM_BUNDLE, names)
     tower, architecture, config = read_architecture(checkpoint, options)
     taps, tap_source = _choose_taps(config, options)
-    weights = Weights(tower.tensors, tower.quant_config)
+    weights = _weights(tower, options)
     dtype = DTYPES[options.dtype]
     model, op = build_decoder(architecture, config, weights, dtype, taps)
     ranges = read_ranges(weights, config.num_hidden_layers)
@@ -114,12 +114,18 @@ def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:
         BrokenArtifactError: missing or superfluous tensors, or of other shapes.
     """
     tower, architecture, config = read_architecture(checkpoint, options)
-    weights = Weights(tower.tensors, tower.quant_config)
+    weights = _weights(tower, options)
     build_decoder(architecture, config, weights, DTYPES[options.dtype])
     read_ranges(weights, config.num_hidden_layers)
     _refuse_unused(weights, tower, config)
     judge(checkpoint, weights.layouts, options.ignore_config_keys)
     return config
+
+
+def _weights(tower: Checkpoint, options: ExportOptions) -> Weights:
+    """What is stored in blocks stays so, unless float32 is wanted."""
+    blocks = tower.blocks if options.dtype == "fp16" else None
+    return Weights(tower.tensors if blocks is None else blocks, tower.quant_config)
 
 
 def _choose_taps(

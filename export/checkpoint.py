@@ -64,6 +64,7 @@ class Checkpoint:
     quant_config: dict[str, Any] = field(default_factory=dict)
     processor_files: dict[str, bytes] = field(default_factory=dict, repr=False)
     last_token: tuple[str, int] = ("", -1)  # of the tokenizer, with its id, the highest
+    blocks: TensorSource | None = None  # the tensors before they were decoded, of a GGUF file
 
     @property
     def quantization(self) -> str:

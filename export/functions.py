@@ -58,7 +58,7 @@ def local_function(
     return function
 
 
-def _of_call(**kinds: ir.AttributeType) -> dict[str, ir.Attr]:
+def of_call(**kinds: ir.AttributeType) -> dict[str, ir.Attr]:
     """Attributes of a node in a body that are those of the call, `node_name=kind`."""
     return {name: ir.RefAttr(name, name, kind) for name, kind in kinds.items()}
 
@@ -127,7 +127,7 @@ def _rotated(op: Op, q: ir.Value, k: ir.Value, *tables: ir.Value) -> tuple[ir.Va
     q, k = (
         op.RotaryEmbedding(
             x, *tables, num_heads=ir.RefAttr("num_heads", of_call, _INT),
-            **_of_call(interleaved=_INT, rotary_embedding_dim=_INT),
+            **of_call(interleaved=_INT, rotary_embedding_dim=_INT),
         )
         for x, of_call in ((q, "num_heads"), (k, "kv_num_heads"))
     )  # fmt: skip
@@ -200,7 +200,7 @@ def _attend(
     y = op.Attention(
         rows[0], keys, values, mask,
         q_num_heads=ir.RefAttr("q_num_heads", "num_heads", _INT),
-        **_of_call(kv_num_heads=_INT, scale=_FLOAT, softcap=_FLOAT),
+        **of_call(kv_num_heads=_INT, scale=_FLOAT, softcap=_FLOAT),
     )  # fmt: skip
     return y, present_key, present_value
 
@@ -289,7 +289,7 @@ def quantized_linear(*, has_zero_points: bool) -> ir.Function:
     """Y = x ((codes - zero points) * scales), codes [in, out] as DequantizeLinear takes them."""
 
     def body(op: Op, x: ir.Value, *stored: ir.Value) -> ir.Value:
-        place = _of_call(axis=_INT, block_size=_INT)
+        place = of_call(axis=_INT, block_size=_INT)
         return op.MatMul(x, op.DequantizeLinear(*stored, **place))
 
     name = contract.SHIFTED_LINEAR if has_zero_points else contract.QUANTIZED_LINEAR

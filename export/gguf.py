@@ -1,7 +1,7 @@
 """GGUF files as checkpoints.
 
-Source: the GGUF specification (version 3) and llama.cpp's naming of tensors. Block-quantized
-weights are dequantized while they are read; nothing of their precision is gained back.
+Source: the GGUF specification (version 3) and llama.cpp's naming of tensors. A checkpoint has
+their tensors twice: as floats, decoded while they are read, and as the blocks that they are.
 """
 
 from __future__ import annotations
@@ -13,48 +13,48 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, dequantize
 
 from edgellm.contract import BrokenArtifactError
 from edgellm.export.checkpoint import CHUNK_BYTES, Checkpoint, TensorInfo, TensorSource
 from edgellm.export.gguf_families import Facts, Family, UnshiftedNorms, read_config
+from edgellm.export.gguf_file import GGUFFile, read_gguf
 from edgellm.export.gguf_tokenizer import convert_tokenizer
+from edgellm.export.quantized.gguf import FORMS
 from edgellm.export.weights import as_bytes
 
 _ROPES = ("rope_freqs", "rope_factors_")
-_PLAIN = {GGMLQuantizationType.F32: "F32", GGMLQuantizationType.F16: "F16"}
-
-
-class GGUFMetadata(Mapping[str, Any]):
-    """The key/value section of a GGUF file as plain Python."""
-
-    def __init__(self, reader: GGUFReader) -> None:
-        self._fields = reader.fields
-
-    def __getitem__(self, key: str) -> Any:
-        return self._fields[key].contents()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
+# Stored types that a bundle has, too, as safetensors spell them.
+_PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
 class GGUFTensors:
-    """Tensors of a GGUF file under Hugging Face names, dequantized to float as they stream."""
+    """Tensors of a GGUF file under Hugging Face names, floats as they stream."""
 
     def __init__(
-        self, reader: GGUFReader, permuted_heads: Mapping[str, int], family: Family
+        self,
+        file: GGUFFile,
+        permuted_heads: Mapping[str, int],
+        family: Family,
+        *,
+        keeps_blocks: bool,
     ) -> None:
-        """`permuted_heads`: heads of the tensors whose rows llama.cpp interleaved, by kind."""
+        """Args as follows.
+
+        Args:
+            file: holds them.
+            permuted_heads: heads of the tensors whose rows llama.cpp interleaved, by kind.
+            family: names them.
+            keeps_blocks: blocks that a bundle can hold (`quantized.gguf`) stay as they are, their
+                types spelled as llama.cpp does; all others are decoded.
+        """
         self._tensors = {
-            _hf_name(t.name, family): t for t in reader.tensors if not t.name.startswith(_ROPES)
+            _hf_name(t.name, family): t for t in file.tensors if not t.name.startswith(_ROPES)
         }
         self._permuted_heads = permuted_heads
+        kept = FORMS if keeps_blocks else ()
         self._infos = {
             name: TensorInfo(
-                _PLAIN.get(tensor.tensor_type, "F32"), tuple(int(d) for d in tensor.shape[::-1])
+                tensor.kind if tensor.kind in kept else _PLAIN.get(tensor.kind, "F32"), tensor.shape
             )
             for name, tensor in self._tensors.items()
         }
@@ -64,20 +64,27 @@ class GGUFTensors:
         return self._infos
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """Float data, row-major, some rows at a time."""
+        """Data, row-major, some whole rows at a time."""
         tensor, info = self._tensors[name], self._infos[name]
-        rows = info.shape[0]
+        rows = len(tensor.data)
         heads = self._permuted_heads.get(tensor.name.split(".")[-2], 0)
         head_rows = rows // heads if heads else 1
-        row_bytes = max(info.num_bytes // rows, 1)
+        row_bytes = max(4 * math.prod(tensor.shape) // max(rows, 1), 1)  # of float32
         step = max(CHUNK_BYTES // (row_bytes * head_rows), 1) * head_rows
         for begin in range(0, rows, step):
             piece = tensor.data[begin : begin + step]
-            if tensor.tensor_type not in _PLAIN:
-                piece = dequantize(piece, tensor.tensor_type)
+            if info.dtype != tensor.kind:
+                piece = _decoded(piece, tensor.kind)
             if heads:
                 piece = _half_split(piece, head_rows)
             yield as_bytes(piece)
+
+
+def _decoded(rows: np.ndarray, kind: str) -> np.ndarray:
+    """Blocks as float32."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    return dequantize(rows, GGMLQuantizationType[kind])
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -88,14 +95,14 @@ def open_gguf(path: Path) -> Checkpoint:
         UnsupportedModelError: another architecture or tokenizer.
     """
     try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        file = read_gguf(path)
+    except (ValueError, OverflowError) as error:
         raise BrokenArtifactError(
             f"{path} is not a whole GGUF file ({error})", hint="download or copy it again"
         ) from None
-    metadata = GGUFMetadata(reader)
+    metadata = file.metadata
     try:
-        facts = Facts(metadata, _rope_tensors(reader), {t.name for t in reader.tensors})
+        facts = Facts(metadata, _rope_tensors(file), {t.name for t in file.tensors})
         config = read_config(facts)
         tokenizer_files = convert_tokenizer(metadata.get)
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
@@ -104,28 +111,34 @@ def open_gguf(path: Path) -> Checkpoint:
         ) from None
     heads, family = (config["num_attention_heads"], config["num_key_value_heads"]), facts.family
     permuted = {"attn_q": heads[0], "attn_k": heads[1]} if family.is_interleaved else {}
-    tensors: TensorSource = GGUFTensors(reader, permuted, family)
-    if family.norm_shift:
-        tensors = UnshiftedNorms(tensors, family.norm_shift)
+    tensors, blocks = (
+        _unshifted(GGUFTensors(file, permuted, family, keeps_blocks=keeps), family)
+        for keeps in (False, True)
+    )
     return Checkpoint(
         label=str(path),
         config=config,
         generation_config={"eos_token_id": _end_ids(metadata)},
         tensors=tensors,
         tokenizer_files=tokenizer_files,
+        blocks=blocks,
     )
 
 
-def _rope_tensors(reader: GGUFReader) -> dict[str, list[float]]:
+def _unshifted(tensors: TensorSource, family: Family) -> TensorSource:
+    return UnshiftedNorms(tensors, family.norm_shift) if family.norm_shift else tensors
+
+
+def _rope_tensors(file: GGUFFile) -> dict[str, list[float]]:
     """`rope_freqs`, `rope_factors_long` and their kin by these names."""
     return {
-        tensor.name.removesuffix(".weight"): np.asarray(tensor.data, np.float32).tolist()
-        for tensor in reader.tensors
+        tensor.name.removesuffix(".weight"): tensor.data.view(np.float32).reshape(-1).tolist()
+        for tensor in file.tensors
         if tensor.name.startswith(_ROPES)
     }
 
 
-def _end_ids(metadata: GGUFMetadata) -> list[int]:
+def _end_ids(metadata: Mapping[str, Any]) -> list[int]:
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     return sorted({metadata[key] for key in keys if key in metadata})
 

@@ -97,6 +97,10 @@ def _byte_level(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
     kind = get("tokenizer.ggml.pre", "default")
     merges = [tuple(merge.split(" ")) for merge in get("tokenizer.ggml.merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
+    for merge in merges:  # the library raises a bare Exception
+        known = all(part in vocabulary for part in (*merge, "".join(merge)))
+        if len(merge) != 2 or not known:
+            raise ValueError(f"the merge {' '.join(merge)!r} is not of the vocabulary")
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=kind in _WHOLE_FIRST))
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if kind in _PLAIN:

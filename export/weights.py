@@ -9,7 +9,7 @@ import hashlib
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -153,6 +153,19 @@ class Weights:
             raise UnsupportedModelError(f"{self._prefix}{name} has type {info.dtype}, not {dtype}")
         full, numpy_type = self._prefix + name, _ONNX_TYPE[dtype].numpy()
         return lambda: np.frombuffer(read_whole(self._source, full), numpy_type).reshape(shape)
+
+    def blocks(
+        self, name: str, shape: tuple[int, ...], block_bytes: int
+    ) -> Callable[[], Iterator[np.ndarray]]:
+        """A loader of a tensor in blocks, uint8 [n, block_bytes], some of them at a time."""
+        self._checked(name, shape)
+        full = self._prefix + name
+
+        def load() -> Iterator[np.ndarray]:
+            for piece in self._source.stream(full):
+                yield np.frombuffer(piece, np.uint8).reshape(-1, block_bytes)
+
+        return load
 
     def drop_zeros(self, name: str) -> None:
         """Count a float tensor as taken if it adds nothing; any other is left for `unused`."""

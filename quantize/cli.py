@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.command import SNAKE_CASE, App, run_command
+from edgellm.command import SNAKE_CASE, App, numbers, run_command
 from edgellm.contract import EdgeLLMError
 
 if TYPE_CHECKING:
@@ -53,7 +53,14 @@ Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the resul
 Body = Annotated[
     str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4 or nvfp4_awq.")
 ]
+KeepLayers = Annotated[
+    str, typer.Option("--keep_layers", help="Decoder layers that stay floats, such as 0,29.")
+]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")]
+MaxKl = Annotated[
+    float | None,
+    typer.Option("--max_kl", min=0, help="Largest KL, nats a token; nothing is written above it."),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
 IgnoredKeys = Annotated[
     str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
@@ -84,18 +91,21 @@ def llm(
     held_out: HeldOut = None,
     alpha_step: AlphaStep = None,
     block_size: BlockSize = None,
+    keep_layers: KeepLayers = "",
     batch_tokens: BatchTokens = None,
     device: Device = "auto",
     seed: Seed = 0,
+    max_kl: MaxKl = None,
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize a language model; run the same command again after an interrupt to go on."""
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
         algo=algo, kv_cache_quantization=kv_cache_quantization,
+        keep_layers=numbers("--keep_layers", keep_layers),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
-        seed=seed,
+        seed=seed, max_kl=max_kl,
     )  # fmt: skip
 
 
@@ -119,6 +129,7 @@ def draft(
     batch_tokens: BatchTokens = None,
     device: Device = "auto",
     seed: Seed = 0,
+    max_kl: MaxKl = None,
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize an EAGLE draft, calibrated with its base's features; fc stays as it is."""
@@ -127,7 +138,7 @@ def draft(
         base_model_dir=base_model_dir,
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
-        seed=seed,
+        seed=seed, max_kl=max_kl,
     )  # fmt: skip
 
 
@@ -200,6 +211,9 @@ def _print(report: Report, output: Path) -> None:
         f"KL {quality.kl_divergence:.4f} nats, top-1 agreement {quality.top1_agreement:.1%} "
         f"over {quality.tokens} held-out tokens"
     )
+    if report.outliers:
+        kept = ",".join(map(str, report.outliers))
+        typer.echo(f"layers {kept} lose far more than the others: --keep_layers {kept} keeps them")
     typer.echo(
         f"{report.quantized_modules} layers at {report.bits_per_weight:.2f} bits a weight, "
         f"{report.bytes_before / 1e6:.1f} -> {report.bytes_after / 1e6:.1f} MB"

@@ -12,6 +12,7 @@ from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.disk import require_space
 from edgellm.export.checkpoint import Renamed, TensorSource
 from edgellm.quantize.checkpointing import HEAD_PART, layer_part
+from edgellm.quantize.checks import linear_shapes
 from edgellm.quantize.modelopt_adapter import hf_config
 from edgellm.quantize.page import render
 from edgellm.quantize.plan import Plan
@@ -138,11 +139,12 @@ def _described(plan: Plan) -> dict[str, Any]:
         BrokenArtifactError: the layers' exports contradict each other.
     """
     work = plan.task.work
-    facts = [work.facts(layer_part(index)) for index in range(len(plan.subject.layers))]
-    for index, fact in enumerate(facts):
+    indices = [each for each in range(len(plan.subject.layers)) if each not in plan.job.keep_layers]
+    facts = [work.facts(layer_part(index)) for index in indices]
+    for index, fact in zip(indices, facts, strict=True):
         if fact["quantization"] != facts[0]["quantization"]:
             raise BrokenArtifactError(
-                f"layer {index} was quantized otherwise than layer 0",
+                f"layer {index} was quantized otherwise than layer {indices[0]}",
                 hint=f"remove {work.path} and run it again",
             )
     body = dict(facts[0]["quantization"])
@@ -154,6 +156,7 @@ def _described(plan: Plan) -> dict[str, Any]:
         for name in plan.subject.float_modules
         if plan.head is None or name != plan.subject.stored_name("lm_head")
     ]
+    body["exclude_modules"] += [plan.subject.stored_name(name) for name in _kept_modules(plan)]
     if plan.head is None:
         return described
     head = work.facts(HEAD_PART)["quantization"]
@@ -161,7 +164,7 @@ def _described(plan: Plan) -> dict[str, Any]:
         return described
     layers = {
         name.removesuffix(".weight_scale"): _format(body)
-        for index in range(len(facts))
+        for index in indices
         for name in work.tensors(layer_part(index)).infos()
         if name.endswith(".weight_scale")
     }
@@ -174,6 +177,12 @@ def _described(plan: Plan) -> dict[str, Any]:
         },
     }
     return {**described, "quantization": mixed}
+
+
+def _kept_modules(plan: Plan) -> list[str]:
+    """Linear layers within decoder layers that stay floats."""
+    kept = tuple(plan.subject.layers[index] for index in plan.job.keep_layers)
+    return sorted(linear_shapes(plan.subject.tensors.infos(), kept)) if kept else []
 
 
 def _format(quantization: Mapping[str, Any]) -> dict[str, Any]:

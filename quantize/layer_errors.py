@@ -31,7 +31,7 @@ class LayerReport:
     index: int
     output_error: float  # of what the layer adds, given the float model's input
     stream_error: float  # of the residual stream behind it, with all layers so far quantized
-    weight_errors: dict[str, float]  # by linear layer
+    weight_errors: dict[str, float]  # by linear layer; of a layer that stays as it is empty
     bits: dict[str, float]  # of a stored weight, scales included
     seconds: float
 
@@ -116,7 +116,7 @@ class QuantizedLayer:
 
 
 def compare(
-    quantized: QuantizedLayer,
+    quantized: Callable[[torch.Tensor], torch.Tensor],
     before: States,
     after: tuple[States, States],
     device: torch.device,
@@ -124,7 +124,7 @@ def compare(
     """Output and stream error of a layer over held-out text.
 
     Args:
-        quantized: the layer.
+        quantized: the layer, states [B, S, H] in and out.
         before: states of the float model that enter the layer.
         after: those of the float and the quantized model behind it, already computed.
         device: where to compute.

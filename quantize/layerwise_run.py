@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from edgellm.contract import EdgeLLMError
 from edgellm.disk import explain_full_disk
 from edgellm.exclusive import hold
 from edgellm.export.checkpoint import TensorSource
@@ -61,10 +62,23 @@ def run_job(job: Job, progress: Progress) -> Report:
         explain_full_disk(work.path, hint=_FULL_HINT),
     ):
         quality = _quantize(plan, progress)
+        _refuse_far(plan, quality)
         report = make_report(plan, quality, time.perf_counter() - start)
         write_folder(plan, report)
         work.remove()
     return report
+
+
+def _refuse_far(plan: Plan, quality: Quality) -> None:
+    """Raise `EdgeLLMError` when the result differs more than the user allows; its parts stay."""
+    largest = plan.job.max_kl
+    if largest is not None and not quality.kl_divergence <= largest:
+        raise EdgeLLMError(
+            f"a KL divergence of {quality.kl_divergence:.4f} nats is above --max_kl {largest}: "
+            f"{plan.job.output_dir} was not written",
+            hint="try another --quantization; the same command with a larger --max_kl writes it at "
+            f"once, from {plan.task.work.path}",
+        )
 
 
 def _quantize(plan: Plan, progress: Progress) -> Quality:
@@ -104,6 +118,9 @@ def _streams(plan: Plan, layer: int) -> dict[str, States]:
 
 def _quantize_layer(plan: Plan, index: int) -> None:
     """One layer from the source to a finished part, and all streams behind it."""
+    if index in plan.job.keep_layers:
+        _keep_layer(plan, index)
+        return
     start = time.perf_counter()
     subject, task = plan.subject, plan.task
     task.work.drop_states(before=index)
@@ -130,6 +147,22 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     named = {layer + name: tensor for name, tensor in tensors.items()}
     facts = as_facts(report, quantization=exported.quantization, producer=exported.producer)
     task.work.store(layer_part(index), named, facts)
+
+
+def _keep_layer(plan: Plan, index: int) -> None:
+    """A layer that stays as it is: all streams behind it, and a part without tensors."""
+    start = time.perf_counter()
+    subject, task = plan.subject, plan.task
+    task.work.drop_states(before=index)
+    before, after = _streams(plan, index), _streams(plan, index + 1)
+    source = {name: tensor.floats() for name, tensor in subject.layer_source(index).items()}
+    model = subject.layer_model(index, source, task.device)
+    for name in before:
+        before[name].advance(after[name], lambda x: run_layer(model, x), task.device)
+    streams = after[FLOAT], after[QUANTIZED]
+    output, stream = compare(lambda x: run_layer(model, x), before[FLOAT], streams, task.device)
+    report = LayerReport(index, output, stream, {}, {}, time.perf_counter() - start)
+    task.work.store(layer_part(index), {}, as_facts(report, quantization=None, producer=None))
 
 
 def _exported(

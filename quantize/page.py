@@ -95,10 +95,14 @@ def _hint(layer: LayerReport) -> str:
 
 
 def _row(layer: LayerReport) -> str:
-    name, error = max(layer.weight_errors.items(), key=lambda item: item[1])
-    bits = sum(layer.bits.values()) / len(layer.bits)
-    cells = (f"{layer.output_error:.4f}", f"{layer.stream_error:.4f}", f"{error:.4f}",
-             html.escape(name), f"{bits:.2f}", f"{layer.seconds:.1f}")  # fmt: skip
+    if not layer.bits:
+        worst = "", "stays as it is", ""
+    else:
+        name, error = max(layer.weight_errors.items(), key=lambda item: item[1])
+        bits = sum(layer.bits.values()) / len(layer.bits)
+        worst = f"{error:.4f}", html.escape(name), f"{bits:.2f}"
+    cells = (f"{layer.output_error:.4f}", f"{layer.stream_error:.4f}", *worst,
+             f"{layer.seconds:.1f}")  # fmt: skip
     columns = "".join(f"<td>{cell}</td>" for cell in cells)
     return f"<tr><th>{layer.index}</th>{columns}</tr>"
 

@@ -47,9 +47,13 @@ class Job:
     held_out: int | None = None
     alpha_step: float | None = None
     block_size: int | None = None  # of INT4
+    keep_layers: tuple[int, ...] = ()  # that stay floats
     batch_tokens: int | None = None
     device: str = "auto"
     seed: int = 0
+    max_kl: float | None = (
+        None  # nats a token over the held-out text, above which nothing is written
+    )
     ignore_config_keys: tuple[str, ...] = ()
 
     @property
@@ -110,6 +114,7 @@ def make_plan(job: Job) -> Plan:
         subject: Subject = LanguageModel.open(job.model_dir, job.ignore_config_keys)
     else:
         subject = Draft.open(job.model_dir, job.base_model_dir, job.ignore_config_keys)
+    _check_kept(job, len(subject.layers))
     recipe, head = _recipes(job, scheme, head_scheme, subject, device)
     amounts = _amounts(scheme, device)
     seq_len = job.seq_len or amounts.seq_len
@@ -135,6 +140,23 @@ def make_plan(job: Job) -> Plan:
     if not task.work.is_there:
         checks.check_weights(subject.checkpoint.tensors)
     return plan
+
+
+def _check_kept(job: Job, count: int) -> None:
+    """Raise `EdgeLLMError` for layers that are not there, or if nothing else is left."""
+    kept = {*job.keep_layers}
+    if not kept:
+        return
+    flag = f"--keep_layers {','.join(map(str, job.keep_layers))}"
+    if not kept <= {*range(count)}:
+        raise EdgeLLMError(f"{flag}: the model has layers 0 to {count - 1}")
+    if len(kept) == count:
+        raise EdgeLLMError(f"{flag} leaves nothing to quantize", hint="keep fewer layers")
+    if job.kv_cache_quantization is not None:
+        raise EdgeLLMError(
+            f"{flag}: scales of the cache are found in layers that are quantized, all of them",
+            hint="leave out --keep_layers or --kv_cache_quantization",
+        )
 
 
 def _check_autoround(job: Job) -> None:
@@ -188,7 +210,7 @@ def _settings(
 ) -> dict[str, Any]:
     """What a run that goes on must have in common with the one that began."""
     facts = asdict(job)
-    for name in ("output_dir", "device"):
+    for name in ("output_dir", "device", "max_kl"):
         del facts[name]
     infos = subject.tensors.infos()
     names = sorted((name, info.dtype, info.shape) for name, info in infos.items())

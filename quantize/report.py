@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import statistics
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
@@ -15,6 +16,7 @@ from edgellm.quantize.plan import Plan
 
 _PACKAGES = ("edgellm", "nvidia-modelopt", "torch", "transformers", "numpy")
 _WORST = 5
+_FAR, _FEW = 2, 6  # errors of outliers over the median one; layers for each outlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,16 @@ class Report:
     @property
     def worst_layers(self) -> list[LayerReport]:
         """The layers with the largest output errors."""
-        return sorted(self.layers, key=lambda layer: -layer.output_error)[:_WORST]
+        quantized = [layer for layer in self.layers if layer.bits]
+        return sorted(quantized, key=lambda layer: -layer.output_error)[:_WORST]
+
+    @property
+    def outliers(self) -> list[int]:
+        """Layers that should stay floats: their errors are far above those of the others."""
+        errors = [layer.output_error for layer in self.layers if layer.bits]
+        limit = _FAR * statistics.median(errors)
+        found = [layer.index for layer in self.worst_layers if layer.output_error > limit]
+        return sorted(found[: len(errors) // _FEW])
 
 
 def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:

@@ -11,6 +11,7 @@ from conftest import WORDS
 
 from edgellm.export import models
 
+Encode = Callable[[str, np.ndarray], tuple[np.ndarray, Any]]  # by llama.cpp's name
 _INTERLEAVED = ("llama", "granite", "smollm3")
 _SHIFTED = ("gemma2", "gemma3")
 _S, _F = "sliding_attention", "full_attention"
@@ -56,7 +57,7 @@ def write_gguf(
     path: Path,
     arch: str,
     model: Any,
-    quantization: str | None = None,
+    quantization: str | Encode | None = None,
     words: Callable[[Any, int], None] | None = None,
     **extra: object,
 ) -> None:
@@ -66,7 +67,7 @@ def write_gguf(
         path: of the file.
         arch: llama.cpp's name of the architecture.
         model: in float32.
-        quantization: type of matrices, None is F32.
+        quantization: type of matrices, or what gives rows and type of each; None is F32.
         words: writes a tokenizer of so many tokens; None: `write_words`.
         extra: keys of the architecture, dots as two underscores.
     """
@@ -79,16 +80,24 @@ def write_gguf(
         name = f"{arch}.{key.replace('__', '.')}"
         writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     (words or write_words)(writer, config.vocab_size)
-    kind = None if quantization is None else getattr(gguf.GGMLQuantizationType, quantization)
+    encode = _in_one_format(quantization) if isinstance(quantization, str) else quantization
     for name, array in tensors(arch, model).items():
-        if array.ndim == 2 and kind is not None:
-            writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+        if array.ndim == 2 and encode is not None:
+            rows, kind = encode(name, array)
+            writer.add_tensor(name, rows, raw_dtype=kind)
         else:
             writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _in_one_format(quantization: str) -> Encode:
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[quantization]
+    return lambda _name, array: (gguf.quantize(array, kind), kind)
 
 
 def write_words(writer: Any, vocab_size: int) -> None:

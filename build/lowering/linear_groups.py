@@ -51,7 +51,7 @@ def split_columns(
 
 
 def _stored_alike(weight: LinearWeight) -> Hashable:
-    return weight.key
+    return weight.key, weight.packing
 
 
 def lower_linears(

@@ -13,14 +13,16 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from edgellm.build.lowering.block_factors import stored_tensor
 from edgellm.build.lowering.calls import LINEARS, is_call, require_known
 from edgellm.build.lowering.weights import U8, stored_bytes
 from edgellm.contract import (
+    BLOCK_LINEAR,
     FP4_LINEAR,
     LINEAR,
+    OFFSET_LINEAR,
     QUANTIZED_LINEAR,
     SHIFTED_LINEAR,
-    BrokenArtifactError,
 )
 
 F32 = NDArray[np.float32]
@@ -34,6 +36,7 @@ KINDS = {
 }
 _FP4_BLOCK = 16
 _BY_INPUT = QUANTIZED_LINEAR, SHIFTED_LINEAR  # whose codes are [in, out]
+_BY_OUTPUT = BLOCK_LINEAR, OFFSET_LINEAR  # whose codes and factors are [out, ...]
 _BLOCK_SIZES = (256, 128, 64, 32, 16)  # of MatMulNBits, largest first
 _REROUNDED_BLOCK = 32  # of weights that become int8 only here
 _E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
@@ -59,6 +62,7 @@ class WeightPart:
     block_size: int  # 0: one scale, or one of each output channel
     parameter: str  # the name of the weight, or of its codes
     stored: tuple[ir.TensorProtocol, ...]  # the weight; or codes, scales and what follows these
+    operation: str = QUANTIZED_LINEAR
 
     @classmethod
     def of(cls, call: ir.Node) -> WeightPart | None:
@@ -67,7 +71,7 @@ class WeightPart:
             return None
         require_known(call, "axis", "block_size")
         values = [value for value in call.inputs[1:] if value is not None]
-        tensors = tuple(_constant(value, call) for value in values)
+        tensors = tuple(stored_tensor(value, call) for value in values)
         first = tensors[0]
         dims, is_quantized = _dims(first), call.op_type != LINEAR
         rows, columns = dims if call.op_type in _BY_INPUT else dims[::-1]
@@ -78,6 +82,7 @@ class WeightPart:
             _FP4_BLOCK if call.op_type == FP4_LINEAR else block,
             str(values[0].name),
             tensors,
+            call.op_type,
         )
 
     def codes(self) -> np.ndarray:
@@ -89,6 +94,8 @@ class WeightPart:
             return np.where(nibbles & 8, -magnitudes, magnitudes)
         if self.kind == "fp8":
             return tensor.numpy().astype(np.float32)
+        if self.is_by_output:
+            return _integers(tensor).reshape(self.shape[::-1]).T
         return _integers(tensor).reshape(self.shape) - self.repeated(self.zero_points())
 
     def nibbles(self) -> U8:
@@ -100,7 +107,7 @@ class WeightPart:
         scales = self.stored[1].numpy().astype(np.float32)
         if self.kind == "fp4":
             return (scales * self.global_scale / np.float32(2)).T
-        return np.atleast_2d(scales)
+        return scales.T if self.is_by_output else np.atleast_2d(scales)
 
     @property
     def global_scale(self) -> np.float32:
@@ -111,13 +118,33 @@ class WeightPart:
         """[in, out], float32 where it is decoded."""
         if self.kind == "dense":
             return self.stored[0].numpy().T
-        return self.codes().astype(np.float32) * self.repeated(self.scales())
+        values = self.codes().astype(np.float32) * self.repeated(self.scales())
+        return values + self.repeated(self.minima()) if self.has_minima else values
+
+    def minima(self) -> F32:
+        """[in / block, out]."""
+        return self.stored[2].numpy().astype(np.float32).T
 
     def zero_points(self) -> np.ndarray:
         """int16 [in / block, out], or a single one."""
-        if len(self.stored) < 3:
+        if self.operation != SHIFTED_LINEAR:
             return np.zeros((1, 1), np.int16)
         return _integers(self.stored[2]).reshape(_dims(self.stored[2]))
+
+    def offsets(self, middle: int) -> F32:
+        """What is too much where codes count from `middle`: [in / block, out], or as `scales`."""
+        found = (self.zero_points() - np.int16(middle)) * self.scales()
+        return found - self.minima() if self.has_minima else found
+
+    @property
+    def is_by_output(self) -> bool:
+        """Whether codes and factors are stored [out, ...]."""
+        return self.operation in _BY_OUTPUT
+
+    @property
+    def has_minima(self) -> bool:
+        """Whether blocks have a minimum beside their scale."""
+        return self.operation == OFFSET_LINEAR
 
     def repeated(self, per_block: np.ndarray) -> np.ndarray:
         """One row for each input, or one in all."""
@@ -130,8 +157,9 @@ class WeightPart:
 
     @property
     def is_rerounded(self) -> bool:
-        """Whether `blocks` has other codes than the checkpoint: floats, or unusual blocks."""
-        return self.kind in ("fp8", "dense") or self._shared % _BLOCK_SIZES[-1] != 0
+        """Whether `blocks` has other codes than the checkpoint: floats, minima, unusual blocks."""
+        is_float = self.kind in ("fp8", "dense")
+        return is_float or self.has_minima or self._shared % _BLOCK_SIZES[-1] != 0
 
     @property
     def packing(self) -> tuple[int, int]:
@@ -362,16 +390,3 @@ def _nibbles(tensor: ir.TensorProtocol) -> U8:
 
 def _dims(tensor: ir.TensorProtocol) -> tuple[int, ...]:
     return tuple(tensor.shape.numpy())
-
-
-def _constant(value: ir.Value, call: ir.Node) -> ir.TensorProtocol:
-    """An operand of a linear layer, which is stored.
-
-    Raises:
-        BrokenArtifactError: it is computed.
-    """
-    if value.const_value is None:
-        raise BrokenArtifactError(
-            f"{call.name}: {value.name} is not a stored weight", hint="export the bundle again"
-        )
-    return value.const_value

@@ -36,7 +36,7 @@ def check_quantize(kinds: set[str], quantize: str, *, takes_fp8: bool = False) -
         stored = ", ".join(sorted(kinds - {"dense"}))
         raise EdgeLLMError(
             f"--quantize {quantize} is for bundles with float weights; this one is {stored}",
-            hint="leave out --quantize",
+            hint="leave out --quantize; edgellm-export --dtype fp32 makes floats of a GGUF file",
         )
 
 

@@ -24,6 +24,7 @@ from edgellm.build.lowering.contrib_ops import (
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import LinearKernel, lower_linears
 from edgellm.build.lowering.rounded_inputs import lower_inputs
+from edgellm.build.lowering.tables import look_up_blocks
 from edgellm.build.lowering.weights import (
     WeightFile,
     constant_array,
@@ -69,6 +70,7 @@ def lower(
     if isinstance(kernel, OwnLinears):
         lower_embeddings(graph, kernel)
     _lower_floats(graph)
+    look_up_blocks(graph)
     if isinstance(kernel, OwnLinears):
         lower_experts(graph, kernel)
         lower_own_linears(graph, kernel)

@@ -11,6 +11,7 @@ from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.linear_groups import RoundingKernel
 from edgellm.build.lowering.linear_weights import layer_name, linear_layers
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
+from edgellm.build.lowering.tables import table_of
 from edgellm.build.onnxruntime_cpu.own_embedding import packed_table
 from edgellm.build.onnxruntime_cpu.own_experts import forms_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
@@ -87,10 +88,12 @@ def _table_bytes(model: ir.Model, kernel: RoundingKernel) -> int:
     heads = {layer_name(node) for node, _ in linear_layers(model.graph)}
     sizes = [0]
     for node in model.graph:
-        table = node.inputs[0].const_value if node.op_type == "Gather" and node.inputs[0] else None
+        value = table_of(node)
+        table = value.const_value if value is not None else None
         if table is None:
             continue
-        found = packed_table(node, kernel) if isinstance(kernel, OwnLinears) else None
+        own = kernel if isinstance(kernel, OwnLinears) and node.op_type == "Gather" else None
+        found = None if own is None else packed_table(node, own)
         size = min(table.nbytes, 4 * table.size) if found is None else found[0].num_bytes
         sizes.append(0 if found is not None and found[1] in heads else size)
     return max(sizes)

@@ -114,9 +114,9 @@ def packed_bytes(
         return
     parts = [_codes(part, form) for part in weight.parts]
     codes, scales = (_joined([part[at] for part in parts], order) for at in (0, 1))
-    points = _joined([part[2] for part in parts], order) if form.has_zero_points else None
+    offsets = _joined([part[2] for part in parts], order) if form.has_zero_points else None
     del parts
-    yield from pack_codes(form, codes, scales, points)
+    yield from pack_codes(form, codes, scales, offsets=offsets)
 
 
 def _rounded(form: PackedForm, weight: LinearWeight, order: _Order | None) -> Iterator[bytes]:
@@ -146,7 +146,12 @@ def _rounded(form: PackedForm, weight: LinearWeight, order: _Order | None) -> It
 def _is_sliceable(part: WeightPart, form: PackedForm) -> bool:
     """Whether some columns of its codes [in, out] can be read alone, and packed as they are."""
     is_stored = isinstance(part.stored[0], ir.ExternalTensor) and not part.is_unsigned
-    return is_stored and part.block_size == form.block and part.shape[1] % 2 == 0
+    return (
+        is_stored
+        and not part.is_by_output
+        and part.block_size == form.block
+        and part.shape[1] % 2 == 0
+    )
 
 
 def _rounded_before(
@@ -213,25 +218,23 @@ def _bytes_of_fp8(part: WeightPart) -> U8:
     return stored_bytes(part.stored[0]).reshape(part.shape).T
 
 
-def _codes(part: WeightPart, form: PackedForm) -> tuple[U8, np.ndarray, U8]:
-    """Codes [out, in], scales and zero points [out, blocks]."""
-    blocks = form.blocks, part.shape[1]
+def _codes(part: WeightPart, form: PackedForm) -> tuple[U8, np.ndarray, np.ndarray]:
+    """Codes [out, in], scales and offsets [out, blocks], see `pack_codes`."""
+    none = np.zeros((part.shape[1], form.blocks), np.float32)
     if form.kind == "fp4":
-        scales = _spread(part.scales(), part, form).T
-        return part.nibbles(), scales, np.zeros(blocks[::-1], np.uint8)
+        return part.nibbles(), _spread(part.scales(), part, form).T, none
     middle = 8 if form.kind == "int4" else 128
-    points = np.full(blocks, middle, np.uint8)
     if not _block(part) or part.kind == "fp8":
         codes, scales = blocks_of_int8(part.dense(), form.block)
-        return _columns(codes[: part.shape[0]] + np.int16(middle)), scales.T, _columns(points)
-    codes = part.codes()
-    if part.is_unsigned:
-        zeros = part.zero_points()
-        codes += part.repeated(zeros)
-        points = _spread(zeros.astype(np.uint8), part, form)
-    else:
-        codes += np.int16(middle)
-    return _columns(codes), _spread(part.scales(), part, form).T, _columns(points)
+        return _columns(codes[: part.shape[0]] + np.int16(middle)), scales.T, none
+    codes, scales = part.codes(), _spread(part.scales(), part, form).T
+    if not part.is_unsigned:
+        return _columns(codes + np.int16(middle)), scales, none
+    codes = codes + part.repeated(part.zero_points())
+    # Codes of fewer bits than they are kept in count from their own middle: offsets stay small.
+    own = (int(codes.max()) + 1) // 2 if part.has_minima else middle
+    offsets = _spread(part.offsets(own), part, form).T
+    return _columns(codes + np.int16(middle - own)), scales, offsets
 
 
 def _spread(per_block: np.ndarray, part: WeightPart, form: PackedForm) -> np.ndarray:

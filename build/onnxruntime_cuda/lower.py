@@ -21,6 +21,7 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import LinearKernel, lower_linears
 from edgellm.build.lowering.picks import add_top_logits
 from edgellm.build.lowering.rounded_inputs import lower_inputs
+from edgellm.build.lowering.tables import widen_tables
 from edgellm.build.lowering.weights import (
     WeightFile,
     constant_array,
@@ -58,6 +59,7 @@ def lower_for_cuda(
         add_top_logits(graph)
     _lower_repeated_rows(graph)
     _lower_constants(graph, dtype)
+    widen_tables(graph, dtype)
     lower_linears(graph, kernel)
     if capacity:
         lower_cached_attention(graph, dtype, capacity)

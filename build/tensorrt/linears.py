@@ -22,6 +22,7 @@ from edgellm.build.lowering.weights import (
 from edgellm.contract import ROUND_INPUT, ROUND_INPUT_FP4
 
 _MIDDLE = {"int4": 8, "int8": 128}
+_SMALLEST_BLOCK = 32  # of INT4
 _SIGNED = {"int4": ir.DataType.INT4, "int8": ir.DataType.INT8, "fp8": ir.DataType.FLOAT8E4M3FN}
 
 
@@ -30,6 +31,13 @@ def merge_key(weight: LinearWeight) -> tuple[str, int, float]:
     part = weight.parts[0]
     global_scale = float(part.global_scale) if part.kind == "fp4" else 0.0
     return part.kind, part.block_size, global_scale
+
+
+def is_widened(weight: LinearWeight) -> bool:
+    """Whether a weight is multiplied as floats: TensorRT knows no small blocks of GGUF's int8."""
+    part = weight.parts[0]
+    is_small = part.kind == "int8" or part.block_size < _SMALLEST_BLOCK
+    return part.kind == "dense" or (part.is_by_output and is_small)
 
 
 def split_rows(graph: GraphEditor, y: ir.Value, widths: list[int], name: str) -> Sequence[ir.Value]:
@@ -57,7 +65,8 @@ class StoredKernel:
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """One MatMul, with a second, small one where codes have zero points."""
         factors = None
-        if weight.kind == "dense":
+        is_dense = is_widened(weight)
+        if is_dense:
             operand = self._dense(graph, weight)
         elif weight.kind == "fp4":
             operand = self._fp4(graph, weight, name)
@@ -70,7 +79,7 @@ class StoredKernel:
         y = graph.node("MatMul", [x, graph.node("Transpose", [operand], perm=[1, 0])])
         if factors is not None:
             y = graph.node("Mul", [y, factors])
-        if any(part.is_unsigned for part in weight.parts):
+        if not is_dense and any(part.is_unsigned for part in weight.parts):
             y = graph.node("Sub", [y, self._zero_points(graph, x, weight, name)])
         return y
 
@@ -185,12 +194,9 @@ def _signed(part: WeightPart) -> np.ndarray:
 
 def _zero_factors(weight: LinearWeight) -> np.ndarray:
     """float32 [out, in / block]."""
-    found = []
-    for part in weight.parts:
-        scales = part.scales()
-        zeros = part.zero_points() - np.int16(_MIDDLE[part.kind] if part.is_unsigned else 0)
-        found.append(np.broadcast_to(zeros, scales.shape) * scales)
-    return _side_by_side(found)
+    return _side_by_side(
+        [part.offsets(_MIDDLE[part.kind] if part.is_unsigned else 0) for part in weight.parts]
+    )
 
 
 def _side_by_side(columns: list[np.ndarray]) -> np.ndarray:

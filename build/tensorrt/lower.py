@@ -16,6 +16,7 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import lower_linears
 from edgellm.build.lowering.picks import add_top_logits
 from edgellm.build.lowering.ropes import settle_frequencies
+from edgellm.build.lowering.tables import widen_tables
 from edgellm.build.lowering.weights import WeightFile, keep_apart, parameter_name
 from edgellm.build.tensorrt.adapt import uncap_attention
 from edgellm.build.tensorrt.linears import StoredKernel, merge_key, split_rows
@@ -52,6 +53,7 @@ def lower(
     graph = GraphEditor(model.graph, weights)
     add_top_logits(graph)
     _lower_tables(graph, dtype)
+    widen_tables(graph, dtype)
     lower_linears(graph, StoredKernel(dtype), key=merge_key, split=split_rows)
     inline(model, keep=(FP4_QUANTIZE,))
     # The parser of 10.3 wants axes and the like as initializers.

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from edgellm.build.lowering.linear_weights import linear_layers
+from edgellm.build.lowering.tables import table_of
 from edgellm.build.lowering.weights import parameter_name
 from edgellm.build.plan import Estimate
+from edgellm.build.tensorrt.linears import is_widened
 
 _BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
 _COMPILER_BYTES = 330 << 20  # interpreter, kernels in the making, 200 MB to write the engine
@@ -69,7 +71,7 @@ def _linear_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:
     found = {}
     for node, weight in linear_layers(model.graph):
         part = weight.parts[0]
-        if part.kind == "dense":
+        if is_widened(weight):
             found[part.parameter] = weight.count * dtype.itemsize
             continue
         block = part.block_size or part.shape[0]
@@ -89,7 +91,7 @@ def _table_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:
     """Bytes of each embedding by its parameter's name."""
     found = {}
     for node in model.graph:
-        table = node.inputs[0] if node.op_type == "Gather" else None
+        table = table_of(node)
         tensor = table.const_value if table is not None else None
         if table is not None and tensor is not None and len(tensor.shape) == 2:
             dims = tuple(tensor.shape.numpy())

@@ -26,6 +26,7 @@ _FORMS = {
 }  # fmt: skip
 _MIDDLES = {"int4": 8, "int8": 128, "fp4": 0}
 _BITS = {"int4": 4, "fp4": 4, "int8": 8, "fp8": 8}
+_LARGEST_OFFSET = 2.0**14  # over the multiplier, which is half of the largest at least
 _HEADER = struct.Struct("<8s7I f Q I 12x")
 _OF_HALVES = 2.0**8  # what FP8 codes stand for, over what halves of the same bits do
 _WEIGHTS_AT_ONCE = 1 << 20
@@ -113,15 +114,19 @@ def pack_codes(
     scales: np.ndarray,
     zero_points: np.ndarray | None = None,
     *,
+    offsets: np.ndarray | None = None,
     multiplier: float | None = None,
 ) -> Iterator[bytes]:
     """Packed bytes of a quantized weight, piece by piece; weight = (code - zero point) * scale.
+
+    Or, with offsets, (code - 8 or 128) * scale - offset.
 
     Args:
         form: what is packed; channels already stand in their order.
         codes: uint8 [N, K], 0 to 15 or 0 to 255.
         scales: float [N, blocks]; of FP4 half of them: its codes stand for twice the values.
         zero_points: uint8 [N, blocks]; None: 8 or 128.
+        offsets: float [N, blocks], in the place of zero points.
         multiplier: see `scale_multiplier`; None: found from the scales.
 
     Yields:
@@ -132,11 +137,16 @@ def pack_codes(
     if scales.shape != (form.out_features, form.blocks):
         raise ValueError(f"scales are {scales.shape}")
     if multiplier is None:
-        multiplier = scale_multiplier(float(np.abs(scales).max(initial=0)))
+        largest = float(np.abs(scales).max(initial=0))
+        if offsets is not None:  # which may be larger, and must fit as well
+            largest = max(largest, float(np.abs(offsets).max(initial=0)) / _LARGEST_OFFSET)
+        multiplier = scale_multiplier(largest)
     yield form.header(multiplier)
     for part in channel_slices(form):
-        points = None if zero_points is None else zero_points[part]
-        yield records(form, codes[part], scales[part], points, multiplier)
+        found = None if offsets is None else offsets[part]
+        if zero_points is not None:
+            found = scales[part] * (zero_points[part].astype(np.float32) - _MIDDLES[form.kind])
+        yield records(form, codes[part], scales[part], found, multiplier)
 
 
 def channel_slices(form: PackedForm) -> Iterator[slice]:
@@ -150,7 +160,7 @@ def records(
     form: PackedForm,
     codes: np.ndarray,
     scales: np.ndarray,
-    zero_points: np.ndarray | None,
+    offsets: np.ndarray | None,
     multiplier: float,
 ) -> bytes:
     """Of one of `channel_slices`; see `pack_codes`."""
@@ -158,10 +168,8 @@ def records(
     wide = _padded(codes, form.blocks * form.block, middle)
     halves = [_padded(scales.astype(np.float32) / multiplier, form.blocks, 0)]
     if form.has_zero_points:
-        points = middle if zero_points is None else zero_points.astype(np.float32)
-        offsets = halves[0].copy()
-        offsets[: len(codes)] *= points - np.float32(middle)
-        halves.append(offsets)
+        found = np.zeros(scales.shape, np.float32) if offsets is None else offsets
+        halves.append(_padded(found.astype(np.float32) / np.float32(multiplier), form.blocks, 0))
     return _quantized_records(form, wide, halves)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from edgellm.export import block_functions, quantized
+from edgellm.export.functions import call
+from edgellm.export.layers.linear import block_operands
 from edgellm.export.op import Op
 from edgellm.export.weights import Weights
 
@@ -21,8 +24,17 @@ class Embedding:
     def __call__(self, op: Op, token_ids: ir.Value) -> ir.Value:
         """Append the look-up; token_ids int64 [...] -> [..., size]."""
         with op.scope(self.weights.prefix.rstrip(".")):
+            rows = self._rows(op, token_ids)
+            return rows if self.scale is None else op.Mul(rows, op.constant(self.scale, op.dtype))
+
+    def _rows(self, op: Op, token_ids: ir.Value) -> ir.Value:
+        """Cast after the look-up: a cast table would be folded into a second, larger copy."""
+        blocks = quantized.find_table(self.weights, self.shape, op.dtype)
+        if blocks is None:
             table = op.parameter(self.weights.take("weight", self.shape, op.dtype))
             rows = op.Gather(table, token_ids, axis=0)
-            # Cast after the look-up: a cast table would be folded into a second, larger copy.
-            rows = rows if table.dtype == op.dtype else op.Cast(rows, to=int(op.dtype))
-            return rows if self.scale is None else op.Mul(rows, op.constant(self.scale, op.dtype))
+            return rows if table.dtype == op.dtype else op.Cast(rows, to=int(op.dtype))
+        function = block_functions.block_rows(has_minima=blocks.minima is not None)
+        operands = block_operands(op, blocks)
+        rows = call(op, function, token_ids, *operands, block_size=blocks.block_size)
+        return op.Cast(rows, to=int(op.dtype))

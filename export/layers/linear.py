@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.export import functions, quantized
+from edgellm.export import block_functions, functions, quantized
 from edgellm.export.functions import call
 from edgellm.export.op import Op
-from edgellm.export.quantized.operand import InputRounding, QuantizedLinear
+from edgellm.export.quantized.operand import (
+    BlockFactors,
+    BlockWeight,
+    InputRounding,
+    QuantizedLinear,
+)
 from edgellm.export.weights import Weights
 
 
@@ -28,7 +33,7 @@ class Linear:
                 stored = self.weights.take("pre_quant_scale", self.shape[1:], op.dtype)
                 x = call(op, functions.smooth_input(), x, op.parameter(stored))
             layer = quantized.find(self.weights, self.shape, op.dtype)
-            y = self._dense(op, x) if layer is None else _quantized(op, x, layer)
+            y = self._dense(op, x) if layer is None else _product(op, x, layer)
             if self.bias:
                 stored = self.weights.take("bias", self.shape[:1], op.dtype)
                 y = op.Add(y, op.cast(op.parameter(stored), op.dtype))
@@ -37,6 +42,27 @@ class Linear:
     def _dense(self, op: Op, x: ir.Value) -> ir.Value:
         stored = self.weights.take("weight", self.shape, op.dtype)
         return call(op, functions.linear(), x, op.parameter(stored))
+
+
+def block_operands(op: Op, weight: BlockWeight) -> list[ir.Value]:
+    """Codes, scales, and minima where there are any, as `block_functions.block_linear` takes them."""
+    factors = [weight.scales, *([] if weight.minima is None else [weight.minima])]
+    return [op.parameter(weight.codes), *(_factors(op, each) for each in factors)]
+
+
+def _factors(op: Op, factors: BlockFactors) -> ir.Value:
+    values = op.parameter(factors.values)
+    if factors.scales is None:
+        return values
+    scales, block = op.parameter(factors.scales), factors.shared
+    return call(op, block_functions.block_factors(), values, scales, block_size=block)
+
+
+def _product(op: Op, x: ir.Value, layer: QuantizedLinear | BlockWeight) -> ir.Value:
+    if isinstance(layer, QuantizedLinear):
+        return _quantized(op, x, layer)
+    function = block_functions.block_linear(has_minima=layer.minima is not None)
+    return call(op, function, x, *block_operands(op, layer), block_size=layer.block_size)
 
 
 def _quantized(op: Op, x: ir.Value, layer: QuantizedLinear) -> ir.Value:

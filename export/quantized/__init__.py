@@ -14,7 +14,8 @@ from typing import Protocol, cast
 import onnx_ir as ir
 
 from edgellm.contract import UnsupportedModelError
-from edgellm.export.quantized.operand import QuantizedLinear
+from edgellm.export.quantized import gguf
+from edgellm.export.quantized.operand import BlockWeight, QuantizedLinear
 from edgellm.export.quantized.rounded import round_linear
 from edgellm.export.weights import Weights
 
@@ -27,7 +28,7 @@ class Layout(Protocol):
 
     def read(
         self, weights: Weights, shape: tuple[int, int], dtype: ir.DataType
-    ) -> QuantizedLinear | None:
+    ) -> QuantizedLinear | BlockWeight | None:
         """The linear layer [out, in] at `weights`, its scales in the graph's `dtype`.
 
         None when it is not stored in this layout.
@@ -38,7 +39,9 @@ class Layout(Protocol):
         ...
 
 
-def find(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear | None:
+def find(
+    weights: Weights, shape: tuple[int, int], dtype: ir.DataType
+) -> QuantizedLinear | BlockWeight | None:
     """How the linear layer [out, in] at `weights` is quantized; None where it stays float.
 
     Raises:
@@ -60,6 +63,14 @@ def find(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
         "cannot export",
         hint=f"layouts: {', '.join(names())}",
     )
+
+
+def find_table(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> BlockWeight | None:
+    """How an embedding [rows, in] at `weights` is stored in blocks; None where it is not."""
+    found = gguf.read(weights, shape, dtype)
+    if found is not None:
+        weights.layouts.add("gguf")
+    return found
 
 
 def _expect_float(weights: Weights) -> None:

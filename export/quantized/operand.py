@@ -39,6 +39,25 @@ class QuantizedLinear:
     input_order: np.ndarray | None = None  # int64 [in]: the codes' inputs are x[..., input_order]
 
 
+@dataclass(frozen=True, slots=True)
+class BlockFactors:
+    """A number for each block of a weight, [out, in / block]: float16, or codes of such numbers."""
+
+    values: StoredTensor  # float16, or INT8
+    scales: StoredTensor | None = None  # of codes, float16 [out, blocks / shared]
+    shared: int = 0  # blocks that share one of `scales`
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """A weight [out, in] as `codes * scales + minima`, blocks along the input."""
+
+    codes: StoredTensor
+    block_size: int
+    scales: BlockFactors
+    minima: BlockFactors | None = None
+
+
 def stored(name: str, dtype: ir.DataType, shape: tuple[int, ...], load: Load) -> StoredTensor:
     """A tensor that is loaded as a whole when it is written."""
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import make_checkpoint
 from gguf_files import CASES, SCORED, TEXTS, write_gguf, write_pieces, write_scored
 
-from edgellm.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.gguf_tokenizer import convert_tokenizer
 from edgellm.export.source import open_checkpoint
@@ -116,6 +116,47 @@ def test_damaged_files(tmp_path):
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF\x03\x00")
     with pytest.raises(BrokenArtifactError, match="not a whole GGUF file"):
+        open_checkpoint(str(path))
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory, tiny) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "a.gguf"
+    write_gguf(path, "llama", tiny("llama"))
+    return path.read_bytes()
+
+
+def test_headers_cut_anywhere(tiny_file, tmp_path):
+    path = tmp_path / "cut.gguf"
+    for length in range(8, 4000, 97):
+        path.write_bytes(tiny_file[:length])
+        with pytest.raises(BrokenArtifactError, match="not a whole GGUF file"):
+            open_checkpoint(str(path))
+
+
+def test_headers_with_any_byte_changed_are_read_or_refused_in_one_line(tiny_file, tmp_path):
+    path, random = tmp_path / "changed.gguf", np.random.default_rng(11)
+    refused = 0
+    for place in random.integers(0, 3000, 150):
+        data = bytearray(tiny_file)
+        data[place] ^= 1 << int(random.integers(0, 8))
+        path.write_bytes(data)
+        try:
+            open_checkpoint(str(path))
+        except EdgeLLMError:
+            refused += 1
+    assert 20 < refused < 150
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [(0, b"GGML", "does not begin with GGUF"), (4, b"\x01\0\0\0", "version 1"),
+     (4, b"\0\0\0\x03", "version 50331648")],
+)  # fmt: skip
+def test_other_files(tiny_file, tmp_path, place, value, said):
+    path = tmp_path / "other.gguf"
+    path.write_bytes(tiny_file[:place] + value + tiny_file[place + len(value) :])
+    with pytest.raises(BrokenArtifactError, match=said):
         open_checkpoint(str(path))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import shutil
@@ -179,6 +180,19 @@ def test_a_run_with_other_settings_is_refused(job, place):
     with pytest.raises(EdgeLLMError, match="holds a run with other settings"):
         run_job(other, _quiet)
     run_job(job, _quiet)
+
+
+def test_a_result_that_differs_too_much_is_not_written(job):
+    strict = dataclasses.replace(job, max_kl=1e-9)
+    with pytest.raises(EdgeLLMError, match=r"is above --max_kl 1e-09") as caught:
+        run_job(strict, _quiet)
+    assert "larger --max_kl writes it" in caught.value.hint
+    assert not job.output_dir.exists()
+    larger = dataclasses.replace(job, max_kl=10.0)
+    report = run_job(larger, _quiet)
+    assert 1e-9 < report.quality.kl_divergence < 10
+    assert (job.output_dir / "model.safetensors").exists()
+    assert not job.work_dir.exists()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -11,6 +12,7 @@ import onnx_ir as ir
 import pytest
 from quantize_cases import decode, load, make_job, make_model, plain_sessions, write_text
 
+from edgellm.contract import EdgeLLMError
 from edgellm.export import quantized
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
@@ -102,6 +104,48 @@ def test_the_bundle_computes_what_was_measured(run, kind, scheme, perplexity):
     assert found == pytest.approx(report.quality.perplexity_quantized, rel=0.03)
     assert report.quality.perplexity_quantized != report.quality.perplexity_float
     assert 0 < report.quality.kl_divergence < 2
+
+
+def test_layers_that_stay(run, perplexity):
+    job, report = run("llama", "int8_sq", keep_layers=(1,))
+    found, source = load(job.output_dir), load(Path(job.model_dir))
+    names = [name for name in source if name.startswith("model.layers.1.")]
+    assert names
+    assert all(found[name].tobytes() == source[name].tobytes() for name in names)
+    assert found["model.layers.0.mlp.up_proj.weight"].dtype == np.int8
+    described = json.loads((job.output_dir / "hf_quant_config.json").read_text())["quantization"]
+    assert "model.layers.1.mlp.down_proj" in described["exclude_modules"]
+    assert report.quantized_modules == 14
+    assert report.layers[1].output_error == 0
+    assert report.layers[1].stream_error > 0
+    assert "stays as it is" in (job.output_dir / "edgellm_quant.html").read_text()
+    assert perplexity(job) == pytest.approx(report.quality.perplexity_quantized, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"keep_layers": (0, 3)}, "--keep_layers 0,3: the model has layers 0 to 2"),
+        ({"keep_layers": (0, 1, 2)}, "leaves nothing to quantize"),
+        ({"keep_layers": (0,), "kv_cache_quantization": "fp8"}, "scales of the cache"),
+    ],
+)
+def test_layers_that_cannot_stay(run, place, text, changes, words):
+    run("llama", "fp8")
+    job = make_job(place / "llama", text, place / "refused", "fp8", **changes)
+    with pytest.raises(EdgeLLMError, match=words):
+        run_job(job, lambda *_: None)
+    assert not job.output_dir.exists()
+
+
+def test_layers_that_lose_far_more_are_named(run):
+    _, report = run("llama", "fp8")
+    layers = [
+        dataclasses.replace(report.layers[0], index=index, output_error=0.3 if index == 4 else 0.1)
+        for index in range(6)
+    ]
+    assert dataclasses.replace(report, layers=tuple(layers)).outliers == [4]
+    assert dataclasses.replace(report, layers=tuple(layers[:4])).outliers == []
 
 
 @pytest.mark.parametrize("head", HEAD_SCHEMES)

@@ -1,0 +1,167 @@
+"""What a GGUF file holds: its metadata as plain Python, its tensors as rows of bytes.
+
+Source: the GGUF specification, versions 2 and 3. The reader of the package gguf makes an array of
+every string of the vocabulary, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SCALARS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
+    11: "<i8", 12: "<f8",
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+_VERSIONS = (2, 3)
+_ALIGNMENT_BYTES = 32  # unless the file says another
+# Number in the file -> name, values of a block, bytes of a block. Others are asked of the package.
+_KINDS = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 30: ("BF16", 1, 2),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """A tensor as it is stored."""
+
+    name: str
+    kind: str  # llama.cpp's name of the type, "Q4_K"
+    shape: tuple[int, ...]  # row-major, [out, in]
+    data: NDArray[np.uint8] = field(repr=False)  # [rows, bytes of a row]; numbers of a vector
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """A whole file; tensors are mapped."""
+
+    metadata: dict[str, Any] = field(repr=False)
+    tensors: tuple[GGUFTensor, ...] = field(repr=False)
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Read the header and map the tensors.
+
+    Raises:
+        ValueError: not a GGUF file of a known version, damaged, or cut short.
+    """
+    with path.open("rb") as stream:
+        header = _Header(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+    if header.take(4) != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    version = header.number("<u4")
+    if version not in _VERSIONS:
+        raise ValueError(f"version {version}")
+    tensor_count, pair_count = header.number("<u8"), header.number("<u8")
+    metadata = _metadata(header, pair_count)
+    facts = [_tensor_facts(header) for _ in range(tensor_count)]
+    alignment = int(metadata.get("general.alignment", _ALIGNMENT_BYTES))
+    if alignment < 1:
+        raise ValueError(f"an alignment of {alignment}")
+    begin = -(-header.place // alignment) * alignment
+    return GGUFFile(metadata, tuple(_mapped(header.data, begin, *each) for each in facts))
+
+
+class _Header:
+    """Reads values one after another."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.place = data, 0
+
+    def take(self, count: int) -> bytes:
+        end = self.place + count
+        if end > len(self.data):
+            raise ValueError("it ends within its header")
+        taken = self.data[self.place : end]
+        self.place = end
+        return taken
+
+    def number(self, kind: str) -> Any:
+        dtype = np.dtype(kind)
+        return np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
+
+    def text(self) -> str:
+        return self.take(self.number("<u8")).decode()
+
+    def texts(self, count: int) -> Iterator[str]:
+        """Strings of a list, without a call for each number."""
+        data, place, length = self.data, self.place, struct.Struct("<Q")
+        for _ in range(count):
+            if place + length.size > len(data):
+                raise ValueError("it ends within a list")
+            (size,) = length.unpack_from(data, place)
+            begin, place = place + length.size, place + length.size + size
+            if place > len(data):
+                raise ValueError("it ends within a string")
+            yield data[begin:place].decode()
+            self.place = place
+
+    def value(self) -> Any:
+        kind = self.number("<u4")
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            return self.number(_scalar(kind))
+        item, count = self.number("<u4"), self.number("<u8")
+        if item == _STRING:
+            return list(self.texts(count))
+        dtype = np.dtype(_scalar(item))
+        return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+
+
+def _scalar(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"a value of type {kind}")
+    return _SCALARS[kind]
+
+
+def _metadata(header: _Header, count: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(count):
+        key = header.text()
+        if key in found:
+            raise ValueError(f"{key} is given twice")
+        found[key] = header.value()
+    return found
+
+
+def _tensor_facts(header: _Header) -> tuple[str, tuple[int, ...], int, int]:
+    """Name, shape (row-major), type and place of a tensor."""
+    name, rank = header.text(), header.number("<u4")
+    shape = tuple(header.number("<u8") for _ in range(rank))[::-1]
+    return name, shape, header.number("<u4"), header.number("<u8")
+
+
+def _mapped(
+    data: mmap.mmap, begin: int, name: str, shape: tuple[int, ...], number: int, offset: int
+) -> GGUFTensor:
+    kind, values, size = _KINDS.get(number) or _rare(number)
+    is_vector = len(shape) == 1 and values == 1
+    width = 1 if is_vector or not shape else shape[-1]
+    if width % values:
+        raise ValueError(f"{name} has rows of {width} values, {kind} has blocks of {values}")
+    row_bytes = width // values * size
+    rows, first = math.prod(shape) // width if width else 0, begin + offset
+    if first + rows * row_bytes > len(data):
+        raise ValueError(f"it ends before {name} does")
+    held = np.frombuffer(data, np.uint8, rows * row_bytes, first)
+    return GGUFTensor(name, kind, shape, held.reshape(rows, row_bytes))
+
+
+def _rare(number: int) -> tuple[str, int, int]:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    kind = GGMLQuantizationType(number)
+    return kind.name, *GGML_QUANT_SIZES[kind]
