@@ -126,10 +126,10 @@ def _rotated(op: Op, q: ir.Value, k: ir.Value, *tables: ir.Value) -> tuple[ir.Va
     """Queries and keys, turned by cos, sin and positions."""
     q, k = (
         op.RotaryEmbedding(
-            x, *tables, num_heads=ir.RefAttr("num_heads", of_call, _INT),
+            x, *tables, num_heads=ir.RefAttr("num_heads", heads, _INT),
             **of_call(interleaved=_INT, rotary_embedding_dim=_INT),
         )
-        for x, of_call in ((q, "num_heads"), (k, "kv_num_heads"))
+        for x, heads in ((q, "num_heads"), (k, "kv_num_heads"))
     )  # fmt: skip
     return q, k
 

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from edgellm import contract
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export import quantized
-from edgellm.export.quantized.operand import QuantizedLinear
+from edgellm.export.quantized.operand import BlockWeight, QuantizedLinear
 from edgellm.export.weights import Pieces, StoredTensor, Weights, as_bytes
 
 Bias = StoredTensor | None
@@ -84,19 +84,21 @@ class SeparateExperts:
         layers = [self._weights / f"{index}.{name}" for index in range(self._experts)]
         found = [quantized.find(layer, shape, dtype) for layer in layers]
         title = f"{self.prefix}*.{name}.weight"
-        linears = [each for each in found if each is not None]
-        if not linears:
+        first = next((each for each in found if each is not None), None)
+        if first is None:
             dense = [layer.take("weight", shape, dtype) for layer in layers]
             return Stored(contract.EXPERTS, (stacked(title, dense),))
-        for layer, each in zip(layers, found, strict=True):
-            _require_plain(layer, each, linears[0])
+        linears = [_plain(layer, each, first) for layer, each in zip(layers, found, strict=True)]
         return _stack_linears(title, linears, shape)
 
 
-def _require_plain(layer: Weights, found: QuantizedLinear | None, first: QuantizedLinear) -> None:
-    """Stop at an expert that is stored otherwise than the first, or that rounds its inputs."""
+_Found = QuantizedLinear | BlockWeight | None
+
+
+def _plain(layer: Weights, found: _Found, first: _Found) -> QuantizedLinear:
+    """An expert's weight, if it is stored as the first is and its inputs are not rounded."""
     name = layer.prefix.rstrip(".")
-    if found is None or _form(found) != _form(first):
+    if not isinstance(found, QuantizedLinear) or _form(found) != _form(first):
         raise UnsupportedModelError(
             f"{name} is not quantized as the other experts of its layer are",
             hint="quantize all experts alike",
@@ -112,9 +114,12 @@ def _require_plain(layer: Weights, found: QuantizedLinear | None, first: Quantiz
             f"{name} has {what[0]}, which experts of a mixture cannot have yet",
             hint="export the checkpoint before it was quantized, and give llm_build --quantize",
         )
+    return found
 
 
-def _form(linear: QuantizedLinear) -> tuple[object, ...]:
+def _form(linear: _Found) -> tuple[object, ...] | None:
+    if not isinstance(linear, QuantizedLinear):
+        return None
     return linear.codes.dtype, linear.block_size, linear.zero_points is None, linear.scales.shape
 
 

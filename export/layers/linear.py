@@ -45,7 +45,7 @@ class Linear:
 
 
 def block_operands(op: Op, weight: BlockWeight) -> list[ir.Value]:
-    """Codes, scales, and minima where there are any, as `block_functions.block_linear` takes them."""
+    """Codes, scales, and minima where there are any, as `block_linear` takes them."""
     factors = [weight.scales, *([] if weight.minima is None else [weight.minima])]
     return [op.parameter(weight.codes), *(_factors(op, each) for each in factors)]
 
