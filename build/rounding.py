@@ -57,7 +57,7 @@ def round_layers(
     for node in graph.find("MatMul", "FusedMatMul"):
         x, weight = node.inputs
         parameter = _parameter(weight)
-        if x is None or weight is None or parameter not in layers:  # a router
+        if x is None or weight is None or parameter is None or parameter not in layers:
             continue
         (width, rounding), graph.cursor = layers[parameter], node
         if block := rounding.input_block:

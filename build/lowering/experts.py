@@ -27,6 +27,8 @@ from edgellm.contract import (
     FP4_EXPERTS,
     FUNCTIONS,
     QUANTIZED_EXPERTS,
+    QUANTIZED_LINEAR,
+    SHIFTED_LINEAR,
     BrokenArtifactError,
     UnsupportedModelError,
 )
@@ -57,7 +59,10 @@ class Stack:
             tensors[0] = _pairs(tensors[0], self.shape[:0:-1])
             tensors.append(ir.tensor(np.array(1, np.float32)))  # the scale of scales
         block = 0 if self.block_size == self.shape[1] else self.block_size
-        return WeightPart(self.kind, self.shape[1:], block, self.parameter, tuple(tensors))
+        has_zero_points = self.kind != "fp4" and len(self.stored) == 3
+        operation = SHIFTED_LINEAR if has_zero_points else QUANTIZED_LINEAR
+        shape = self.shape[1:]
+        return WeightPart(self.kind, shape, block, self.parameter, tuple(tensors), operation)
 
     @property
     def first(self) -> LinearWeight:
