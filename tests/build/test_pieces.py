@@ -37,7 +37,7 @@ def _reference(folder, tmp_path, quantize):
         "decoder", ir.load(path), bundle, dataclasses.replace(PLAN, quantize=quantize)
     )
     with rounded_weights(tmp_path, quantize) as rounded:
-        source = reference.Source("decoder", bundle, path, rounded, bundle.cache)
+        source = reference.Source("decoder", bundle, path, rounded, bundle.cache, PLAN.kv_capacity)
         return reference.make_reference(source, 64, Rounds(tuple(each.kernel for each in variants)))
 
 
