@@ -76,9 +76,12 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def bundles(smollm2_gguf, tmp_path_factory) -> Path:
-    """A folder with those of base and draft."""
+    return make_bundles(smollm2_gguf, tmp_path_factory.mktemp("eagle"))
+
+
+def make_bundles(smollm2_gguf: Path, folder: Path) -> Path:
+    """Those of base and draft, and the draft's engine."""
     assert (DRAFT / "model.safetensors").exists(), f"the draft is missing: {DRAFT}"
-    folder = tmp_path_factory.mktemp("eagle")
     options = ExportOptions("fp32", draft_model_dir=str(DRAFT))
     export_llm(open_checkpoint(str(smollm2_gguf)), folder / "base", options)
     draft, base = (open_checkpoint(str(path), tokenizer=False) for path in (DRAFT, smollm2_gguf))
@@ -88,12 +91,17 @@ def bundles(smollm2_gguf, tmp_path_factory) -> Path:
     return folder
 
 
-def _opened(bundles: Path, engine: Path, quantize: str, kernels: str, tree: str = "cost") -> LLM:
+def build(bundles: Path, engine: Path, quantize: str, kernels: str) -> Path:
+    """The engine, with its draft."""
     shutil.copytree(bundles / "built", engine)
     options = CpuOptions(kernels)
     plan = Plan(256, 512, 0, "auto", quantize, max_verify_tree_size=60, options=options)
     build_engine("llm", bundles / "base", engine, plan, "onnxruntime", lambda _: None)
-    return LLM(engine, spec=SpecOptions(tree=tree))
+    return engine
+
+
+def _opened(bundles: Path, engine: Path, quantize: str, kernels: str, tree: str = "cost") -> LLM:
+    return LLM(build(bundles, engine, quantize, kernels), spec=SpecOptions(tree=tree))
 
 
 def _requests(count: int) -> list[dict]:

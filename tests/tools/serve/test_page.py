@@ -185,7 +185,8 @@ def test_everything_can_be_reached_by_tab(page, server):
 @pytest.mark.real
 def test_a_real_answer(page, smollm2_gguf, tmp_path):
     """SmolLM2 with its draft: most of the answer was drafted. The README has the picture."""
-    engine = test_real_eagle._build(smollm2_gguf, tmp_path, "none")
+    bundles = test_real_eagle.make_bundles(smollm2_gguf, tmp_path)
+    engine = test_real_eagle.build(bundles, tmp_path / "engine", "none", "onnxruntime")
     flags = ["--eagle", "--eagleTree", "fixed", "--eagleVerifyTreeSize", 16]
     with serving(engine, *flags, "--modelName", "SmolLM2-135M-Instruct") as server:
         _open(page, server)
