@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import onnxruntime as ort
 import weights
 
 from edgellm.device_runtime.sessions.decoder import open_decoder
@@ -84,22 +85,27 @@ def python_time_per_step_ms(engine: Path) -> float:
     session = open_decoder(engine, manifest)
     session.run(np.arange(512), 0, np.array([511]))
     session.run(np.array([5]), 512, np.array([0]))
-    bound = session._passes[1, 1]
     inside: list[float] = []
-    compute = bound.run
-
-    def timed() -> None:
-        start = time.perf_counter()
-        compute()
-        inside.append(time.perf_counter() - start)
-
-    bound.run = timed
+    for bound in session._runner._bound.values():
+        bound._session = _Timed(bound._session, inside)
     whole = []
     for position in range(512, 712):
         start = time.perf_counter()
         int(session.run(np.array([5]), position, np.array([0])).token_ids[0])
         whole.append(time.perf_counter() - start)
     return statistics.median(w - i for w, i in zip(whole, inside, strict=True)) * 1e3
+
+
+class _Timed:
+    """ONNX Runtime's session; notes the seconds of its runs."""
+
+    def __init__(self, session: ort.InferenceSession, seconds: list[float]) -> None:
+        self._session, self._seconds = session, seconds
+
+    def run_with_iobinding(self, binding: ort.IOBinding) -> None:
+        start = time.perf_counter()
+        self._session.run_with_iobinding(binding)
+        self._seconds.append(time.perf_counter() - start)
 
 
 def _script(name: str) -> Path:
