@@ -92,6 +92,12 @@ const Kernels* const* available_kernels(int* count) {
   return found.sets;
 }
 
+const Kernels& kernels() {
+  int count;
+  static const Kernels& best = *available_kernels(&count)[0];
+  return best;
+}
+
 const Kernels* find_kernels(const char* name) {
   int count;
   const Kernels* const* sets = available_kernels(&count);

@@ -14,21 +14,12 @@ namespace edgellm {
 namespace {
 
 using ort::Fault;
+using ort::require;
 using ort::Tensor;
 
 constexpr int64_t kPartBytes = 128 << 10;  // of weights, below which threads are not worth their call
 constexpr int64_t kRowsApart = 8;          // rows that are prepared on threads
 constexpr int64_t kMostTaken = 4096;       // rows times experts taken that are held at once
-
-const Kernels& kernels() {
-  int count;
-  static const Kernels& best = *available_kernels(&count)[0];
-  return best;
-}
-
-void require(bool holds, const char* fault) {
-  if (!holds) throw Fault(fault);
-}
 
 // Packed weights of one form: the records of each, then the headers of all.
 std::vector<Weight> read_stack(const ort::Info* info, size_t index, int64_t experts) {

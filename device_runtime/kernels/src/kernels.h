@@ -148,6 +148,9 @@ struct Kernels {
 
 // Best first; the last is the scalar reference. Those that this processor lacks are left out.
 const Kernels* const* available_kernels(int* count);
+
+// The best of them.
+const Kernels& kernels();
 const Kernels* find_kernels(const char* name);  // nullptr: not on this processor
 
 }  // namespace edgellm

@@ -14,6 +14,7 @@ const void* const* ort::table;
 namespace {
 
 using ort::Fault;
+using ort::require;
 using ort::Tensor;
 
 constexpr int64_t kMostParts = 64;           // of one product, for threads to share
@@ -23,16 +24,6 @@ constexpr int64_t kRowsTogether = 16;        // rows from which a tile takes all
 
 // Of a prompt: what reads the cache together; of a long one more, which still leaves tasks enough.
 constexpr int64_t kRowsOfTask = 4, kQueriesOfTask = 128, kLongPrompt = 4096;
-
-const Kernels& kernels() {
-  int count;
-  static const Kernels& best = *available_kernels(&count)[0];
-  return best;
-}
-
-void require(bool holds, const char* fault) {
-  if (!holds) throw Fault(fault);
-}
 
 Weight packed_input(const ort::Info* info, const std::string& name) {
   int is_constant = 0;

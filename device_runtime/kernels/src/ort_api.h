@@ -48,6 +48,10 @@ struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+inline void require(bool holds, const char* fault) {
+  if (!holds) throw Fault(fault);
+}
+
 template <class... Arguments>
 void call(Slot slot, Arguments... arguments) {
   Status* status = raw<Status*>(slot, arguments...);
