@@ -27,7 +27,9 @@ _OPERATORS = ("operators", "attention_operator", "experts")  # for ONNX Runtime
 _ANY = ("scalar", "layout", "dispatch", "c_api", *_OPERATORS)
 _UNITS = {
     "x86_64": {
-        "avx2": _AVX2, "avx_vnni": (*_AVX2, "-mavxvnni"), "avx512_vnni": _AVX512,
+        "avx2": _AVX2,
+        "avx_vnni": (*_AVX2, "-mavxvnni"),
+        "avx512_vnni": _AVX512,
         "amx": (*_AVX512, "-mamx-tile", "-mamx-int8"),
     },
     "aarch64": {
