@@ -5,6 +5,7 @@ namespace edgellm {
 namespace {
 
 struct Pairs : Avx2 {
+  static constexpr int kSteps8 = 1;
   static constexpr int kMiddle8 = 0;  // what int8 dot products leave to be taken off
 
   using Sum = __m256i;  // 16 words

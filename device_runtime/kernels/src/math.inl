@@ -46,7 +46,7 @@ inline F exp(F x) {
 
 inline F silu(F x) { return Set::div(x, Set::add(Set::set(1), exp(Set::sub(Set::set(0), x)))); }
 
-inline F tanh(F x) {
+__attribute__((noinline)) inline F tanh(F x) {  // few need it: what may call it stays small
   const F e = exp(Set::add(x, x));
   return Set::sub(Set::set(1), Set::div(Set::set(2), Set::add(e, Set::set(1))));
 }

@@ -29,6 +29,7 @@ struct Registers {
   typedef uint8_t Bytes __attribute__((vector_size(kBytes_)));
   typedef uint16_t Halves __attribute__((vector_size(kBytes_ / 2)));
 
+  static constexpr int kSteps8 = 4;  // of `add8` that are written out
   using Sum = Ints;  // of some steps of `add4`, for those that cannot add to 32 bits at once
   static Sum begin(Ints sums) { return sums; }
   static Ints end(Ints, Sum sum) { return sum; }
@@ -206,7 +207,9 @@ struct Vector : Native {
   }
   template <Form kForm, int R, int S>
   static EDGELLM_INLINE void dot(I (&acc)[R][S], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
-    if (kForm == Form::kInt8 || (kForm == Form::kInt4 && block > 16))
+    if (kForm == Form::kInt8)
+      dot_by<kForm, Native::kSteps8>(acc, w, x, stride, block);
+    else if (kForm == Form::kInt4 && block > 16)
       dot_by<kForm, 4>(acc, w, x, stride, block);
     else
       dot_by<kForm, 2>(acc, w, x, stride, block);
