@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from edgellm.contract import RequestError
 from edgellm.device_runtime.engine import arguments
 from edgellm.device_runtime.engine.answer import Answer
+from edgellm.device_runtime.engine.batch import Batch, Entry
 from edgellm.device_runtime.engine.cache_slot import CacheSlot
 from edgellm.device_runtime.engine.endings import Endings
 from edgellm.device_runtime.engine.messages import Formatter
 from edgellm.device_runtime.engine.prefix_cache import count_common
 from edgellm.device_runtime.engine.profile import IMAGES, Profile
 from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.engine.scheduler import Bounds
 from edgellm.device_runtime.engine.sequence import Sequence, Step
-from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.engine.turns import Turns
 from edgellm.device_runtime.sampling.guidance import Guidance
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
@@ -78,7 +78,6 @@ class LLM:
             self.tokenizer = ChatTokenizer(folder)
             session = open_decoder(folder, self.manifest)
         self.formatter = Formatter(self.tokenizer, allow_special_tokens)
-        self._turns = Turns()
         self._drafters: Drafters | None = None
         spec = settled(spec, folder, self.manifest) if spec is not None else None
         if spec is not None:
@@ -93,6 +92,7 @@ class LLM:
             no_images=no_images,
             reuses_context=context_reuse,
         )
+        self._turns = Turns(Batch(self._slot, self._bounds()))
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
             from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
@@ -101,6 +101,13 @@ class LLM:
                 Path(multimodal_engine_dir), self.manifest.decoder, verify=verify
             )
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
+
+    def _bounds(self) -> Bounds:
+        """What passes are held to."""
+        manifest, tree_rows = self.manifest, 1
+        if self._drafters is not None:
+            tree_rows = manifest.max_verify_tree_size
+        return Bounds(getattr(manifest, "max_batch_size", 1), manifest.prefill_rows, tree_rows)
 
     @property
     def slot(self) -> CacheSlot:
@@ -213,20 +220,7 @@ class LLM:
         if system_prompt is not None:
             ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
             kept = count_common(ids, prompt.token_ids)
-        return Answer(sequence, self._steps(sequence, kept))
-
-    def _steps(self, sequence: Sequence, kept: int | None) -> Iterator[Step]:
-        """Advance a sequence to its end; then keep so many of its rows for later prompts."""
-        try:
-            with self._turns.take() as turn:
-                while not sequence.is_over:
-                    with turn.computing():
-                        (steps,) = step(self.slot, [sequence])
-                        if sequence.is_over and kept is not None:
-                            sequence.warnings += self.slot.keep(sequence, kept)
-                    yield from steps
-        finally:
-            sequence.close()
+        return Answer(Entry(sequence, kept), self._turns)
 
     def _prompt(
         self,
