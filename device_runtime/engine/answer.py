@@ -18,7 +18,7 @@ class Answer:
     """An answer that grows while it is iterated over; complete when the iteration ends."""
 
     def __init__(self, entry: Entry, turns: Turns) -> None:
-        self.text = ""
+        self.text, self.is_complete = "", False
         self._entry, self._turns = entry, turns
         self._begun = threading.Lock()
 
@@ -105,6 +105,7 @@ class Answer:
                     for step in steps:
                         self.text += step.text
                         yield step
+            self.is_complete = True
         finally:
             self._turns.leave(entry)
 

@@ -13,6 +13,7 @@ from edgellm.device_runtime.engine.cache_slot import CacheSlot
 from edgellm.device_runtime.engine.scheduler import Bounds, Plan, Standing, plan
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.engine.step import step
+from edgellm.device_runtime.speculate.costs import Company
 
 AHEAD = 4  # steps that are computed in company before their reader asks for them
 
@@ -83,8 +84,9 @@ class Batch:
         self.bounds = bounds
         self.entries: list[Entry] = []
         self.stepping: frozenset[Entry] = frozenset()  # in the pass that runs
-        self.num_preempted = 0
-        self.on_pass: Callable[[int], object] | None = None  # told how many answers share it
+        # Told before each pass how many answers share it, and how many made way for them.
+        self.on_pass: Callable[[int, int], object] | None = None
+        self._num_preempted = 0
         self._numbers = itertools.count(1)
 
     @property
@@ -145,17 +147,20 @@ class Batch:
         for entry in stepping:
             entry.sequence.most_rows, entry.saved_rows = found.rows[entry.number], 0
         self.stepping = frozenset(stepping)
+        if self.slot.steps_together:
+            _share(stepping)
         return stepping
 
     def _release(self, entry: Entry) -> None:
-        self.num_preempted += entry.is_admitted
+        self._num_preempted += entry.is_admitted
         entry.is_admitted, entry.saved_rows = False, entry.sequence.num_rows
         self.slot.release(entry.sequence)
 
     def run(self, stepping: list[Entry]) -> list[tuple[Step, ...]]:
         """Take the step; entries whose answers fail say so."""
         if self.on_pass is not None:
-            self.on_pass(len(stepping))
+            self.on_pass(len(stepping), self._num_preempted)
+        self._num_preempted = 0
         if self.slot.steps_together:
             return self._step(stepping)
         return [steps for entry in stepping for steps in self._step_alone(entry)]
@@ -192,6 +197,23 @@ class Batch:
     def _finish(self, entry: Entry) -> None:
         entry.is_done, entry.is_admitted = True, False
         entry.sequence.close()
+
+
+def _share(stepping: list[Entry]) -> None:
+    """Tell those that draft what the rows of the pass cost beside the others'."""
+    rows = {entry: _rows_lately(entry.sequence) for entry in stepping}
+    answers = sum(not entry.sequence.is_reading for entry in stepping)
+    for entry in stepping:
+        if entry.sequence.drafter is not None:
+            others = sum(rows.values()) - rows[entry]
+            entry.sequence.drafter.company = Company(max(answers, 1), others)
+
+
+def _rows_lately(sequence: Sequence) -> int:
+    """Of a pass: the piece that is read next, or as many as the latest tree."""
+    if sequence.is_reading:
+        return sequence.most_rows
+    return sequence.profile.rounds[-1].tree_size if sequence.profile.rounds else 1
 
 
 def _interrupted() -> EdgeLLMError:

@@ -20,6 +20,7 @@ class CacheSlot:
     """The caches of the base and of its draft, for one sequence at a time."""
 
     steps_together = False  # sequences that step side by side take a pass each, in turn
+    page_rows = 1  # in which sequences get rows
     free_rows = sys.maxsize  # that further sequences may have: the host keeps copies
 
     def __init__(
@@ -65,6 +66,11 @@ class CacheSlot:
                 holder.drafter.swap_out()
             holder.rows = self.session.read_rows(holder.num_rows)
         self._holder = None
+
+    @property
+    def usage(self) -> float:
+        """Share of the rows that are in use."""
+        return self.session.num_rows / self.session.capacity
 
     def release(self, sequence: Sequence) -> None:
         """Copy the rows of a sequence, so that others may have them."""

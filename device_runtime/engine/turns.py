@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from edgellm.contract import EdgeLLMError
@@ -33,6 +33,10 @@ class Turns:
         self._computes = 0  # the thread that does; 0: none
         self._visitors: set[int] = set()  # threads that wait for the end of a pass
         self._closed = False
+
+    def on_pass(self, told: Callable[[int, int], object]) -> None:
+        """See `Batch.on_pass`."""
+        self._batch.on_pass = told
 
     def enter(self, entry: Entry, reader: object = None) -> None:
         """An answer is about to be read; without `reader` by this thread."""
