@@ -10,7 +10,7 @@ from typing import Any
 from edgellm.artifact import move_files, replace_file, temporary_folder
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.disk import require_space
-from edgellm.export.checkpoint import Renamed, TensorSource
+from edgellm.export.checkpoint import Renamed, TensorSource, write_safetensors
 from edgellm.quantize import compressed_tensors
 from edgellm.quantize.checkpointing import HEAD_PART, layer_part
 from edgellm.quantize.checks import linear_shapes
@@ -18,7 +18,7 @@ from edgellm.quantize.modelopt_adapter import hf_config
 from edgellm.quantize.page import render
 from edgellm.quantize.plan import Plan
 from edgellm.quantize.report import Report, as_json
-from edgellm.quantize.tensors import Joined, split_shards, write_safetensors
+from edgellm.quantize.tensors import Joined, split_shards
 
 SIDE_FILE, PAGE = "edgellm_quant.json", "edgellm_quant.html"
 _QUANT_CONFIG = "hf_quant_config.json"
