@@ -192,7 +192,8 @@ def test_quantized_experts_compute_what_they_stand_for(layout, precision, qwen, 
     plan = Plan(48, 64, 1, options=CpuOptions("edgellm"))
     manifest = build_engine("llm", bundle, tmp_path / "e", plan, "onnxruntime", lambda _: None)
     assert manifest.main_graphs[0].precision == precision
-    assert "rows are off by" in manifest.options["checks"][0]
+    said = "not compared" if precision == "fp4" else "rows are off by"
+    assert said in manifest.options["checks"][0]
     error = logits(open_decoder(tmp_path / "e", manifest)) - expected
     errors = np.linalg.norm(error, axis=1) / np.linalg.norm(expected, axis=1)
     assert np.median(errors) < 0.05  # rounded inputs may send some rows to other experts
