@@ -145,9 +145,7 @@ def _stack_linears(
     return Stored(function, tuple(operands), {"block_size": block})
 
 
-def _stack_nvfp4(
-    title: str, linears: Sequence[QuantizedLinear], shape: tuple[int, int]
-) -> Stored:
+def _stack_nvfp4(title: str, linears: Sequence[QuantizedLinear], shape: tuple[int, int]) -> Stored:
     out, width = shape
     pairs = [
         StoredTensor(each.codes.name, ir.DataType.UINT8, (out, width // 2), each.codes.stream)
