@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.engine.prefix_cache import KeptContexts, RowCache
+from edgellm.device_runtime.engine.prefix_cache import KeptContexts, KeptRows, RowCache
 from edgellm.device_runtime.engine.profile import RESTORE
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
@@ -107,6 +107,25 @@ class CacheSlot:
         if not self.kept.keep(sequence.prompt.keys[: length + 1], caches):
             return [f"the system prompt takes more than {self.kept.limit_bytes} bytes: not kept"]
         return []
+
+    @property
+    def num_caches(self) -> int:
+        """The base's, and those of a draft."""
+        return 1 + len(self._draft_caches)
+
+    def contexts(self) -> list[KeptRows]:
+        """What is kept, and the rows of the latest answer; no pass may run meanwhile.
+
+        Beginnings of others are left out.
+        """
+        if self._holder is not None and self._holder.num_rows:
+            keys = self._holder.keys[: self._holder.num_rows + 1]
+            self.kept.keep(keys, (self.session, *self._draft_caches))
+        found = self.kept.all
+        return [
+            one for one in found
+            if not any(other is not one and other.holds(one) for other in found)
+        ]  # fmt: skip
 
     def _reuse(self, sequence: Sequence) -> int:
         """Rows of the prompt that the caches hold or get back; its last is always computed."""
