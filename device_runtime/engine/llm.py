@@ -119,7 +119,7 @@ class LLM:
             return bounds
         pass_ms = (manifest.cost_ms or costs(session, manifest.decoder))[PASS]
         return replace(
-            bounds, page_rows=self._slot.page_rows, most_stall_ms=most_stall_ms,
+            bounds, page_rows=CacheSlot.page_rows, most_stall_ms=most_stall_ms,
             pass_ms=Costs.of(pass_ms).verify,
         )  # fmt: skip
 

@@ -1,12 +1,10 @@
 // ONNX Runtime's operators of the domain "edgellm.kernels", apart from that of portable graphs' functions.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <initializer_list>
 
-#include "attention.h"
-#include "experts.h"
 #include "kernels.h"
-#include "ort_api.h"
+#include "operators.h"
 
 namespace edgellm {
 
@@ -20,7 +18,6 @@ using ort::Tensor;
 
 constexpr int64_t kMostParts = 64;           // of one product, for threads to share
 constexpr int64_t kPartBytes = 32 << 10;     // of weights, below which threads are not worth their call
-constexpr int64_t kRowsApart = 8;            // rows that are prepared on threads
 
 Weight packed_input(const ort::Info* info, const std::string& name) {
   int is_constant = 0;
@@ -196,9 +193,9 @@ extern "C" __attribute__((visibility("default"))) edgellm::ort::Status* Register
     static ort::Domain* const domain = [] {  // for all sessions, which may outlive any owner but the process
       ort::Domain* made = nullptr;
       ort::call(ort::kCreateDomain, "edgellm.kernels", &made);
-      std::vector<const ort::Operator*> all = attention_operators();
-      all.insert(all.end(), {ort::describe<QuantLinear>(), ort::describe<LookUp>(), ort::describe<Picks>(), experts_operator()});
-      for (const ort::Operator* one : all) ort::call(ort::kAddOperator, made, one);
+      for (const ort::Operator* one : {ort::describe<QuantLinear>(), ort::describe<LookUp>(), ort::describe<Picks>(), experts_operator()})
+        ort::call(ort::kAddOperator, made, one);
+      for (const ort::Operator* one : attention_operators()) ort::call(ort::kAddOperator, made, one);
       return made;
     }();
     ort::call(ort::kAddDomain, options, domain);

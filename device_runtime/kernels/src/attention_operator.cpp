@@ -1,14 +1,13 @@
 // Rope, append and attention of a pass over the pages of several sequences' caches.
 //
 // Each sequence is computed for itself: a row's bits know neither the others' rows nor where pages lie.
-#include "attention.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
 
 #include "kernels.h"
+#include "operators.h"
 
 namespace edgellm {
 namespace {
@@ -16,7 +15,6 @@ namespace {
 using ort::require;
 using ort::Tensor;
 
-constexpr int64_t kRowsApart = 8;      // rows that are prepared on threads
 constexpr int64_t kRowsTogether = 16;  // rows from which a tile takes all chunks of its keys
 
 // Of a prompt: what reads the cache together; of a long one more, which still leaves tasks enough.
