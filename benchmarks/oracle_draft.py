@@ -94,6 +94,9 @@ class OracleDrafter:
     def swap_in(self) -> None:
         self._within.swap_in()
 
+    def drop(self) -> None:
+        self._within.drop()
+
     def end(self) -> None:
         self._within.end()
 

@@ -228,6 +228,14 @@ class _Slot:
     seen: set[int] = field(default_factory=set)  # slots of its ancestors and its own
 
 
+@dataclass
+class _Text:
+    """What the rows of one answer stand for."""
+
+    text: list[int] = field(default_factory=list)  # token 0, and the token of every committed row
+    is_closed: bool = False
+
+
 class StrictDraft:
     """See `edgellm.device_runtime.sessions.draft.DraftSession`.
 
@@ -237,11 +245,30 @@ class StrictDraft:
 
     def __init__(self, capacity: int, draft: Draft) -> None:
         self.capacity, self.draft = capacity, draft
-        self.text: list[int] = []  # token 0, and the token of every committed row
+        self.context = _Text()
         self.slots: list[_Slot] = []
         self.recycled: dict[int, Context] = {}  # serial number -> path that it stands for
         self.growth: list[int] = []  # rows of every growth pass of this round
         self.extensions: list[int] = []
+
+    @property
+    def text(self) -> list[int]:
+        return self.context.text
+
+    @text.setter
+    def text(self, text: list[int]) -> None:
+        self.context.text = text
+
+    def fork(self):
+        assert not self.context.is_closed
+        return _Text(list(self.context.text))
+
+    def use(self, context):
+        assert not context.is_closed
+        self.context, self.slots = context, []
+
+    def close(self, context):
+        context.is_closed = True
 
     def fuse(self, taps):
         hidden = np.full((len(taps), 2), _FUSED, np.float32)

@@ -144,7 +144,8 @@ class _Compiler:
         return self._runner(loaded)
 
     def _runner(self, loaded: Sequence[LoadedGraph]) -> OnnxRuntimeRunner:
-        return open_runner(loaded, self._source.cache, self._plan.kv_capacity)
+        plan = self._plan
+        return open_runner(loaded, self._source.cache, plan.kv_capacity, plan.max_batch_size)
 
     def _compile(self, variant: Variant) -> LoadedGraph:
         step, is_own = f"lowering the {variant.name} graph", _is_own(variant)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from edgellm.device_runtime.engine.prefix_cache import count_common, row_keys
 from edgellm.device_runtime.sessions import F32, I64, ImageRows, RowKey
+from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.draft import DraftResult, DraftSession
 
 
@@ -62,11 +63,11 @@ class _Pairs:
 
 @dataclass(frozen=True, slots=True)
 class SavedRows:
-    """What a draft's cache held, while another answer has it."""
+    """The rows of an answer, while another drafts."""
 
     keys: list[RowKey]
     waiting: list[_Pairs]
-    rows: NDArray[Any] | None  # as `Session.read_rows` gives them; None: none
+    context: Context
 
 
 class CommittedRows:
@@ -190,16 +191,24 @@ class CommittedRows:
         self._keys = list(keys[: rows.shape[-2] + 1])
 
     def take_out(self) -> SavedRows:
-        """A copy of all rows; what waits is not computed."""
-        rows = self.session.read_rows(self.length) if self.length else None
-        return SavedRows(list(self._keys), list(self._waiting), rows)
+        """The rows of the answer that steps aside; what waits is not computed.
+
+        Another answer may go on behind the same rows.
+        """
+        saved = SavedRows(list(self._keys), list(self._waiting), self.session.context)
+        self.session.use(self.session.fork())
+        return saved
 
     def put_back(self, saved: SavedRows) -> None:
-        """Make saved rows the only ones."""
+        """Go on with the rows of an answer that stepped aside."""
         self._keys, self._waiting = [], []
-        if saved.rows is not None:
-            self.session.write_rows(saved.rows)
+        self.session.close(self.session.context)
+        self.session.use(saved.context)
         self._keys, self._waiting = list(saved.keys), list(saved.waiting)
+
+    def drop(self, saved: SavedRows) -> None:
+        """Nobody goes on with these rows."""
+        self.session.close(saved.context)
 
 
 def _itself(result: DraftResult) -> DraftResult:

@@ -107,11 +107,15 @@ class Drafter(Protocol):
         ...
 
     def swap_out(self) -> None:
-        """Copy the rows of the draft's cache: another answer is about to overwrite them."""
+        """Step aside with the rows of the draft's cache: another answer is about to draft."""
         ...
 
     def swap_in(self) -> None:
-        """Write them back."""
+        """Go on with them."""
+        ...
+
+    def drop(self) -> None:
+        """Nobody will swap them in."""
         ...
 
     def end(self) -> None:
@@ -162,6 +166,9 @@ class TreeDrafter:
         """Text alone has no rows."""
 
     def swap_in(self) -> None:
+        """The same."""
+
+    def drop(self) -> None:
         """The same."""
 
     def end(self) -> None:

@@ -23,6 +23,7 @@ class Ask:
     images: tuple[str, ...] = ()  # paths or data: URIs, as the messages have placeholders
     template_flags: Mapping[str, Any] = field(default_factory=dict)
     shown_tokens: tuple[str, ...] = ()  # special tokens that are to be read in the answer
+    priority: int = 0  # smaller goes first
 
 
 def load(
@@ -60,4 +61,5 @@ def start(llm: LLM, ask: Ask) -> Answer:
         max_generate_length=ask.max_tokens or llm.manifest.max_kv_cache_capacity,
         stop=ask.stop,
         shown_tokens=ask.shown_tokens,
+        priority=ask.priority,
     )

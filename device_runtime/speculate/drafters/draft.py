@@ -8,13 +8,12 @@ text that begins as the one before goes on behind the rows that they share.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgellm.contract import BrokenArtifactError
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
+from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import DecoderSession, costs, open_decoder
 from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
@@ -112,16 +111,25 @@ class ModelDrafter(TreeDrafter):
         self._text: list[int] = []
         self._length = 0  # rows of the cache that hold the text
         self._grown = _NONE  # pool nodes of the rows behind
-        self._saved: NDArray[Any] | None = None  # rows, while another answer has the cache
+        self._saved: Context | None = None  # its rows, while another answer drafts
 
     def swap_out(self) -> None:
         """See `Drafter.swap_out`."""
-        self._saved = self._session.read_rows(self._length) if self._length else None
+        self._session.cut(self._length)
+        self._saved = self._session.context
+        self._session.use(self._session.fork())
 
     def swap_in(self) -> None:
         """See `Drafter.swap_in`."""
+        assert self._saved is not None
+        self._session.close(self._session.context)
+        self._session.use(self._saved)
+        self._saved = None
+
+    def drop(self) -> None:
+        """See `Drafter.drop`."""
         if self._saved is not None:
-            self._session.write_rows(self._saved, self._text)
+            self._session.close(self._saved)
         self._saved = None
 
     def remember(self, token_ids: list[int]) -> None:

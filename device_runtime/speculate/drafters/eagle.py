@@ -124,6 +124,12 @@ class EagleDrafter(TreeDrafter):
         self._rows.put_back(self._saved)
         self._saved = None
 
+    def drop(self) -> None:
+        """See `Drafter.drop`."""
+        if self._saved is not None:
+            self._rows.drop(self._saved)
+        self._saved = None
+
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Committed rows: features [M, T*H] and the token that follows each, int64 [M]."""
         self._rows.observe(next_token_ids, taps)
