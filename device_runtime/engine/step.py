@@ -100,6 +100,8 @@ def _decode(session: DecoderSession, sequence: Sequence) -> Round:
 
 def _speculate(session: DecoderSession, sequence: Sequence, drafter: Drafter) -> Round:
     """Propose a tree, verify it in one pass of the base, accept a path, commit it."""
+    if drafter.rests:
+        return _decode_beside(session, sequence, drafter)
     profile, length, left = sequence.profile, sequence.num_rows, sequence.left
     if left > 1:
         with profile.stage(DRAFT_EXTEND if len(sequence.token_ids) > 1 else DRAFT_PREFILL):
@@ -128,6 +130,17 @@ def _speculate(session: DecoderSession, sequence: Sequence, drafter: Drafter) ->
         sequence.num_rows += len(outcome.path)
         token_ids = _commit(drafter, tree, taps, outcome)
     return Round(token_ids, tree, tuple(outcome.path), tuple(drafter.confidences(tree)))
+
+
+def _decode_beside(session: DecoderSession, sequence: Sequence, drafter: Drafter) -> Round:
+    """A token of plain decoding, which a drafter that rests takes note of."""
+    with sequence.profile.stage(VERIFY):
+        root = np.array([sequence.newest])
+        result = session.run(root, sequence.num_rows, _FIRST)
+        token_id = draw(result, 0, sequence.sampler)
+        sequence.num_rows += 1
+        drafter.pass_by(token_id, result.taps)
+    return Round((token_id,), Tree.of_root(sequence.newest), (0,), (1.0,))
 
 
 def _verify(session: DecoderSession, tree: Tree, length: int) -> PassResult:

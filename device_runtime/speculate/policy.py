@@ -115,6 +115,7 @@ class CostAwareTree:
     ) -> None:
         self._limits, self._costs, self._calibration = limits, costs, calibration
         self._controller, self._verify = controller, costs.verify.tolist()
+        self._host_ms = costs.host_ms
         last = min(len(self._verify) - 1, 8)
         # What one more verified row costs in trees of a middling size.
         self._row_ms = (self._verify[last] - self._verify[2]) / max(last - 2, 1)
@@ -148,7 +149,7 @@ class CostAwareTree:
         """The size at which expected tokens minus the price of the pass peak."""
         ranked = pool.ranked()[: min(room, len(self._verify) - 2)]
         rate, expected, count = self._controller.rate, 0.0, 0
-        most = -rate * self._verify[1]
+        most = rate * (self._host_ms - self._verify[1])  # of the root alone, which has none
         for size, score in enumerate(pool.scores[ranked].tolist(), start=1):
             expected += math.exp(score)
             value = expected - rate * self._verify[size + 1]
