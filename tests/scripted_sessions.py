@@ -8,6 +8,7 @@ token to the row. What they answer depends on that path alone.
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -303,7 +304,7 @@ class StrictDraft:
     def read_rows(self, length):
         assert length <= self.committed
         text = self.text[self.skipped :]
-        pairs = list(zip(text, text[1:], strict=False))
+        pairs = list(itertools.pairwise(text))
         return np.array(pairs[:length], np.int64).reshape(length, 2)
 
     def write_rows(self, rows):
