@@ -71,7 +71,7 @@ class Draft:
         facts = understand_draft(checkpoint, base, DraftOptions(ignore_config_keys=ignored_keys))
         if not isinstance(facts, DraftConfig):
             raise UnsupportedModelError(
-                f"{checkpoint.label} holds Medusa heads, which are not calibrated here",
+                f"{checkpoint.label} holds a {facts.method} draft, which is not calibrated here",
                 hint="llm_build rounds their weights: --quantize int8 or int4",
             )
         check_floats(checkpoint)
