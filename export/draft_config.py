@@ -205,8 +205,12 @@ def _decoder(reader: ConfigReader, infos: Infos, first: str) -> DecoderConfig:
 
 def _expect_plain_eagle(eagle: ConfigReader) -> None:
     """The switches of Model-Optimizer and TensorRT-LLM, at the values of an EAGLE-3 draft."""
-    for key in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm",
-                "next_layer_regular"):  # fmt: skip
+    for key in (
+        "use_aux_hidden_state",
+        "use_input_layernorm_in_first_layer",
+        "use_last_layernorm",
+        "next_layer_regular",
+    ):
         eagle.expect(key, True)
     for key in ("use_mtp_layernorm", "eh_proj_before_attn"):
         eagle.expect(key, False)

@@ -33,10 +33,7 @@ def build_fuse(config: DraftConfig, weights: Weights, dtype: ir.DataType) -> tup
 
 
 def build_draft(
-    config: DraftConfig,
-    weights: Weights,
-    target_ids: NDArray[np.int64] | None,
-    dtype: ir.DataType,
+    config: DraftConfig, weights: Weights, target_ids: NDArray[np.int64] | None, dtype: ir.DataType
 ) -> tuple[ir.Model, Op]:
     """Record the draft's decoder without touching weight data.
 
@@ -72,11 +69,7 @@ def build_draft(
 
 
 def candidate_outputs(
-    op: Op,
-    logits: ir.Value,
-    top_k: ir.Value,
-    target_ids: NDArray[np.int64] | None,
-    rows: int | str,
+    op: Op, logits: ir.Value, top_k: ir.Value, target_ids: NDArray[np.int64] | None, rows: int | str
 ) -> list[ir.Value]:
     """Ids of the base's vocabulary and log-probabilities, both [1, R, K], best first."""
     ids, log_probs = _candidates(op, logits, top_k, target_ids)

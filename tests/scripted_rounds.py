@@ -5,14 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from scripted_sessions import (
-    DRAFTS,
-    VOCAB,
-    StrictBase,
-    StrictDraft,
-    StrictModel,
-    recorded,
-)
+from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, StrictModel, recorded
 from stepping import by_cost, generate, learned_of, speculate
 
 from edgellm.device_runtime.engine.profile import Profile

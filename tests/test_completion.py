@@ -48,9 +48,13 @@ def _script(shell: dict[str, str], command: str, name: str) -> str:
 
 def _run(command: list[str], shell: dict[str, str]) -> str:
     return subprocess.run(
-        [str(shutil.which(command[0], path=shell["PATH"])), *command[1:]], check=True,
-        capture_output=True, text=True, env={**os.environ, **shell}, cwd=shell["HOME"],
-    ).stdout  # fmt: skip
+        [str(shutil.which(command[0], path=shell["PATH"])), *command[1:]],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **shell},
+        cwd=shell["HOME"],
+    ).stdout
 
 
 def _completed(shell: dict[str, str], line: str) -> list[str]:

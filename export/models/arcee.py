@@ -33,9 +33,12 @@ class DecoderLayer(llama.DecoderLayer):
         """Up, activation, down."""
         hidden, inner = config.hidden_size, config.intermediate_size
         return FeedForward(
-            weights / "up_proj", weights / "down_proj", (hidden, inner, hidden), config.activation,
+            weights / "up_proj",
+            weights / "down_proj",
+            (hidden, inner, hidden),
+            config.activation,
             bias=config.mlp_bias,
-        )  # fmt: skip
+        )
 
 
 class Model(llama.Model):

@@ -16,11 +16,14 @@ from edgellm.tools.evaluate.questions import PACKAGED, fingerprint, load, read_f
 ROWS = {
     "mt_bench": {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
     "humaneval": {
-        "task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f",
-        "canonical_solution": "    return 1\n", "test": "def check(c):\n    assert c() == 1\n",
+        "task_id": "HumanEval/0",
+        "prompt": "def f():\n",
+        "entry_point": "f",
+        "canonical_solution": "    return 1\n",
+        "test": "def check(c):\n    assert c() == 1\n",
     },
     "gsm8k": {"id": "t-1", "prompt": "1 + 1?", "expected": "2", "upstream_answer": "#### 2"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture

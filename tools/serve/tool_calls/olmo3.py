@@ -21,9 +21,13 @@ class Olmo3Parser(MarkedParser):
     openings, closing = (_OPEN,), _CLOSE
     shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
     form: ClassVar = CallForm(
-        '{"name": "NAME", "arguments": ', "}", between=", ", opening=f"{_OPEN}[",
-        closing=f"]{_CLOSE}", marks=shown,
-    )  # fmt: skip
+        '{"name": "NAME", "arguments": ',
+        "}",
+        between=", ",
+        opening=f"{_OPEN}[",
+        closing=f"]{_CLOSE}",
+        marks=shown,
+    )
 
     @staticmethod
     def recognises(template: str) -> bool:

@@ -24,9 +24,13 @@ class Phi4Parser(MarkedParser):
     openings = (_OPEN, "functools[")
     shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
     form: ClassVar = CallForm(
-        '{"name": "NAME", "arguments": ', "}", between=", ", opening=f"{_OPEN}[",
-        closing=f"]{_CLOSE}", marks=shown,
-    )  # fmt: skip
+        '{"name": "NAME", "arguments": ',
+        "}",
+        between=", ",
+        opening=f"{_OPEN}[",
+        closing=f"]{_CLOSE}",
+        marks=shown,
+    )
 
     @staticmethod
     def recognises(template: str) -> bool:
