@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from edgellm.export.config import ConfigReader
 from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.layers.mlp import MLP, FeedForward
 from edgellm.export.layers.norm import LayerNorm
-from edgellm.export.models import llama
-from edgellm.export.weights import Weights
+from edgellm.export.models import arcee, llama
 
 _ACTIVATION = "gelu_pytorch_tanh"
 TINY = {
@@ -47,21 +47,12 @@ class Config(DecoderConfig):
         )
 
 
-class DecoderLayer(llama.DecoderLayer):
+class DecoderLayer(arcee.DecoderLayer):
     """Llama's block with layer norms and without a gate."""
 
     norm = LayerNorm
 
-    def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
-        """Into the width between, activation, back."""
-        hidden, inner = config.hidden_size, config.intermediate_size
-        return FeedForward(
-            weights / "c_fc",
-            weights / "c_proj",
-            (hidden, inner, hidden),
-            config.activation,
-            bias=config.mlp_bias,
-        )
+    feed_forward_names: ClassVar = ("c_fc", "c_proj")
 
 
 class Model(llama.Model):
