@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 
+Format = Annotated[
+    str, typer.Option("--format", help="modelopt, or compressed-tensors, which vLLM reads.")
+]
 Head = Annotated[
     str | None, typer.Option("--lm_head_quantization", help="fp8, nvfp4, int8 or int4.")
 ]
@@ -67,6 +70,9 @@ IgnoredKeys = Annotated[
 ]
 
 
+_NAMED = 4  # experts in one line
+
+
 @app.callback()
 def commands() -> None:
     """Quantize Hugging Face checkpoints with nvidia-modelopt, layer by layer (CPU or GPU)."""
@@ -83,6 +89,7 @@ def llm(
         str | None,
         typer.Option("--algo", help="Of int4_awq: awq, or autoround (slower and better)."),
     ] = None,
+    format: Format = "modelopt",
     lm_head_quantization: Head = None,
     kv_cache_quantization: Cache = None,
     calib_dataset: Dataset = "default",
@@ -101,7 +108,7 @@ def llm(
     """Quantize a language model; run the same command again after an interrupt to go on."""
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
-        algo=algo, kv_cache_quantization=kv_cache_quantization,
+        algo=algo, format=format, kv_cache_quantization=kv_cache_quantization,
         keep_layers=numbers("--keep_layers", keep_layers),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
@@ -145,9 +152,7 @@ def draft(
 def _run(
     model_dir: str, output_dir: Path, body: str, head: str | None, ignored: str, **options: Any
 ) -> None:
-    _check_names(
-        body, options.get("algo"), head, options.get("kv_cache_quantization"), options["block_size"]
-    )
+    _check_names(body, head, **options)
     _require_host()
     from edgellm.quantize.layerwise_run import run_job
     from edgellm.quantize.plan import Job
@@ -211,6 +216,8 @@ def _print(report: Report, output: Path) -> None:
         f"KL {quality.kl_divergence:.4f} nats, top-1 agreement {quality.top1_agreement:.1%} "
         f"over {quality.tokens} held-out tokens"
     )
+    if report.few:
+        typer.echo(few_line(report.few))
     if report.outliers:
         kept = ",".join(map(str, report.outliers))
         typer.echo(f"layers {kept} lose far more than the others: --keep_layers {kept} keeps them")
@@ -225,14 +232,32 @@ def _print(report: Report, output: Path) -> None:
     )
 
 
+def few_line(few: dict[str, int]) -> str:
+    """Experts that saw few tokens, some of them by name."""
+    named = sorted(few.items(), key=lambda item: item[1])[:_NAMED]
+    listed = ", ".join(f"{name} ({tokens})" for name, tokens in named)
+    more = f" and {left} more (edgellm_quant.json)" if (left := len(few) - len(named)) else ""
+    return (
+        f"experts that saw few tokens, rounded by what all tokens give them: {listed}{more}; "
+        "--num_samples shows them more"
+    )
+
+
 def _check_names(
-    body: str, algo: str | None, head: str | None, cache: str | None, block_size: int | None
+    body: str,
+    head: str | None,
+    block_size: int | None,
+    algo: str | None = None,
+    format: str = "modelopt",
+    kv_cache_quantization: str | None = None,
+    **_: Any,
 ) -> None:
     """Before the imports, which take seconds."""
     from edgellm.quantize.schemes import (
         HEAD_SCHEMES,
         KV_SCHEMES,
         check_block_size,
+        check_format,
         choose,
         choose_scheme,
     )
@@ -240,8 +265,9 @@ def _check_names(
     scheme = choose_scheme(body, algo)
     if head is not None:
         choose("--lm_head_quantization", head, HEAD_SCHEMES)
-    if cache is not None:
-        choose("--kv_cache_quantization", cache, KV_SCHEMES)
+    if kv_cache_quantization is not None:
+        choose("--kv_cache_quantization", kv_cache_quantization, KV_SCHEMES)
+    check_format(format, scheme, head, kv_cache_quantization)
     check_block_size(block_size, scheme, HEAD_SCHEMES[head] if head is not None else None)
 
 

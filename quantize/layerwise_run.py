@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from edgellm.contract import EdgeLLMError
 from edgellm.disk import explain_full_disk
 from edgellm.exclusive import hold
 from edgellm.export.checkpoint import TensorSource
+from edgellm.quantize import compressed_tensors
 from edgellm.quantize.autoround import autoround
 from edgellm.quantize.checkpointing import (
     CALIBRATION,
@@ -24,13 +27,16 @@ from edgellm.quantize.checkpointing import (
     as_facts,
     layer_part,
 )
+from edgellm.quantize.experts import find_experts, round_experts, watch
+from edgellm.quantize.families import Family
 from edgellm.quantize.folder import check_output, write_folder
+from edgellm.quantize.folding import fold_smoothing
 from edgellm.quantize.formats import F32
 from edgellm.quantize.kv_cache import int8_scales
 from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, refuse_broken
 from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
 from edgellm.quantize.logits import Quality, float_head, measure, quantized_head
-from edgellm.quantize.modelopt_adapter import Exported, quantize
+from edgellm.quantize.modelopt_adapter import Exported, Recipe, quantize
 from edgellm.quantize.one_layer_model import LAYER, quiet_transformers, run_layer
 from edgellm.quantize.plan import Job, Plan, make_plan
 from edgellm.quantize.report import Report, make_report
@@ -127,26 +133,40 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     before, after = _streams(plan, index), _streams(plan, index + 1)
     raw = subject.layer_source(index)
     source = {name: tensor.floats() for name, tensor in raw.items()}
-    exported, scales = _exported(plan, index, source, before, after)
-    tensors = {**_kept(exported, raw), **scales}
+    exported, own = _exported(plan, index, source, before, after)
+    tensors = {**_kept(exported, raw, subject.family), **own.tensors}
     layer = subject.layers[index]
-    quantized = QuantizedLayer(
-        layer, source, tensors, plan.recipe,
-        lambda values: subject.layer_model(index, values, task.device), task.device,
-        subject.family,
-    )  # fmt: skip
+    quantized = _computing(plan, index, source, tensors, plan.recipe)
     errors = quantized.weight_errors(source)
     refuse_broken(layer, errors)
+    if plan.job.format == compressed_tensors.NAME:
+        tensors = fold_smoothing(tensors, source, subject.family, subject.config.head_dim)
+        tensors = compressed_tensors.without_input_scales(tensors)
+        scheme = compressed_tensors.run_scheme(plan.recipe.scheme)
+        quantized = _computing(plan, index, source, tensors, replace(plan.recipe, scheme=scheme))
+        tensors = compressed_tensors.pack(tensors)
     for name in [name for name in before if name not in (CALIBRATION, FLOAT)]:
         before[name].advance(after[name], quantized, task.device)
     output, stream = compare(
         quantized, before[FLOAT], (after[FLOAT], after[QUANTIZED]), task.device
     )
     bits = {name: linear.bits for name, linear in quantized.decoded.items()}
-    report = LayerReport(index, output, stream, errors, bits, time.perf_counter() - start)
-    named = {layer + name: tensor for name, tensor in tensors.items()}
+    report = LayerReport(index, output, stream, errors, bits, time.perf_counter() - start, own.few)
+    stored = subject.family.stored_name
+    named = {layer + stored(name): tensor for name, tensor in tensors.items()}
     facts = as_facts(report, quantization=exported.quantization, producer=exported.producer)
     task.work.store(layer_part(index), named, facts)
+
+
+def _computing(
+    plan: Plan, index: int, source: dict[str, F32], tensors: dict[str, Tensor], recipe: Recipe
+) -> QuantizedLayer:
+    """The layer as an engine computes it."""
+    subject, device = plan.subject, plan.task.device
+    return QuantizedLayer(
+        subject.layers[index], source, tensors, recipe,
+        lambda values: subject.layer_model(index, values, device), device, subject.family,
+    )  # fmt: skip
 
 
 def _keep_layer(plan: Plan, index: int) -> None:
@@ -171,8 +191,8 @@ def _exported(
     source: dict[str, F32],
     before: dict[str, States],
     after: dict[str, States],
-) -> tuple[Exported, dict[str, Tensor]]:
-    """The float streams moved on, then the layer quantized; scales of a cache that we measure."""
+) -> tuple[Exported, _Own]:
+    """The float streams moved on, then the layer quantized."""
     device = plan.task.device
     model = plan.subject.layer_model(index, source, device)
     names = [FLOAT]
@@ -181,27 +201,54 @@ def _exported(
     for name in names:
         before[name].advance(after[name], lambda x: run_layer(model, x), device)
 
-    log, scales = plan.task.work.log, {}
+    log, states = plan.task.work.log, before[CALIBRATION]
+    own = _Own({}, {})
     if plan.recipe.kv_cache == "int8":
-        scales = int8_scales(model, before[CALIBRATION].batches(device))
+        own.tensors.update(int8_scales(model, states.batches(device)))
+    _round_experts(plan, model, states, own)
     if plan.recipe.scheme.is_autoround:
-        states, rounded = (before[name].batches(device) for name in (CALIBRATION, ROUNDED))
-        return autoround(model, plan.recipe, states, rounded, log), scales
+        pair = states.batches(device), before[ROUNDED].batches(device)
+        return autoround(model, plan.recipe, *pair, log), own
 
     def loop(spoiled: Any) -> None:
-        for batch in before[CALIBRATION].batches(device):
+        for batch in states.batches(device):
             run_layer(spoiled, batch)
 
-    return quantize(model, plan.recipe, loop, log), scales
+    return quantize(model, plan.recipe, loop, log), own
 
 
-def _kept(exported: Exported, raw: dict[str, Tensor]) -> dict[str, Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What we find ourselves: scales of a cache, experts, and which of these saw few tokens."""
+
+    tensors: dict[str, Tensor]
+    few: dict[str, int]
+
+
+def _round_experts(plan: Plan, model: PreTrainedModel, states: States, own: _Own) -> None:
+    """Those of the layer, if it has some."""
+    layer, family = model.model.layers[0], plan.subject.family
+    experts = find_experts(layer)
+    if experts is None or family.experts is None:
+        return
+
+    def run() -> None:
+        for batch in states.batches(plan.task.device):
+            run_layer(model, batch)
+
+    seen, few = watch(experts, run)
+    prefix = f"{family.experts.block}.experts"
+    own.tensors.update(round_experts(experts, seen, plan.recipe, prefix))
+    own.few.update({f"{prefix}.{index}": tokens for index, tokens in few.items()})
+
+
+def _kept(exported: Exported, raw: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
     """The layer's tensors; what ModelOpt left as it was keeps the source's type."""
     found: dict[str, Tensor] = {}
     for name, tensor in exported.tensors.items():
         if not name.startswith(LAYER.format(0)):
             continue
-        local = name.removeprefix(LAYER.format(0))
+        local = family.canonical(name.removeprefix(LAYER.format(0)))
         before = raw.get(local)
         if before is None or tensor.info.dtype != "F32":
             found[local] = tensor
