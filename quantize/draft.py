@@ -188,13 +188,14 @@ class Draft:
         found = {
             name: [
                 States(
-                    task.work.states(f"base_{name}", index), base.states_shape(ids, 0),
+                    task.work.states(f"base_{name}", index),
+                    base.states_shape(ids, 0),
                     task.batch_rows,
                 )
                 for index in range(count + 1)
             ]
             for name, ids in rows.items()
-        }  # fmt: skip
+        }
         whole = [
             index
             for index in range(count + 1)

@@ -31,9 +31,12 @@ MROPE = replace(
         "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]},
     },
 )
-NARROW = replace(EAGLE3, hidden=64, own_embedding=True, config={
-    **EAGLE3.config, "target_hidden_size": BASE_HIDDEN,
-})  # fmt: skip
+NARROW = replace(
+    EAGLE3,
+    hidden=64,
+    own_embedding=True,
+    config={**EAGLE3.config, "target_hidden_size": BASE_HIDDEN},
+)
 PAIRS = {
     "qwen2_5_vl": ("qwen2_5_vl", MROPE),
     "qwen2_5_vl_text_positions": ("qwen2_5_vl", EAGLE3),
