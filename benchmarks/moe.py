@@ -46,9 +46,13 @@ from edgellm.manifest import DecoderSpec, KVCacheSpec
 
 CAPACITY, CONTEXT, ROWS, DECODED = 1024, 512, (1, 2, 4, 8, 16), 24
 _SHARED = {
-    "vocab_size": 151936, "hidden_size": 2048, "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": 128,
-}  # fmt: skip
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "head_dim": 128,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "30B-A3B": {
         **_SHARED, "model_type": "qwen3_moe", "num_hidden_layers": 48, "num_attention_heads": 32,
@@ -123,8 +127,10 @@ def make(name: str, layers: int, folder: Path) -> None:
     for value, stored in op.parameters.values():
         value.const_value = ir.LazyTensor(
             lambda stored=stored: ir.tensor(contents(stored.name, stored.shape)),
-            dtype=stored.dtype, shape=ir.Shape(stored.shape), name=stored.name,
-        )  # fmt: skip
+            dtype=stored.dtype,
+            shape=ir.Shape(stored.shape),
+            name=stored.name,
+        )
     own_experts.packed_bytes = own_linears.packed_bytes = random_records  # type: ignore[assignment]
     folder.mkdir(parents=True)
     weights = WeightFile(folder / "decode.data")
@@ -193,8 +199,10 @@ def compare(layers: int, work: Path, threads: int, rounds: int) -> None:
             command = [sys.executable, __file__, "--measure", name, "--layers", str(layers)]
             said = subprocess.run(
                 [*command, "--work", str(folder), "--threads", str(threads)],
-                check=True, capture_output=True, text=True,
-            ).stdout  # fmt: skip
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
             pairs = (line.split("=") for line in said.splitlines() if "=" in line)
             results[name].append({key: float(value) for key, value in pairs})
     for name, found in results.items():

@@ -51,13 +51,15 @@ RECIPES: dict[str, tuple[list[str], str]] = {
     "nvfp4": (["--quantization", "nvfp4"], "none"),
     "int4_awq, autoround": (["--quantization", "int4_awq", "--algo", "autoround"], "none"),
     "int4_awq, autoround, block 32": (
-        ["--quantization", "int4_awq", "--algo", "autoround", "--block_size", "32"], "none"
+        ["--quantization", "int4_awq", "--algo", "autoround", "--block_size", "32"],
+        "none",
     ),
     "nvfp4_awq": (["--quantization", "nvfp4_awq"], "none"),
     "int8_sq, int8 cache": (
-        ["--quantization", "int8_sq", "--kv_cache_quantization", "int8"], "none"
+        ["--quantization", "int8_sq", "--kv_cache_quantization", "int8"],
+        "none",
     ),
-}  # fmt: skip
+}
 
 
 def checkpoint(work: Path, name: str) -> Path:
