@@ -59,16 +59,16 @@ class WatchedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """X [T, H], ids and shares [T, K] -> [T, H]."""
-        y = torch.zeros_like(x)
+        y, seen = torch.zeros_like(x), self.seen
         for index in ids.unique().tolist():
             rows, places = torch.where(ids == index)
             inner = self._inner(index, x[rows])
-            if self.seen is not None and not self.shown_all:
-                self._look(self.seen[index], x[rows], inner)
+            if seen is not None and not self.shown_all:
+                self._look(seen[index], x[rows], inner)
             added = nn.functional.linear(inner, self.networks[index][2])
             y.index_add_(0, rows, added * shares[rows, places, None].to(x.dtype))
-        for index in self.shown_all if self.seen is not None else ():
-            self._look(self.seen[index], x, self._inner(index, x))
+        for index in self.shown_all if seen is not None else ():
+            self._look(seen[index], x, self._inner(index, x))
         return y
 
     def _inner(self, index: int, x: torch.Tensor) -> torch.Tensor:
