@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,11 +103,11 @@ def make_reference(
     layers = list(all_weights(model.graph))
     has_int8_cache = source.cache is not None and source.cache.dtype == "int8"
     roundings = {engine.of(weight, name) for name, weight in layers}
-    sums = _UNIT * sum(weight.in_features for _, weight in layers)
+    sums = float_error(weight.in_features for _, weight in layers)
     rows = sum(map(_rows, passes)) or 1
-    versions = [_expanded(model, source, Rounds(), None, rows)]
+    versions = [expanded(model, source, Rounds(), None, rows)]
     if engine.halves or has_int8_cache or roundings - {Rounding()}:
-        versions.append(_expanded(source.load()[0], source, engine, source.cache, rows))
+        versions.append(expanded(source.load()[0], source, engine, source.cache, rows))
     try:
         found = run_in_pieces(versions, _inputs(source, passes, versions[0]))
     except EdgeLLMError as error:
@@ -118,6 +118,11 @@ def make_reference(
     return Reference(
         source, passes, "", exact, rounded[0] if rounded else {}, shown, sums, seconds, may_reroute
     )
+
+
+def float_error(widths: Iterable[int]) -> float:
+    """How far rows may be off, relative to their size, behind sums of so many products."""
+    return _UNIT * sum(widths)
 
 
 def _held_at_once(graph: ir.Graph) -> int:
@@ -206,7 +211,7 @@ def _show_layers(model: ir.Model, bundle: Bundle) -> dict[str, str]:
     return shown
 
 
-def _expanded(
+def expanded(
     model: ir.Model, source: Source, engine: Rounds, cache: KVCacheSpec | None, rows: int
 ) -> ir.Model:
     """Plain ONNX with the engine's rounding, in float32 unless it computes in halves.

@@ -62,7 +62,7 @@ class Stack:
     def expert(self, index: int) -> WeightPart:
         """That of one expert, of which no more is read."""
         tensors = [
-            stored_tensor(value, self.call, lambda tensor: _slice(tensor, index))
+            stored_tensor(value, self.call, lambda tensor: _expert(tensor, index))
             for value in self.values
         ]
         if self.kind == "fp4":
@@ -213,16 +213,30 @@ def _bias(value: ir.Value | None) -> np.ndarray | None:
     return None if array is None or array.size == 1 else array.astype(np.float32)
 
 
-def _slice(tensor: ir.TensorProtocol, index: int) -> ir.TensorProtocol:
-    """Entry `index` of the first axis, or what all entries share."""
+def slice_first(tensor: ir.TensorProtocol, part: slice) -> ir.TensorProtocol:
+    """Entries of the first axis, or what all entries share; no more is read of a file."""
     count, *dims = (int(dim) for dim in tensor.shape.numpy())
-    index = min(index, count - 1)
+    if count == 1:
+        return tensor
     if not isinstance(tensor, ir.ExternalTensor):
-        return ir.tensor(tensor.numpy()[index], dtype=tensor.dtype)
-    size = math.prod(dims) * tensor.dtype.bitwidth // 8
+        return ir.tensor(tensor.numpy()[part], dtype=tensor.dtype, name=tensor.name)
+    size, taken = math.prod(dims) * tensor.dtype.bitwidth // 8, part.stop - part.start
     return ir.ExternalTensor(
-        tensor.location, (tensor.offset or 0) + index * size, size, tensor.dtype,
-        shape=ir.Shape(dims), name=f"{tensor.name}.{index}", base_dir=tensor.base_dir,
+        tensor.location, (tensor.offset or 0) + part.start * size, taken * size, tensor.dtype,
+        shape=ir.Shape([taken, *dims]), name=f"{tensor.name}.{part.start}",
+        base_dir=tensor.base_dir,
+    )  # fmt: skip
+
+
+def _expert(tensor: ir.TensorProtocol, index: int) -> ir.TensorProtocol:
+    """That of one expert, without the first axis."""
+    found = slice_first(tensor, slice(index, index + 1))
+    shape = found.shape.numpy()[1:]
+    if not isinstance(found, ir.ExternalTensor):
+        return ir.tensor(found.numpy()[0], dtype=found.dtype)
+    return ir.ExternalTensor(
+        found.location, found.offset, found.length, found.dtype,
+        shape=ir.Shape(shape), name=str(found.name), base_dir=found.base_dir,
     )  # fmt: skip
 
 
