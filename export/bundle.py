@@ -121,6 +121,16 @@ def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:
     return config
 
 
+def quantized_layers(
+    checkpoint: Checkpoint, options: ExportOptions
+) -> tuple[Checkpoint, dict[str, tuple[int, int]]]:
+    """The language model, and [out, in] of its quantized layers by name; reads no weights."""
+    tower, architecture, config = read_architecture(checkpoint, options)
+    weights = Weights(tower.tensors, tower.quant_config)
+    build_decoder(architecture, config, weights, DTYPES[options.dtype])
+    return tower, weights.quantized
+
+
 def _weights(tower: Checkpoint, options: ExportOptions) -> Weights:
     """What is stored in blocks stays so, unless float32 is wanted."""
     blocks = tower.blocks if options.dtype == "fp16" else None
