@@ -119,7 +119,7 @@ def _of_portable(
     model: ir.Model, layer: ExpertLayer, source: Source, engine: Rounds, part: slice, x: Rows
 ) -> Iterator[Rows]:
     """Rows [n, H] of some experts, exactly and as the engine rounds, where it does."""
-    few, rounds = slice_experts(model, layer, part), engine.kernels
+    few, rounds = slice_experts(model, layer, part), bool(engine.kernels)
     versions = plain_versions(few, source.bundle, None, engine, len(x), rounds=rounds)
     for found in run_in_pieces(versions, _passes(range(len(x)), layer.top_k, x)):
         yield next(iter(found.values()))[0]
