@@ -51,7 +51,7 @@ BatchTokens = Annotated[
 ]
 Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the result.")]
 Body = Annotated[
-    str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4 or nvfp4_awq.")
+    str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq or mixed.")
 ]
 KeepLayers = Annotated[
     str, typer.Option("--keep_layers", help="Decoder layers that stay floats, such as 0,29.")
@@ -60,6 +60,18 @@ Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")]
 MaxKl = Annotated[
     float | None,
     typer.Option("--max_kl", min=0, help="Largest KL, nats a token; nothing is written above it."),
+]
+TargetBits = Annotated[
+    float | None, typer.Option("--target_bits", min=4, max=16, help="Of mixed: bits of a weight.")
+]
+TargetKl = Annotated[
+    float | None, typer.Option("--target_kl", min=0, help="Of mixed: nats a token, estimated.")
+]
+Target = Annotated[
+    str,
+    typer.Option(
+        "--target", help="Of int8_sq: cpu (scales of inputs at run time) or gpu (calibrated)."
+    ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
 IgnoredKeys = Annotated[
@@ -81,7 +93,7 @@ def llm(
     quantization: Body,
     algo: Annotated[
         str | None,
-        typer.Option("--algo", help="Of int4_awq: awq, or autoround (slower and better)."),
+        typer.Option("--algo", help="Of int4_awq: awq, gptq or autoround (slower, better)."),
     ] = None,
     lm_head_quantization: Head = None,
     kv_cache_quantization: Cache = None,
@@ -93,6 +105,9 @@ def llm(
     block_size: BlockSize = None,
     keep_layers: KeepLayers = "",
     batch_tokens: BatchTokens = None,
+    target: Target = "cpu",
+    target_bits: TargetBits = None,
+    target_kl: TargetKl = None,
     device: Device = "auto",
     seed: Seed = 0,
     max_kl: MaxKl = None,
@@ -104,7 +119,9 @@ def llm(
         algo=algo, kv_cache_quantization=kv_cache_quantization,
         keep_layers=numbers("--keep_layers", keep_layers),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
-        alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
+        alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
+        target_bits=target_bits, target_kl=target_kl,
+        device=device,
         seed=seed, max_kl=max_kl,
     )  # fmt: skip
 
@@ -127,6 +144,7 @@ def draft(
     alpha_step: AlphaStep = None,
     block_size: BlockSize = None,
     batch_tokens: BatchTokens = None,
+    target: Target = "cpu",
     device: Device = "auto",
     seed: Seed = 0,
     max_kl: MaxKl = None,
@@ -137,7 +155,8 @@ def draft(
         draft_model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
         base_model_dir=base_model_dir,
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
-        alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
+        alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
+        device=device,
         seed=seed, max_kl=max_kl,
     )  # fmt: skip
 
@@ -202,6 +221,12 @@ def _print(report: Report, output: Path) -> None:
             f"{name} {error:.4f}",
         )  # fmt: skip
     console.print(table)
+    if report.mixture is not None:
+        curve = Table("bits a weight", "KL, estimated", title="sizes to choose from")
+        for point in report.mixture.points:
+            mark = " <-" if point.bits_per_weight == report.mixture.chosen.bits_per_weight else ""
+            curve.add_row(f"{point.bits_per_weight:.2f}", f"{point.divergence:.4f}{mark}")
+        console.print(curve)
     typer.echo(
         f"perplexity {quality.perplexity_float:.3f} -> {quality.perplexity_quantized:.3f}, "
         f"{report.accuracy_means} {quality.accuracy_float:.1%} -> "

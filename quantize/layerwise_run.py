@@ -24,16 +24,19 @@ from edgellm.quantize.checkpointing import (
     as_facts,
     layer_part,
 )
+from edgellm.quantize.feedback import round_layer
 from edgellm.quantize.folder import check_output, write_folder
 from edgellm.quantize.formats import F32
-from edgellm.quantize.kv_cache import int8_scales
+from edgellm.quantize.kv_cache import cache_scales
 from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, refuse_broken
 from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
 from edgellm.quantize.logits import Quality, float_head, measure, quantized_head
+from edgellm.quantize.mixing import mix
 from edgellm.quantize.modelopt_adapter import Exported, quantize
 from edgellm.quantize.one_layer_model import LAYER, quiet_transformers, run_layer
 from edgellm.quantize.plan import Job, Plan, make_plan
 from edgellm.quantize.report import Report, make_report
+from edgellm.quantize.smoothing import smooth
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor, read_below, read_tensor
 
@@ -105,7 +108,7 @@ def _streams(plan: Plan, layer: int) -> dict[str, States]:
     """The streams of hidden states that enter `layer`."""
     task = plan.task
     names = [CALIBRATION, FLOAT, QUANTIZED]
-    names += [ROUNDED] if plan.recipe.scheme.is_autoround else []
+    names += [ROUNDED] if plan.recipe.scheme.follows_rounded else []
     return {
         name: States(
             task.work.states(name, layer),
@@ -133,7 +136,7 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     quantized = QuantizedLayer(
         layer, source, tensors, plan.recipe,
         lambda values: subject.layer_model(index, values, task.device), task.device,
-        subject.family,
+        subject.family, subject.config.head_dim,
     )  # fmt: skip
     errors = quantized.weight_errors(source)
     refuse_broken(layer, errors)
@@ -181,11 +184,17 @@ def _exported(
     for name in names:
         before[name].advance(after[name], lambda x: run_layer(model, x), device)
 
-    log, scales = plan.task.work.log, {}
-    if plan.recipe.kv_cache == "int8":
-        scales = int8_scales(model, before[CALIBRATION].batches(device))
-    if plan.recipe.scheme.is_autoround:
+    log, scheme, kv_cache, scales = plan.task.work.log, plan.recipe.scheme, plan.recipe.kv_cache, {}
+    if kv_cache is not None and (kv_cache == "int8" or not scheme.config):
+        scales = cache_scales(model, before[CALIBRATION].batches(device), kv_cache)
+    if scheme.is_smoothed:
+        states, config = before[CALIBRATION].batches(device), plan.subject.config
+        return smooth(model, plan.recipe, states, plan.subject.family, config.head_dim), scales
+    if scheme.follows_rounded:
         states, rounded = (before[name].batches(device) for name in (CALIBRATION, ROUNDED))
+        if scheme.is_fed_back:
+            forms = mix(plan).modules[index] if scheme.is_mixed else None
+            return round_layer(model, plan.recipe, states, rounded, forms), scales
         return autoround(model, plan.recipe, states, rounded, log), scales
 
     def loop(spoiled: Any) -> None:

@@ -22,8 +22,10 @@ from edgellm.quantize.modelopt_adapter import Recipe
 from edgellm.quantize.schemes import (
     HEAD_SCHEMES,
     KV_SCHEMES,
+    TARGETS,
     Scheme,
     block_size,
+    check_targets,
     choose,
     choose_scheme,
 )
@@ -48,6 +50,9 @@ class Job:
     alpha_step: float | None = None
     block_size: int | None = None  # of INT4
     keep_layers: tuple[int, ...] = ()  # that stay floats
+    target_bits: float | None = None  # a weight, of mixed precision
+    target_kl: float | None = None  # nats a token, an estimate
+    target: str = "cpu"  # whose rounding of INT8 inputs is reckoned with
     batch_tokens: int | None = None
     device: str = "auto"
     seed: int = 0
@@ -107,6 +112,8 @@ def make_plan(job: Job) -> Plan:
         head_scheme = HEAD_SCHEMES[name]
     if job.kv_cache_quantization is not None:
         choose("--kv_cache_quantization", job.kv_cache_quantization, KV_SCHEMES)
+    choose("--target", job.target, TARGETS)
+    check_targets(scheme, job.target_bits, job.target_kl, is_draft=job.base_model_dir is not None)
     if scheme.is_autoround:
         _check_autoround(job)
     device = choose_device(job.device)
@@ -161,9 +168,8 @@ def _check_kept(job: Job, count: int) -> None:
 
 def _check_autoround(job: Job) -> None:
     """Raise `EdgeLLMError` for what the package cannot do, or if it is not there."""
-    if job.base_model_dir is not None or job.kv_cache_quantization == "fp8":
-        what = "drafts" if job.base_model_dir is not None else "scales of an FP8 cache"
-        raise EdgeLLMError(f"--algo autoround does not do {what}", hint="leave out --algo")
+    if job.base_model_dir is not None:
+        raise EdgeLLMError("--algo autoround does not do drafts", hint="leave out --algo")
     if importlib.util.find_spec("auto_round") is None:
         raise EdgeLLMError(
             "--algo autoround needs the package auto-round",
@@ -180,14 +186,14 @@ def _recipes(
     alpha_step = job.alpha_step or _amounts(scheme, device).alpha_step
     if head_scheme is None:
         block = block_size(scheme, body, job.block_size)
-        return Recipe(scheme, block, alpha_step, job.kv_cache_quantization), None
+        return Recipe(scheme, block, alpha_step, job.kv_cache_quantization, job.target), None
     # The layout has one block size for all INT4 layers.
     shared = scheme.is_int4 and head_scheme.is_int4
     head = {"lm_head": (out, width)}
     body_block = block_size(scheme, {**body, **head} if shared else body, job.block_size)
     head_block = body_block if shared else block_size(head_scheme, head, job.block_size)
     return (
-        Recipe(scheme, body_block, alpha_step, job.kv_cache_quantization),
+        Recipe(scheme, body_block, alpha_step, job.kv_cache_quantization, job.target),
         Recipe(head_scheme, head_block, alpha_step),
     )
 
@@ -198,7 +204,7 @@ def _check_resources(plan: Plan, batch_tokens: int) -> None:
         needed = subject.needed_bytes(
             batch_tokens, scheme.layer_copies, with_head=plan.head is not None
         )
-        if scheme.is_autoround:  # inputs, outputs and rounded inputs of a layer
+        if scheme.follows_rounded:  # inputs, outputs and rounded inputs of a layer
             needed += 3 * 4 * math.prod(subject.states_shape(task.calibration.rows, 0))
         checks.check_memory(needed, checks.available_bytes())
     result = sum(info.num_bytes for info in subject.checkpoint.tensors.infos().values())

@@ -12,6 +12,7 @@ from typing import Any
 from edgellm.quantize.checkpointing import HEAD_PART, layer_part
 from edgellm.quantize.layer_errors import LayerReport
 from edgellm.quantize.logits import Quality
+from edgellm.quantize.mixing import Mixture, mix
 from edgellm.quantize.plan import Plan
 
 _PACKAGES = ("edgellm", "nvidia-modelopt", "torch", "transformers", "numpy")
@@ -39,6 +40,7 @@ class Report:
     peak_memory_bytes: int
     device: str
     versions: dict[str, str]
+    mixture: Mixture | None = None  # of mixed precision
 
     @property
     def accuracy_means(self) -> str:
@@ -107,6 +109,7 @@ def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
             **{name: version(name) for name in _PACKAGES},
             "python": platform.python_version(),
         },
+        mixture=mix(plan) if plan.recipe.scheme.is_mixed else None,
     )
 
 

@@ -84,7 +84,6 @@ def test_an_interrupt_changes_nothing(rounding, tmp_path, monkeypatch):
     [
         ({"quantization": "fp8"}, "has no choice of algorithms"),
         ({"algo": "autorounds"}, "did you mean autoround"),
-        ({"kv_cache_quantization": "fp8"}, "does not do scales of an FP8 cache"),
         ({"base_model_dir": "base"}, "does not do drafts"),
     ],
 )
