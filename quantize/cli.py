@@ -6,15 +6,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from edgellm.command import SNAKE_CASE, App, numbers, run_command
 from edgellm.contract import EdgeLLMError
-
-if TYPE_CHECKING:
-    from edgellm.quantize.report import Report
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 
@@ -61,6 +58,13 @@ MaxKl = Annotated[
     float | None,
     typer.Option("--max_kl", min=0, help="Largest KL, nats a token; nothing is written above it."),
 ]
+TimeBudget = Annotated[
+    float | None,
+    typer.Option("--time_budget", min=0, help="Of --algo auto: minutes for trying further ways."),
+]
+Rotate = Annotated[
+    bool, typer.Option("--rotate_values", help="Rotate attention's values: exact, no cost.")
+]
 TargetBits = Annotated[
     float | None, typer.Option("--target_bits", min=4, max=16, help="Of mixed: bits of a weight.")
 ]
@@ -93,8 +97,10 @@ def llm(
     quantization: Body,
     algo: Annotated[
         str | None,
-        typer.Option("--algo", help="Of int4_awq: awq, gptq or autoround (slower, better)."),
+        typer.Option("--algo", help="Of int4_awq: awq, gptq, autoround, or auto: the best."),
     ] = None,
+    time_budget: TimeBudget = None,
+    rotate_values: Rotate = False,
     lm_head_quantization: Head = None,
     kv_cache_quantization: Cache = None,
     calib_dataset: Dataset = "default",
@@ -116,7 +122,8 @@ def llm(
     """Quantize a language model; run the same command again after an interrupt to go on."""
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
-        algo=algo, kv_cache_quantization=kv_cache_quantization,
+        time_budget=time_budget, algo=algo, rotate_values=rotate_values,
+        kv_cache_quantization=kv_cache_quantization,
         keep_layers=numbers("--keep_layers", keep_layers),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
@@ -168,16 +175,26 @@ def _run(
         body, options.get("algo"), head, options.get("kv_cache_quantization"), options["block_size"]
     )
     _require_host()
+    from edgellm.quantize.contest import run_contest
     from edgellm.quantize.layerwise_run import run_job
     from edgellm.quantize.plan import Job
+    from edgellm.quantize.summary import print_summary
 
+    minutes = options.pop("time_budget", None)
+    if minutes is not None and options["algo"] != "auto":
+        raise EdgeLLMError(
+            "--time_budget is for --algo auto, which tries several ways", hint="leave it out"
+        )
     keys = tuple(key.strip() for key in ignored.split(",") if key.strip())
     job = Job(
         model_dir, output_dir, body, lm_head_quantization=head, ignore_config_keys=keys, **options
     )
     with _progress() as progress:
-        report = run_job(job, progress)
-    _print(report, output_dir)
+        if job.algo == "auto":
+            report = run_contest(job, minutes, progress)
+        else:
+            report = run_job(job, progress)
+    print_summary(report, output_dir)
 
 
 @contextlib.contextmanager
@@ -206,48 +223,6 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
             bar.update(task, description=what, completed=done, total=total)
 
         yield show
-
-
-def _print(report: Report, output: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console, quality = Console(), report.quality
-    table = Table("layer", "output error", "stream error", "worst weight", title="worst layers")
-    for layer in report.worst_layers:
-        name, error = max(layer.weight_errors.items(), key=lambda item: item[1])
-        table.add_row(
-            str(layer.index), f"{layer.output_error:.4f}", f"{layer.stream_error:.4f}",
-            f"{name} {error:.4f}",
-        )  # fmt: skip
-    console.print(table)
-    if report.mixture is not None:
-        curve = Table("bits a weight", "KL, estimated", title="sizes to choose from")
-        for point in report.mixture.points:
-            mark = " <-" if point.bits_per_weight == report.mixture.chosen.bits_per_weight else ""
-            curve.add_row(f"{point.bits_per_weight:.2f}", f"{point.divergence:.4f}{mark}")
-        console.print(curve)
-    typer.echo(
-        f"perplexity {quality.perplexity_float:.3f} -> {quality.perplexity_quantized:.3f}, "
-        f"{report.accuracy_means} {quality.accuracy_float:.1%} -> "
-        f"{quality.accuracy_quantized:.1%}"
-    )
-    typer.echo(
-        f"KL {quality.kl_divergence:.4f} nats, top-1 agreement {quality.top1_agreement:.1%} "
-        f"over {quality.tokens} held-out tokens"
-    )
-    if report.outliers:
-        kept = ",".join(map(str, report.outliers))
-        typer.echo(f"layers {kept} lose far more than the others: --keep_layers {kept} keeps them")
-    typer.echo(
-        f"{report.quantized_modules} layers at {report.bits_per_weight:.2f} bits a weight, "
-        f"{report.bytes_before / 1e6:.1f} -> {report.bytes_after / 1e6:.1f} MB"
-    )
-    typer.echo(
-        f"{output}: {report.quantization}, lm_head {report.lm_head}, KV cache {report.kv_cache}, "
-        f"{report.seconds:.1f} s, peak memory {report.peak_memory_bytes / 1e6:.0f} MB; "
-        "see edgellm_quant.html"
-    )
 
 
 def _check_names(

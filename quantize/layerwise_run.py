@@ -36,6 +36,7 @@ from edgellm.quantize.modelopt_adapter import Exported, quantize
 from edgellm.quantize.one_layer_model import LAYER, quiet_transformers, run_layer
 from edgellm.quantize.plan import Job, Plan, make_plan
 from edgellm.quantize.report import Report, make_report
+from edgellm.quantize.rotation import rotate_values
 from edgellm.quantize.smoothing import smooth
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor, read_below, read_tensor
@@ -65,22 +66,22 @@ def run_job(job: Job, progress: Progress) -> Report:
         explain_full_disk(work.path, hint=_FULL_HINT),
     ):
         quality = _quantize(plan, progress)
-        _refuse_far(plan, quality)
+        refuse_far(job, quality)
         report = make_report(plan, quality, time.perf_counter() - start)
         write_folder(plan, report)
         work.remove()
     return report
 
 
-def _refuse_far(plan: Plan, quality: Quality) -> None:
+def refuse_far(job: Job, quality: Quality) -> None:
     """Raise `EdgeLLMError` when the result differs more than the user allows; its parts stay."""
-    largest = plan.job.max_kl
+    largest = job.max_kl
     if largest is not None and not quality.kl_divergence <= largest:
         raise EdgeLLMError(
             f"a KL divergence of {quality.kl_divergence:.4f} nats is above --max_kl {largest}: "
-            f"{plan.job.output_dir} was not written",
+            f"{job.output_dir} was not written",
             hint="try another --quantization; the same command with a larger --max_kl writes it at "
-            f"once, from {plan.task.work.path}",
+            f"once, from {job.work_dir}",
         )
 
 
@@ -130,6 +131,8 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     before, after = _streams(plan, index), _streams(plan, index + 1)
     raw = subject.layer_source(index)
     source = {name: tensor.floats() for name, tensor in raw.items()}
+    if plan.job.rotate_values:
+        source = rotate_values(source, subject.config.head_dim)
     exported, scales = _exported(plan, index, source, before, after)
     tensors = {**_kept(exported, raw), **scales}
     layer = subject.layers[index]

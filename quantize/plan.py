@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ import torch
 
 from edgellm.contract import EdgeLLMError
 from edgellm.quantize import checks
+from edgellm.quantize.autoround import is_there
 from edgellm.quantize.calibration import load_tokenizer, read_calibration
 from edgellm.quantize.checkpointing import WorkFolder
 from edgellm.quantize.device import choose_device
@@ -41,6 +41,7 @@ class Job:
     quantization: str
     base_model_dir: str | None = None  # of a draft; None: `model_dir` is a language model
     algo: str | None = None  # None: AWQ where there is a choice
+    rotate_values: bool = False  # of attention, which changes nothing in floats
     lm_head_quantization: str | None = None
     kv_cache_quantization: str | None = None
     calib_dataset: str = "default"
@@ -170,7 +171,7 @@ def _check_autoround(job: Job) -> None:
     """Raise `EdgeLLMError` for what the package cannot do, or if it is not there."""
     if job.base_model_dir is not None:
         raise EdgeLLMError("--algo autoround does not do drafts", hint="leave out --algo")
-    if importlib.util.find_spec("auto_round") is None:
+    if not is_there():
         raise EdgeLLMError(
             "--algo autoround needs the package auto-round",
             hint="in edgellm's folder: pip install '.[autoround]'",

@@ -58,7 +58,9 @@ AUTOROUND = Scheme(
     "int4_autoround", "", SCHEMES["int4_awq"].algorithm, False, is_int4=True, is_autoround=True
 )
 FEEDBACK = replace(AUTOROUND, name="int4_gptq", is_autoround=False, is_fed_back=True)
-ALGORITHMS = {"awq": SCHEMES["int4_awq"], "gptq": FEEDBACK, "autoround": AUTOROUND}  # for INT4
+# For INT4; "auto" tries the others, so that what it asks of a model is theirs.
+ALGORITHMS = {"awq": SCHEMES["int4_awq"], "gptq": FEEDBACK, "autoround": AUTOROUND,
+              "auto": FEEDBACK}  # fmt: skip
 HEAD_SCHEMES = {
     "fp8": SCHEMES["fp8"],
     "nvfp4": SCHEMES["nvfp4"],
