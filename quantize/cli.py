@@ -15,6 +15,9 @@ from edgellm.contract import EdgeLLMError
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 
+Format = Annotated[
+    str, typer.Option("--format", help="modelopt, or compressed-tensors, which vLLM reads.")
+]
 Head = Annotated[
     str | None, typer.Option("--lm_head_quantization", help="fp8, nvfp4, int8 or int4.")
 ]
@@ -101,6 +104,7 @@ def llm(
     ] = None,
     time_budget: TimeBudget = None,
     rotate_values: Rotate = False,
+    format: Format = "modelopt",
     lm_head_quantization: Head = None,
     kv_cache_quantization: Cache = None,
     calib_dataset: Dataset = "default",
@@ -122,7 +126,7 @@ def llm(
     """Quantize a language model; run the same command again after an interrupt to go on."""
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
-        time_budget=time_budget, algo=algo, rotate_values=rotate_values,
+        time_budget=time_budget, algo=algo, rotate_values=rotate_values, format=format,
         kv_cache_quantization=kv_cache_quantization,
         keep_layers=numbers("--keep_layers", keep_layers),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
@@ -171,9 +175,7 @@ def draft(
 def _run(
     model_dir: str, output_dir: Path, body: str, head: str | None, ignored: str, **options: Any
 ) -> None:
-    _check_names(
-        body, options.get("algo"), head, options.get("kv_cache_quantization"), options["block_size"]
-    )
+    _check_names(body, head, **options)
     _require_host()
     from edgellm.quantize.contest import run_contest
     from edgellm.quantize.layerwise_run import run_job
@@ -226,13 +228,20 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _check_names(
-    body: str, algo: str | None, head: str | None, cache: str | None, block_size: int | None
+    body: str,
+    head: str | None,
+    block_size: int | None,
+    algo: str | None = None,
+    format: str = "modelopt",
+    kv_cache_quantization: str | None = None,
+    **_: Any,
 ) -> None:
     """Before the imports, which take seconds."""
     from edgellm.quantize.schemes import (
         HEAD_SCHEMES,
         KV_SCHEMES,
         check_block_size,
+        check_format,
         choose,
         choose_scheme,
     )
@@ -240,8 +249,9 @@ def _check_names(
     scheme = choose_scheme(body, algo)
     if head is not None:
         choose("--lm_head_quantization", head, HEAD_SCHEMES)
-    if cache is not None:
-        choose("--kv_cache_quantization", cache, KV_SCHEMES)
+    if kv_cache_quantization is not None:
+        choose("--kv_cache_quantization", kv_cache_quantization, KV_SCHEMES)
+    check_format(format, scheme, head, kv_cache_quantization)
     check_block_size(block_size, scheme, HEAD_SCHEMES[head] if head is not None else None)
 
 

@@ -24,6 +24,7 @@ from edgellm.quantize.error_feedback import (
     round_nearest,
     round_with_feedback,
 )
+from edgellm.quantize.families import Family
 from edgellm.quantize.formats import pack_int4_codes
 from edgellm.quantize.layer_inputs import JUDGED_SHARE, Group, each_input
 from edgellm.quantize.modelopt_adapter import Exported, Recipe
@@ -59,6 +60,7 @@ def round_layer(
     recipe: Recipe,
     states: Iterable[torch.Tensor],
     rounded: Iterable[torch.Tensor],
+    family: Family,
     forms: Mapping[str, str] | None = None,
 ) -> Exported:
     """The only layer of `model` in INT4 blocks, or each linear layer in a form of its own.
@@ -68,6 +70,7 @@ def round_layer(
         recipe: gives the block size.
         states: hidden states [B, S, H] of the float model that enter the layer.
         rounded: those of the model whose layers before this one are rounded already.
+        family: of the layer.
         forms: names in `FORMS`, by linear layer; others stay floats. None: all are INT4.
     """
     layer = model.model.layers[0]
@@ -75,7 +78,7 @@ def round_layer(
     values = dict(layer.state_dict())
     found: dict[str, Tensor] = {}
     described: dict[str, dict[str, Any]] = {}
-    for names, seen in _look(model, states, rounded).items():
+    for names, seen in _look(model, states, rounded, family).items():
         form = "int4" if forms is None else forms[names[0]]
         if form not in FORMS:
             continue
@@ -91,10 +94,13 @@ def round_layer(
 
 
 def _look(
-    model: PreTrainedModel, states: Iterable[torch.Tensor], rounded: Iterable[torch.Tensor]
+    model: PreTrainedModel,
+    states: Iterable[torch.Tensor],
+    rounded: Iterable[torch.Tensor],
+    family: Family,
 ) -> dict[Group, _Seen]:
     found: dict[Group, _Seen] = {}
-    rows = zip(each_input(model, states), each_input(model, rounded), strict=True)
+    rows = zip(each_input(model, states, family), each_input(model, rounded, family), strict=True)
     for number, (xs, ys) in enumerate(_twice_if_single(rows)):
         for names, x in xs.items():
             if names not in found:

@@ -10,7 +10,8 @@ from typing import Any
 from edgellm.artifact import move_files, replace_file, temporary_folder
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.disk import require_space
-from edgellm.export.checkpoint import Renamed, TensorSource
+from edgellm.export.checkpoint import Renamed, TensorSource, write_safetensors
+from edgellm.quantize import compressed_tensors
 from edgellm.quantize.checkpointing import HEAD_PART, layer_part
 from edgellm.quantize.checks import linear_shapes
 from edgellm.quantize.mixing import quantized_modules
@@ -18,7 +19,7 @@ from edgellm.quantize.modelopt_adapter import hf_config
 from edgellm.quantize.page import render
 from edgellm.quantize.plan import Plan
 from edgellm.quantize.report import Report, as_json
-from edgellm.quantize.tensors import Joined, split_shards, write_safetensors
+from edgellm.quantize.tensors import Joined, split_shards
 
 SIDE_FILE, PAGE = "edgellm_quant.json", "edgellm_quant.html"
 _QUANT_CONFIG = "hf_quant_config.json"
@@ -53,13 +54,16 @@ def write_folder(plan: Plan, report: Report) -> None:
     output = plan.job.output_dir
     with temporary_folder(output) as folder:
         _write_tensors(plan, folder)
-        described = _described(plan)
+        is_modelopt = plan.job.format != compressed_tensors.NAME
+        described = _described(plan) if is_modelopt else {}
         checkpoint, own_head = plan.subject.whole, plan.head is not None
-        config = plan.subject.new_config(hf_config(described), own_head=own_head)
+        quantization = hf_config(described) if is_modelopt else _compressed(plan)
+        config = plan.subject.new_config(quantization, own_head=own_head)
         _write_json(folder / "config.json", config)
         if checkpoint.generation_config:
             _write_json(folder / "generation_config.json", checkpoint.generation_config)
-        _write_json(folder / _QUANT_CONFIG, described)
+        if is_modelopt:
+            _write_json(folder / _QUANT_CONFIG, described)
         for name, content in (checkpoint.processor_files | checkpoint.tokenizer_files).items():
             (folder / name).write_bytes(content)
         plan.subject.check_result(folder, plan.job.ignore_config_keys)
@@ -105,7 +109,8 @@ def _write_tensors(plan: Plan, folder: Path) -> None:
     parts += [] if plan.head is None else [plan.task.work.tensors(HEAD_PART)]
     source = Joined([plan.subject.checkpoint.tensors, *parts])
     named = [sorted(part.infos()) for part in parts]
-    new = {name for names in named for name in names}
+    # A layer that is packed has its weight under another name.
+    new = {name.removesuffix("_packed") for names in named for name in names} | _replaced(plan)
     kept = [
         name
         for name in sorted(plan.subject.checkpoint.tensors.infos())
@@ -145,7 +150,7 @@ def _described(plan: Plan) -> dict[str, Any]:
     if plan.recipe.scheme.is_mixed:
         return _described_mixture(plan, facts[0]["producer"])
     for index, fact in zip(indices, facts, strict=True):
-        if fact["quantization"] != facts[0]["quantization"]:
+        if _format(fact["quantization"]) != _format(facts[0]["quantization"]):
             raise BrokenArtifactError(
                 f"layer {index} was quantized otherwise than layer {indices[0]}",
                 hint=f"remove {work.path} and run it again",
@@ -154,12 +159,7 @@ def _described(plan: Plan) -> dict[str, Any]:
     if plan.recipe.kv_cache is not None:
         body["kv_cache_quant_algo"] = plan.recipe.kv_cache.upper()
     described = {"producer": facts[0]["producer"], "quantization": body}
-    body["exclude_modules"] = [
-        name
-        for name in plan.subject.float_modules
-        if plan.head is None or name != plan.subject.stored_name("lm_head")
-    ]
-    body["exclude_modules"] += [plan.subject.stored_name(name) for name in _kept_modules(plan)]
+    body["exclude_modules"] = _excluded(plan)
     if plan.head is None:
         return described
     head = work.facts(HEAD_PART)["quantization"]
@@ -196,10 +196,50 @@ def _described_mixture(plan: Plan, producer: Mapping[str, Any]) -> dict[str, Any
     return {"producer": producer, "quantization": mixed}
 
 
+def _compressed(plan: Plan) -> dict[str, Any]:
+    """What config.json says of the format compressed-tensors."""
+    recipe = plan.recipe
+    return compressed_tensors.describe(
+        recipe.scheme, recipe.block_size, _excluded(plan), recipe.kv_cache
+    )
+
+
+def _excluded(plan: Plan) -> list[str]:
+    """Modules that stay floats."""
+    subject = plan.subject
+    head = None if plan.head is None else subject.stored_name("lm_head")
+    around = [name for name in subject.float_modules if name != head]
+    own = [*_kept_modules(plan), *_choosing(plan)]
+    return [*around, *(subject.stored_name(name) for name in own)]
+
+
 def _kept_modules(plan: Plan) -> list[str]:
     """Linear layers within decoder layers that stay floats."""
     kept = tuple(plan.subject.layers[index] for index in plan.job.keep_layers)
-    return sorted(linear_shapes(plan.subject.tensors.infos(), kept)) if kept else []
+    subject = plan.subject
+    return sorted(linear_shapes(subject.tensors.infos(), kept, subject.family)) if kept else []
+
+
+def _quantized_layers(plan: Plan) -> list[str]:
+    """Where their names begin."""
+    kept = plan.job.keep_layers
+    return [name for index, name in enumerate(plan.subject.layers) if index not in kept]
+
+
+def _replaced(plan: Plan) -> set[str]:
+    """Tensors of all experts of a layer, in whose place each has its own."""
+    experts = plan.subject.family.experts
+    joined = () if experts is None else experts.joined
+    return {layer + name for layer in _quantized_layers(plan) for name in joined}
+
+
+def _choosing(plan: Plan) -> list[str]:
+    """Matrices of quantized layers that stay floats: routers, and what weighs a shared expert."""
+    family, infos = plan.subject.family, plan.subject.tensors.infos()
+    layers = tuple(_quantized_layers(plan))
+    matrices = {name.removesuffix(".weight") for name, info in infos.items()
+                if name.startswith(layers) and len(info.shape) == 2}  # fmt: skip
+    return sorted(matrices - linear_shapes(infos, layers, family).keys())
 
 
 def _format(quantization: Mapping[str, Any]) -> dict[str, Any]:

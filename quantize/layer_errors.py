@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ class LayerReport:
     weight_errors: dict[str, float]  # by linear layer; of a layer that stays as it is empty
     bits: dict[str, float]  # of a stored weight, scales included
     seconds: float
+    few: dict[str, int] = field(default_factory=dict)  # experts that saw few tokens, and how many
 
 
 class QuantizedLayer:
@@ -68,18 +69,26 @@ class QuantizedLayer:
         matrices = {
             key.removesuffix(".weight"): (value.shape[0], value.shape[1])
             for key, value in source.items()
-            if value.ndim == 2 and not (recipe.scheme.is_mixed and f"{key}_scale" not in exported)
+            if value.ndim == 2
+            and not family.is_float(key)
+            and not (recipe.scheme.is_mixed and f"{key}_scale" not in exported)
         }
         named = {name + key: tensor for key, tensor in exported.items()}
         self.decoded = {
             key: decode_linear(named, name + key, shape, recipe.scheme.rounds_input)
             for key, shape in matrices.items()
         }
+        if recipe.scheme.rounds_tokens:
+            self.decoded = {
+                key: replace(linear, input_type="int8_tokens")
+                for key, linear in self.decoded.items()
+            }
         weights = {f"{key}.weight": linear.weight for key, linear in self.decoded.items()}
         rest = {key: _checked(named, name + key) for key in source if key not in weights}
         self._model = make_model({**rest, **weights})
         for key, module in linears(self._model).items():
-            _round_inputs(module, self.decoded[key], device, recipe.target)
+            if key in self.decoded:
+                _round_inputs(module, self.decoded[key], device, recipe.target)
         scheme = recipe.scheme
         self._rest, self._folds = rest, FOLDS if scheme.is_awq or scheme.is_smoothed else ()
         self._head_dim = head_dim

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from edgellm.quantize.families import Family
 from edgellm.quantize.one_layer_model import linears, run_layer
 
 JUDGED_SHARE = 4  # one row in so many judges, the others are fitted to
@@ -27,19 +28,21 @@ class Inputs:
     judged: torch.Tensor  # rows that nothing was fitted to [T, K]
 
 
-def input_groups(model: PreTrainedModel, states: torch.Tensor) -> list[Group]:
+def input_groups(model: PreTrainedModel, states: torch.Tensor, family: Family) -> list[Group]:
     """The groups of linear layers in the order of computing.
 
     Args:
         model: of one layer.
         states: that enter it [B, S, H]; one row suffices.
+        family: knows the matrices that are no linear layers.
     """
     found: dict[int, list[str]] = {}
     kept: list[torch.Tensor] = []  # alive, so that no other tensor gets their place
 
     def see(name: str, x: torch.Tensor) -> None:
         kept.append(x)
-        found.setdefault(id(x), []).append(name)
+        if not family.is_float(f"{name}.weight"):
+            found.setdefault(id(x), []).append(name)
 
     with _seen(model, see):
         run_layer(model, states)
@@ -47,13 +50,14 @@ def input_groups(model: PreTrainedModel, states: torch.Tensor) -> list[Group]:
 
 
 def each_input(
-    model: PreTrainedModel, batches: Iterable[torch.Tensor]
+    model: PreTrainedModel, batches: Iterable[torch.Tensor], family: Family
 ) -> Iterator[dict[Group, torch.Tensor]]:
     """For each row of text what every group reads [S, K].
 
     Args:
         model: of one layer.
         batches: states that enter it [B, S, H].
+        family: of the layer.
     """
     groups: dict[str, Group] = {}
     row_inputs: dict[Group, torch.Tensor] = {}
@@ -65,14 +69,14 @@ def each_input(
     for batch in batches:
         for row in batch[:, None]:
             if not groups:
-                groups |= {names[0]: names for names in input_groups(model, row)}
+                groups |= {names[0]: names for names in input_groups(model, row, family)}
             with _seen(model, see):
                 run_layer(model, row)
             yield dict(row_inputs)
 
 
 def read_inputs(
-    model: PreTrainedModel, batches: Iterable[torch.Tensor], limit: int
+    model: PreTrainedModel, batches: Iterable[torch.Tensor], limit: int, family: Family
 ) -> list[Inputs]:
     """Ranges and samples of what is read; some rows stand apart to judge with.
 
@@ -80,10 +84,11 @@ def read_inputs(
         model: of one layer.
         batches: states that enter it [B, S, H].
         limit: most tokens to keep for judging.
+        family: of the layer.
     """
     judged: dict[Group, list[torch.Tensor]] = {}
     fitted: dict[Group, torch.Tensor] = {}
-    for number, row in enumerate(each_input(model, batches)):
+    for number, row in enumerate(each_input(model, batches, family)):
         for names, x in row.items():
             if number % JUDGED_SHARE == 0:
                 judged.setdefault(names, []).append(x)

@@ -4,46 +4,49 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from edgellm.contract import EdgeLLMError
 from edgellm.disk import explain_full_disk
 from edgellm.exclusive import hold
-from edgellm.export.checkpoint import TensorSource
+from edgellm.quantize import compressed_tensors
 from edgellm.quantize.autoround import autoround
 from edgellm.quantize.checkpointing import (
     CALIBRATION,
     FLOAT,
-    HEAD_PART,
     LOCK,
     QUANTIZED,
     ROUNDED,
     as_facts,
     layer_part,
 )
+from edgellm.quantize.evaluation import evaluate
+from edgellm.quantize.experts import find_experts, round_experts, watch
+from edgellm.quantize.families import Family
 from edgellm.quantize.feedback import round_layer
 from edgellm.quantize.folder import check_output, write_folder
+from edgellm.quantize.folding import fold_smoothing
 from edgellm.quantize.formats import F32
 from edgellm.quantize.kv_cache import cache_scales
 from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, refuse_broken
-from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
-from edgellm.quantize.logits import Quality, float_head, measure, quantized_head
+from edgellm.quantize.logits import Quality
 from edgellm.quantize.mixing import mix
-from edgellm.quantize.modelopt_adapter import Exported, quantize
+from edgellm.quantize.modelopt_adapter import Exported, Recipe, quantize
 from edgellm.quantize.one_layer_model import LAYER, quiet_transformers, run_layer
 from edgellm.quantize.plan import Job, Plan, make_plan
 from edgellm.quantize.report import Report, make_report
 from edgellm.quantize.rotation import rotate_values
 from edgellm.quantize.smoothing import smooth
 from edgellm.quantize.states import States
-from edgellm.quantize.tensors import Tensor, read_below, read_tensor
+from edgellm.quantize.tensors import Tensor
 
 Progress = Callable[[str, int, int], None]  # what was finished, parts done, parts in all
 _FULL_HINT = "free some space and run it again: finished layers are kept"
-_HEAD_TOKENS = 1024  # with which a head is calibrated whose smoothing is searched
 
 
 def run_job(job: Job, progress: Progress) -> Report:
@@ -100,7 +103,7 @@ def _quantize(plan: Plan, progress: Progress) -> Quality:
                     )
                 _quantize_layer(plan, index)
             progress(f"layer {index}", prepared + index + 1, parts)
-        quality = _finish(plan)
+        quality = evaluate(plan, _streams(plan, layers))
     progress("evaluation", parts, parts)
     return quality
 
@@ -133,26 +136,41 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     source = {name: tensor.floats() for name, tensor in raw.items()}
     if plan.job.rotate_values:
         source = rotate_values(source, subject.config.head_dim)
-    exported, scales = _exported(plan, index, source, before, after)
-    tensors = {**_kept(exported, raw), **scales}
+    exported, own = _exported(plan, index, source, before, after)
+    tensors = {**_kept(exported, raw, subject.family), **own.tensors}
     layer = subject.layers[index]
-    quantized = QuantizedLayer(
-        layer, source, tensors, plan.recipe,
-        lambda values: subject.layer_model(index, values, task.device), task.device,
-        subject.family, subject.config.head_dim,
-    )  # fmt: skip
+    quantized = _computing(plan, index, source, tensors, plan.recipe)
     errors = quantized.weight_errors(source)
     refuse_broken(layer, errors)
+    if plan.job.format == compressed_tensors.NAME:
+        tensors = fold_smoothing(tensors, source, subject.family, subject.config.head_dim)
+        tensors = compressed_tensors.without_input_scales(tensors)
+        scheme = compressed_tensors.run_scheme(plan.recipe.scheme)
+        quantized = _computing(plan, index, source, tensors, replace(plan.recipe, scheme=scheme))
+        tensors = compressed_tensors.pack(tensors)
     for name in [name for name in before if name not in (CALIBRATION, FLOAT)]:
         before[name].advance(after[name], quantized, task.device)
     output, stream = compare(
         quantized, before[FLOAT], (after[FLOAT], after[QUANTIZED]), task.device
     )
     bits = {name: linear.bits for name, linear in quantized.decoded.items()}
-    report = LayerReport(index, output, stream, errors, bits, time.perf_counter() - start)
-    named = {layer + name: tensor for name, tensor in tensors.items()}
+    report = LayerReport(index, output, stream, errors, bits, time.perf_counter() - start, own.few)
+    stored = subject.family.stored_name
+    named = {layer + stored(name): tensor for name, tensor in tensors.items()}
     facts = as_facts(report, quantization=exported.quantization, producer=exported.producer)
     task.work.store(layer_part(index), named, facts)
+
+
+def _computing(
+    plan: Plan, index: int, source: dict[str, F32], tensors: dict[str, Tensor], recipe: Recipe
+) -> QuantizedLayer:
+    """The layer as an engine computes it."""
+    subject, device = plan.subject, plan.task.device
+    return QuantizedLayer(
+        subject.layers[index], source, tensors, recipe,
+        lambda values: subject.layer_model(index, values, device), device, subject.family,
+        subject.config.head_dim,
+    )  # fmt: skip
 
 
 def _keep_layer(plan: Plan, index: int) -> None:
@@ -177,8 +195,8 @@ def _exported(
     source: dict[str, F32],
     before: dict[str, States],
     after: dict[str, States],
-) -> tuple[Exported, dict[str, Tensor]]:
-    """The float streams moved on, then the layer quantized; scales of a cache that we measure."""
+) -> tuple[Exported, _Own]:
+    """The float streams moved on, then the layer quantized."""
     device = plan.task.device
     model = plan.subject.layer_model(index, source, device)
     names = [FLOAT]
@@ -187,33 +205,60 @@ def _exported(
     for name in names:
         before[name].advance(after[name], lambda x: run_layer(model, x), device)
 
-    log, scheme, kv_cache, scales = plan.task.work.log, plan.recipe.scheme, plan.recipe.kv_cache, {}
+    log, states = plan.task.work.log, before[CALIBRATION]
+    own, scheme, kv_cache = _Own({}, {}), plan.recipe.scheme, plan.recipe.kv_cache
     if kv_cache is not None and (kv_cache == "int8" or not scheme.config):
-        scales = cache_scales(model, before[CALIBRATION].batches(device), kv_cache)
+        own.tensors.update(cache_scales(model, states.batches(device), kv_cache))
+    _round_experts(plan, model, states, own)
+    family, head_dim = plan.subject.family, plan.subject.config.head_dim
     if scheme.is_smoothed:
-        states, config = before[CALIBRATION].batches(device), plan.subject.config
-        return smooth(model, plan.recipe, states, plan.subject.family, config.head_dim), scales
+        return smooth(model, plan.recipe, states.batches(device), family, head_dim), own
     if scheme.follows_rounded:
-        states, rounded = (before[name].batches(device) for name in (CALIBRATION, ROUNDED))
-        if scheme.is_fed_back:
-            forms = mix(plan).modules[index] if scheme.is_mixed else None
-            return round_layer(model, plan.recipe, states, rounded, forms), scales
-        return autoround(model, plan.recipe, states, rounded, log), scales
+        pair = states.batches(device), before[ROUNDED].batches(device)
+        if scheme.is_autoround:
+            return autoround(model, plan.recipe, *pair, log), own
+        forms = mix(plan).modules[index] if scheme.is_mixed else None
+        return round_layer(model, plan.recipe, *pair, family, forms), own
 
     def loop(spoiled: Any) -> None:
-        for batch in before[CALIBRATION].batches(device):
+        for batch in states.batches(device):
             run_layer(spoiled, batch)
 
-    return quantize(model, plan.recipe, loop, log), scales
+    return quantize(model, plan.recipe, loop, log), own
 
 
-def _kept(exported: Exported, raw: dict[str, Tensor]) -> dict[str, Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What we find ourselves: scales of a cache, experts, and which of these saw few tokens."""
+
+    tensors: dict[str, Tensor]
+    few: dict[str, int]
+
+
+def _round_experts(plan: Plan, model: PreTrainedModel, states: States, own: _Own) -> None:
+    """Those of the layer, if it has some."""
+    layer, family = model.model.layers[0], plan.subject.family
+    experts = find_experts(layer)
+    if experts is None or family.experts is None:
+        return
+
+    def run() -> None:
+        for batch in states.batches(plan.task.device):
+            run_layer(model, batch)
+
+    seen, few = watch(experts, run)
+    prefix = f"{family.experts.block}.experts"
+    own.tensors.update(round_experts(experts, seen, plan.recipe, prefix))
+    own.few.update({f"{prefix}.{index}": tokens for index, tokens in few.items()})
+
+
+def _kept(exported: Exported, raw: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
     """The layer's tensors; what ModelOpt left as it was keeps the source's type."""
     found: dict[str, Tensor] = {}
     for name, tensor in exported.tensors.items():
         if not name.startswith(LAYER.format(0)):
             continue
-        local = name.removeprefix(LAYER.format(0))
+        local = family.canonical(name.removeprefix(LAYER.format(0)))
         before = raw.get(local)
         if before is None or tensor.info.dtype != "F32":
             found[local] = tensor
@@ -221,55 +266,3 @@ def _kept(exported: Exported, raw: dict[str, Tensor]) -> dict[str, Tensor]:
             unchanged = np.array_equal(before.floats(), tensor.floats())
             found[local] = before if unchanged else tensor
     return found
-
-
-def _finish(plan: Plan) -> Quality:
-    """Quantize the head if wanted, and compare the two models' answers."""
-    subject, task = plan.subject, plan.task
-    streams = _streams(plan, len(subject.layers))
-    if plan.head is not None and not task.work.has(HEAD_PART):
-        _quantize_head(plan, streams[CALIBRATION])
-    head = read_tensor(subject.tensors, subject.head_name)
-    heads = [float_head(head, task.device, subject.finish)] * 2
-    if plan.head is not None:
-        decoded = _decoded_head(plan, task.work.tensors(HEAD_PART))
-        heads[1] = quantized_head(decoded, task.device, subject.finish)
-    return measure(
-        subject.targets(task),
-        (streams[FLOAT], streams[QUANTIZED]),
-        subject.norm_model(None, task.device),
-        (heads[0], heads[1]),
-        task.device,
-    )
-
-
-def _decoded_head(plan: Plan, tensors: TensorSource) -> DecodedLinear:
-    assert plan.head is not None
-    out, width = plan.subject.tensors.infos()[plan.subject.head_name].shape
-    found = read_below(tensors, "")
-    return decode_linear(found, "lm_head", (out, width), plan.head.scheme.rounds_input)
-
-
-def _quantize_head(plan: Plan, states: States) -> None:
-    assert plan.head is not None
-    start = time.perf_counter()
-    subject, task = plan.subject, plan.task
-    weight = read_tensor(subject.tensors, subject.head_name).floats()
-    model = subject.norm_model(weight, task.device)
-    limit = _HEAD_TOKENS if plan.head.scheme.is_awq else None
-
-    def loop(spoiled: Any) -> None:
-        count = 0
-        for batch in states.batches(task.device):
-            for row in batch[:, None]:  # the logits of a row are many
-                if limit is None or count < limit:
-                    spoiled(inputs_embeds=row, use_cache=False)
-                count += row.shape[1]
-
-    exported = quantize(model, plan.head, loop, task.work.log)
-    names = {f"lm_head.{part}" for part in PARTS}
-    tensors = {name: value for name, value in exported.tensors.items() if name in names}
-    task.work.store(
-        HEAD_PART, tensors,
-        {"quantization": exported.quantization, "seconds": time.perf_counter() - start},
-    )  # fmt: skip

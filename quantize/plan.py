@@ -25,6 +25,7 @@ from edgellm.quantize.schemes import (
     TARGETS,
     Scheme,
     block_size,
+    check_format,
     check_targets,
     choose,
     choose_scheme,
@@ -42,6 +43,7 @@ class Job:
     base_model_dir: str | None = None  # of a draft; None: `model_dir` is a language model
     algo: str | None = None  # None: AWQ where there is a choice
     rotate_values: bool = False  # of attention, which changes nothing in floats
+    format: str = "modelopt"
     lm_head_quantization: str | None = None
     kv_cache_quantization: str | None = None
     calib_dataset: str = "default"
@@ -107,6 +109,8 @@ def make_plan(job: Job) -> Plan:
         EdgeLLMError: something of it will not do; names it and the remedy.
     """
     scheme = choose_scheme(job.quantization, job.algo)
+    head, cache = job.lm_head_quantization, job.kv_cache_quantization
+    check_format(job.format, scheme, head, cache)
     head_scheme = None
     if job.lm_head_quantization is not None:
         name = choose("--lm_head_quantization", job.lm_head_quantization, HEAD_SCHEMES)
@@ -122,6 +126,12 @@ def make_plan(job: Job) -> Plan:
         subject: Subject = LanguageModel.open(job.model_dir, job.ignore_config_keys)
     else:
         subject = Draft.open(job.model_dir, job.base_model_dir, job.ignore_config_keys)
+    if subject.family.experts is not None and (scheme.is_autoround or scheme.is_mixed):
+        raise EdgeLLMError(
+            f"{'--quantization mixed' if scheme.is_mixed else '--algo autoround'} does not do "
+            "mixtures of experts",
+            hint="choose int4_awq without --algo, or int8_sq",
+        )
     _check_kept(job, len(subject.layers))
     recipe, head = _recipes(job, scheme, head_scheme, subject, device)
     amounts = _amounts(scheme, device)
@@ -182,7 +192,7 @@ def _recipes(
     job: Job, scheme: Scheme, head_scheme: Scheme | None, subject: Subject, device: torch.device
 ) -> tuple[Recipe, Recipe | None]:
     infos = subject.tensors.infos()
-    body = checks.linear_shapes(infos, subject.layers)
+    body = checks.linear_shapes(infos, subject.layers, subject.family)
     out, width = infos[subject.head_name].shape
     alpha_step = job.alpha_step or _amounts(scheme, device).alpha_step
     if head_scheme is None:

@@ -58,6 +58,15 @@ class Report:
         return sorted(quantized, key=lambda layer: -layer.output_error)[:_WORST]
 
     @property
+    def few(self) -> dict[str, int]:
+        """Experts that saw few tokens of the calibration text, and how many."""
+        return {
+            f"model.layers.{layer.index}.{name}": tokens
+            for layer in self.layers
+            for name, tokens in layer.few.items()
+        }
+
+    @property
     def outliers(self) -> list[int]:
         """Layers that should stay floats: their errors are far above those of the others."""
         errors = [layer.output_error for layer in self.layers if layer.bits]
@@ -77,14 +86,15 @@ def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
     modules = {name.removesuffix("_scale") for name in parts if name.endswith(".weight_scale")}
     weights = stored = 0
     for module in modules:
-        origin = before.get(module) or subject.tensors.infos()[subject.head_name]
-        weights += math.prod(origin.shape)
+        codes = parts[module]
+        weights += math.prod(codes.shape) * (2 if codes.dtype == "U8" else 1)
         stored += sum(
             info.num_bytes
             for name, info in parts.items()
             if name.startswith(module) or name == module.removesuffix("weight") + "pre_quant_scale"
         )
-    kept = sum(info.num_bytes for name, info in before.items() if name not in parts)
+    replaced = {name.removesuffix("_packed") for name in parts}
+    kept = sum(info.num_bytes for name, info in before.items() if name not in replaced)
     return Report(
         subject=subject.kind,
         quantization=plan.recipe.scheme.name,
@@ -130,7 +140,7 @@ def read_report(facts: Mapping[str, Any]) -> Report:
 
 def _layer(facts: dict[str, Any]) -> LayerReport:
     names = LayerReport.__dataclass_fields__
-    return LayerReport(**{name: facts[name] for name in names})
+    return LayerReport(**{name: facts[name] for name in names if name in facts})
 
 
 def _peak_memory() -> int:

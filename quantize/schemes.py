@@ -30,6 +30,7 @@ class Scheme:
     is_fed_back: bool = False  # rounds with error feedback of ours
     is_smoothed: bool = False  # by a search of ours
     is_mixed: bool = False  # each linear layer in a form of its own
+    rounds_tokens: bool = False  # to int8, with a scale of each token found at run time
     is_autoround: bool = False  # learns how to round, which costs a hundred passes and gradients
 
     @property
@@ -68,6 +69,8 @@ HEAD_SCHEMES = {
     "int4": SCHEMES["int4_awq"],
 }
 TARGETS = ("cpu", "gpu")
+COMPRESSED_TENSORS = "compressed-tensors"
+FORMATS = ("modelopt", COMPRESSED_TENSORS)
 KV_SCHEMES = {"fp8": "FP8_KV_CFG", "int8": ""}  # int8: ModelOpt exports no scales, ours do
 
 
@@ -115,6 +118,31 @@ def check_targets(
     if scheme.is_mixed and is_draft:
         raise EdgeLLMError(
             "--quantization mixed does not do drafts", hint="choose fp8, int8_sq or int4_awq"
+        )
+
+
+def check_format(name: str, scheme: Scheme, head: str | None, cache: str | None) -> None:
+    """Raise `EdgeLLMError` for a format that is not on offer, or that cannot hold all of it."""
+    choose("--format", name, FORMATS)
+    if name != COMPRESSED_TENSORS:
+        return
+    if scheme.is_nvfp4 and scheme.is_awq:
+        raise EdgeLLMError(
+            f"--format {name} has no place for the smoothing of {scheme.name}",
+            hint="choose --quantization nvfp4, int4_awq, int8_sq or fp8",
+        )
+    if scheme.is_mixed:
+        raise EdgeLLMError(
+            f"--format {name} does not hold mixed precision", hint="leave out --format"
+        )
+    if head is not None:
+        raise EdgeLLMError(
+            f"--format {name} keeps the head in floats, as the engines read it that it is for",
+            hint="leave out --lm_head_quantization",
+        )
+    if cache == "int8":
+        raise EdgeLLMError(
+            f"--format {name} has no int8 cache", hint="choose --kv_cache_quantization fp8"
         )
 
 

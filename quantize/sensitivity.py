@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from edgellm.quantize.allocation import Form, Unit
 from edgellm.quantize.error_feedback import Grid, round_nearest
+from edgellm.quantize.families import Family
 from edgellm.quantize.layer_inputs import Group, input_groups
 from edgellm.quantize.logits import Head, float_head
 from edgellm.quantize.one_layer_model import linears, run_layer
@@ -48,7 +49,9 @@ def estimate(subject: Subject, task: Task, grids: dict[str, Grid]) -> list[Unit]
     found: list[Unit] = []
     for index in reversed(range(len(subject.layers))):
         model = _layer(subject, index, task.device)
-        units, gradients = _layer_units(model, index, entering.pop(), gradients, grids)
+        units, gradients = _layer_units(
+            model, index, entering.pop(), gradients, grids, subject.family
+        )
         found = units + found
     return found
 
@@ -89,9 +92,10 @@ def _layer_units(
     states: list[torch.Tensor],
     gradients: list[torch.Tensor],
     grids: dict[str, Grid],
+    family: Family,
 ) -> tuple[list[Unit], list[torch.Tensor]]:
     """The units of a layer, and the gradients by the states that enter it."""
-    groups = input_groups(model, states[0])
+    groups = input_groups(model, states[0], family)
     changes: dict[tuple[Group, str], dict[str, torch.Tensor]] = {}
     sums: dict[tuple[Group, str], float] = {}
     before, tokens = [], sum(x.shape[1] for x in states)

@@ -75,14 +75,17 @@ def smooth(
     assert isinstance(layer, torch.nn.Module)
     found = {name: value.detach().clone() for name, value in layer.state_dict().items()}
     outputs: dict[str, Tensor] = {}
-    for inputs in read_inputs(model, batches, _TOKENS):
+    for inputs in read_inputs(model, batches, _TOKENS, family):
         weights = [found[f"{name}.weight"] for name in inputs.names]
         shared = _value_group(inputs, found, head_dim)
         choice = _choose(inputs, torch.cat(weights), recipe.target, shared)
         for name, weight in zip(inputs.names, weights, strict=True):
             found[f"{name}.weight"] = weight * choice.scales
             outputs[f"{name}.input_scale"] = plain_tensor(np.array(choice.step, np.float32))
-        folds = recipe.kv_cache is None or inputs.names != (_O,)
+        # A cache of bytes has scales of the values as they are; and what is smoothed itself may be
+        # rounded anew, by a format that folds all that is left.
+        stays = recipe.kv_cache is not None or f"{_V}.pre_quant_scale" in outputs
+        folds = inputs.names != (_O,) or not stays
         if not (folds and _fold(found, inputs.names, choice.scales, family, shared)):
             for name in inputs.names:
                 outputs[f"{name}.pre_quant_scale"] = plain_tensor((1 / choice.scales).cpu().numpy())

@@ -2,7 +2,7 @@
 
 * `src/` is the C++ library: `kernels.h` says what an instruction set must compute, `set.inl` and
   what it includes computes it once for all of them, each instruction set's file has the few
-  vector operations that differ, `operators.cpp` makes operators of it.
+  vector operations that differ, `*operators.cpp` and `experts.cpp` make operators of it.
 * `pack.py` writes weights as the kernels read them.
 * `compile.py` and `library.py` compile the library, find it and register it with sessions.
 

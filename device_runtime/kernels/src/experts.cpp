@@ -2,13 +2,12 @@
 //
 // Rows are brought together by expert, so that a weight is read once for all that take it. A row's
 // bits are those of its own products, added up in the order of its choice: in any company the same.
-#include "experts.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "kernels.h"
+#include "operators.h"
 
 namespace edgellm {
 namespace {
@@ -18,7 +17,6 @@ using ort::require;
 using ort::Tensor;
 
 constexpr int64_t kPartBytes = 128 << 10;  // of weights, below which threads are not worth their call
-constexpr int64_t kRowsApart = 8;          // rows that are prepared on threads
 constexpr int64_t kMostTaken = 4096;       // rows times experts taken that are held at once
 
 // Packed weights of one form: the records of each, then the headers of all.

@@ -1,0 +1,285 @@
+// Rope, append and attention of a pass over the pages of several sequences' caches.
+//
+// Each sequence is computed for itself: a row's bits know neither the others' rows nor where pages lie.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "kernels.h"
+#include "operators.h"
+
+namespace edgellm {
+namespace {
+
+using ort::require;
+using ort::Tensor;
+
+constexpr int64_t kRowsTogether = 16;  // rows from which a tile takes all chunks of its keys
+
+// Of a prompt: what reads the cache together; of a long one more, which still leaves tasks enough.
+constexpr int64_t kRowsOfTask = 4, kQueriesOfTask = 128, kLongPrompt = 4096;
+
+constexpr int64_t kFacts = 3;  // of a sequence: rows before, rows of the pass, columns of its mask
+
+int64_t up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// The sequences of a pass, one behind the other, and how threads share them.
+struct Pass {
+  struct Part {
+    Attention a;
+    int64_t first_row, first_task, tasks, step;  // step: rows of a task; 0: a task is a chunk of all rows
+    bool splits() const { return step == 0; }
+  };
+  std::vector<Part> parts;
+  int64_t rows = 0, tasks = 0;
+
+  void add(const Attention& a) {
+    Part part{a, rows, tasks, 0, 0};
+    if (a.rows < kRowsTogether) {
+      part.tasks = a.kv_heads * a.chunks();
+    } else {
+      const int64_t together = a.rows * a.heads < kLongPrompt ? kQueriesOfTask : 2 * kQueriesOfTask;
+      part.step = std::max(kRowsOfTask, together * a.kv_heads / a.heads);
+      part.tasks = a.kv_heads * ((a.rows + part.step - 1) / part.step);
+    }
+    rows += a.rows;
+    tasks += part.tasks;
+    parts.push_back(part);
+  }
+
+  // Gives every sequence memory of this thread.
+  void place() {
+    int64_t size = 0;
+    std::vector<int64_t> starts;
+    for (const Part& part : parts) {
+      const Attention& a = part.a;
+      starts.push_back(size);
+      size += up(a.rows * a.heads * a.padded_dim() * 4) + up(a.rows * 8) + up(a.rows * a.mask_columns * 4);
+      if (part.splits()) size += a.chunks() * a.rows * a.heads * a.partial_floats() * 4;
+    }
+    char* const memory = static_cast<char*>(ort::scratch(size));
+    for (size_t i = 0; i < parts.size(); i++) {
+      Attention& a = parts[i].a;
+      char* at = memory + starts[i];
+      const auto take = [&](int64_t bytes) { return std::exchange(at, at + up(bytes)); };
+      a.queries = reinterpret_cast<float*>(take(a.rows * a.heads * a.padded_dim() * 4));
+      a.seen = reinterpret_cast<int32_t*>(take(a.rows * 8));
+      a.slots = reinterpret_cast<int32_t*>(take(a.rows * a.mask_columns * 4));
+      a.partials = reinterpret_cast<float*>(at);
+    }
+  }
+
+  template <class Function>
+  void each_row(ort::Context* context, Function function) const {
+    const auto of = [&](int64_t row) {
+      const Part& part = *(std::upper_bound(parts.begin(), parts.end(), row, [](int64_t r, const Part& p) { return r < p.first_row; }) - 1);
+      function(part, row - part.first_row);
+    };
+    if (rows < kRowsApart)
+      for (int64_t row = 0; row < rows; row++) of(row);
+    else
+      ort::parallel(context, rows, of);
+  }
+
+  void attend(ort::Context* context) const {
+    ort::parallel(context, tasks, [&](int64_t task) {
+      const Part& part = *(std::upper_bound(parts.begin(), parts.end(), task, [](int64_t t, const Part& p) { return t < p.first_task; }) - 1);
+      const Attention& a = part.a;
+      const int64_t kv_head = (task - part.first_task) % a.kv_heads, at = (task - part.first_task) / a.kv_heads;
+      float* work = static_cast<float*>(ort::scratch<1>(a.work_floats(part.step) * 4));
+      if (part.splits()) return kernels().attend_chunk(a, kv_head, at, work);
+      kernels().attend_rows(a, kv_head, at * part.step, std::min((at + 1) * part.step, a.rows), work);
+    });
+  }
+};
+
+enum { kQ, kK, kV, kPastKey, kPastValue, kSequences, kPages, kCos, kSin, kPositions, kMasks, kQNorm, kKNorm, kSinks, kKScale, kVScale, kCount };
+
+// Inputs: q [1, S, heads * D], or q, k and v side by side with k and v left out; k, v [1, S, kv_heads * D];
+// past key and value [pages, kv_heads, page rows, D] of float, half or int8; sequences int64 [B, 3], in the
+// order of their rows: rows before, rows of this pass, columns of the mask (0: causal); page tables int64
+// [B, P]; cos, sin [., R / 2]; positions int64 [1, S]; masks bool, of each sequence [rows, columns] over its
+// last slots, behind each other; q_norm, k_norm [D]; sinks [heads]; k_scale, v_scale [1].
+// Outputs: y [1, S, heads * D], and the caches, which are written in place where they are the past's.
+template <ort::Type kCache>
+struct CachedAttention {
+  static constexpr const char* kName = "CachedAttention";
+  static constexpr ort::Type kInputs[] = {
+      ort::kFloat, ort::kFloat, ort::kFloat, kCache, kCache, ort::kInt64, ort::kInt64, ort::kFloat, ort::kFloat,
+      ort::kInt64, ort::kBool, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+  static constexpr ort::Type kOutputs[] = {ort::kFloat, kCache, kCache};
+  static constexpr unsigned kNeeded = 0b1111001, kNeededOutputs = 3;
+
+  int64_t heads, kv_heads, window, is_interleaved;
+  float scale, softcap, epsilon;
+
+  explicit CachedAttention(const ort::Info* info)
+      : heads(ort::int_attribute(info, "num_heads", 0)),
+        kv_heads(ort::int_attribute(info, "kv_num_heads", 0)),
+        window(ort::int_attribute(info, "local_window_size", 0)),
+        is_interleaved(ort::int_attribute(info, "rotary_interleaved", 0)),
+        scale(ort::float_attribute(info, "scale", 0)),
+        softcap(ort::float_attribute(info, "softcap", 0)),
+        epsilon(ort::float_attribute(info, "epsilon", 1e-6f)) {
+    require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "CachedAttention: num_heads is no multiple of kv_num_heads");
+    require(window >= 0, "CachedAttention: local_window_size is negative");
+  }
+
+  void run(ort::Context* context) const {
+    Tensor in[kCount];
+    for (size_t i = 0; i < kCount; i++) in[i] = ort::input(context, i);
+    Attention all{};
+    read_rows(in, all);
+    read_scales(in, all);
+    read_rules(in, all);
+    std::vector<int64_t> dims = in[kQ].dims;
+    dims.back() = heads * all.head_dim;
+    all.y = ort::output(context, 0, dims).as<float>();
+    Pass pass = cut(in, all);
+    void* const keys = carry(context, 1, in[kPastKey], all);
+    void* const values = carry(context, 2, in[kPastValue], all);
+    if (!all.rows) return;
+    for (Pass::Part& part : pass.parts) part.a.keys = keys, part.a.values = values;
+    pass.place();
+    pass.each_row(context, [](const Pass::Part& part, int64_t row) { kernels().append(part.a, row); });
+    pass.attend(context);
+    pass.each_row(context, [](const Pass::Part& part, int64_t row) {
+      if (part.splits()) kernels().merge(part.a, row);
+    });
+  }
+
+ private:
+  void read_rows(const Tensor* in, Attention& a) const {
+    const std::vector<int64_t>& cache = in[kPastKey].dims;
+    require(cache.size() == 4 && cache[1] == kv_heads, "CachedAttention: the cache is not [pages, kv_num_heads, page rows, D]");
+    require(in[kPastValue].dims == cache, "CachedAttention: the caches of keys and values differ in shape");
+    a.heads = heads;
+    a.kv_heads = kv_heads;
+    a.page_rows = cache[2];
+    a.head_dim = cache[3];
+    require(a.page_rows > 0 && a.page_rows % kStrip == 0 && kChunk % a.page_rows == 0, "CachedAttention: pages of this size are not known");
+    require(a.head_dim > 0 && a.head_dim <= 256, "CachedAttention: heads of more than 256 values are not known");
+    const int64_t width = heads * a.head_dim, kv_width = kv_heads * a.head_dim;
+    require(in[kQ].dims.size() == 3 && in[kQ].dims[0] == 1, "CachedAttention: q is not [1, S, width]");
+    a.rows = in[kQ].dims[1];
+    a.q = in[kQ].as<float>();
+    a.q_stride = in[kQ].last();
+    if (in[kK] && in[kV]) {
+      require(a.q_stride == width && in[kK].count() == a.rows * kv_width && in[kV].count() == a.rows * kv_width,
+              "CachedAttention: q, k and v do not fit the heads");
+      a.k = in[kK].as<float>();
+      a.v = in[kV].as<float>();
+      a.k_stride = a.v_stride = kv_width;
+      return;
+    }
+    require(!in[kK] && !in[kV] && a.q_stride == width + 2 * kv_width, "CachedAttention: q, k and v do not fit the heads");
+    a.k = a.q + width;
+    a.v = a.k + kv_width;
+    a.k_stride = a.v_stride = a.q_stride;
+  }
+
+  void read_scales(const Tensor* in, Attention& a) const {
+    a.cache_type = kCache == ort::kFloat ? CacheType::kFloat32 : kCache == ort::kHalf ? CacheType::kFloat16 : CacheType::kInt8;
+    a.k_scale = a.v_scale = 1;
+    if (a.cache_type != CacheType::kInt8) return;
+    const Tensor &k = in[kKScale], &v = in[kVScale];
+    require(k.count() == 1 && k.data && v.count() == 1 && v.data, "CachedAttention: a cache of int8 needs k_scale and v_scale");
+    a.k_scale = *k.as<float>();
+    a.v_scale = *v.as<float>();
+    require(a.k_scale > 0 && a.v_scale > 0, "CachedAttention: scales of the cache must be positive");
+  }
+
+  void read_rules(const Tensor* in, Attention& a) const {
+    a.scale = scale > 0 ? scale : 1 / std::sqrt(float(a.head_dim));
+    a.softcap = softcap;
+    a.epsilon = epsilon;
+    a.window = window;
+    a.is_interleaved = is_interleaved;
+    const Tensor &cos = in[kCos], &sin = in[kSin], &positions = in[kPositions];
+    if (cos || sin) {
+      require(cos.dims.size() == 2 && cos.dims == sin.dims && 2 * cos.last() <= a.head_dim, "CachedAttention: cos and sin do not fit the heads");
+      a.cos = cos.as<float>();
+      a.sin = sin.as<float>();
+      a.rotary_dim = 2 * cos.last();
+      a.table_rows = cos.dims[0];
+      a.positions = positions.as<int64_t>();
+      require(positions ? positions.count() == a.rows : a.table_rows >= a.rows, "CachedAttention: rows and positions differ in number");
+      for (int64_t row = 0; a.positions && row < a.rows; row++)
+        require(a.positions[row] >= 0 && a.positions[row] < a.table_rows, "CachedAttention: a position is outside of the rope tables");
+    }
+    a.mask = in[kMasks].as<uint8_t>();
+    require((!in[kQNorm] || in[kQNorm].count() == a.head_dim) && (!in[kKNorm] || in[kKNorm].count() == a.head_dim),
+            "CachedAttention: q_norm and k_norm do not fit the heads");
+    a.q_norm = in[kQNorm].as<float>();
+    a.k_norm = in[kKNorm].as<float>();
+    require(!in[kSinks] || in[kSinks].count() == heads, "CachedAttention: there is not one sink for each head");
+    a.sinks = in[kSinks].as<float>();
+  }
+
+  // The sequences, of which each has its own rows of what `all` has.
+  Pass cut(const Tensor* in, const Attention& all) const {
+    const Tensor &facts = in[kSequences], &tables = in[kPages];
+    require(facts.dims.size() == 2 && facts.last() == kFacts, "CachedAttention: sequences are not [B, 3]");
+    require(tables.dims.size() == 2 && tables.dims[0] == facts.dims[0], "CachedAttention: there is not one page table for each sequence");
+    Pass pass;
+    int64_t masked = 0;
+    for (int64_t i = 0; i < facts.dims[0]; i++) {
+      const int64_t* fact = facts.as<int64_t>() + i * kFacts;
+      Attention a = all;
+      a.write_index = fact[0];
+      a.rows = fact[1];
+      a.mask_columns = fact[2];
+      a.pages = tables.as<int64_t>() + i * tables.last();
+      require(a.rows >= 0 && a.rows <= all.rows - pass.rows, "CachedAttention: sequences and rows differ in number");
+      require(a.write_index >= 0 && a.write_index <= tables.last() * a.page_rows - a.rows, "CachedAttention: the new rows do not fit into the pages");
+      const bool is_causal = a.mask_columns == 0;
+      require(is_causal || (a.mask_columns >= a.rows && a.mask_columns <= a.write_index + a.rows),
+              "CachedAttention: a mask is not of the last slots of its sequence");
+      const int64_t size = a.rows * a.mask_columns;
+      require(size <= in[kMasks].count() * bool(in[kMasks]) - masked, "CachedAttention: sequences have more masks than are given");
+      if (!a.rows) continue;
+      a.mask = is_causal ? nullptr : all.mask + masked;
+      masked += size;
+      take_rows(a, pass.rows);
+      require_pages(a, in[kPastKey].dims[0]);
+      pass.add(a);
+    }
+    require(pass.rows == all.rows, "CachedAttention: sequences and rows differ in number");
+    return pass;
+  }
+
+  static void take_rows(Attention& a, int64_t first) {
+    a.q += first * a.q_stride;
+    a.k += first * a.k_stride;
+    a.v += first * a.v_stride;
+    a.y += first * a.heads * a.head_dim;
+    if (a.positions) {
+      a.positions += first;
+    } else if (a.cos) {
+      a.cos += first * a.rotary_dim / 2;
+      a.sin += first * a.rotary_dim / 2;
+    }
+  }
+
+  static void require_pages(const Attention& a, int64_t count) {
+    for (int64_t page = a.first_slot() / a.page_rows; page * a.page_rows < a.write_index + a.rows; page++)
+      require(a.pages[page] >= 0 && a.pages[page] < count, "CachedAttention: a page is outside of the cache");
+  }
+
+  // The cache that is written: a copy of the past, if it is not the past itself.
+  static void* carry(ort::Context* context, size_t index, const Tensor& past, const Attention& a) {
+    const Tensor present = ort::output(context, index, past.dims);
+    const int64_t size = a.cache_type == CacheType::kFloat32 ? 4 : a.cache_type == CacheType::kFloat16 ? 2 : 1;
+    if (present.data != past.data) std::memcpy(present.data, past.data, past.count() * size);
+    return present.data;
+  }
+};
+
+}  // namespace
+
+std::vector<const ort::Operator*> attention_operators() {
+  return {ort::describe<CachedAttention<ort::kFloat>>(), ort::describe<CachedAttention<ort::kHalf>>(), ort::describe<CachedAttention<ort::kInt8>>()};
+}
+
+}  // namespace edgellm
