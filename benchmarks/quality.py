@@ -50,7 +50,8 @@ RECIPES: dict[str, tuple[list[str], str]] = {
     "int8_sq, 8 rows": (["--quantization", "int8_sq", "--num_samples", "8"], "none"),
     "int4_awq": (["--quantization", "int4_awq"], "none"),
     "int4_awq, gptq, block 32": (
-        ["--quantization", "int4_awq", "--algo", "gptq", "--block_size", "32"], "none"
+        ["--quantization", "int4_awq", "--algo", "gptq", "--block_size", "32"],
+        "none",
     ),
     "nvfp4": (["--quantization", "nvfp4"], "none"),
     "int4_awq, autoround": (["--quantization", "int4_awq", "--algo", "autoround"], "none"),

@@ -144,7 +144,7 @@ def _write(
     def pieces() -> Iterator[memoryview]:
         for name in infos:
             if name in dense:
-                yield memoryview(dense[name]()).cast("B")
+                yield dense[name]().data.cast("B")
             else:
                 yield from tower.tensors.stream(name)
 
