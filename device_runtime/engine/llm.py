@@ -92,14 +92,12 @@ class LLM:
         decoder, no_images = self.manifest.decoder, None
         if decoder.images is not None:
             no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
-        self._slot: CacheSlot | None = CacheSlot(
-            session,
-            self.manifest.prefill_rows,
-            self._drafters.caches if self._drafters is not None else (),
-            no_images=no_images,
-            reuses_context=context_reuse,
-        )
-        self._turns = Turns(Batch(self._slot, self._bounds(session, max_stall_ms)))
+        slot = CacheSlot(
+            session, self.manifest.prefill_rows, self._drafters.caches if self._drafters else (),
+            no_images=no_images, reuses_context=context_reuse,
+        )  # fmt: skip
+        self._slot: CacheSlot | None = slot
+        self._turns = Turns(Batch(slot, self._bounds(slot, max_stall_ms)))
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
             from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
@@ -109,7 +107,7 @@ class LLM:
             )
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
 
-    def _bounds(self, session: DecoderSession, most_stall_ms: float) -> Bounds:
+    def _bounds(self, slot: CacheSlot, most_stall_ms: float) -> Bounds:
         """What passes are held to."""
         manifest, tree_rows = self.manifest, 1
         if self._drafters is not None:
@@ -117,9 +115,9 @@ class LLM:
         bounds = Bounds(self.batch_size, manifest.prefill_rows, tree_rows)
         if self.batch_size == 1:
             return bounds
-        pass_ms = (manifest.cost_ms or costs(session, manifest.decoder))[PASS]
+        pass_ms = (manifest.cost_ms or costs(slot.session, manifest.decoder))[PASS]
         return replace(
-            bounds, page_rows=CacheSlot.page_rows, most_stall_ms=most_stall_ms,
+            bounds, page_rows=slot.page_rows, most_stall_ms=most_stall_ms,
             pass_ms=Costs.of(pass_ms).verify,
         )  # fmt: skip
 
