@@ -30,7 +30,7 @@ _HINT = (
 def library_path() -> Path:
     """The shared library: what came with the package, else what this machine's compiler makes.
 
-    It is compiled once for each compiler and version of the sources, in 25 s of processor time.
+    It is compiled once for each compiler and version of the sources, in 30 s of processor time.
 
     Raises:
         EdgeLLMError: if there is neither, or the folder cannot be written.

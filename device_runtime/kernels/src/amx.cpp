@@ -125,7 +125,7 @@ void run_groups(const Product& p, int64_t first, int64_t last) {
       for (int64_t step = 0; step < steps; step++)
         run_tiles<kForm, kZero, T>(p, group, height, {row_of(step * at_once), row_of(step * at_once + 1)});
   }
-  _tile_release();
+  _tile_release();  // what others of this process keep in tiles they load again where they find none
 }
 
 void product(const Product& p, int64_t first, int64_t last) {
