@@ -128,6 +128,27 @@ def draft(
 
 
 @app.command()
+def checkpoint(
+    draft_model_dir: Annotated[
+        str, typer.Option("--draft_model_dir", help="EAGLE-3 draft: HF folder or cached hub id.")
+    ],
+    base_model_dir: Annotated[
+        str, typer.Option("--base_model_dir", help="The model it drafts for: as --model_dir.")
+    ],
+    output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the checkpoint.")],
+    engine: Annotated[str, typer.Option("--for", help="vllm, sglang or tensorrt-llm.")],
+    ignore_config_keys: IgnoredKeys = "",
+) -> None:
+    """Write an EAGLE-3 draft of any layout as another engine reads it."""
+    from edgellm.export.handed_draft import hand_over
+    from edgellm.export.source import open_draft
+
+    ignored = _split(ignore_config_keys)
+    command = hand_over(open_draft(draft_model_dir), base_model_dir, engine, output_dir, ignored)
+    typer.echo(f"{output_dir}: for {engine}\n{command}")
+
+
+@app.command()
 def visual(
     model_dir: Annotated[
         str, typer.Option("--model_dir", help="Vision-language model: HF folder or cached hub id.")

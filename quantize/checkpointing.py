@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
-from edgellm.export.checkpoint import Safetensors
+from edgellm.export.checkpoint import Safetensors, write_safetensors
 from edgellm.quantize.states import write_text
-from edgellm.quantize.tensors import InMemory, Tensor, write_safetensors
+from edgellm.quantize.tensors import InMemory, Tensor
 
 _JOB, LOCK = "job.json", "lock"
 CALIBRATION, FLOAT, QUANTIZED = "calibration", "float", "quantized"

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 
+Format = Annotated[
+    str, typer.Option("--format", help="modelopt, or compressed-tensors, which vLLM reads.")
+]
 Head = Annotated[
     str | None, typer.Option("--lm_head_quantization", help="fp8, nvfp4, int8 or int4.")
 ]
@@ -86,6 +89,7 @@ def llm(
         str | None,
         typer.Option("--algo", help="Of int4_awq: awq, or autoround (slower and better)."),
     ] = None,
+    format: Format = "modelopt",
     lm_head_quantization: Head = None,
     kv_cache_quantization: Cache = None,
     calib_dataset: Dataset = "default",
@@ -104,7 +108,7 @@ def llm(
     """Quantize a language model; run the same command again after an interrupt to go on."""
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
-        algo=algo, kv_cache_quantization=kv_cache_quantization,
+        algo=algo, format=format, kv_cache_quantization=kv_cache_quantization,
         keep_layers=numbers("--keep_layers", keep_layers),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
@@ -148,9 +152,7 @@ def draft(
 def _run(
     model_dir: str, output_dir: Path, body: str, head: str | None, ignored: str, **options: Any
 ) -> None:
-    _check_names(
-        body, options.get("algo"), head, options.get("kv_cache_quantization"), options["block_size"]
-    )
+    _check_names(body, head, **options)
     _require_host()
     from edgellm.quantize.layerwise_run import run_job
     from edgellm.quantize.plan import Job
@@ -242,13 +244,20 @@ def few_line(few: dict[str, int]) -> str:
 
 
 def _check_names(
-    body: str, algo: str | None, head: str | None, cache: str | None, block_size: int | None
+    body: str,
+    head: str | None,
+    block_size: int | None,
+    algo: str | None = None,
+    format: str = "modelopt",
+    kv_cache_quantization: str | None = None,
+    **_: Any,
 ) -> None:
     """Before the imports, which take seconds."""
     from edgellm.quantize.schemes import (
         HEAD_SCHEMES,
         KV_SCHEMES,
         check_block_size,
+        check_format,
         choose,
         choose_scheme,
     )
@@ -256,8 +265,9 @@ def _check_names(
     scheme = choose_scheme(body, algo)
     if head is not None:
         choose("--lm_head_quantization", head, HEAD_SCHEMES)
-    if cache is not None:
-        choose("--kv_cache_quantization", cache, KV_SCHEMES)
+    if kv_cache_quantization is not None:
+        choose("--kv_cache_quantization", kv_cache_quantization, KV_SCHEMES)
+    check_format(format, scheme, head, kv_cache_quantization)
     check_block_size(block_size, scheme, HEAD_SCHEMES[head] if head is not None else None)
 
 

@@ -10,14 +10,15 @@ from typing import Any
 from edgellm.artifact import move_files, replace_file, temporary_folder
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.disk import require_space
-from edgellm.export.checkpoint import Renamed, TensorSource
+from edgellm.export.checkpoint import Renamed, TensorSource, write_safetensors
+from edgellm.quantize import compressed_tensors
 from edgellm.quantize.checkpointing import HEAD_PART, layer_part
 from edgellm.quantize.checks import linear_shapes
 from edgellm.quantize.modelopt_adapter import hf_config
 from edgellm.quantize.page import render
 from edgellm.quantize.plan import Plan
 from edgellm.quantize.report import Report, as_json
-from edgellm.quantize.tensors import Joined, split_shards, write_safetensors
+from edgellm.quantize.tensors import Joined, split_shards
 
 SIDE_FILE, PAGE = "edgellm_quant.json", "edgellm_quant.html"
 _QUANT_CONFIG = "hf_quant_config.json"
@@ -52,13 +53,16 @@ def write_folder(plan: Plan, report: Report) -> None:
     output = plan.job.output_dir
     with temporary_folder(output) as folder:
         _write_tensors(plan, folder)
-        described = _described(plan)
+        is_modelopt = plan.job.format != compressed_tensors.NAME
+        described = _described(plan) if is_modelopt else {}
         checkpoint, own_head = plan.subject.whole, plan.head is not None
-        config = plan.subject.new_config(hf_config(described), own_head=own_head)
+        quantization = hf_config(described) if is_modelopt else _compressed(plan)
+        config = plan.subject.new_config(quantization, own_head=own_head)
         _write_json(folder / "config.json", config)
         if checkpoint.generation_config:
             _write_json(folder / "generation_config.json", checkpoint.generation_config)
-        _write_json(folder / _QUANT_CONFIG, described)
+        if is_modelopt:
+            _write_json(folder / _QUANT_CONFIG, described)
         for name, content in (checkpoint.processor_files | checkpoint.tokenizer_files).items():
             (folder / name).write_bytes(content)
         plan.subject.check_result(folder, plan.job.ignore_config_keys)
@@ -104,7 +108,8 @@ def _write_tensors(plan: Plan, folder: Path) -> None:
     parts += [] if plan.head is None else [plan.task.work.tensors(HEAD_PART)]
     source = Joined([plan.subject.checkpoint.tensors, *parts])
     named = [sorted(part.infos()) for part in parts]
-    new = {name for names in named for name in names} | _replaced(plan)
+    # A layer that is packed has its weight under another name.
+    new = {name.removesuffix("_packed") for names in named for name in names} | _replaced(plan)
     kept = [
         name
         for name in sorted(plan.subject.checkpoint.tensors.infos())
@@ -151,13 +156,7 @@ def _described(plan: Plan) -> dict[str, Any]:
     if plan.recipe.kv_cache is not None:
         body["kv_cache_quant_algo"] = plan.recipe.kv_cache.upper()
     described = {"producer": facts[0]["producer"], "quantization": body}
-    body["exclude_modules"] = [
-        name
-        for name in plan.subject.float_modules
-        if plan.head is None or name != plan.subject.stored_name("lm_head")
-    ]
-    own = [*_kept_modules(plan), *_choosing(plan)]
-    body["exclude_modules"] += [plan.subject.stored_name(name) for name in own]
+    body["exclude_modules"] = _excluded(plan)
     if plan.head is None:
         return described
     head = work.facts(HEAD_PART)["quantization"]
@@ -178,6 +177,23 @@ def _described(plan: Plan) -> dict[str, Any]:
         },
     }
     return {**described, "quantization": mixed}
+
+
+def _compressed(plan: Plan) -> dict[str, Any]:
+    """What config.json says of the format compressed-tensors."""
+    recipe = plan.recipe
+    return compressed_tensors.describe(
+        recipe.scheme, recipe.block_size, _excluded(plan), recipe.kv_cache
+    )
+
+
+def _excluded(plan: Plan) -> list[str]:
+    """Modules that stay floats."""
+    subject = plan.subject
+    head = None if plan.head is None else subject.stored_name("lm_head")
+    around = [name for name in subject.float_modules if name != head]
+    own = [*_kept_modules(plan), *_choosing(plan)]
+    return [*around, *(subject.stored_name(name) for name in own)]
 
 
 def _kept_modules(plan: Plan) -> list[str]:

@@ -58,11 +58,15 @@ def pack_int4_codes(codes: NDArray[np.int8]) -> U8:
 
 def unpack_int4(packed: U8, scale: F32) -> F32:
     """What `pack_int4` packed: uint8 [out/2, in], float32 [out, in/g] -> float32 [out, in]."""
-    out, width = 2 * len(packed), packed.shape[1]
-    codes = np.empty((out, width), np.int8)
+    return unpack_int4_codes(packed) * np.repeat(scale, packed.shape[1] // scale.shape[1], axis=1)
+
+
+def unpack_int4_codes(packed: U8) -> NDArray[np.int8]:
+    """What `pack_int4_codes` packed: uint8 [out/2, in] -> int8 [out, in]."""
+    codes = np.empty((2 * len(packed), packed.shape[1]), np.int8)
     codes[0::2] = (packed << np.uint8(4)).view(np.int8) >> 4  # the shift back keeps the sign
     codes[1::2] = packed.view(np.int8) >> 4
-    return codes * np.repeat(scale, width // scale.shape[1], axis=1)
+    return codes
 
 
 def unpack_nvfp4(packed: U8, scale: F32, global_scale: np.float32) -> F32:

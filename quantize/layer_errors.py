@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -74,6 +74,11 @@ class QuantizedLayer:
             key: decode_linear(named, name + key, shape, recipe.scheme.rounds_input)
             for key, shape in matrices.items()
         }
+        if recipe.scheme.rounds_tokens:
+            self.decoded = {
+                key: replace(linear, input_type="int8_tokens")
+                for key, linear in self.decoded.items()
+            }
         weights = {f"{key}.weight": linear.weight for key, linear in self.decoded.items()}
         rest = {key: _checked(named, name + key) for key in source if key not in weights}
         self._model = make_model({**rest, **weights})

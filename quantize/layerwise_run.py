@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from edgellm.contract import EdgeLLMError
 from edgellm.disk import explain_full_disk
 from edgellm.exclusive import hold
 from edgellm.export.checkpoint import TensorSource
+from edgellm.quantize import compressed_tensors
 from edgellm.quantize.autoround import autoround
 from edgellm.quantize.checkpointing import (
     CALIBRATION,
@@ -29,12 +30,13 @@ from edgellm.quantize.checkpointing import (
 from edgellm.quantize.experts import find_experts, round_experts, watch
 from edgellm.quantize.families import Family
 from edgellm.quantize.folder import check_output, write_folder
+from edgellm.quantize.folding import fold_smoothing
 from edgellm.quantize.formats import F32
 from edgellm.quantize.kv_cache import int8_scales
 from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, refuse_broken
 from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
 from edgellm.quantize.logits import Quality, float_head, measure, quantized_head
-from edgellm.quantize.modelopt_adapter import Exported, quantize
+from edgellm.quantize.modelopt_adapter import Exported, Recipe, quantize
 from edgellm.quantize.one_layer_model import LAYER, quiet_transformers, run_layer
 from edgellm.quantize.plan import Job, Plan, make_plan
 from edgellm.quantize.report import Report, make_report
@@ -134,13 +136,15 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     exported, own = _exported(plan, index, source, before, after)
     tensors = {**_kept(exported, raw, subject.family), **own.tensors}
     layer = subject.layers[index]
-    quantized = QuantizedLayer(
-        layer, source, tensors, plan.recipe,
-        lambda values: subject.layer_model(index, values, task.device), task.device,
-        subject.family,
-    )  # fmt: skip
+    quantized = _computing(plan, index, source, tensors, plan.recipe)
     errors = quantized.weight_errors(source)
     refuse_broken(layer, errors)
+    if plan.job.format == compressed_tensors.NAME:
+        tensors = fold_smoothing(tensors, source, subject.family, subject.config.head_dim)
+        tensors = compressed_tensors.without_input_scales(tensors)
+        scheme = compressed_tensors.run_scheme(plan.recipe.scheme)
+        quantized = _computing(plan, index, source, tensors, replace(plan.recipe, scheme=scheme))
+        tensors = compressed_tensors.pack(tensors)
     for name in [name for name in before if name not in (CALIBRATION, FLOAT)]:
         before[name].advance(after[name], quantized, task.device)
     output, stream = compare(
@@ -152,6 +156,17 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     named = {layer + stored(name): tensor for name, tensor in tensors.items()}
     facts = as_facts(report, quantization=exported.quantization, producer=exported.producer)
     task.work.store(layer_part(index), named, facts)
+
+
+def _computing(
+    plan: Plan, index: int, source: dict[str, F32], tensors: dict[str, Tensor], recipe: Recipe
+) -> QuantizedLayer:
+    """The layer as an engine computes it."""
+    subject, device = plan.subject, plan.task.device
+    return QuantizedLayer(
+        subject.layers[index], source, tensors, recipe,
+        lambda values: subject.layer_model(index, values, device), device, subject.family,
+    )  # fmt: skip
 
 
 def _keep_layer(plan: Plan, index: int) -> None:

@@ -24,7 +24,7 @@ class DecodedLinear:
 
     weight: F32  # [out, in]
     pre_quant_scale: F32 | None  # [in]
-    input_type: str  # "", "fp8", "int8" or "nvfp4"
+    input_type: str  # "", "fp8", "int8", "int8_tokens" or "nvfp4"
     input_scale: float  # of a rounded input
     bits: float  # of a stored weight, its scales included
 

@@ -24,6 +24,7 @@ from edgellm.quantize.schemes import (
     KV_SCHEMES,
     Scheme,
     block_size,
+    check_format,
     choose,
     choose_scheme,
 )
@@ -39,6 +40,7 @@ class Job:
     quantization: str
     base_model_dir: str | None = None  # of a draft; None: `model_dir` is a language model
     algo: str | None = None  # None: AWQ where there is a choice
+    format: str = "modelopt"
     lm_head_quantization: str | None = None
     kv_cache_quantization: str | None = None
     calib_dataset: str = "default"
@@ -101,6 +103,8 @@ def make_plan(job: Job) -> Plan:
         EdgeLLMError: something of it will not do; names it and the remedy.
     """
     scheme = choose_scheme(job.quantization, job.algo)
+    head, cache = job.lm_head_quantization, job.kv_cache_quantization
+    check_format(job.format, scheme, head, cache)
     head_scheme = None
     if job.lm_head_quantization is not None:
         name = choose("--lm_head_quantization", job.lm_head_quantization, HEAD_SCHEMES)

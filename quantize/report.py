@@ -89,7 +89,8 @@ def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
             for name, info in parts.items()
             if name.startswith(module) or name == module.removesuffix("weight") + "pre_quant_scale"
         )
-    kept = sum(info.num_bytes for name, info in before.items() if name not in parts)
+    replaced = {name.removesuffix("_packed") for name in parts}
+    kept = sum(info.num_bytes for name, info in before.items() if name not in replaced)
     return Report(
         subject=subject.kind,
         quantization=plan.recipe.scheme.name,

@@ -9,6 +9,7 @@ from torch import Tensor
 from edgellm.quantize.formats import E2M1, LARGEST_E2M1, LARGEST_E4M3, NVFP4_BLOCK
 
 _SMALLEST_E4M3 = 2.0**-9
+_SMALLEST_AMAX = 1e-12  # of a token of zeros
 
 
 def _limits() -> Tensor:
@@ -29,6 +30,8 @@ def round_input(x: Tensor, kind: str, scale: float) -> Tensor:
         return round_fp8(x, scale)
     if kind == "int8":
         return round_int8(x, scale)
+    if kind == "int8_tokens":
+        return round_int8(x, x.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST_AMAX) / 127)
     return round_nvfp4(x, scale) if kind == "nvfp4" else x
 
 
@@ -54,6 +57,6 @@ def nearest_e2m1(magnitudes: Tensor) -> Tensor:
     return torch.bucketize(magnitudes, _LIMITS.to(magnitudes.device))
 
 
-def round_int8(x: Tensor, scale: float) -> Tensor:
+def round_int8(x: Tensor, scale: float | Tensor) -> Tensor:
     """Values of int8 codes from -128 to 127."""
     return torch.clamp(torch.round(x / scale), -128, 127) * scale

@@ -26,6 +26,7 @@ class Scheme:
     is_awq: bool = False  # searches a smoothing, which costs a dozen forward passes
     is_int4: bool = False
     is_nvfp4: bool = False
+    rounds_tokens: bool = False  # to int8, with a scale of each token found at run time
     is_autoround: bool = False  # learns how to round, which costs a hundred passes and gradients
 
     @property
@@ -54,6 +55,8 @@ HEAD_SCHEMES = {
     "int8": Scheme("int8", "INT8_WEIGHT_ONLY_CFG", "W8A16", False),
     "int4": SCHEMES["int4_awq"],
 }
+COMPRESSED_TENSORS = "compressed-tensors"
+FORMATS = ("modelopt", COMPRESSED_TENSORS)
 KV_SCHEMES = {"fp8": "FP8_KV_CFG", "int8": ""}  # int8: ModelOpt exports no scales, ours do
 
 
@@ -80,6 +83,27 @@ def choose_scheme(quantization: str, algo: str | None) -> Scheme:
             hint="--algo is for int4_awq",
         )
     return AUTOROUND if algo == "autoround" else scheme
+
+
+def check_format(name: str, scheme: Scheme, head: str | None, cache: str | None) -> None:
+    """Raise `EdgeLLMError` for a format that is not on offer, or that cannot hold all of it."""
+    choose("--format", name, FORMATS)
+    if name != COMPRESSED_TENSORS:
+        return
+    if scheme.is_nvfp4 and scheme.is_awq:
+        raise EdgeLLMError(
+            f"--format {name} has no place for the smoothing of {scheme.name}",
+            hint="choose --quantization nvfp4, int4_awq, int8_sq or fp8",
+        )
+    if head is not None:
+        raise EdgeLLMError(
+            f"--format {name} keeps the head in floats, as the engines read it that it is for",
+            hint="leave out --lm_head_quantization",
+        )
+    if cache == "int8":
+        raise EdgeLLMError(
+            f"--format {name} has no int8 cache", hint="choose --kv_cache_quantization fp8"
+        )
 
 
 def check_block_size(wanted: int | None, *schemes: Scheme | None) -> None:

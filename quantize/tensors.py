@@ -1,12 +1,9 @@
-"""Tensors of a checkpoint in memory, and safetensors files written piece by piece."""
+"""Tensors of a checkpoint in memory."""
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,26 +90,6 @@ class Joined:
     def stream(self, name: str) -> Iterator[memoryview]:
         """Data in pieces."""
         yield from self._owners[name].stream(name)
-
-
-def write_safetensors(path: Path, source: TensorSource, names: list[str]) -> None:
-    """Write the tensors `names` of `source` in this order, without holding one of them."""
-    infos, position = source.infos(), 0
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for name in names:
-        info = infos[name]
-        end = position + info.num_bytes
-        header[name] = {
-            "dtype": info.dtype, "shape": list(info.shape), "data_offsets": [position, end],
-        }  # fmt: skip
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        for name in names:
-            for piece in source.stream(name):
-                stream.write(piece)
 
 
 def split_shards(source: TensorSource, names: list[str], shard_bytes: int) -> list[list[str]]:

@@ -130,6 +130,17 @@ def int8_smoothed(weight: np.ndarray, random: np.random.Generator) -> tuple[Tens
     return tensors, codes * scale[:, None] * smoothing
 
 
+def ct_int8(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """compressed-tensors int-quantized, with the zeros that older writers stored."""
+    tensors, value = int8_weights(weight, random)
+    scale = tensors["weight_scale"][:, None]
+    return {
+        **tensors,
+        "weight_scale": scale,
+        "weight_zero_point": np.zeros(scale.shape, np.int8),
+    }, value
+
+
 def int8_weights(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
     """ModelOpt W8A16."""
     del random
@@ -260,6 +271,7 @@ LAYOUTS = {
     "ct-int8": Layout(
         ct_int(8, symmetric=True), {"quant_method": "compressed-tensors"}, kind="int8"
     ),
+    "ct-w8a8": Layout(ct_int8, {"quant_method": "compressed-tensors"}, kind="int8"),
     "ct-nvfp4": Layout(ct_nvfp4, {"quant_method": "compressed-tensors"}, kind="fp4"),
     "awq": Layout(awq, {"quant_method": "awq", "version": "gemm"}, kind="int4"),
     "gptq": Layout(gptq(4, symmetric=True), {"quant_method": "gptq"}, kind="int4"),

@@ -19,7 +19,8 @@ from edgellm.build.check import DEVIATIONS, row_errors
 from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.some_experts import slice_experts
 from edgellm.build.pieces import run_in_pieces
-from edgellm.build.reference import Source, expanded, float_error
+from edgellm.build.plain_versions import plain_versions
+from edgellm.build.reference import Source, float_error
 from edgellm.build.rounding import Rounds
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.kernels.library import DOMAIN
@@ -118,8 +119,7 @@ def _of_portable(
     model: ir.Model, layer: ExpertLayer, source: Source, engine: Rounds, part: slice, x: Rows
 ) -> Iterator[Rows]:
     """Rows [n, H] of some experts, exactly and as the engine rounds, where it does."""
-    versions = [expanded(slice_experts(model, layer, part), source, Rounds(), None, len(x))]
-    if engine.kernels:
-        versions.append(expanded(slice_experts(model, layer, part), source, engine, None, len(x)))
+    own = slice_experts(model, layer, part)
+    versions = plain_versions(own, source.bundle, None, engine, len(x), rounds=bool(engine.kernels))
     for found in run_in_pieces(versions, _passes(range(len(x)), layer.top_k, x)):
         yield next(iter(found.values()))[0]

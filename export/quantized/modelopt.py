@@ -33,11 +33,7 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
     info, scale = weights.info("weight"), weights.info("weight_scale")
     if info is None or scale is None:
         return None
-    if weights.info("weight_zero_point") is not None:
-        raise UnsupportedModelError(
-            f"{weights.prefix}weight_zero_point: 8-bit weights with zero points are not supported",
-            hint="quantize with symmetric weights",
-        )
+    _refuse_zero_points(weights)
     if info.dtype in _EIGHT_BITS:
         return _eight_bits(weights, shape, dtype, info.dtype)
     if info.dtype != "U8":
@@ -50,6 +46,18 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
             hint="quantize with int4_awq, whose inputs stay floats",
         )
     return _int4(weights, shape, dtype)
+
+
+def _refuse_zero_points(weights: Weights) -> None:
+    """Refuse zero points of 8-bit weights, but for zeros, which llm-compressor wrote for long."""
+    info = weights.info("weight_zero_point")
+    if info is None:
+        return
+    if weights.array("weight_zero_point", info.shape, info.dtype)().any():
+        raise UnsupportedModelError(
+            f"{weights.prefix}weight_zero_point: 8-bit weights with zero points are not supported",
+            hint="quantize with symmetric weights",
+        )
 
 
 def _eight_bits(

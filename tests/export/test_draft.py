@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_checkpoint
+from draft_layouts import BASE, LAYOUTS
 from draft_runs import CAPACITY, TOLERANCE, DraftRun, K, drive
 from eagle_reference import (
     BASE_HIDDEN,
@@ -23,96 +24,10 @@ from edgellm.artifact import verify_files
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.device_runtime.sessions.draft import open_draft
-from edgellm.export import models
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
 from edgellm.manifest import DRAFT_BUNDLE, DRAFT_FOLDER, load_bundle
 
-BASE = {**models.find("llama").TINY, "num_hidden_layers": BASE_LAYERS}
-_MODELOPT = {
-    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True,
-    "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None,
-}  # fmt: skip
-_SPECFORGE = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40}
-_AUX = "eagle_aux_hidden_state_layer_ids"
-_SPECULATORS = {
-    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
-    "speculators_version": "0.3.0", "speculators_config": {"algorithm": "eagle3"},
-    "draft_vocab_size": 40, "model_type": "speculator_model",
-}  # fmt: skip
-
-LAYOUTS = {
-    "safeailab_bin": Layout(
-        {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 40}, file="pytorch_model.bin"
-    ),
-    "safeailab_narrow": Layout(
-        {"draft_vocab_size": 40, "target_hidden_size": 96}, hidden=48, head_dim=8,
-        own_embedding=True,
-    ),
-    "safeailab_full_vocabulary": Layout(
-        {"draft_vocab_size": VOCAB}, draft_vocab=VOCAB, d2t=False, t2d=False
-    ),
-    "angelslim": Layout(
-        {"architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": 40, "rope_theta": 1e6,
-         "tie_word_embeddings": True, "use_sliding_window": False, "max_window_layers": 28},
-        rope_theta=1e6,
-    ),
-    "specforge_sharded": Layout(
-        {**_SPECFORGE, "eagle_config": {_AUX: [0, 3, 5], "use_aux_hidden_state": True}},
-        taps=(1, 4, 6), head_dim=24, file="sharded",
-    ),
-    "specforge_both_keys": Layout(
-        {**_SPECFORGE, "eagle_config": {_AUX: [0, 3, 4], "use_aux_hidden_state": True},
-         _AUX: [1, 4, 5]}, taps=(1, 4, 5),
-    ),
-    "specforge_eagle31": Layout(
-        {**_SPECFORGE, "fc_norm": True, "norm_output": True}, fc_norm=True, norm_output=True
-    ),
-    "modelopt_base_head": Layout(
-        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": None,
-         "eagle_config": {_AUX: [1, 3, 4], **_MODELOPT}},
-        first="layers.0", own_head=False, draft_vocab=VOCAB, d2t=False, t2d=False, layers=2,
-        tied_base=False,
-    ),
-    "modelopt_without_t2d": Layout(
-        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40,
-         "eagle_config": _MODELOPT},
-        first="layers.0", t2d=False,
-    ),
-    "speculators_qwen3": Layout(
-        {**_SPECULATORS, _AUX: [1, 3, 4], "norm_before_fc": True,
-         "embed_requires_grad": True},
-        inner_config={"model_type": "qwen3", "rope_theta": 5e5}, rope_theta=5e5, taps=(1, 3, 4),
-        first="layers.0", qk_norm=True, norm_before_residual=True, norm_before_fc=True,
-        own_embedding=True,
-    ),
-    "speculators_llama": Layout(
-        {**_SPECULATORS, "norm_before_residual": False, "fc_norm": True}, inner_config={},
-        first="layers.0", fc_norm=True, layers=2,
-    ),
-    "biases": Layout(
-        {"draft_vocab_size": 40, "bias": True}, fc_bias=True, qkv_bias=True
-    ),
-    "five_taps": Layout(
-        {**_SPECFORGE, "norm_before_residual": True, "eagle_config": {_AUX: [0, 1, 3, 5, 6]}},
-        taps=(1, 2, 4, 6, 7), norm_before_residual=True,
-    ),
-    "modelopt_norms": Layout(
-        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40,
-         "eagle_config": {**_MODELOPT, "norm_before_fc": True, "return_hidden_post_norm": True}},
-        norm_before_fc=True, norm_output=True,
-    ),
-    "eagle1": Layout(
-        {"architectures": ["LlamaForCausalLM"]}, first="layers.0", eagle1=True, taps=(8,),
-        own_embedding=True, own_head=False, draft_vocab=VOCAB, d2t=False, t2d=False, fc_bias=True,
-        file="pytorch_model.bin", tied_base=False,
-    ),
-    "eagle1_without_bias": Layout(
-        {"bias": False}, first="layers.0", eagle1=True, taps=(8,), own_head=False,
-        draft_vocab=VOCAB, d2t=False, t2d=False, layers=2, qkv_bias=True,
-    ),
-}  # fmt: skip
 EXPORTERS = {
     "safeailab": "SafeAILab", "angelslim": "AngelSlim", "specforge": "SpecForge",
     "modelopt": "ModelOpt", "speculators": "speculators", "eagle1": "SafeAILab",

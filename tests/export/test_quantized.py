@@ -289,7 +289,7 @@ def _reordered(tensors, config):
 
 def _with_zero_point(tensors, config):
     del config
-    tensors["model.layers.1.mlp.up_proj.weight_zero_point"] = torch.zeros(80, 1)
+    tensors["model.layers.1.mlp.up_proj.weight_zero_point"] = torch.ones(80, 1)
     return tensors
 
 
