@@ -20,7 +20,7 @@ from edgellm.export import quantized
 from edgellm.export.bundle import ExportOptions, quantized_layers
 from edgellm.export.checkpoint import Checkpoint, TensorInfo
 from edgellm.export.quantized.operand import QuantizedLinear
-from edgellm.export.weights import StoredTensor, Weights
+from edgellm.export.weights import StoredTensor, Weights, as_bytes
 
 F32 = np.ndarray  # float32
 _COMPANIONS = ("bias",)  # of a layer's tensors, what its codes are not
@@ -144,7 +144,7 @@ def _write(
     def pieces() -> Iterator[memoryview]:
         for name in infos:
             if name in dense:
-                yield dense[name]().data.cast("B")
+                yield as_bytes(dense[name]())
             else:
                 yield from tower.tensors.stream(name)
 
