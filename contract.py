@@ -54,6 +54,21 @@ CANDIDATE_IDS = "candidate_ids"  # int64 [1, R, K]; of the base's vocabulary, be
 CANDIDATE_LOG_PROBS = "candidate_log_probs"  # float32 [1, R, K]; log-softmax, draft vocabulary
 RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of a row's children
 
+# Engines with edgellm's kernels take several sequences in a pass, whose rows stand one behind the
+# other, and their caches in pages [pages, num_kv_heads, page rows, head_dim]. These stand in the
+# place of WRITE_INDEX and TREE_MASK; B sequences, M columns of a sequence's mask, 0: causal.
+SEQUENCES = "sequences"  # int64 [B, 3]; rows already in the cache, rows of the pass, M
+TREE_MASKS = "tree_masks"  # bool [N]; [S, M] of one sequence behind the other, then padding
+
+
+def page_table_name(window: int) -> str:
+    """Name of the page tables of layers that see `window` rows, 0: all; int64 [B, P].
+
+    Page p of a sequence holds its rows from p * page rows on; what no row sees may be anywhere.
+    """
+    return f"page_table.{window}"
+
+
 # A visual encoder. One image is one run; its patches come in merge-block order: the M * M patches
 # of a block one after another, row by row, then the next block of the row of blocks.
 PIXEL_VALUES = "pixel_values"  # activations [P, patch_values], or of tiles [N, 3, E, E]
@@ -110,3 +125,4 @@ EXPERTS = "Experts"
 QUANTIZED_EXPERTS = "QuantizedExperts"
 SHIFTED_EXPERTS = "ShiftedExperts"
 FP4_EXPERTS = "Fp4Experts"  # pairs of codes uint8 [experts, out, in / 2], scales of 32 inputs
+NVFP4_EXPERTS = "Nvfp4Experts"  # the same, FP8 scales of 16 inputs, and for each expert theirs

@@ -18,6 +18,7 @@ from edgellm.roles import ROLES
 from edgellm.strict_json import parse
 
 CONTRACT_VERSION = 2
+ENGINE_VERSION = 3  # of engines, whose form changes oftener than that of bundles
 MANIFEST_NAME = "manifest.json"
 DRAFT_FOLDER = "draft"  # of an engine: where its draft's engine lies
 
@@ -46,14 +47,23 @@ class CacheRanges:
 
 
 @dataclass(frozen=True, slots=True)
+class PageSpec:
+    """How the caches of several sequences share memory."""
+
+    rows: int  # of a page
+    windows: tuple[int, ...]  # by layer: rows that a row sees, its own included; 0: all
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Linear KV cache: per layer one key and one value tensor [1, num_kv_heads, C, head_dim]."""
+    """Per layer one key and one value tensor [1, num_kv_heads, C, head_dim], or of pages."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: str
     ranges: CacheRanges | None = None  # None: nobody calibrated a cache of bytes
+    pages: PageSpec | None = None  # None: one sequence, whose rows lie in one piece
 
     @property
     def bytes_per_token(self) -> int:
@@ -246,7 +256,7 @@ class Engine(_OfANetwork):
     # By kind of pass: its rows -> milliseconds; {} where nothing was measured
     cost_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int = ENGINE_VERSION
 
     @property
     def main_graphs(self) -> tuple[GraphSpec, ...]:
@@ -270,13 +280,13 @@ def library_of(backend: str) -> str:
     return library if device in DEVICES else backend
 
 
-def with_kv_dtype(spec: Spec, dtype: str) -> Spec:
-    """The facts of a network whose cache has another type; "" leaves it."""
+def with_kv_dtype(spec: Spec, dtype: str, pages: PageSpec | None = None) -> Spec:
+    """The facts of a network whose cache has another type, and pages; "" leaves it."""
     if not dtype or isinstance(spec, VisionSpec):
         return spec
     if isinstance(spec, DraftSpec):
-        return dataclasses.replace(spec, decoder=with_kv_dtype(spec.decoder, dtype))
-    return dataclasses.replace(spec, kv=dataclasses.replace(spec.kv, dtype=dtype))
+        return dataclasses.replace(spec, decoder=with_kv_dtype(spec.decoder, dtype, pages))
+    return dataclasses.replace(spec, kv=dataclasses.replace(spec.kv, dtype=dtype, pages=pages))
 
 
 _Spec = TypeVar("_Spec", DecoderSpec, DraftSpec, VisionSpec)
@@ -327,10 +337,11 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
         raise BrokenArtifactError(
             f"{folder} is a {found}, not a {expected}", hint=f"give the folder that {maker} made"
         )
-    if version != CONTRACT_VERSION:
+    reads = ENGINE_VERSION if form is Engine else CONTRACT_VERSION
+    if version != reads:
         raise BrokenArtifactError(
-            f"{folder} has contract version {version}, this edgellm reads {CONTRACT_VERSION}",
-            hint="update edgellm here" if version > CONTRACT_VERSION else f"run {maker} again",
+            f"{folder} has contract version {version}, this edgellm reads {reads}",
+            hint="update edgellm here" if version > reads else f"run {maker} again",
         )
     try:
         _require_known(raw["graphs"])

@@ -71,7 +71,7 @@ def _manifest(
     kind = PRODUCTS[product]
     built = Engine(
         kind=kind.engine,
-        spec=with_kv_dtype(bundle.spec, compiled.kv_dtype),
+        spec=with_kv_dtype(bundle.spec, compiled.kv_dtype, compiled.pages),
         graphs=compiled.graphs,
         backend=backend,
         backend_version=origin.version,

@@ -254,8 +254,9 @@ def _run(
         output=[onnx.ValueInfoProto(name=name) for name in wanted],
     )
     model = onnx.ModelProto(
-        ir_version=proto.ir_version, opset_import=proto.opset_import, graph=graph
-    )
+        ir_version=proto.ir_version, opset_import=proto.opset_import, graph=graph,
+        functions=proto.functions,
+    )  # fmt: skip
     used = {
         entry.value for each in graph.initializer for entry in each.external_data
         if entry.key == "location"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgellm.manifest import GraphSpec
+from edgellm.manifest import GraphSpec, PageSpec
 from edgellm.roles import ROLES, Rows
 
 RUNTIME_BYTES = 150 << 20  # interpreter, ONNX Runtime's libraries, activations of a pass
@@ -112,6 +112,7 @@ class Compiled:
     options: dict[str, Any] = field(default_factory=dict)  # what the runner must know besides
     checks: tuple[str, ...] = ()  # how its graphs were compared with the bundle's
     check_s: float = 0.0  # what that took
+    pages: PageSpec | None = None  # of the cache
 
 
 Report = Callable[[str], None]  # told what is being done

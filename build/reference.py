@@ -18,21 +18,19 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from edgellm import contract
-from edgellm.build.lowering.calls import ROWS, find_calls, inline, is_call
-from edgellm.build.lowering.experts import PARTS, ExpertLayer, all_weights, expand_rounded
-from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.calls import ROWS, is_call
+from edgellm.build.lowering.experts import PARTS, ExpertLayer, all_weights
 from edgellm.build.lowering.linear_groups import Rounding
 from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.lowering.ropes import settle_frequencies
-from edgellm.build.lowering.round_int4 import load_portable
-from edgellm.build.lowering.rounded_inputs import lower_inputs
+from edgellm.build.lowering.round_int4 import load_portable, round_to_int4
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.machine import available_memory_bytes
-from edgellm.build.pieces import CONTRIB, SLICE, run_in_pieces, slice_codes, slice_products
-from edgellm.build.rounding import Rounds, round_cached_rows, round_layers
+from edgellm.build.pieces import SLICE, run_in_pieces
+from edgellm.build.plain_versions import plain_versions
+from edgellm.build.rounding import Rounds
 from edgellm.build.samples import Inputs, held_inputs, sample_passes
 from edgellm.contract import EdgeLLMError
 from edgellm.manifest import Bundle, KVCacheSpec
@@ -59,7 +57,12 @@ class Source:
 
     def load(self) -> tuple[ir.Model, dict[str, str]]:
         """The graph with what its norms read as outputs; the norms' names by these."""
-        model = load_portable(self.path, self.rounded)
+        return self.prepared(load_portable(self.path, None))
+
+    def prepared(self, model: ir.Model) -> tuple[ir.Model, dict[str, str]]:
+        """The same of the graph that was loaded."""
+        if self.rounded is not None:
+            round_to_int4(model, self.rounded)
         settle_frequencies(model.graph, self.capacity)
         return model, _show_layers(model, self.bundle)
 
@@ -94,20 +97,20 @@ def make_reference(
     passes = sample_passes(source.role, source.bundle, rows, rows)
     if not wanted:
         return Reference(source, passes, why_not="--noCheck")
-    need = _COPIES * 4 * _held_at_once(load_portable(source.path, None).graph)
+    portable = load_portable(source.path, None)
+    need = _COPIES * 4 * _held_at_once(portable.graph)
     if need > (available := available_memory_bytes()):
         lacking = f"that needs about {need >> 20} MiB of memory, {available >> 20} are available"
         return Reference(source, passes, why_not=lacking)
-    model, shown = source.load()  # weights that are rounded are so now
+    model, shown = source.prepared(portable)  # weights that are rounded are so now
     start = time.perf_counter()
     layers = list(all_weights(model.graph))
     has_int8_cache = source.cache is not None and source.cache.dtype == "int8"
     roundings = {engine.of(weight, name) for name, weight in layers}
     sums = _UNIT * sum(weight.in_features for _, weight in layers)
     rows = sum(map(_rows, passes)) or 1
-    versions = [_expanded(model, source, Rounds(), None, rows)]
-    if engine.halves or has_int8_cache or roundings - {Rounding()}:
-        versions.append(_expanded(source.load()[0], source, engine, source.cache, rows))
+    rounds = engine.halves or has_int8_cache or bool(roundings - {Rounding()})
+    versions = plain_versions(model, source.bundle, source.cache, engine, rows, rounds=rounds)
     try:
         found = run_in_pieces(versions, _inputs(source, passes, versions[0]))
     except EdgeLLMError as error:
@@ -204,91 +207,3 @@ def _show_layers(model: ir.Model, bundle: Bundle) -> dict[str, str]:
         name = str(node.name).removesuffix(f".{node.op_type}")
         shown[value.name] = name[max(name.find("model."), 0) :]
     return shown
-
-
-def _expanded(
-    model: ir.Model, source: Source, engine: Rounds, cache: KVCacheSpec | None, rows: int
-) -> ir.Model:
-    """Plain ONNX with the engine's rounding, in float32 unless it computes in halves.
-
-    `model` is used up.
-    """
-    bundle, graph = source.bundle, GraphEditor(model.graph)
-    lower_inputs(graph)
-    layers = {
-        weight.parts[0].parameter: (sum(weight.widths), engine.of(weight, name))
-        for name, weight in all_weights(model.graph)
-    }
-    defined = {name for _, name, _ in model.functions}
-    for call in find_calls(model.graph, contract.QUANTIZED_LINEAR):
-        if contract.QUANTIZED_LINEAR not in defined:  # the build rounded it
-            _expand_rounded(graph, call)
-    if contract.QUANTIZED_EXPERTS not in defined:
-        expand_rounded(graph)
-    inline(model)
-    if bundle.dtype == "float16" and not engine.halves:
-        _in_float32(graph)
-    if cache is not None and cache.dtype == "int8":
-        round_cached_rows(graph, cache)
-    is_half = bundle.dtype == "float16" and engine.halves
-    if not is_half:
-        for part, (whole, outputs) in slice_products(graph).items():
-            if whole in layers:  # no router
-                layers[part] = outputs, layers[whole][1]
-    if engine.kernels:
-        round_layers(graph, layers, rows, halves=is_half)
-    if not is_half:
-        slice_codes(graph)
-    model.graph.opset_imports.setdefault(CONTRIB, 1)
-    model.graph.outputs[:] = [
-        value for value in model.graph.outputs if not str(value.name).startswith(contract.PRESENT)
-    ]
-    RemoveUnusedNodesPass()(model)
-    return model
-
-
-def _expand_rounded(graph: GraphEditor, call: ir.Node) -> None:
-    x, *stored = call.inputs
-    graph.cursor = call
-    block = call.attributes["block_size"].as_int()
-    weight = graph.node("DequantizeLinear", stored, axis=0, block_size=block)
-    y = graph.node("MatMul", [x, graph.node("CastLike", [weight, x])])
-    graph.replace(call.outputs[0], y)
-
-
-def _in_float32(graph: GraphEditor) -> None:
-    """Every float16 becomes float32; tables stay, and what is looked up is cast."""
-    half, float32 = ir.DataType.FLOAT16, ir.TensorType(ir.DataType.FLOAT)
-    for value in (*graph.graph.inputs, *graph.graph.outputs):
-        if value.dtype == half:
-            value.type = float32
-    cast: dict[ir.Value, ir.Value] = {}
-
-    def as_float32(value: ir.Value) -> ir.Value:
-        if value not in cast:
-            cast[value] = graph.node("Cast", [value], to=int(ir.DataType.FLOAT))
-        return cast[value]
-
-    for node in tuple(graph.graph):
-        graph.cursor = node
-        for output in node.outputs:
-            if not output.is_graph_output():
-                output.type = None
-        constant = node.attributes.get("value")
-        if node.op_type == "Cast" and node.attributes["to"].as_int() == int(half):
-            node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
-        elif constant is not None and constant.as_tensor().dtype == half:
-            widened = ir.tensor(constant.as_tensor().numpy().astype(np.float32))
-            node.attributes["value"] = ir.AttrTensor("value", widened)
-        for index, value in enumerate(node.inputs if node.op_type not in _CASTS else ()):
-            tensor = value.const_value if value is not None else None
-            if value is None or tensor is None or tensor.dtype != half:
-                continue
-            if node.op_type != "Gather":
-                node.replace_input_with(index, as_float32(value))
-                continue
-            uses = tuple(node.outputs[0].uses())
-            graph.cursor = uses[0].node
-            looked_up = as_float32(node.outputs[0])
-            for user, place in uses:
-                user.replace_input_with(place, looked_up)

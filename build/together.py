@@ -60,7 +60,10 @@ def together(first: onnx.ModelProto, second: onnx.ModelProto) -> onnx.ModelProto
                      *(each for each in theirs.graph.initializer if each.name not in ids)],
     )  # fmt: skip
     domains = {each.domain: each for each in (*second.opset_import, *first.opset_import)}
-    return onnx.ModelProto(ir_version=first.ir_version, opset_import=domains.values(), graph=graph)
+    return onnx.ModelProto(
+        ir_version=first.ir_version, opset_import=domains.values(), graph=graph,
+        functions=first.functions,
+    )  # fmt: skip
 
 
 def _typed(value: onnx.ValueInfoProto) -> tuple[str, int]:

@@ -26,6 +26,7 @@ _OPERANDS = {
     contract.QUANTIZED_EXPERTS: ("", "_scales"),
     contract.SHIFTED_EXPERTS: ("", "_scales", "_zero_points"),
     contract.FP4_EXPERTS: ("", "_scales"),
+    contract.NVFP4_EXPERTS: ("", "_scales", "_global_scales"),
 }
 
 
@@ -46,7 +47,8 @@ def experts(name: str) -> ir.Function:
     An expert gives down(min(g, limit) * sigmoid(alpha * min(g, limit)) * (u + offset)), g its gates
     and u its ups within +-limit: Swish with a limit of infinity. Weights by the kinds of linear
     layers: [E, out, in]; codes [E, in, out] with scales [E, blocks, out]; FP4 in pairs
-    [E, out, in / 2] with scales [E, out, in / 32]. Biases are [E, out], or one zero [1, 1].
+    [E, out, in / 2] with scales [E, out, in / 32], or FP8 scales [E, out, in / 16] and those of the
+    experts [E]. Biases are [E, out], or one zero [1, 1].
     `top_k` is K; block sizes are those of gates and ups, and of downs.
     """
     operands = _OPERANDS[name]
@@ -124,10 +126,18 @@ def _fp4(op: Op, x: ir.Value, block: str, codes: ir.Value, scales: ir.Value) -> 
         for half in halves
     ]
     blocks = op.Concat(op.Shape(scales), integers(op, -1), axis=0)
-    values = op.Reshape(op.Concat(*both, axis=3), blocks)  # [E, out, blocks, 32]
+    values = op.Reshape(op.Concat(*both, axis=3), blocks)  # [E, out, blocks, 32 or 16]
     floats = op.Unsqueeze(op.Cast(scales, to=int(ir.DataType.FLOAT)), integers(op, 3))
     weight = op.Reshape(op.Mul(values, floats), integers(op, 0, 0, -1))
     return op.Transpose(op.CastLike(weight, x), perm=[0, 2, 1])
+
+
+def _nvfp4(
+    op: Op, x: ir.Value, block: str, codes: ir.Value, scales: ir.Value, of_scales: ir.Value
+) -> ir.Value:
+    floats = op.Cast(scales, to=int(ir.DataType.FLOAT))
+    each = op.Unsqueeze(of_scales, integers(op, 1, 2))
+    return _fp4(op, x, block, codes, op.Mul(floats, each))
 
 
 _DEQUANTIZE: dict[str, Dequantize] = {
@@ -135,5 +145,6 @@ _DEQUANTIZE: dict[str, Dequantize] = {
     contract.QUANTIZED_EXPERTS: _integer,
     contract.SHIFTED_EXPERTS: _integer,
     contract.FP4_EXPERTS: _fp4,
+    contract.NVFP4_EXPERTS: _nvfp4,
 }
 LARGEST = {ir.DataType.FLOAT: float(np.finfo(np.float32).max), ir.DataType.FLOAT16: 65504.0}

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from edgellm import contract
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export import quantized
-from edgellm.export.quantized.operand import BlockWeight, QuantizedLinear
+from edgellm.export.quantized.operand import BlockWeight, QuantizedLinear, stored
 from edgellm.export.weights import Pieces, StoredTensor, Weights, as_bytes
 
 Bias = StoredTensor | None
@@ -96,7 +96,10 @@ _Found = QuantizedLinear | BlockWeight | None
 
 
 def _plain(layer: Weights, found: _Found, first: _Found) -> QuantizedLinear:
-    """An expert's weight, if it is stored as the first is and its inputs are not rounded."""
+    """An expert's weight, if it is stored as the first is; its inputs stay floats.
+
+    Where a checkpoint has a scale for rounded inputs, what is computed is only more exact.
+    """
     name = layer.prefix.rstrip(".")
     if not isinstance(found, QuantizedLinear) or _form(found) != _form(first):
         raise UnsupportedModelError(
@@ -104,9 +107,7 @@ def _plain(layer: Weights, found: _Found, first: _Found) -> QuantizedLinear:
             hint="quantize all experts alike",
         )
     unusual = {
-        "rounded inputs": found.input is not None,
         "inputs in another order": found.input_order is not None,
-        "NVFP4 weights": found.global_scale is not None,
         "smoothed inputs": layer.info("pre_quant_scale") is not None,
     }
     if what := [words for words, holds in unusual.items() if holds]:
@@ -120,7 +121,9 @@ def _plain(layer: Weights, found: _Found, first: _Found) -> QuantizedLinear:
 def _form(linear: _Found) -> tuple[object, ...] | None:
     if not isinstance(linear, QuantizedLinear):
         return None
-    return linear.codes.dtype, linear.block_size, linear.zero_points is None, linear.scales.shape
+    is_nvfp4 = linear.global_scale is not None
+    has_zeros = linear.zero_points is not None
+    return linear.codes.dtype, linear.block_size, has_zeros, is_nvfp4, linear.scales.shape
 
 
 def _stack_linears(
@@ -128,6 +131,8 @@ def _stack_linears(
 ) -> Stored:
     out, width = shape
     first = linears[0]
+    if first.global_scale is not None:
+        return _stack_nvfp4(title, linears, shape)
     block = first.block_size or width
     scales = [_spread(each.scales, (width // block, out)) for each in linears]
     operands = [
@@ -138,6 +143,21 @@ def _stack_linears(
         operands.append(stacked(f"{title}_zero_point", zeros))
     function = contract.SHIFTED_EXPERTS if zeros else contract.QUANTIZED_EXPERTS
     return Stored(function, tuple(operands), {"block_size": block})
+
+
+def _stack_nvfp4(title: str, linears: Sequence[QuantizedLinear], shape: tuple[int, int]) -> Stored:
+    out, width = shape
+    pairs = [
+        StoredTensor(each.codes.name, ir.DataType.UINT8, (out, width // 2), each.codes.stream)
+        for each in linears
+    ]
+    of_scales = np.array([each.global_scale for each in linears], np.float32)
+    name = f"{title}_scale"
+    operands = (
+        stacked(title, pairs), stacked(name, [each.scales for each in linears]),
+        stored(f"{name}_2", ir.DataType.FLOAT, of_scales.shape, lambda: of_scales),
+    )  # fmt: skip
+    return Stored(contract.NVFP4_EXPERTS, operands)
 
 
 def _spread(scales: StoredTensor, shape: tuple[int, int]) -> StoredTensor:

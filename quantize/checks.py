@@ -14,7 +14,7 @@ from edgellm.export.bundle import ExportOptions, understand
 from edgellm.export.checkpoint import Checkpoint, TensorInfo, TensorSource
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.vlm import text_tower
-from edgellm.quantize.families import check_family
+from edgellm.quantize.families import Family, check_family
 from edgellm.quantize.tensors import FLOATS, Tensor
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.", "lm_head.weight"
@@ -52,14 +52,18 @@ def check_floats(checkpoint: Checkpoint) -> None:
 
 
 def linear_shapes(
-    infos: Mapping[str, TensorInfo], layers: tuple[str, ...]
+    infos: Mapping[str, TensorInfo], layers: tuple[str, ...], family: Family
 ) -> dict[str, tuple[int, int]]:
     """[out, in] of the linear layers whose names begin so."""
-    return {
-        name.removesuffix(".weight"): (info.shape[0], info.shape[1])
-        for name, info in infos.items()
-        if name.startswith(layers) and len(info.shape) == 2
-    }
+    found = {}
+    for name, info in infos.items():
+        layer = next((each for each in layers if name.startswith(each)), None)
+        if layer is None:
+            continue
+        shape = family.linear_shape(name.removeprefix(layer), info.shape)
+        if shape is not None:
+            found[name.removesuffix(".weight")] = shape
+    return found
 
 
 def check_weights(source: TensorSource) -> None:

@@ -70,6 +70,9 @@ IgnoredKeys = Annotated[
 ]
 
 
+_NAMED = 4  # experts in one line
+
+
 @app.callback()
 def commands() -> None:
     """Quantize Hugging Face checkpoints with nvidia-modelopt, layer by layer (CPU or GPU)."""
@@ -213,6 +216,8 @@ def _print(report: Report, output: Path) -> None:
         f"KL {quality.kl_divergence:.4f} nats, top-1 agreement {quality.top1_agreement:.1%} "
         f"over {quality.tokens} held-out tokens"
     )
+    if report.few:
+        typer.echo(few_line(report.few))
     if report.outliers:
         kept = ",".join(map(str, report.outliers))
         typer.echo(f"layers {kept} lose far more than the others: --keep_layers {kept} keeps them")
@@ -224,6 +229,17 @@ def _print(report: Report, output: Path) -> None:
         f"{output}: {report.quantization}, lm_head {report.lm_head}, KV cache {report.kv_cache}, "
         f"{report.seconds:.1f} s, peak memory {report.peak_memory_bytes / 1e6:.0f} MB; "
         "see edgellm_quant.html"
+    )
+
+
+def few_line(few: dict[str, int]) -> str:
+    """Experts that saw few tokens, some of them by name."""
+    named = sorted(few.items(), key=lambda item: item[1])[:_NAMED]
+    listed = ", ".join(f"{name} ({tokens})" for name, tokens in named)
+    more = f" and {left} more (edgellm_quant.json)" if (left := len(few) - len(named)) else ""
+    return (
+        f"experts that saw few tokens, rounded by what all tokens give them: {listed}{more}; "
+        "--num_samples shows them more"
     )
 
 

@@ -23,6 +23,46 @@ _OF_LAYERS = ("layer_types", "no_rope_layers")
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Where the layers of a family have experts, and what a checkpoint calls them."""
+
+    block: str = "mlp"  # of transformers' layer
+    # How transformers' names begin, and the checkpoint's; parts of experts by transformers' names.
+    stored: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
+    joined: tuple[str, ...] = ()  # tensors of all experts of a layer: gate and up, down
+
+    def canonical(self, name: str) -> str:
+        """Transformers' name of a layer's tensor, that of an expert as if it were apart."""
+        for ours, theirs in self.stored.items():
+            if name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
+                break
+        return self._renamed(name, {theirs: ours for ours, theirs in self.parts.items()})
+
+    def stored_name(self, name: str) -> str:
+        """What a checkpoint calls it."""
+        name = self._renamed(name, self.parts)
+        for ours, theirs in self.stored.items():
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+    def is_float(self, name: str) -> bool:
+        """Whether a matrix stays as it is: those that choose experts, or the share of one."""
+        own = name.removeprefix(f"{self.block}.")
+        return own != name and own.startswith(_CHOOSING)
+
+    def _renamed(self, name: str, parts: Mapping[str, str]) -> str:
+        if not parts or ".experts." not in name:
+            return name
+        return ".".join(parts.get(part, part) for part in name.split("."))
+
+
+_CHOOSING = ("gate.", "router.", "shared_expert_gate.")
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """How layers of one `model_type` are put together, by transformers' names."""
 
@@ -31,9 +71,33 @@ class Family:
     attention: str = "sdpa"  # of transformers' implementations, one that computes all of it
     # Values of config.json with which a model of one layer does nothing before that layer.
     neutral: Mapping[str, Any] = field(default_factory=dict)
+    experts: Experts | None = None
+
+    def canonical(self, name: str) -> str:
+        """Transformers' name of a layer's tensor, from a checkpoint's or its own."""
+        return name if self.experts is None else self.experts.canonical(name)
+
+    def stored_name(self, name: str) -> str:
+        """What a checkpoint calls a layer's tensor."""
+        return name if self.experts is None else self.experts.stored_name(name)
+
+    def is_float(self, name: str) -> bool:
+        """Whether a matrix of a layer is no linear layer; `name` is transformers'."""
+        return self.experts is not None and self.experts.is_float(name)
+
+    def linear_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """[out, in] of a tensor by the checkpoint's name, None where it is no linear layer.
+
+        Of experts in one tensor, those of each.
+        """
+        if len(shape) == 2:
+            return None if self.is_float(self.canonical(name)) else (shape[0], shape[1])
+        is_joined = self.experts is not None and name in self.experts.joined and len(shape) == 3
+        return (shape[1], shape[2]) if is_joined else None
 
 
 _BEFORE = Family({"input_layernorm": _QKV, "post_attention_layernorm": _GATED})
+_MIXED = replace(_BEFORE, experts=Experts())
 _BEHIND = Family({})  # only norms of what a layer adds
 _SANDWICH = Family(
     {"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATED}, norm_shift=1.0
@@ -42,11 +106,22 @@ FAMILIES = {
     "arcee": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.up_proj",)}),
     "cohere2": Family({"input_layernorm": _QKV + _GATED}),
     "ernie4_5": _BEFORE,
+    "ernie4_5_moe": replace(
+        _BEFORE, experts=Experts(stored={"mlp.gate.moe_statics.": "mlp.moe_statics."})
+    ),
     "exaone4": _BEHIND,
     "gemma2": replace(_SANDWICH, attention="eager"),  # sdpa knows no soft-cap
     "gemma3_text": _SANDWICH,
     "glm4": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.gate_up_proj",)}),
     "granite": replace(_BEFORE, neutral={"embedding_multiplier": 1.0}),
+    "granitemoe": Family(
+        {"input_layernorm": _QKV}, neutral={"embedding_multiplier": 1.0},
+        experts=Experts(
+            "block_sparse_moe",
+            {"block_sparse_moe.router.": "block_sparse_moe.router.layer."},
+            joined=tuple(f"block_sparse_moe.{way}put_linear.weight" for way in ("in", "out")),
+        ),
+    ),
     "granitemoehybrid": Family(
         {"input_layernorm": _QKV, "post_attention_layernorm": ("shared_mlp.input_linear",)},
         # Infinity is written in a way that only transformers' own reader of files understands.
@@ -56,12 +131,22 @@ FAMILIES = {
     "llama": _BEFORE,
     "ministral3": _BEFORE,
     "mistral": _BEFORE,
+    "mixtral": replace(
+        _BEFORE,
+        experts=Experts(
+            stored={"mlp.": "block_sparse_moe."},
+            parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+        ),
+    ),
     "olmo2": _BEHIND,
     "olmo3": _BEHIND,
+    "olmoe": _MIXED,
     "phi3": Family({"input_layernorm": ("self_attn.qkv_proj",),
                     "post_attention_layernorm": ("mlp.gate_up_proj",)}),
     "qwen2": _BEFORE,
+    "qwen2_moe": _MIXED,
     "qwen3": _BEFORE,
+    "qwen3_moe": _MIXED,
     "seed_oss": _BEFORE,
     "smollm3": _BEFORE,
     "starcoder2": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.c_fc",)}),
@@ -85,7 +170,21 @@ def keep_layers(config: Any, layers: range) -> None:
     for key in _OF_LAYERS:
         if values := getattr(config, key, None):
             setattr(config, key, [values[index] for index in layers])
+    _keep_experts(config, layers)
     config.num_hidden_layers = len(layers)
+
+
+def _keep_experts(config: Any, layers: range) -> None:
+    """Let the first of some layers have experts, or none, as it does where it is."""
+    first = layers.start
+    if (dense := getattr(config, "mlp_only_layers", None)) is not None:
+        has = first not in dense and (first + 1) % config.decoder_sparse_step == 0
+        config.mlp_only_layers, config.decoder_sparse_step = [] if has else [0], 1
+    if (begin := getattr(config, "moe_layer_start_index", None)) is not None:
+        last, every = config.moe_layer_end_index, config.moe_layer_interval
+        has = begin <= first <= last and (first + 1) % every == 0
+        config.moe_layer_start_index, config.moe_layer_end_index = 0, 0 if has else -1
+        config.moe_layer_interval = 1
 
 
 def finish_logits(config: DecoderConfig, logits: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,7 @@ def _write_tensors(plan: Plan, folder: Path) -> None:
     source = Joined([plan.subject.checkpoint.tensors, *parts])
     named = [sorted(part.infos()) for part in parts]
     # A layer that is packed has its weight under another name.
-    new = {name.removesuffix("_packed") for names in named for name in names}
+    new = {name.removesuffix("_packed") for names in named for name in names} | _replaced(plan)
     kept = [
         name
         for name in sorted(plan.subject.checkpoint.tensors.infos())
@@ -147,7 +147,7 @@ def _described(plan: Plan) -> dict[str, Any]:
     indices = [each for each in range(len(plan.subject.layers)) if each not in plan.job.keep_layers]
     facts = [work.facts(layer_part(index)) for index in indices]
     for index, fact in zip(indices, facts, strict=True):
-        if fact["quantization"] != facts[0]["quantization"]:
+        if _format(fact["quantization"]) != _format(facts[0]["quantization"]):
             raise BrokenArtifactError(
                 f"layer {index} was quantized otherwise than layer {indices[0]}",
                 hint=f"remove {work.path} and run it again",
@@ -192,13 +192,37 @@ def _excluded(plan: Plan) -> list[str]:
     subject = plan.subject
     head = None if plan.head is None else subject.stored_name("lm_head")
     around = [name for name in subject.float_modules if name != head]
-    return [*around, *(subject.stored_name(name) for name in _kept_modules(plan))]
+    own = [*_kept_modules(plan), *_choosing(plan)]
+    return [*around, *(subject.stored_name(name) for name in own)]
 
 
 def _kept_modules(plan: Plan) -> list[str]:
     """Linear layers within decoder layers that stay floats."""
     kept = tuple(plan.subject.layers[index] for index in plan.job.keep_layers)
-    return sorted(linear_shapes(plan.subject.tensors.infos(), kept)) if kept else []
+    subject = plan.subject
+    return sorted(linear_shapes(subject.tensors.infos(), kept, subject.family)) if kept else []
+
+
+def _quantized_layers(plan: Plan) -> list[str]:
+    """Where their names begin."""
+    kept = plan.job.keep_layers
+    return [name for index, name in enumerate(plan.subject.layers) if index not in kept]
+
+
+def _replaced(plan: Plan) -> set[str]:
+    """Tensors of all experts of a layer, in whose place each has its own."""
+    experts = plan.subject.family.experts
+    joined = () if experts is None else experts.joined
+    return {layer + name for layer in _quantized_layers(plan) for name in joined}
+
+
+def _choosing(plan: Plan) -> list[str]:
+    """Matrices of quantized layers that stay floats: routers, and what weighs a shared expert."""
+    family, infos = plan.subject.family, plan.subject.tensors.infos()
+    layers = tuple(_quantized_layers(plan))
+    matrices = {name.removesuffix(".weight") for name, info in infos.items()
+                if name.startswith(layers) and len(info.shape) == 2}  # fmt: skip
+    return sorted(matrices - linear_shapes(infos, layers, family).keys())
 
 
 def _format(quantization: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ class LayerReport:
     weight_errors: dict[str, float]  # by linear layer; of a layer that stays as it is empty
     bits: dict[str, float]  # of a stored weight, scales included
     seconds: float
+    few: dict[str, int] = field(default_factory=dict)  # experts that saw few tokens, and how many
 
 
 class QuantizedLayer:
@@ -66,7 +67,7 @@ class QuantizedLayer:
         matrices = {
             key.removesuffix(".weight"): (value.shape[0], value.shape[1])
             for key, value in source.items()
-            if value.ndim == 2
+            if value.ndim == 2 and not family.is_float(key)
         }
         named = {name + key: tensor for key, tensor in exported.items()}
         self.decoded = {
@@ -82,7 +83,8 @@ class QuantizedLayer:
         rest = {key: _checked(named, name + key) for key in source if key not in weights}
         self._model = make_model({**rest, **weights})
         for key, module in linears(self._model).items():
-            _round_inputs(module, self.decoded[key], device)
+            if key in self.decoded:
+                _round_inputs(module, self.decoded[key], device)
         self._rest, self._folds = rest, FOLDS if recipe.scheme.is_awq else ()
         self._family = family
         self._exported, self._kv_cache = exported, recipe.kv_cache

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from edgellm.contract import EdgeLLMError
 from edgellm.disk import explain_full_disk
@@ -26,6 +27,8 @@ from edgellm.quantize.checkpointing import (
     as_facts,
     layer_part,
 )
+from edgellm.quantize.experts import find_experts, round_experts, watch
+from edgellm.quantize.families import Family
 from edgellm.quantize.folder import check_output, write_folder
 from edgellm.quantize.folding import fold_smoothing
 from edgellm.quantize.formats import F32
@@ -130,8 +133,8 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     before, after = _streams(plan, index), _streams(plan, index + 1)
     raw = subject.layer_source(index)
     source = {name: tensor.floats() for name, tensor in raw.items()}
-    exported, scales = _exported(plan, index, source, before, after)
-    tensors = {**_kept(exported, raw), **scales}
+    exported, own = _exported(plan, index, source, before, after)
+    tensors = {**_kept(exported, raw, subject.family), **own.tensors}
     layer = subject.layers[index]
     quantized = _computing(plan, index, source, tensors, plan.recipe)
     errors = quantized.weight_errors(source)
@@ -148,8 +151,9 @@ def _quantize_layer(plan: Plan, index: int) -> None:
         quantized, before[FLOAT], (after[FLOAT], after[QUANTIZED]), task.device
     )
     bits = {name: linear.bits for name, linear in quantized.decoded.items()}
-    report = LayerReport(index, output, stream, errors, bits, time.perf_counter() - start)
-    named = {layer + name: tensor for name, tensor in tensors.items()}
+    report = LayerReport(index, output, stream, errors, bits, time.perf_counter() - start, own.few)
+    stored = subject.family.stored_name
+    named = {layer + stored(name): tensor for name, tensor in tensors.items()}
     facts = as_facts(report, quantization=exported.quantization, producer=exported.producer)
     task.work.store(layer_part(index), named, facts)
 
@@ -187,8 +191,8 @@ def _exported(
     source: dict[str, F32],
     before: dict[str, States],
     after: dict[str, States],
-) -> tuple[Exported, dict[str, Tensor]]:
-    """The float streams moved on, then the layer quantized; scales of a cache that we measure."""
+) -> tuple[Exported, _Own]:
+    """The float streams moved on, then the layer quantized."""
     device = plan.task.device
     model = plan.subject.layer_model(index, source, device)
     names = [FLOAT]
@@ -197,27 +201,54 @@ def _exported(
     for name in names:
         before[name].advance(after[name], lambda x: run_layer(model, x), device)
 
-    log, scales = plan.task.work.log, {}
+    log, states = plan.task.work.log, before[CALIBRATION]
+    own = _Own({}, {})
     if plan.recipe.kv_cache == "int8":
-        scales = int8_scales(model, before[CALIBRATION].batches(device))
+        own.tensors.update(int8_scales(model, states.batches(device)))
+    _round_experts(plan, model, states, own)
     if plan.recipe.scheme.is_autoround:
-        states, rounded = (before[name].batches(device) for name in (CALIBRATION, ROUNDED))
-        return autoround(model, plan.recipe, states, rounded, log), scales
+        pair = states.batches(device), before[ROUNDED].batches(device)
+        return autoround(model, plan.recipe, *pair, log), own
 
     def loop(spoiled: Any) -> None:
-        for batch in before[CALIBRATION].batches(device):
+        for batch in states.batches(device):
             run_layer(spoiled, batch)
 
-    return quantize(model, plan.recipe, loop, log), scales
+    return quantize(model, plan.recipe, loop, log), own
 
 
-def _kept(exported: Exported, raw: dict[str, Tensor]) -> dict[str, Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What we find ourselves: scales of a cache, experts, and which of these saw few tokens."""
+
+    tensors: dict[str, Tensor]
+    few: dict[str, int]
+
+
+def _round_experts(plan: Plan, model: PreTrainedModel, states: States, own: _Own) -> None:
+    """Those of the layer, if it has some."""
+    layer, family = model.model.layers[0], plan.subject.family
+    experts = find_experts(layer)
+    if experts is None or family.experts is None:
+        return
+
+    def run() -> None:
+        for batch in states.batches(plan.task.device):
+            run_layer(model, batch)
+
+    seen, few = watch(experts, run)
+    prefix = f"{family.experts.block}.experts"
+    own.tensors.update(round_experts(experts, seen, plan.recipe, prefix))
+    own.few.update({f"{prefix}.{index}": tokens for index, tokens in few.items()})
+
+
+def _kept(exported: Exported, raw: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
     """The layer's tensors; what ModelOpt left as it was keeps the source's type."""
     found: dict[str, Tensor] = {}
     for name, tensor in exported.tensors.items():
         if not name.startswith(LAYER.format(0)):
             continue
-        local = name.removeprefix(LAYER.format(0))
+        local = family.canonical(name.removeprefix(LAYER.format(0)))
         before = raw.get(local)
         if before is None or tensor.info.dtype != "F32":
             found[local] = tensor

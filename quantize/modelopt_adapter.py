@@ -28,7 +28,7 @@ from edgellm.quantize.tensors import Tensor, read_below
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # "transformers ... is not tested": our tests do
     import modelopt.torch.quantization as mtq
-    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.export import export_hf_checkpoint, unified_export_hf
     from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
     from modelopt.torch.quantization import tensor_quant
 
@@ -71,7 +71,13 @@ def quantize(model: PreTrainedModel, recipe: Recipe, loop: Loop, log: Path) -> E
         LimitError: the accelerator's memory does not suffice.
     """
     is_head = len(model.model.layers) == 0
-    with log.open("a") as stream, quiet(stream), torch.no_grad(), _nvfp4_everywhere():
+    with (
+        log.open("a") as stream,
+        quiet(stream),
+        torch.no_grad(),
+        _nvfp4_everywhere(),
+        _no_experts(),
+    ):
         try:
             quantized = mtq.quantize(model, _config(recipe, is_head), forward_loop=loop)
             with tempfile.TemporaryDirectory(dir=log.parent) as name:
@@ -134,6 +140,17 @@ def quiet(stream: Any) -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         yield
+
+
+@contextlib.contextmanager
+def _no_experts() -> Iterator[None]:
+    """Let the export look for no experts: those of `quantize.experts` are none of its kinds."""
+    module = cast(Any, unified_export_hf)
+    theirs, module.is_moe = module.is_moe, lambda _: False
+    try:
+        yield
+    finally:
+        module.is_moe = theirs
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from edgellm.contract import UnsupportedModelError
+from edgellm.quantize.experts import hide_experts, load_experts
 from edgellm.quantize.families import FAMILIES, keep_layers
 from edgellm.quantize.formats import F32
 
@@ -107,7 +108,8 @@ def _split_states(
 def _load(model: PreTrainedModel, tensors: Mapping[str, F32], prefix: str) -> None:
     layer = model.model.layers[0]
     assert isinstance(layer, nn.Module)
-    state = {name: torch.from_numpy(value) for name, value in tensors.items()}
+    own = load_experts(layer, tensors, next(layer.parameters()).device)
+    state = {name: torch.from_numpy(value) for name, value in own.items()}
     missing, unexpected = layer.load_state_dict(state, strict=False)
     unexpected = [name for name in unexpected if not name.endswith("rotary_emb.inv_freq")]
     if missing or unexpected:
@@ -171,6 +173,8 @@ def _empty(config: Mapping[str, Any], layers: range, device: torch.device) -> Pr
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=torch.float32, attn_implementation=family.attention
         )
+    for layer in model.model.layers:
+        hide_experts(layer, family.experts)
     model.to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():

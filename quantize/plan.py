@@ -118,6 +118,10 @@ def make_plan(job: Job) -> Plan:
         subject: Subject = LanguageModel.open(job.model_dir, job.ignore_config_keys)
     else:
         subject = Draft.open(job.model_dir, job.base_model_dir, job.ignore_config_keys)
+    if scheme.is_autoround and subject.family.experts is not None:
+        raise EdgeLLMError(
+            "--algo autoround does not do mixtures of experts", hint="leave out --algo"
+        )
     _check_kept(job, len(subject.layers))
     recipe, head = _recipes(job, scheme, head_scheme, subject, device)
     amounts = _amounts(scheme, device)
@@ -179,7 +183,7 @@ def _recipes(
     job: Job, scheme: Scheme, head_scheme: Scheme | None, subject: Subject, device: torch.device
 ) -> tuple[Recipe, Recipe | None]:
     infos = subject.tensors.infos()
-    body = checks.linear_shapes(infos, subject.layers)
+    body = checks.linear_shapes(infos, subject.layers, subject.family)
     out, width = infos[subject.head_name].shape
     alpha_step = job.alpha_step or _amounts(scheme, device).alpha_step
     if head_scheme is None:

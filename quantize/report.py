@@ -54,6 +54,15 @@ class Report:
         return sorted(quantized, key=lambda layer: -layer.output_error)[:_WORST]
 
     @property
+    def few(self) -> dict[str, int]:
+        """Experts that saw few tokens of the calibration text, and how many."""
+        return {
+            f"model.layers.{layer.index}.{name}": tokens
+            for layer in self.layers
+            for name, tokens in layer.few.items()
+        }
+
+    @property
     def outliers(self) -> list[int]:
         """Layers that should stay floats: their errors are far above those of the others."""
         errors = [layer.output_error for layer in self.layers if layer.bits]
@@ -73,8 +82,8 @@ def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
     modules = {name.removesuffix("_scale") for name in parts if name.endswith(".weight_scale")}
     weights = stored = 0
     for module in modules:
-        origin = before.get(module) or subject.tensors.infos()[subject.head_name]
-        weights += math.prod(origin.shape)
+        codes = parts[module]
+        weights += math.prod(codes.shape) * (2 if codes.dtype == "U8" else 1)
         stored += sum(
             info.num_bytes
             for name, info in parts.items()
@@ -118,7 +127,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def _layer(facts: dict[str, Any]) -> LayerReport:
     names = LayerReport.__dataclass_fields__
-    return LayerReport(**{name: facts[name] for name in names})
+    return LayerReport(**{name: facts[name] for name in names if name in facts})
 
 
 def _peak_memory() -> int:

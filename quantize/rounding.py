@@ -48,9 +48,13 @@ def round_nvfp4(x: Tensor, global_scale: float | Tensor) -> Tensor:
     limited = torch.clamp(wanted, _SMALLEST_E4M3, LARGEST_E4M3)
     effective = limited.to(torch.float8_e4m3fn).float() * global_scale
     ratio = blocks / effective
-    codes = torch.bucketize(ratio.abs(), _LIMITS.to(x.device))
-    magnitudes = _VALUES.to(x.device)[codes]
+    magnitudes = _VALUES.to(x.device)[nearest_e2m1(ratio.abs())]
     return (torch.copysign(magnitudes, ratio) * effective).flatten(-2).to(x.dtype)
+
+
+def nearest_e2m1(magnitudes: Tensor) -> Tensor:
+    """The codes 0 to 7 of magnitudes."""
+    return torch.bucketize(magnitudes, _LIMITS.to(magnitudes.device))
 
 
 def round_int8(x: Tensor, scale: float | Tensor) -> Tensor:

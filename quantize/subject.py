@@ -20,6 +20,7 @@ from edgellm.export.vlm import TextTower, text_tower
 from edgellm.quantize.calibration import Calibration
 from edgellm.quantize.checkpointing import FLOAT, QUANTIZED, WorkFolder
 from edgellm.quantize.checks import EMBEDDING, HEAD, NORM, check_model, needed_bytes
+from edgellm.quantize.experts import read_canonical
 from edgellm.quantize.families import FAMILIES, Family, finish_logits
 from edgellm.quantize.formats import F32
 from edgellm.quantize.one_layer_model import LAYER, head_model, layer_model
@@ -220,7 +221,8 @@ class LanguageModel:
     def layer_source(self, index: int) -> dict[str, Tensor]:
         """See `Subject`."""
         found = read_below(self.tensors, self.layers[index])
-        return {name: value for name, value in found.items() if not name.endswith("inv_freq")}
+        found = {name: value for name, value in found.items() if not name.endswith("inv_freq")}
+        return read_canonical(found, self.family.experts)
 
     def layer_model(
         self, index: int, tensors: Mapping[str, F32], device: torch.device

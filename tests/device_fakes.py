@@ -10,11 +10,18 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import stat
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from edgellm.tools.transfer.deliver import Delivery, deliver
+from edgellm.tools.transfer.file_list import load
+from edgellm.tools.transfer.target import connected, parse
 
 _SSH = """#!/bin/sh
 printf '%s\\n' "$*" >> "$DEVICE_LOG/ssh"
@@ -66,8 +73,8 @@ for name in names:
 print(f"Literal data: {{literal:,}} bytes")
 print(f"Matched data: {{matched:,}} bytes")
 """
-_ON_THE_DEVICE = ("sh", "sha256sum", "cat", "df", "mkdir", "mv", "rm", "tail",
-                  "cp", "find", "ln", "rmdir")  # fmt: skip
+_ON_THE_DEVICE = ["sh", "sha256sum", "cat", "df", "mkdir", "mv", "rm", "tail"]
+_ON_THE_DEVICE += ["cp", "find", "ln", "rmdir"]
 
 
 CONTENTS = {
@@ -75,6 +82,8 @@ CONTENTS = {
     "model.weights": bytes(range(256)) * 40,
     "sub/it's $(touch oops).txt": b"odd name",
 }
+ALL = (*CONTENTS, "manifest.json")
+PLACE = "robot@device:models/bundle"
 
 
 @dataclass(frozen=True)
@@ -135,3 +144,29 @@ def write_command(path: Path, text: str) -> None:
     """An executable file."""
     path.write_text(text)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def deliver_to(bundle: Path, to: str) -> Delivery:
+    with connected(parse(to)) as target:
+        return deliver(load(bundle), target)
+
+
+def run_transfer(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "edgellm.tools.transfer", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def terminate_transfer(device: Device, count: int, *arguments: object) -> tuple[int, list[str]]:
+    """End the command when `count` copies of rsync hang: its exit code and its lines of errors."""
+    command = [sys.executable, "-m", "edgellm.tools.transfer", *map(str, arguments)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(device.rsync_calls()) < count or not (device.log / "hanging").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(0.3 if count > 1 else 0)  # all of them have their handlers by then
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors.splitlines()

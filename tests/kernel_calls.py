@@ -27,14 +27,14 @@ class _Product(ctypes.Structure):
 class _Attention(ctypes.Structure):
     _fields_ = [
         *((name, _INT) for name in (
-            "rows", "heads", "kv_heads", "head_dim", "rotary_dim", "table_rows", "capacity",
+            "rows", "heads", "kv_heads", "head_dim", "rotary_dim", "table_rows", "page_rows",
             "write_index", "mask_columns", "window", "q_stride", "k_stride", "v_stride")),
         *((name, _POINTER) for name in (
             "q", "k", "v", "cos", "sin", "positions", "mask", "q_norm", "k_norm", "sinks")),
         *((name, _FLOAT) for name in ("scale", "softcap", "epsilon", "k_scale", "v_scale")),
         ("is_interleaved", ctypes.c_bool), ("cache_type", ctypes.c_uint32),
         *((name, _POINTER) for name in (
-            "keys", "values", "y", "queries", "partials", "slots", "seen")),
+            "pages", "keys", "values", "y", "queries", "partials", "slots", "seen")),
     ]  # fmt: skip
 
 
@@ -151,26 +151,60 @@ class Rows:
         return Rows(self.q, self.k, self.v, self.keys.copy(), self.values.copy(), self.write_index)
 
 
+class Pages:
+    """The slots of caches [kv_heads, C, D] in pages, strewn among others that nobody may read."""
+
+    def __init__(self, caches, page_rows, first_slot=0) -> None:
+        """Pages that lie wholly before `first_slot` are none's."""
+        kv_heads, self.capacity, dim = caches[0].shape
+        count = -(-self.capacity // page_rows)
+        taken = _ORDER.permutation(count + 3)[:count]
+        self.pools = []
+        for cache in caches:
+            pool = np.empty((count + 3, kv_heads, page_rows, dim), cache.dtype)
+            pool.fill(-77 if cache.dtype == np.int8 else np.nan)
+            wide = np.zeros((kv_heads, count * page_rows, dim), cache.dtype)
+            wide[:, : self.capacity] = cache
+            pool[taken] = wide.reshape(kv_heads, count, page_rows, dim).swapaxes(0, 1)
+            self.pools.append(pool)
+        self.taken = taken
+        self.table = taken.astype(np.int64)
+        self.table[: first_slot // page_rows] = -(2**40)
+
+    def slots(self, index):
+        """Of a cache, [kv_heads, C, D]."""
+        pool = self.pools[index]
+        rows = pool[self.taken].swapaxes(0, 1).reshape(pool.shape[1], -1, pool.shape[3])
+        return rows[:, : self.capacity]
+
+
+_ORDER = np.random.default_rng(11)
+
+
 def attention(
     instruction_set, rows, *, is_split=True, mask=None, window=0, scale=None, softcap=0.0,
     rope=None, positions=None, interleaved=False, q_norm=None, k_norm=None,
-    sinks=None, scales=(1.0, 1.0),
+    sinks=None, scales=(1.0, 1.0), page_rows=0,
 ):  # fmt: skip
     """Of S rows: y [S, heads * D]; the rows are appended to the cache. `rope`: cos and sin."""
-    kv_heads, capacity, dim = rows.keys.shape
+    kv_heads, _, dim = rows.keys.shape
+    page_rows = page_rows or int(_ORDER.choice([16, 32, 64, 128, 256]))
+    least = rows.write_index + (1 if mask is None else len(rows.q) - mask.shape[1])
+    pages = Pages([rows.keys, rows.values], page_rows, max(0, least - window) if window else 0)
     cos, sin = rope or (None, None)
     mask = None if mask is None else np.ascontiguousarray(mask).view(np.uint8)
     y = np.full(rows.q.shape, np.nan, np.float32)
     arguments = _Attention(
         len(rows.q), rows.heads, kv_heads, dim, 0 if cos is None else 2 * cos.shape[1],
-        0 if cos is None else len(cos), capacity, rows.write_index,
+        0 if cos is None else len(cos), page_rows, rows.write_index,
         0 if mask is None else mask.shape[1], window, rows.q.shape[1], rows.k.shape[1],
         rows.v.shape[1], *(_address(a) for a in (
             rows.q, rows.k, rows.v, cos, sin, positions, mask, q_norm, k_norm, sinks)),
         scale or dim**-0.5, softcap, 1e-6, *scales, interleaved, _CACHES[rows.keys.dtype.name],
-        _address(rows.keys), _address(rows.values), _address(y),
+        *map(_address, (pages.table, *pages.pools, y)),
     )  # fmt: skip
     _call("edgellm_attention", instruction_set.encode(), ctypes.byref(arguments), int(is_split))
+    rows.keys[...], rows.values[...] = pages.slots(0), pages.slots(1)
     return y
 
 

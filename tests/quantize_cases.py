@@ -17,7 +17,10 @@ from edgellm.export.checkpoint import Safetensors, read_whole
 from edgellm.quantize.plan import Job
 
 # Hidden 96 as well: INT4 blocks of 32.
-SIZES = {"intermediate_size": 96, "shared_intermediate_size": 96}
+SIZES = dict.fromkeys(
+    ("intermediate_size", "shared_intermediate_size", "moe_intermediate_size",
+     "shared_expert_intermediate_size"), 96
+)  # fmt: skip
 _TYPES = {
     "F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "U8": np.uint8,
     "I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn, "I64": np.int64, "BOOL": np.bool_,

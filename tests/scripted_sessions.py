@@ -72,7 +72,7 @@ class StrictBase:
         assert mask.dtype == np.bool_
         own = [(int(t), int(p)) for t, p in zip(token_ids, positions, strict=True)]
         self.rows = [*self.rows[:write_index], *own]
-        self.contexts = contexts = [self._context(write_index, row, mask) for row in range(count)]
+        self.contexts = contexts = self._contexts(write_index, mask)
         self.valid = write_index + (count if tree_mask is None else 0)
         self.pending = write_index
         if tree_mask is not None or count == 1:
@@ -83,20 +83,22 @@ class StrictBase:
         logits = np.stack([self.logits_of(contexts[int(row)]) for row in logits_index])
         return PassResult({contract.LOGITS: logits[None], contract.HIDDEN_TAPS: taps[None]}, count)
 
-    def _require_room(self, write_index: int) -> None:
-        assert write_index in (0, self.valid), "the cache does not hold what the loop believes"
-
-    def _context(self, write_index: int, row: int, mask: np.ndarray) -> Context:
-        """The path that a row sees."""
-        assert [position for _, position in self.rows[:write_index]] == list(range(write_index))
-        seen = np.flatnonzero(mask[row]).tolist()
-        assert seen[-1] == row, "a row must see itself and nothing after it"
-        path = [self.rows[write_index + other] for other in seen]
-        depths = list(range(write_index, write_index + len(path)))
-        assert [position for _, position in path] == depths, "no path from the root to the node"
-        if len(seen) > 1:  # what the parent sees, and itself
-            assert np.flatnonzero(mask[seen[-2]]).tolist() == seen[:-1]
-        return tuple(token for token, _ in (*self.rows[:write_index], *path))
+    def _contexts(self, write_index: int, mask: np.ndarray) -> list[Context]:
+        """The path that each new row sees."""
+        committed = self.rows[:write_index]
+        assert [position for _, position in committed] == list(range(write_index))
+        above = tuple(token for token, _ in committed)
+        seen = [np.flatnonzero(row).tolist() for row in mask]
+        contexts: list[Context] = []
+        for row, (path, (token, position)) in enumerate(
+            zip(seen, self.rows[write_index:], strict=True)
+        ):
+            assert path[-1] == row, "a row must see itself and nothing after it"
+            assert position == write_index + len(path) - 1, "no path from the root to the node"
+            if len(path) > 1:
+                assert path[:-1] == seen[path[-2]], "what the parent sees, and itself"
+            contexts.append((*(contexts[path[-2]] if len(path) > 1 else above), token))
+        return contexts
 
     def compact(self, length, rows):
         rows = np.asarray(rows).tolist()
@@ -176,20 +178,25 @@ def _logits_of(draft: Draft, context: Context) -> np.ndarray:
 Draft = Callable[[Context], tuple[list[int], list[float]]]  # all candidates and probabilities
 
 
+_remembered = functools.lru_cache(maxsize=100_000)  # hundreds of cases draft the same few texts
+
+
+@_remembered
 def oracle(context: Context, logits_of=random_logits) -> tuple[list[int], list[float]]:
     """The base's own order."""
-    logits = logits_of(context).astype(np.float64)
-    order = np.argsort(-logits, kind="stable")
+    order = np.argsort(-logits_of(context).astype(np.float64), kind="stable")
     chances = 0.9 * 0.05 ** np.arange(len(order))
     return order.tolist(), chances.tolist()
 
 
+@_remembered
 def adversary(context: Context) -> tuple[list[int], list[float]]:
     """Sure of what the base likes least; the base's choice is never among the candidates."""
     order = np.argsort(random_logits(context), kind="stable")[:-1]
     return order.tolist(), (0.95 * 0.1 ** np.arange(len(order))).tolist()
 
 
+@_remembered
 def guesser(context: Context) -> tuple[list[int], list[float]]:
     """Random candidates, unlike the base's."""
     random = np.random.default_rng(_hash(context, 7))

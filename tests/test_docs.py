@@ -85,7 +85,10 @@ def test_fields_and_what_stands_behind_them():
 def test_comments_of_fields():
     from edgellm.manifest import KVCacheSpec
 
-    assert comments(KVCacheSpec) == {"ranges": "None: nobody calibrated a cache of bytes"}
+    assert comments(KVCacheSpec) == {
+        "ranges": "None: nobody calibrated a cache of bytes",
+        "pages": "None: one sequence, whose rows lie in one piece",
+    }
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())

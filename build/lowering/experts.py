@@ -26,6 +26,7 @@ from edgellm.contract import (
     EXPERTS,
     FP4_EXPERTS,
     FUNCTIONS,
+    NVFP4_EXPERTS,
     QUANTIZED_EXPERTS,
     QUANTIZED_LINEAR,
     SHIFTED_LINEAR,
@@ -35,9 +36,9 @@ from edgellm.contract import (
 
 _OF_ALL = ("alpha", "limit", "offset", "top_k")
 _ATTRIBUTES = (*_OF_ALL, "block_size", "down_block_size")
-_FP4_BLOCK = 32
 _UNLIMITED = 65504.0  # what a portable graph in float16 says for infinity
-_KINDS = {EXPERTS: "dense", FP4_EXPERTS: "fp4"}
+_KINDS = {EXPERTS: "dense", FP4_EXPERTS: "fp4", NVFP4_EXPERTS: "fp4"}
+_FP4_BLOCKS = {FP4_EXPERTS: 32, NVFP4_EXPERTS: 16}
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -57,7 +58,8 @@ class Stack:
         tensors = [_slice(tensor, index) for tensor in self.stored]
         if self.kind == "fp4":
             tensors[0] = _pairs(tensors[0], self.shape[:0:-1])
-            tensors.append(ir.tensor(np.array(1, np.float32)))  # the scale of scales
+            if len(tensors) == 2:  # no scale of scales
+                tensors.append(ir.tensor(np.array(1, np.float32)))
         block = 0 if self.block_size == self.shape[1] else self.block_size
         has_zero_points = self.kind != "fp4" and len(self.stored) == 3
         operation = SHIFTED_LINEAR if has_zero_points else QUANTIZED_LINEAR
@@ -188,7 +190,7 @@ def _stack(call: ir.Node, name: str, values: list[ir.Value | None], block: str) 
             )
         tensors.append(value.const_value)
     count, rows, columns = (int(dim) for dim in tensors[0].shape.numpy())
-    is_by_output = call.op_type in (EXPERTS, FP4_EXPERTS)
+    is_by_output = call.op_type in (EXPERTS, *_FP4_BLOCKS)
     shape = (count, columns, rows) if is_by_output else (count, rows, columns)
     kind = _KINDS.get(call.op_type) or KINDS[tensors[0].dtype]
     if kind == "fp4":
@@ -197,7 +199,7 @@ def _stack(call: ir.Node, name: str, values: list[ir.Value | None], block: str) 
     assert values[0] is not None
     return Stack(
         kind, name, str(values[0].name), shape,
-        _FP4_BLOCK if call.op_type == FP4_EXPERTS else size, tuple(tensors),
+        _FP4_BLOCKS.get(call.op_type, size), tuple(tensors),
     )  # fmt: skip
 
 

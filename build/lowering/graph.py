@@ -22,6 +22,19 @@ class GraphEditor:
         self._count = 0
         self.cursor: ir.Node | None = None
 
+    def copy_of(self, model: ir.Model) -> tuple[ir.Model, GraphEditor]:
+        """A copy of the model whose graph this edits, and what goes on with it."""
+        copy = model.clone()
+        editor = GraphEditor(copy.graph, self._weights)
+        editor._count = self._count
+        kept = copy.graph.initializers
+        editor._constants = {
+            name: kept[str(value.name)]
+            for name, value in self._constants.items()
+            if value.name in kept
+        }
+        return copy, editor
+
     def find(self, *op_types: str) -> list[ir.Node]:
         """All nodes of these types, in order."""
         return [node for node in self.graph if node.op_type in op_types]

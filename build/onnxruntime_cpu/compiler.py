@@ -19,6 +19,7 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu.lower import lower
 from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
 from edgellm.build.onnxruntime_cpu.options import kernels_of, notes_of
+from edgellm.build.onnxruntime_cpu.own_attention import page_spec
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import Variant, settled, variants_of
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
@@ -28,7 +29,11 @@ from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.device_runtime.kernels.library import register
 from edgellm.device_runtime.kernels.pack import VERSION
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, KERNELS, LAYOUT
-from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, OnnxRuntimeRunner
+from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
+    LoadedGraph,
+    OnnxRuntimeRunner,
+    open_runner,
+)
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, set_threads
 from edgellm.manifest import Bundle, GraphSpec, KVCacheSpec, with_kv_dtype
 from edgellm.roles import DECODER, ENCODER, ROLES
@@ -39,14 +44,15 @@ _SAVED = 1e-3  # relative; one graph, loaded twice
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     """See `edgellm.build.backends.Backend.estimate`."""
     plan = settled(source, bundle, plan)
-    return estimate_graphs(source, bundle, plan, _cache(bundle, plan))
+    return estimate_graphs(source, bundle, plan, _cache(source, bundle, plan))
 
 
 def compile_bundle(
     source: Path, bundle: Bundle, plan: Plan, folder: Path, report: Report
 ) -> Compiled:
     """See `edgellm.build.backends.Backend.compile`."""
-    plan, cache = settled(source, bundle, plan), _cache(bundle, plan)
+    plan = settled(source, bundle, plan)
+    cache = _cache(source, bundle, plan)
     graphs: dict[str, tuple[GraphSpec, ...]] = {}
     opened: dict[str, OnnxRuntimeRunner] = {}
     verdicts: list[Verdict] = []
@@ -57,14 +63,14 @@ def compile_bundle(
             compiler = _Compiler(portable, plan, folder, report)
             opened[role], graphs[role] = compiler.compile()
             verdicts.append(compiler.check(opened[role]))
-    dtype = cache.dtype if cache is not None else ""
+    dtype, pages = (cache.dtype, cache.pages) if cache is not None else ("", None)
     report("measuring the cost of a pass")
-    costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype), plan)
+    costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype, pages), plan)
     own = ENCODER not in bundle.graphs  # whose layers stay with ONNX Runtime
     return Compiled(
         graphs, dtype, costs, prefill_rows, notes_of(plan) if own else (),
         _what_runs(plan) if own else {}, tuple(each.said for each in verdicts),
-        sum(each.seconds for each in verdicts),
+        sum(each.seconds for each in verdicts), pages,
     )  # fmt: skip
 
 
@@ -75,8 +81,10 @@ def _what_runs(plan: Plan) -> dict[str, Any]:
     return {KERNELS: kernels, "threads": plan.threads, **layout}
 
 
-def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
-    """The engine's KV cache: the CPU computes in float32, and may keep rows in int8.
+def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
+    """The engine's KV cache, of pages with edgellm's kernels.
+
+    The CPU computes in float32, and may keep rows in int8.
 
     Raises:
         UnsupportedModelError: heads that the attention kernel cannot compute.
@@ -89,6 +97,9 @@ def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
         raise UnsupportedModelError(
             f"head_dim {spec.head_dim}: GroupQueryAttention wants a multiple of 16"
         )
+    if kernels_of(plan) == EDGELLM:
+        cached = next(graph for role, graph in bundle.graphs.items() if ROLES[role].has_cache)
+        spec = dataclasses.replace(spec, pages=page_spec(ir.load(source / cached.path).graph))
     if DECODER not in bundle.graphs:
         return dataclasses.replace(spec, dtype="float32")
     if plan.kv_cache == "int8" and spec.ranges is None:
@@ -133,7 +144,7 @@ class _Compiler:
         return self._runner(loaded)
 
     def _runner(self, loaded: Sequence[LoadedGraph]) -> OnnxRuntimeRunner:
-        return OnnxRuntimeRunner(loaded, self._source.cache, self._plan.kv_capacity)
+        return open_runner(loaded, self._source.cache, self._plan.kv_capacity)
 
     def _compile(self, variant: Variant) -> LoadedGraph:
         step, is_own = f"lowering the {variant.name} graph", _is_own(variant)

@@ -81,7 +81,7 @@ def lower(
     if cache is None:
         lower_encoder_attention(graph)
     elif isinstance(kernel, OwnLinears):
-        lower_own_attention(graph, cache)
+        lower_own_attention(graph, cache, capacity)
     else:
         _lower_attention(graph, cache, needs_mask=needs_mask)
     _drop_argmax(model.graph)

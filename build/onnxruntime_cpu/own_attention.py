@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
@@ -12,22 +14,43 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.weights import constant_array, parameter_name
 from edgellm.build.onnxruntime_cpu.grouped_attention import packed_rows
 from edgellm.contract import (
+    SEQUENCES,
+    TREE_MASKS,
     VISIBLE_IN_WINDOW,
     VISIBLE_SLOTS,
     BrokenArtifactError,
     UnsupportedModelError,
+    page_table_name,
 )
 from edgellm.device_runtime.kernels.library import DOMAIN
-from edgellm.manifest import KVCacheSpec
+from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PAGE_ROWS
+from edgellm.device_runtime.runners.onnxruntime_cpu.parts import (
+    MASK_VALUES,
+    NUM_SEQUENCES,
+    TABLE_PAGES,
+)
+from edgellm.manifest import KVCacheSpec, PageSpec
 
 
-def lower_attention(graph: GraphEditor, cache: KVCacheSpec) -> None:
+def page_spec(graph: ir.Graph) -> PageSpec:
+    """The pages that the caches of a portable graph are cut into; raises as `lower_attention`."""
+    layers = CachedAttention.all_of(graph, takes_sinks=True)
+    return PageSpec(PAGE_ROWS, tuple(_window(layer) or 0 for layer in layers))
+
+
+def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> None:
     """Rewrite all cached attention; a cache of int8 takes one scale for each tensor.
+
+    Args:
+        graph: a portable one.
+        cache: of the engine.
+        capacity: rows of a sequence.
 
     Raises:
         UnsupportedModelError: a mask that is not made of the tree's.
     """
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
+    passes = _PassInputs(graph.graph)
     for index, layer in enumerate(CachedAttention.all_of(graph.graph, takes_sinks=True)):
         graph.cursor = layer.call
         rotation = layer.cos, layer.sin
@@ -35,20 +58,54 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec) -> None:
             if layer.cos not in tables:
                 tables[layer.cos] = row_tables(graph, layer.cos, layer.sin)[1:]
             rotation = tables[layer.cos]
-        _emit(graph, layer, rotation, _scales(graph, cache, index))
-    if cache.dtype == "int8":
-        for value in (*graph.graph.inputs, *graph.graph.outputs):
-            if str(value.name).startswith(CACHE_NAMES):
+        _emit(graph, layer, passes, rotation, _scales(graph, cache, index))
+    _settle_capacity(graph, capacity)
+    for value in (*graph.graph.inputs, *graph.graph.outputs):
+        if str(value.name).startswith(CACHE_NAMES):
+            assert value.shape is not None
+            value.shape = ir.Shape(["pages", value.shape[1], PAGE_ROWS, value.shape[3]])
+            if cache.dtype == "int8":
                 value.type = ir.TensorType(ir.DataType.INT8)
+
+
+def _settle_capacity(graph: GraphEditor, capacity: int) -> None:
+    """Ropes have a table for all positions, whose number pages do not tell."""
+    for node in graph.find("Shape"):
+        if node.inputs[0] is not None and str(node.inputs[0].name).startswith(CACHE_NAMES):
+            graph.cursor = node
+            graph.replace(node.outputs[0], graph.constant("capacity", np.array([capacity])))
+
+
+class _PassInputs:
+    """Inputs of the graph that say which sequences a pass has, and where their rows lie."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self.sequences = self._add(SEQUENCES, ir.DataType.INT64, [NUM_SEQUENCES, 3])
+        self.masks = self._add(TREE_MASKS, ir.DataType.BOOL, [MASK_VALUES])
+        self._tables: dict[int, ir.Value] = {}
+
+    def table(self, window: int) -> ir.Value:
+        """Of layers with a window, 0: without."""
+        if window not in self._tables:
+            name, shape = page_table_name(window), [NUM_SEQUENCES, TABLE_PAGES]
+            self._tables[window] = self._add(name, ir.DataType.INT64, shape)
+        return self._tables[window]
+
+    def _add(self, name: str, dtype: ir.DataType, shape: Sequence[str | int]) -> ir.Value:
+        value = ir.val(name, dtype, shape)
+        self._graph.inputs.append(value)
+        return value
 
 
 def _emit(
     graph: GraphEditor,
     layer: CachedAttention,
+    passes: _PassInputs,
     tables: tuple[ir.Value | None, ...],
     scales: list[ir.Value],
 ) -> None:
-    mask, window = _tree_mask(layer)
+    window = _window(layer)
     packed = packed_rows(layer.q, layer.k, layer.v)
     given = {"scale": layer.scale, "softcap": layer.softcap, "local_window_size": window}
     given |= {"rotary_interleaved": 1} if layer.interleaved else {}
@@ -56,7 +113,8 @@ def _emit(
         "CachedAttention",
         [
             *((packed, None, None) if packed is not None else (layer.q, layer.k, layer.v)),
-            layer.past_key, layer.past_value, layer.write_index, *tables, layer.positions, mask,
+            layer.past_key, layer.past_value, passes.sequences, passes.table(window or 0), *tables,
+            layer.positions, passes.masks,
             *([None, None, _sinks(graph, layer), *scales] if scales or layer.sinks else []),
         ],
         3,
@@ -82,8 +140,8 @@ def _sinks(graph: GraphEditor, layer: CachedAttention) -> ir.Value | None:
     return graph.weight(f"{parameter_name(layer.sinks)}.sinks", lambda: floats)
 
 
-def _tree_mask(layer: CachedAttention) -> tuple[ir.Value, int | None]:
-    """The pass's mask bool [S, M], and the window in positions."""
+def _window(layer: CachedAttention) -> int | None:
+    """Positions that a row sees besides what the mask rules; None: all."""
     call = layer.visible.producer()
     if call is None or not is_call(call, VISIBLE_SLOTS, VISIBLE_IN_WINDOW):
         raise UnsupportedModelError(
@@ -91,9 +149,8 @@ def _tree_mask(layer: CachedAttention) -> tuple[ir.Value, int | None]:
             hint="give --kernels onnxruntime",
         )
     require_known(call, "window")
-    mask, window = call.inputs[0], call.attributes.get("window")
-    assert mask is not None
-    return mask, None if window is None else window.as_int()
+    window = call.attributes.get("window")
+    return None if window is None else window.as_int()
 
 
 def _scales(graph: GraphEditor, cache: KVCacheSpec, index: int) -> list[ir.Value]:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator
 
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.engine.batch import Entry
 from edgellm.device_runtime.engine.profile import PREFILL, Profile
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import FinishReason, Sequence, Step
+from edgellm.device_runtime.engine.turns import Turns
 
 
 class Answer:
     """An answer that grows while it is iterated over; complete when the iteration ends."""
 
-    def __init__(self, sequence: Sequence, steps: Iterator[Step]) -> None:
-        self.text = ""
-        self._sequence, self._steps = sequence, steps
+    def __init__(self, entry: Entry, turns: Turns) -> None:
+        self.text, self.is_complete = "", False
+        self._entry, self._turns = entry, turns
         self._begun = threading.Lock()
+
+    @property
+    def _sequence(self) -> Sequence:
+        return self._entry.sequence
 
     @property
     def prompt(self) -> Prompt:
@@ -54,24 +61,53 @@ class Answer:
         """Tokens of the prompt, those of images among them."""
         return len(self.prompt.token_ids)
 
+    @property
+    def before_pass(self) -> Callable[[], object] | None:
+        """Asked before every pass, by any thread; what it raises ends the iteration."""
+        return self._entry.before_pass
+
+    @before_pass.setter
+    def before_pass(self, asked: Callable[[], object]) -> None:
+        self._entry.before_pass = asked
+
     def __iter__(self) -> Generator[Step, None, None]:
         """Yield the steps as they are computed, once.
 
         Raises:
             EdgeLLMError: it was iterated over before; while it is, the engine was closed.
         """
+        return self._grow(self.begin())
+
+    async def __aiter__(self) -> AsyncIterator[Step]:
+        """The same, without keeping the event loop from others; raises as `__iter__`."""
+        entry = self.begin()
+        steps = self._grow(entry, reader=entry)
+        try:
+            while (step := await asyncio.to_thread(next, steps, None)) is not None:
+                yield step
+        finally:
+            steps.close()
+
+    def begin(self) -> Entry:
+        """What is read of it from now on, by one reader; raises as `__iter__`."""
         if not self._begun.acquire(blocking=False):
             raise EdgeLLMError(
                 "an answer is iterated over once",
                 hint="read its text and token_ids, or ask again",
             )
-        return self._grow()
+        return self._entry
 
-    def _grow(self) -> Generator[Step, None, None]:
-        steps, self._steps = self._steps, iter(())  # so that a caller who stops lets the engine go
-        for step in steps:
-            self.text += step.text
-            yield step
+    def _grow(self, entry: Entry, reader: object = None) -> Generator[Step, None, None]:
+        try:
+            self._turns.enter(entry, reader)
+            while not entry.is_read:
+                for _, steps in self._turns.next([entry]):
+                    for step in steps:
+                        self.text += step.text
+                        yield step
+            self.is_complete = True
+        finally:
+            self._turns.leave(entry)
 
     def timings(self) -> dict[str, float]:
         """Milliseconds and rates of this answer."""

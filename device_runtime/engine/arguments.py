@@ -10,6 +10,8 @@ from typing import Any
 from edgellm.contract import RequestError
 from edgellm.multimodal.sources import Source, Video
 
+MAX_STALL_MS = 100.0  # of a pass that reads a prompt beside other answers
+
 
 def is_whole(value: object) -> bool:
     """Whether a value is a whole number; True and False are none."""
@@ -34,6 +36,19 @@ def require_length(name: str, value: Any) -> int:
     if value < 1:
         raise RequestError(f"{name} {value} is less than 1")
     return int(value)
+
+
+def batch(prompts: Any, sampling: Any) -> list[tuple[Any, Any]]:
+    """Prompts, each with what chooses its tokens; raises `RequestError`."""
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts {prompts!r} are not a list", hint="for one prompt there is `generate`"
+        )
+    if not isinstance(sampling, Sequence):
+        return [(prompt, sampling) for prompt in prompts]
+    if len(sampling) != len(prompts):
+        raise RequestError(f"{len(sampling)} samplings do not go with {len(prompts)} prompts")
+    return list(zip(prompts, sampling, strict=True))
 
 
 def text_list(name: str, value: Any) -> list[str]:
@@ -106,7 +121,12 @@ def refuse_flags(template_flags: Mapping[str, object]) -> None:
 
 
 def check_loading(
-    engine_dir: Any, verify: Any, spec: Any, multimodal_engine_dir: Any, **switches: Any
+    engine_dir: Any,
+    verify: Any,
+    spec: Any,
+    multimodal_engine_dir: Any,
+    max_stall_ms: Any,
+    **switches: Any,
 ) -> None:
     """The arguments of `LLM`, `switches` the ones that are on or off; raises `RequestError`."""
     from edgellm.device_runtime.speculate.options import SpecOptions
@@ -116,5 +136,7 @@ def check_loading(
     require_kind("multimodal_engine_dir", multimodal_engine_dir, (*path, none), "a path")
     require_kind("verify", verify, (bool, none), "True, False or None")
     require_kind("spec", spec, (SpecOptions, none), "a SpecOptions")
+    if not is_number(max_stall_ms) or not max_stall_ms > 0:
+        raise RequestError(f"max_stall_ms {max_stall_ms!r} is not a number above 0")
     for name, switch in switches.items():
         require_kind(name, switch, bool, "True or False")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as Sized
 from typing import Any
 
@@ -17,6 +18,10 @@ from edgellm.device_runtime.sessions.decoder import DecoderSession
 
 class CacheSlot:
     """The caches of the base and of its draft, for one sequence at a time."""
+
+    steps_together = False  # sequences that step side by side take a pass each, in turn
+    page_rows = 1  # in which sequences get rows
+    free_rows = sys.maxsize  # that further sequences may have: the host keeps copies
 
     def __init__(
         self,
@@ -61,6 +66,16 @@ class CacheSlot:
                 holder.drafter.swap_out()
             holder.rows = self.session.read_rows(holder.num_rows)
         self._holder = None
+
+    @property
+    def usage(self) -> float:
+        """Share of the rows that are in use."""
+        return self.session.num_rows / self.session.capacity
+
+    def release(self, sequence: Sequence) -> None:
+        """Copy the rows of a sequence, so that others may have them."""
+        if self._holder is sequence:
+            self.evict()
 
     def _swap_in(self, sequence: Sequence, rows: NDArray[Any]) -> None:
         self.session.write_rows(rows, sequence.keys)

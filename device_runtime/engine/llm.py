@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.contract import RequestError
 from edgellm.device_runtime.engine import arguments
 from edgellm.device_runtime.engine.answer import Answer
+from edgellm.device_runtime.engine.batch import Batch, Entry
 from edgellm.device_runtime.engine.cache_slot import CacheSlot
 from edgellm.device_runtime.engine.endings import Endings
 from edgellm.device_runtime.engine.messages import Formatter
 from edgellm.device_runtime.engine.prefix_cache import count_common
 from edgellm.device_runtime.engine.profile import IMAGES, Profile
-from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.engine.prompt import Prompt, fit
+from edgellm.device_runtime.engine.scheduler import Bounds
 from edgellm.device_runtime.engine.sequence import Sequence, Step
-from edgellm.device_runtime.engine.step import step
+from edgellm.device_runtime.engine.together import News, together
 from edgellm.device_runtime.engine.turns import Turns
 from edgellm.device_runtime.sampling.guidance import Guidance
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.sessions import ImageRows
-from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.sessions.decoder import DecoderSession, costs, open_decoder
+from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.open_drafter import Drafters, settled
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher
 from edgellm.integrity import FileCheck
 from edgellm.manifest import LLM_ENGINE, load_engine
+from edgellm.roles import PASS
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.engine.images import ImageReader, Seen
@@ -51,6 +56,7 @@ class LLM:
         multimodal_engine_dir: Path | str | None = None,
         context_reuse: bool = False,
         allow_special_tokens: bool = False,
+        max_stall_ms: float = arguments.MAX_STALL_MS,
     ) -> None:
         """Load an engine.
 
@@ -63,6 +69,7 @@ class LLM:
             context_reuse: do not compute again what a prompt has in common with the prompt before
                 it and its answer; this may move last bits, as reading in other pieces does.
             allow_special_tokens: words of messages that read like special tokens are such.
+            max_stall_ms: a pass that reads a prompt takes no longer while other answers grow.
 
         Raises:
             BrokenArtifactError: damaged, or built for another machine or library version.
@@ -71,7 +78,7 @@ class LLM:
         """
         arguments.check_loading(
             engine_dir, verify, spec, multimodal_engine_dir,
-            context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
+            max_stall_ms, context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
         )  # fmt: skip
         folder = Path(engine_dir)
         self.manifest = load_engine(folder, LLM_ENGINE)
@@ -79,7 +86,6 @@ class LLM:
             self.tokenizer = ChatTokenizer(folder)
             session = open_decoder(folder, self.manifest)
         self.formatter = Formatter(self.tokenizer, allow_special_tokens)
-        self._turns = Turns()
         self._drafters: Drafters | None = None
         spec = settled(spec, folder, self.manifest) if spec is not None else None
         if spec is not None:
@@ -94,6 +100,7 @@ class LLM:
             no_images=no_images,
             reuses_context=context_reuse,
         )
+        self._turns = Turns(Batch(self._slot, self._bounds(session, max_stall_ms)))
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
             from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
@@ -102,6 +109,33 @@ class LLM:
                 Path(multimodal_engine_dir), self.manifest.decoder, verify=verify
             )
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
+
+    def _bounds(self, session: DecoderSession, most_stall_ms: float) -> Bounds:
+        """What passes are held to."""
+        manifest, tree_rows = self.manifest, 1
+        if self._drafters is not None:
+            tree_rows = manifest.max_verify_tree_size
+        bounds = Bounds(self.batch_size, manifest.prefill_rows, tree_rows)
+        if self.batch_size == 1:
+            return bounds
+        pass_ms = (manifest.cost_ms or costs(session, manifest.decoder))[PASS]
+        return replace(
+            bounds, page_rows=CacheSlot.page_rows, most_stall_ms=most_stall_ms,
+            pass_ms=Costs.of(pass_ms).verify,
+        )  # fmt: skip
+
+    @property
+    def batch_size(self) -> int:
+        """Answers that share a pass at most: what the engine was built for."""
+        return getattr(self.manifest, "max_batch_size", 1)
+
+    def on_pass(self, told: Callable[[int, int], object]) -> None:
+        """Have somebody told of every pass, by any thread.
+
+        Args:
+            told: takes the answers that share the pass, and those that gave their rows back.
+        """
+        self._turns.on_pass(told)
 
     @property
     def slot(self) -> CacheSlot:
@@ -175,6 +209,43 @@ class LLM:
             speculative=speculative,
         )
 
+    def generate_batch(
+        self,
+        prompts: Sized[str | list[dict[str, Any]]],
+        *,
+        sampling: SamplingParams | Sized[SamplingParams] | None = None,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> list[Answer]:
+        """Complete answers to prompts, in their order; several are computed at a time.
+
+        Args:
+            prompts: as for `generate`.
+            sampling: for all, or one for each.
+            batch_size: answers in the works; None: as many as share a pass of the engine.
+            options: of `generate`.
+
+        Raises:
+            RequestError: a prompt does not fit, or options that `generate` does not take.
+            EdgeLLMError: an answer failed.
+        """
+        found = arguments.batch(prompts, sampling)
+        answers = [self.generate(prompt, sampling=how, **options) for prompt, how in found]
+        for _ in self.together(answers, batch_size):
+            pass
+        return answers
+
+    def together(self, answers: Iterable[Answer], batch_size: int | None = None) -> Iterator[News]:
+        """Iterate over several answers side by side, see `together.together`.
+
+        Args:
+            answers: of `generate`, not iterated over yet; taken as soon as there is a place.
+            batch_size: answers in the works; None: as many as share a pass of the engine.
+        """
+        if batch_size is None:
+            batch_size = self.batch_size
+        return together(self._turns, answers, arguments.require_length("batch_size", batch_size))
+
     def generate_text(
         self,
         text: str | Sized[int],
@@ -201,7 +272,7 @@ class LLM:
         sampling.require_fit(self.manifest.decoder.vocab_size, max_tokens)
         profile = Profile()
         prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
-        max_tokens, warnings = self._fit(len(prompt.token_ids), max_tokens)
+        max_tokens, warnings = fit(len(prompt.token_ids), max_tokens, self.manifest)
         sampler = self.sampler(sampling, prompt)
         stream = self.tokenizer.stream(shown_tokens)
         endings = Endings(stream, stops, sampler.ends, sampling.min_tokens)
@@ -215,20 +286,7 @@ class LLM:
         if system_prompt is not None:
             ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
             kept = count_common(ids, prompt.token_ids)
-        return Answer(sequence, self._steps(sequence, kept))
-
-    def _steps(self, sequence: Sequence, kept: int | None) -> Iterator[Step]:
-        """Advance a sequence to its end; then keep so many of its rows for later prompts."""
-        try:
-            with self._turns.take() as turn:
-                while not sequence.is_over:
-                    with turn.computing():
-                        (steps,) = step(self.slot, [sequence])
-                        if sequence.is_over and kept is not None:
-                            sequence.warnings += self.slot.keep(sequence, kept)
-                    yield from steps
-        finally:
-            sequence.close()
+        return Answer(Entry(sequence, kept), self._turns)
 
     def _prompt(
         self,
@@ -265,30 +323,3 @@ class LLM:
         guide = sampling.guide
         constraint = self._guidance.start(guide) if guide is not None else None
         return Sampler(sampling, prompt.token_ids, constraint, self.manifest.eos_token_ids)
-
-    def _fit(self, prompt_tokens: int, wanted_tokens: int) -> tuple[int, list[str]]:
-        """Tokens that may be generated, and what must be said about it."""
-        longest, capacity = self.manifest.max_input_len, self.manifest.max_kv_cache_capacity
-        if prompt_tokens == 0:
-            raise RequestError("the prompt is empty")
-        if prompt_tokens > longest:
-            raise RequestError(
-                f"the prompt has {prompt_tokens} tokens, the engine takes {longest}",
-                hint="shorten it" + self._rebuild_hint(prompt_tokens),
-            )
-        room = capacity - prompt_tokens
-        if room < 1:
-            raise RequestError(
-                f"the prompt of {prompt_tokens} tokens fills the KV cache of {capacity}",
-                hint="build with a larger --maxKVCacheCapacity",
-            )
-        if wanted_tokens <= room:
-            return wanted_tokens, []
-        return room, [
-            f"max_generate_length {wanted_tokens} cut to {room}: prompt and answer share "
-            f"a KV cache of {capacity} tokens"
-        ]
-
-    def _rebuild_hint(self, prompt_tokens: int) -> str:
-        fits = prompt_tokens < self.manifest.decoder.max_positions
-        return f", or build with --maxInputLen {prompt_tokens}" if fits else ""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgellm.contract import RequestError
 from edgellm.device_runtime.engine.prefix_cache import row_keys
 from edgellm.device_runtime.sessions import ImageRows, RowKey
+from edgellm.manifest import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +21,33 @@ class Prompt:
     def keys(self) -> list[RowKey]:
         """What the rows stand for; equal token ids of two prompts may be rows of other images."""
         return row_keys(self.token_ids, self.images.keys if self.images is not None else {})
+
+
+def fit(prompt_tokens: int, wanted_tokens: int, engine: Engine) -> tuple[int, list[str]]:
+    """Tokens that may be generated behind a prompt, and what must be said about it.
+
+    Raises:
+        RequestError: the engine does not take the prompt.
+    """
+    longest, capacity = engine.max_input_len, engine.max_kv_cache_capacity
+    if prompt_tokens == 0:
+        raise RequestError("the prompt is empty")
+    if prompt_tokens > longest:
+        fits = prompt_tokens < engine.decoder.max_positions
+        hint = f", or build with --maxInputLen {prompt_tokens}" if fits else ""
+        raise RequestError(
+            f"the prompt has {prompt_tokens} tokens, the engine takes {longest}",
+            hint="shorten it" + hint,
+        )
+    room = capacity - prompt_tokens
+    if room < 1:
+        raise RequestError(
+            f"the prompt of {prompt_tokens} tokens fills the KV cache of {capacity}",
+            hint="build with a larger --maxKVCacheCapacity",
+        )
+    if wanted_tokens <= room:
+        return wanted_tokens, []
+    return room, [
+        f"max_generate_length {wanted_tokens} cut to {room}: prompt and answer share "
+        f"a KV cache of {capacity} tokens"
+    ]

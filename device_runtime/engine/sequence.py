@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
+from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.endings import Endings, Taken
 from edgellm.device_runtime.engine.prefix_cache import row_keys
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts
@@ -18,6 +19,7 @@ from edgellm.device_runtime.speculate.accept import Accept, Round, accept_exactl
 from edgellm.device_runtime.speculate.drafter import Drafter
 
 FinishReason = Literal["stop", "length"]  # "stop": end token or stop string
+ANY_ROWS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class Sequence:
     reused: int = 0  # of these, rows that were there before
     is_over: bool = False  # finished, failed or dropped: its rows are nobody's
     rows: NDArray[Any] | None = None  # a copy, while others have the cache
+    most_rows: int = ANY_ROWS  # of its next pass: of a prompt's piece, or a tree
+    failure: EdgeLLMError | None = None  # that ended it
 
     @property
     def is_reading(self) -> bool:
@@ -103,6 +107,11 @@ class Sequence:
         rest = self.endings.rest() if self.endings is not None and with_rest else ""
         self.close()
         return [Step((), rest)] if rest else []
+
+    def fail(self, reason: EdgeLLMError) -> None:
+        """It cannot go on; others can."""
+        self.failure = reason
+        self.close()
 
     def close(self) -> None:
         """Nobody asks on, or it failed, or it is complete; from any thread."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.cache_slot import CacheSlot
 from edgellm.device_runtime.engine.profile import (
     DRAFT_EXTEND,
@@ -36,20 +37,25 @@ def step(slot: CacheSlot, sequences: Iterable[Sequence]) -> list[tuple[Step, ...
 
     Returns:
         What it added to each answer: nothing while the prompt is read, and text that was held
-        back behind the end.
-
-    Raises:
-        EdgeLLMError: the engine computed something that is not a number. The sequence that failed
-            is to be closed; those before it have advanced.
+        back behind the end. A sequence of which the engine computed something that is not a
+        number adds nothing and is over, with its `failure`.
     """
-    return [sequence.take(_advance(slot, sequence)) for sequence in sequences]
+    return [_step(slot, sequence) for sequence in sequences]
+
+
+def _step(slot: CacheSlot, sequence: Sequence) -> tuple[Step, ...]:
+    try:
+        return sequence.take(_advance(slot, sequence))
+    except EdgeLLMError as error:
+        sequence.fail(error)
+        return ()
 
 
 def _advance(slot: CacheSlot, sequence: Sequence) -> Round | None:
     """New tokens of an answer; None while its prompt is read."""
     slot.admit(sequence)
     if sequence.is_reading:
-        return _read(slot.session, sequence, slot.prefill_rows)
+        return _read(slot.session, sequence, min(slot.prefill_rows, sequence.most_rows))
     if sequence.drafter is None:
         return _decode(slot.session, sequence)
     return _speculate(slot.session, sequence, sequence.drafter)
@@ -109,7 +115,8 @@ def _speculate(session: DecoderSession, sequence: Sequence, drafter: Drafter) ->
     with profile.stage(GROW):
         newest, tree = (sequence.newest, length), None
         if not drafter.ask_round(session, newest, left - 1, sampler, is_exact=is_exact):
-            tree = drafter.propose(sequence.newest, session.capacity - length - 1, left - 1)
+            room = min(session.capacity - length, sequence.most_rows) - 1
+            tree = drafter.propose(sequence.newest, room, left - 1)
     with profile.stage(VERIFY):
         if tree is None:
             verified = drafter.finish_round()

@@ -1,63 +1,76 @@
-"""Whose turn it is: threads that share an engine are served in line, an answer at a time."""
+"""Threads that share an engine: whoever waits for a step computes one, for all who are in line.
+
+There is no thread of the engine's own: nothing is computed that nobody waits for, but for a few
+steps ahead of those whose answers share the pass.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.engine.batch import Batch, Entry
+from edgellm.device_runtime.engine.sequence import Step
 
 PATIENCE_S = 30.0  # nobody waits longer for an answer that is not iterated over
-
-
-class Turn:
-    """The engine, from an answer's first pass to its last."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Nothing else is computed during the block; an answer that was overtaken waits in line.
-
-        Raises:
-            EdgeLLMError: the engine was closed.
-        """
-        with self._turns.computing(self):
-            yield
 
 
 class Turns:
     """The line before an engine.
 
-    An answer that pauses between two passes keeps the engine, until the thread that iterates
+    An answer that pauses between two passes keeps its place, until the thread that iterates
     over it turns to another, or, if others wait, until it has paused for `PATIENCE_S`. So no
     thread waits for ever. An answer that was overtaken goes on when its turn comes again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
         self._changed = threading.Condition()
-        self._line: deque[Turn] = deque()
-        self._holder: Turn | None = None
-        self._thread = 0  # of the holder's latest pass
-        self._paused = 0.0  # since, of time.monotonic()
+        self._readers: dict[Entry, object] = {}
         self._computes = 0  # the thread that does; 0: none
         self._visitors: set[int] = set()  # threads that wait for the end of a pass
         self._closed = False
 
-    @contextmanager
-    def take(self) -> Iterator[Turn]:
-        """Wait for the engine and have it during the block; raises as `Turn.computing`."""
-        turn = Turn(self)
-        self._enter(turn)
-        try:
-            yield turn
-        finally:
+    def on_pass(self, told: Callable[[int, int], object]) -> None:
+        """See `Batch.on_pass`."""
+        self._batch.on_pass = told
+
+    def enter(self, entry: Entry, reader: object = None) -> None:
+        """An answer is about to be read; without `reader` by this thread."""
+        with self._changed:
+            self._readers[entry] = threading.get_ident() if reader is None else reader
+            self._batch.add(entry)
+
+    def leave(self, entry: Entry) -> None:
+        """Nobody reads on; from any thread, also while a pass runs."""
+        with self._changed:
+            self._readers.pop(entry, None)
+            self._batch.remove(entry)
+            self._changed.notify_all()
+
+    def next(self, entries: Sequence[Entry]) -> list[tuple[Entry, list[Step]]]:
+        """The new steps of one reader's answers, as soon as there are any of one of them.
+
+        Args:
+            entries: in the works, none of which has ended and been read.
+
+        Returns:
+            What came of each that goes on, or has ended.
+
+        Raises:
+            EdgeLLMError: the engine was closed.
+            Exception: an answer failed; what came of it before has been read.
+        """
+        self._ask(entries)
+        while True:
             with self._changed:
-                self._let_go(turn)
+                self.require_open()
+                if found := self._read(entries):
+                    return found
+            self._compute_or_wait()
 
     @contextmanager
     def visiting(self) -> Iterator[None]:
@@ -73,23 +86,13 @@ class Turns:
         finally:
             self._end_of_pass()
 
-    @contextmanager
-    def computing(self, turn: Turn) -> Iterator[None]:
-        """See `Turn.computing`."""
-        thread = threading.get_ident()
-        try:
-            with self._changed:
-                self._wait_for(turn, thread)
-                self._computes = self._thread = thread
-            yield
-        finally:
-            self._end_of_pass()
-
     def close(self) -> None:
         """Wait for the end of a pass and let nobody compute again."""
         with self._changed:
             self._changed.wait_for(self._is_free)
-            self._closed, self._holder = True, None
+            if not self._closed:
+                self._closed = True
+                self._batch.close()
             self._changed.notify_all()
 
     def require_open(self) -> None:
@@ -97,45 +100,70 @@ class Turns:
         if self._closed:
             raise EdgeLLMError("the LLM was closed", hint="load the engine again")
 
-    def _wait_for(self, turn: Turn, thread: int) -> None:
-        """Wait until a turn has the engine and nobody computes."""
-        while True:
-            self.require_open()
-            if self._holder is not turn:
-                self._enter(turn)
-            self._changed.wait_for(lambda: self._is_free() and not self._visitors - {thread})
-            if self._holder is turn:
-                return
-
-    def _enter(self, turn: Turn) -> None:
+    def _ask(self, entries: Sequence[Entry]) -> None:
+        """A reader waits for these, and so for no other answer of its own."""
         with self._changed:
-            if self._thread == threading.get_ident():
-                self._let_go(self._holder)  # the caller turned to another answer
-            self._line.append(turn)
-            try:
-                while not self._closed and (wait_s := self._wait_s(turn)) > 0:
-                    self._changed.wait(wait_s)
-                self.require_open()
-                self._holder, self._paused = turn, time.monotonic()
-                self._thread = threading.get_ident()
-            finally:
-                self._line.remove(turn)
-                self._changed.notify_all()
+            readers = {self._readers[entry] for entry in entries}
+            for entry, reader in self._readers.copy().items():
+                if reader in readers:
+                    entry.is_turned_away = entry not in entries
+            for entry in entries:
+                entry.is_wanted = True
+            self._changed.notify_all()
 
-    def _wait_s(self, turn: Turn) -> float:
-        """Seconds to wait before it is worth to look again; 0: it is this one's turn."""
-        if not self._is_free() or self._line[0] is not turn:
-            return PATIENCE_S
-        return 0 if self._holder is None else self._paused + PATIENCE_S - time.monotonic()
+    def _read(self, entries: Sequence[Entry]) -> list[tuple[Entry, list[Step]]]:
+        found: list[tuple[Entry, list[Step]]] = []
+        for entry in entries:
+            if entry.is_done and not entry.steps and entry.failure is not None:
+                raise entry.failure
+            if entry.steps or entry.is_done:
+                found.append((entry, [*entry.steps]))
+        if found:
+            now_s = time.monotonic()
+            for entry, _ in found:
+                entry.steps.clear()
+            for entry in entries:
+                entry.is_wanted, entry.paused_s = False, now_s
+        return found
+
+    def _compute_or_wait(self) -> None:
+        """Compute a pass for all who wait, or wait until something has changed."""
+        stepping: list[Entry] = []
+        found: list[tuple[Step, ...]] = []
+        try:
+            with self._changed:
+                planned = None
+                if self._may_compute():
+                    if self._batch.sweep():
+                        self._changed.notify_all()
+                        return
+                    planned = self._batch.plan(PATIENCE_S)
+                if planned is None:
+                    self._changed.wait(self._wait_s())
+                    return
+                self._computes = threading.get_ident()
+                stepping = self._batch.begin(planned)
+            found = self._batch.run(stepping)
+        finally:
+            with self._changed:
+                if stepping:
+                    self._batch.end(stepping, found)
+                self._end_of_pass()
+
+    def _wait_s(self) -> float:
+        """Seconds until somebody's patience may be over."""
+        paused = [
+            entry.paused_s for entry in self._batch.entries
+            if entry.is_admitted and not entry.is_wanted
+        ]  # fmt: skip
+        return max(min(paused, default=time.monotonic()) + PATIENCE_S - time.monotonic(), 0.01)
+
+    def _may_compute(self) -> bool:
+        return self._is_free() and not self._visitors - {threading.get_ident()}
 
     def _is_free(self) -> bool:
         """Whether the calling thread may compute; an interrupt may have cut a pass of its own."""
         return self._computes in (0, threading.get_ident())
-
-    def _let_go(self, turn: Turn | None) -> None:
-        if self._holder is turn:
-            self._holder = None
-            self._changed.notify_all()
 
     def _end_of_pass(self) -> None:
         """Of the calling thread, if it has begun one."""
@@ -143,5 +171,5 @@ class Turns:
         with self._changed:
             self._visitors.discard(thread)
             if self._computes == thread:
-                self._computes, self._paused = 0, time.monotonic()
-            self._changed.notify_all()
+                self._computes = 0
+                self._changed.notify_all()

@@ -14,9 +14,9 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.speculate.costs import ALONE, Company, Costs
 
 _TRIAL_ROUNDS = 12  # before drafting may pause
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 512  # tokens
@@ -130,7 +130,9 @@ class Controller:
             pauses: leave drafting alone for a while when it loses.
             adapts: rounds may go without the network.
         """
-        self.pace, self._pauses, self.adapts = _Pace(costs), pauses, adapts
+        self._costs, self._pauses, self.adapts = costs, pauses, adapts
+        self._paces: dict[int, _Pace] = {}  # by the answers that share a pass
+        self.company = ALONE  # of the answer whose round it is
         guesses = (0.0, *_FORESEEN)
         plain_ms = self.pace.plain_ms
         self._kinds = [
@@ -141,8 +143,17 @@ class Controller:
         self._opened_at: float | None = None  # seconds; since when the clock judges the round
 
     @property
+    def pace(self) -> _Pace:
+        """What decoding reaches in this company."""
+        answers = self.company.answers
+        if answers not in self._paces:
+            verify = Company(answers, answers - 1).share(self._costs.verify)
+            self._paces[answers] = _Pace(replace(self._costs, verify=verify))
+        return self._paces[answers]
+
+    @property
     def rate(self) -> float:
-        """Tokens per millisecond that decoding reaches, by the costs."""
+        """Tokens per millisecond that decoding reaches, by the costs, all of a company together."""
         return self.pace.rate
 
     @property
@@ -154,7 +165,8 @@ class Controller:
         """Whether the network drafts in a round, of which the text foresees so many tokens."""
         if not self.adapts:
             return True
-        self._opened_at = time.perf_counter()
+        # In company the clock tells what all rounds take.
+        self._opened_at = time.perf_counter() if self.company.answers == 1 else None
         return self.choose(foreseen())
 
     def choose(self, foreseen: float) -> bool:

@@ -42,6 +42,31 @@ def _table(measured: Mapping[str, float]) -> F64:
     return np.interp(np.arange(rows[-1] + 1), rows, times)
 
 
+@dataclass(frozen=True, slots=True)
+class Company:
+    """Who shares the passes of an answer."""
+
+    answers: int = 1  # that decode, it among them
+    rows: int = 0  # of the others in a pass, and of prompts
+
+    def share(self, verify: F64) -> F64:
+        """What an answer's rows cost it, by their number, of what passes cost.
+
+        All pay alike for the pass in which each has a row; further rows cost what they add. So
+        tokens per millisecond of a share are those of the whole batch.
+        """
+        if self.answers == 1 and not self.rows:
+            return verify
+        rows = np.arange(len(verify)) + self.rows
+        alone = price(verify, self.rows + 1)
+        shared = price(verify, rows) - alone * (1 - 1 / self.answers)
+        shared[0] = 0.0
+        return shared
+
+
+ALONE = Company()
+
+
 @overload
 def price(table: F64, rows: int) -> float: ...
 @overload

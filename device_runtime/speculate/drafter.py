@@ -14,6 +14,7 @@ from edgellm.device_runtime.sessions import F32, I64, ImageRows
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
 from edgellm.device_runtime.speculate.accept import Accepted
 from edgellm.device_runtime.speculate.controller import Controller
+from edgellm.device_runtime.speculate.costs import ALONE, Company
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.growth import Sizes
 from edgellm.device_runtime.speculate.lookup import LearnedLookup, LookupSource
@@ -36,6 +37,8 @@ class Drafter(Protocol):
     Acceptance is exact for every tree that is a function of the text before it, so that nothing
     that a drafter does can change an answer.
     """
+
+    company: Company  # who shares the passes of the answer; set before each
 
     def begin(self, token_ids: Sequence[int]) -> None:
         """The prompt is about to be read, behind rows that the draft's cache may hold.
@@ -142,7 +145,7 @@ class TreeDrafter:
             limits: the user's bounds.
             image_ids: of a base that takes images.
         """
-        self._policy, self._controller = learned.policy, learned.controller
+        self._policy, self._controller, self.company = learned.policy, learned.controller, ALONE
         self._learned_lookups, self._limits, self._image_ids = learned.lookups, limits, image_ids
         self._sources: list[LookupSource] = []
         self._pool: Pool | None = None
@@ -181,6 +184,7 @@ class TreeDrafter:
 
     def catch_up(self) -> None:
         """Let the network read what was committed, unless it pauses."""
+        self._controller.company = self.company
         if not self._controller.is_pausing and self._controller.opens(self._foreseen):
             self._read()
 
@@ -210,6 +214,7 @@ class TreeDrafter:
 
     def propose(self, root: int, room: int, levels: int) -> Tree:
         """See `Drafter.propose`."""
+        self._controller.company = self.company
         deepest = min(levels, self._limits.text_steps)
         levels = min(levels, self._limits.steps)
         room = min(room, self._limits.verify_size - 1)
@@ -237,6 +242,7 @@ class TreeDrafter:
 
     def learn(self, tree: Tree, path: list[int], emitted: int) -> None:
         """Tell policy and lookups what became of their candidates."""
+        self._controller.company = self.company
         if self._pool is not None and len(tree) > 1:
             on_path = set(path)
             chosen = list(zip(tree.parents.tolist(), self._chosen.tolist(), strict=True))

@@ -18,7 +18,7 @@ import numpy as np
 from edgellm.device_runtime.sessions import I64
 from edgellm.device_runtime.speculate.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.controller import Controller
-from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.speculate.costs import ALONE, Company, Costs
 from edgellm.device_runtime.speculate.tree import F64, Pool, top
 
 _MEMORY = 0.03  # weight of the newest round in the running mean
@@ -114,11 +114,16 @@ class CostAwareTree:
         self, limits: TreeLimits, costs: Costs, calibration: Calibration, controller: Controller
     ) -> None:
         self._limits, self._costs, self._calibration = limits, costs, calibration
-        self._controller, self._verify = controller, costs.verify.tolist()
-        last = min(len(self._verify) - 1, 8)
-        # What one more verified row costs in trees of a middling size.
-        self._row_ms = (self._verify[last] - self._verify[2]) / max(last - 2, 1)
+        self._controller = controller
+        self._share: tuple[Company, list[float]] = ALONE, costs.verify.tolist()
         self._best_child = 0.6  # running mean of the likeliest child's acceptance rate
+
+    def _verify(self) -> list[float]:
+        """Milliseconds by rows, in the company of the round."""
+        company = self._controller.company
+        if company != self._share[0]:
+            self._share = company, company.share(self._costs.verify).tolist()
+        return self._share[1]
 
     def scores(self, log_probs: F64) -> F64:
         """Calibrated."""
@@ -134,9 +139,13 @@ class CostAwareTree:
         scores = pool.scores[newest].tolist()
         order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         rate, gain, most, count = self._controller.rate, 0.0, 0.0, 0
+        verify = self._verify()
+        last = min(len(verify) - 1, 8)
+        # What one more verified row costs in trees of a middling size.
+        row_ms = (verify[last] - verify[2]) / max(last - 2, 1)
         allowed = order[: min(self._limits.top_k, len(prices))]
         for size, place in enumerate(allowed, start=1):
-            more = math.exp(scores[place]) * self._best_child - rate * self._row_ms
+            more = math.exp(scores[place]) * self._best_child - rate * row_ms
             if more <= 0:  # nor does any behind it pay: prices never fall
                 break
             gain += more
@@ -146,12 +155,13 @@ class CostAwareTree:
 
     def select(self, pool: Pool, room: int) -> I64:
         """The size at which expected tokens minus the price of the pass peak."""
-        ranked = pool.ranked()[: min(room, len(self._verify) - 2)]
+        verify = self._verify()
+        ranked = pool.ranked()[: min(room, len(verify) - 2)]
         rate, expected, count = self._controller.rate, 0.0, 0
-        most = -rate * self._verify[1]
+        most = -rate * verify[1]
         for size, score in enumerate(pool.scores[ranked].tolist(), start=1):
             expected += math.exp(score)
-            value = expected - rate * self._verify[size + 1]
+            value = expected - rate * verify[size + 1]
             if value > most:
                 most, count = value, size
         return ranked[:count]

@@ -9,7 +9,7 @@ from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.experts import NO_ROUTING, Mixture, Router, Routing
 from edgellm.export.models import granite
 from edgellm.export.rope import PLAIN_ROPE
-from edgellm.export.stacks import JoinedExperts
+from edgellm.export.stacks import JoinedExperts, SeparateExperts, Stack
 from edgellm.export.weights import Weights
 
 TINY = {
@@ -35,11 +35,17 @@ class DecoderLayer(granite.DecoderLayer):
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config, weights)
         hidden, routing, mlp = config.hidden_size, config.routing, weights / "block_sparse_moe"
-        stack = JoinedExperts(
-            (mlp / "input_linear", "weight"), (mlp / "output_linear", "weight"),
-            routing.experts, (hidden, routing.size),
-        )  # fmt: skip
-        self.mlp = Mixture(Router(mlp / "router.layer", hidden, routing), stack, routing)
+        router = Router(mlp / "router.layer", hidden, routing)
+        self.mlp = Mixture(router, _stack(mlp, hidden, routing), routing)
+
+
+def _stack(mlp: Weights, hidden: int, routing: Routing) -> Stack:
+    """Experts of one tensor; where they are quantized, each has its own."""
+    count, sizes = routing.experts, (hidden, routing.size)
+    if (mlp / "experts.0.gate_proj").info("weight") is not None:
+        return SeparateExperts(mlp / "experts", count, sizes)
+    joined = (mlp / "input_linear", "weight"), (mlp / "output_linear", "weight")
+    return JoinedExperts(*joined, count, sizes)
 
 
 class Model(granite.Model):

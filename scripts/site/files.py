@@ -17,7 +17,8 @@ from edgellm.tools.tables import Table, markdown
 
 _MANIFESTS = (manifest.Bundle, manifest.Engine)
 _PARTS = (
-    manifest.GraphSpec, manifest.DecoderSpec, manifest.KVCacheSpec, manifest.CacheRanges,
+    manifest.GraphSpec, manifest.DecoderSpec, manifest.KVCacheSpec, manifest.PageSpec,
+    manifest.CacheRanges,
     manifest.ImageSpec, manifest.DraftSpec, manifest.VisionSpec, manifest.FileRecord,
 )  # fmt: skip
 
@@ -26,7 +27,8 @@ def manifest_page() -> str:
     """Markdown of every `manifest.json`, and of what is inside."""
     head = (
         "# Manifests\n\n`manifest.json` of a bundle or engine lists all of its files. This is "
-        f"contract version {manifest.CONTRACT_VERSION}; what has another is refused.\n"
+        f"contract version {manifest.CONTRACT_VERSION}, of engines {manifest.ENGINE_VERSION}; what "
+        "has another is refused.\n"
     )
     return "\n".join([head, *(_dataclass(one) for one in (*_MANIFESTS, *_PARTS))])
 

@@ -173,7 +173,7 @@ def test_checkpoints_that_are_not_what_they_say(change, config, message, qwen, t
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [("w8a16", "int8"), ("awq", "int4"), ("gptq-8", "int8"), ("ct-int4", "int4"),
-     ("ct-fp8", "fp8"), ("fp8-blocks", "fp8")],
+     ("ct-fp8", "fp8"), ("fp8-blocks", "fp8"), ("ct-nvfp4", "fp4")],
 )  # fmt: skip
 def test_quantized_experts_compute_what_they_stand_for(layout, precision, qwen, tmp_path):
     import torch
@@ -185,21 +185,24 @@ def test_quantized_experts_compute_what_they_stand_for(layout, precision, qwen, 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "meant", attn_implementation="eager")
     with torch.no_grad():
         expected = model(torch.from_numpy(IDS)[None]).logits[0].numpy()
-    # As it is: ONNX Runtime would round the inputs of integers.
-    portable = open_portable(bundle, 64, bundle / "model.onnx")
-    np.testing.assert_allclose(logits(portable), expected, atol=TOLERANCE)
+    if precision != "fp4":  # of linear layers, which ONNX Runtime does not have on CPUs
+        # As it is: ONNX Runtime would round the inputs of integers.
+        portable = open_portable(bundle, 64, bundle / "model.onnx")
+        np.testing.assert_allclose(logits(portable), expected, atol=TOLERANCE)
     plan = Plan(48, 64, 1, options=CpuOptions("edgellm"))
     manifest = build_engine("llm", bundle, tmp_path / "e", plan, "onnxruntime", lambda _: None)
     assert manifest.main_graphs[0].precision == precision
-    assert "rows are off by" in manifest.options["checks"][0]
+    said = "not compared" if precision == "fp4" else "rows are off by"
+    assert said in manifest.options["checks"][0]
+    error = logits(open_decoder(tmp_path / "e", manifest)) - expected
+    errors = np.linalg.norm(error, axis=1) / np.linalg.norm(expected, axis=1)
+    assert np.median(errors) < 0.05  # rounded inputs may send some rows to other experts
 
 
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
         ("int4", "experts.0.gate_proj has smoothed inputs, which experts of a mixture"),
-        ("fp8", "experts.0.gate_proj has rounded inputs, which experts of a mixture cannot"),
-        ("nvfp4", "experts.0.gate_proj has "),
         ("int8_sq", "experts.0.gate_proj has "),
         ("gptq-order", "experts.0.gate_proj has inputs in another order"),
     ],

@@ -32,6 +32,7 @@ SIZE = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """Our processor and transformers', by model type and changed settings."""
+    import transformers  # noqa: F401 -- here, lest Hypothesis search for why it is not there
 
     @functools.cache
     def pair(model_type, **changes):

@@ -1,4 +1,4 @@
-"""`edgellm-quantize llm` for every dense family: its layers alone are those of the whole model."""
+"""`edgellm-quantize llm` for every family: its layers alone are those of the whole model."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ WORST = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11}
 # Relative to the logits; inputs that are rounded may fall to the other side of a tie.
 FAR = {"int4_awq": 2e-5, "fp8": 0.06, "int8_sq": 0.06}
 # INT4 folds and smooths, so that every family shows it; the others where layers are put otherwise.
-CASES = [(kind, "int4_awq") for kind in FAMILIES] + [
+CASES = [(kind, "int4_awq") for kind in FAMILIES if kind not in ("olmoe", "qwen3_moe")] + [
     (kind, scheme)
     for kind, scheme in product(("cohere2", "gemma2", "olmo2", "phi3", "starcoder2"), WORST)
     if scheme != "int4_awq"
 ]
-ENGINES = ("cohere2", "gemma3_text", "phi3")
+CASES += [("qwen3_moe", "nvfp4"), ("mixtral", "int8_sq"), ("qwen2_moe", "fp8")]
+ENGINES = ("cohere2", "gemma3_text", "phi3", "granitemoe")
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +53,9 @@ def text(tmp_path_factory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "text.jsonl")
 
 
-def test_every_dense_architecture_is_a_family():
-    dense = {
-        name
-        for name in models.supported()
-        if not any(value for key, value in models.find(name).TINY.items() if "expert" in key)
-    }
-    assert dense <= set(FAMILIES) <= set(models.supported())
+def test_every_architecture_is_a_family():
+    """But gpt-oss, whose experts have four bits when they are published."""
+    assert {*FAMILIES} == {*models.supported()} - {"gpt_oss"}
 
 
 @pytest.mark.parametrize(("kind", "scheme"), CASES)
@@ -86,7 +83,9 @@ def test_a_bundle_computes_what_was_measured(tmp_path, text, monkeypatch, kind, 
         build_engine("llm", bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
         session = open_decoder(tmp_path / "engine", load_engine(tmp_path / "engine", LLM_ENGINE))
         logits = session.run(rows[0], 0, np.arange(len(rows[0]))).logits
-        assert relative(expected, logits) < 0.15  # whose cache has bytes, and inputs too
+        # Its cache has bytes, and inputs too, which may send some rows to other experts.
+        errors = [relative(*each) for each in zip(expected, logits, strict=True)]
+        assert np.median(errors) < 0.15
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere2", "starcoder2"])
@@ -135,7 +134,7 @@ def _run(job: Job) -> tuple[Quality, np.ndarray]:
 
 def _transformers(folder: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     return model.requires_grad_(False)
 
@@ -150,7 +149,9 @@ def _quantize(model: Any, checkpoint: Checkpoint, rounds_input: bool) -> None:
     """Put a quantized checkpoint's values into a model, and let its layers round their inputs."""
     tensors = read_below(checkpoint.tensors, "")
     for name, module in model.model.named_modules():
-        if isinstance(module, torch.nn.Linear):
+        if hasattr(module, "gate_up_proj") and name.endswith("experts"):
+            _quantize_experts(module, name, checkpoint, rounds_input)
+        elif isinstance(module, torch.nn.Linear) and f"model.{name}.weight_scale" in tensors:
             shape = module.out_features, module.in_features
             linear = decode_linear(tensors, f"model.{name}", shape, rounds_input)
             module.weight.copy_(torch.from_numpy(linear.weight))
@@ -158,6 +159,19 @@ def _quantize(model: Any, checkpoint: Checkpoint, rounds_input: bool) -> None:
         elif "norm" in name:
             for part, values in module.named_parameters(recurse=False):
                 values.copy_(torch.from_numpy(tensors[f"model.{name}.{part}"].floats()))
+
+
+def _quantize_experts(module: Any, name: str, checkpoint: Checkpoint, has_inputs: bool) -> None:
+    """Their inputs stay floats."""
+    tensors, family = read_below(checkpoint.tensors, ""), FAMILIES[checkpoint.config["model_type"]]
+    layer, local = (part for part in name.split(".", 2)[1:])
+    for index, (both, down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
+        gate, up = both.chunk(2)
+        for part, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+            stored = family.stored_name(f"{local}.{index}.{part}.weight").removesuffix(".weight")
+            place = f"model.layers.{layer}.{stored}"
+            linear = decode_linear(tensors, place, tuple(weight.shape), has_inputs)
+            weight.copy_(torch.from_numpy(linear.weight))
 
 
 def _rounded(linear: DecodedLinear, x: torch.Tensor) -> torch.Tensor:

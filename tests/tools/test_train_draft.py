@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_one_line_error, make_checkpoint
+from draft_runs import DraftRun, K
 from safetensors.torch import load_file
 
-from edgellm import contract
 from edgellm.contract import EdgeLLMError
 from edgellm.exclusive import hold
 from edgellm.export import models
-from edgellm.manifest import Bundle
 from edgellm.tools.train_draft import training_run as run_module
 from edgellm.tools.train_draft.base import Prompt
 from edgellm.tools.train_draft.corpus import Generation
@@ -35,15 +34,7 @@ from edgellm.tools.train_draft.training_run import Job, run
 
 VOCAB, LAYERS, HEAD = 96, 8, 40
 BASE = {**models.find("llama").TINY, "num_hidden_layers": LAYERS, "tie_word_embeddings": False}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny matrices; more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="session")
@@ -378,53 +369,19 @@ def test_the_export_agrees_with_the_network(job, base, tmp_path):
         unrolled = list(draft.unroll(taps, embedding[ids[:, 1:]], positions, steps))
         log_probs = [draft.lm_head(draft.norm(x[0])).log_softmax(-1) for x in unrolled]
 
-    session = _Graphs(tmp_path / "bundle", manifest)
-    hidden = session.fuse(taps)
-    found = session.forward(ids[:, 1 : rows + 1], hidden, np.arange(rows), 0)
+    graphs = DraftRun(tmp_path / "bundle", manifest)
+    hidden = graphs.fuse(taps[0])
+    last = rows - 1  # the chain that starts at the newest true row
+    found = graphs.forward(
+        ids[0, 1 : rows + 1], hidden, torch.arange(rows), np.tri(rows, dtype=bool), 0, [last]
+    )
     for step in range(steps):
-        last = rows - 1  # the chain that starts at the newest true row
-        best = log_probs[step][last].topk(5)
-        np.testing.assert_allclose(found[1][0, -1], best.values, atol=2e-4)
-        np.testing.assert_array_equal(found[0][0, -1], vocabulary[best.indices])
-        np.testing.assert_allclose(found[2][0, -1], unrolled[step][0, last], atol=2e-4, rtol=2e-4)
+        best = log_probs[step][last].topk(K)
+        np.testing.assert_allclose(found[1][0], best.values, atol=2e-4)
+        np.testing.assert_array_equal(found[0][0], vocabulary[best.indices])
+        np.testing.assert_allclose(found[2][0], unrolled[step][0, last], atol=2e-4, rtol=2e-4)
         if step + 1 < steps:
-            token = ids[:, rows + 1 + step : rows + 2 + step]
             position = rows + step
-            found = session.forward(token, found[2][:, -1:], np.array([position]), position)
-
-
-class _Graphs:
-    """An exported draft with its cache."""
-
-    def __init__(self, folder: Path, manifest: Bundle) -> None:
-        import onnxruntime as ort
-
-        self.open = lambda name: ort.InferenceSession(
-            str(folder / f"{name}.onnx"), providers=["CPUExecutionProvider"]
-        )
-        self.model = self.open("model")
-        kv = manifest.draft.decoder.kv
-        shape = (1, kv.num_kv_heads, 32, kv.head_dim)
-        self.cache = {
-            contract.past_name(layer, part): np.zeros(shape, np.float32)
-            for layer in range(kv.num_layers)
-            for part in ("key", "value")
-        }
-
-    def fuse(self, taps: torch.Tensor) -> np.ndarray:
-        feed = {contract.HIDDEN_TAPS: taps.numpy()}
-        return self.open("fuse").run([contract.DRAFT_HIDDEN], feed)[0]
-
-    def forward(self, ids, hidden, positions, write_index) -> list[np.ndarray]:
-        size = ids.shape[1]
-        feed = {
-            contract.INPUT_IDS: ids.numpy(), contract.DRAFT_HIDDEN: hidden,
-            contract.POSITION_IDS: positions[None], contract.WRITE_INDEX: np.array([write_index]),
-            contract.TREE_MASK: np.tri(size, dtype=np.bool_),
-            contract.LOGITS_INDEX: np.array([size - 1]), contract.TOP_K: np.array([5]),
-            **self.cache,
-        }  # fmt: skip
-        names = [value.name for value in self.model.get_outputs()]
-        outputs = self.model.run(names, feed)
-        self.cache = dict(zip(self.cache, outputs[3:], strict=True))
-        return outputs[:3]
+            token, recycled = ids[0, position + 1 : position + 2], torch.from_numpy(found[2])
+            mask = np.ones((1, 1), bool)
+            found = graphs.forward(token, recycled, torch.tensor([position]), mask, position, [0])

@@ -34,18 +34,10 @@ from edgellm.tools.train_draft.losses import PIECE, head_loss
 from edgellm.tools.train_draft.network import Draft, DraftShape
 from edgellm.tools.train_draft.train import Trainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 STOPS = frozenset([2, 17, 33, 50, 71])
 GREEDY = Generation(10, 0.0, 1.0, 4, 0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny matrices; more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

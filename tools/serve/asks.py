@@ -34,11 +34,13 @@ def load(
     context_reuse: bool,
     allow_special_tokens: bool = False,
     verify: bool | None,
+    max_stall_ms: float,
 ) -> LLM:
     """The engine of a server; raises what `LLM` raises."""
     return LLM(
         engine_dir, verify=verify, spec=how, multimodal_engine_dir=multimodal_engine_dir,
         context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
+        max_stall_ms=max_stall_ms,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import typer
 
 from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.engine.arguments import MAX_STALL_MS
 from edgellm.device_runtime.requests.flags import (
     AllowSpecialTokens,
     EngineDir,
@@ -30,6 +31,7 @@ from edgellm.tools.serve.flags import (
     ImageFolders,
     ImageHosts,
     MaxBodyBytes,
+    MaxStall,
     MetricsPort,
     ModelName,
     Port,
@@ -61,6 +63,7 @@ def edgellm_serve(
     allow_no_key: AllowNoKey = False,
     model_name: ModelName = None,
     queue_size: QueueSize = 32,
+    max_stall: MaxStall = MAX_STALL_MS,
     request_timeout: RequestTimeout = 300.0,
     total_timeout: TotalTimeout = 900.0,
     drain_timeout: DrainTimeout = 60,
@@ -72,7 +75,7 @@ def edgellm_serve(
     allow_special_tokens: AllowSpecialTokens = False,
     verify: Verify = None,
 ) -> None:
-    """Answer OpenAI's and Triton's requests over HTTP, one after the other."""
+    """Answer OpenAI's and Triton's requests over HTTP."""
     how = spec_flags.read()
     from edgellm.tools.serve import settings, sites
 
@@ -101,6 +104,7 @@ def edgellm_serve(
     llm = asks.load(
         engine_dir, multimodal_engine_dir, how,
         context_reuse=context_reuse, allow_special_tokens=allow_special_tokens, verify=verify,
+        max_stall_ms=max_stall,
     )  # fmt: skip
     _run(llm, wanted, (listener, figures), grpc_port, host, drain_timeout)
 

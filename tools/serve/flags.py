@@ -30,6 +30,14 @@ ModelName = Annotated[
 QueueSize = Annotated[
     int, typer.Option("--queueSize", min=1, help="Requests that may wait; then 429.")
 ]
+MaxStall = Annotated[
+    float,
+    typer.Option(
+        "--maxStallMs",
+        min=1,
+        help="A pass that reads a prompt beside other answers takes no longer.",
+    ),
+]
 RequestTimeout = Annotated[
     float, typer.Option("--requestTimeout", min=0.1, help="Seconds of the engine for a request.")
 ]

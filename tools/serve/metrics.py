@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.tools.serve.events import Finished
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -37,6 +37,12 @@ class Metrics:
         self._queued = self._histogram(
             "vllm:request_queue_time_seconds", "From arrival to the engine.", _SECONDS
         )
+        self._answers = self._histogram(
+            "edgellm:batch_size", "Answers that share a pass.", (1, 2, 4, 8, 16, 32)
+        )
+        self._preempted = self._counter(
+            "vllm:num_preemptions", "Answers that gave their rows back for a while."
+        )
         self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
         self.generated = self._counter("vllm:generation_tokens", "Tokens of answers.")
         self._looked_up = self._counter("vllm:prefix_cache_queries", "Tokens that were looked up.")
@@ -51,13 +57,16 @@ class Metrics:
             registry=self._registry,
         )
 
-    def watch(
-        self, running: Callable[[], int], waiting: Callable[[], int], session: DecoderSession
-    ) -> None:
-        """Count jobs and rows of the cache whenever somebody asks."""
+    def watch(self, running: Callable[[], int], waiting: Callable[[], int], llm: LLM) -> None:
+        """Count jobs and rows of the cache whenever somebody asks, and the answers of passes."""
         self._running.set_function(running)
         self._waiting.set_function(waiting)
-        self._rows.set_function(lambda: session.num_rows / session.capacity)
+        self._rows.set_function(lambda: llm.slot.usage)
+        llm.on_pass(self._observe_pass)
+
+    def _observe_pass(self, answers: int, preempted: int) -> None:
+        self._answers.observe(answers)
+        self._preempted.inc(preempted)
 
     def first_token(self, seconds: float, prompt_tokens: int) -> None:
         """A prompt was read, and the first token of its answer came."""

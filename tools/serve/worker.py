@@ -1,16 +1,18 @@
-"""The one thread that owns the engine, and the queue before it."""
+"""The threads that wait for answers, as many as the engine computes at a time, and their queue."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.device_runtime.engine.scheduler import AGING_S
 from edgellm.tools.serve.asks import Ask, start
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Event, Failed, Finished, Started
@@ -30,41 +32,49 @@ class Job:
     asks: tuple[Ask, ...]
     post: Callable[[Event], object]  # hands an event to the client's task; from any thread
     deadline: float  # of time.monotonic()
+    priority: int = 0  # smaller goes first
     arrived: float = field(default_factory=time.monotonic)
+    until: float = math.inf  # of its answers; known when they begin
     abandoned: bool = False
+
+    def rank(self, now: float) -> float:
+        """Smaller goes first; waiting makes up for priority."""
+        return self.priority - (now - self.arrived) // AGING_S
 
 
 class Worker:
-    """Runs jobs one after the other."""
+    """Runs jobs side by side, each in a thread; the passes are shared, see `engine.turns`."""
 
     def __init__(
         self, llm: LLM, metrics: Metrics, queue_size: int, request_timeout_s: float
     ) -> None:
         self.llm, self._metrics = llm, metrics
         self._size, self._request_timeout_s = queue_size, request_timeout_s
-        llm.session.before_pass = self._check
-        self._waiting: deque[Job] = deque()
+        self._waiting: list[Job] = []
         self._changed = threading.Condition()
-        self._running: Job | None = None
-        self._until = 0.0
+        self.running: list[Job] = []
         self._draining = self._stopping = False
         self._mean_s = 1.0  # of a request, lately
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
-        metrics.watch(lambda: self._running is not None, lambda: len(self._waiting), llm.session)
+        self._threads = [
+            threading.Thread(target=self._work, name=f"answer-{number}", daemon=True)
+            for number in range(llm.batch_size)
+        ]
+        metrics.watch(lambda: len(self.running), lambda: len(self._waiting), llm)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+        """Whether the threads run."""
+        return all(thread.is_alive() for thread in self._threads)
 
     @property
     def is_ready(self) -> bool:
         """Whether jobs are taken, if there is room for them."""
-        return self._thread.is_alive() and not self._draining
+        return self.is_alive and not self._draining
 
     def start(self) -> None:
         """Begin to work."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def require_room(self) -> None:
         """Raises `ApiError` 503 after `drain`, 429 while the queue is full."""
@@ -76,7 +86,7 @@ class Worker:
                 429,
                 f"{self._size} requests are waiting already",
                 code="queue_full",
-                retry_after_s=min(max(round(self._mean_s), 1), 60),
+                retry_after_s=min(max(round(self._mean_s / len(self._threads)), 1), 60),
             )
 
     def submit(self, job: Job) -> None:
@@ -98,36 +108,45 @@ class Worker:
         self._draining = True
 
     def end(self) -> None:
-        """Let the thread end before its next pass; jobs that are left fail with 503."""
+        """Let the threads end before the next pass; jobs that are left fail with 503."""
         with self._changed:
             self._draining = self._stopping = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait for the thread, which `end` stops."""
-        if self._thread.is_alive():
-            self._thread.join(timeout=30)
+        """Wait for the threads, which `end` stops."""
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=30)
 
-    def _check(self) -> None:
-        """Raises `AbandonedError`, or `ApiError` 504 when the running job's time is over."""
-        job = self._running
-        if job is not None and job.abandoned:
+    def _check(self, job: Job) -> None:
+        """Raises `AbandonedError`, or `ApiError` 504 when a job's time is over."""
+        if job.abandoned:
             raise AbandonedError
         if self._stopping:
             raise _stopped()
-        if job is not None and time.monotonic() > self._until:
+        if time.monotonic() > job.until:
             raise ApiError(504, "the answer took too long", code="timeout")
 
     def _next(self) -> Job | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._stopping)
-            self._running = None if self._stopping else self._waiting.popleft()
-            return self._running
+            if self._stopping:
+                left, self._waiting = self._waiting, []
+                for job in left:
+                    job.post(Failed(_stopped()))
+                return None
+            now = time.monotonic()
+            job = min(self._waiting, key=lambda one: one.rank(now))
+            self._waiting.remove(job)
+            self.running.append(job)
+            return job
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
             began = time.monotonic()
-            self._until = min(job.deadline, began + self._request_timeout_s)
+            job.until = min(job.deadline, began + self._request_timeout_s)
+            failure: Exception | None = None
             try:
                 self._run(job, began)
             except AbandonedError:
@@ -136,18 +155,19 @@ class Worker:
                 self._metrics.ended("error")
                 if not isinstance(error, (ApiError, EdgeLLMError)):
                     _log.exception("a request failed")
-                self._running = None  # whom the failure reaches finds the engine idle
-                job.post(Failed(error))
-            self._running = None
-            self._mean_s += 0.2 * (time.monotonic() - began - self._mean_s)
-        for job in self._waiting:
-            job.post(Failed(_stopped()))
+                failure = error
+            with self._changed:
+                self.running.remove(job)
+                self._mean_s += 0.2 * (time.monotonic() - began - self._mean_s)
+            if failure is not None:  # whom it reaches finds the place free
+                job.post(Failed(failure))
 
     def _run(self, job: Job, began: float) -> None:
-        self._check()
+        self._check(job)
         # A faulty prompt is told of before the work on the others begins.
         answers = [start(self.llm, ask) for ask in job.asks]
         for answer in answers:
+            answer.before_pass = functools.partial(self._check, job)
             self._answer(job, answer, began)
 
     def _answer(self, job: Job, answer: Answer, began: float) -> None:

@@ -31,7 +31,7 @@ void weigh(Query& query, int64_t base) {
 constexpr int64_t kTogether = 32;  // keys whose values stay near while all queries take them
 
 template <int Q, int V>
-void add_tile(const Query* queries, const float* rows, int64_t dim, int64_t at, int64_t count, int64_t d, bool fetches) {
+void add_tile(const Query* queries, const float* rows, int64_t dim, int64_t at, int64_t count, int64_t d, const float* ahead) {
   F sums[Q][V];
   for (int q = 0; q < Q; q++)
     for (int v = 0; v < V; v++) sums[q][v] = Set::load(queries[q].values + d + v * kStrip);
@@ -39,7 +39,7 @@ void add_tile(const Query* queries, const float* rows, int64_t dim, int64_t at, 
     F part[V];
     for (int v = 0; v < V; v++) {
       part[v] = Set::load(rows + i * dim + d + v * kStrip);
-      if (fetches) __builtin_prefetch(rows + (i + kTogether) * dim + d + v * kStrip);
+      if (ahead) __builtin_prefetch(ahead + i * dim + d + v * kStrip);
     }
 #pragma GCC unroll 8
     for (int q = 0; q < Q; q++) {
@@ -52,25 +52,31 @@ void add_tile(const Query* queries, const float* rows, int64_t dim, int64_t at, 
 }
 
 template <int Q>
-void add_some(const Query* queries, int num_queries, const float* rows, int64_t at, int64_t count, int64_t dim, bool fetches) {
+void add_some(const Query* queries, int num_queries, const float* rows, int64_t at, int64_t count, int64_t dim, const float* ahead) {
   if (num_queries == Q) {
     int64_t d = 0;
-    for (; d + Set::kWide * kStrip <= dim; d += Set::kWide * kStrip) add_tile<Q, Set::kWide>(queries, rows, dim, at, count, d, fetches);
-    for (; d < dim; d += kStrip) add_tile<Q, 1>(queries, rows, dim, at, count, d, fetches);
+    for (; d + Set::kWide * kStrip <= dim; d += Set::kWide * kStrip) add_tile<Q, Set::kWide>(queries, rows, dim, at, count, d, ahead);
+    for (; d < dim; d += kStrip) add_tile<Q, 1>(queries, rows, dim, at, count, d, ahead);
   } else if constexpr (Q > 1) {
-    add_some<Q - 1>(queries, num_queries, rows, at, count, dim, fetches);
+    add_some<Q - 1>(queries, num_queries, rows, at, count, dim, ahead);
   }
 }
 
-// Adds the values of some keys, one after the other; their scores stand from `at` on.
-void add_values(const Query* queries, int all, const float* rows, int64_t at, int64_t count, int64_t dim) {
+// Adds the values of up to 32 keys, one after the other; their scores stand from `at` on.
+void add_values(const Query* queries, int all, const float* rows, int64_t at, int64_t count, int64_t dim, const float* ahead = nullptr) {
   const int tiles = (all + Set::kQueries - 1) / Set::kQueries;
-  for (int64_t key = 0; key < count; key += kTogether)
-    for (int tile = 0; tile < tiles; tile++) {
-      const int first = all * tile / tiles, some = all * (tile + 1) / tiles - first;
-      const int64_t now = least(kTogether, count - key);
-      add_some<Set::kQueries>(queries + first, some, rows + key * dim, at + key, now, dim, tiles == 1);
-    }
+  for (int tile = 0; tile < tiles; tile++) {
+    const int first = all * tile / tiles, some = all * (tile + 1) / tiles - first;
+    add_some<Set::kQueries>(queries + first, some, rows, at, count, dim, tiles == 1 ? ahead : nullptr);
+  }
+}
+
+// Those of slots [from, to) of a chunk.
+void add_slots(const Query* queries, int all, const Slots& values, int64_t from, int64_t to) {
+  for (int64_t count; from < to; from += count) {
+    count = least(kTogether, values.together(from, to));
+    add_values(queries, all, values.row(from), from, count, values.dim, values.row(from + count));
+  }
 }
 
 // One chunk of keys for `rows` rows from `row` on, `group` heads of each from `head` on.
@@ -90,7 +96,7 @@ struct Tile {
   }
 
   void run(const Attention& a, int64_t kv_head, const Chunk& chunk) {
-    const int64_t base = chunk.base, dim = a.padded_dim();
+    const int64_t base = chunk.base;
     int64_t lowest = base + kChunk, highest = 0, last_first = 0, first_end = base + kChunk;
     bool is_shared = rows > 1;
     for (int i = 0; i < rows * group; i++) {
@@ -101,7 +107,7 @@ struct Tile {
       q.end = most(q.first, least(end, base + kChunk));
       q.top = kNothing;
       q.total = 0;
-      __builtin_memset(q.values, 0, dim * sizeof(float));
+      __builtin_memset(q.values, 0, a.padded_dim() * sizeof(float));
       if (q.first == q.end) {
         is_shared = false;
         continue;
@@ -122,7 +128,7 @@ struct Tile {
       add_own(a, kv_head, chunk, own, own->first, is_shared ? last_first : own->end);
     }
     if (!is_shared) return;
-    add_values(queries, rows * group, chunk.values + (last_first - base) * dim, last_first - base, first_end - last_first, dim);
+    add_slots(queries, rows * group, chunk.values, last_first - base, first_end - base);
     for (int r = 0; r < rows; r++) add_own(a, kv_head, chunk, queries + r * group, first_end, queries[r * group].end);
   }
 
@@ -131,14 +137,14 @@ struct Tile {
     alignas(64) float memory[kStrip * kMostDim];
     for (int64_t key = most(own->first, own->straight); key < own->end; key += kStrip) {
       const int64_t count = least(kStrip, own->end - key);
-      score_rows(a, own, group, read_seen(a, a.keys, kv_head, own->row, key, count, memory), count, key - base);
+      score_rows(a, own, group, read_seen(a, a.keys, kv_head, own->row, key, count, memory), count, nullptr, key - base);
     }
   }
 
   void add_own(const Attention& a, int64_t kv_head, const Chunk& chunk, const Query* own, int64_t from, int64_t to) const {
     alignas(64) float memory[kStrip * kMostDim];
     const int64_t base = chunk.base, dim = a.padded_dim(), straight = least(to, own->straight);
-    if (from < straight) add_values(own, group, chunk.values + (from - base) * dim, from - base, straight - from, dim);
+    add_slots(own, group, chunk.values, from - base, straight - base);
     for (int64_t key = most(from, own->straight); key < to; key += kStrip) {
       const int64_t count = least(kStrip, to - key);
       add_values(own, group, read_seen(a, a.values, kv_head, own->row, key, count, memory), key - base, count, dim);
@@ -170,7 +176,7 @@ void finish_sum(const Attention& a, int64_t row, int64_t head, const float* sum)
   for (int64_t d = 0; d < a.head_dim; d++) y[d] = sum[kStrip + d] * factor;
 }
 
-int64_t first_chunk(const Attention& a, int64_t row) { return a.window ? most(0, a.seen[2 * row] - a.window) / kChunk : 0; }
+int64_t first_key(const Attention& a, int64_t row) { return a.window ? most(0, a.seen[2 * row] - a.window) : 0; }
 
 // Calls function(row, rows, head, heads) for the tiles of some rows and the heads of one key head.
 template <class Function>
@@ -182,24 +188,25 @@ void each_tile(const Attention& a, int64_t kv_head, int64_t first_row, int64_t l
 }
 
 struct Span {
-  int64_t first_chunk, straight, end;  // of some rows: what they see
-  Span(const Attention& a, int64_t first_row, int64_t last_row) : first_chunk(a.chunks()), straight(0), end(0) {
+  int64_t first, straight, end;  // of some rows: what they see
+  Span(const Attention& a, int64_t first_row, int64_t last_row) : first(a.write_index + a.rows), straight(0), end(0) {
     for (int64_t row = first_row; row < last_row; row++) {
-      first_chunk = least(first_chunk, edgellm::first_chunk(a, row));
+      first = least(first, first_key(a, row));
       straight = most(straight, a.seen[2 * row + 1]);
       end = most(end, a.seen[2 * row]);
     }
   }
 };
 
-// One chunk of all rows, which `merge` puts together.
-void attend_chunk(const Attention& a, int64_t kv_head, int64_t index, float* work) {
-  const Chunk chunk(a, kv_head, index, Span(a, 0, a.rows).straight, a.rows * a.heads / a.kv_heads, work);
+// One chunk of all rows, counted from the first that a row can see; `merge` puts them together.
+void attend_chunk(const Attention& a, int64_t kv_head, int64_t at, float* work) {
+  const Span span(a, 0, a.rows);
+  const Chunk chunk(a, kv_head, a.first_chunk() + at, span.first, span.straight, a.rows * a.heads / a.kv_heads, work);
   each_tile(a, kv_head, 0, a.rows, [&](int64_t row, int rows, int64_t head, int heads) {
     Tile tile(a, row, rows, head, heads);
     float* places[kMostQueries];
     for (int i = 0; i < rows * heads; i++) {
-      places[i] = a.partials + ((index * a.rows + row + i / heads) * a.heads + head + i % heads) * a.partial_floats();
+      places[i] = a.partials + ((at * a.rows + row + i / heads) * a.heads + head + i % heads) * a.partial_floats();
       tile.queries[i].values = places[i] + kStrip;
     }
     tile.run(a, kv_head, chunk);
@@ -214,8 +221,8 @@ void merge(const Attention& a, int64_t row) {
   alignas(64) float sum[kMostDim + kStrip];
   for (int64_t head = 0; head < a.heads; head++) {
     begin_sum(a, head, sum);
-    for (int64_t chunk = first_chunk(a, row); chunk * kChunk < a.seen[2 * row]; chunk++) {
-      const float* part = a.partials + ((chunk * a.rows + row) * a.heads + head) * a.partial_floats();
+    for (int64_t chunk = first_key(a, row) / kChunk; chunk * kChunk < a.seen[2 * row]; chunk++) {
+      const float* part = a.partials + (((chunk - a.first_chunk()) * a.rows + row) * a.heads + head) * a.partial_floats();
       add_chunk(a.padded_dim(), sum, part[0], part[1], part + kStrip);
     }
     finish_sum(a, row, head, sum);
@@ -236,8 +243,8 @@ void attend_rows(const Attention& a, int64_t kv_head, int64_t first_row, int64_t
   };
   each([&](int64_t row, int64_t head) { begin_sum(a, head, sum_of(row, head)); });
   const Span span(a, first_row, last_row);
-  for (int64_t index = span.first_chunk; index * kChunk < span.end; index++) {
-    const Chunk chunk(a, kv_head, index, span.straight, (last_row - first_row) * group, work);
+  for (int64_t index = span.first / kChunk; index * kChunk < span.end; index++) {
+    const Chunk chunk(a, kv_head, index, span.first, span.straight, (last_row - first_row) * group, work);
     each_tile(a, kv_head, first_row, last_row, [&](int64_t row, int rows, int64_t head, int heads) {
       Tile tile(a, row, rows, head, heads);
       for (int i = 0; i < rows * heads; i++) tile.queries[i].values = parts[i];

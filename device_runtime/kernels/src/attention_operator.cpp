@@ -1,7 +1,10 @@
-// Attention over a cache, as an operator of ONNX Runtime.
+// Rope, append and attention of a pass over the pages of several sequences' caches.
+//
+// Each sequence is computed for itself: a row's bits know neither the others' rows nor where pages lie.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "kernels.h"
 #include "operators.h"
@@ -17,19 +20,96 @@ constexpr int64_t kRowsTogether = 16;  // rows from which a tile takes all chunk
 // Of a prompt: what reads the cache together; of a long one more, which still leaves tasks enough.
 constexpr int64_t kRowsOfTask = 4, kQueriesOfTask = 128, kLongPrompt = 4096;
 
-// Rope, append and attention. Inputs: q [1, S, heads * D], or q, k and v side by side with k and v
-// left out; k, v [1, S, kv_heads * D]; past key and value [1, kv_heads, C, D] of float, half or int8;
-// write_index int64 [1]; cos, sin [P, R / 2]; positions int64 [1, S]; mask bool [S, M];
-// q_norm, k_norm [D]; sinks [heads]; k_scale, v_scale [1].
+constexpr int64_t kFacts = 3;  // of a sequence: rows before, rows of the pass, columns of its mask
+
+int64_t up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// The sequences of a pass, one behind the other, and how threads share them.
+struct Pass {
+  struct Part {
+    Attention a;
+    int64_t first_row, first_task, tasks, step;  // step: rows of a task; 0: a task is a chunk of all rows
+    bool splits() const { return step == 0; }
+  };
+  std::vector<Part> parts;
+  int64_t rows = 0, tasks = 0;
+
+  void add(const Attention& a) {
+    Part part{a, rows, tasks, 0, 0};
+    if (a.rows < kRowsTogether) {
+      part.tasks = a.kv_heads * a.chunks();
+    } else {
+      const int64_t together = a.rows * a.heads < kLongPrompt ? kQueriesOfTask : 2 * kQueriesOfTask;
+      part.step = std::max(kRowsOfTask, together * a.kv_heads / a.heads);
+      part.tasks = a.kv_heads * ((a.rows + part.step - 1) / part.step);
+    }
+    rows += a.rows;
+    tasks += part.tasks;
+    parts.push_back(part);
+  }
+
+  // Gives every sequence memory of this thread.
+  void place() {
+    int64_t size = 0;
+    std::vector<int64_t> starts;
+    for (const Part& part : parts) {
+      const Attention& a = part.a;
+      starts.push_back(size);
+      size += up(a.rows * a.heads * a.padded_dim() * 4) + up(a.rows * 8) + up(a.rows * a.mask_columns * 4);
+      if (part.splits()) size += a.chunks() * a.rows * a.heads * a.partial_floats() * 4;
+    }
+    char* const memory = static_cast<char*>(ort::scratch(size));
+    for (size_t i = 0; i < parts.size(); i++) {
+      Attention& a = parts[i].a;
+      char* at = memory + starts[i];
+      const auto take = [&](int64_t bytes) { return std::exchange(at, at + up(bytes)); };
+      a.queries = reinterpret_cast<float*>(take(a.rows * a.heads * a.padded_dim() * 4));
+      a.seen = reinterpret_cast<int32_t*>(take(a.rows * 8));
+      a.slots = reinterpret_cast<int32_t*>(take(a.rows * a.mask_columns * 4));
+      a.partials = reinterpret_cast<float*>(at);
+    }
+  }
+
+  template <class Function>
+  void each_row(ort::Context* context, Function function) const {
+    const auto of = [&](int64_t row) {
+      const Part& part = *(std::upper_bound(parts.begin(), parts.end(), row, [](int64_t r, const Part& p) { return r < p.first_row; }) - 1);
+      function(part, row - part.first_row);
+    };
+    if (rows < kRowsApart)
+      for (int64_t row = 0; row < rows; row++) of(row);
+    else
+      ort::parallel(context, rows, of);
+  }
+
+  void attend(ort::Context* context) const {
+    ort::parallel(context, tasks, [&](int64_t task) {
+      const Part& part = *(std::upper_bound(parts.begin(), parts.end(), task, [](int64_t t, const Part& p) { return t < p.first_task; }) - 1);
+      const Attention& a = part.a;
+      const int64_t kv_head = (task - part.first_task) % a.kv_heads, at = (task - part.first_task) / a.kv_heads;
+      float* work = static_cast<float*>(ort::scratch<1>(a.work_floats(part.step) * 4));
+      if (part.splits()) return kernels().attend_chunk(a, kv_head, at, work);
+      kernels().attend_rows(a, kv_head, at * part.step, std::min((at + 1) * part.step, a.rows), work);
+    });
+  }
+};
+
+enum { kQ, kK, kV, kPastKey, kPastValue, kSequences, kPages, kCos, kSin, kPositions, kMasks, kQNorm, kKNorm, kSinks, kKScale, kVScale, kCount };
+
+// Inputs: q [1, S, heads * D], or q, k and v side by side with k and v left out; k, v [1, S, kv_heads * D];
+// past key and value [pages, kv_heads, page rows, D] of float, half or int8; sequences int64 [B, 3], in the
+// order of their rows: rows before, rows of this pass, columns of the mask (0: causal); page tables int64
+// [B, P]; cos, sin [., R / 2]; positions int64 [1, S]; masks bool, of each sequence [rows, columns] over its
+// last slots, behind each other; q_norm, k_norm [D]; sinks [heads]; k_scale, v_scale [1].
 // Outputs: y [1, S, heads * D], and the caches, which are written in place where they are the past's.
 template <ort::Type kCache>
 struct CachedAttention {
   static constexpr const char* kName = "CachedAttention";
   static constexpr ort::Type kInputs[] = {
-      ort::kFloat, ort::kFloat, ort::kFloat, kCache, kCache, ort::kInt64, ort::kFloat, ort::kFloat,
+      ort::kFloat, ort::kFloat, ort::kFloat, kCache, kCache, ort::kInt64, ort::kInt64, ort::kFloat, ort::kFloat,
       ort::kInt64, ort::kBool, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
   static constexpr ort::Type kOutputs[] = {ort::kFloat, kCache, kCache};
-  static constexpr unsigned kNeeded = 0b111001, kNeededOutputs = 3;
+  static constexpr unsigned kNeeded = 0b1111001, kNeededOutputs = 3;
 
   int64_t heads, kv_heads, window, is_interleaved;
   float scale, softcap, epsilon;
@@ -47,60 +127,67 @@ struct CachedAttention {
   }
 
   void run(ort::Context* context) const {
-    Tensor in[15];
-    for (size_t i = 0; i < 15; i++) in[i] = ort::input(context, i);
-    Attention a{};
-    read_rows(in, a);
-    read_cache(in, a);
-    read_rules(in, a);
-    std::vector<int64_t> dims = in[0].dims;
-    dims.back() = heads * a.head_dim;
-    a.y = ort::output(context, 0, dims).as<float>();
-    a.keys = carry(context, 1, in[3], a);
-    a.values = carry(context, 2, in[4], a);
-    if (a.rows) attend(context, a);
+    Tensor in[kCount];
+    for (size_t i = 0; i < kCount; i++) in[i] = ort::input(context, i);
+    Attention all{};
+    read_rows(in, all);
+    read_scales(in, all);
+    read_rules(in, all);
+    std::vector<int64_t> dims = in[kQ].dims;
+    dims.back() = heads * all.head_dim;
+    all.y = ort::output(context, 0, dims).as<float>();
+    Pass pass = cut(in, all);
+    void* const keys = carry(context, 1, in[kPastKey], all);
+    void* const values = carry(context, 2, in[kPastValue], all);
+    if (!all.rows) return;
+    for (Pass::Part& part : pass.parts) part.a.keys = keys, part.a.values = values;
+    pass.place();
+    pass.each_row(context, [](const Pass::Part& part, int64_t row) { kernels().append(part.a, row); });
+    pass.attend(context);
+    pass.each_row(context, [](const Pass::Part& part, int64_t row) {
+      if (part.splits()) kernels().merge(part.a, row);
+    });
   }
 
  private:
   void read_rows(const Tensor* in, Attention& a) const {
-    require(in[3].dims.size() == 4 && in[3].dims[0] == 1 && in[3].dims[1] == kv_heads, "CachedAttention: the cache is not [1, kv_num_heads, C, D]");
-    require(in[4].dims == in[3].dims, "CachedAttention: the caches of keys and values differ in shape");
+    const std::vector<int64_t>& cache = in[kPastKey].dims;
+    require(cache.size() == 4 && cache[1] == kv_heads, "CachedAttention: the cache is not [pages, kv_num_heads, page rows, D]");
+    require(in[kPastValue].dims == cache, "CachedAttention: the caches of keys and values differ in shape");
     a.heads = heads;
     a.kv_heads = kv_heads;
-    a.capacity = in[3].dims[2];
-    a.head_dim = in[3].dims[3];
+    a.page_rows = cache[2];
+    a.head_dim = cache[3];
+    require(a.page_rows > 0 && a.page_rows % kStrip == 0 && kChunk % a.page_rows == 0, "CachedAttention: pages of this size are not known");
     require(a.head_dim > 0 && a.head_dim <= 256, "CachedAttention: heads of more than 256 values are not known");
     const int64_t width = heads * a.head_dim, kv_width = kv_heads * a.head_dim;
-    require(in[0].dims.size() == 3 && in[0].dims[0] == 1, "CachedAttention: q is not [1, S, width]");
-    a.rows = in[0].dims[1];
-    a.q = in[0].as<float>();
-    a.q_stride = in[0].last();
-    if (in[1] && in[2]) {
-      require(a.q_stride == width && in[1].count() == a.rows * kv_width && in[2].count() == a.rows * kv_width,
+    require(in[kQ].dims.size() == 3 && in[kQ].dims[0] == 1, "CachedAttention: q is not [1, S, width]");
+    a.rows = in[kQ].dims[1];
+    a.q = in[kQ].as<float>();
+    a.q_stride = in[kQ].last();
+    if (in[kK] && in[kV]) {
+      require(a.q_stride == width && in[kK].count() == a.rows * kv_width && in[kV].count() == a.rows * kv_width,
               "CachedAttention: q, k and v do not fit the heads");
-      a.k = in[1].as<float>();
-      a.v = in[2].as<float>();
+      a.k = in[kK].as<float>();
+      a.v = in[kV].as<float>();
       a.k_stride = a.v_stride = kv_width;
       return;
     }
-    require(!in[1] && !in[2] && a.q_stride == width + 2 * kv_width, "CachedAttention: q, k and v do not fit the heads");
+    require(!in[kK] && !in[kV] && a.q_stride == width + 2 * kv_width, "CachedAttention: q, k and v do not fit the heads");
     a.k = a.q + width;
     a.v = a.k + kv_width;
     a.k_stride = a.v_stride = a.q_stride;
   }
 
-  void read_cache(const Tensor* in, Attention& a) const {
+  void read_scales(const Tensor* in, Attention& a) const {
     a.cache_type = kCache == ort::kFloat ? CacheType::kFloat32 : kCache == ort::kHalf ? CacheType::kFloat16 : CacheType::kInt8;
-    require(in[5].count() == 1, "CachedAttention: write_index is not one number");
-    a.write_index = *in[5].as<int64_t>();
-    require(a.write_index >= 0 && a.write_index <= a.capacity - a.rows, "CachedAttention: the new rows do not fit into the cache");
     a.k_scale = a.v_scale = 1;
-    if (a.cache_type == CacheType::kInt8) {
-      require(in[13].count() == 1 && in[13].data && in[14].count() == 1 && in[14].data, "CachedAttention: a cache of int8 needs k_scale and v_scale");
-      a.k_scale = *in[13].as<float>();
-      a.v_scale = *in[14].as<float>();
-      require(a.k_scale > 0 && a.v_scale > 0, "CachedAttention: scales of the cache must be positive");
-    }
+    if (a.cache_type != CacheType::kInt8) return;
+    const Tensor &k = in[kKScale], &v = in[kVScale];
+    require(k.count() == 1 && k.data && v.count() == 1 && v.data, "CachedAttention: a cache of int8 needs k_scale and v_scale");
+    a.k_scale = *k.as<float>();
+    a.v_scale = *v.as<float>();
+    require(a.k_scale > 0 && a.v_scale > 0, "CachedAttention: scales of the cache must be positive");
   }
 
   void read_rules(const Tensor* in, Attention& a) const {
@@ -109,72 +196,83 @@ struct CachedAttention {
     a.epsilon = epsilon;
     a.window = window;
     a.is_interleaved = is_interleaved;
-    if (in[6] || in[7]) {
-      require(in[6].dims.size() == 2 && in[6].dims == in[7].dims && 2 * in[6].last() <= a.head_dim, "CachedAttention: cos and sin do not fit the heads");
-      a.cos = in[6].as<float>();
-      a.sin = in[7].as<float>();
-      a.rotary_dim = 2 * in[6].last();
-      a.table_rows = in[6].dims[0];
-      a.positions = in[8].as<int64_t>();
-      require(in[8] ? in[8].count() == a.rows : a.table_rows >= a.rows, "CachedAttention: rows and positions differ in number");
+    const Tensor &cos = in[kCos], &sin = in[kSin], &positions = in[kPositions];
+    if (cos || sin) {
+      require(cos.dims.size() == 2 && cos.dims == sin.dims && 2 * cos.last() <= a.head_dim, "CachedAttention: cos and sin do not fit the heads");
+      a.cos = cos.as<float>();
+      a.sin = sin.as<float>();
+      a.rotary_dim = 2 * cos.last();
+      a.table_rows = cos.dims[0];
+      a.positions = positions.as<int64_t>();
+      require(positions ? positions.count() == a.rows : a.table_rows >= a.rows, "CachedAttention: rows and positions differ in number");
       for (int64_t row = 0; a.positions && row < a.rows; row++)
         require(a.positions[row] >= 0 && a.positions[row] < a.table_rows, "CachedAttention: a position is outside of the rope tables");
     }
-    a.mask = in[9].as<uint8_t>();
-    if (in[9]) {
-      require(in[9].dims.size() == 2 && in[9].dims[0] == a.rows && in[9].last() >= a.rows && in[9].last() <= a.write_index + a.rows,
-              "CachedAttention: the mask is not [S, M] over the last M slots");
-      a.mask_columns = in[9].last();
-    }
-    require((!in[10] || in[10].count() == a.head_dim) && (!in[11] || in[11].count() == a.head_dim), "CachedAttention: q_norm and k_norm do not fit the heads");
-    a.q_norm = in[10].as<float>();
-    a.k_norm = in[11].as<float>();
-    require(!in[12] || in[12].count() == heads, "CachedAttention: there is not one sink for each head");
-    a.sinks = in[12].as<float>();
+    a.mask = in[kMasks].as<uint8_t>();
+    require((!in[kQNorm] || in[kQNorm].count() == a.head_dim) && (!in[kKNorm] || in[kKNorm].count() == a.head_dim),
+            "CachedAttention: q_norm and k_norm do not fit the heads");
+    a.q_norm = in[kQNorm].as<float>();
+    a.k_norm = in[kKNorm].as<float>();
+    require(!in[kSinks] || in[kSinks].count() == heads, "CachedAttention: there is not one sink for each head");
+    a.sinks = in[kSinks].as<float>();
   }
 
-  // The cache that is written: with the past's live rows, if it is not the past itself.
-  void* carry(ort::Context* context, size_t index, const Tensor& past, const Attention& a) const {
+  // The sequences, of which each has its own rows of what `all` has.
+  Pass cut(const Tensor* in, const Attention& all) const {
+    const Tensor &facts = in[kSequences], &tables = in[kPages];
+    require(facts.dims.size() == 2 && facts.last() == kFacts, "CachedAttention: sequences are not [B, 3]");
+    require(tables.dims.size() == 2 && tables.dims[0] == facts.dims[0], "CachedAttention: there is not one page table for each sequence");
+    Pass pass;
+    int64_t masked = 0;
+    for (int64_t i = 0; i < facts.dims[0]; i++) {
+      const int64_t* fact = facts.as<int64_t>() + i * kFacts;
+      Attention a = all;
+      a.write_index = fact[0];
+      a.rows = fact[1];
+      a.mask_columns = fact[2];
+      a.pages = tables.as<int64_t>() + i * tables.last();
+      require(a.rows >= 0 && a.rows <= all.rows - pass.rows, "CachedAttention: sequences and rows differ in number");
+      require(a.write_index >= 0 && a.write_index <= tables.last() * a.page_rows - a.rows, "CachedAttention: the new rows do not fit into the pages");
+      const bool is_causal = a.mask_columns == 0;
+      require(is_causal || (a.mask_columns >= a.rows && a.mask_columns <= a.write_index + a.rows),
+              "CachedAttention: a mask is not of the last slots of its sequence");
+      const int64_t size = a.rows * a.mask_columns;
+      require(size <= in[kMasks].count() * bool(in[kMasks]) - masked, "CachedAttention: sequences have more masks than are given");
+      if (!a.rows) continue;
+      a.mask = is_causal ? nullptr : all.mask + masked;
+      masked += size;
+      take_rows(a, pass.rows);
+      require_pages(a, in[kPastKey].dims[0]);
+      pass.add(a);
+    }
+    require(pass.rows == all.rows, "CachedAttention: sequences and rows differ in number");
+    return pass;
+  }
+
+  static void take_rows(Attention& a, int64_t first) {
+    a.q += first * a.q_stride;
+    a.k += first * a.k_stride;
+    a.v += first * a.v_stride;
+    a.y += first * a.heads * a.head_dim;
+    if (a.positions) {
+      a.positions += first;
+    } else if (a.cos) {
+      a.cos += first * a.rotary_dim / 2;
+      a.sin += first * a.rotary_dim / 2;
+    }
+  }
+
+  static void require_pages(const Attention& a, int64_t count) {
+    for (int64_t page = a.first_slot() / a.page_rows; page * a.page_rows < a.write_index + a.rows; page++)
+      require(a.pages[page] >= 0 && a.pages[page] < count, "CachedAttention: a page is outside of the cache");
+  }
+
+  // The cache that is written: a copy of the past, if it is not the past itself.
+  static void* carry(ort::Context* context, size_t index, const Tensor& past, const Attention& a) {
     const Tensor present = ort::output(context, index, past.dims);
-    if (present.data == past.data) return present.data;
     const int64_t size = a.cache_type == CacheType::kFloat32 ? 4 : a.cache_type == CacheType::kFloat16 ? 2 : 1;
-    const int64_t row = a.head_dim * size;
-    for (int64_t h = 0; h < kv_heads; h++) {
-      char* head = present.as<char>() + h * a.capacity * row;
-      std::memcpy(head, past.as<char>() + h * a.capacity * row, a.write_index * row);
-      std::memset(head + (a.write_index + a.rows) * row, 0, (a.capacity - a.write_index - a.rows) * row);
-    }
+    if (present.data != past.data) std::memcpy(present.data, past.data, past.count() * size);
     return present.data;
-  }
-
-  void attend(ort::Context* context, Attention& a) const {
-    const bool splits = a.rows < kRowsTogether;
-    const auto up = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
-    const int64_t queries = up(a.rows * heads * a.padded_dim() * 4), seen = up(a.rows * 8), slots = up(a.rows * a.mask_columns * 4),
-                  partials = splits ? a.chunks() * a.rows * heads * a.partial_floats() * 4 : 0;
-    char* memory = static_cast<char*>(ort::scratch(queries + seen + slots + partials));
-    a.queries = reinterpret_cast<float*>(memory);
-    a.seen = reinterpret_cast<int32_t*>(memory + queries);
-    a.slots = reinterpret_cast<int32_t*>(memory + queries + seen);
-    a.partials = reinterpret_cast<float*>(memory + queries + seen + slots);
-    const auto each_row = [&](void (*function)(const Attention&, int64_t)) {
-      if (a.rows < kRowsApart)
-        for (int64_t row = 0; row < a.rows; row++) function(a, row);
-      else
-        ort::parallel(context, a.rows, [&](int64_t row) { function(a, row); });
-    };
-    each_row(kernels().append);
-    const auto work = [&](int64_t rows) { return static_cast<float*>(ort::scratch<1>(a.work_floats(rows) * 4)); };
-    if (splits) {
-      ort::parallel(context, kv_heads * a.chunks(), [&](int64_t i) { kernels().attend_chunk(a, i % kv_heads, i / kv_heads, work(0)); });
-      return each_row(kernels().merge);
-    }
-    const int64_t together = a.rows * heads < kLongPrompt ? kQueriesOfTask : 2 * kQueriesOfTask;
-    const int64_t step = std::max(kRowsOfTask, together * kv_heads / heads), tiles = (a.rows + step - 1) / step;
-    ort::parallel(context, kv_heads * tiles, [&](int64_t i) {
-      const int64_t first = i / kv_heads * step;
-      kernels().attend_rows(a, i % kv_heads, first, std::min(first + step, a.rows), work(step));
-    });
   }
 };
 

@@ -19,9 +19,9 @@ const T* whole(const T* values, int64_t count, T* copy) {
   return copy;
 }
 
-// The row 16 rows on: processors fetch ahead by themselves within a page only.
-inline void fetch_ahead(const float* row, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += kStrip) __builtin_prefetch(row + kStrip * dim + d);
+// A row that will be read: processors fetch ahead by themselves within a page of memory only.
+inline void fetch(const float* row, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += kStrip) __builtin_prefetch(row + d);
 }
 
 // ---------------------------------------------------------------- new rows: norm, rope and cache
@@ -45,8 +45,8 @@ void take_head(const Attention& a, int64_t row, const float* x, const float* gam
   if (turns && a.cos) rotate(a, row, out);
 }
 
-void store_row(const Attention& a, void* cache, float scale, int64_t index, const float* x) {
-  const int64_t dim = a.head_dim, at = index * dim;
+void store_row(const Attention& a, void* cache, float scale, int64_t at, const float* x) {
+  const int64_t dim = a.head_dim;
   for (int64_t d = 0; d < dim; d += kStrip) {
     const int64_t count = dim - d < kStrip ? dim - d : kStrip;
     uint16_t halves[kStrip];
@@ -94,11 +94,11 @@ void append(const Attention& a, int64_t row) {
     for (int64_t d = 0; d < a.head_dim; d++) query[d] *= scale;
   }
   for (int64_t h = 0; h < a.kv_heads; h++) {
-    const int64_t index = h * a.capacity + a.write_index + row;
+    const int64_t at = a.place(h, a.write_index + row);
     take_head(a, row, a.k + row * a.k_stride + h * a.head_dim, a.k_norm, true, head);
-    store_row(a, a.keys, a.k_scale, index, head);
+    store_row(a, a.keys, a.k_scale, at, head);
     take_head(a, row, a.v + row * a.v_stride + h * a.head_dim, nullptr, false, head);
-    store_row(a, a.values, a.v_scale, index, head);
+    store_row(a, a.values, a.v_scale, at, head);
   }
   list_seen(a, row);
 }
@@ -125,20 +125,39 @@ void read_row(const Attention& a, const void* cache, int64_t at, float* out) {
   }
 }
 
-// Slots [first, first + count) of a cache as floats [count, padded_dim]: as they lie, or in `memory`.
-const float* read_slots(const Attention& a, const void* cache, int64_t kv_head, int64_t first, int64_t count, float* memory) {
-  const int64_t at = (kv_head * a.capacity + first) * a.head_dim, padded = a.padded_dim();
-  if (a.cache_type == CacheType::kFloat32 && padded == a.head_dim) return static_cast<const float*>(cache) + at;
-  for (int64_t i = 0; i < count; i++) read_row(a, cache, at + i * a.head_dim, memory + i * padded);
-  return memory;
-}
+// Slots of a chunk as floats [padded_dim]: where they lie, or in `memory`.
+struct Slots {
+  int64_t page_rows, dim;
+  const float* pages[kChunk / kStrip + 1] = {};  // and the one behind; nullptr: it is not read
+
+  // Those from `first` to `end` of the chunk that begins at slot `base`.
+  Slots(const Attention& a, const void* cache, int64_t kv_head, int64_t base, int64_t first, int64_t end, float* memory)
+      : page_rows(a.page_rows), dim(a.padded_dim()) {
+    if (a.cache_type == CacheType::kFloat32 && dim == a.head_dim) {
+      const int64_t last = least(kChunk + page_rows, a.write_index + a.rows - base);
+      for (int64_t slot = first / page_rows * page_rows; slot < last; slot += page_rows)
+        pages[slot / page_rows] = static_cast<const float*>(cache) + a.place(kv_head, base + slot);
+      return;
+    }
+    for (int64_t slot = 0; slot < kChunk; slot += page_rows) pages[slot / page_rows] = memory + slot * dim;
+    for (int64_t slot = first; slot < end; slot++) read_row(a, cache, a.place(kv_head, base + slot), memory + slot * dim);
+  }
+
+  // Of the chunk's slot `slot`; that far ahead of what is read it may be nullptr.
+  const float* row(int64_t slot) const {
+    const float* page = pages[slot / page_rows];
+    return page ? page + slot % page_rows * dim : nullptr;
+  }
+  // How many of [from, to) lie behind each other.
+  int64_t together(int64_t from, int64_t to) const { return least(to, (from / page_rows + 1) * page_rows) - from; }
+};
 
 // Up to 16 keys of one row behind those that lie straight.
 const float* read_seen(const Attention& a, const void* cache, int64_t kv_head, int64_t row, int64_t key, int64_t count, float* memory) {
   const int64_t ruled = a.write_index + a.rows - a.mask_columns;
   for (int64_t i = 0; i < count; i++) {
     const int64_t slot = a.slots[row * a.mask_columns + key + i - ruled];
-    read_row(a, cache, (kv_head * a.capacity + slot) * a.head_dim, memory + i * a.padded_dim());
+    read_row(a, cache, a.place(kv_head, slot), memory + i * a.padded_dim());
   }
   return memory;
 }

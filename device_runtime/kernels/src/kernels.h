@@ -11,7 +11,7 @@ namespace edgellm {
 
 constexpr int kGroup = 32;   // output channels of a record
 constexpr int kStrip = 16;   // channels, or floats, that a vector stands for on every processor
-constexpr int kChunk = 256;  // keys whose softmax is summed apart from the others'
+constexpr int kChunk = 256;  // keys whose softmax is summed apart from the others'; of whole pages
 constexpr int kSegment = 1024;  // logits whose exponentials are summed apart from the others'
 
 enum class Form : uint32_t { kInt4 = 1, kInt8 = 2, kFloat16 = 3, kBFloat16 = 4, kFp4 = 5, kFp8 = 6, kFloat32 = 7 };
@@ -103,9 +103,11 @@ struct Product {
 
 enum class CacheType : uint32_t { kFloat32, kFloat16, kInt8 };
 
+// The new rows of one sequence. Its slots lie in pages: slot s in page `pages[s / page_rows]`. A row
+// counts slots, wherever their pages are; pages that lie before all windows are not looked at.
 struct Attention {
   int64_t rows, heads, kv_heads, head_dim, rotary_dim, table_rows;
-  int64_t capacity, write_index, mask_columns, window;  // window 0: all
+  int64_t page_rows, write_index, mask_columns, window;  // window 0: all
   int64_t q_stride, k_stride, v_stride;                 // from row to row
   const float *q, *k, *v;
   const float *cos, *sin;    // [table_rows, rotary_dim / 2], or nullptr
@@ -115,7 +117,8 @@ struct Attention {
   float scale, softcap, epsilon, k_scale, v_scale;
   bool is_interleaved;
   CacheType cache_type;
-  void *keys, *values;       // [kv_heads, capacity, head_dim]
+  const int64_t* pages;      // as many as the slots up to the last new row take
+  void *keys, *values;       // [pages, kv_heads, page_rows, head_dim]
   float* y;                  // [rows, heads * head_dim]
   float* queries;            // work: [rows, heads, padded_dim]
   float* partials;           // work: [chunks, rows, heads, padded_dim + 16]; nullptr if not split
@@ -128,7 +131,17 @@ struct Attention {
   int64_t work_floats(int64_t for_rows) const {
     return 3 * kChunk * padded_dim() + for_rows * heads / kv_heads * partial_floats();
   }
-  int64_t chunks() const { return (write_index + rows + kChunk - 1) / kChunk; }
+  int64_t first_chunk() const { return first_slot() / kChunk; }
+  int64_t chunks() const { return (write_index + rows + kChunk - 1) / kChunk - first_chunk(); }
+  // Where a slot of a head begins in `keys` and `values`, in numbers.
+  int64_t place(int64_t kv_head, int64_t slot) const {
+    return ((pages[slot / page_rows] * kv_heads + kv_head) * page_rows + slot % page_rows) * head_dim;
+  }
+  // The first slot that a row can see.
+  int64_t first_slot() const {
+    const int64_t least_end = mask ? write_index + rows - mask_columns : write_index + 1;
+    return window && least_end > window ? least_end - window : 0;
+  }
 };
 
 struct Best {

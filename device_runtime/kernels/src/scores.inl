@@ -20,15 +20,15 @@ F capped(const Attention& a, F scores) {
 }
 
 // Scores of 16 keys; each is summed in 16 lanes along the head, then over the lanes. `kParts`: of
-// the head, in lanes; 0 if it is known only at run time. `share`: the keys behind which it fetches.
+// the head, in lanes; 0 if it is known only at run time. `ahead`: 16 keys of which it fetches a share.
 template <int kParts>
-F score(const float* q, const float* const* rows, int64_t dim, Share share) {
+F score(const float* q, const float* const* rows, int64_t dim, const float* ahead, Share share) {
   constexpr int kHeld = kParts ? kParts : 1;
   F query[kHeld], all[kStrip];
   for (int part = 0; part < kParts; part++) query[part] = Set::load(q + part * kStrip);
   for (int i = 0; i < kStrip; i++) {
     const float* row = rows[i];
-    if (i >= share.first && i < share.last) fetch_ahead(row, dim);
+    if (ahead && i >= share.first && i < share.last) fetch(ahead + i * dim, dim);
     F sum = Set::set(0);
     if constexpr (kParts > 0)
       for (int part = 0; part < kParts; part++) sum = Set::fma(Set::load(row + part * kStrip), query[part], sum);
@@ -39,20 +39,18 @@ F score(const float* q, const float* const* rows, int64_t dim, Share share) {
   return Set::sums(all);
 }
 
-// Scores from `at` on of the keys in `rows`; writes whole strips.
-void score_rows(const Attention& a, const Query* queries, int count, const float* rows, int64_t num_rows, int64_t at) {
+// Scores from `at` on of up to 16 keys in `rows`; writes a whole strip.
+void score_rows(const Attention& a, const Query* queries, int count, const float* rows, int64_t num_rows, const float* ahead, int64_t at) {
   const int64_t dim = a.padded_dim();
   const float* places[kStrip];
-  for (int64_t key = 0; key < num_rows; key += kStrip) {
-    for (int i = 0; i < kStrip; i++) places[i] = rows + least(key + i, num_rows - 1) * dim;
-    for (int i = 0; i < count; i++) {
-      const float* q = queries[i].q;
-      const Share share = {kStrip * i / count, kStrip * (i + 1) / count};
-      const F scores = dim == 64    ? score<4>(q, places, dim, share)
-                       : dim == 128 ? score<8>(q, places, dim, share)
-                                    : score<0>(q, places, dim, share);
-      Set::store(queries[i].scores + at + key, capped(a, scores));
-    }
+  for (int i = 0; i < kStrip; i++) places[i] = rows + least(i, num_rows - 1) * dim;
+  for (int i = 0; i < count; i++) {
+    const float* q = queries[i].q;
+    const Share share = {kStrip * i / count, kStrip * (i + 1) / count};
+    const F scores = dim == 64    ? score<4>(q, places, dim, ahead, share)
+                     : dim == 128 ? score<8>(q, places, dim, ahead, share)
+                                  : score<0>(q, places, dim, ahead, share);
+    Set::store(queries[i].scores + at, capped(a, scores));
   }
 }
 
@@ -121,19 +119,21 @@ void score_some(const Attention& a, const Query* queries, int count, const float
 
 // Keys and values of slots that lie straight, of one chunk, for all rows that are computed together.
 struct Chunk {
-  int64_t base, count;
-  const float *keys, *values;  // [count, padded_dim]
+  int64_t base, first, count;  // slots [first, count) of the chunk are read; `first` begins a strip
+  Slots keys, values;
   float* turned;               // [strips, padded_dim, 16], or nullptr
 
-  // `work`: [3, kChunk, padded_dim].
-  Chunk(const Attention& a, int64_t kv_head, int64_t index, int64_t end, int64_t queries, float* work)
-      : base(index * kChunk), count(most(0, least(end - base, kChunk))) {
+  // Slots of [begin, end). `work`: [3, kChunk, padded_dim].
+  Chunk(const Attention& a, int64_t kv_head, int64_t index, int64_t begin, int64_t end, int64_t queries, float* work)
+      : base(index * kChunk),
+        first(most(0, begin - base) / kStrip * kStrip),
+        count(most(0, least(end - base, kChunk))),
+        keys(a, a.keys, kv_head, base, first, count, work),
+        values(a, a.values, kv_head, base, first, count, work + kChunk * a.padded_dim()) {
     const int64_t dim = a.padded_dim();
-    keys = read_slots(a, a.keys, kv_head, base, count, work);
-    values = read_slots(a, a.values, kv_head, base, count, work + kChunk * dim);
     turned = Set::kTurnFrom > 0 && queries >= Set::kTurnFrom ? work + 2 * kChunk * dim : nullptr;
     if constexpr (Set::kTurnFrom > 0)
-      for (int64_t key = 0; turned && key < count; key += kStrip) turn(keys + key * dim, count - key, dim, turned + key * dim);
+      for (int64_t key = first; turned && key < count; key += kStrip) turn(keys.row(key), count - key, dim, turned + key * dim);
   }
 
   // Of keys [from, to), and of those beside them in their strips.
@@ -141,7 +141,9 @@ struct Chunk {
     const int64_t dim = a.padded_dim();
     int64_t at = (from - base) / kStrip * kStrip;
     if (from >= to) return;
-    if (!turned) return score_rows(a, queries, all, keys + at * dim, to - base - at, at);
+    for (; !turned && at < to - base; at += kStrip)
+      score_rows(a, queries, all, keys.row(at), to - base - at, keys.row(at + kStrip), at);
+    if (!turned) return;
     if constexpr (Set::kTurnFrom > 0) {
       const int tiles = (all + Set::kQueries - 1) / Set::kQueries;
       for (; at < to - base; at += 2 * kStrip)

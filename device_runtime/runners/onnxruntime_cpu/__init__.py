@@ -53,7 +53,7 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     """
     from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
         LoadedGraph,
-        OnnxRuntimeRunner,
+        open_runner,
     )
     from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 
@@ -71,7 +71,7 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
         }
         loaded = [LoadedGraph(load_graph(folder / g.path, **options), g.max_rows) for g in graphs]
         kv = engine.cache_of(role)
-        opened[role] = OnnxRuntimeRunner(loaded, kv, engine.max_kv_cache_capacity)
+        opened[role] = open_runner(loaded, kv, engine.max_kv_cache_capacity)
     return opened
 
 

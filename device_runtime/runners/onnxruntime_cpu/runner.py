@@ -1,4 +1,4 @@
-"""Passes over ONNX Runtime graphs with IO binding: the KV cache is written in place."""
+"""Passes over ONNX Runtime graphs with IO binding: KV caches are written in place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.device_runtime.runners import FetchedOutputs
+from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs
 from edgellm.device_runtime.runners.onnxruntime_cpu.cache import HostCache
+from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PagedCache, Pages
+from edgellm.device_runtime.runners.onnxruntime_cpu.parts import NOT_ROWS, joined, share
 from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT_ROWS, Held, dtype_of
 from edgellm.manifest import KVCacheSpec
 
@@ -26,6 +28,28 @@ class LoadedGraph:
     max_rows: int = 0
 
 
+_KEPT_PASSES = 256  # of different sizes; what they bind stays
+
+
+def open_runner(
+    graphs: Sequence[LoadedGraph],
+    kv: KVCacheSpec | None = None,
+    capacity: int = 0,
+    num_sequences: int = 1,
+) -> OnnxRuntimeRunner:
+    """A runner of graphs that ascend by `max_rows`.
+
+    Args:
+        graphs: of one role.
+        kv: their caches, if they have some.
+        capacity: rows of a sequence.
+        num_sequences: as many have room for all of these rows; more share them.
+    """
+    if kv is None or kv.pages is None:
+        return OnnxRuntimeRunner(graphs, kv, capacity)
+    return PagedRunner(graphs, Pages(kv, capacity, num_sequences))
+
+
 class OnnxRuntimeRunner:
     """See `runners.Runner`: graphs that share one KV cache."""
 
@@ -33,7 +57,9 @@ class OnnxRuntimeRunner:
         self, graphs: Sequence[LoadedGraph], kv: KVCacheSpec | None = None, capacity: int = 0
     ) -> None:
         """Allocate the cache; `graphs` ascend by `max_rows`."""
-        self.cache = HostCache(kv, capacity) if kv is not None else None
+        own = HostCache(kv, capacity) if kv is not None else None
+        self.cache: Cache | None = own
+        self._caches: HostCache | Pages | None = own  # what passes bind
         self._graphs, self._held, self._scratch = graphs, Held(), _Scratch()
         self._bound: dict[tuple[object, ...], _BoundPass] = {}
         self._latest: FetchedOutputs | None = None
@@ -44,27 +70,68 @@ class OnnxRuntimeRunner:
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
         """See `runners.Runner`; outputs lie in memory that all passes share."""
-        if self._latest is not None:
-            self._latest.expire()
         if self.cache is not None:
             _check_positions(inputs)
+        return self._run(inputs)
+
+    def _run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
+        """One pass over inputs by the graph's own names."""
+        if self._latest is not None:
+            self._latest.expire()
         key = (
             *(array.shape for array in inputs.values()),
             inputs[contract.TOP_K][0] if contract.TOP_K in inputs else 0,
         )
         bound = self._bound.get(key)
         if bound is None:
-            bound = _BoundPass(self._graph(inputs), self.cache, self._scratch, inputs)
+            bound = _BoundPass(self._graph(inputs), self._caches, self._scratch, inputs)
             if bound.largest <= KEPT_ROWS:
-                self._bound[key] = bound
+                self._keep(key, bound)
         bound.run(inputs, self._held)
         self._latest = FetchedOutputs(bound.outputs, bound.fetch)
         return self._latest
+
+    def _keep(self, key: tuple[object, ...], bound: _BoundPass) -> None:
+        if len(self._bound) == _KEPT_PASSES:
+            del self._bound[next(iter(self._bound))]
+        self._bound[key] = bound
 
     def _graph(self, inputs: Mapping[str, NDArray[Any]]) -> ort.InferenceSession:
         """The first that takes so many rows."""
         rows = inputs[contract.INPUT_IDS].shape[1] if contract.INPUT_IDS in inputs else 0
         return next((g for g in self._graphs if rows <= g.max_rows), self._graphs[-1]).session
+
+
+class PagedRunner(OnnxRuntimeRunner):
+    """See `runners.SharedRunner`: graphs of edgellm's kernels."""
+
+    def __init__(self, graphs: Sequence[LoadedGraph], pages: Pages) -> None:
+        """`graphs` ascend by `max_rows`."""
+        super().__init__(graphs)
+        self._caches = self._pages = pages
+        self._own = self.cache = pages.new_cache()
+
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
+        """See `runners.Runner`: of the sequence whose rows are in `cache`."""
+        return self._together([(self._own, inputs)])
+
+    def new_cache(self) -> PagedCache:
+        """See `runners.SharedRunner`."""
+        return self._pages.new_cache()
+
+    def run_many(
+        self, parts: Sequence[tuple[PagedCache, Mapping[str, NDArray[Any]]]]
+    ) -> Sequence[Outputs]:
+        """See `runners.SharedRunner`."""
+        found = self._together(parts)
+        return [found] if len(parts) == 1 else share(found, [inputs for _, inputs in parts])
+
+    def _together(
+        self, parts: Sequence[tuple[PagedCache, Mapping[str, NDArray[Any]]]]
+    ) -> FetchedOutputs:
+        for cache, inputs in parts:
+            cache.reserve(int(inputs[contract.WRITE_INDEX][0]), inputs[contract.INPUT_IDS].shape[1])
+        return self._run(joined(parts, self._pages.table_pages))
 
 
 def _check_positions(inputs: Mapping[str, NDArray[Any]]) -> None:
@@ -96,16 +163,17 @@ class _BoundPass:
     def __init__(
         self,
         session: ort.InferenceSession,
-        cache: HostCache | None,
+        caches: HostCache | Pages | None,
         scratch: _Scratch,
         inputs: Mapping[str, NDArray[Any]],
     ) -> None:
         self._session, self._binding, self._version = session, session.io_binding(), 0
         self._values: list[ort.OrtValue] = []
         sizes = self._bind_inputs(inputs)
-        self.largest = max(sizes.values(), default=0)  # of the sizes that vary
-        if cache is not None:
-            cache.bind(self._binding)
+        # Of the sizes that vary with the rows.
+        self.largest = max((s for n, s in sizes.items() if n not in NOT_ROWS), default=0)
+        if caches is not None:
+            caches.bind(self._binding)
         self.outputs: dict[str, NDArray[Any] | None] = {}  # None: ONNX Runtime allocates it
         self._order = [output.name for output in session.get_outputs()]
         for output in session.get_outputs():

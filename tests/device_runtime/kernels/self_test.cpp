@@ -1,5 +1,6 @@
 // Every instruction set of this processor against the scalar reference, bit for bit.
 // For processors that are emulated, and for the compilers' sanitizers; exits with 1 at a difference.
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -108,7 +109,7 @@ int test_attention(const Kernels& set, const Kernels& scalar) {
     a.heads = a.kv_heads * (1 + below(5));
     a.head_dim = 8 * (1 + below(9 + trial % 2 * 8));
     a.write_index = below(trial % 3 ? 40 : 600);
-    a.capacity = a.write_index + a.rows + below(3);
+    a.page_rows = kStrip << below(5);
     a.rotary_dim = a.head_dim / 2;
     a.table_rows = a.rows;
     a.is_interleaved = trial % 2;
@@ -135,7 +136,11 @@ int test_attention(const Kernels& set, const Kernels& scalar) {
     a.mask = trial % 2 ? mask.data() : nullptr;
     a.mask_columns = a.mask ? a.rows : 0;
     const int64_t size = a.cache_type == CacheType::kFloat32 ? 4 : a.cache_type == CacheType::kFloat16 ? 2 : 1;
-    std::vector<uint8_t> cache(a.kv_heads * a.capacity * a.head_dim * size);
+    std::vector<int64_t> pages((a.write_index + a.rows + a.page_rows - 1) / a.page_rows);
+    for (size_t i = 0; i < pages.size(); i++) pages[i] = i;
+    std::shuffle(pages.begin(), pages.end(), generator);
+    a.pages = pages.data();
+    std::vector<uint8_t> cache(pages.size() * a.page_rows * a.kv_heads * a.head_dim * size);
     for (size_t i = 0; i < cache.size(); i++) cache[i] = size == 1 || i % size < size_t(size - 1) ? uint8_t(generator()) : uint8_t(0x38 + below(8));
     const std::vector<float> expected = attend(scalar, a, cache, cache, true);
     for (const bool is_split : {true, false})

@@ -14,7 +14,7 @@ from edgellm.device_runtime.kernels.library import DOMAIN, instruction_sets
 
 BEST = instruction_sets()[0]
 BOOL = onnx.TensorProto.BOOL
-CAPACITY, DIM, HEADS, KV_HEADS = 300, 16, 4, 2
+DIM, HEADS, KV_HEADS = 16, 4, 2
 
 
 @pytest.fixture
@@ -93,17 +93,18 @@ def test_rows_of_an_embedding(rng):
 def attention_session(inputs=(), cache=F32, threads=2, packed=True, **attributes):
     """`inputs` by name, from cos on in the operator's order."""
     known = {
-        "cos": F32, "sin": F32, "positions": I64, "mask": BOOL, "q_norm": F32, "k_norm": F32,
+        "cos": F32, "sin": F32, "positions": I64, "masks": BOOL, "q_norm": F32, "k_norm": F32,
         "sinks": F32, "k_scale": F32, "v_scale": F32,
     }  # fmt: skip
     qkv = ("q", "", "") if packed else ("q", "k", "v")
     last = max((list(known).index(i) + 1 for i in inputs), default=0)
     given = (name if name in inputs else "" for name in list(known)[:last])
-    names = [*qkv, "past_k", "past_v", "at", *given]
+    names = [*qkv, "past_k", "past_v", "sequences", "pages", *given]
     outputs = ("y", "present_k", "present_v")
     heads = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, **attributes}
     node = helper.make_node("CachedAttention", names, outputs, domain=DOMAIN, **heads)
-    types = {"q": F32, "k": F32, "v": F32, "past_k": cache, "past_v": cache, "at": I64, **known}
+    types = {"q": F32, "k": F32, "v": F32, "past_k": cache, "past_v": cache, **known}
+    types |= {"sequences": I64, "pages": I64}
     return open_session(
         node, [(n, types[n], None) for n in names if n],
         [("y", F32, None), ("present_k", cache, None), ("present_v", cache, None)], threads=threads,
@@ -114,7 +115,7 @@ def rows_of(qkv, keys, values, write_index):
     width, kv_width = HEADS * DIM, KV_HEADS * DIM
     parts = np.split(qkv, [width, width + kv_width], axis=1)
     q, k, v = (np.ascontiguousarray(part) for part in parts)
-    return Rows(q, k, v, keys[0].copy(), values[0].copy(), write_index)
+    return Rows(q, k, v, keys, values, write_index)
 
 
 def run_in_place(session, given, keys, values, rows):
@@ -133,66 +134,149 @@ def run_in_place(session, given, keys, values, rows):
     return y[0]
 
 
+class Strewn:
+    """Sequences whose caches share pages in any order, and what each computes alone."""
+
+    def __init__(self, rng, dtype, page_rows, lengths):
+        self.rng, self.page_rows = rng, page_rows
+        counts = [-(-length // page_rows) for length in lengths]
+        order = rng.permutation(sum(counts) + 2)
+        self.tables = np.full((len(lengths), max(counts)), -1)
+        shape = (len(order), KV_HEADS, page_rows, DIM)
+        self.pools = [(rng.standard_normal(shape) * 20).astype(dtype) for _ in range(2)]
+        for table, count in zip(self.tables, counts, strict=True):
+            table[:count], order = order[:count], order[count:]
+
+    def slots(self, pools, at):
+        """Of sequence `at`: keys and values [kv_heads, C, D]."""
+        pages = self.tables[at][self.tables[at] >= 0]
+        return [pool[pages].swapaxes(0, 1).reshape(KV_HEADS, -1, DIM) for pool in pools]
+
+    def draw(self, begins, counts, columns):
+        """A pass: its inputs, and of each sequence the mask, None if it is causal."""
+        masks = []
+        for begin, rows, more in zip(begins, counts, columns, strict=True):
+            width = min(rows + max(more, 0), begin + rows)
+            mask = np.tri(rows, width, width - rows, dtype=np.bool_)
+            mask &= self.rng.random(mask.shape) < 0.7
+            mask[np.arange(rows), np.arange(rows) + width - rows] = True
+            masks.append(mask if more >= 0 else None)
+        facts = [
+            (begin, rows, 0 if mask is None else mask.shape[1])
+            for begin, rows, mask in zip(begins, counts, masks, strict=True)
+        ]
+        flat = [mask.ravel() for mask in masks if mask is not None]
+        rows = sum(counts)
+        return {
+            "q": self.rng.standard_normal((1, rows, (HEADS + 2 * KV_HEADS) * DIM), np.float32),
+            "sequences": np.array(facts), "pages": self.tables,
+            "positions": self.rng.integers(0, 400, (1, rows)),
+            "masks": np.concatenate([*flat, np.zeros(3, np.bool_)]),
+        }, masks  # fmt: skip
+
+    def alone(self, given, masks, pools, **options):
+        """Rows y, and what the caches hold then, of one sequence after the other."""
+        found, first = [], 0
+        for at, mask in enumerate(masks):
+            begin, rows, _ = given["sequences"][at]
+            part = np.s_[first : first + rows]
+            own = rows_of(given["q"][0, part], *self.slots(pools, at), int(begin))
+            positions = np.ascontiguousarray(given["positions"][0, part])
+            y = attention(BEST, own, mask=mask, positions=positions, **options)
+            found.append((y, own.keys, own.values))
+            first += rows
+        return found
+
+
+HALF, INT8 = onnx.TensorProto.FLOAT16, onnx.TensorProto.INT8
+KINDS = [(np.float32, F32), (np.float16, HALF), (np.int8, INT8)]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("dtype", "cache"), [
-    (np.float32, F32), (np.float16, onnx.TensorProto.FLOAT16), (np.int8, onnx.TensorProto.INT8),
-])  # fmt: skip
-def test_attention_writes_the_cache_in_place(threads, dtype, cache, rng):
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize(("dtype", "cache"), KINDS)
+def test_sequences_in_one_pass_have_the_bits_of_each_alone(threads, window, dtype, cache, rng):
+    """Pieces of prompts, single rows and trees; pages strewn; the caches written in place."""
     scales = {"k_scale": np.float32([0.02]), "v_scale": np.float32([0.03])}
     scales = scales if dtype == np.int8 else {}
     tables = {n: rng.standard_normal((400, DIM // 2)).astype(np.float32) for n in ("cos", "sin")}
-    session = attention_session([*tables, "positions", "mask", *scales], cache, threads)
-    keys, values = (
-        (rng.standard_normal((1, KV_HEADS, CAPACITY, DIM)) * 20).astype(dtype) for _ in range(2)
-    )
-    for rows, write_index in ((1, 0), (1, 270), (5, 255), (40, 200)):
-        qkv = rng.standard_normal((rows, (HEADS + 2 * KV_HEADS) * DIM), np.float32)
-        mask = np.tri(rows, dtype=np.bool_) & (rng.random((rows, rows)) < 0.7)
-        mask |= np.eye(rows, dtype=np.bool_)
-        positions = write_index + mask.sum(1)[None] - 1
-        given = {
-            "q": qkv[None], "at": np.array([write_index]), "positions": positions, "mask": mask,
-            **tables, **scales,
-        }  # fmt: skip
-        expected = rows_of(qkv, keys, values, write_index)
-        options = {"mask": mask, "rope": (tables["cos"], tables["sin"]), "positions": positions}
-        if scales:
-            options["scales"] = (scales["k_scale"][0], scales["v_scale"][0])
-        found = attention(BEST, expected, **options)
-        plain = session.run(None, {**given, "past_k": keys, "past_v": values})
-        assert plain[0].tobytes() == found.tobytes()
-        live = np.s_[:, : write_index + rows]
-        assert plain[1][0][live].tobytes() == expected.keys[live].tobytes()
-        y = run_in_place(session, given, keys, values, rows)
-        assert y.tobytes() == found.tobytes()
-        assert keys[0].tobytes() == expected.keys.tobytes()
-        assert values[0].tobytes() == expected.values.tobytes()
+    attributes = {"local_window_size": window} if window else {}
+    names = [*tables, "positions", "masks", *scales]
+    session = attention_session(names, cache, threads, **attributes)
+    options = {"rope": tuple(tables.values()), "window": window}
+    if scales:
+        options["scales"] = (scales["k_scale"][0], scales["v_scale"][0])
+    for _ in range(100):
+        count = int(rng.integers(1, 6))
+        begins = rng.choice([0, 3, 60, 255, 290, 530], count)
+        counts = rng.choice([1, 1, 2, 5, 13, 40], count)
+        strewn = Strewn(rng, dtype, int(rng.choice([16, 64, 256])), begins + counts)
+        given, masks = strewn.draw(begins, counts, rng.choice([-1, 0, 4], count))
+        given |= tables | scales
+        before = [pool.copy() for pool in strewn.pools]
+        expected = strewn.alone(given, masks, before, **options)
+        copied, *_ = session.run(None, {**given, "past_k": before[0], "past_v": before[1]})
+        y = run_in_place(session, given, *strewn.pools, int(counts.sum()))
+        assert y.tobytes() == copied.tobytes() == np.concatenate([e[0] for e in expected]).tobytes()
+        for at, (_, keys, values) in enumerate(expected):
+            for found, wanted in zip(strewn.slots(strewn.pools, at), (keys, values), strict=True):
+                assert found.tobytes() == wanted.tobytes()
+
+
+def test_no_sequence_and_no_rows():
+    session = attention_session(["masks"])
+    pool = np.zeros((2, KV_HEADS, 16, DIM), np.float32)
+    given = {
+        "q": np.zeros((1, 0, (HEADS + 2 * KV_HEADS) * DIM), np.float32), "past_k": pool,
+        "past_v": pool, "masks": np.zeros(0, np.bool_),
+    }  # fmt: skip
+    for count in (0, 2):
+        facts, tables = np.zeros((count, 3), np.int64), np.zeros((count, 1), np.int64)
+        y = session.run(None, {**given, "sequences": facts, "pages": tables})[0]
+        assert y.shape == (1, 0, HEADS * DIM)
 
 
 def test_attention_refuses_what_does_not_fit(rng):
-    session = attention_session(["cos", "sin", "positions", "mask"], packed=False)
-    cache = np.zeros((1, KV_HEADS, 8, DIM), np.float32)
+    session = attention_session(["cos", "sin", "positions", "masks"], packed=False)
+    cache = np.zeros((3, KV_HEADS, 16, DIM), np.float32)
     sound = {
-        "q": rng.standard_normal((1, 2, HEADS * DIM)), "k": np.zeros((1, 2, KV_HEADS * DIM)),
-        "v": np.zeros((1, 2, KV_HEADS * DIM)), "past_k": cache, "past_v": cache,
+        "q": rng.standard_normal((1, 3, HEADS * DIM)), "k": np.zeros((1, 3, KV_HEADS * DIM)),
+        "v": np.zeros((1, 3, KV_HEADS * DIM)), "past_k": cache, "past_v": cache,
         "cos": np.ones((10, 8)), "sin": np.zeros((10, 8)),
     }  # fmt: skip
     sound = {name: array.astype(np.float32) for name, array in sound.items()}
-    sound |= {"at": np.array([6]), "positions": np.array([[6, 7]])}
-    sound["mask"] = np.tri(2, dtype=np.bool_)
+    sound |= {"sequences": np.array([[30, 2, 2], [6, 1, 0]]), "positions": np.array([[6, 7, 6]])}
+    sound |= {"masks": np.tri(2, dtype=np.bool_).ravel(), "pages": np.array([[2, 0], [1, -9]])}
+
+    def facts(*first):
+        return np.array([first, (6, 1, 0)])
+
     faults = {
-        "at": (np.array([7]), np.array([-1]), np.array([0, 1])),
-        "positions": (np.array([[6, 10]]), np.array([[-1, 0]]), np.array([[1]])),
-        "mask": (np.ones((2, 1), np.bool_), np.ones((3, 3), np.bool_), np.ones((2, 9), np.bool_)),
+        "sequences": (
+            facts(31, 2, 2), facts(-1, 2, 2), facts(2**62, 2, 2), facts(30, 1, 2), facts(30, 3, 3),
+            facts(30, -1, 0), facts(30, 2**62, 0), facts(30, 2, 1), facts(30, 2, 3),
+            facts(30, 2, -1), facts(30, 2, 33), facts(30, 2, 2**62), facts(30, 2, 2)[:1],
+            facts(30, 2, 2)[:, :2],
+        ),
+        "pages": (
+            np.array([[2, 3], [1, 0]]), np.array([[-1, 0], [1, 0]]), np.array([[2, 0], [3, 0]]),
+            np.array([[2], [1]]), np.array([[2, 0]]), np.array([2, 0]),
+        ),
+        "positions": (np.array([[6, 10, 6]]), np.array([[-1, 0, 6]]), np.array([[1, 2]])),
+        "masks": (np.ones(3, np.bool_), np.zeros(0, np.bool_)),
         "q": (sound["q"][..., 1:], sound["q"][:, :1], sound["q"][0]),
         "past_v": (cache[:, :1], cache[:, :, 1:]),
         "past_k": (cache[:, :1], cache[0]),
         "cos": (sound["cos"][:, 1:], np.ones((10, 9), np.float32)),
-    }
+    }  # fmt: skip
     for name, values in faults.items():
         for value in values:
             with pytest.raises(Exception, match=r"CachedAttention: |Invalid rank"):
                 session.run(None, {**sound, name: value})
+    for rows in (8, 24, 512):
+        pool = np.zeros((3, KV_HEADS, rows, DIM), np.float32)
+        with pytest.raises(Exception, match="pages of this size"):
+            session.run(None, {**sound, "past_k": pool, "past_v": pool})
     assert np.isfinite(session.run(None, sound)[0]).all()
     with pytest.raises(Exception, match="no multiple"):
         attention_session(kv_num_heads=3)

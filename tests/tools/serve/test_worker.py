@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import time
 
 import pytest
@@ -25,11 +26,9 @@ class _Passes:
 
     def __init__(self, session):
         self.session, self.capacity, self.count = session, session.capacity, 0
-        self.at, self.happens, self.before_pass = None, None, None
+        self.at, self.happens = None, None
 
     def run(self, *arguments, **options):
-        if self.before_pass is not None:
-            self.before_pass()
         self.count += 1
         if self.count == self.at:
             self.happens()
@@ -75,7 +74,7 @@ def test_events_come_in_order(worker):
 
 
 def test_an_abandoned_answer_costs_no_further_pass(worker):
-    worker.passes.at, worker.passes.happens = 5, lambda: worker.abandon(worker._running)
+    worker.passes.at, worker.passes.happens = 5, lambda: worker.abandon(*worker.running)
     _, events = _submit(worker, tokens=3000)
     assert [type(events.get(timeout=60)) for _ in range(5)] == [Started, *[Step] * 4]
     _, after = _submit(worker)
@@ -87,7 +86,7 @@ def test_a_long_prompt_is_left_between_its_pieces(worker):
     prompt = " ".join(f"w{20 + index % 60}" for index in range(1000))
     pieces = -(-1000 // worker.llm.manifest.prefill_rows)
     assert pieces > 1
-    worker.passes.at, worker.passes.happens = 1, lambda: worker.abandon(worker._running)
+    worker.passes.at, worker.passes.happens = 1, lambda: worker.abandon(*worker.running)
     _submit(worker, prompt)
     _, after = _submit(worker)
     assert isinstance(_all(after)[-1], Finished)
@@ -121,7 +120,7 @@ def test_whatever_fails_the_next_answer_is_right(worker, error, caplog):
 
 def test_a_full_queue_and_the_end(worker):
     _submit(worker, tokens=3000)
-    while worker._running is None:
+    while not worker.running:
         time.sleep(0.001)
     waiting = [_submit(worker)[1] for _ in range(2)]
     with pytest.raises(ApiError, match="2 requests are waiting") as caught:
@@ -135,3 +134,75 @@ def test_a_full_queue_and_the_end(worker):
     for events in waiting:
         (failed,) = _all(events)
         assert failed.error.status == 503
+
+
+# ------------------------------------------------------------------ several at a time
+@pytest.fixture
+def shared_worker(roomy_engine, monkeypatch):
+    """Of an engine as if it was built for three at a time."""
+    monkeypatch.setattr(LLM, "batch_size", 3)
+    llm = LLM(roomy_engine)
+    llm.session = passes = _Passes(llm.session)
+    found = Worker(llm, Metrics("m"), queue_size=20, request_timeout_s=60)
+    found.passes = passes
+    found.start()
+    yield found
+    found.end()
+    found.join()
+    assert not found.is_alive
+
+
+def _texts(events):
+    return "".join(step.text for step in _all(events)[1:-1])
+
+
+def test_jobs_side_by_side_are_the_jobs_alone(worker, shared_worker):
+    asks = [(f"w{20 + at} w30", 10 + 5 * at) for at in range(8)]
+    alone = [_texts(_submit(worker, *ask)[1]) for ask in asks]
+    with shared_worker.llm._turns.visiting():  # no pass before all are there
+        submitted = [_submit(shared_worker, *ask)[1] for ask in asks]
+    assert [_texts(events) for events in submitted] == alone
+    figures = shared_worker._metrics.page().decode()
+    (passes,) = re.findall(r"batch_size_count\S* (\S+)", figures)
+    (answers,) = re.findall(r"batch_size_sum\S* (\S+)", figures)
+    assert float(answers) == sum(tokens for _, tokens in asks)
+    assert float(passes) < float(answers)
+
+
+def test_one_that_leaves_holds_nobody_up(shared_worker):
+    """Of three that run, one is abandoned in a pass; a fourth has its place at once."""
+    with shared_worker.llm._turns.visiting():
+        submitted = [_submit(shared_worker, tokens=500) for _ in range(3)]
+        while len(shared_worker.running) < 3:
+            time.sleep(0.001)
+        _, fourth = _submit(shared_worker, tokens=4)
+        (first, gone), *others = submitted
+        shared_worker.passes.at = 20
+        shared_worker.passes.happens = lambda: shared_worker.abandon(first)
+    assert _all(fourth)[-1].completion_tokens == 4
+    assert [_all(events)[-1].completion_tokens for _, events in others] == [500, 500]
+    assert gone.qsize() < 20  # what came of it before
+
+
+def test_smaller_priority_goes_first_and_waiting_makes_up_for_it(worker):
+    ended, worker._size = [], 9
+    with worker.llm._turns.visiting():
+        _submit(worker, tokens=2)
+        while not worker.running:
+            time.sleep(0.001)
+        for priority, age_s in ((1, 0), (0, 0), (2, 3000), (0, 0)):
+            name = f"{priority} {age_s}"
+            job, _ = _submit(worker, tokens=2)
+            job.priority, job.arrived = priority, job.arrived - age_s
+            job.post = lambda event, name=name: isinstance(event, Finished) and ended.append(name)
+    while len(ended) < 4:
+        time.sleep(0.001)
+    assert ended == ["2 3000", "0 0", "0 0", "1 0"]
+
+
+def test_the_end_reaches_all_who_run_and_wait(shared_worker):
+    events = [_submit(shared_worker, tokens=3000)[1] for _ in range(5)]
+    while len(shared_worker.running) < 3:
+        time.sleep(0.001)
+    shared_worker.end()
+    assert [_all(one)[-1].error.status for one in events] == [503] * 5

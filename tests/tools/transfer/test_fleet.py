@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from conftest import INTERRUPTED, assert_one_line_error
-from device_fakes import CONTENTS, Device, make_bundle, make_device, write_command
+from device_fakes import (
+    make_bundle,
+    run_transfer,
+    terminate_transfer,
+    write_command,
+)
 
 from edgellm.contract import EdgeLLMError
 from edgellm.tools.transfer import inventory, rollout
@@ -29,21 +30,8 @@ NEW = {"model.onnx": b"new graph", "more/deep.bin": b"more", "model.weights": b"
 
 
 @pytest.fixture
-def bundle(tmp_path) -> Path:
-    return make_bundle(tmp_path / "bundle", CONTENTS)
-
-
-@pytest.fixture
 def new(tmp_path) -> Path:
     return make_bundle(tmp_path / "new", NEW)
-
-
-@pytest.fixture
-def device(tmp_path, monkeypatch) -> Device:
-    found, here = make_device(tmp_path)
-    for name, value in found.environment(here).items():
-        monkeypatch.setenv(name, value)
-    return found
 
 
 @pytest.fixture
@@ -62,11 +50,6 @@ def _roll_out(bundle: Path, fleet: Path, plan: Plan) -> list[str]:
 def _files(folder: Path) -> dict[str, bytes]:
     found = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
-
-
-def _run(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "edgellm.tools.transfer", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_a_fleet_is_updated_and_goes_back(bundle, new, device, fleet):
@@ -93,7 +76,7 @@ def test_a_device_that_fails_takes_all_back(bundle, new, device, fleet):
     """The test's command fails on the last one."""
     _roll_out(bundle, fleet, Plan(1, 2))
     test = "test -f model.onnx && case $PWD in */c/bundle) echo no memory >&2; exit 3;; esac; cat"
-    found = _run(new, "--fleet", fleet, "--test", test, "--parallel", 1)
+    found = run_transfer(new, "--fleet", fleet, "--test", test, "--parallel", 1)
     assert_one_line_error(found, "of 3 devices 3 rolled back", "a@robot:a/bundle")
     assert found.returncode == 2
     lines = found.stdout.splitlines()
@@ -115,7 +98,7 @@ def test_devices_that_cannot_take_it_are_left_out(bundle, device, fleet, monkeyp
     monkeypatch.setenv("DEVICE_OFF", "b@robot")
     (device.home / "c").mkdir()
     (device.home / "c/bundle").write_text("of somebody else")
-    found = _run(bundle, "--fleet", fleet)
+    found = run_transfer(bundle, "--fleet", fleet)
     assert_one_line_error(found, "of 3 devices 1 updated, 2 not updated; look at b@robot:b/bundle")
     assert "b@robot:b/bundle: not updated: b@robot cannot be reached" in found.stdout
     assert _files(device.home / "a/bundle") == _files(bundle)
@@ -181,14 +164,14 @@ def test_the_status_of_a_fleet(bundle, new, device, fleet, tmp_path, monkeypatch
     monkeypatch.setenv("DEVICE_OFF", "c@robot")
     for name in ("page.html", "page.md"):
         page = tmp_path / name
-        found = _run(new, "--fleet", fleet, "--status", "--page", page)
+        found = run_transfer(new, "--fleet", fleet, "--status", "--page", page)
         assert (found.returncode, found.stderr) == (0, "")
         for text in (found.stdout, page.read_text()):
             version = load(new).version[:12]
             assert f"1 of 3 have {version}" in " ".join(text.split())
             for word in ("a@robot:a/bundle", version, "llm bundle", "nothing", "cannot be reached"):
                 assert word in text
-    found = _run(new, "--fleet", fleet, "--check")
+    found = run_transfer(new, "--fleet", fleet, "--check")
     assert_one_line_error(found, "1 up to date, 1 missing or different, 1 failed")
 
 
@@ -211,18 +194,8 @@ def test_a_version_is_of_the_draft_too(device, tmp_path):
 
 def test_an_interrupt_ends_all_of_them(bundle, device, fleet, monkeypatch):
     monkeypatch.setenv("RSYNC_FAILS", "hang")
-    command = [sys.executable, "-m", "edgellm.tools.transfer", bundle, "--fleet", fleet]
-    command += ["--canary", "3"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while len(device.rsync_calls()) < 3 or not (device.log / "hanging").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    time.sleep(0.3)  # all of them have their handlers by then
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors.splitlines()) == INTERRUPTED
+    found = terminate_transfer(device, 3, bundle, "--fleet", fleet, "--canary", 3)
+    assert found == INTERRUPTED
     assert device.rsync_calls().count("terminated") == 3
     monkeypatch.delenv("RSYNC_FAILS")
     assert _roll_out(bundle, fleet, Plan(1, 2)) == [UPDATED] * 3

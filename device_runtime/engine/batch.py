@@ -1,0 +1,220 @@
+"""The answers in the works: how they stand, and the steps that they take side by side."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.engine.cache_slot import CacheSlot
+from edgellm.device_runtime.engine.scheduler import Bounds, Plan, Standing, plan
+from edgellm.device_runtime.engine.sequence import Sequence, Step
+from edgellm.device_runtime.engine.step import step
+from edgellm.device_runtime.speculate.costs import Company
+
+AHEAD = 4  # steps that are computed in company before their reader asks for them
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An answer in the works, between its reader and the passes."""
+
+    sequence: Sequence
+    kept: int | None = None  # rows of it that are kept for later prompts
+    priority: int = 0  # smaller goes first
+    # Asked before every pass, by any thread; what it raises ends the answer.
+    before_pass: Callable[[], object] | None = None
+    number: int = 0  # in line
+    came_s: float = 0.0  # of time.monotonic()
+    paused_s: float = 0.0  # when its reader took its latest step
+    is_wanted: bool = False  # its reader waits
+    is_turned_away: bool = False  # its reader waits for another answer
+    is_admitted: bool = False
+    is_done: bool = False  # `steps` are its last
+    saved_rows: int = 0  # that the pool had to have back
+    steps: deque[Step] = field(default_factory=deque)  # that nobody has read
+    failure: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it takes no further step."""
+        return self.sequence.is_over or self.failure is not None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self.is_done and not self.steps
+
+    def ask(self) -> None:
+        """Ask whether it may go on."""
+        try:
+            if self.before_pass is not None and not self.is_over:
+                self.before_pass()
+        except Exception as error:  # noqa: BLE001 - its reader is told
+            self.failure = error
+
+    def standing(self, now_s: float, patience_s: float, tree_rows: int) -> Standing:
+        """As the scheduler sees it."""
+        sequence, is_parked = self.sequence, False
+        if not self.is_wanted:
+            is_parked = self.is_turned_away or now_s - self.paused_s > patience_s
+        may_run_ahead = self.is_admitted and not is_parked and len(self.steps) < AHEAD
+        return Standing(
+            self.number,
+            self.priority,
+            now_s - self.came_s,
+            self.is_admitted,
+            is_due=self.is_wanted or may_run_ahead,
+            is_parked=is_parked,
+            held_rows=0 if self.saved_rows else sequence.num_rows,
+            saved_rows=self.saved_rows,
+            unread_rows=max(len(sequence.prompt.token_ids) - sequence.num_rows, 0),
+            tree_rows=1 if sequence.drafter is None else tree_rows,
+        )
+
+
+class Batch:
+    """See the module; one thread at a time takes steps, any may add and remove."""
+
+    def __init__(self, slot: CacheSlot, bounds: Bounds) -> None:
+        self._slot: CacheSlot | None = slot
+        self.bounds = bounds
+        self.entries: list[Entry] = []
+        self.stepping: frozenset[Entry] = frozenset()  # in the pass that runs
+        # Told before each pass how many answers share it, and how many made way for them.
+        self.on_pass: Callable[[int, int], object] | None = None
+        self._num_preempted = 0
+        self._numbers = itertools.count(1)
+
+    @property
+    def slot(self) -> CacheSlot:
+        """The caches, before `close`."""
+        assert self._slot is not None
+        return self._slot
+
+    def close(self) -> None:
+        """Let go of the caches."""
+        self._slot, self.entries = None, []
+
+    def add(self, entry: Entry) -> None:
+        """It stands at the end of the line."""
+        entry.number, entry.came_s = next(self._numbers), time.monotonic()
+        entry.paused_s = entry.came_s
+        self.entries = [*self.entries, entry]
+
+    def remove(self, entry: Entry) -> None:
+        """Nobody reads on; what a pass computes for it is dropped behind the pass."""
+        self.entries = [other for other in self.entries if other is not entry]
+        if entry not in self.stepping:
+            entry.sequence.close()
+
+    def sweep(self) -> bool:
+        """End those that may not go on; whether there were any."""
+        for entry in self.entries:
+            entry.ask()
+        ended = [entry for entry in self.entries if entry.is_over and not entry.is_done]
+        for entry in ended:
+            self._finish(entry)
+        return bool(ended)
+
+    def plan(self, patience_s: float) -> Plan | None:
+        """The next step; None while it has nothing for any reader who waits.
+
+        Args:
+            patience_s: for which an answer keeps its place though nobody asks for its next step.
+        """
+        now_s, rows = time.monotonic(), self.bounds.tree_rows
+        going = [entry for entry in self.entries if not entry.is_done]
+        standings = [entry.standing(now_s, patience_s, rows) for entry in going]
+        found = plan(standings, self.slot.free_rows, self.bounds)
+        is_wanted = any(entry.is_wanted and entry.number in found.rows for entry in going)
+        return found if is_wanted else None
+
+    def begin(self, found: Plan) -> list[Entry]:
+        """Move the line as planned; those that step."""
+        by_number = {entry.number: entry for entry in self.entries}
+        for number in found.admitted:
+            by_number[number].is_admitted = True
+        for number in found.released:
+            self._release(by_number[number])
+        for number in found.overtaken:
+            by_number[number].is_admitted = False
+            by_number[number].number = next(self._numbers)
+        stepping = [by_number[number] for number in found.rows]
+        for entry in stepping:
+            entry.sequence.most_rows, entry.saved_rows = found.rows[entry.number], 0
+        self.stepping = frozenset(stepping)
+        if self.slot.steps_together:
+            _share(stepping)
+        return stepping
+
+    def _release(self, entry: Entry) -> None:
+        self._num_preempted += entry.is_admitted
+        entry.is_admitted, entry.saved_rows = False, entry.sequence.num_rows
+        self.slot.release(entry.sequence)
+
+    def run(self, stepping: list[Entry]) -> list[tuple[Step, ...]]:
+        """Take the step; entries whose answers fail say so."""
+        if self.on_pass is not None:
+            self.on_pass(len(stepping), self._num_preempted)
+        self._num_preempted = 0
+        if self.slot.steps_together:
+            return self._step(stepping)
+        return [steps for entry in stepping for steps in self._step_alone(entry)]
+
+    def _step_alone(self, entry: Entry) -> list[tuple[Step, ...]]:
+        entry.ask()
+        return [()] if entry.is_over else self._step([entry])
+
+    def _step(self, entries: list[Entry]) -> list[tuple[Step, ...]]:
+        try:
+            found = step(self.slot, [entry.sequence for entry in entries])
+            for entry in entries:
+                if entry.kept is not None and entry.sequence.finish_reason is not None:
+                    entry.sequence.warnings += self.slot.keep(entry.sequence, entry.kept)
+        except BaseException as error:
+            is_interrupt = not isinstance(error, Exception)
+            for entry in entries:
+                entry.failure = _interrupted() if is_interrupt else error
+            if is_interrupt:
+                raise
+            return [() for _ in entries]
+        for entry in entries:
+            entry.failure = entry.failure or entry.sequence.failure
+        return found
+
+    def end(self, stepping: list[Entry], found: list[tuple[Step, ...]]) -> None:
+        """Hand out what the pass gave."""
+        self.stepping = frozenset()
+        for at, entry in enumerate(stepping):
+            entry.steps += found[at] if at < len(found) else ()
+            if entry.is_over or entry not in self.entries:
+                self._finish(entry)
+
+    def _finish(self, entry: Entry) -> None:
+        entry.is_done, entry.is_admitted = True, False
+        entry.sequence.close()
+
+
+def _share(stepping: list[Entry]) -> None:
+    """Tell those that draft what the rows of the pass cost beside the others'."""
+    rows = {entry: _rows_lately(entry.sequence) for entry in stepping}
+    answers = sum(not entry.sequence.is_reading for entry in stepping)
+    for entry in stepping:
+        if entry.sequence.drafter is not None:
+            others = sum(rows.values()) - rows[entry]
+            entry.sequence.drafter.company = Company(max(answers, 1), others)
+
+
+def _rows_lately(sequence: Sequence) -> int:
+    """Of a pass: the piece that is read next, or as many as the latest tree."""
+    if sequence.is_reading:
+        return sequence.most_rows
+    return sequence.profile.rounds[-1].tree_size if sequence.profile.rounds else 1
+
+
+def _interrupted() -> EdgeLLMError:
+    return EdgeLLMError("the pass was interrupted", hint="ask again")

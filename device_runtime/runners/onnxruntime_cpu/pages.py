@@ -1,0 +1,160 @@
+"""KV caches of several sequences in pages of memory that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.contract import LimitError
+from edgellm.manifest import KVCacheSpec
+
+PAGE_ROWS = 64  # divides the chunks of keys that the attention kernel adds up
+
+
+class Pages:
+    """The pages of a network's caches, apart for layers that see other numbers of rows."""
+
+    def __init__(self, kv: KVCacheSpec, capacity: int, num_sequences: int = 1) -> None:
+        """Room for so many sequences of `capacity` rows."""
+        assert kv.pages is not None
+        self.table_pages = -(-capacity // kv.pages.rows)
+        layers: dict[int, list[int]] = {}
+        for layer, window in enumerate(kv.pages.windows):
+            layers.setdefault(window, []).append(layer)
+        count = num_sequences * self.table_pages
+        self._pools = [_Pool(kv, *kind, count) for kind in layers.items()]
+        self._num_layers = kv.num_layers
+
+    def new_cache(self) -> PagedCache:
+        """Of a sequence; without rows it takes no memory."""
+        return PagedCache([_Table(pool) for pool in self._pools], self._num_layers)
+
+    def bind(self, binding: ort.IOBinding) -> None:
+        """All pages as inputs, and in the same place as outputs."""
+        for pool in self._pools:
+            pool.bind(binding)
+
+
+class _Pool:
+    """Pages of some layers, and in how many tables each is."""
+
+    def __init__(self, kv: KVCacheSpec, window: int, layers: Sequence[int], count: int) -> None:
+        assert kv.pages is not None
+        self.window, self.page_rows = window, kv.pages.rows
+        self.parts = [(layer, part) for layer in layers for part in ("key", "value")]
+        shape = (len(self.parts), count, kv.num_kv_heads, self.page_rows, kv.head_dim)
+        # ONNX Runtime does not keep the array alive that it is given. What nobody has written
+        # takes no memory.
+        self.pages = np.zeros(shape, kv.dtype)
+        self._values = [ort.OrtValue.ortvalue_from_numpy(pages) for pages in self.pages]
+        self._uses = [0] * count
+        self._free = list(range(count - 1, -1, -1))  # those used last are taken first
+
+    def bind(self, binding: ort.IOBinding) -> None:
+        for (layer, part), value in zip(self.parts, self._values, strict=True):
+            binding.bind_ortvalue_input(contract.past_name(layer, part), value)
+            binding.bind_ortvalue_output(contract.present_name(layer, part), value)
+
+    def take(self) -> int:
+        if not self._free:
+            raise LimitError(
+                f"no page of the KV cache is free, of {len(self._uses)} with {self.page_rows} rows",
+                hint="ask for less at a time, or build with a larger --maxKVCacheCapacity",
+            )
+        page = self._free.pop()
+        self._uses[page] = 1
+        return page
+
+    def own(self, page: int) -> int:
+        """The page, or a copy if others have it, too."""
+        if self._uses[page] == 1:
+            return page
+        copy = self.take()
+        self.pages[:, copy] = self.pages[:, page]
+        self._uses[page] -= 1
+        return copy
+
+    def give_back(self, page: int) -> None:
+        self._uses[page] -= 1
+        if not self._uses[page]:
+            self._free.append(page)
+
+
+class _Table:
+    """The pages of a sequence in a pool, in the order of its rows."""
+
+    def __init__(self, pool: _Pool) -> None:
+        self.pool = pool
+        self.pages: list[int] = []
+
+    def reserve(self, begin: int, end: int) -> None:
+        """Pages of its own for the rows [begin, end), and none behind."""
+        rows = self.pool.page_rows
+        count = -(-end // rows)
+        while len(self.pages) > count:
+            self.pool.give_back(self.pages.pop())
+        for at in range(begin // rows, len(self.pages)):
+            self.pages[at] = self.pool.own(self.pages[at])
+        while len(self.pages) < count:
+            self.pages.append(self.pool.take())
+
+    def read(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Some rows, [2 * layers, num_kv_heads, n, head_dim]."""
+        return self.pool.pages[self._places(rows)].transpose(1, 2, 0, 3)
+
+    def write(self, rows: NDArray[np.int64], values: NDArray[Any]) -> None:
+        """As `read` gives them."""
+        self.pool.pages[self._places(rows)] = values.transpose(2, 0, 1, 3)
+
+    def _places(self, rows: NDArray[np.int64]) -> tuple[Any, ...]:
+        pages = np.array(self.pages, np.int64)[rows // self.pool.page_rows]
+        return slice(None), pages, slice(None), rows % self.pool.page_rows
+
+
+class PagedCache:
+    """See `runners.Cache`: the rows of one sequence."""
+
+    def __init__(self, tables: list[_Table], num_layers: int) -> None:
+        self._tables, self._num_layers = tables, num_layers
+
+    def reserve(self, write_index: int, rows: int) -> None:
+        """Before a pass that writes `rows` rows; raises `LimitError` where no page is free."""
+        for table in self._tables:
+            table.reserve(write_index, write_index + rows)
+
+    def list_pages(self) -> dict[str, list[int]]:
+        """By the names of page tables."""
+        tables = self._tables
+        return {contract.page_table_name(table.pool.window): table.pages for table in tables}
+
+    def compact(self, length: int, rows: NDArray[np.int64]) -> None:
+        """See `runners.Cache`."""
+        if rows[-1] + 1 > len(rows):  # otherwise they stand where they belong
+            for table in self._tables:
+                table.write(np.arange(length, length + len(rows)), table.read(length + rows))
+
+    def read_rows(self, length: int) -> NDArray[Any]:
+        """See `runners.Cache`."""
+        pages = self._tables[0].pool.pages
+        shape = (2 * self._num_layers, 1, pages.shape[2], length, pages.shape[4])
+        found = np.empty(shape, pages.dtype)
+        for table in self._tables:
+            found[_places(table), 0] = table.read(np.arange(length))
+        return found
+
+    def write_rows(self, rows: NDArray[Any]) -> None:
+        """See `runners.Cache`."""
+        count = rows.shape[-2]
+        self.reserve(0, count)
+        for table in self._tables:
+            table.write(np.arange(count), rows[_places(table), 0])
+
+
+def _places(table: _Table) -> list[int]:
+    """Of a pool's keys and values among those of all layers."""
+    return [2 * layer + (part == "value") for layer, part in table.pool.parts]

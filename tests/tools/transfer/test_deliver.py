@@ -1,0 +1,213 @@
+"""`edgellm-transfer`: to a folder, to a device behind fakes, interrupted, refused."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import INTERRUPTED, assert_one_line_error
+from device_fakes import (
+    ALL,
+    CONTENTS,
+    PLACE,
+    deliver_to,
+    make_bundle,
+    run_transfer,
+    terminate_transfer,
+)
+
+from edgellm.contract import EdgeLLMError
+from edgellm.tools.transfer import send
+from edgellm.tools.transfer.deliver import check
+from edgellm.tools.transfer.file_list import load
+from edgellm.tools.transfer.target import connected, parse
+
+
+def _check(bundle: Path, to: str) -> tuple[str, ...]:
+    with connected(parse(to)) as target:
+        return check(load(bundle), target)
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether `other` has all files of `one`, byte by byte."""
+    names = [path.relative_to(one) for path in one.rglob("*") if path.is_file()]
+    return all((other / name).read_bytes() == (one / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize("to", ["there", PLACE])
+def test_everything_and_then_nothing(bundle, device, tmp_path, to):
+    place = tmp_path / "there" if to == "there" else device.home / "models/bundle"
+    to = str(place) if to == "there" else to
+    first = deliver_to(bundle, to)
+    assert first.changed == ALL
+    size = sum((bundle / name).stat().st_size for name in ALL)
+    assert (first.sent.travelled, first.sent.found) == (size, 0)
+    assert _same(bundle, place)
+    assert [path.name for path in place.parent.iterdir() if path.name.startswith(".")] == []
+    assert _check(bundle, to) == ()
+    second = deliver_to(bundle, to)
+    assert (second.changed, second.sent.travelled) == ((), 0)
+    assert not list(tmp_path.rglob("oops"))
+
+
+@pytest.mark.parametrize("to", ["there", PLACE])
+def test_only_what_differs_travels(bundle, device, tmp_path, to):
+    place = tmp_path / "there" if to == "there" else device.home / "models/bundle"
+    to = str(place) if to == "there" else to
+    deliver_to(bundle, to)
+    (place / "notes.txt").write_text("mine")
+    stamps = (place / "model.onnx").stat().st_mtime_ns, (place / "model.onnx").stat().st_ino
+    shutil.rmtree(bundle)
+    make_bundle(bundle, {"model.onnx": b"graph", "model.weights": b"new", "more.bin": b"more"})
+    found = deliver_to(bundle, to)
+    assert found.changed == ("model.weights", "more.bin", "manifest.json")
+    assert _same(bundle, place)
+    assert stamps == (
+        (place / "model.onnx").stat().st_mtime_ns, (place / "model.onnx").stat().st_ino,
+    )  # fmt: skip
+    assert (place / "notes.txt").read_text() == "mine"
+    assert not (place / "sub/it's $(touch oops).txt").exists()  # of the earlier bundle
+
+
+def test_what_rsync_and_ssh_are_told(bundle, device):
+    deliver_to(bundle, PLACE)
+    ((arguments, names),) = device.rsync_calls()
+    assert names == list(ALL)
+    assert {"--ignore-times", "--partial-dir=.partial", "--files-from=-"} <= {*arguments}
+    assert "--copy-dest=../bundle" not in arguments  # there is nothing yet to compare with
+    assert arguments[-2:] == [f"{bundle}/", "robot@device:models/.bundle.transfer/"]
+    assert arguments[arguments.index("-e") + 1].startswith("ssh -o ConnectTimeout=")
+    calls = device.ssh_calls()
+    assert all("BatchMode=yes" in call and "ControlPath=" in call for call in calls)
+    assert all(call.endswith("robot@device sh -s") for call in calls[:-1])
+    assert calls[-1].endswith("-O exit robot@device")
+    make_bundle(bundle, {**CONTENTS, "model.onnx": b"another"})
+    deliver_to(bundle, PLACE)
+    assert "--copy-dest=../bundle" in device.rsync_calls()[1][0]
+
+
+def test_a_broken_connection_goes_on_where_it_was(bundle, device, monkeypatch):
+    """The copy ends in the middle of a file; the device keeps what it had."""
+    place = device.home / "models/bundle"
+    old = make_bundle(bundle.with_name("old"), {"model.onnx": b"old graph"})
+    deliver_to(old, PLACE)
+    monkeypatch.setenv("RSYNC_FAILS", "cut")
+    with pytest.raises(EdgeLLMError, match="code 20") as found:
+        deliver_to(bundle, PLACE)
+    assert "run it again" in found.value.hint
+    assert _check(old, PLACE) == ()
+    assert not (place / "model.weights").exists()
+    monkeypatch.delenv("RSYNC_FAILS")
+    again = deliver_to(bundle, PLACE)
+    assert again.sent.found == len(CONTENTS["model.onnx"]) // 2
+    assert _same(bundle, place)
+    assert _check(old, PLACE) == ("model.onnx", "manifest.json")
+
+
+def test_files_that_arrived_do_not_travel_again(bundle, device):
+    """Of a transfer that ended between two files."""
+    stage = device.home / "models/.bundle.transfer"
+    stage.mkdir(parents=True)
+    shutil.copy(bundle / "model.weights", stage)
+    found = deliver_to(bundle, PLACE)
+    assert "model.weights" not in device.rsync_calls()[0][1]
+    assert "model.weights" in found.changed
+    assert _same(bundle, device.home / "models/bundle")
+
+
+def test_a_move_that_was_cut_short_goes_on(bundle, device):
+    """New files lie beside the old manifest, others still on the stage."""
+    old = make_bundle(bundle.with_name("old"), {"model.onnx": b"old graph"})
+    deliver_to(old, PLACE)
+    place, stage = device.home / "models/bundle", device.home / "models/.bundle.transfer"
+    stage.mkdir()
+    shutil.copy(bundle / "model.weights", place)
+    shutil.copy(bundle / "model.onnx", stage)
+    deliver_to(bundle, PLACE)
+    assert _same(bundle, place)
+
+
+def test_a_local_copy_goes_on_where_it_was(bundle, tmp_path, monkeypatch):
+    weights = CONTENTS["model.weights"]
+    stage = tmp_path / ".there.transfer"
+    partial = stage / ".partial" / "model.weights"
+    partial.parent.mkdir(parents=True)
+    monkeypatch.setattr(send, "_PIECE_BYTES", 1000)
+    for kept, content in (
+        (3000, weights[:3500]),
+        (2000, weights[:2500] + b"x" * 9000),
+        (len(weights), weights + b"more"),
+        (0, b"x"),
+    ):
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        found = deliver_to(bundle, str(tmp_path / "there"))
+        assert found.sent.found == kept
+        assert _same(bundle, tmp_path / "there")
+        shutil.rmtree(tmp_path / "there")
+
+
+def test_an_interrupt_reaches_rsync(bundle, device, monkeypatch):
+    monkeypatch.setenv("RSYNC_FAILS", "hang")
+    assert terminate_transfer(device, 1, bundle, PLACE) == INTERRUPTED
+    assert device.rsync_calls()[-1] == "terminated"
+    assert not (device.home / "models/bundle").exists()
+    monkeypatch.delenv("RSYNC_FAILS")
+    assert deliver_to(bundle, PLACE).sent.found > 0
+
+
+def test_the_check_needs_nothing_but_sha256sum(bundle, device):
+    place = device.home / "models/bundle"
+    assert _check(bundle, PLACE) == ALL
+    shutil.copytree(bundle, place)
+    for name in ("rsync", "df", "mkdir", "mv", "rm", "tail", "cat"):
+        (device.commands / name).unlink()
+    assert _check(bundle, PLACE) == ()
+    (place / "model.weights").write_bytes(b"x" * len(CONTENTS["model.weights"]))
+    (place / "model.onnx").unlink()
+    assert _check(bundle, PLACE) == ("model.onnx", "model.weights")
+    result = run_transfer(bundle, PLACE, "--check")
+    assert_one_line_error(result, "2 of 4 files are missing or differ", "without --check")
+    shutil.copy(bundle / "model.onnx", place)
+    shutil.copy(bundle / "model.weights", place)
+    assert "4 files, all hashes right" in run_transfer(bundle, PLACE, "--check").stdout
+    assert device.rsync_calls() == []
+    (device.commands / "sha256sum").unlink()
+    with pytest.raises(EdgeLLMError, match="robot@device has no sha256sum"):
+        _check(bundle, PLACE)
+
+
+def test_an_engine_takes_its_draft_along(tmp_path):
+    engine, there = tmp_path / "engine", tmp_path / "there"
+    make_bundle(engine, {"decode.onnx": b"base"}, kind="llm_engine")
+    make_bundle(engine / "draft", {"draft.onnx": b"draft"}, kind="draft_engine")
+    names = ("decode.onnx", "draft/draft.onnx", "draft/manifest.json", "manifest.json")
+    assert deliver_to(engine, str(there)).changed == names
+    assert _same(engine, there)
+    make_bundle(engine / "draft", {"draft.onnx": b"new"}, kind="draft_engine")
+    assert deliver_to(engine, str(there)).changed == ("draft/draft.onnx", "draft/manifest.json")
+    assert _same(engine, there)
+
+
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
+def test_rsync_itself(bundle, device, tmp_path):
+    """Bytes that the device has in another version of a file do not travel."""
+    real = str(shutil.which("rsync", path=os.environ["PATH"].partition(os.pathsep)[2]))
+    (tmp_path / "bin/rsync").unlink()
+    (device.commands / "rsync").unlink()
+    (tmp_path / "bin/rsync").symlink_to(real)
+    (device.commands / "rsync").symlink_to(real)
+    weights = bytearray(hashlib.sha256(b"seed").digest() * 40_000)
+    for start in range(0, len(weights), 4096):
+        weights[start : start + 8] = start.to_bytes(8, "little")
+    make_bundle(bundle, {**CONTENTS, "model.weights": bytes(weights)})
+    deliver_to(bundle, PLACE)
+    weights[500_000:500_100] = b"z" * 100
+    make_bundle(bundle, {**CONTENTS, "model.weights": bytes(weights)})
+    found = deliver_to(bundle, PLACE)
+    assert found.changed == ("model.weights", "manifest.json")
+    assert _same(bundle, device.home / "models/bundle")
+    assert found.sent.travelled < len(weights) // 20

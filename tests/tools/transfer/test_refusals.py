@@ -1,0 +1,205 @@
+"""`edgellm-transfer`: what is refused, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import assert_one_line_error
+from device_fakes import (
+    ALL,
+    CONTENTS,
+    PLACE,
+    deliver_to,
+    make_bundle,
+    run_transfer,
+    write_command,
+)
+
+from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError
+from edgellm.tools.transfer.faults import explain
+from edgellm.tools.transfer.target import Target, parse
+
+
+def test_what_arrives_damaged_is_refused(bundle, device, monkeypatch):
+    monkeypatch.setenv("RSYNC_FAILS", "garble")
+    with pytest.raises(BrokenArtifactError, match=r"model\.onnx, .* another sha256"):
+        deliver_to(bundle, PLACE)
+    assert not (device.home / "models/bundle").exists()
+    monkeypatch.delenv("RSYNC_FAILS")
+    assert deliver_to(bundle, PLACE).changed == ALL
+
+
+def test_a_changed_source_is_not_sent(bundle, device):
+    (bundle / "model.weights").write_bytes(b"y" * len(CONTENTS["model.weights"]))
+    with pytest.raises(BrokenArtifactError, match=r"model\.weights was changed"):
+        deliver_to(bundle, PLACE)
+    assert device.rsync_calls() == []
+    assert not (device.home / "models/bundle").exists()
+
+
+def test_files_of_others_are_left_alone(bundle, device):
+    place = device.home / "models/bundle"
+    place.mkdir(parents=True)
+    (place / "model.onnx").write_text("of somebody else")
+    with pytest.raises(EdgeLLMError, match=r"not of an earlier transfer: model\.onnx") as found:
+        deliver_to(bundle, PLACE)
+    assert "another folder" in found.value.hint
+    assert (place / "model.onnx").read_text() == "of somebody else"
+    (place / "model.onnx").unlink()
+    make_bundle(place, {"draft.bin": b"x"}, kind="draft_bundle")
+    with pytest.raises(EdgeLLMError, match=r"not of an earlier transfer: manifest\.json"):
+        deliver_to(bundle, PLACE)
+    assert (place / "draft.bin").exists()
+
+
+def test_a_manifest_of_the_device_cannot_reach_outside(bundle, device):
+    place = device.home / "models/bundle"
+    (device.home / "precious").write_text("x")
+    make_bundle(place, {"old.bin": b"x"})
+    raw = json.loads((place / "manifest.json").read_text())
+    raw["files"]["../../precious"] = raw["files"]["old.bin"]
+    (place / "manifest.json").write_text(json.dumps(raw))
+    with pytest.raises(EdgeLLMError, match="not of an earlier transfer"):
+        deliver_to(bundle, PLACE)
+    assert (device.home / "precious").exists()
+
+
+def test_a_disk_that_is_too_small(bundle, device):
+    (device.commands / "df").unlink()
+    line = "/dev/disk 100 98 2 98% /data"
+    write_command(device.commands / "df", f"#!/bin/sh\necho Filesystem\necho {line}\n")
+    with pytest.raises(LimitError, match=r"models/bundle has 0.0 MB free, .* bytes") as found:
+        deliver_to(bundle, PLACE)
+    assert "free some space" in found.value.hint
+    assert device.rsync_calls() == []
+
+
+@pytest.mark.parametrize(
+    ("errors", "message", "hint"),
+    [
+        ("ssh: Could not resolve hostname device: Name or service not known",
+         "robot@device is not known", "check the name"),
+        ("ssh: connect to host device port 22: No route to host",
+         "robot@device cannot be reached", "the device is on"),
+        ("ssh: connect to host device port 22: Connection refused",
+         "robot@device refuses connections", "start its ssh server"),
+        ("ssh: connect to host device port 22: Connection timed out",
+         "robot@device does not answer", "the device is on"),
+        ("robot@device: Permission denied (publickey,password).",
+         "robot@device refuses the login", "check user and key"),
+        ("Host key verification failed.", "is not the machine that it was", "connect once"),
+        ("something new", "cannot be reached (something new)", "ssh must work"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("device")
+def test_connections_that_fail(bundle, monkeypatch, errors, message, hint):
+    monkeypatch.setenv("SSH_FAILS", errors)
+    with pytest.raises(EdgeLLMError) as found:
+        deliver_to(bundle, PLACE)
+    assert message in str(found.value)
+    assert "\n" not in str(found.value)
+    assert hint in found.value.hint
+
+
+@pytest.mark.parametrize(
+    ("errors", "message", "hint"),
+    [
+        ("rsync: [receiver] write failed on \"x\": No space left on device (28)", "is full",
+         "what has arrived is kept"),
+        ("rsync: [generator] mkdir \"x\" failed: Permission denied (13)", "cannot be written",
+         "your user"),
+        ("rsync error: unexplained error (code 255)", "unexplained error", "run it again"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("device")
+def test_copies_that_fail(bundle, monkeypatch, errors, message, hint):
+    monkeypatch.setenv("RSYNC_FAILS", f"says {errors}")
+    with pytest.raises(EdgeLLMError) as found:
+        deliver_to(bundle, PLACE)
+    assert message in str(found.value)
+    assert hint in found.value.hint
+
+
+@pytest.mark.usefixtures("device")
+def test_places_that_cannot_be_written(bundle, tmp_path):
+    (tmp_path / "file").write_text("x")
+    for to, message in (
+        (f"robot@device:{tmp_path / 'file'}", "is a file"),
+        (str(tmp_path / "file"), "is a file"),
+        ("/proc/there", "/proc/there"),
+        ("robot@device:/proc/there", "robot@device:/proc/there"),
+    ):
+        with pytest.raises(EdgeLLMError, match=message):
+            deliver_to(bundle, to)
+    assert explain(Target("a@b", "c"), 21, "mkdir: 'c': Permission denied").hint
+
+
+@pytest.mark.parametrize("absent", ["ssh", "rsync"])
+@pytest.mark.usefixtures("device")
+def test_tools_that_are_missing_here(bundle, tmp_path, monkeypatch, absent):
+    here = tmp_path / "bin"
+    (here / absent).unlink()
+    monkeypatch.setenv("PATH", str(here))
+    with pytest.raises(EdgeLLMError, match=f"{absent} is not installed here") as found:
+        deliver_to(bundle, PLACE)
+    assert "install it" in found.value.hint
+
+
+def test_an_rsync_that_is_missing_there(bundle, device):
+    (device.commands / "rsync").unlink()
+    with pytest.raises(EdgeLLMError, match="robot@device has no rsync") as found:
+        deliver_to(bundle, PLACE)
+    assert "install it there" in found.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "folder"),
+    [
+        ("robot:models/b", "robot", "models/b"),
+        ("me@robot:/data/b/", "me@robot", "/data/b"),
+        ("me@robot:~/b", "me@robot", "b"),
+        ("[fe80::1]:b", "[fe80::1]", "b"),
+        ("me@[fe80::1]:/b", "me@[fe80::1]", "/b"),
+        ("folder/with:colon", "", "folder/with:colon"),
+        ("/absolute", "", "/absolute"),
+    ],
+)
+def test_targets(text, host, folder):
+    assert parse(text) == Target(host, folder)
+    assert str(parse("me@robot:~/b")) == "me@robot:b"
+
+
+@pytest.mark.parametrize("text", ["robot:", "robot:~", "robot:/", "-oProxyCommand=x:b", "", ".."])
+def test_targets_that_are_none(text):
+    with pytest.raises(EdgeLLMError, match="names no folder of its own"):
+        parse(text)
+
+
+def test_commands_that_are_refused(bundle, tmp_path):
+    for arguments, fragments in (
+        ((tmp_path / "none", "there"), ("no such folder", "edgellm-export")),
+        ((tmp_path, "there"), ("has no readable manifest.json", "edgellm-export")),
+        ((bundle, bundle), ("is the bundle itself", "another folder")),
+        ((bundle, bundle / "inner"), ("is the bundle itself", "another folder")),
+    ):
+        assert_one_line_error(run_transfer(*arguments), *fragments)
+    result = run_transfer(bundle, tmp_path / "there")
+    assert "4 of 4 files new or changed" in result.stdout
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_full_disk_here(bundle, tmp_path):
+    """As a quota would end it; the next run goes on."""
+    import resource
+
+    (bundle / "model.weights").unlink()
+    make_bundle(bundle, {**CONTENTS, "model.weights": bytes(300_000)})
+    limit = (100_000, 100_000)
+    result = run_transfer(
+        bundle, tmp_path / "there",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )  # fmt: skip
+    assert_one_line_error(result, f"File too large in {tmp_path}", "bytes are needed")
+    assert not (tmp_path / "there").exists()
+    assert deliver_to(bundle, str(tmp_path / "there")).changed == ALL
