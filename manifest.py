@@ -247,6 +247,7 @@ class Engine(_OfANetwork):
     hidden_taps: tuple[int, ...] = ()
     max_input_len: int = 0  # tokens of a prompt
     max_kv_cache_capacity: int = 0
+    max_batch_size: int = 1  # sequences of a pass; the cache has room for all rows of as many
     max_verify_tree_size: int = 0  # rows of a token tree, root included; 0: plain decoding only
     max_draft_tree_size: int = 0  # rows that may be drafted in one round
     min_image_tokens: int = 0  # of an image

@@ -128,12 +128,17 @@ def engine(work: Path, name: str, draft: Path, threads: int) -> Path:
     if not folder.exists():
         plan = Plan(1024, 2048, threads, "auto", precision, max_verify_tree_size=TREE_SIZE)
         build_engine("llm", base_bundle(work, stored, draft), folder, plan, "onnxruntime", _silent)
+    plan = Plan(1024, 2048, threads, "auto", max_draft_tree_size=TREE_SIZE)
+    build_engine("draft", draft_bundle(work, draft), folder, plan, "onnxruntime", _silent)
+    return folder
+
+
+def draft_bundle(work: Path, draft: Path) -> Path:
+    """A draft of SmolLM2, exported anew."""
     bundle = work / f"{draft.name}-draft-bundle"
     base = open_checkpoint(str(checkpoint(work, "fp32")), tokenizer=False)
     export_draft(open_draft(str(draft)), base, bundle, DraftOptions("fp32"))
-    plan = Plan(1024, 2048, threads, "auto", max_draft_tree_size=TREE_SIZE)
-    build_engine("draft", bundle, folder, plan, "onnxruntime", _silent)
-    return folder
+    return bundle
 
 
 def _silent(_: str) -> None:

@@ -28,6 +28,10 @@ class Backend(Protocol):
         """What graphs that are compiled so depend on; raises `EdgeLLMError` if it cannot work."""
         ...
 
+    def takes_batches(self, plan: Plan) -> bool:
+        """Whether a pass may serve several sequences; asked for `max_batch_size` above 1."""
+        ...
+
     def estimate(self, source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         """Predict sizes without building; raises `EdgeLLMError` for what it cannot build."""
         ...

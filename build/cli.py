@@ -87,10 +87,6 @@ def llm_build(
             "--eagleBase and --eagleDraft are two builds",
             hint="run llm_build once for each, into the same --engineDir",
         )
-    if max_batch_size > 1:
-        typer.echo(
-            "note: engines run one request at a time; --maxBatchSize is taken as 1", err=True
-        )
     name = choose(backend, device)
     announce(backend, device)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
@@ -107,6 +103,7 @@ def llm_build(
         max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,
         options=options_of(name, flags),
         checks=not no_check,
+        max_batch_size=max_batch_size,
     )
     product = "draft" if eagle_draft else "llm"
     _run(product, onnx_dir, engine_dir, plan, name, dry_run=dry_run)

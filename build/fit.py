@@ -17,7 +17,7 @@ from edgellm.build.machine import (
     read_bandwidth_bytes_per_s,
 )
 from edgellm.build.plan import Estimate, Origin, Plan
-from edgellm.contract import LimitError
+from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.manifest import Bundle
 
 
@@ -83,6 +83,12 @@ def predict(
         EdgeLLMError: no such backend, it cannot work here, or the GPU lacks the precision.
     """
     backend = backends.find(backend_name)
+    if plan.max_batch_size > 1 and not backend.takes_batches(plan):
+        raise EdgeLLMError(
+            f"--maxBatchSize {plan.max_batch_size}: on {backend.LABEL} a pass serves one request "
+            "unless edgellm's kernels compute it",
+            hint="give --backend onnxruntime --kernels edgellm, or leave --maxBatchSize out",
+        )
     origin = backend.origin(plan.options)
     estimate = backend.estimate(source, bundle, plan)
     return Prediction(origin, estimate, tuple(_needs(estimate, engine)))

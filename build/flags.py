@@ -21,7 +21,13 @@ KvCapacity = Annotated[
     ),
 ]
 MaxBatchSize = Annotated[
-    int, typer.Option("--maxBatchSize", min=1, help="Requests at a time; engines run one.")
+    int,
+    typer.Option(
+        "--maxBatchSize",
+        min=1,
+        max=256,
+        help="Requests that share a pass, and that the KV cache has room for; edgellm's kernels.",
+    ),
 ]
 Backend = Annotated[str, typer.Option("--backend", help="auto, onnxruntime or tensorrt.")]
 Device = Annotated[

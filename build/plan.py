@@ -49,6 +49,7 @@ class Plan:
     max_image_tokens_per_image: int = 0
     options: Options = field(default_factory=Options)  # of the backend
     checks: bool = True  # compare lowered graphs with the bundle's
+    max_batch_size: int = 1  # sequences of a pass
 
 
 def most_rows(role: str, plan: Plan) -> int:

@@ -116,6 +116,7 @@ def _base_limits(bundle: Bundle, plan: Plan) -> dict[str, int]:
     return {
         "max_input_len": plan.max_input_len,
         "max_kv_cache_capacity": plan.kv_capacity,
+        "max_batch_size": plan.max_batch_size,
         "max_verify_tree_size": plan.max_verify_tree_size,
     }
 
@@ -142,6 +143,7 @@ def _draft_limits(bundle: Bundle, plan: Plan) -> dict[str, int]:
         return {}
     return {
         "max_kv_cache_capacity": plan.kv_capacity,
+        "max_batch_size": plan.max_batch_size,
         "max_draft_tree_size": plan.max_draft_tree_size,
     }
 

@@ -36,6 +36,8 @@ from edgellm.device_runtime.requests.flags import (
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from edgellm.device_runtime.engine.llm import LLM, Step
     from edgellm.device_runtime.engine.profile import Profile
     from edgellm.device_runtime.requests.outputs import Outputs
@@ -102,7 +104,8 @@ def llm_inference(
     responses = [answered.response for answered in run.answered]
     for response in responses if dump_output else ():
         typer.echo(f"[{response['request_idx']}] {response['output_text']}")
-    raise typer.Exit(1 if _summarize(responses, profile, output_file) else 0)
+    size = options.batch_size
+    raise typer.Exit(1 if _summarize(responses, profile, output_file, size) else 0)
 
 
 def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
@@ -123,13 +126,13 @@ def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
 def _with_flags(
     options: Options, requests: list[Any], length: int | None, batch_size: int | None
 ) -> tuple[Options, list[Any]]:
-    """The file with one length for all requests, unless it is None."""
-    if (batch_size or options.batch_size) > 1:
-        typer.echo("note: requests run one by one, whatever the batch size", err=True)
-    if length is None:
-        return options, requests
+    """The file with one length for all requests, and a batch size, unless they are None."""
     import msgspec
 
+    if batch_size is not None:
+        options = msgspec.structs.replace(options, batch_size=batch_size)
+    if length is None:
+        return options, requests
     name = "max_generate_length"
     own = [
         {key: value for key, value in request.items() if key != name}
@@ -157,14 +160,10 @@ def _answer(
         run_request(llm, options, requests[0], 0, Profile(), lambda *_: None)
     try:
         with _progress(len(requests), done, hidden=stream) as advance:
-            for index in range(done, len(requests)):
-                has_trees = outputs.trees is not None
-                answered = _answer_one(
-                    llm, options, requests[index], index, has_trees=has_trees, stream=stream
-                )
+            for answered in _answer_all(llm, options, requests, run, outputs, stream=stream):
+                _report(len(run.answered), answered.response)
                 run.add(answered)
                 profile.add(answered.profile)
-                _report(index, answered.response)
                 advance()
     except KeyboardInterrupt:
         if run.answered:
@@ -180,26 +179,42 @@ def _answer(
     return profile
 
 
-def _answer_one(
-    llm: LLM, options: Options, raw: Any, index: int, *, has_trees: bool, stream: bool
-) -> Answered:
-    from edgellm.device_runtime.engine.profile import Profile
-    from edgellm.device_runtime.requests.responses import run_request
+def _answer_all(
+    llm: LLM, options: Options, requests: list[Any], run: UnfinishedRun, outputs: Outputs,
+    *, stream: bool,
+) -> Iterator[Answered]:  # fmt: skip
+    """The answers that `run` lacks, in order; `batch_size` of them are computed at a time."""
+    from edgellm.device_runtime.requests.responses import run_requests
     from edgellm.device_runtime.requests.tree_log import TreeLog
     from edgellm.device_runtime.requests.unfinished_run import Answered
 
-    profile, trees = Profile(), TreeLog(llm.tokenizer)
+    raws = list(enumerate(requests))[len(run.answered) :]
+    trees = {index: TreeLog(llm.tokenizer) for index, _ in raws}
+    texts: dict[int, str] = {index: "" for index, _ in raws}  # that were not printed
 
-    def show(_index: int, step: Step) -> None:
-        if has_trees:
-            trees.add(step)
+    def show(index: int, step: Step) -> None:
+        if outputs.trees is not None:
+            trees[index].add(step)
+        texts[index] += step.text
+        if stream and index == next(iter(texts)):
+            _print(texts[index])
+            texts[index] = ""
+
+    size = min(options.batch_size, llm.batch_size)
+    if size < options.batch_size:
+        typer.echo(
+            f"note: the engine answers {size} at a time; build it with --maxBatchSize", err=True
+        )
+    for response, profile in run_requests(llm, options, raws, show, size):
+        index = response["request_idx"]
         if stream:
-            _print(step.text)
-
-    response = run_request(llm, options, raw, index, profile, show)
-    if stream:
-        _print("\n")
-    return Answered(response, profile, trees.rounds)
+            _print(texts[index] + "\n")
+        del texts[index]
+        yield Answered(response, profile, trees.pop(index).rounds)
+        if stream and texts:  # what came of the next meanwhile
+            following = next(iter(texts))
+            _print(texts[following])
+            texts[following] = ""
 
 
 def _report(index: int, response: dict[str, Any]) -> None:
@@ -240,7 +255,9 @@ def _progress(total: int, done: int, *, hidden: bool) -> Any:
     return shown()
 
 
-def _summarize(responses: list[dict[str, Any]], profile: Profile, output: Path) -> int:
+def _summarize(
+    responses: list[dict[str, Any]], profile: Profile, output: Path, batch_size: int
+) -> int:
     failed = sum("error" in response for response in responses)
     counts = f"{len(responses)} responses" + (f", {failed} failed" if failed else "")
     report = profile.as_json()
@@ -250,6 +267,8 @@ def _summarize(responses: list[dict[str, Any]], profile: Profile, output: Path) 
         f"{output}: {counts}; prefill {report['prefill']['tokens_per_second']:.0f} tokens/s, "
         f"generation {rate:.1f} tokens/s"
     )
+    if batch_size > 1:
+        line += f" for each of up to {batch_size} at a time"
     if eagle := report.get("eagle_generation"):
         line += (
             f", acceptance length {eagle['acceptance_length']:.2f} with "

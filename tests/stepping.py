@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from scripted_sessions import recorded
+
 from edgellm.device_runtime.engine.cache_slot import CacheSlot
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
@@ -21,7 +23,7 @@ class FixedSlot(CacheSlot):
     """A slot that begins behind so many rows of a prompt."""
 
     def __init__(self, session, prefill_rows, reused=0) -> None:
-        super().__init__(session, prefill_rows)
+        super().__init__(session if hasattr(session, "use") else recorded(session), prefill_rows)
         self.num_reused = reused
 
     def _reuse(self, sequence) -> int:

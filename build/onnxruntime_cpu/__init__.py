@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from edgellm.build.onnxruntime_cpu.options import CpuOptions as Options
+from edgellm.build.onnxruntime_cpu.options import kernels_of
 from edgellm.build.plan import Compiled, Estimate, Origin, Plan, Report
 from edgellm.build.plan import Options as AnyOptions
 from edgellm.device_runtime.runners import onnxruntime_cpu
+from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction_sets
 from edgellm.manifest import Bundle
 
-__all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin"]
+__all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin", "takes_batches"]
 LABEL = "ONNX Runtime"
 DEVICE = "cpu"
 
@@ -20,6 +22,11 @@ def origin(options: AnyOptions) -> Origin:
     """This version, and the instruction sets that it chooses kernels by; see `Backend`."""
     del options  # origin is the same with all
     return Origin(onnxruntime_cpu.available(), instruction_sets())
+
+
+def takes_batches(plan: Plan) -> bool:
+    """See `Backend.takes_batches`."""
+    return kernels_of(plan) == EDGELLM
 
 
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:

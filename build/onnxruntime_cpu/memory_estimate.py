@@ -54,10 +54,16 @@ def estimate_graphs(
     loaded = 2 * sum(sizes[:-1]) if DECODER in bundle.graphs else sum(sizes)
     return Estimate(
         engine_bytes=sum(sizes),
-        kv_bytes=cache.bytes_per_token * plan.kv_capacity if cache is not None else 0,
+        kv_bytes=cache_bytes(cache, plan.kv_capacity, plan.max_batch_size) if cache else 0,
         peak_build_bytes=RUNTIME_BYTES + loaded + max(sizes[-1], 3 * largest),
         decode_bytes=read,
     )
+
+
+def cache_bytes(cache: KVCacheSpec, capacity: int, num_sequences: int) -> int:
+    """Of the KV caches of some sequences, of whole pages."""
+    rows = cache.pages.rows if cache.pages is not None else 1
+    return cache.bytes_per_token * -(-capacity // rows) * rows * num_sequences
 
 
 def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int]:

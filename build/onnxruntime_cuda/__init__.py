@@ -11,7 +11,7 @@ from edgellm.build.plan import Compiled, Estimate, Options, Origin, Plan, Report
 from edgellm.device_runtime.runners import onnxruntime_cuda
 from edgellm.manifest import Bundle
 
-__all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin"]
+__all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin", "takes_batches"]
 LABEL = "ONNX Runtime"
 DEVICE = "cuda"
 
@@ -20,6 +20,12 @@ def origin(options: Options) -> Origin:
     """This version; graphs depend on no GPU. See `Backend.origin`."""
     del options  # there are none
     return Origin(onnxruntime_cuda.available(), DEVICE)
+
+
+def takes_batches(plan: Plan) -> bool:
+    """See `Backend.takes_batches`."""
+    del plan
+    return False
 
 
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:

@@ -11,7 +11,7 @@ from edgellm.build.tensorrt.target import find_target
 from edgellm.contract import EdgeLLMError
 from edgellm.manifest import Bundle
 
-__all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin"]
+__all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin", "takes_batches"]
 LABEL = "TensorRT"
 DEVICE = "cuda"
 
@@ -30,6 +30,12 @@ def origin(options: plans.Options) -> Origin:
             hint="leave out --timingCache; kernels are chosen when an engine is loaded",
         )
     return target.origin
+
+
+def takes_batches(plan: Plan) -> bool:
+    """See `Backend.takes_batches`."""
+    del plan
+    return False
 
 
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:

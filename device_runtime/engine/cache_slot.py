@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence as Sized
-from typing import Any
 
-from numpy.typing import NDArray
-
-from edgellm.device_runtime.engine.prefix_cache import KeptContexts, RowCache
+from edgellm.device_runtime.engine.prefix_cache import KeptContexts, KeptRows, RowCache
 from edgellm.device_runtime.engine.profile import RESTORE
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.sessions import ImageRows
+from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 
 
 class CacheSlot:
-    """The caches of the base and of its draft, for one sequence at a time."""
-
-    steps_together = False  # sequences that step side by side take a pass each, in turn
-    page_rows = 1  # in which sequences get rows
-    free_rows = sys.maxsize  # that further sequences may have: the host keeps copies
+    """Whose rows are where, in the caches of the base and of its draft."""
 
     def __init__(
         self,
@@ -44,46 +38,89 @@ class CacheSlot:
         self.session, self.prefill_rows = session, prefill_rows
         self._draft_caches, self._no_images = tuple(draft_caches), no_images
         self._reuses_context, self.kept = reuses_context, KeptContexts()
-        self._holder: Sequence | None = None
+        # Rows that a sequence gets at a time
+        self.page_rows = session.page_rows if session.most_parts > 1 else 1
+        self._holder: Sequence | None = None  # whose rows session and draft are about
+        self._begun: list[Sequence] = []  # whose rows are somewhere
 
-    def admit(self, sequence: Sequence) -> None:
-        """Let a sequence have the caches; costs nothing where it has them."""
-        if self._holder is sequence:
-            return
-        self.evict()
-        self.set_images(sequence.prompt)
-        if sequence.rows is None:
-            self._begin(sequence)
-        else:
-            self._swap_in(sequence, sequence.rows)
-        self._holder = sequence
+    @property
+    def steps_together(self) -> bool:
+        """Whether sequences that step side by side share a pass."""
+        return self.session.most_parts > 1
 
-    def evict(self) -> None:
-        """Copy the rows of the sequence that has the caches: others are about to be written."""
-        holder = self._holder
-        if holder is not None and not holder.is_over:
-            if holder.drafter is not None:
-                holder.drafter.swap_out()
-            holder.rows = self.session.read_rows(holder.num_rows)
-        self._holder = None
+    @property
+    def free_rows(self) -> int:
+        """Rows that further sequences may have; any number where the host keeps copies."""
+        if not self.steps_together:
+            return sys.maxsize
+        self._retire()
+        return self.session.free_rows or 0
 
     @property
     def usage(self) -> float:
         """Share of the rows that are in use."""
-        return self.session.num_rows / self.session.capacity
+        session = self.session
+        if not self.steps_together:
+            return session.num_rows / session.capacity
+        return 1 - (session.free_rows or 0) / (session.capacity * session.most_parts)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Turn to the rows of a sequence; costs nothing where sequences share pages."""
+        if self._holder is sequence:
+            return
+        before = self._holder
+        self.evict()
+        if sequence.context is None:
+            self._take_context(sequence, before)
+            self._begin(sequence)
+        else:
+            self.session.use(sequence.context)
+            if sequence.drafter is not None:
+                sequence.drafter.swap_in()
+        self._holder = sequence
+
+    def evict(self) -> None:
+        """The sequence that drafts steps aside: others are about to."""
+        holder = self._holder
+        goes_on = holder is not None and (self.steps_together or not holder.is_over)
+        if holder is not None and holder.drafter is not None and goes_on:
+            holder.drafter.swap_out()
+        self._holder = None
 
     def release(self, sequence: Sequence) -> None:
         """Copy the rows of a sequence, so that others may have them."""
         if self._holder is sequence:
             self.evict()
+        if sequence.context is not None:
+            self.session.save(sequence.context)
 
-    def _swap_in(self, sequence: Sequence, rows: NDArray[Any]) -> None:
-        self.session.write_rows(rows, sequence.keys)
-        if sequence.drafter is not None:
-            sequence.drafter.swap_in()
-        sequence.rows = None
+    def _take_context(self, sequence: Sequence, before: Sequence | None) -> None:
+        """Where its rows go: those of the sequence before may be of use to it."""
+        session = self.session
+        if before is None:
+            sequence.context = session.context
+        elif before.is_over:
+            sequence.context, before.context = before.context, None
+        elif self._reuses_context:
+            sequence.context = session.fork()
+        else:
+            sequence.context = Context()
+        assert sequence.context is not None
+        self._retire()
+        session.use(sequence.context)
+        self._begun.append(sequence)
+
+    def _retire(self) -> None:
+        """Give the rows of answers that are over back, but for those that the next may use."""
+        for sequence in [one for one in self._begun if one.is_over and one is not self._holder]:
+            self._begun.remove(sequence)
+            if sequence.drafter is not None:
+                sequence.drafter.drop()
+            if sequence.context is not None:
+                self.session.close(sequence.context)
 
     def _begin(self, sequence: Sequence) -> None:
+        self.set_images(sequence.prompt)
         if sequence.drafter is not None and self._no_images is not None:
             sequence.drafter.set_images(sequence.prompt.images or self._no_images)
         sequence.reused = sequence.num_rows = self._reuse(sequence)
@@ -96,17 +133,37 @@ class CacheSlot:
             self.session.set_images(prompt.images or self._no_images)
 
     def keep(self, sequence: Sequence, length: int) -> list[str]:
-        """Keep the first `length` rows of a sequence, which has the caches, for later prompts.
+        """Keep the first `length` rows of a sequence that has just stepped for later prompts.
 
         Returns:
             What is to be said to the user.
         """
         if not length:
             return ["nothing was kept: there is no system prompt of its own"]
+        self.admit(sequence)
         caches = self.session, *self._draft_caches
         if not self.kept.keep(sequence.prompt.keys[: length + 1], caches):
             return [f"the system prompt takes more than {self.kept.limit_bytes} bytes: not kept"]
         return []
+
+    @property
+    def num_caches(self) -> int:
+        """The base's, and those of a draft."""
+        return 1 + len(self._draft_caches)
+
+    def contexts(self) -> list[KeptRows]:
+        """What is kept, and the rows of the latest answer; no pass may run meanwhile.
+
+        Beginnings of others are left out.
+        """
+        if self._holder is not None and self._holder.num_rows:
+            keys = self._holder.keys[: self._holder.num_rows + 1]
+            self.kept.keep(keys, (self.session, *self._draft_caches))
+        found = self.kept.all
+        return [
+            one for one in found
+            if not any(other is not one and other.holds(one) for other in found)
+        ]  # fmt: skip
 
     def _reuse(self, sequence: Sequence) -> int:
         """Rows of the prompt that the caches hold or get back; its last is always computed."""

@@ -100,7 +100,7 @@ class LLM:
             no_images=no_images,
             reuses_context=context_reuse,
         )
-        self._turns = Turns(Batch(self._slot, self._bounds(session, max_stall_ms)))
+        self._turns = Turns(Batch(self._slot, self._bounds(self._slot, max_stall_ms)))
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
             from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
@@ -110,7 +110,7 @@ class LLM:
             )
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
 
-    def _bounds(self, session: DecoderSession, most_stall_ms: float) -> Bounds:
+    def _bounds(self, slot: CacheSlot, most_stall_ms: float) -> Bounds:
         """What passes are held to."""
         manifest, tree_rows = self.manifest, 1
         if self._drafters is not None:
@@ -118,9 +118,9 @@ class LLM:
         bounds = Bounds(self.batch_size, manifest.prefill_rows, tree_rows)
         if self.batch_size == 1:
             return bounds
-        pass_ms = (manifest.cost_ms or costs(session, manifest.decoder))[PASS]
+        pass_ms = (manifest.cost_ms or costs(slot.session, manifest.decoder))[PASS]
         return replace(
-            bounds, page_rows=CacheSlot.page_rows, most_stall_ms=most_stall_ms,
+            bounds, page_rows=slot.page_rows, most_stall_ms=most_stall_ms,
             pass_ms=Costs.of(pass_ms).verify,
         )  # fmt: skip
 
@@ -175,6 +175,7 @@ class LLM:
         max_generate_length: int = 256,
         stop: Sized[str] = (),
         speculative: bool = True,
+        priority: int = 0,
         **template_flags: Any,
     ) -> Answer:
         """Start an answer; nothing is computed before it is iterated over.
@@ -187,6 +188,7 @@ class LLM:
             max_generate_length: at most this many tokens.
             stop: strings that end the answer and do not appear in it.
             speculative: False decodes plainly although `spec` was given.
+            priority: where answers wait, smaller goes first.
             template_flags: variables of the chat template, see `Formatter.format`.
 
         Raises:
@@ -207,6 +209,7 @@ class LLM:
             max_generate_length=max_generate_length,
             stop=stop,
             speculative=speculative,
+            priority=priority,
         )
 
     def generate_batch(
@@ -258,6 +261,7 @@ class LLM:
         speculative: bool = True,
         system_prompt: str | None = None,
         shown_tokens: Sized[str] = (),
+        priority: int = 0,
     ) -> Answer:
         """As `generate`, for a formatted text, or its token ids; images are encoded at once.
 
@@ -267,6 +271,7 @@ class LLM:
         self._turns.require_open()
         arguments.require_kind("sampling", sampling, SamplingParams, "a SamplingParams")
         arguments.require_kind("speculative", speculative, bool, "True or False")
+        arguments.require_kind("priority", priority, int, "a whole number")
         stops = StopMatcher(arguments.text_list("stop", stop))
         max_tokens = arguments.require_length("max_generate_length", max_generate_length)
         sampling.require_fit(self.manifest.decoder.vocab_size, max_tokens)
@@ -286,7 +291,7 @@ class LLM:
         if system_prompt is not None:
             ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
             kept = count_common(ids, prompt.token_ids)
-        return Answer(Entry(sequence, kept), self._turns)
+        return Answer(Entry(sequence, kept, priority), self._turns)
 
     def _prompt(
         self,

@@ -59,6 +59,11 @@ class KeptRows:
         """Of all rows."""
         return sum(rows.nbytes for rows in self.rows)
 
+    def holds(self, other: KeptRows) -> bool:
+        """Whether it begins with the rows of another."""
+        own = other.keys[:-1]
+        return len(self.rows) == len(other.rows) and self.keys[: len(own)] == own != self.keys[:-1]
+
     def usable(self, keys: Sequence[RowKey], num_caches: int) -> int:
         """Rows that are those of a prompt, in the first `num_caches`."""
         # A row of the draft holds the token behind it, too.
@@ -90,7 +95,11 @@ class KeptContexts:
             self._kept.move_to_end(name)
             return True
         saved = tuple(cache.read_rows(min(length, cache.held(keys))) for cache in caches)
-        kept = KeptRows(tuple(keys), saved)
+        return self.add(KeptRows(tuple(keys), saved))
+
+    def add(self, kept: KeptRows) -> bool:
+        """Keep rows that somebody read; as `keep`."""
+        name = kept.keys[:-1]
         if kept.num_bytes > self.limit_bytes:
             return False
         self._kept[name] = kept
@@ -99,6 +108,11 @@ class KeptContexts:
         while used > self.limit_bytes:
             used -= self._kept.popitem(last=False)[1].num_bytes
         return True
+
+    @property
+    def all(self) -> list[KeptRows]:
+        """What is kept; the one that was used last is the last."""
+        return list(self._kept.values())
 
     def find(self, keys: Sequence[RowKey], num_caches: int) -> tuple[int, KeptRows | None]:
         """What serves a prompt with these keys best: how many of its rows are usable."""

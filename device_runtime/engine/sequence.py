@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from numpy.typing import NDArray
+from typing import Literal
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.endings import Endings, Taken
@@ -15,6 +13,7 @@ from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions import RowKey
+from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.speculate.accept import Accept, Round, accept_exactly
 from edgellm.device_runtime.speculate.drafter import Drafter
 
@@ -50,7 +49,7 @@ class Sequence:
     num_rows: int = 0  # of the base's cache that are its own
     reused: int = 0  # of these, rows that were there before
     is_over: bool = False  # finished, failed or dropped: its rows are nobody's
-    rows: NDArray[Any] | None = None  # a copy, while others have the cache
+    context: Context | None = None  # its rows in the base's caches
     most_rows: int = ANY_ROWS  # of its next pass: of a prompt's piece, or a tree
     failure: EdgeLLMError | None = None  # that ended it
 

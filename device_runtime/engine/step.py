@@ -1,4 +1,4 @@
-"""One step of answers: a piece of a prompt, a token, or a round of a tree.
+"""One step of answers, side by side: a piece of a prompt, a token, or a round of a tree each.
 
 Invariant between steps: the base's cache holds all tokens of a sequence but the newest, which is
 the row of its next pass or the root of its next tree.
@@ -6,7 +6,10 @@ the row of its next pass or the root of its next tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +26,8 @@ from edgellm.device_runtime.engine.profile import (
 )
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.sampling.sampler import draw
-from edgellm.device_runtime.sessions import F32
-from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
+from edgellm.device_runtime.sessions import F32, I64
+from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, PassResult
 from edgellm.device_runtime.speculate.accept import Accepted, Round, accept_exactly
 from edgellm.device_runtime.speculate.drafter import Drafter, Verified
 from edgellm.device_runtime.speculate.tree import Tree
@@ -32,53 +35,121 @@ from edgellm.device_runtime.speculate.tree import Tree
 _FIRST = np.zeros(1, np.int64)  # the only row; where none is wanted: not every kernel takes none
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What a sequence asks of a pass of the base."""
+
+    sequence: Sequence
+    part: Part | None  # None: a device has run the round already
+    stage: str
+    continues: bool = False  # the stage
+    tree: Tree | None = None  # that is verified
+    verified: Verified | None = None  # by a device
+
+
 def step(slot: CacheSlot, sequences: Iterable[Sequence]) -> list[tuple[Step, ...]]:
     """Advance every sequence, none of which is over, by one pass or round.
+
+    As many as the engine was built for share a pass.
 
     Returns:
         What it added to each answer: nothing while the prompt is read, and text that was held
         back behind the end. A sequence of which the engine computed something that is not a
         number adds nothing and is over, with its `failure`.
     """
-    return [_step(slot, sequence) for sequence in sequences]
+    going, most = list(sequences), slot.session.most_parts
+    found: dict[Sequence, tuple[Step, ...]] = dict.fromkeys(going, ())
+    for at in range(0, len(going), most):
+        turns: list[_Turn] = []
+        for sequence in going[at : at + most]:
+            with _failing(sequence):
+                turns.append(_ask(slot, sequence))
+        found |= _take(slot, turns)
+    return list(found.values())
 
 
-def _step(slot: CacheSlot, sequence: Sequence) -> tuple[Step, ...]:
+@contextmanager
+def _failing(sequence: Sequence) -> Iterator[None]:
+    """What goes wrong ends one answer only."""
     try:
-        return sequence.take(_advance(slot, sequence))
+        yield
     except EdgeLLMError as error:
         sequence.fail(error)
-        return ()
 
 
-def _advance(slot: CacheSlot, sequence: Sequence) -> Round | None:
-    """New tokens of an answer; None while its prompt is read."""
+def _take(slot: CacheSlot, turns: list[_Turn]) -> dict[Sequence, tuple[Step, ...]]:
+    """Run a pass for all, and see what becomes of each."""
+    found: dict[Sequence, tuple[Step, ...]] = {}
+    try:
+        results = _run(slot.session, turns)
+    except EdgeLLMError as error:
+        if len(turns) > 1:  # it may be one's fault alone
+            for turn in turns:
+                found |= _take(slot, [turn])
+        else:
+            turns[0].sequence.fail(error)
+        return found
+    for turn, result in zip(turns, results, strict=True):
+        with _failing(turn.sequence):
+            slot.admit(turn.sequence)
+            found[turn.sequence] = turn.sequence.take(_settle(slot.session, turn, result))
+    return found
+
+
+def _run(session: DecoderSession, turns: list[_Turn]) -> list[PassResult]:
+    """The results of all turns, one pass."""
+    (parts, results) = [turn.part for turn in turns if turn.part is not None], []
+    with ExitStack() as stages:
+        for turn in turns:
+            if turn.part is not None:
+                profile = turn.sequence.profile
+                stages.enter_context(profile.stage(turn.stage, continues=turn.continues))
+        if len(parts) > 1:
+            results = session.run_many(parts)
+        elif parts:
+            (one,) = parts
+            more = {"position_ids": one.position_ids, "tree_mask": one.tree_mask}
+            more = more if one.tree_mask is not None else {}
+            session.use(one.context)
+            results = [session.run(one.token_ids, one.write_index, one.logits_index, **more)]
+    left = iter(results)
+    return [turn.verified.result if turn.verified is not None else next(left) for turn in turns]
+
+
+# ---------------------------------------------------------------------------- before the pass
+def _ask(slot: CacheSlot, sequence: Sequence) -> _Turn:
     slot.admit(sequence)
     if sequence.is_reading:
-        return _read(slot.session, sequence, min(slot.prefill_rows, sequence.most_rows))
-    if sequence.drafter is None:
-        return _decode(slot.session, sequence)
-    return _speculate(slot.session, sequence, sequence.drafter)
+        return _read(sequence, min(slot.prefill_rows, sequence.most_rows))
+    if sequence.drafter is None or sequence.drafter.rests:
+        newest = np.array([sequence.newest])
+        stage = GENERATION if sequence.drafter is None else VERIFY
+        return _Turn(sequence, _part(sequence, newest, _FIRST), stage)
+    return _draft(slot.session, sequence, sequence.drafter)
 
 
-def _read(session: DecoderSession, sequence: Sequence, most_rows: int) -> Round | None:
-    """Write a piece of the prompt; the last gives the answer's first token."""
-    prompt, drafter = sequence.prompt.token_ids, sequence.drafter
-    begin, is_first = sequence.num_rows, sequence.num_rows == sequence.reused
-    with sequence.profile.stage(PREFILL, continues=not is_first):
-        if drafter is not None and is_first:
-            drafter.begin(prompt[: begin + 1])
-            drafter.remember(list(prompt))
-        result, end = read_piece(session, prompt, begin, most_rows)
-        following = prompt[begin + 1 : end + 1]
-        if is_last := end == len(prompt):
-            following = [*following, draw(result, 0, sequence.sampler)]
-        if drafter is not None:
-            if is_last:
-                drafter.remember(following[-1:])
-            drafter.observe(np.asarray(following, np.int64), result.taps)
-    sequence.num_rows = end
-    return Round((following[-1],)) if is_last else None
+def _part(sequence: Sequence, token_ids: I64, logits_index: I64, **more: Any) -> Part:
+    """Rows behind those of a sequence."""
+    assert sequence.context is not None
+    return Part(sequence.context, token_ids, sequence.num_rows, logits_index, **more)
+
+
+def _read(sequence: Sequence, most_rows: int) -> _Turn:
+    """The next piece of the prompt."""
+    prompt, drafter, begin = sequence.prompt.token_ids, sequence.drafter, sequence.num_rows
+    is_first = begin == sequence.reused
+    if drafter is not None and is_first:
+        drafter.begin(prompt[: begin + 1])
+        drafter.remember(list(prompt))
+    piece, row = _piece(prompt, begin, most_rows)
+    return _Turn(sequence, _part(sequence, piece, row), PREFILL, continues=not is_first)
+
+
+def _piece(token_ids: list[int], begin: int, most_rows: int) -> tuple[I64, I64]:
+    """Of a prompt, and which of its rows are wanted: the prompt's last."""
+    piece = np.asarray(token_ids[begin : begin + most_rows], np.int64)
+    is_last = begin + len(piece) == len(token_ids)
+    return piece, np.array([len(piece) - 1]) if is_last else _FIRST
 
 
 def read_piece(
@@ -90,22 +161,12 @@ def read_piece(
         The pass, whose logits [1, V] are those of the prompt's last token, and of no use before
         that; and the rows that are there now.
     """
-    piece = np.asarray(token_ids[begin : begin + most_rows], np.int64)
-    end = begin + len(piece)
-    row = _FIRST if end < len(token_ids) else np.array([len(piece) - 1])
-    return session.run(piece, begin, row), end
+    piece, row = _piece(token_ids, begin, most_rows)
+    return session.run(piece, begin, row), begin + len(piece)
 
 
-def _decode(session: DecoderSession, sequence: Sequence) -> Round:
-    with sequence.profile.stage(GENERATION):
-        result = session.run(np.array([sequence.newest]), sequence.num_rows, _FIRST)
-        token_id = draw(result, 0, sequence.sampler)
-    sequence.num_rows += 1
-    return Round((token_id,))
-
-
-def _speculate(session: DecoderSession, sequence: Sequence, drafter: Drafter) -> Round:
-    """Propose a tree, verify it in one pass of the base, accept a path, commit it."""
+def _draft(session: DecoderSession, sequence: Sequence, drafter: Drafter) -> _Turn:
+    """Propose a tree; a device may run the whole round."""
     profile, length, left = sequence.profile, sequence.num_rows, sequence.left
     if left > 1:
         with profile.stage(DRAFT_EXTEND if len(sequence.token_ids) > 1 else DRAFT_PREFILL):
@@ -117,32 +178,73 @@ def _speculate(session: DecoderSession, sequence: Sequence, drafter: Drafter) ->
         if not drafter.ask_round(session, newest, left - 1, sampler, is_exact=is_exact):
             room = min(session.capacity - length, sequence.most_rows) - 1
             tree = drafter.propose(sequence.newest, room, left - 1)
-    with profile.stage(VERIFY):
-        if tree is None:
+    if tree is None:
+        with profile.stage(VERIFY):
             verified = drafter.finish_round()
-        else:
-            verified = Verified(tree, _verify(session, tree, length))
-        tree, result = verified.tree, verified.result
-    with profile.stage(SETTLE):
-        if len(tree) == 1 and verified.accepted is None:
-            # Whatever accepts draws this token, and its row stands where it belongs.
-            outcome, taps = Accepted([0], draw(result, 0, sampler)), result.taps
-        else:
-            outcome = verified.accepted or sequence.accept(tree, result, sampler)
-            path = np.asarray(outcome.path)
-            session.compact(length, path)
-            taps = result.taps[path]
-        sequence.num_rows += len(outcome.path)
-        token_ids = _commit(drafter, tree, taps, outcome)
-    return Round(token_ids, tree, tuple(outcome.path), tuple(drafter.confidences(tree)))
-
-
-def _verify(session: DecoderSession, tree: Tree, length: int) -> PassResult:
+        return _Turn(sequence, None, VERIFY, tree=verified.tree, verified=verified)
     if len(tree) == 1:
-        return session.run(tree.token_ids, length, _FIRST)
+        return _Turn(sequence, _part(sequence, tree.token_ids, _FIRST), VERIFY, tree=tree)
     depths, mask = tree.layout()
-    rows = np.arange(len(tree))
-    return session.run(tree.token_ids, length, rows, position_ids=length + depths, tree_mask=mask)
+    more = {"position_ids": length + depths, "tree_mask": mask}
+    part = _part(sequence, tree.token_ids, np.arange(len(tree)), **more)
+    return _Turn(sequence, part, VERIFY, tree=tree)
+
+
+# ---------------------------------------------------------------------------- behind the pass
+def _settle(session: DecoderSession, turn: _Turn, result: PassResult) -> Round | None:
+    """New tokens of an answer; None while its prompt is read."""
+    sequence = turn.sequence
+    if turn.tree is not None:
+        with sequence.profile.stage(SETTLE):
+            accepted = None if turn.verified is None else turn.verified.accepted
+            return _accept(session, sequence, turn.tree, result, accepted)
+    with sequence.profile.stage(turn.stage, continues=True):
+        if turn.stage == PREFILL:
+            assert turn.part is not None
+            return _settle_piece(sequence, turn.part.end, result)
+        token_id = draw(result, 0, sequence.sampler)
+        sequence.num_rows += 1
+        if sequence.drafter is None:
+            return Round((token_id,))
+        sequence.drafter.pass_by(token_id, result.taps)
+    return Round((token_id,), Tree.of_root(sequence.newest), (0,), (1.0,))
+
+
+def _settle_piece(sequence: Sequence, end: int, result: PassResult) -> Round | None:
+    """The last piece of a prompt gives the answer's first token."""
+    prompt, drafter = sequence.prompt.token_ids, sequence.drafter
+    following = prompt[sequence.num_rows + 1 : end + 1]
+    if is_last := end == len(prompt):
+        following = [*following, draw(result, 0, sequence.sampler)]
+    if drafter is not None:
+        if is_last:
+            drafter.remember(following[-1:])
+        drafter.observe(np.asarray(following, np.int64), result.taps)
+    sequence.num_rows = end
+    return Round((following[-1],)) if is_last else None
+
+
+def _accept(
+    session: DecoderSession,
+    sequence: Sequence,
+    tree: Tree,
+    result: PassResult,
+    accepted: Accepted | None,
+) -> Round:
+    """Accept a path of a tree, unless a device did, and commit it."""
+    drafter, length = sequence.drafter, sequence.num_rows
+    assert drafter is not None
+    if len(tree) == 1 and accepted is None:
+        # Whatever accepts draws this token, and its row stands where it belongs.
+        outcome, taps = Accepted([0], draw(result, 0, sequence.sampler)), result.taps
+    else:
+        outcome = accepted or sequence.accept(tree, result, sequence.sampler)
+        path = np.asarray(outcome.path)
+        session.compact(length, path)
+        taps = result.taps[path]
+    sequence.num_rows += len(outcome.path)
+    token_ids = _commit(drafter, tree, taps, outcome)
+    return Round(token_ids, tree, tuple(outcome.path), tuple(drafter.confidences(tree)))
 
 
 def _commit(drafter: Drafter, tree: Tree, taps: F32, outcome: Accepted) -> tuple[int, ...]:

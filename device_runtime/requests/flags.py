@@ -23,7 +23,9 @@ ProfileFile = Annotated[
 ]
 BatchSize = Annotated[
     int | None,
-    typer.Option("--batchSize", min=1, help="Ignored: requests run one by one."),
+    typer.Option(
+        "--batchSize", min=1, help="Requests at a time, if the engine was built for so many."
+    ),
 ]
 MaxGenerateLength = Annotated[
     int | None, typer.Option("--maxGenerateLength", min=1, help="Overrides the file.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +88,7 @@ def _message(role: str, items: list[ContentItem]) -> dict[str, Any]:
 def run_request(
     llm: LLM, options: Options, raw: Any, index: int, profile: Profile, on_step: OnStep
 ) -> dict[str, Any]:
-    """Answer one request of a file.
+    """Answer one request of a file; as `run_requests`.
 
     Args:
         llm: the engine.
@@ -96,20 +97,80 @@ def run_request(
         index: its place in the file.
         profile: receives the times.
         on_step: told every step as it comes.
-
-    Returns:
-        A response object; a request that cannot be answered has `error` in it.
     """
-    head: dict[str, Any] = {"request_idx": index, "batch_idx": 0}
-    try:
-        started = start_request(llm, options, raw, index)
-        for step in started.answer:
-            on_step(index, step)
-    except RequestError as error:
-        detail = {"message": str(error)} | ({"hint": error.hint} if error.hint else {})
-        return {"output_text": "", **head, "finish_reason": "error", "error": detail}
-    profile.add(started.answer.profile)
-    return {"output_text": started.answer.text, **head, **_response(started)}
+    ((response, times),) = run_requests(llm, options, [(index, raw)], on_step)
+    profile.add(times)
+    return response
+
+
+def run_requests(
+    llm: LLM,
+    options: Options,
+    raws: Iterable[tuple[int, Any]],
+    on_step: OnStep,
+    batch_size: int = 1,
+) -> Iterator[tuple[dict[str, Any], Profile]]:
+    """Answer requests of a file.
+
+    Args:
+        llm: the engine.
+        options: the file's.
+        raws: their places in the file, and the requests as parsed JSON.
+        on_step: told every step as it comes.
+        batch_size: requests that are answered at a time.
+
+    Yields:
+        In the order of the requests a response object, and its times. A request that cannot be
+        answered has `error` in it.
+    """
+    line: deque[_Place] = deque()
+
+    def answers() -> Iterator[Answer]:
+        for index, raw in raws:
+            place = _Place(index)
+            line.append(place)
+            try:
+                place.started = start_request(llm, options, raw, index)
+            except RequestError as error:
+                place.error = error
+            else:
+                yield place.started.answer
+
+    for answer, steps in llm.together(answers(), batch_size):
+        for place in line:
+            if place.started is not None and place.started.answer is answer:
+                for step in steps:
+                    on_step(place.index, step)
+        while line and line[0].is_complete:
+            yield line.popleft().result()
+    yield from (place.result() for place in line)
+
+
+@dataclass(slots=True)
+class _Place:
+    """Of a request in the works."""
+
+    index: int
+    started: Started | None = None
+    error: RequestError | None = None  # why it is not
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is a result."""
+        return self.started is None or self.started.answer.is_complete
+
+    def result(self) -> tuple[dict[str, Any], Profile]:
+        """The response object, and the times."""
+        head: dict[str, Any] = {"request_idx": self.index, "batch_idx": 0}
+        if self.started is None:
+            error = self.error
+            detail = {"message": str(error)} | (
+                {"hint": error.hint} if error and error.hint else {}
+            )
+            response = {"output_text": "", **head, "finish_reason": "error", "error": detail}
+            return response, Profile()
+        answer = self.started.answer
+        return {"output_text": answer.text, **head, **_response(self.started)}, answer.profile
 
 
 def _format(llm: LLM, options: Options, messages: list[dict[str, Any]]) -> tuple[str, str]:

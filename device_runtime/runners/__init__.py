@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,53 @@ class Runner(Protocol):
 
         Raises:
             LimitError: more than the engine was built for.
+        """
+        ...
+
+
+@runtime_checkable
+class SharedRunner(Runner, Protocol):
+    """One whose passes serve several sequences, which share memory in pages."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Of a pass, at most."""
+        ...
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of a page."""
+        ...
+
+    @property
+    def free_rows(self) -> int:
+        """Rows for which pages are free."""
+        ...
+
+    def new_cache(self) -> Cache:
+        """Of another sequence, without rows."""
+        ...
+
+    def reserve(self, cache: Cache, write_index: int, rows: int) -> None:
+        """Before a pass: pages for its rows; raises `LimitError` where none is free."""
+        ...
+
+    def fork(self, cache: Cache) -> Cache:
+        """Another with the same rows; they are copied when one of the two writes over them."""
+        ...
+
+    def release(self, cache: Cache) -> None:
+        """Give the pages of a cache back."""
+        ...
+
+    def run_many(self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]) -> list[Outputs]:
+        """One pass for several sequences, at most `num_sequences`.
+
+        Args:
+            parts: caches, in which rows are reserved, with inputs as `run` takes them.
+
+        Returns:
+            What `run` would give for each.
         """
         ...
 

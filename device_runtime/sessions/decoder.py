@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from edgellm import contract
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.engine.prefix_cache import count_common, row_keys
 from edgellm.device_runtime.pass_costs import fastest_each_ms, measured_rows
-from edgellm.device_runtime.runners import Outputs, Runner, require_cache
+from edgellm.device_runtime.runners import Outputs, Runner
 from edgellm.device_runtime.runners.rounds import GrowsTrees, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
+from edgellm.device_runtime.sessions.contexts import Context, Contexts
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
 from edgellm.manifest import DecoderSpec, Engine
 from edgellm.roles import DECODER, PASS
@@ -56,8 +58,25 @@ class PassResult:
         return self._outputs[contract.HIDDEN_TAPS][0]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a sequence computes in a pass; see `DecoderSession.run`."""
+
+    context: Context
+    token_ids: I64
+    write_index: int
+    logits_index: I64
+    position_ids: I64 | None = None
+    tree_mask: Bool | None = None
+
+    @property
+    def end(self) -> int:
+        """Rows that are there behind it."""
+        return self.write_index + len(self.token_ids)
+
+
 class DecoderSession:
-    """A loaded decoder with one KV cache of `capacity` rows.
+    """A loaded decoder with KV caches of `capacity` rows for a sequence.
 
     The record of what the rows stand for is cut before rows are overwritten and grows after they
     are written, so that it is true whatever fails in between and whoever runs the passes.
@@ -65,13 +84,48 @@ class DecoderSession:
 
     def __init__(self, runner: Runner, spec: DecoderSpec, capacity: int) -> None:
         self.capacity = capacity
-        self._runner, self._cache = runner, require_cache(runner)
+        self._runner, self._contexts = runner, Contexts(runner)
         self._inputs = PassInputs(runner, spec, capacity)
-        self._image_keys: Mapping[int, RowKey] = {}
-        self._rows: list[RowKey] = []
-        self._written: list[RowKey] = []  # by the last pass
+        self.context = Context()  # whose rows all methods but `run_many` are about
         # Asked before every pass; what it raises leaves the cache as it was.
         self.before_pass: Callable[[], None] | None = None
+
+    @property
+    def most_parts(self) -> int:
+        """Sequences that one pass serves."""
+        return self._contexts.most_together
+
+    @property
+    def free_rows(self) -> int | None:
+        """Rows that further sequences may have; None where all take turns with one cache."""
+        return self._contexts.free_rows
+
+    @property
+    def page_rows(self) -> int:
+        """Rows that a sequence gets at a time."""
+        return self._contexts.page_rows
+
+    def use(self, context: Context) -> None:
+        """Turn to the rows of another sequence."""
+        self._contexts.admit(context)
+        self.context = context
+
+    def cut(self, length: int) -> None:
+        """Rows behind the first `length` need not be kept."""
+        del self.context.keys[length:]
+        self.context.num_rows = min(self.context.num_rows, length)
+
+    def fork(self) -> Context:
+        """Another context with the rows of this one."""
+        return self._contexts.fork(self.context)
+
+    def save(self, context: Context) -> None:
+        """Copy the rows of a context out: others want the memory."""
+        self._contexts.save(context)
+
+    def close(self, context: Context) -> None:
+        """Nobody goes on behind these rows."""
+        self._contexts.close(context)
 
     def run(
         self,
@@ -96,15 +150,39 @@ class DecoderSession:
         Raises:
             LimitError: the rows do not fit into the cache.
         """
+        part = Part(self.context, token_ids, write_index, logits_index, position_ids, tree_mask)
+        return self.run_many([part])[0]
+
+    def run_many(self, parts: Sequence[Part]) -> list[PassResult]:
+        """As `run`, for several sequences, each with a context of its own, in one pass if it can.
+
+        Args:
+            parts: `most_parts` are one pass.
+
+        Raises:
+            LimitError: rows do not fit into the cache; nothing is computed.
+        """
         if self.before_pass is not None:
             self.before_pass()
-        inputs = self._inputs.of(token_ids, write_index, logits_index, position_ids, tree_mask)
-        del self._rows[write_index:]
-        result = PassResult(self._runner.run(inputs), len(token_ids))
-        self._written = row_keys(token_ids.tolist(), self._image_keys)
-        if position_ids is None and tree_mask is None:
-            self._append(write_index, self._written)
-        return result
+        starts = self._inputs.hold([part.context for part in parts])
+        inputs = [
+            self._inputs.of(
+                part.context, part.token_ids, part.write_index, part.logits_index,
+                part.position_ids, part.tree_mask, first_image=start,
+            )
+            for part, start in zip(parts, starts, strict=True)
+        ]  # fmt: skip
+        for part in parts:
+            del part.context.keys[part.write_index :]
+        self._contexts.reserve([(p.context, p.write_index, len(p.token_ids)) for p in parts])
+        pairs = zip(parts, inputs, strict=True)
+        found = self._contexts.run([(part.context, given) for part, given in pairs])
+        for part in parts:
+            _record(part)
+        return [
+            PassResult(outputs, len(part.token_ids))
+            for part, outputs in zip(parts, found, strict=True)
+        ]
 
     def begin_round(self, length: int, nodes: int) -> tuple[int, int]:
         """A device is about to run a tree of `nodes` nodes behind `length` rows.
@@ -117,13 +195,16 @@ class DecoderSession:
         """
         if self.before_pass is not None:
             self.before_pass()
-        start = self._inputs.start(length, nodes)
-        del self._rows[length:]
+        self._inputs.hold([self.context])
+        start = self._inputs.start(self.context, length, nodes)
+        del self.context.keys[length:]
+        self._contexts.reserve([(self.context, length, nodes)])
         return start
 
     def end_round(self, token_ids: I64, outputs: Outputs) -> PassResult:
         """It did, with these tokens; as `run` with a mask, before `compact`."""
-        self._written = row_keys(token_ids.tolist(), self._image_keys)
+        self.context.written = row_keys(token_ids.tolist(), _image_keys(self.context))
+        self.context.num_rows += len(token_ids)
         return PassResult(outputs, len(token_ids))
 
     def open_rounds(self, draft: Runner, growth: Growth) -> Rounds | None:
@@ -133,8 +214,7 @@ class DecoderSession:
 
     def set_images(self, images: ImageRows) -> None:
         """Say what image rows of the next prompt stand for; holds until it is said again."""
-        self._image_keys = images.keys
-        self._inputs.set_images(images)
+        self.context.images = images
 
     def compact(self, length: int, rows: I64) -> None:
         """Compact the cache: the rows `length + rows` become `length`, `length + 1`, ...
@@ -143,32 +223,49 @@ class DecoderSession:
             length: rows before, which stay.
             rows: int64, ascending; the accepted rows of the last pass.
         """
-        del self._rows[length:]
-        self._cache.compact(length, rows)
-        self._append(length, [self._written[row] for row in rows.tolist()])
+        context = self.context
+        del context.keys[length:]
+        self._contexts.admit(context).compact(length, rows)
+        context.num_rows = length + len(rows)
+        _append(context, length, [context.written[row] for row in rows.tolist()])
 
     def read_rows(self, length: int) -> NDArray[Any]:
         """See `runners.Cache`."""
-        return self._cache.read_rows(length)
+        return self._contexts.admit(self.context).read_rows(length)
 
     def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey] = ()) -> None:
         """See `prefix_cache.RowCache`."""
-        self._rows = []
-        self._cache.write_rows(rows)
-        self._rows = list(keys[: rows.shape[-2]])
+        self.context.keys, count = [], rows.shape[-2]
+        self._contexts.reserve([(self.context, 0, count)])
+        self._contexts.admit(self.context).write_rows(rows)
+        self.context.keys, self.context.num_rows = list(keys[:count]), count
 
     @property
     def num_rows(self) -> int:
         """Rows that are known."""
-        return len(self._rows)
+        return len(self.context.keys)
 
     def held(self, keys: Sequence[RowKey]) -> int:
         """See `prefix_cache.RowCache`."""
-        return count_common(self._rows, keys)
+        return count_common(self.context.keys, keys)
 
-    def _append(self, length: int, keys: list[RowKey]) -> None:
-        if len(self._rows) == length:  # not behind rows that nobody knows
-            self._rows += keys
+
+def _record(part: Part) -> None:
+    """What a pass has written."""
+    context = part.context
+    context.num_rows = part.end
+    context.written = row_keys(part.token_ids.tolist(), _image_keys(context))
+    if part.position_ids is None and part.tree_mask is None:
+        _append(context, part.write_index, context.written)
+
+
+def _append(context: Context, length: int, keys: list[RowKey]) -> None:
+    if len(context.keys) == length:  # not behind rows that nobody knows
+        context.keys += keys
+
+
+def _image_keys(context: Context) -> Mapping[int, RowKey]:
+    return {} if context.images is None else context.images.keys
 
 
 def open_decoder(folder: Path, engine: Engine) -> DecoderSession:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_each_ms, measured_rows
-from edgellm.device_runtime.runners import Outputs, Runner, require_cache
+from edgellm.device_runtime.runners import Outputs, Runner
 from edgellm.device_runtime.runners.rounds import Asked, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows
+from edgellm.device_runtime.sessions.contexts import Context, Contexts
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
 from edgellm.manifest import DecoderSpec, DraftSpec, Engine
@@ -44,8 +45,22 @@ class DraftSession:
     ) -> None:
         """Without `fuse` the features are the hidden rows."""
         self.capacity = capacity
-        self._runner, self._fuse, self._cache = runner, fuse, require_cache(runner)
+        self._runner, self._fuse, self._contexts = runner, fuse, Contexts(runner)
         self._inputs = PassInputs(runner, spec, capacity)
+        self.context = Context()  # whose rows they are
+
+    def use(self, context: Context) -> None:
+        """See `DecoderSession.use`."""
+        self._contexts.admit(context)
+        self.context = context
+
+    def fork(self) -> Context:
+        """See `DecoderSession.fork`."""
+        return self._contexts.fork(self.context)
+
+    def close(self, context: Context) -> None:
+        """See `DecoderSession.close`."""
+        self._contexts.close(context)
 
     def fuse(self, taps: F32) -> F32:
         """Features of the base [S, T*H] as the draft's hidden rows [S, D]."""
@@ -79,17 +94,30 @@ class DraftSession:
         Raises:
             LimitError: the rows do not fit into the cache, or the engine gives fewer candidates.
         """
-        inputs = self._inputs.of(token_ids, write_index, output_rows, position_ids, tree_mask)
+        context, kept = self.context, self.context.num_rows
+        self._inputs.hold([context])
+        inputs = self._inputs.of(
+            context, token_ids, write_index, output_rows, position_ids, tree_mask
+        )
         inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = hidden[None], np.array([top_k])
-        return _result(self._runner.run(inputs))
+        self._contexts.reserve([(context, write_index, len(token_ids))])
+        (found,) = self._contexts.run([(context, inputs)])
+        # Rows of a tree are never kept.
+        is_tree = tree_mask is not None
+        context.num_rows = min(kept, write_index) if is_tree else write_index + len(token_ids)
+        return _result(found)
 
     def ask(
         self, token_ids: I64, hidden: F32, write_index: int, output_rows: I64, *, top_k: int
     ) -> Callable[[], DraftResult]:
         """As `run`, but a device need not be waited for before the result is called for."""
         assert isinstance(self._runner, Asked)
-        inputs = self._inputs.of(token_ids, write_index, output_rows, None, None)
+        context = self.context
+        self._inputs.hold([context])
+        inputs = self._inputs.of(context, token_ids, write_index, output_rows, None, None)
         inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = hidden[None], np.array([top_k])
+        self._contexts.reserve([(context, write_index, len(token_ids))])
+        context.num_rows = write_index + len(token_ids)
         return partial(_result, self._runner.ask(inputs))
 
     def open_rounds(self, base: DecoderSession, growth: Growth) -> Rounds | None:
@@ -98,19 +126,22 @@ class DraftSession:
 
     def start(self, row: int, rows: int) -> tuple[int, int]:
         """See `PassInputs.start`."""
-        return self._inputs.start(row, rows)
+        self._inputs.hold([self.context])
+        return self._inputs.start(self.context, row, rows)
 
     def set_images(self, images: ImageRows) -> None:
         """See `DecoderSession.set_images`."""
-        self._inputs.set_images(images)
+        self.context.images = images
 
     def read_rows(self, length: int) -> NDArray[Any]:
         """See `runners.Cache`."""
-        return self._cache.read_rows(length)
+        return self._contexts.admit(self.context).read_rows(length)
 
     def write_rows(self, rows: NDArray[Any]) -> None:
         """See `runners.Cache`."""
-        self._cache.write_rows(rows)
+        self._contexts.reserve([(self.context, 0, rows.shape[-2])])
+        self._contexts.admit(self.context).write_rows(rows)
+        self.context.num_rows = rows.shape[-2]
 
 
 def _result(found: Outputs) -> DraftResult:

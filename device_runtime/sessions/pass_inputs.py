@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.sessions import I64, Bool, ImageRows, require_room
+from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.manifest import DecoderSpec
 
 
@@ -16,37 +19,66 @@ class PassInputs:
 
     def __init__(self, runner: Runner, spec: DecoderSpec, capacity: int) -> None:
         self._runner, self._capacity = runner, capacity
-        self._axes, self._images = spec.position_axes, spec.images
-        self._known: I64 | None = None  # positions of a prompt's rows
+        self._axes, self._images, self._vocab_size = (
+            spec.position_axes,
+            spec.images,
+            spec.vocab_size,
+        )
+        self._none: ImageRows | None = None
         if self._images is not None:
-            self.set_images(ImageRows.none(spec.hidden_size, self._images.num_deepstack))
+            self._none = ImageRows.none(spec.hidden_size, self._images.num_deepstack)
+        self._held: list[ImageRows] = []  # of the pass before
+        self._starts: list[int] = []  # where the images of each sequence begin
 
-    def set_images(self, images: ImageRows) -> None:
-        """The images of the next prompt."""
-        self._known = images.positions
-        if self._images is None:
-            return
-        held = {contract.IMAGE_EMBEDS: images.embeds}
+    def hold(self, contexts: Sequence[Context]) -> list[int]:
+        """Hold the images of the sequences of a pass; where the rows of each begin among them."""
+        if self._none is None or self._images is None:
+            return [0] * len(contexts)
+        shown = [context.images or self._none for context in contexts]
+        if [id(one) for one in shown] == [id(one) for one in self._held]:
+            return self._starts
+        counts = [0 if one is self._none else len(one.embeds) for one in shown]
+        some = [one for one in shown if one is not self._none] or [self._none]
+        held = {contract.IMAGE_EMBEDS: np.concatenate([one.embeds for one in some])}
         if self._images.num_deepstack:
-            held[contract.DEEPSTACK_EMBEDS] = images.deepstack
+            levels = [one.deepstack for one in some]
+            held[contract.DEEPSTACK_EMBEDS] = np.concatenate(levels, axis=1)
         self._runner.hold(held)
+        self._held, self._starts = shown, np.cumsum([0, *counts[:-1]]).tolist()
+        return self._starts
 
     def of(
         self,
+        context: Context,
         token_ids: I64,
         write_index: int,
         output_rows: I64,
         position_ids: I64 | None,
         tree_mask: Bool | None,
+        *,
+        first_image: int = 0,
     ) -> dict[str, NDArray]:
-        """By contract name; raises `LimitError` if the rows do not fit into the cache."""
+        """By contract name; raises `LimitError` if the rows do not fit into the cache.
+
+        Args:
+            context: whose rows they are.
+            token_ids: see `DecoderSession.run`, as the others.
+            write_index: rows before.
+            output_rows: that are wanted.
+            position_ids: None counts on.
+            tree_mask: None is causal.
+            first_image: where the context's images begin, see `hold`.
+        """
         rows = len(token_ids)
+        if first_image:
+            is_image = token_ids >= self._vocab_size
+            token_ids = np.where(is_image, token_ids + first_image, token_ids)
         require_room(self._capacity, write_index, rows)
         if position_ids is None:
             position_ids = np.arange(write_index, write_index + rows)
         inputs = {
             contract.INPUT_IDS: token_ids[None],
-            contract.POSITION_IDS: self._positions(position_ids),
+            contract.POSITION_IDS: self._positions(context, position_ids),
             contract.WRITE_INDEX: np.array([write_index]),
             contract.LOGITS_INDEX: output_rows,
         }
@@ -54,22 +86,23 @@ class PassInputs:
             inputs[contract.TREE_MASK] = tree_mask
         return inputs
 
-    def start(self, row: int, rows: int) -> tuple[int, int]:
+    def start(self, context: Context, row: int, rows: int) -> tuple[int, int]:
         """Where `rows` rows go behind a prompt, and the first one's position, the same on all axes.
 
         Raises:
             LimitError: they do not fit into the cache.
         """
         require_room(self._capacity, row, rows)
-        return row, int(self._positions(np.array([row])).flat[0])
+        return row, int(self._positions(context, np.array([row])).flat[0])
 
-    def _positions(self, rows: I64) -> I64:
+    def _positions(self, context: Context, rows: I64) -> I64:
         """[A, S], for A axes, of rows counted as in text."""
         if self._axes == 1:
             return rows[None]
-        if self._known is None:
+        places = None if context.images is None else context.images.positions
+        if places is None:
             return np.broadcast_to(rows, (self._axes, len(rows)))
-        prompt = self._known.shape[1]
-        known = self._known[:, np.minimum(rows, prompt - 1)]
-        behind = rows + (self._known.max() + 1 - prompt)
+        prompt = places.shape[1]
+        known = places[:, np.minimum(rows, prompt - 1)]
+        behind = rows + (places.max() + 1 - prompt)
         return np.where(rows < prompt, known, behind)

@@ -56,7 +56,10 @@ def test_kebab_case_and_batch_size(command, tiny_bundle, tmp_path):
     lengths = ("--max-input-len", 16, "--maxKVCacheCapacity", 32, "--maxBatchSize", 4)
     result = command("llm_build", *arguments, *lengths)
     assert result.returncode == 0, result.stderr
-    assert "one request at a time" in result.stderr
+    assert load_engine(tmp_path / "engine", LLM_ENGINE).max_batch_size == 4
+    for flags in (("--kernels", "onnxruntime"), ("--backend", "onnxruntime", "--device", "cuda")):
+        refused = command("llm_build", *arguments, *lengths, *flags, "--dry-run")
+        assert_one_line_error(refused, "a pass serves one request", "--kernels edgellm")
 
 
 def test_dry_run_builds_nothing(command, tiny_bundle, tmp_path):

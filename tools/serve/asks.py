@@ -24,6 +24,7 @@ class Ask:
     images: tuple[Source, ...] = ()  # paths or data: URIs, films, as the messages have placeholders
     template_flags: Mapping[str, Any] = field(default_factory=dict)
     shown_tokens: tuple[str, ...] = ()  # special tokens that are to be read in the answer
+    priority: int = 0  # smaller goes first
 
 
 def load(
@@ -61,4 +62,5 @@ def start(llm: LLM, ask: Ask) -> Answer:
         max_generate_length=ask.max_tokens or llm.manifest.max_kv_cache_capacity,
         stop=ask.stop,
         shown_tokens=ask.shown_tokens,
+        priority=ask.priority,
     )

@@ -37,6 +37,7 @@ from edgellm.tools.serve.flags import (
     Port,
     QueueSize,
     RequestTimeout,
+    SlotSavePath,
     TotalTimeout,
 )
 
@@ -72,12 +73,13 @@ def edgellm_serve(
     image_hosts: ImageHosts = None,
     allow_origins: AllowOrigins = None,
     context_reuse: ContextReuse = True,
+    slot_save_path: SlotSavePath = None,
     allow_special_tokens: AllowSpecialTokens = False,
     verify: Verify = None,
 ) -> None:
     """Answer OpenAI's and Triton's requests over HTTP."""
     how = spec_flags.read()
-    from edgellm.tools.serve import settings, sites
+    from edgellm.tools.serve import kept_contexts, settings, sites
 
     keys = settings.read_keys(api_key_file) if api_key_file is not None else frozenset()
     settings.require_safe(host, has_keys=bool(keys), allow_no_key=allow_no_key)
@@ -93,6 +95,10 @@ def edgellm_serve(
     )  # fmt: skip
     from edgellm.tools.serve import asks, server
 
+    contexts = None
+    if slot_save_path is not None:
+        engines = (engine_dir, multimodal_engine_dir, how and how.draft_engine_dir)
+        contexts = kept_contexts.prepared(slot_save_path, *engines, reuses=context_reuse)
     # What stands in the way is told before the engine is loaded.
     listener = server.listen(host, port)
     figures = None
@@ -106,7 +112,8 @@ def edgellm_serve(
         context_reuse=context_reuse, allow_special_tokens=allow_special_tokens, verify=verify,
         max_stall_ms=max_stall,
     )  # fmt: skip
-    _run(llm, wanted, (listener, figures), grpc_port, host, drain_timeout)
+    with kept_contexts.outlasting(contexts, llm):
+        _run(llm, wanted, (listener, figures), grpc_port, host, drain_timeout)
 
 
 def _run(

@@ -47,7 +47,8 @@ class Call:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         deadline = request.scope.get("arrived", self._loop.time()) + total_timeout_s
-        self._worker, self._job = worker, Job(tuple(asks), self._post, deadline)
+        priority = min((ask.priority for ask in asks), default=0)
+        self._worker, self._job = worker, Job(tuple(asks), self._post, deadline, priority)
         worker.submit(self._job)
         self._left = len(asks)
         self._timer = self._loop.call_at(deadline, self._fail, _too_late())

@@ -33,7 +33,8 @@ def asks_of(body: CompletionRequest) -> list[Ask]:
     sampling = body.sampling(body.logprobs, body.form())
     most = body.max_tokens or DEFAULT_TOKENS
     prompts = (p if isinstance(p, str) else tuple(p) for p in body.prompts())
-    return [Ask(prompt, sampling, most, body.stops()) for prompt in prompts]
+    priority = body.priority or 0
+    return [Ask(prompt, sampling, most, body.stops(), priority=priority) for prompt in prompts]
 
 
 class CompletionWriter:

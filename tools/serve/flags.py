@@ -27,6 +27,10 @@ AllowNoKey = Annotated[
 ModelName = Annotated[
     str | None, typer.Option("--modelName", help="Name in requests; the folder's without it.")
 ]
+SlotSavePath = Annotated[
+    Path | None,
+    typer.Option("--slotSavePath", help="Folder whose contexts outlast the server; made if new."),
+]
 QueueSize = Annotated[
     int, typer.Option("--queueSize", min=1, help="Requests that may wait; then 429.")
 ]

@@ -71,7 +71,8 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
         }
         loaded = [LoadedGraph(load_graph(folder / g.path, **options), g.max_rows) for g in graphs]
         kv = engine.cache_of(role)
-        opened[role] = open_runner(loaded, kv, engine.max_kv_cache_capacity)
+        capacity = engine.max_kv_cache_capacity
+        opened[role] = open_runner(loaded, kv, capacity, engine.max_batch_size)
     return opened
 
 

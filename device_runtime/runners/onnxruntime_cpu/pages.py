@@ -22,6 +22,7 @@ class Pages:
     def __init__(self, kv: KVCacheSpec, capacity: int, num_sequences: int = 1) -> None:
         """Room for so many sequences of `capacity` rows."""
         assert kv.pages is not None
+        self.num_sequences = num_sequences
         self.table_pages = -(-capacity // kv.pages.rows)
         layers: dict[int, list[int]] = {}
         for layer, window in enumerate(kv.pages.windows):
@@ -33,6 +34,11 @@ class Pages:
     def new_cache(self) -> PagedCache:
         """Of a sequence; without rows it takes no memory."""
         return PagedCache([_Table(pool) for pool in self._pools], self._num_layers)
+
+    @property
+    def free_rows(self) -> int:
+        """Rows for which pages are free."""
+        return min(pool.free_rows for pool in self._pools)
 
     def bind(self, binding: ort.IOBinding) -> None:
         """All pages as inputs, and in the same place as outputs."""
@@ -60,6 +66,10 @@ class _Pool:
             binding.bind_ortvalue_input(contract.past_name(layer, part), value)
             binding.bind_ortvalue_output(contract.present_name(layer, part), value)
 
+    @property
+    def free_rows(self) -> int:
+        return len(self._free) * self.page_rows
+
     def take(self) -> int:
         if not self._free:
             raise LimitError(
@@ -78,6 +88,10 @@ class _Pool:
         self.pages[:, copy] = self.pages[:, page]
         self._uses[page] -= 1
         return copy
+
+    def share(self, page: int) -> int:
+        self._uses[page] += 1
+        return page
 
     def give_back(self, page: int) -> None:
         self._uses[page] -= 1
@@ -103,6 +117,12 @@ class _Table:
         while len(self.pages) < count:
             self.pages.append(self.pool.take())
 
+    def fork(self) -> _Table:
+        """Another with the same pages."""
+        new = _Table(self.pool)
+        new.pages = [self.pool.share(page) for page in self.pages]
+        return new
+
     def read(self, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Some rows, [2 * layers, num_kv_heads, n, head_dim]."""
         return self.pool.pages[self._places(rows)].transpose(1, 2, 0, 3)
@@ -126,6 +146,15 @@ class PagedCache:
         """Before a pass that writes `rows` rows; raises `LimitError` where no page is free."""
         for table in self._tables:
             table.reserve(write_index, write_index + rows)
+
+    def fork(self) -> PagedCache:
+        """Another with the same rows, in the same pages until one of them writes there."""
+        return PagedCache([table.fork() for table in self._tables], self._num_layers)
+
+    def release(self) -> None:
+        """Give all pages back."""
+        for table in self._tables:
+            table.reserve(0, 0)
 
     def list_pages(self) -> dict[str, list[int]]:
         """By the names of page tables."""

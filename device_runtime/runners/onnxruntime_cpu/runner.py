@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs
 from edgellm.device_runtime.runners.onnxruntime_cpu.cache import HostCache
-from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PagedCache, Pages
+from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PAGE_ROWS, PagedCache, Pages
 from edgellm.device_runtime.runners.onnxruntime_cpu.parts import NOT_ROWS, joined, share
 from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT_ROWS, Held, dtype_of
 from edgellm.manifest import KVCacheSpec
@@ -113,25 +113,50 @@ class PagedRunner(OnnxRuntimeRunner):
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
         """See `runners.Runner`: of the sequence whose rows are in `cache`."""
-        return self._together([(self._own, inputs)])
+        self._own.reserve(int(inputs[contract.WRITE_INDEX][0]), inputs[contract.INPUT_IDS].shape[1])
+        return self._run(joined([(self._own, inputs)], self._pages.table_pages))
+
+    @property
+    def num_sequences(self) -> int:
+        """See `runners.SharedRunner`."""
+        return self._pages.num_sequences
+
+    @property
+    def page_rows(self) -> int:
+        """See `runners.SharedRunner`."""
+        return PAGE_ROWS
+
+    @property
+    def free_rows(self) -> int:
+        """See `runners.SharedRunner`."""
+        return self._pages.free_rows
 
     def new_cache(self) -> PagedCache:
         """See `runners.SharedRunner`."""
         return self._pages.new_cache()
 
-    def run_many(
-        self, parts: Sequence[tuple[PagedCache, Mapping[str, NDArray[Any]]]]
-    ) -> Sequence[Outputs]:
+    def reserve(self, cache: Cache, write_index: int, rows: int) -> None:
         """See `runners.SharedRunner`."""
-        found = self._together(parts)
+        _paged(cache).reserve(write_index, rows)
+
+    def fork(self, cache: Cache) -> PagedCache:
+        """See `runners.SharedRunner`."""
+        return _paged(cache).fork()
+
+    def release(self, cache: Cache) -> None:
+        """See `runners.SharedRunner`."""
+        _paged(cache).release()
+
+    def run_many(self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]) -> list[Outputs]:
+        """See `runners.SharedRunner`."""
+        paged = [(_paged(cache), inputs) for cache, inputs in parts]
+        found = self._run(joined(paged, self._pages.table_pages))
         return [found] if len(parts) == 1 else share(found, [inputs for _, inputs in parts])
 
-    def _together(
-        self, parts: Sequence[tuple[PagedCache, Mapping[str, NDArray[Any]]]]
-    ) -> FetchedOutputs:
-        for cache, inputs in parts:
-            cache.reserve(int(inputs[contract.WRITE_INDEX][0]), inputs[contract.INPUT_IDS].shape[1])
-        return self._run(joined(parts, self._pages.table_pages))
+
+def _paged(cache: Cache) -> PagedCache:
+    assert isinstance(cache, PagedCache)
+    return cache
 
 
 def _check_positions(inputs: Mapping[str, NDArray[Any]]) -> None:

@@ -8,13 +8,12 @@ text that begins as the one before goes on behind the rows that they share.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgellm.contract import BrokenArtifactError
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
+from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import DecoderSession, costs, open_decoder
 from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
@@ -45,7 +44,7 @@ def open(order: Order) -> Opened:
     if (images := manifest.decoder.images) is not None:
         session.set_images(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
     drafting = (manifest.cost_ms or costs(session, manifest.decoder))[PASS]
-    prices = Costs.of(order.pass_costs(), drafting, drafting)
+    prices = Costs.of(order.pass_costs(), drafting, drafting, order.host_ms)
 
     def start(learned: Learned) -> ModelDrafter:
         return ModelDrafter(
@@ -112,16 +111,25 @@ class ModelDrafter(TreeDrafter):
         self._text: list[int] = []
         self._length = 0  # rows of the cache that hold the text
         self._grown = _NONE  # pool nodes of the rows behind
-        self._saved: NDArray[Any] | None = None  # rows, while another answer has the cache
+        self._saved: Context | None = None  # its rows, while another answer drafts
 
     def swap_out(self) -> None:
         """See `Drafter.swap_out`."""
-        self._saved = self._session.read_rows(self._length) if self._length else None
+        self._session.cut(self._length)
+        self._saved = self._session.context
+        self._session.use(self._session.fork())
 
     def swap_in(self) -> None:
         """See `Drafter.swap_in`."""
+        assert self._saved is not None
+        self._session.close(self._session.context)
+        self._session.use(self._saved)
+        self._saved = None
+
+    def drop(self) -> None:
+        """See `Drafter.drop`."""
         if self._saved is not None:
-            self._session.write_rows(self._saved, self._text)
+            self._session.close(self._saved)
         self._saved = None
 
     def remember(self, token_ids: list[int]) -> None:
@@ -144,10 +152,7 @@ class ModelDrafter(TreeDrafter):
             result = self._session.run(piece, self._length, np.array([len(piece) - 1]))
             self._length += len(piece)
             self._root = self._candidates(result.logits)
-        if len(waiting) <= self._limits.round_rows:  # not a prompt or a pause
-            self._spent_ms += price(self._costs.extend, len(waiting))
-        else:
-            self._controller.look_away()  # it does not tell what rounds take
+        self._book_reading(len(waiting), self._costs.extend)
 
     def _candidates(self, logits: F32) -> tuple[I64, F64]:
         """The likeliest tokens of rows [R, V] and their log-probabilities, both [R, K]."""

@@ -10,7 +10,7 @@ from scripted_sessions import StrictBase, StrictDraft, guesser, half_right
 from stepping import by_cost, learned_of
 
 from edgellm.device_runtime.speculate.acceptance_rates import Calibration
-from edgellm.device_runtime.speculate.costs import Costs, price
+from edgellm.device_runtime.speculate.costs import ALONE, Company, Costs, price
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import Learned
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
@@ -180,6 +180,43 @@ def test_the_price_decides_where_the_tree_is_cut():
     assert policy.select(pool, 10).tolist() == (np.flatnonzero(chances > 0.2) + 1).tolist()
     assert policy.select(pool, 2).tolist() == [1, 2]
     assert policy.select(pool, 0).tolist() == []
+
+
+def test_a_share_of_a_pass_by_hand():
+    """Four answers: all pay a quarter of the pass of four rows; further rows are paid for whole."""
+    verify = np.array([10.0, 10, 11, 12, 13, 14, 15, 16, 17])
+    assert Company(4, 3).share(verify)[1:6].tolist() == [13 / 4, 13 / 4 + 1, 21 / 4, 25 / 4, 29 / 4]
+    assert Company(2, 9).share(verify)[1:3].tolist() == [19 / 2, 19 / 2 + 1]  # nobody measured it
+    assert ALONE.share(verify) is verify
+
+
+def test_trees_shrink_in_company_down_to_none():
+    costs = Costs.of({"1": 20, "2": 20.5, "64": 51.5}, {"1": 0.1, "64": 0.2}, {"1": 0.1})
+    sizes = []
+    for answers in (1, 2, 4, 8, 16, 32):
+        learned = by_cost(TreeLimits(), costs)
+        learned.controller.company = Company(answers, answers - 1)
+        pool = pool_of([0.9, 0.7, 0.5, 0.34, 0.12, 0.05, 0.03, 0.01], learned.policy)
+        sizes.append(len(learned.policy.select(pool, 50)))
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 5
+    learned.controller.company = Company(60, 300)
+    assert len(learned.policy.select(pool_of([0.5, 0.3], learned.policy), 50)) == 0
+
+
+def test_a_company_has_a_pace_of_its_own():
+    """What loses beside fifteen others does not stop drafting alone."""
+    costs = Costs.of({"1": 10, "64": 73}, {"1": 0, "64": 0}, {"1": 0})
+    controller = by_cost(TreeLimits(), costs).controller
+    controller.company = Company(16, 15)
+    for _ in range(100):
+        controller.end_round(1, 0.0, 8, networked=True)
+    assert controller.is_pausing
+    rate = controller.rate
+    assert rate == pytest.approx(16 / 25)  # of all together, a token each
+    controller.company = ALONE
+    assert not controller.is_pausing
+    assert controller.rate < rate
 
 
 def test_no_tree_has_more_rows_than_were_measured():

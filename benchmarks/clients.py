@@ -1,0 +1,275 @@
+"""Many clients at a time: tokens/s, and how long each waits for its first token and the next.
+
+    python benchmarks/clients.py --peers PYTHON        # SmolLM2 in int8 and int4, 1 to 16 clients
+
+So many clients ask one after the other, without a pause, for so many seconds. edgellm answers
+through `edgellm-serve`, streaming, plainly and with `--spec auto`. The peers answer in a process of
+their own, without a server before them: onnxruntime-genai's Engine, which batches (INT4), and
+llama.cpp's Python binding, whose one context is taken in turns (Q4_0 and Q8_0), as its server does.
+All get the same prompts and greedy decoding, and take turns; a token is one that the client saw.
+The first answer of each client is not counted. PYTHON has the peers of requirements.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+COUNTS = (1, 2, 4, 8, 16)
+MOST = COUNTS[-1]
+TOPICS = ("the sea", "a bicycle", "bread", "the moon", "a robot", "rain", "chess", "a library")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One answer as its client saw it, in seconds of one clock."""
+
+    asked: float
+    times: list[float]  # of events with text, which have several tokens when they were drafted
+    tokens: int
+
+
+def figures(answers: list[Seen], clients: int) -> dict[str, float]:
+    """Tokens/s while all clients were busy; percentiles of waiting, in milliseconds."""
+    if len(answers) <= 2 * clients:
+        raise SystemExit(f"{len(answers)} answers of {clients} clients: give more --seconds")
+    begin = max(one.times[-1] for one in answers[:clients])
+    end = min(one.times[-1] for one in answers[-clients:])
+    tokens = sum(
+        one.tokens / len(one.times) for one in answers for time_s in one.times
+        if begin < time_s <= end
+    )  # fmt: skip
+    counted = answers[clients:]
+    first = sorted(one.times[0] - one.asked for one in counted)
+    gaps = sorted(b - a for one in counted for a, b in itertools.pairwise(one.times))
+    found = {"tokens/s": tokens / (end - begin)}
+    for name, waits in (("first", first), ("next", gaps)):
+        for share in (50, 99):
+            place = min(len(waits) * share // 100, len(waits) - 1)
+            found[f"{name} p{share}"] = waits[place] * 1e3
+    return found
+
+
+def prompts() -> Iterator[str]:
+    """Never the same twice: no row of one serves another but those of the template."""
+    for number in itertools.count(2):
+        topic = TOPICS[number % len(TOPICS)]
+        yield f"{number}. Explain to a child what is interesting about {topic}, in {number} words."
+
+
+# ------------------------------------------------------------------------------- edgellm
+async def _ask(port: int, text: str, tokens: int) -> Seen:
+    body = {
+        "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": tokens,
+        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    content = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    asked, times, count = time.monotonic(), [], 0
+    writer.write(head.encode() + content)
+    while line := await reader.readline():
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        if any(choice["delta"].get("content") for choice in event["choices"]):
+            times.append(time.monotonic())
+        count = (event.get("usage") or {}).get("completion_tokens", count)
+    writer.close()
+    if not times or not count:
+        raise RuntimeError("an answer without text")
+    return Seen(asked, times, count)
+
+
+async def ask_server(port: int, clients: int, tokens: int, seconds: float) -> list[Seen]:
+    """So many clients of a server."""
+    answers: list[Seen] = []
+    texts, end = prompts(), time.monotonic() + seconds
+
+    async def client() -> None:
+        while time.monotonic() < end:
+            answers.append(await _ask(port, next(texts), tokens))
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return answers
+
+
+# --------------------------------------------------------------------------------- peers
+def _chat(text: str) -> str:
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def run_genai(path: str, clients: int, tokens: int, seconds: float, threads: int) -> list[Seen]:
+    """onnxruntime-genai's Engine, with as many requests as there are clients."""
+    import numpy as np
+    import onnxruntime_genai as og
+
+    config = og.Config(path)
+    settings = {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}
+    settings["engine"] = {"static_batching": {"max_batch_size": MOST}}
+    config.overlay(json.dumps(settings))
+    model = og.Model(config)
+    tokenizer, engine, texts = og.Tokenizer(model), og.Engine(model), prompts()
+    buffer = engine.create_event_buffer(4 * MOST)
+    going, answers = [], []
+
+    def begin() -> None:
+        request = engine.create_request()
+        options = og.TurnOptions(request)
+        options.set_max_generated_tokens(tokens)
+        options.set_min_generated_tokens(tokens)
+        options.set_do_sample(False)
+        going.append((request, time.monotonic(), []))
+        request.begin_turn(np.array(tokenizer.encode(_chat(next(texts))), np.int32), options)
+
+    end = time.monotonic() + seconds
+    while going or time.monotonic() < end:
+        while len(going) < clients and time.monotonic() < end:
+            begin()
+        for event in engine.run(buffer):
+            entry = next(one for one in going if one[0] == event.request)
+            flags = og.EngineEventFlags
+            if int(event.flags) & int(flags.TOKEN):
+                entry[2].append(time.monotonic())
+            if int(event.flags) & int(flags.TURN_FINISHED):
+                answers.append(Seen(entry[1], entry[2], len(entry[2])))
+                going.remove(entry)
+                entry[0].close()
+    return answers
+
+
+def run_llama(path: str, clients: int, tokens: int, seconds: float, threads: int) -> list[Seen]:
+    """llama.cpp's one context, for clients in line."""
+    from llama_cpp import Llama
+
+    llama = Llama(path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
+    answers: list[Seen] = []
+    texts, begin = prompts(), time.monotonic()
+    line = deque([begin] * clients)
+    while line:
+        asked = line.popleft()
+        llama.reset()
+        ids = llama.tokenize(_chat(next(texts)).encode(), special=True)
+        generated = llama.generate(ids, temp=0.0, repeat_penalty=1.0)
+        times = [time.monotonic() for _ in itertools.islice(generated, tokens)]
+        answers.append(Seen(asked, times, len(times)))
+        if time.monotonic() < begin + seconds:
+            line.append(time.monotonic())
+    return answers
+
+
+RUNNERS = {"genai": run_genai, "llama": run_llama}
+
+
+# ------------------------------------------------------------------------------ together
+def _engine(work: Path, precision: str, threads: int) -> Path:
+    """SmolLM2 for `MOST` at a time, with the draft of examples/, built if it is not there yet."""
+    import methods
+
+    folder = work / f"clients-{precision}-{threads}"
+    if not folder.exists():
+        checkpoint, quantize = methods.ENGINES[precision]
+        bundle = methods.base_bundle(work, checkpoint, methods.EAGLE3)
+        draft = methods.draft_bundle(work, methods.EAGLE3)
+        common = ("--maxInputLen", 512, "--maxKVCacheCapacity", 1024, "--threads", threads)
+        common += ("--maxBatchSize", MOST, "--engineDir", folder)
+        _llm_build(
+            bundle, *common, "--quantize", quantize, "--eagleBase", "--maxVerifyTreeSize", 64
+        )
+        _llm_build(draft, *common, "--eagleDraft", "--maxDraftTreeSize", 64)
+    return folder
+
+
+def _llm_build(bundle: Path, *flags: object) -> None:
+    command = [Path(sys.executable).with_name("llm_build"), "--onnxDir", bundle, *flags]
+    subprocess.run([*map(str, command)], check=True, stdout=subprocess.DEVNULL)
+
+
+def _measure(way: str, path: Path, clients: int, given: argparse.Namespace) -> dict[str, float]:
+    """One way with so many clients."""
+    import serve
+
+    if not way.startswith("edgellm"):
+        name = "llama" if "llama" in way else "genai"
+        command = [given.peers, __file__, "--run", name, path, "--clients", clients]
+        command += [
+            "--tokens",
+            given.tokens,
+            "--seconds",
+            given.seconds,
+            "--threads",
+            given.threads,
+        ]
+        reply = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
+        return json.loads(reply.stdout.splitlines()[-1])
+    flags = ("--spec", "auto") if "auto" in way else ()
+    with serve.serving(path, *flags) as (port, _):
+        answers = asyncio.run(ask_server(port, clients, given.tokens, given.seconds))
+    return figures(answers, clients)
+
+
+def _ways(given: argparse.Namespace) -> dict[str, Path]:
+    from edgellm.scripts import smollm2
+
+    ways: dict[str, Path] = {}
+    for precision in given.precisions.split(","):
+        engine = _engine(given.work, precision, given.threads)
+        ways |= {f"edgellm {precision}": engine, f"edgellm {precision} --spec auto": engine}
+    if given.peers:
+        import weights
+
+        for kind in ("Q8_0", "Q4_0"):
+            path = weights.gguf(smollm2.fetch(), given.work, kind, given.peers)
+            ways[f"llama.cpp {kind}"] = path
+        folder = given.work / "genai"
+        ways["onnxruntime-genai int4"] = weights.genai(given.work / "fp32", folder, given.peers)
+    return ways
+
+
+def main() -> None:
+    """Print a line for each way and number of clients, as they are measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", nargs=2, metavar=("PEER", "PATH"), help=argparse.SUPPRESS)
+    parser.add_argument("--peers", help="a python with the peers' packages; edgellm alone without")
+    parser.add_argument("--clients", default=",".join(map(str, COUNTS)))
+    parser.add_argument("--precisions", default="int8,int4")
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--work", type=Path)
+    given = parser.parse_args()
+    counts = [int(count) for count in given.clients.split(",")]
+    if given.run:
+        runner, path = given.run
+        (count,) = counts
+        answers = RUNNERS[runner](path, count, given.tokens, given.seconds, given.threads)
+        print(json.dumps(figures(answers, count)))
+        return
+    from edgellm.scripts import smollm2
+
+    given.work = given.work or smollm2.cache_folder() / "benchmarks"
+    ways, alone = _ways(given), dict[str, float]()
+    print(f"{'':28}clients  tokens/s  x one   first p50    p99   next p50    p99 (ms)")
+    for count, (way, path) in itertools.product(counts, ways.items()):
+        found = _measure(way, path, count, given)
+        alone.setdefault(way, found["tokens/s"])
+        print(
+            f"{way:28}{count:7}{found['tokens/s']:10.1f}{found['tokens/s'] / alone[way]:7.2f}"
+            f"{found['first p50']:12.0f}{found['first p99']:7.0f}"
+            f"{found['next p50']:11.1f}{found['next p99']:7.1f}", flush=True,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The rows of several sequences in the caches of one network.
+
+On a runner whose sequences share pages, each has a cache of its own, and to turn from one to
+another costs nothing. On any other all take turns with the one cache: the rows of the one before
+are copied out. They are, too, where no page is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.contract import LimitError
+from edgellm.device_runtime.runners import Cache, Outputs, Runner, SharedRunner, require_cache
+from edgellm.device_runtime.sessions import ImageRows, RowKey
+
+
+class Context:
+    """The rows of one sequence, and what they stand for."""
+
+    def __init__(self) -> None:
+        self.keys: list[RowKey] = []  # of the rows from the first on that are known
+        self.written: list[RowKey] = []  # by the last pass
+        self.num_rows = 0  # that are to be kept
+        self.images: ImageRows | None = None  # of the prompt
+        self.cache: Cache | None = None  # that holds the rows
+        self.saved: NDArray[Any] | None = None  # a copy of them, while nothing does
+
+
+class Contexts:
+    """Those of a session, and which of them have caches."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._only = runner, require_cache(runner)
+        self._shared = runner if isinstance(runner, SharedRunner) else None
+        self._is_begun = False
+        self._resident: list[Context] = []  # with caches; the least recently used first
+
+    @property
+    def most_together(self) -> int:
+        """Sequences of a pass."""
+        return self._shared.num_sequences if self._shared is not None else 1
+
+    @property
+    def page_rows(self) -> int:
+        """Rows that a sequence gets at a time."""
+        return self._shared.page_rows if self._shared is not None else 1
+
+    @property
+    def free_rows(self) -> int | None:
+        """Rows for which pages are free; None where there are no pages."""
+        return self._shared.free_rows if self._shared is not None else None
+
+    def admit(self, context: Context) -> Cache:
+        """Its cache, with its rows."""
+        return self._bring_in(context, [context])
+
+    def reserve(self, parts: Sequence[tuple[Context, int, int]]) -> None:
+        """Before a pass: make room for rows of several contexts.
+
+        Args:
+            parts: contexts, rows of each that stay, and new rows behind them.
+
+        Raises:
+            LimitError: all others copied out, the pages do not suffice.
+        """
+        staying = [context for context, _, _ in parts]
+        for context, begin, rows in parts:
+            cache = self._bring_in(context, staying)
+            if self._shared is not None:
+                reserve = partial(self._shared.reserve, cache, begin, rows)
+                self._with_room(reserve, staying)
+            context.num_rows = begin
+
+    def run(self, parts: Sequence[tuple[Context, dict[str, NDArray[Any]]]]) -> list[Outputs]:
+        """A pass for all of them, or one for each; what it gives is to be read before the next."""
+        if self._shared is None and len(parts) == 1:
+            return [self._runner.run(parts[0][1])]
+        if self._shared is not None:
+            return self._shared.run_many([(self.admit(one), given) for one, given in parts])
+        found: list[Outputs] = []
+        for context, inputs in parts:
+            self.admit(context)
+            outputs = self._runner.run(inputs)
+            found.append({name: np.array(outputs[name]) for name in outputs})
+            context.num_rows += inputs[contract.INPUT_IDS].shape[1]
+        return found
+
+    def fork(self, context: Context) -> Context:
+        """Another with the same rows, which both may go on from."""
+        new = Context()
+        new.keys, new.num_rows = list(context.keys), context.num_rows
+        if self._shared is not None and context.cache is not None:
+            new.cache = self._shared.fork(context.cache)
+            self._resident.append(new)
+        elif context.cache is not None:
+            self._evict(context)
+            new.cache = self._only
+            self._resident.append(new)
+        else:
+            new.saved = context.saved
+        return new
+
+    def close(self, context: Context) -> None:
+        """Give its rows up."""
+        if context in self._resident:
+            self._resident.remove(context)
+            if self._shared is not None and context.cache is not None:
+                self._shared.release(context.cache)
+        context.cache = context.saved = None
+        context.keys, context.num_rows = [], 0
+
+    def save(self, context: Context) -> None:
+        """Copy its rows out, so that others may have their memory."""
+        if context in self._resident:
+            self._evict(context)
+
+    def _bring_in(self, context: Context, staying: Sequence[Context]) -> Cache:
+        if context.cache is not None:
+            self._resident.remove(context)
+            self._resident.append(context)
+            return context.cache
+        if self._shared is None:
+            for other in list(self._resident):
+                self._evict(other)
+        cache = context.cache = self._new_cache()
+        self._resident.append(context)
+        if (rows := context.saved) is not None:
+            self._with_room(lambda: cache.write_rows(rows), [*staying, context])
+            context.saved = None
+        return cache
+
+    def _new_cache(self) -> Cache:
+        if self._shared is None or not self._is_begun:
+            self._is_begun = True  # passes before the session's have left rows in the first
+            return self._only
+        return self._shared.new_cache()
+
+    def _with_room(self, action: Callable[[], None], staying: Sequence[Context]) -> None:
+        """Copy others out until pages suffice."""
+        try:
+            return action()
+        except LimitError:
+            others = [one for one in self._resident if one not in staying]
+            if self._shared is None or not others:
+                raise
+            self._evict(others[0])
+        return self._with_room(action, staying)
+
+    def _evict(self, context: Context) -> None:
+        assert context.cache is not None
+        if context.num_rows:
+            context.saved = context.cache.read_rows(context.num_rows)
+        self._resident.remove(context)
+        if self._shared is not None:
+            self._shared.release(context.cache)
+        context.cache = None

@@ -1,0 +1,47 @@
+"""`batch_size` of a request file: several requests at a time, as if one came after the other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from edgellm.device_runtime import LLM, SpecOptions
+from edgellm.device_runtime.cli import _answer_all
+from edgellm.device_runtime.requests.request_file import Options
+
+WAYS = {"plain": {}, "eagle": {"spec": SpecOptions(tree="fixed"), "context_reuse": True}}
+REQUESTS = [
+    {
+        "messages": [{"role": "user", "content": f"w{20 + at} w30"}],
+        "seed": at, "max_generate_length": tokens, "save_system_prompt_kv_cache": at == 3,
+    }
+    for at, tokens in enumerate((12, 2, 7, 9, 12, 5))
+]  # fmt: skip
+REQUESTS[2] = {"messages": []}
+
+
+def _answers(llm, options, has_trees, capsys):
+    outputs, run = SimpleNamespace(trees=has_trees or None), SimpleNamespace(answered=[])
+    for answered in _answer_all(llm, options, REQUESTS, run, outputs, stream=True):
+        run.answered.append(answered)
+        answered.response.pop("timings", None)
+    return [(one.response, one.rounds) for one in run.answered], capsys.readouterr()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_order_stream_and_trees(eagle_pair, way, monkeypatch, capsys):
+    options, llm = Options(top_p=1.0, top_k=0), LLM(eagle_pair.engine, **WAYS[way])
+    expected = _answers(llm, options, way == "eagle", capsys)
+    monkeypatch.setattr(LLM, "batch_size", 3)
+    shared, sizes = LLM(eagle_pair.engine, **WAYS[way]), []
+    shared.on_pass(lambda answers, _: sizes.append(answers))
+    together = Options(top_p=1.0, top_k=0, batch_size=3)
+    assert _answers(shared, together, way == "eagle", capsys) == expected
+    assert max(sizes) == 3
+    assert [response["request_idx"] for response, _ in expected[0]] == list(range(6))
+
+
+def test_more_than_the_engine_takes_is_said(tiny_engine, capsys):
+    _, said = _answers(LLM(tiny_engine), Options(batch_size=4), False, capsys)
+    assert said.err == "note: the engine answers 1 at a time; build it with --maxBatchSize\n"

@@ -1,0 +1,162 @@
+"""Several sequences in one pass of an engine: every row has the bits that it has alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from conftest import make_checkpoint
+
+from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
+from edgellm.build.plan import Plan
+from edgellm.contract import LimitError
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.sessions.contexts import Context
+from edgellm.device_runtime.sessions.decoder import Part, open_decoder
+from edgellm.export import models
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
+from edgellm.manifest import LLM_ENGINE, load_engine
+
+CAPACITY, MOST = 160, 4
+PLAN = Plan(
+    128, CAPACITY, 2, max_verify_tree_size=12, max_batch_size=MOST, options=CpuOptions("edgellm")
+)
+KINDS = {"fp32": ("llama", "none"), "int8": ("qwen3", "int8"), "window": ("mistral", "int4")}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(request, tmp_path_factory):
+    kind, quantize = KINDS[request.param]
+    folder = tmp_path_factory.mktemp("batch")
+    sizes = {**models.find(kind).TINY, "max_position_embeddings": 256}
+    checkpoint = make_checkpoint(folder / "checkpoint", **sizes)
+    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions("fp32"))
+    plan = dataclasses.replace(PLAN, quantize=quantize)
+    build_engine("llm", folder / "bundle", folder / "engine", plan, "onnxruntime", lambda _: None)
+    return folder / "engine"
+
+
+def open_session(engine):
+    return open_decoder(engine, load_engine(engine, LLM_ENGINE))
+
+
+class Scripted:
+    """A sequence of pieces, tokens and trees, and the logits of every row that stayed."""
+
+    def __init__(self, seed):
+        self.rng, self.context, self.length = np.random.default_rng(seed), Context(), 0
+        self.seen = []
+
+    def part(self):
+        """What it asks for next."""
+        rng, most = self.rng, CAPACITY - self.length
+        kind = rng.choice(["piece", "token", "token", "tree"])
+        size = {"piece": rng.integers(2, 40), "token": 1, "tree": rng.integers(2, 13)}[kind]
+        size = int(min(size, most))
+        ids = rng.integers(9, 96, size)
+        self.path = np.arange(size)
+        if kind != "tree":
+            return Part(self.context, ids, self.length, np.arange(size))
+        mask = np.eye(size, dtype=np.bool_)
+        for node in range(1, size):
+            mask[node] |= mask[int(rng.integers(node))]
+        self.path = np.flatnonzero(mask[int(rng.integers(size))])
+        positions = self.length + mask.sum(1) - 1
+        return Part(self.context, ids, self.length, np.arange(size), positions, mask)
+
+    def take(self, session, part, result):
+        self.seen.append(result.logits.tobytes())
+        if part.tree_mask is not None:
+            session.use(self.context)
+            session.compact(self.length, self.path)
+        self.length += len(self.path)
+
+    @property
+    def is_over(self):
+        return self.length >= CAPACITY - 1
+
+
+def test_any_schedule_gives_every_sequence_its_bits(engine):
+    session, single = open_session(engine), open_session(engine)
+    rng = np.random.default_rng(2)
+    for trial in range(12):
+        going = [Scripted(100 * trial + at) for at in range(int(rng.integers(2, 7)))]
+        everyone = list(going)
+        while going:  # more sequences than share a pass, or than the pages can hold
+            some = list(rng.permutation(going))[: int(rng.integers(1, MOST + 1))]
+            parts = [one.part() for one in some]
+            for one, part, result in zip(some, parts, session.run_many(parts), strict=True):
+                one.take(session, part, result)
+            going = [one for one in going if not one.is_over]
+        for at, one in enumerate(everyone):
+            alone = Scripted(100 * trial + at)
+            while not alone.is_over:
+                part = alone.part()
+                (result,) = single.run_many([part])
+                alone.take(single, part, result)
+            assert alone.seen == one.seen
+            single.close(alone.context)
+            session.close(one.context)
+    assert session.free_rows == MOST * -(-CAPACITY // 64) * 64
+
+
+def test_forks_share_rows_until_one_of_them_writes(engine):
+    session = open_session(engine)
+    ids = np.arange(100) % 80 + 10
+    session.run(ids, 0, np.array([99]))
+    free, first = session.free_rows, session.context
+    second = session.fork()
+    assert session.free_rows == free
+    expected = [
+        session.run(np.array([token]), 100, np.array([0])).logits.copy() for token in (7, 8)
+    ]
+    session.use(second)
+    assert session.held(ids.tolist()) == 100
+    found = session.run(np.array([8]), 100, np.array([0])).logits.copy()
+    assert session.free_rows == free - 64  # one page of two is shared
+    assert found.tobytes() == expected[1].tobytes()
+    session.use(first)
+    again = session.run(np.array([7]), 100, np.array([0])).logits
+    assert again.tobytes() == expected[0].tobytes()
+    session.close(second)
+    assert session.free_rows == free
+    session.save(first)
+    assert session.free_rows == free + 128
+    session.use(first)
+    again = session.run(np.array([7]), 100, np.array([0])).logits
+    assert again.tobytes() == expected[0].tobytes()
+
+
+def test_rows_beyond_the_capacity_compute_nothing(engine):
+    session = open_session(engine)
+    one, other = Context(), Context()
+    session.run_many([Part(one, np.arange(5), 0, np.array([4]))])
+    beyond = Part(other, np.arange(120), 100, np.array([4]))
+    with pytest.raises(LimitError, match="exceed the KV capacity"):
+        session.run_many([Part(one, np.arange(5), 5, np.array([4])), beyond])
+    assert (one.keys, other.keys) == ([0, 1, 2, 3, 4], [])
+
+
+SPECS = {"plain": None, "text": SpecOptions(network=None, lookups=("ngram",), tree="fixed")}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_answers_side_by_side(engine, spec):
+    llm = LLM(engine, spec=SPECS[spec])
+    prompts = [f"w{20 + at} w21 w22 w23 w{40 - at} w21 w22" for at in range(6)]
+    kinds = [SamplingParams(temperature=0), SamplingParams(1.0, 1.0, 0, 7)]
+    asks = [(prompt, kinds[at % 2]) for at, prompt in enumerate(prompts)]
+    ask = {"max_generate_length": 24, "speculative": False}
+    expected = [llm.generate(prompt, sampling=kind, **ask) for prompt, kind in asks]
+    for answer in expected:
+        list(answer)
+    passes, run = [], llm.session.run_many
+    llm.session.run_many = lambda parts: passes.append(len(parts)) or run(parts)
+    found = llm.generate_batch(
+        [prompt for prompt, _ in asks], sampling=[kind for _, kind in asks], max_generate_length=24
+    )
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert max(passes) == MOST
