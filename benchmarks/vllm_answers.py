@@ -1,7 +1,8 @@
 """Greedy answers of one library of the venv of hand_over.py, in a process of its own.
 
-`python vllm_answers.py JOB RESULT` reads JSON {"library", "model", "draft", "drafted", "prompts"
-(token ids), "tokens"} and writes {"answers": [token ids], "rounds", "accepted", "versions"}.
+`python vllm_answers.py JOB RESULT` reads JSON {"library", "model", "dtype", "draft", "drafted",
+"prompts" (token ids), "tokens"} and writes {"answers": [token ids], "rounds", "accepted",
+"versions"}.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _ROUNDS, _ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accept
 
 
 def vllm(job: dict[str, Any]) -> dict[str, Any]:
-    """float32; one request at a time, so that rounds are those of a single answer."""
+    """One request at a time, so that rounds are those of a single answer."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
@@ -31,7 +32,7 @@ def vllm(job: dict[str, Any]) -> dict[str, Any]:
         }
     }
     llm = LLM(
-        job["model"], dtype="float32", max_model_len=1024, enforce_eager=True, max_num_seqs=1,
+        job["model"], dtype=job["dtype"], max_model_len=1024, enforce_eager=True, max_num_seqs=1,
         disable_log_stats=False, **(chain if job["draft"] else {}),
     )  # fmt: skip
     sampling = SamplingParams(temperature=0.0, max_tokens=job["tokens"])
@@ -51,11 +52,12 @@ def vllm(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def transformers(job: dict[str, Any]) -> dict[str, Any]:
-    """float32; the package compressed-tensors decodes weights and rounds inputs."""
+    """The package compressed-tensors decodes weights and rounds inputs."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
+    dtype = getattr(torch, job["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype).eval()
     answers = []
     for ids in job["prompts"]:
         rows = torch.tensor([ids])

@@ -11,7 +11,11 @@ from edgellm.export.checkpoint import Checkpoint, Safetensors, TensorSource
 from edgellm.export.tokenizer_files import read_tokenizer
 from edgellm.strict_json import parse
 
-PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json"
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 _TOKENS = "tokenizer_config.json"
 _WHOLE = "model.safetensors", "pytorch_model.bin"  # safetensors win over torch's own format
 _ADAPTER = "adapter_config.json"  # of PEFT

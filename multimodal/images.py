@@ -46,7 +46,7 @@ def open_image(source: str, folder: Path) -> Image.Image:
         RequestError: nothing there, not a readable still picture, or too large; the limit of
             `MAX_PIXELS` is checked before the pixels are decoded.
     """
-    name, data = _read(source, folder)
+    name, data = read_source(source, folder)
     if not data:
         raise RequestError(f"{name} is empty", hint="write the picture again")
     with warnings.catch_warnings():
@@ -66,8 +66,8 @@ def content_hash(image: Image.Image) -> str:
     return digest.hexdigest()
 
 
-def _read(source: str, folder: Path) -> tuple[str, bytes]:
-    """What to call the picture in messages, and its encoded bytes."""
+def read_source(source: str, folder: Path) -> tuple[str, bytes]:
+    """What to call a picture or film in messages, and its encoded bytes; see `open_image`."""
     if source[:5].lower() == "data:":
         return "the data: URI", _read_data_uri(source)
     name = source if len(source) <= 120 else f"{source[:120]}..."

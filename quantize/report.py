@@ -18,6 +18,7 @@ from edgellm.quantize.plan import Plan
 
 _PACKAGES = ("edgellm", "nvidia-modelopt", "torch", "transformers", "numpy")
 _WORST = 5
+_CODES = {"U8": 2, "I32": 8}  # in one number, where it is packed
 _FAR, _FEW = 2, 6  # errors of outliers over the median one; layers for each outlier
 
 
@@ -86,8 +87,8 @@ def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
     modules = {name.removesuffix("_scale") for name in parts if name.endswith(".weight_scale")}
     weights = stored = 0
     for module in modules:
-        codes = parts[module]
-        weights += math.prod(codes.shape) * (2 if codes.dtype == "U8" else 1)
+        codes = parts.get(module) or parts[f"{module}_packed"]
+        weights += math.prod(codes.shape) * _CODES.get(codes.dtype, 1)
         stored += sum(
             info.num_bytes
             for name, info in parts.items()

@@ -60,6 +60,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "image_mean": [0.5, 0.5, 0.5],
             "image_std": [0.5, 0.5, 0.5],
         },
+        "video_preprocessor_config": {
+            "video_processor_type": "Qwen3VLVideoProcessor",
+            "size": {"longest_edge": 25165824, "shortest_edge": 4096},
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
         "config": {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}},
     },
     "internvl": {
@@ -103,6 +112,8 @@ def write_tiny_processor(folder: Path, config: Mapping[str, Any]) -> None:
         image.pop("size", None)
         image |= {"patch_size": vision["patch_size"], "min_pixels": 4 * side**2}
         image["max_pixels"] = 60 * side**2
+        if video := files.get("video_preprocessor_config"):
+            video["patch_size"] = vision["patch_size"]
     else:
         side, patch = (np.max(vision[key]).item() for key in ("image_size", "patch_size"))
         tokens = (side // patch // config.get("scale_factor", 2)) ** 2

@@ -34,6 +34,7 @@ _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} : "
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for item in message['content'] %}{% if item['type'] == 'image' %}PLACEHOLDER"
+    "{% elif item['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %} {{ item['text'] }} {% endif %}{% endfor %}{% endif %} . {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
@@ -87,7 +88,11 @@ def make_vlm(folder: Path, model_type: str, **text: Any) -> Path:
     tiny["text_config"] |= {**heads, "bos_token_id": 1, "eos_token_id": 2, **text}
     words = [*WORDS, *SPECIAL]
     tiny["image_token_id"] = words.index(image_token(model_type))
-    for key, token in (("vision_start_token_id", QWEN[0]), ("vision_end_token_id", QWEN[1])):
+    for key, token in (
+        ("vision_start_token_id", QWEN[0]),
+        ("vision_end_token_id", QWEN[1]),
+        ("video_token_id", QWEN[3]),
+    ):
         if key in tiny:
             tiny[key] = words.index(token)
     make_visual_checkpoint(folder, tiny)
@@ -147,9 +152,17 @@ class Reference:
         ).eval()
 
     def answer(
-        self, ids: list[int], pixels: list[np.ndarray], grids: list[tuple[int, int]], count: int
+        self,
+        ids: list[int],
+        pixels: list[np.ndarray],
+        grids: list[tuple[int, int]],
+        count: int,
+        **film: Any,
     ) -> list[int]:
-        """Greedy ids that follow a prompt whose images stand as image tokens."""
+        """Greedy ids that follow a prompt whose images stand as image tokens, films as video's.
+
+        `film`: what transformers' processor makes of one, as tensors.
+        """
         import torch
 
         config = self.model.config
@@ -161,7 +174,9 @@ class Reference:
             inputs["pixel_values"] = together[None] if is_tiles else together
         if config.model_type.startswith("qwen"):
             kinds = (tokens == config.image_token_id).long()
+            kinds += 2 * (tokens == config.video_token_id).long()
             inputs["mm_token_type_ids"] = kinds
+            inputs |= film
             if pixels:
                 inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
         with torch.no_grad():

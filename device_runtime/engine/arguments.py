@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from edgellm.contract import RequestError
+from edgellm.multimodal.sources import Source, Video
 
 MAX_STALL_MS = 100.0  # of a pass that reads a prompt beside other answers
 
@@ -58,8 +59,8 @@ def text_list(name: str, value: Any) -> list[str]:
     return list(texts)
 
 
-def image_sources(messages: Any) -> list[str]:
-    """The images of chat messages, in order.
+def image_sources(messages: Any) -> list[Source]:
+    """The images and films of chat messages, in order.
 
     Raises:
         RequestError: they are no messages; says which one, and what it lacks.
@@ -69,7 +70,7 @@ def image_sources(messages: Any) -> list[str]:
             f"the prompt {messages!r} is neither a text nor a list of messages",
             hint='a message is {"role": "user", "content": "..."}',
         )
-    found: list[str] = []
+    found: list[Source] = []
     for at, message in enumerate(messages):
         place = f"messages[{at}]"
         require_kind(place, message, Mapping, "an object with `role` and `content`")
@@ -85,17 +86,29 @@ def image_sources(messages: Any) -> list[str]:
     return found
 
 
-def _image(place: str, item: Any) -> list[str]:
-    """The image of a piece of a message, if it is one."""
+def _image(place: str, item: Any) -> list[Source]:
+    """The image or film of a piece of a message, if it is one."""
     require_kind(place, item, Mapping, "an object with `type`")
     kind = item.get("type")
     if kind == "text":
         require_kind(f"{place}.text", item.get("text"), str, "a text")
         return []
+    if kind == "video":
+        return [_video(place, item.get("video"))]
     if kind != "image":
-        raise RequestError(f"{place}.type {kind!r} is neither 'text' nor 'image'")
+        raise RequestError(f"{place}.type {kind!r} is neither 'text', 'image' nor 'video'")
     require_kind(f"{place}.image", item.get("image"), (str, os.PathLike), "a path or a URI")
     return [os.fspath(item["image"])]
+
+
+def _video(place: str, given: Any) -> Video:
+    what = "a path, a URI, or a list of frames"
+    require_kind(f"{place}.video", given, (str, os.PathLike, list, tuple), what)
+    frames = given if isinstance(given, (list, tuple)) else [given]
+    for frame in frames:
+        require_kind(f"{place}.video", frame, (str, os.PathLike), what)
+    paths = [os.fspath(frame) for frame in frames]
+    return Video.of(paths if frames is given else paths[0])
 
 
 def refuse_flags(template_flags: Mapping[str, object]) -> None:

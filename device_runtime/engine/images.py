@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -17,10 +17,13 @@ from edgellm.device_runtime.sessions.encoder import open_encoder
 from edgellm.integrity import FileCheck
 from edgellm.manifest import VISUAL_ENGINE, DecoderSpec, Engine, load_engine
 from edgellm.multimodal import processors
+from edgellm.multimodal.films import Film, open_film
 from edgellm.multimodal.grids import grid_inputs
 from edgellm.multimodal.images import content_hash, open_image
-from edgellm.multimodal.positions import rotary_positions
-from edgellm.multimodal.processors import Prepared
+from edgellm.multimodal.positions import Grid, rotary_positions
+from edgellm.multimodal.processors import Prepared, PreparedFilm
+from edgellm.multimodal.processors.qwen_film import FilmRules
+from edgellm.multimodal.sources import Source, Video
 
 CACHE_BYTES = 256 << 20  # of features that are kept for further questions
 
@@ -31,6 +34,7 @@ class Seen:
 
     content: str  # `content_hash` of the picture
     prepared: Prepared  # without its pixels
+    runs: tuple[Grid, ...]  # of its tokens, where positions have three axes
     embeds: F32  # [N, H]
     deepstack: F32  # [L, N, H]
 
@@ -43,6 +47,13 @@ class Seen:
 @runtime_checkable
 class _Merges(Protocol):
     def merged(self, grid: tuple[int, int]) -> tuple[int, int]: ...
+
+
+class _Films(Protocol):
+    film: FilmRules
+    temporal_patch_size: int
+
+    def prepare_film(self, film: Film, most: int, most_per_pass: int) -> PreparedFilm: ...
 
 
 class ImageReader:
@@ -72,11 +83,11 @@ class ImageReader:
         self._kept: OrderedDict[str, Seen] = OrderedDict()
         self._room = cache_bytes
 
-    def see(self, sources: Sequence[str], folder: Path) -> list[Seen]:
-        """Features of images; those that were seen lately are not computed again.
+    def see(self, sources: Sequence[Source], folder: Path) -> list[Seen]:
+        """Features of images and films; those that were seen lately are not computed again.
 
         Args:
-            sources: paths, `file://` or `data:` URIs.
+            sources: paths, `file://` or `data:` URIs, or films.
             folder: where relative paths begin.
 
         Raises:
@@ -85,7 +96,7 @@ class ImageReader:
         total, most = 0, self.manifest.max_image_tokens
         found = []
         for source in sources:
-            found.append(self._see(source, folder))
+            found.append(self._see(source, folder, most - total))
             total += found[-1].prepared.num_tokens
             if total > most:
                 raise RequestError(
@@ -95,7 +106,9 @@ class ImageReader:
                 )
         return found
 
-    def _see(self, source: str, folder: Path) -> Seen:
+    def _see(self, source: Source, folder: Path, room: int) -> Seen:
+        if isinstance(source, Video):
+            return self._watch(source, folder, room)
         image = open_image(source, folder)
         key = content_hash(image)
         if key in self._kept:
@@ -114,7 +127,43 @@ class ImageReader:
             inputs | grid_inputs(*prepared.grid, self.manifest.vision)
         )
         small = Prepared(np.zeros(0, np.float32), prepared.grid, len(embeds), prepared.prompt)
-        self._keep(Seen(key, small, embeds, deepstack))
+        grids: tuple[Grid, ...] = ()
+        if self._decoder.position_axes == 3:
+            assert isinstance(self.processor, _Merges)
+            grids = (self.processor.merged(prepared.grid),)
+        self._keep(Seen(key, small, grids, embeds, deepstack))
+        return self._kept[key]
+
+    def _watch(self, source: Video, folder: Path, room: int) -> Seen:
+        """A film: the encoder sees one patch in time after the other."""
+        if getattr(self.processor, "film", None) is None:
+            raise RequestError(
+                f"{self.manifest.vision.model_type} takes no video here",
+                hint="Qwen2.5-VL and Qwen3-VL do; others take frames as images",
+            )
+        processor = cast(_Films, self.processor)
+        rules, together = processor.film, processor.temporal_patch_size
+        film = open_film(
+            source, folder, lambda total, rate: rules.pick(total, rate, together), rules.frame_rate
+        )
+        most = self.manifest.max_image_tokens_per_image
+        key = f"{film.content()} in {room}"  # a later film in a request has less room
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        prepared = processor.prepare_film(film, room, most)
+        least = prepared.whole.num_tokens // len(prepared.passes)
+        if least < self.manifest.min_image_tokens:
+            raise RequestError(
+                f"a frame of the video has {least} tokens, the engine was built for "
+                f"{self.manifest.min_image_tokens} and more",
+                hint=f"show a shorter part of it, or build with --minImageTokens {least}",
+            )
+        fixed = grid_inputs(*prepared.whole.grid, self.manifest.vision)
+        found = [self._session.encode({PIXEL_VALUES: one} | fixed) for one in prepared.passes]
+        embeds = np.concatenate([embeds for embeds, _ in found])
+        deepstack = np.concatenate([levels for _, levels in found], axis=1)
+        self._keep(Seen(key, prepared.whole, prepared.runs, embeds, deepstack))
         return self._kept[key]
 
     def _keep(self, seen: Seen) -> None:
@@ -150,8 +199,7 @@ class ImageReader:
             return Prompt(token_ids)
         positions = None
         if self._decoder.position_axes == 3:
-            assert isinstance(self.processor, _Merges)
-            grids = [self.processor.merged(one.prepared.grid) for one in seen]
+            grids = [run for one in seen for run in one.runs]
             positions = rotary_positions(ids, self._token_id, grids).prompt
         ids[places] = self._decoder.vocab_size + np.arange(count)
         keys = [one.content for one in seen for _ in one.embeds]

@@ -36,6 +36,7 @@ from edgellm.roles import PASS
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.engine.images import ImageReader, Seen
+    from edgellm.multimodal.sources import Source
 
 __all__ = ["LLM", "Answer", "Step"]
 
@@ -179,7 +180,8 @@ class LLM:
 
         Args:
             prompt: raw text, or chat messages for the model's template, whose content may be a
-                list of {"type": "text", "text": ...} and {"type": "image", "image": path or URI}.
+                list of {"type": "text", "text": ...} and {"type": "image", "image": path or URI},
+                or {"type": "video", "video": path, URI, or list of frames}.
             sampling: None takes the defaults.
             max_generate_length: at most this many tokens.
             stop: strings that end the answer and do not appear in it.
@@ -190,7 +192,7 @@ class LLM:
         Raises:
             RequestError: the template refuses the messages, or the prompt does not fit.
         """
-        images: list[str] = []
+        images: list[Source] = []
         if isinstance(prompt, str):
             text, is_raw = prompt, True
             arguments.refuse_flags(template_flags)
@@ -249,7 +251,7 @@ class LLM:
         self,
         text: str | Sized[int],
         *,
-        images: Sized[str] = (),
+        images: Sized[Source] = (),
         add_special_tokens: bool,
         sampling: SamplingParams,
         max_generate_length: int,
@@ -292,7 +294,7 @@ class LLM:
     def _prompt(
         self,
         text: str | Sized[int],
-        sources: Sized[str],
+        sources: Sized[Source],
         profile: Profile,
         *,
         add_special_tokens: bool,

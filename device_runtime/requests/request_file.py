@@ -11,9 +11,10 @@ import msgspec
 from edgellm.contract import RequestError
 from edgellm.device_runtime.sampling.guidance import Guide, Kind
 from edgellm.device_runtime.sampling.sampler import LARGEST_BIAS, MOST_BIASES, SamplingParams
+from edgellm.multimodal.sources import Source, Video
 from edgellm.strict_json import parse
 
-_ARTICLE = {"text": "a text", "image": "an image"}
+_ARTICLE = {"text": "a text", "image": "an image", "video": "a video"}
 Role = Literal["system", "user", "assistant", "tool"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -30,13 +31,18 @@ _NOT_SUPPORTED = {
 
 
 class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
-    """One piece of a message: text, or an image for engines with a visual encoder."""
+    """One piece of a message: text, or an image or video for engines with a visual encoder."""
 
     type: Literal["text", "image", "audio", "video"]
     text: str | None = None
     image: str | None = None
     audio: str | None = None
-    video: str | None = None
+    video: str | list[str] | None = None  # a file, or the frames
+
+    @property
+    def source(self) -> Source | None:
+        """What it shows."""
+        return self.image if self.video is None else Video.of(self.video)
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,12 +52,12 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     content: str | list[ContentItem]
 
     def items(self, place: str) -> list[ContentItem]:
-        """The pieces in order; raises `RequestError` for one that is neither text nor image."""
+        """The pieces in order; raises `RequestError` for one that is not supported."""
         if isinstance(self.content, str):
             return [ContentItem("text", self.content)]
         for index, item in enumerate(self.content):
             where = f"{place}.content[{index}]"
-            if item.type not in ("text", "image"):
+            if item.type not in _ARTICLE:
                 raise RequestError(f"{where}: {item.type} is not supported")
             if getattr(item, item.type) is None:
                 raise RequestError(f"{where}: {_ARTICLE[item.type]} item needs `{item.type}`")

@@ -60,7 +60,7 @@ def start_request(
         (message.role, message.items(f"$.requests[{index}].messages[{at}]"))
         for at, message in enumerate(request.messages)
     ]
-    images = [item.image for _, items in turns for item in items if item.image is not None]
+    images = [shown for _, items in turns for item in items if (shown := item.source) is not None]
     if images and llm.images is None:
         raise RequestError(
             f"$.requests[{index}]: the engine takes text only",
@@ -193,12 +193,19 @@ def _format(llm: LLM, options: Options, messages: list[dict[str, Any]]) -> tuple
     return system, text
 
 
-def _shown(item: ContentItem) -> dict[str, str]:
+def _shown(item: ContentItem) -> dict[str, Any]:
     """A piece of a message in the response; pictures inside the request are not repeated."""
+    if item.video is not None:
+        frames = [item.video] if isinstance(item.video, str) else item.video
+        shown = [_place(frame) for frame in frames]
+        return {"type": "video", "video": shown[0] if isinstance(item.video, str) else shown}
     if item.image is None:
         return {"type": "text", "text": item.text or ""}
-    inside = item.image.startswith("data:")
-    return {"type": "image", "image": item.image.partition(",")[0] if inside else item.image}
+    return {"type": "image", "image": _place(item.image)}
+
+
+def _place(source: str) -> str:
+    return source.partition(",")[0] if source.startswith("data:") else source
 
 
 def _response(started: Started) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A file exports `Processor`, which `read` builds from a checkpoint's settings.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,16 @@ class Prepared:
     grid: tuple[int, int]  # Qwen: rows and columns of patches; others: of tiles
     num_tokens: int  # features of the encoder, each in the place of one image token
     prompt: str  # what stands for the placeholder: the image tokens, and tags around them
+    placeholder: str = ""  # of a film; "": an image's
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedFilm:
+    """A film, ready for the encoder, which sees one patch in time after the other."""
+
+    whole: Prepared  # without pixels; its grid is that of each pass
+    passes: tuple[NDArray[np.float32], ...]  # pixels [P, 3*T*p*p] of each
+    runs: tuple[tuple[int, int, int, float], ...]  # see `rotary_positions`
 
 
 class ImageProcessor(Protocol):
@@ -96,15 +107,20 @@ def load(folder: Path) -> ImageProcessor:
 
 
 def expand(prompt: str, image_token: str, images: Sequence[Prepared]) -> str:
-    """The rendered prompt with each placeholder replaced by its picture's `prompt`.
+    """The rendered prompt with each placeholder replaced by its picture's or film's `prompt`.
 
     Raises:
-        RequestError: there are more or fewer placeholders than pictures.
+        RequestError: there are more or fewer placeholders than pictures, or of other kinds.
     """
-    first, *rest = prompt.split(image_token)
-    if len(rest) != len(images):
+    kinds = {image_token, *(image.placeholder for image in images)} - {""}
+    # The longest first: one may be part of another.
+    pattern = "|".join(map(re.escape, sorted(kinds, key=len, reverse=True)))
+    first, *rest = re.split(f"({pattern})", prompt)
+    places, texts = rest[0::2], rest[1::2]
+    if places != [image.placeholder or image_token for image in images]:
         raise RequestError(
-            f"the prompt has {len(rest)} places for images, but {len(images)} images came with it",
+            f"the prompt has {len(places)} places for images, but {len(images)} images came with"
+            " it, or they are in another order",
             hint=f"{image_token} must not stand in the text",
         )
-    return first + "".join(image.prompt + text for image, text in zip(images, rest, strict=True))
+    return first + "".join(image.prompt + text for image, text in zip(images, texts, strict=True))

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from edgellm.contract import LimitError, RequestError
-from edgellm.multimodal.processors import Prepared
+from edgellm.multimodal.films import Film
+from edgellm.multimodal.processors import Prepared, PreparedFilm
 from edgellm.multimodal.processors.pixels import CLIP_MEAN, CLIP_STD, PixelRules, require_class
+from edgellm.multimodal.processors.qwen_film import FilmRules
 from edgellm.multimodal.processors.settings import Checkpoint, Settings
 
 IMAGE_TOKEN = "<|image_pad|>"  # of a tokenizer that names none
@@ -33,6 +35,7 @@ class Processor:
     min_pixels: int
     max_pixels: int
     image_token: str
+    film: FilmRules | None = None  # None: no films
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Processor:
@@ -51,7 +54,11 @@ class Processor:
         settings.finish()
         checkpoint.processor.finish()
         token = checkpoint.tokens.read("image_token", str, IMAGE_TOKEN)
-        return cls(rules, patch_size, merge_size, frames, min_pixels, max_pixels, token)
+        area = min_pixels, max_pixels
+        has_films = checkpoint.model_type != "qwen2_vl"
+        sizes = {"patch_size": patch_size, "merge_size": merge_size, "temporal_patch_size": frames}
+        film = FilmRules.read(checkpoint, area, rules, sizes) if has_films else None
+        return cls(rules, patch_size, merge_size, frames, *area, token, film)
 
     def merged(self, grid: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of tokens of a grid of patches, for `rotary_positions`."""
@@ -68,20 +75,50 @@ class Processor:
         side = self.patch_size * self.merge_size
         planes = self.rules.normalized(self.rules.resized(image, columns * side, rows * side))
         return Prepared(
-            self._patches(planes),
+            self._patches(planes[None]),
             (rows * self.merge_size, columns * self.merge_size),
             rows * columns,
             self.image_token * (rows * columns),
         )
 
+    def prepare_film(self, film: Film, most: int, most_per_pass: int) -> PreparedFilm:
+        """The passes of the encoder over a film, and its prompt.
+
+        Args:
+            film: its frames.
+            most: image tokens of all of it.
+            most_per_pass: of one patch in time.
+
+        Raises:
+            RequestError: a shape that the family cannot take.
+            LimitError: even the smallest frames have more tokens.
+        """
+        assert self.film is not None
+        rules, together = self.film, self.temporal_patch_size
+        side, last = self.patch_size * self.merge_size, len(film.frames) - 1
+        steps = range(0, len(film.frames), together)
+        _refuse_strip(*film.frames[0].size)
+        rows, columns = rules.area(film.frames[0].size, len(film.frames), together, side)
+        rows, columns = rules.within(rows, columns, min(most_per_pass, most // len(steps)))
+        planes = [
+            rules.pixels.normalized(rules.pixels.resized(frame, columns * side, rows * side))
+            for frame in film.frames
+        ]
+        groups = [[min(at + place, last) for place in range(together)] for at in steps]
+        passes = tuple(self._patches(np.stack([planes[at] for at in group])) for group in groups)
+        seconds = [film.seconds[at] for group in groups for at in group]
+        count = rows * columns
+        prompt = rules.prompt(self.image_token * count, seconds, together)
+        grid = rows * self.merge_size, columns * self.merge_size
+        whole = Prepared(
+            np.zeros(0, np.float32), grid, count * len(steps), prompt, rules.placeholder
+        )
+        runs = rules.runs(len(steps), rows, columns, film.frame_rate, together)
+        return PreparedFilm(whole, passes, tuple(runs))
+
     def _tokens(self, width: int, height: int, max_tokens: int | None) -> tuple[int, int]:
         """Rows and columns of tokens."""
-        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-            raise RequestError(
-                f"an image of {width} x {height} pixels is longer than {MAX_ASPECT_RATIO} times"
-                " its short side",
-                hint="crop it",
-            )
+        _refuse_strip(width, height)
         if max_tokens is not None and max_tokens < 1:
             raise LimitError(
                 f"an image has at least 1 token, and {max_tokens} are allowed",
@@ -102,13 +139,22 @@ class Processor:
         return min(rows, max_tokens), min(columns, max_tokens)
 
     def _patches(self, planes: NDArray[np.float32]) -> NDArray[np.float32]:
-        """[3, height, width] to [P, 3*T*p*p], token by token, patch by patch inside a token."""
+        """[T or 1, 3, height, width] to [P, 3*T*p*p], token by token, patch by patch inside one."""
         p, m = self.patch_size, self.merge_size
-        rows, columns = planes.shape[1] // (p * m), planes.shape[2] // (p * m)
-        parts = planes.reshape(3, rows, m, p, columns, m, p).transpose(1, 4, 2, 5, 0, 3, 6)
+        frames, rows, columns = len(planes), planes.shape[2] // (p * m), planes.shape[3] // (p * m)
+        parts = planes.reshape(frames, 3, rows, m, p, columns, m, p)
         patches = np.empty((rows, columns, m, m, 3, self.temporal_patch_size, p, p), np.float32)
-        patches[...] = parts[..., None, :, :]
+        patches[...] = parts.transpose(2, 5, 3, 6, 1, 0, 4, 7)
         return patches.reshape(rows * columns * m * m, -1)
+
+
+def _refuse_strip(width: int, height: int) -> None:
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise RequestError(
+            f"an image of {width} x {height} pixels is longer than {MAX_ASPECT_RATIO} times"
+            " its short side",
+            hint="crop it",
+        )
 
 
 def _area(settings: Settings) -> tuple[int, int]:

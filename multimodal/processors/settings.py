@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.strict_json import parse
 
-FILES = "config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"
+_VIDEO = "video_preprocessor_config.json"
+_OTHERS = "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"
+FILES = "config.json", *_OTHERS, _VIDEO
 T = TypeVar("T")
 _REQUIRED: Any = object()
 _REMEDY = "take the processor files that were published with the model"
@@ -46,6 +48,11 @@ class Settings:
         self._values = values
         self.file = file
         self._used: set[str] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is said."""
+        return not self._values
 
     def read(self, key: str, kind: type[T], default: T = _REQUIRED) -> T:
         """The value of `key`; null counts as absent.
@@ -135,6 +142,7 @@ class Checkpoint:
     processor: Settings  # processor_config.json
     model: Settings  # config.json
     tokens: Settings  # names of special tokens, in tokenizer_config.json
+    video: Settings  # video_preprocessor_config.json, or its successor; empty where neither is
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
@@ -149,6 +157,8 @@ class Checkpoint:
         file = "preprocessor_config.json"
         # transformers 5 writes all processors into one file, and prefers it when it reads
         image = processor.pop("image_processor", None)
+        film = processor.pop("video_processor", None)
+        film = film if isinstance(film, dict) else _load(folder / _VIDEO)
         if isinstance(image, dict):
             file = "processor_config.json: image_processor"
         else:
@@ -163,6 +173,7 @@ class Checkpoint:
             Settings(processor, "processor_config.json"),
             model,
             Settings(tokens, "tokenizer_config.json"),
+            Settings(film, _VIDEO),
         )
 
 

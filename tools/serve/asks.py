@@ -10,6 +10,7 @@ from typing import Any
 from edgellm.device_runtime.engine.llm import LLM, Answer
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.multimodal.sources import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Ask:
     sampling: SamplingParams
     max_tokens: int | None = None  # None: as many as the cache has room for
     stop: tuple[str, ...] = ()
-    images: tuple[str, ...] = ()  # paths or data: URIs, as the messages have placeholders
+    images: tuple[Source, ...] = ()  # paths or data: URIs, films, as the messages have placeholders
     template_flags: Mapping[str, Any] = field(default_factory=dict)
     shown_tokens: tuple[str, ...] = ()  # special tokens that are to be read in the answer
     priority: int = 0  # smaller goes first

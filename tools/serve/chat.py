@@ -12,13 +12,22 @@ from anyio import to_thread
 
 from edgellm.device_runtime.engine.llm import LLM, Step
 from edgellm.device_runtime.sampling.guidance import Guide
+from edgellm.multimodal.sources import Source, Video
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished
 from edgellm.tools.serve.images import image_source
 from edgellm.tools.serve.logprobs import chat_logprobs
-from edgellm.tools.serve.schemas import ChatRequest, Message, StreamOptions, TextPart
+from edgellm.tools.serve.schemas import (
+    ChatRequest,
+    ImagePart,
+    Message,
+    StreamOptions,
+    TextPart,
+    VideoPart,
+    VideoUrlPart,
+)
 from edgellm.tools.serve.settings import ImageRules
 from edgellm.tools.serve.token_origins import origins
 from edgellm.tools.serve.tool_calls.call import Call, Item, Thought
@@ -73,7 +82,7 @@ def _form(body: ChatRequest, llm: LLM) -> Guide | None:
 
 async def messages_of(
     given: Sequence[Message], rules: ImageRules
-) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+) -> tuple[list[dict[str, Any]], tuple[Source, ...]]:
     """Messages as chat templates want them, and the sources of their pictures.
 
     Raises:
@@ -83,8 +92,7 @@ async def messages_of(
     for index, message in enumerate(given):
         messages.append(_template_message(message, f"messages.{index}"))
         parts = message.content if isinstance(message.content, list) else []
-        urls = [part.image_url.url for part in parts if not isinstance(part, TextPart)]
-        images += [await image_source(url, rules) for url in urls]
+        images += [await _shown(part, rules) for part in parts if not isinstance(part, TextPart)]
     return messages, tuple(images)
 
 
@@ -125,7 +133,19 @@ def _template_message(message: Message, place: str) -> dict[str, Any]:
 
 
 def _template_part(part: Any) -> dict[str, str]:
-    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "image" if isinstance(part, ImagePart) else "video"}
+
+
+async def _shown(part: ImagePart | VideoUrlPart | VideoPart, rules: ImageRules) -> Source:
+    """Where a picture or film is; raises `ApiError` when that is not allowed."""
+    if isinstance(part, ImagePart):
+        return await image_source(part.image_url.url, rules)
+    given = part.video_url.url if isinstance(part, VideoUrlPart) else part.video
+    if isinstance(given, str):
+        return Video.of(await image_source(given, rules))
+    return Video.of([await image_source(url, rules) for url in given])
 
 
 def _arguments(text: str, place: str) -> Any:

@@ -30,6 +30,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Repetition = Annotated[float, Field(ge=1 / LARGEST_REPETITION, le=LARGEST_REPETITION)]
 _IdName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
+MOST_FRAMES = 768
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Stop = str | Annotated[list[str], Field(max_length=16)]
@@ -177,7 +178,21 @@ class ToolCall(Body):
     function: CalledFunction
 
 
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+class VideoUrlPart(Body):
+    """A film in a message, as vLLM has it."""
+
+    type: Literal["video_url"]
+    video_url: ImageUrl
+
+
+class VideoPart(Body):
+    """A film in a message: a URL, or those of its frames."""
+
+    type: Literal["video"]
+    video: str | Annotated[list[str], Field(min_length=1, max_length=MOST_FRAMES)]
+
+
+Part = Annotated[TextPart | ImagePart | VideoUrlPart | VideoPart, Field(discriminator="type")]
 
 
 class Message(Body):

@@ -269,7 +269,7 @@ def test_the_command(command, qwen, pictures, tmp_path):
         [_image(pictures["a"]), _text("w1")],
         [_image(str(tmp_path / "missing.png")), _text("w1")],
         [_image(str(truncated)), _text("w1")],
-        [{"type": "video", "video": "a.mp4"}],
+        [{"type": "audio", "audio": "a.wav"}],
         [_text("w2"), _image(f"file://{pictures['b']}")],
         [{"type": "image"}],
     )
@@ -284,7 +284,7 @@ def test_the_command(command, qwen, pictures, tmp_path):
     for at, words in {
         1: "missing.png",
         2: "truncated.png",
-        3: "video is not supported",
+        3: "audio is not supported",
         5: "an image item needs `image`",
     }.items():
         assert words in errors[at]

@@ -23,7 +23,7 @@ REFUSED = "outside the folders that are allowed"
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    return build_vlm(tmp_path_factory.mktemp("vlm"), "smolvlm")
+    return build_vlm(tmp_path_factory.mktemp("vlm"), "qwen2_5_vl")
 
 
 def _png(colour, size=(40, 30)) -> bytes:
@@ -117,6 +117,30 @@ def test_pictures_inside_a_request(server, offline):
     assert _ask(server, _uri(RED)) == (200, offline(RED))
     assert _ask(server, _uri(BLUE)) == (200, offline(BLUE))
     assert _ask(server, _uri(RED), _uri(BLUE)) == (200, offline(RED, BLUE))
+
+
+def test_films(server, engines, pictures):
+    """As vLLM's clients send them, and frame by frame; files where they are allowed."""
+    frames = [_uri(RED), _uri(BLUE), _uri(RED), _uri(BLUE)]
+    llm = LLM(engines.engine, multimodal_engine_dir=engines.visual_engine)
+    text = {"type": "text", "text": "w1 w2"}
+    messages = [{"role": "user", "content": [{"type": "video", "video": frames}, text]}]
+    answer = llm.generate(messages, sampling=SamplingParams(temperature=0), max_generate_length=6)
+    list(answer)
+    body = {"messages": messages, "max_tokens": 6, "temperature": 0}
+    status, found = server.json(CHAT, body)
+    assert status == 200, found
+    assert found["choices"][0]["message"]["content"] == answer.text
+    assert found["usage"]["prompt_tokens"] == answer.prompt_token_count
+    for part, message in (
+        ({"type": "video_url", "video_url": {"url": _uri(RED)}}, "video"),
+        ({"type": "video", "video": f"file://{pictures / 'secret.png'}"}, REFUSED),
+        ({"type": "video", "video": []}, "messages.0.content"),
+    ):
+        messages[0]["content"][0] = part
+        status, found = server.json(CHAT, {**body, "messages": messages})
+        assert status == 400
+        assert message in found["error"]["message"]
 
 
 def test_the_client_of_openai_sends_them(server, offline):

@@ -1,0 +1,227 @@
+"""Prompts with films: frames, times and positions, against transformers, greedily, id by id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eagle_reference import Layout
+from image_checkpoints import picture
+from PIL import Image
+from vlm_engines import Engines, Reference, build_vlm
+
+from edgellm.contract import LimitError, RequestError
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.requests.responses import start_request
+from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.multimodal import films
+from edgellm.multimodal.films import Film, open_film
+from edgellm.multimodal.sources import Video
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GREEDY = SamplingParams(temperature=0)
+EAGLE3 = Layout({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 40})
+RATE = 2.0  # frames a second of a list
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def engines(request, tmp_path_factory) -> Engines:
+    return build_vlm(tmp_path_factory.mktemp(request.param), request.param, draft=EAGLE3)
+
+
+@pytest.fixture(scope="module")
+def llm(engines) -> LLM:
+    return LLM(engines.engine, multimodal_engine_dir=engines.visual_engine)
+
+
+@pytest.fixture(scope="module")
+def reference(engines) -> Reference:
+    return Reference(engines.checkpoint)
+
+
+@pytest.fixture(scope="module")
+def frames(tmp_path_factory) -> list[str]:
+    """Paths of five frames: two whole patches in time and half of one."""
+    folder = tmp_path_factory.mktemp("frames")
+    for index in range(5):
+        picture(48, 32, seed=index).save(folder / f"{index}.png")
+    return [str(folder / f"{index}.png") for index in range(5)]
+
+
+def _messages(*items: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(items)}]
+
+
+def _film(frames: Any) -> dict[str, Any]:
+    return {"type": "video", "video": frames}
+
+
+TEXT = {"type": "text", "text": "w1 w2"}
+
+
+def _patches(paths: list[str], rows: int, columns: int, side: int) -> np.ndarray:
+    """[patches in time * P, 3 * 2 * p * p], from the definition, frame by frame."""
+    last = len(paths) - 1
+    planes = []
+    for at in range(len(paths) + len(paths) % 2):
+        image = Image.open(paths[min(at, last)]).resize(
+            (columns * side, rows * side), Image.Resampling.BICUBIC
+        )
+        pixels = np.asarray(image, np.float64) / 255
+        planes.append(pixels)
+    found = []
+    for first, second in zip(planes[0::2], planes[1::2], strict=True):
+        for block_row in range(rows // 2):
+            for block in range(columns // 2):
+                for inner in range(4):
+                    row, column = 2 * block_row + inner // 2, 2 * block + inner % 2
+                    place = (
+                        slice(row * side, (row + 1) * side),
+                        slice(column * side, (column + 1) * side),
+                    )
+                    both = np.stack([first[place], second[place]])  # [2, p, p, 3]
+                    found.append(both.transpose(3, 0, 1, 2))
+    return np.stack(found)
+
+
+def _pixels(llm: LLM, paths: list[str], grid: tuple[int, int]) -> np.ndarray:
+    rules = llm.images.processor.rules
+    side = llm.images.processor.patch_size
+    raw = _patches(paths, *grid, side)
+    table = rules.table
+    slope, start = table[:, 255] - table[:, 0], table[:, 0]
+    scaled = raw * slope[:, None, None, None] + start[:, None, None, None]
+    return scaled.reshape(len(raw), -1).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["film", "film_and_image", "spec"])
+def test_answers_equal_transformers(engines, llm, reference, frames, tmp_path, kind):
+    items = [_film(frames), TEXT]
+    image = tmp_path / "still.png"
+    picture(40, 40, seed=9).save(image)
+    if kind == "film_and_image":
+        items = [{"type": "image", "image": str(image)}, TEXT, _film(frames), TEXT]
+    used = llm
+    if kind == "spec":
+        used = LLM(
+            engines.engine,
+            spec=SpecOptions(top_k=4, steps=3, verify_size=12),
+            multimodal_engine_dir=engines.visual_engine,
+        )
+    answer = used.generate(_messages(*items), sampling=GREEDY, max_generate_length=12)
+    list(answer)
+    if kind == "spec":
+        assert answer.profile.rounds
+    config, vocabulary = reference.model.config, llm.manifest.decoder.vocab_size
+    seen = used.images.see([Video.of(frames)], Path())[0]
+    grid = seen.prepared.grid
+    stills = [used.images.processor.prepare(Image.open(image), 200)] if len(items) == 4 else []
+    first = sum(one.num_tokens for one in stills)
+    ids = []
+    for token in answer.prompt.token_ids:
+        row = token - vocabulary
+        pad = config.image_token_id if row < first else config.video_token_id
+        ids.append(token if row < 0 else pad)
+    passes = (len(frames) + 1) // 2
+    assert ids.count(config.video_token_id) == passes * grid[0] * grid[1] // 4
+    film = {
+        "pixel_values_videos": torch.from_numpy(_pixels(llm, frames, grid)),
+        "video_grid_thw": torch.tensor([(passes, *grid)]),
+    }
+    if engines.model_type == "qwen2_5_vl":
+        film["second_per_grid_ts"] = torch.tensor([2 / RATE])
+    expected = reference.answer(
+        ids, [one.pixels for one in stills], [one.grid for one in stills], 12, **film
+    )
+    assert answer.token_ids == expected
+
+
+def test_features_are_kept_by_content(llm, frames, monkeypatch, tmp_path):
+    before = llm.images.see([Video.of(frames)], Path())[0]
+    copies = []
+    for index, path in enumerate(frames):
+        copies.append(str(tmp_path / f"copy{index}.bmp"))
+        Image.open(path).save(copies[-1])
+    monkeypatch.setattr(llm.images._session, "encode", None)
+    assert llm.images.see([Video.of(copies)], Path())[0] is before
+    monkeypatch.undo()
+    other = llm.images.see([Video.of(frames[:4])], Path())[0]
+    assert other is not before
+    assert not np.array_equal(other.embeds[: len(before.embeds)], before.embeds)
+
+
+def test_tokens_keep_to_the_limit(llm, tmp_path):
+    """Many large frames become small ones; too many are refused."""
+    paths = []
+    for index in range(40):
+        paths.append(str(tmp_path / f"{index}.png"))
+        Image.new("RGB", (240, 160), (index, 0, 0)).save(paths[-1])
+    seen = llm.images.see([Video.of(paths)], Path())[0]
+    assert 200 < len(seen.embeds) <= llm.images.manifest.max_image_tokens
+    with pytest.raises((LimitError, RequestError), match=r"more pairs of frames|tokens"):
+        llm.images.see([Video.of(paths * 21)], Path())
+
+
+def test_a_request_of_a_file(llm, frames):
+    raw = {"messages": _messages(_film(frames), TEXT), "temperature": 0, "max_generate_length": 4}
+    started = start_request(llm, Options(), raw, 0)
+    list(started.answer)
+    direct = llm.generate(_messages(_film(frames), TEXT), sampling=GREEDY, max_generate_length=4)
+    list(direct)
+    assert started.answer.token_ids == direct.token_ids
+    for wrong, message in (
+        (_film([]), "no frames"), (_film(["nowhere.png"]), "cannot read"),
+        ({"type": "video", "video": None}, "video item needs"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=message):
+            start_request(llm, Options(), {"messages": _messages(wrong)}, 0)
+
+
+def test_sampling_of_both_families(llm, engines):
+    """From transformers' rules: 10 s at 25 frames a second, and shorter films."""
+    rules = llm.images.processor.film
+    found = {total: rules.pick(total, 25.0, 2) for total in (250, 30, 5, 1)}
+    if engines.model_type == "qwen3_vl":
+        assert (rules.min_pixels, rules.max_pixels) == (4096, 25165824)  # of its own file
+        assert found[250] == np.linspace(0, 249, 20).round().astype(int).tolist()
+        assert found[30] == [0, 10, 19, 29]
+        assert found[5] == [0, 1, 3, 4]
+    else:
+        assert found[250] == [int(place) for place in np.arange(0, 250, 12.5)]
+        assert found[30] == [0, 7, 15, 22]
+        assert found[5] == [0, 1, 2, 3]
+    assert found[1] == [0]
+
+
+def test_files_need_pyav_and_must_be_films(tmp_path, monkeypatch):
+    video = Video.of(str(tmp_path / "film.mp4"))
+
+    def shown(total: int, rate: float) -> list[int]:
+        del rate
+        return list(range(0, total, 2))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(films.importlib.util, "find_spec", lambda _: None)
+        with pytest.raises(RequestError, match="need PyAV"):
+            open_film(video, Path(), shown, RATE)
+    av = pytest.importorskip("av")
+    with av.open(video.frames[0], "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for level in range(0, 240, 24):
+            image = Image.new("RGB", (64, 48), (level, level, level))
+            container.mux(stream.encode(av.VideoFrame.from_image(image)))
+        container.mux(stream.encode())
+    film = open_film(video, Path(), shown, RATE)
+    assert isinstance(film, Film)
+    assert [round(np.asarray(frame).mean() / 24) for frame in film.frames] == [0, 2, 4, 6, 8]
+    assert film.seconds == pytest.approx((0, 0.2, 0.4, 0.6, 0.8))
+    assert film.frame_rate == pytest.approx(5)
+    (tmp_path / "film.mp4").write_bytes(b"no film at all")
+    with pytest.raises(RequestError, match="no video that can be read"):
+        open_film(video, Path(), shown, RATE)
