@@ -126,7 +126,7 @@ class LLM:
     @property
     def batch_size(self) -> int:
         """Answers that share a pass at most: what the engine was built for."""
-        return getattr(self.manifest, "max_batch_size", 1)
+        return self.manifest.max_batch_size
 
     def on_pass(self, told: Callable[[int, int], object]) -> None:
         """Have somebody told of every pass, by any thread.
