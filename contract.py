@@ -125,4 +125,6 @@ EXPERTS = "Experts"
 QUANTIZED_EXPERTS = "QuantizedExperts"
 SHIFTED_EXPERTS = "ShiftedExperts"
 FP4_EXPERTS = "Fp4Experts"  # pairs of codes uint8 [experts, out, in / 2], scales of 32 inputs
+# Codes [experts, out, in], scales and minima of blocks, or a single minimum of zero.
+BLOCK_EXPERTS = "BlockExperts"
 NVFP4_EXPERTS = "Nvfp4Experts"  # the same, FP8 scales of 16 inputs, and for each expert theirs

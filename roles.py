@@ -20,6 +20,7 @@ ENCODER = "encoder"  # a visual encoder
 
 # Kinds of passes that are measured
 PASS = "pass"  # of a decoder
+HOST = "host"  # no pass: what the host does for a round of a decoder that verifies trees
 STEP = "step"  # of a draft: rows of one growth
 EXTEND = "extend"  # of a draft: rows fused and committed
 ALL_HEADS = "heads"  # of all of them
@@ -45,7 +46,11 @@ class Role:
 
 
 ROLES = {
-    DECODER: Role(Rows.TEXT, has_cache=True, measured={PASS: "a pass"}),
+    DECODER: Role(
+        Rows.TEXT,
+        has_cache=True,
+        measured={PASS: "a pass", HOST: "the host's part of a drafted round"},
+    ),
     DRAFT: Role(
         Rows.DRAFTED,
         has_cache=True,

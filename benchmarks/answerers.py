@@ -95,9 +95,13 @@ def transformers(path: str, threads: int, *, dtype: str, **assistance: int) -> A
     def answer(_: str, ids: list[int], tokens: int) -> list[int]:
         rows = torch.tensor([ids])
         found = model.generate(
-            rows, attention_mask=torch.ones_like(rows), do_sample=False, max_new_tokens=tokens,
-            pad_token_id=_EOS, **assistance,
-        )  # fmt: skip
+            rows,
+            attention_mask=torch.ones_like(rows),
+            do_sample=False,
+            max_new_tokens=tokens,
+            pad_token_id=_EOS,
+            **assistance,
+        )
         return found[0, len(ids) :].tolist()
 
     return answer

@@ -56,10 +56,14 @@ FRESH, CALIBRATION = 777, 999  # first numbers of seeds
 def calibration_text(path: Path) -> None:
     """Captions of other scenes."""
     lines = [
-        {"messages": [{"role": "user", "content": "Describe the image."},
-                      {"role": "assistant", "content": draw(CALIBRATION, number).caption}]}
+        {
+            "messages": [
+                {"role": "user", "content": "Describe the image."},
+                {"role": "assistant", "content": draw(CALIBRATION, number).caption},
+            ]
+        }
         for number in range(400)
-    ]  # fmt: skip
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
 
 

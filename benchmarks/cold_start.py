@@ -65,8 +65,12 @@ def first_token_s(engine: Path, rounds: int) -> float:
         text.encode("one two three four five six " * 9, add_special_tokens=False)[:32]
     )
     request = {"messages": [{"role": "user", "content": prompt}]}
-    content = {"temperature": 0, "apply_chat_template": False, "max_generate_length": 1,
-               "requests": [request]}  # fmt: skip
+    content = {
+        "temperature": 0,
+        "apply_chat_template": False,
+        "max_generate_length": 1,
+        "requests": [request],
+    }
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder) / "in.json", Path(folder) / "out.json"
         source.write_text(json.dumps(content))

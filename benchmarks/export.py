@@ -135,16 +135,20 @@ def main() -> None:
     bare = median([run(sys.executable, "-c", "pass") for _ in range(arguments.rounds)])
     ours = median([export(small, out) for _ in range(arguments.rounds)])
     memory = (ours.peak_bytes - bare.peak_bytes) / 1e6
-    print(f"SmolLM2 bf16: {ours.cpu_s:.2f} s CPU, {ours.wall_s:.2f} s, "
-          f"{memory:.0f} MB beyond the interpreter")  # fmt: skip
+    print(
+        f"SmolLM2 bf16: {ours.cpu_s:.2f} s CPU, {ours.wall_s:.2f} s, "
+        f"{memory:.0f} MB beyond the interpreter"
+    )
     if not arguments.no_torch:
         target = arguments.work / "torch" / "model.onnx"
         target.parent.mkdir(exist_ok=True)
         traced = run(sys.executable, "-c", _TORCH_EXPORT, small, target)
         shutil.rmtree(target.parent)
-        print(f"torch.onnx.export(dynamo=True): {traced.cpu_s:.1f} s CPU, {traced.wall_s:.1f} s, "
-              f"{traced.peak_bytes / 1e6:.0f} MB: {traced.cpu_s / ours.cpu_s:.0f} x the CPU time, "
-              f"{traced.wall_s / ours.wall_s:.0f} x the time")  # fmt: skip
+        print(
+            f"torch.onnx.export(dynamo=True): {traced.cpu_s:.1f} s CPU, {traced.wall_s:.1f} s, "
+            f"{traced.peak_bytes / 1e6:.0f} MB: {traced.cpu_s / ours.cpu_s:.0f} x the CPU time, "
+            f"{traced.wall_s / ours.wall_s:.0f} x the time"
+        )
     if arguments.layers:
         _large(arguments.work, arguments.layers, arguments.rounds, small)
 
@@ -161,9 +165,11 @@ def _large(work: Path, layers: int, rounds: int, tokenizer_from: Path) -> None:
         shutil.rmtree(work / "exported")
     ratio = statistics.median(e.wall_s / c.wall_s for e, c in zip(exports, copies, strict=True))
     copied, exported = median(copies), median(exports)
-    print(f"8B shape, {layers} layers, {size / 1e9:.1f} GB: export {exported.wall_s:.1f} s, "
-          f"{exported.cpu_s:.1f} s CPU, peak {exported.peak_bytes / 1e6:.0f} MB; "
-          f"cp {copied.wall_s:.1f} s; export / cp {ratio:.2f} x")  # fmt: skip
+    print(
+        f"8B shape, {layers} layers, {size / 1e9:.1f} GB: export {exported.wall_s:.1f} s, "
+        f"{exported.cpu_s:.1f} s CPU, peak {exported.peak_bytes / 1e6:.0f} MB; "
+        f"cp {copied.wall_s:.1f} s; export / cp {ratio:.2f} x"
+    )
 
 
 if __name__ == "__main__":

@@ -57,10 +57,14 @@ def bytes_per_token(engine: Path, manifest: Engine, rows: int) -> tuple[float, s
     bundle, options = Path(manifest.provenance["bundle"]), manifest.options
     if (bundle / "model.onnx").exists():
         plan = Plan(
-            manifest.max_input_len, manifest.max_kv_cache_capacity, 0, options["prefill"],
-            options["quantize"], max_verify_tree_size=manifest.max_verify_tree_size,
+            manifest.max_input_len,
+            manifest.max_kv_cache_capacity,
+            0,
+            options["prefill"],
+            options["quantize"],
+            max_verify_tree_size=manifest.max_verify_tree_size,
             options=options_of(manifest.backend, {"--gpu": options.get("--gpu")}),
-        )  # fmt: skip
+        )
         found = load_bundle(bundle, LLM_BUNDLE)
         weights = backends.find(manifest.backend).estimate(bundle, found, plan).decode_bytes
         return weights + kv, "weights of the bundle"
@@ -140,8 +144,9 @@ def _show_runs(runs: dict[str, Run]) -> None:
         parts = found.kernels_ms or {"base": found.base_ms, "draft": found.draft_ms}
         shown = ", ".join(
             f"{part} {ms / found.steps:.3f} ms ({ms / found.wall_ms:.1%})"
-            for part, ms in parts.items() if ms or part != COMPACTION
-        )  # fmt: skip
+            for part, ms in parts.items()
+            if ms or part != COMPACTION
+        )
         between = found.base_ms + found.draft_ms - sum(found.kernels_ms.values())
         if found.kernels_ms:
             shown += f"; launches and waits {between / found.wall_ms:.1%}"

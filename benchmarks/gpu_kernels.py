@@ -27,8 +27,12 @@ def check_kernels(device: Device, vocab_size: int = 128256) -> dict[str, float]:
     random, found = np.random.default_rng(0), {}
     for scored in catalog.SCORES:
         pool = _check_growth(device, random, scored, found)
-    tree = [np.zeros(_NODES, np.int64), np.zeros(_NODES, np.int64), np.zeros(_NODES, np.float32),
-            np.zeros(_NODES, np.int32)]  # fmt: skip
+    tree = [
+        np.zeros(_NODES, np.int64),
+        np.zeros(_NODES, np.int64),
+        np.zeros(_NODES, np.float32),
+        np.zeros(_NODES, np.int32),
+    ]
     count = 1 + _TOP_K + (_LEVELS - 1) * _TOP_K**2
     tokens, parents, *_ = _run(
         device, catalog.select_tree(512), [*pool, count, _NODES - 1, *tree], found
@@ -53,8 +57,12 @@ def _check_growth(
 ) -> list[np.ndarray]:
     """Three levels; the pool: tokens, parents, scores and logarithms."""
     size, slots = 1 + _TOP_K + (_LEVELS - 1) * _TOP_K**2, 1 + _LEVELS * _TOP_K
-    pool = [np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size),
-            np.zeros(size, np.float32)]  # fmt: skip
+    pool = [
+        np.zeros(size, np.int64),
+        np.zeros(size, np.int64),
+        np.zeros(size),
+        np.zeros(size, np.float32),
+    ]
     pool[1][0], seen = -1, np.zeros((slots, slots), np.int8)
     seen[0, 0] = 1
     table = np.concatenate([np.sort(random.random(11)), np.sort(-random.random(11))])
@@ -85,8 +93,12 @@ def _check_picks(
     arguments = [logits, vocab_size, keys, sums]
     left = _run(device, catalog.PICK_SHARES, arguments, found, (_NODES, shares, 1))
     found["pick_shares_gb_per_s"] = logits.nbytes / found["pick_shares_us"] / 1e3
-    picked = [np.zeros((_NODES, picks), np.float32), np.zeros((_NODES, picks), np.int32),
-              np.zeros(_NODES, np.int64), np.zeros(_NODES, np.float32)]  # fmt: skip
+    picked = [
+        np.zeros((_NODES, picks), np.float32),
+        np.zeros((_NODES, picks), np.int32),
+        np.zeros(_NODES, np.int64),
+        np.zeros(_NODES, np.float32),
+    ]
     arguments = [*left[1:], vocab_size, shares, *picked]
     values, ids, *_ = _run(device, catalog.JOIN_PICKS, arguments, found, (_NODES, 1, 1))[-4:]
     return values, ids
@@ -117,8 +129,9 @@ def _run(
         for at, each in zip(places.tolist(), arrays, strict=False)
     ]
     name = kernel.kernel.name
-    copies = [each.copy().reshape(-1) if isinstance(each, np.ndarray) else each
-              for each in arguments]  # fmt: skip
+    copies = [
+        each.copy().reshape(-1) if isinstance(each, np.ndarray) else each for each in arguments
+    ]
     REFERENCES[name](*copies, constants={**kernel.constants, "grid": grid})
     expected = [each for each in copies if isinstance(each, np.ndarray)]
     for one, other in zip(left, expected, strict=True):

@@ -21,13 +21,12 @@ BITS = {"fp16": 16.0, "int4": 4 + 16 / 128, "nvfp4": 4 + 8 / 16}  # of a weight,
 # Of TensorRT-RTX 1.7.1 for compute capability 12.0, the engines of tests/tensorrt_bundles.py with 4
 # and 6 layers: kernels of a layer for one row and for many, those outside of layers; and those of
 # a draft's step.
-LAUNCHES = {
-    "fp16": ((8, 12), 6), "int4": ((9, 15), 6), "nvfp4": ((20, 23), 5),
-}  # fmt: skip
+LAUNCHES = {"fp16": ((8, 12), 6), "int4": ((9, 15), 6), "nvfp4": ((20, 23), 5)}
 DRAFT_LAUNCHES = {"fp16": 19, "int4": 22, "nvfp4": 30}
 PUBLISHED = {  # tokens/s on Thor: plain, EAGLE3
-    "nvfp4": (54.9, 189.2), "int4": (50.8, 81.0),
-}  # fmt: skip
+    "nvfp4": (54.9, 189.2),
+    "int4": (50.8, 81.0),
+}
 ACCEPTED = 5.2  # tokens of a round, as published with these figures
 
 
@@ -48,9 +47,10 @@ class Board:
 
 
 BOARDS = (
-    Board("Thor", 273.0, has_fp4=True), Board("Orin", 204.8, wait_us=60.0),
+    Board("Thor", 273.0, has_fp4=True),
+    Board("Orin", 204.8, wait_us=60.0),
     Board("H100", 3350.0, share=0.75, wait_us=15.0),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)

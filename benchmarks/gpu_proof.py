@@ -157,8 +157,7 @@ def build_engine(folder: Path, *, dry: bool) -> tuple[bool, str]:
 
 
 def prove(
-    options: argparse.Namespace,
-    measure: Callable[[Path, argparse.Namespace], dict[str, Any]],
+    options: argparse.Namespace, measure: Callable[[Path, argparse.Namespace], dict[str, Any]]
 ) -> list[Stage]:
     """Run all stages; prints a line for each as it ends.
 
@@ -223,8 +222,10 @@ def write(stages: list[Stage], folder: Path, *, dry: bool) -> None:
     for each in stages:
         lines += [f"## {each.name}", "", "```", each.found, "```", ""]
     lines += ["## Published by TensorRT Edge-LLM for Thor, Llama-3.1-8B, tokens/s", ""]
-    lines += [f"* {name}: plain {rates[0]}, EAGLE3 {rates[1]}"
-              for name, rates in gpu_model.PUBLISHED.items()]  # fmt: skip
+    lines += [
+        f"* {name}: plain {rates[0]}, EAGLE3 {rates[1]}"
+        for name, rates in gpu_model.PUBLISHED.items()
+    ]
     (folder / "gpu-proof.md").write_text("\n".join(lines) + "\n", "utf-8")
 
 

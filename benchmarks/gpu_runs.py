@@ -47,9 +47,12 @@ class Run:
         found = {key: value for key, value in asdict(self).items() if not key.endswith("_ids")}
         per_step = {"cpu_ms_per_step": self.cpu_ms / self.steps}
         return {
-            **found, **per_step, "tokens_per_s": 1e3 / self.token_ms,
-            "tokens_per_step": self.tokens / self.steps, "outside_kernels": self.outside,
-        }  # fmt: skip
+            **found,
+            **per_step,
+            "tokens_per_s": 1e3 / self.token_ms,
+            "tokens_per_step": self.tokens / self.steps,
+            "outside_kernels": self.outside,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class OracleCheck:
 
 def run(
     llm: LLM, clocks: Clocks, tokens: int, *, speculative: bool, prompt: str, repeats: int = 3
-) -> Run:  # fmt: skip
+) -> Run:
     """The fastest answer of several, after one that records the graphs."""
     runs = [_run(llm, clocks, tokens, prompt, speculative) for _ in range(1 + repeats)]
     return min(runs[1:], key=lambda found: found.token_ms)
@@ -98,9 +101,8 @@ def _run(llm: LLM, clocks: Clocks, tokens: int, prompt: str, speculative: bool) 
 
 
 def check_oracle(
-    llm: LLM, clocks: Clocks, plain: Run, lengths: Sequence[float], *, prompt: str,
-    repeats: int = 3,
-) -> list[OracleCheck]:  # fmt: skip
+    llm: LLM, clocks: Clocks, plain: Run, lengths: Sequence[float], *, prompt: str, repeats: int = 3
+) -> list[OracleCheck]:
     """Let an oracle draft for `llm`, whose trees have a fixed size, as long as `plain` is.
 
     Args:

@@ -79,9 +79,13 @@ def theirs(
 ) -> dict[str, Any]:
     """Answers of a library of the venv; `drafted`: tokens of the chain."""
     job = {
-        "library": library, "model": str(model), "prompts": asked[0], "tokens": asked[1],
-        "draft": None if draft is None else str(draft), "drafted": drafted,
-    }  # fmt: skip
+        "library": library,
+        "model": str(model),
+        "prompts": asked[0],
+        "tokens": asked[1],
+        "draft": None if draft is None else str(draft),
+        "drafted": drafted,
+    }
     with tempfile.TemporaryDirectory() as name:
         files = Path(name, "job.json"), Path(name, "result.json")
         files[0].write_text(json.dumps(job))

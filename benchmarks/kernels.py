@@ -79,11 +79,15 @@ def linear_sessions(
     attributes = {"K": in_features, "N": out_features, "bits": bits, "block_size": block}
     nodes = [
         helper.make_node(
-            "MatMulNBits", ["x", f"w{i}", "s"], [f"y{i}"], domain=CONTRIB, accuracy_level=4,
+            "MatMulNBits",
+            ["x", f"w{i}", "s"],
+            [f"y{i}"],
+            domain=CONTRIB,
+            accuracy_level=4,
             **attributes,
         )
         for i in range(copies)
-    ]  # fmt: skip
+    ]
     sessions.append(open_session(nodes, inputs, outputs, weights, threads))
     return sessions, copies, ours.nbytes
 

@@ -1,12 +1,15 @@
 """A mixture of experts beside a dense model that multiplies with as many weights.
 
     python benchmarks/moe.py --layers 12 --work /somewhere/with/10GB
+    python benchmarks/moe.py --layers 48 --threads 1 --work /dev/shm/moe --budget_s 450
     python benchmarks/moe.py --operator
 
 The shape is that of Qwen3-30B-A3B (48 layers, 128 experts of which a token takes 8), the dense
 model that of Qwen2.5-3B (36 layers); `--layers` takes a part of both. Weights are INT4 in blocks of
 32, random, and written as the kernels read them: what is measured is their size and place. Tokens
-are random, and so are the experts that they take. With `--threads 1` times are those of the CPU,
+are random, and so are the experts that they take. All 48 layers are 17 GB: on a slow disk that is
+most of the time, in memory (a tmpfs) it is a minute. Each round is printed when it is over, and
+none begins that would end beyond `--budget_s`. With `--threads 1` times are those of the CPU,
 which other programs on the machine do not change. `--operator` compares the experts of one layer
 with ONNX Runtime's QMoE.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -44,11 +48,15 @@ from edgellm.export.graph_files import DTYPES
 from edgellm.export.weights import Weights
 from edgellm.manifest import DecoderSpec, KVCacheSpec
 
-CAPACITY, CONTEXT, ROWS, DECODED = 1024, 512, (1, 2, 4, 8, 16), 24
+CAPACITY, CONTEXT, ROWS, DECODED = 1024, 512, (1, 2, 4, 8, 16), 12
 _SHARED = {
-    "vocab_size": 151936, "hidden_size": 2048, "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": 128,
-}  # fmt: skip
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "head_dim": 128,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "30B-A3B": {
         **_SHARED, "model_type": "qwen3_moe", "num_hidden_layers": 48, "num_attention_heads": 32,
@@ -123,8 +131,10 @@ def make(name: str, layers: int, folder: Path) -> None:
     for value, stored in op.parameters.values():
         value.const_value = ir.LazyTensor(
             lambda stored=stored: ir.tensor(contents(stored.name, stored.shape)),
-            dtype=stored.dtype, shape=ir.Shape(stored.shape), name=stored.name,
-        )  # fmt: skip
+            dtype=stored.dtype,
+            shape=ir.Shape(stored.shape),
+            name=stored.name,
+        )
     own_experts.packed_bytes = own_linears.packed_bytes = random_records  # type: ignore[assignment]
     folder.mkdir(parents=True)
     weights = WeightFile(folder / "decode.data")
@@ -178,25 +188,44 @@ def memory_kb(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def compare(layers: int, work: Path, threads: int, rounds: int) -> None:
+def compare(layers: int, work: Path, threads: int, rounds: int, budget_s: float) -> None:
     """Both models, taking turns, each time in a new process."""
+    begin = time.perf_counter()
     results: dict[str, list[dict[str, float]]] = {name: [] for name in SHAPES}
     for name in SHAPES:
         folder = work / f"{name.replace(' ', '-')}-{layers}"
+        start = time.perf_counter()
         if not folder.exists():
-            make(name, layers, folder)
+            made = folder.with_suffix(".partial")
+            shutil.rmtree(made, ignore_errors=True)
+            make(name, layers, made)
+            made.replace(folder)
         size = sum(path.stat().st_size for path in folder.iterdir())
-        print(f"{name}, {layers} of 48 layers: {size / 1e9:.2f} GB", flush=True)
+        took = time.perf_counter() - start
+        print(f"{name}, {layers} of 48 layers: {size / 1e9:.2f} GB in {took:.0f} s", flush=True)
+    longest = 0.0
     for _ in range(rounds):
+        start = time.perf_counter()
+        if results["dense 3B"] and start - begin + longest > budget_s:
+            break
         for name in SHAPES:
             folder = work / f"{name.replace(' ', '-')}-{layers}"
             command = [sys.executable, __file__, "--measure", name, "--layers", str(layers)]
             said = subprocess.run(
                 [*command, "--work", str(folder), "--threads", str(threads)],
-                check=True, capture_output=True, text=True,
-            ).stdout  # fmt: skip
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
             pairs = (line.split("=") for line in said.splitlines() if "=" in line)
             results[name].append({key: float(value) for key, value in pairs})
+        _say(results)
+        longest = max(longest, time.perf_counter() - start)
+
+
+def _say(results: Mapping[str, list[dict[str, float]]]) -> None:
+    """The best of all rounds so far."""
+    print(f"after {len(results['dense 3B'])} rounds:")
     for name, found in results.items():
         best = {key: min(each[key] for each in found) for key in found[0]}
         v = {rows: best[f"ms_{rows}"] / best["ms_1"] for rows in ROWS}
@@ -209,7 +238,7 @@ def compare(layers: int, work: Path, threads: int, rounds: int) -> None:
     ratios = [mixture["ms_1"] / dense["ms_1"] for mixture, dense in pairs]
     print(f"a token of the mixture takes {statistics.median(ratios):.2f} x the dense model's time")
     counts = ", ".join(f"{rows} rows: {touched(128, 8, rows):.0f}" for rows in ROWS)
-    print(f"experts of 128 that random rows touch: {counts}")
+    print(f"experts of 128 that random rows touch: {counts}", flush=True)
 
 
 def main() -> None:
@@ -218,6 +247,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("moe-benchmark"))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget_s", type=float, default=450.0)
     parser.add_argument("--operator", action="store_true")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     flags = parser.parse_args()
@@ -229,7 +259,7 @@ def main() -> None:
         found = measure(flags.measure, flags.layers, flags.work, flags.threads)
         print(*(f"{key}={value}" for key, value in found.items()), sep="\n")
     else:
-        compare(flags.layers, flags.work, flags.threads, flags.rounds)
+        compare(flags.layers, flags.work, flags.threads, flags.rounds, flags.budget_s)
 
 
 if __name__ == "__main__":

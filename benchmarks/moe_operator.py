@@ -27,11 +27,12 @@ def _session(
     node: onnx.NodeProto, inputs: dict[str, int], held: dict[str, np.ndarray], threads: int
 ) -> ort.InferenceSession:
     graph = helper.make_graph(
-        [node], "experts",
+        [node],
+        "experts",
         [helper.make_tensor_value_info(name, kind, None) for name, kind in inputs.items()],
         [helper.make_tensor_value_info("y", _FLOAT, None)],
         [numpy_helper.from_array(array, name) for name, array in held.items()],
-    )  # fmt: skip
+    )
     opsets = [helper.make_opsetid(*each) for each in (("", 21), ("com.microsoft", 1), (DOMAIN, 1))]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()

@@ -88,6 +88,14 @@ class OracleDrafter:
         del tree
         return self._within.confidences(self._own)
 
+    @property
+    def rests(self) -> bool:
+        """Never: its trees are of fixed size."""
+        return False
+
+    def pass_by(self, token_id: int, taps: F32) -> None:
+        raise NotImplementedError
+
     def swap_out(self) -> None:
         self._within.swap_out()
 

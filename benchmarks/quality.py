@@ -47,17 +47,28 @@ RECIPES: dict[str, tuple[list[str], str]] = {
     "int4, rounded at build": ([], "int4"),
     "fp8": (["--quantization", "fp8"], "none"),
     "int8_sq": (["--quantization", "int8_sq"], "none"),
+    "int8_sq, 8 rows": (["--quantization", "int8_sq", "--num_samples", "8"], "none"),
     "int4_awq": (["--quantization", "int4_awq"], "none"),
+    "int4_awq, gptq, block 32": (
+        ["--quantization", "int4_awq", "--algo", "gptq", "--block_size", "32"],
+        "none",
+    ),
     "nvfp4": (["--quantization", "nvfp4"], "none"),
     "int4_awq, autoround": (["--quantization", "int4_awq", "--algo", "autoround"], "none"),
     "int4_awq, autoround, block 32": (
-        ["--quantization", "int4_awq", "--algo", "autoround", "--block_size", "32"], "none"
+        ["--quantization", "int4_awq", "--algo", "autoround", "--block_size", "32"],
+        "none",
     ),
+    **{
+        f"mixed, {bits} bits": (["--quantization", "mixed", "--target_bits", bits], "none")
+        for bits in ("4.5", "5.5", "6.5", "7.5")
+    },
     "nvfp4_awq": (["--quantization", "nvfp4_awq"], "none"),
     "int8_sq, int8 cache": (
-        ["--quantization", "int8_sq", "--kv_cache_quantization", "int8"], "none"
+        ["--quantization", "int8_sq", "--kv_cache_quantization", "int8"],
+        "none",
     ),
-}  # fmt: skip
+}
 
 
 def checkpoint(work: Path, name: str) -> Path:

@@ -21,9 +21,13 @@ from export import make_large, run
 from edgellm.scripts import smollm2
 
 SCHEMES = {
-    "fp8": [], "int8_sq": [], "nvfp4": [], "int4_awq": [], "nvfp4_awq": [],
+    "fp8": [],
+    "int8_sq": [],
+    "nvfp4": [],
+    "int4_awq": [],
+    "nvfp4_awq": [],
     "int4_awq, autoround": ["--algo", "autoround"],
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -49,8 +53,10 @@ def main() -> None:
             "--seq_len", arguments.seq_len, "--held_out", 1, "--device", "cpu",
         )  # fmt: skip
         size = sum(path.stat().st_size for path in output.iterdir())
-        print(f"{name:20s} {cost.peak_bytes / 1e9:7.2f}  {cost.wall_s / 60:7.1f} {size / 1e9:5.1f}",
-              flush=True)  # fmt: skip
+        print(
+            f"{name:20s} {cost.peak_bytes / 1e9:7.2f}  {cost.wall_s / 60:7.1f} {size / 1e9:5.1f}",
+            flush=True,
+        )
     shutil.rmtree(output)
 
 

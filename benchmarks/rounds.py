@@ -3,6 +3,7 @@
     python benchmarks/rounds.py --prompts 5                    # milliseconds of a round by stage
     python benchmarks/rounds.py --prompts 5 --threads 1 --cpu  # the same where other work runs
     python benchmarks/rounds.py --prompts 6 --priced           # real acceptance at given prices
+    python benchmarks/rounds.py --prompts 6 --priced --temperature 1
 
 With `--priced` every pass counts what `PRICES` says, measured on an idle machine, so that the
 figures do not depend on what else runs: the trees are those that these prices ask for, and the
@@ -15,6 +16,8 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,19 +40,19 @@ EXTENSIONS = {"1": 0.31, "2": 0.33, "4": 0.37, "8": 0.50, "16": 0.75, "64": 2.0}
 HOST_MS = 0.35  # of a round, beyond that of plain decoding
 FREE = {"1": 0.001, "64": 0.002}
 PRICES = {
-    "as it is": (STEPS, {rows: ms + HOST_MS for rows, ms in EXTENSIONS.items()}),
-    "a host that costs nothing": (STEPS, EXTENSIONS),
-    "drafts that cost nothing": (FREE, FREE),
+    "as it is": Costs.of(PASSES, STEPS, EXTENSIONS, HOST_MS),
+    "a host that costs nothing": Costs.of(PASSES, STEPS, EXTENSIONS),
+    "drafts that cost nothing": Costs.of(PASSES, FREE, FREE),
 }
 
 
-def answered(llm: LLM, questions: list[str], tokens: int) -> Profile:
-    """Greedy answers, one after the other."""
+def answered(llm: LLM, questions: list[str], tokens: int, temperature: float) -> Profile:
+    """Answers, one after the other."""
     total = Profile()
-    for question in questions:
+    for seed, question in enumerate(questions):
         answer = llm.generate(
             [{"role": "user", "content": question}],
-            sampling=SamplingParams(temperature=0.0),
+            sampling=SamplingParams(temperature, top_p=1.0, top_k=0, seed=seed),
             max_generate_length=tokens,
         )
         for _ in answer:
@@ -70,27 +73,36 @@ def print_stages(where: str, total: Profile) -> None:
         print(f"    {name:30} {sum(samples) / count:7.3f}  median {statistics.median(samples):.3f}")
 
 
-def priced(folder: Path, method: str, questions: list[str], tokens: int, name: str) -> str:
-    """Times plain decoding at some of `PRICES`, tokens and verified rows of a round."""
-    prices = Costs.of(PASSES, *PRICES[name])
+def priced(
+    folder: Path, method: str, sets: Sequence[list[str]], answer: Callable[..., Profile], name: str
+) -> str:
+    """Of each set: times plain decoding at some of `PRICES`, and tokens of a round."""
+    prices = PRICES[name]
     booked: list[tuple[int, float]] = []
+    found: list[str] = []
     end_round = Controller.end_round
 
     def book(
-        self: Controller, emitted: int, drafted_ms: float, rows: int, *, networked: bool
-    ) -> None:
-        booked.append((emitted, drafted_ms + float(prices.verify[rows])))
-        end_round(self, emitted, drafted_ms, rows, networked=networked)
+        self: Controller, emitted: int, drafted_ms: float, rows: int, *, networked: bool,
+        read_ms: float = 0.0,
+    ) -> None:  # fmt: skip
+        host_ms = prices.host_ms if rows > 1 else 0.0
+        booked.append((emitted, drafted_ms + host_ms + read_ms + float(prices.verify[rows])))
+        end_round(self, emitted, drafted_ms, rows, networked=networked, read_ms=read_ms)
 
     eagle.Costs = SimpleNamespace(of=lambda *_: prices)
     Controller.end_round = book
     try:
         with LLM(folder, spec=methods.METHODS[method].spec) as llm:
-            answered(llm, questions, tokens)
+            for questions in sets:  # what the first teach is known of the others
+                booked.clear()
+                answer(llm, questions)
+                emitted, ms = (sum(values) for values in zip(*booked, strict=True))
+                rate = emitted / ms * PASSES["1"]
+                found.append(f"{rate:.3f} ({emitted / len(booked):.2f})")
     finally:
         eagle.Costs, Controller.end_round = Costs, end_round
-    emitted, ms = (sum(values) for values in zip(*booked, strict=True))
-    return f"{emitted / ms * PASSES['1']:.2f} ({emitted / len(booked):.2f})"
+    return "  ".join(found)
 
 
 def main() -> None:
@@ -99,6 +111,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--prompts", type=int, default=5, help="of each set")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--engine", choices=methods.ENGINES, default="int4")
     parser.add_argument("--methods", nargs="+", default=["plain", "eagle3", "eagle3+suffix"])
     parser.add_argument("--cpu", action="store_true", help="CPU time of the calling thread")
@@ -107,19 +120,17 @@ def main() -> None:
     if arguments.cpu:
         profile.time = SimpleNamespace(perf_counter=time.thread_time)
     folder = methods.engine(arguments.work, arguments.engine, methods.EAGLE3, arguments.threads)
+    answer = partial(answered, tokens=arguments.tokens, temperature=arguments.temperature)
     sets = {name: prompts.load(name)[: arguments.prompts] for name in prompts.NAMES}
     for method in arguments.methods:
         if arguments.priced and method != "plain":
             for name in PRICES:
-                found = [
-                    priced(folder, method, questions, arguments.tokens, name)
-                    for questions in sets.values()
-                ]
-                print(f"{method:14} {name:26} {'  '.join(found)}", flush=True)
+                found = priced(folder, method, [*sets.values()], answer, name)
+                print(f"{method:14} {name:26} {found}", flush=True)
         elif not arguments.priced:
             with LLM(folder, spec=methods.METHODS[method].spec) as llm:
                 for name, questions in sets.items():
-                    print_stages(f"{method}, {name}", answered(llm, questions, arguments.tokens))
+                    print_stages(f"{method}, {name}", answer(llm, questions))
 
 
 if __name__ == "__main__":

@@ -25,9 +25,11 @@ def vllm(job: dict[str, Any]) -> dict[str, Any]:
 
     chain = {
         "speculative_config": {
-            "method": "eagle3", "model": job["draft"], "num_speculative_tokens": job["drafted"],
+            "method": "eagle3",
+            "model": job["draft"],
+            "num_speculative_tokens": job["drafted"],
         }
-    }  # fmt: skip
+    }
     llm = LLM(
         job["model"], dtype="float32", max_model_len=1024, enforce_eager=True, max_num_seqs=1,
         disable_log_stats=False, **(chain if job["draft"] else {}),
@@ -35,8 +37,11 @@ def vllm(job: dict[str, Any]) -> dict[str, Any]:
     sampling = SamplingParams(temperature=0.0, max_tokens=job["tokens"])
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     answers = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, sampling)]
-    counts = {metric.name: metric.value for metric in llm.get_metrics() if "spec" in metric.name
-              and hasattr(metric, "value")}  # fmt: skip
+    counts = {
+        metric.name: metric.value
+        for metric in llm.get_metrics()
+        if "spec" in metric.name and hasattr(metric, "value")
+    }
     return {
         "answers": answers,
         "rounds": counts.get(_ROUNDS, 0),
@@ -55,9 +60,12 @@ def transformers(job: dict[str, Any]) -> dict[str, Any]:
     for ids in job["prompts"]:
         rows = torch.tensor([ids])
         found = model.generate(
-            rows, attention_mask=torch.ones_like(rows), do_sample=False, pad_token_id=_EOS,
+            rows,
+            attention_mask=torch.ones_like(rows),
+            do_sample=False,
+            pad_token_id=_EOS,
             max_new_tokens=job["tokens"],
-        )  # fmt: skip
+        )
         answers.append(found[0, len(ids) :].tolist())
     return {"answers": answers, "versions": {"transformers": version("transformers")}}
 

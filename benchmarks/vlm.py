@@ -78,9 +78,13 @@ def make_model(folder: Path, depth: int) -> None:
         "{% endif %}{% endfor %}{% endfor %}"
     )
     settings = {
-        "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2,
-        "temporal_patch_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 16384,
-    }  # fmt: skip
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "min_pixels": 56 * 56,
+        "max_pixels": 28 * 28 * 16384,
+    }
     for name, content in (
         ("tokenizer_config.json", {"chat_template": template}),
         ("preprocessor_config.json", settings),
@@ -214,8 +218,9 @@ def first_token(engines: dict[str, Path], work: Path, rounds: int) -> None:
         noise = np.random.default_rng(number).integers(0, 255, (644, 896, 3), np.uint8)
         Image.fromarray(noise).save(work / "noise.png")
         content = [
-            {"type": "image", "image": str(work / "noise.png")}, {"type": "text", "text": "What?"},
-        ]  # fmt: skip
+            {"type": "image", "image": str(work / "noise.png")},
+            {"type": "text", "text": "What?"},
+        ]
         for kind in times:
             start = time.perf_counter()
             answer = llm.generate(

@@ -9,10 +9,12 @@ import numpy as np
 
 from edgellm.build.plan import Plan
 from edgellm.device_runtime import sessions
+from edgellm.device_runtime.engine.round_host import round_host_ms
 from edgellm.device_runtime.pass_costs import CONTEXT_ROWS, fastest_ms
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.manifest import DecoderSpec, Spec
+from edgellm.roles import HOST
 
 Costs = dict[str, dict[str, float]]
 _PREFILL_ROWS = (64, 128, 256)
@@ -31,6 +33,8 @@ def measure(opened: Mapping[str, Runner], spec: Spec, plan: Plan) -> tuple[Costs
     costs = module.costs(session, spec)
     if not isinstance(spec, DecoderSpec):
         return costs, 0
+    if plan.max_verify_tree_size:
+        costs[HOST] = {"1": round_host_ms()}
     return costs, _best_prefill_rows(session, spec.vocab_size, plan)
 
 

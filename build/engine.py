@@ -78,8 +78,11 @@ def _manifest(
         machine=origin.machine,
         quantization=bundle.quantization,
         options={
-            **remembered(product, plan), **plan.options.given(), **compiled.options,
-            "notes": list(compiled.notes), "checks": list(compiled.checks),
+            **remembered(product, plan),
+            **plan.options.given(),
+            **compiled.options,
+            "notes": list(compiled.notes),
+            "checks": list(compiled.checks),
             "check_s": round(compiled.check_s, 3),
         },
         provenance=_provenance(source, bundle.provenance),
@@ -87,7 +90,7 @@ def _manifest(
         hidden_taps=bundle.hidden_taps,
         prefill_rows=compiled.prefill_rows,
         cost_ms=compiled.cost_ms,
-    )  # fmt: skip
+    )
     return dataclasses.replace(built, **kind.limits(bundle, plan))
 
 

@@ -134,9 +134,9 @@ def _code_slices(
     for first in range(0, rows, step):
         end = min(first + step, rows)
         blocks = first // block.as_int(), end // block.as_int()
-        found.append((
-            first, end, _rows_of(graph, codes, first, end), _rows_of(graph, scales, *blocks)
-        ))  # fmt: skip
+        found.append(
+            (first, end, _rows_of(graph, codes, first, end), _rows_of(graph, scales, *blocks))
+        )
     return found
 
 
@@ -254,13 +254,17 @@ def _run(
         output=[onnx.ValueInfoProto(name=name) for name in wanted],
     )
     model = onnx.ModelProto(
-        ir_version=proto.ir_version, opset_import=proto.opset_import, graph=graph,
+        ir_version=proto.ir_version,
+        opset_import=proto.opset_import,
+        graph=graph,
         functions=proto.functions,
-    )  # fmt: skip
+    )
     used = {
-        entry.value for each in graph.initializer for entry in each.external_data
+        entry.value
+        for each in graph.initializer
+        for entry in each.external_data
         if entry.key == "location"
-    }  # fmt: skip
+    }
     session = load_in_memory(
         model.SerializeToString(), {name: each for name, each in files.items() if name in used}
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def make_reference(
     layers = list(all_weights(model.graph))
     has_int8_cache = source.cache is not None and source.cache.dtype == "int8"
     roundings = {engine.of(weight, name) for name, weight in layers}
-    sums = _UNIT * sum(weight.in_features for _, weight in layers)
+    sums = float_error(weight.in_features for _, weight in layers)
     rows = sum(map(_rows, passes)) or 1
     rounds = engine.halves or has_int8_cache or bool(roundings - {Rounding()})
     versions = plain_versions(model, source.bundle, source.cache, engine, rows, rounds=rounds)
@@ -121,6 +121,11 @@ def make_reference(
     return Reference(
         source, passes, "", exact, rounded[0] if rounded else {}, shown, sums, seconds, may_reroute
     )
+
+
+def float_error(widths: Iterable[int]) -> float:
+    """How far rows may be off, relative to their size, behind sums of so many products."""
+    return _UNIT * sum(widths)
 
 
 def _held_at_once(graph: ir.Graph) -> int:

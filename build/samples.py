@@ -58,13 +58,15 @@ def _rows(
         if at == 2:
             depths, more[contract.TREE_MASK] = _tree()
             positions = begin + depths
-        passes.append({
-            contract.INPUT_IDS: random.integers(0, spec.vocab_size, (1, rows)),
-            contract.POSITION_IDS: np.tile(positions, (spec.position_axes, 1)),
-            contract.WRITE_INDEX: np.array([begin]),
-            contract.LOGITS_INDEX: np.arange(rows),
-            **more,
-        })  # fmt: skip
+        passes.append(
+            {
+                contract.INPUT_IDS: random.integers(0, spec.vocab_size, (1, rows)),
+                contract.POSITION_IDS: np.tile(positions, (spec.position_axes, 1)),
+                contract.WRITE_INDEX: np.array([begin]),
+                contract.LOGITS_INDEX: np.arange(rows),
+                **more,
+            }
+        )
         begin += rows
     return passes
 

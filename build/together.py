@@ -54,16 +54,22 @@ def together(first: onnx.ModelProto, second: onnx.ModelProto) -> onnx.ModelProto
             nodes += _product(ours.product, others.product)
     ids = {each.name for each in first.graph.initializer}
     graph = onnx.GraphProto(
-        name="together", node=nodes, input=first.graph.input,
+        name="together",
+        node=nodes,
+        input=first.graph.input,
         output=[*first.graph.output, *theirs.graph.output],
-        initializer=[*first.graph.initializer,
-                     *(each for each in theirs.graph.initializer if each.name not in ids)],
-    )  # fmt: skip
+        initializer=[
+            *first.graph.initializer,
+            *(each for each in theirs.graph.initializer if each.name not in ids),
+        ],
+    )
     domains = {each.domain: each for each in (*second.opset_import, *first.opset_import)}
     return onnx.ModelProto(
-        ir_version=first.ir_version, opset_import=domains.values(), graph=graph,
+        ir_version=first.ir_version,
+        opset_import=domains.values(),
+        graph=graph,
         functions=first.functions,
-    )  # fmt: skip
+    )
 
 
 def _typed(value: onnx.ValueInfoProto) -> tuple[str, int]:

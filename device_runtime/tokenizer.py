@@ -79,8 +79,7 @@ class ChatTokenizer:
         What has no such words is returned as it is. The marks pass through chat templates.
         """
         return self._special_tokens.sub(
-            lambda found: found[0][0] + _CUT + self.as_text(found[0][1:]),
-            content.replace(_CUT, ""),
+            lambda found: found[0][0] + _CUT + self.as_text(found[0][1:]), content.replace(_CUT, "")
         )
 
     @staticmethod
@@ -238,9 +237,7 @@ class _GenerationTag(Extension):
 def _environment() -> ImmutableSandboxedEnvironment:
     """Jinja as transformers sets it up, sandboxed: templates come with downloaded models."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

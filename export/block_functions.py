@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from edgellm import contract
-from edgellm.export.functions import integers, local_function, of_call
+from edgellm.export.functions import integers, local_function
 from edgellm.export.op import Op
 
 _INT = ir.AttributeType.INT
@@ -18,7 +18,7 @@ def block_linear(*, has_minima: bool) -> ir.Function:
     """
 
     def body(op: Op, x: ir.Value, codes: ir.Value, *factors: ir.Value) -> ir.Value:
-        weight = _block_values(op, codes, *factors)
+        weight = block_values(op, codes, *factors)
         return op.MatMul(x, op.Transpose(op.CastLike(weight, x), perm=[1, 0]))
 
     name = contract.OFFSET_LINEAR if has_minima else contract.BLOCK_LINEAR
@@ -30,7 +30,7 @@ def block_rows(*, has_minima: bool) -> ir.Function:
     """Rows float32 [..., in] of a weight as `block_linear` has it, by their numbers [...]."""
 
     def body(op: Op, row_ids: ir.Value, *stored: ir.Value) -> ir.Value:
-        return _block_values(op, *(op.Gather(each, row_ids, axis=0) for each in stored))
+        return block_values(op, *(op.Gather(each, row_ids, axis=0) for each in stored))
 
     name = contract.OFFSET_ROWS if has_minima else contract.BLOCK_ROWS
     inputs = "row_ids codes scales minima" if has_minima else "row_ids codes scales"
@@ -40,15 +40,20 @@ def block_rows(*, has_minima: bool) -> ir.Function:
 def block_factors() -> ir.Function:
     """Factors float32 [out, n] of blocks: codes times a scale for `block_size` of them."""
     return local_function(
-        contract.BLOCK_FACTORS, "codes scales", _block_values, {"block_size": _INT}
+        contract.BLOCK_FACTORS, "codes scales", block_values, {"block_size": _INT}
     )  # fmt: skip
 
 
-def _block_values(op: Op, codes: ir.Value, scales: ir.Value, *minima: ir.Value) -> ir.Value:
-    """Codes [..., n] times their blocks' scales, plus their minima: float32, rounded twice."""
+def block_values(
+    op: Op, codes: ir.Value, scales: ir.Value, *minima: ir.Value, attribute: str = "block_size"
+) -> ir.Value:
+    """Codes [..., n] times their blocks' scales, plus their minima: float32, rounded twice.
+
+    `attribute`: of the function's call, the size of blocks.
+    """
     to = int(ir.DataType.FLOAT)
-    block = of_call(block_size=_INT)
-    values = op.DequantizeLinear(codes, op.Cast(scales, to=to), axis=-1, **block)
+    block = ir.RefAttr("block_size", attribute, _INT)
+    values = op.DequantizeLinear(codes, op.Cast(scales, to=to), axis=-1, block_size=block)
     if not minima:
         return values
     apart = op.Concat(op.Shape(scales), integers(op, -1), axis=0)

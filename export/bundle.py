@@ -10,7 +10,7 @@ from typing import Any
 
 from edgellm.artifact import check_output, publish, temporary_folder
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
-from edgellm.export import models
+from edgellm.export import drafts, models
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.config import ConfigReader
 from edgellm.export.decoder import build_decoder
@@ -26,7 +26,6 @@ from edgellm.export.graph_files import (
     write_graphs,
 )
 from edgellm.export.kv_cache import read_ranges
-from edgellm.export.medusa_config import head_names
 from edgellm.export.op import OPSET
 from edgellm.export.source import open_draft
 from edgellm.export.stated import judge
@@ -122,6 +121,16 @@ def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:
     return config
 
 
+def quantized_layers(
+    checkpoint: Checkpoint, options: ExportOptions
+) -> tuple[Checkpoint, dict[str, tuple[int, int]]]:
+    """The language model, and [out, in] of its quantized layers by name; reads no weights."""
+    tower, architecture, config = read_architecture(checkpoint, options)
+    weights = Weights(tower.tensors, tower.quant_config)
+    build_decoder(architecture, config, weights, DTYPES[options.dtype])
+    return tower, weights.quantized
+
+
 def _weights(tower: Checkpoint, options: ExportOptions) -> Weights:
     """What is stored in blocks stays so, unless float32 is wanted."""
     blocks = tower.blocks if options.dtype == "fp16" else None
@@ -169,15 +178,15 @@ def read_architecture(
 
 
 def _refuse_unused(weights: Weights, tower: Checkpoint, config: DecoderConfig) -> None:
-    """Refuse what nobody took, but for cut layers, a tied head's second copy, Medusa heads."""
+    """Refuse what nobody took, but for cut layers, a tied head's second copy, drafts beside it."""
     layers = tower.config["num_hidden_layers"]
     cut = tuple(f"model.layers.{index}." for index in range(config.num_hidden_layers, layers))
     unused = weights.unused()
-    heads = {*head_names(unused)}
+    others = {*drafts.own_names(unused)}
     left = [
         name
         for name in unused
-        if name not in heads
+        if name not in others
         and not name.startswith(cut)
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
     ]

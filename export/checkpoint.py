@@ -161,8 +161,10 @@ def write_safetensors(path: Path, source: TensorSource, names: list[str]) -> Non
         info = infos[name]
         end = position + info.num_bytes
         header[name] = {
-            "dtype": info.dtype, "shape": list(info.shape), "data_offsets": [position, end],
-        }  # fmt: skip
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [position, end],
+        }
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -60,12 +60,7 @@ def build_decoder(
 
 
 def _taps(
-    op: Op,
-    model: Any,
-    hidden: ir.Value,
-    state: PassState,
-    taps: tuple[int, ...],
-    hidden_size: int,
+    op: Op, model: Any, hidden: ir.Value, state: PassState, taps: tuple[int, ...], hidden_size: int
 ) -> ir.Value:
     """The tapped streams side by side, [1, S, T*H]; `hidden` leaves the last layer."""
     with op.scope("taps"):

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.export import drafts
 from edgellm.export.checkpoint import Checkpoint, TensorInfo
 from edgellm.export.config import ConfigReader
 from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.medusa_config import MedusaConfig, is_medusa, read_medusa
+from edgellm.export.drafts import OwnConfig
 from edgellm.export.taps import check_taps, default_taps
 
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -82,7 +83,7 @@ class DraftConfig:
 
 def read_draft(
     checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] = ()
-) -> DraftConfig | MedusaConfig:
+) -> DraftConfig | OwnConfig:
     """Read a draft's config, with its tensors' names as witnesses, and check it against the base.
 
     Args:
@@ -94,8 +95,8 @@ def read_draft(
         EdgeLLMError: the folder holds something else than a draft.
         UnsupportedModelError: a layout that is not understood, or a draft for another base.
     """
-    if is_medusa(checkpoint):
-        return read_medusa(checkpoint, base, ignored)
+    if (kind := drafts.kind_of(checkpoint.tensors.infos())) is not None:
+        return kind.read(checkpoint, base, ignored)
     return _read_eagle(checkpoint, base, ignored)
 
 
@@ -144,12 +145,13 @@ def _refuse_other_models(checkpoint: Checkpoint, infos: Infos) -> None:
     if "fc.weight" in infos:
         return
     whole = any(name.startswith("model.layers.") for name in infos)
+    others = " or ".join(kind.TITLE for kind in drafts.kinds())
     raise EdgeLLMError(
         f"{checkpoint.label} is not a draft: it has neither fc.weight, which EAGLE drafts have, "
-        "nor Medusa heads",
+        f"nor {others}",
         hint="it looks like a whole language model; give the draft's folder"
         if whole
-        else "give the folder of an EAGLE-1, EAGLE-2 or EAGLE-3 draft, or of Medusa heads",
+        else f"give the folder of an EAGLE-1, EAGLE-2 or EAGLE-3 draft, or of {others}",
     )
 
 
@@ -203,8 +205,12 @@ def _decoder(reader: ConfigReader, infos: Infos, first: str) -> DecoderConfig:
 
 def _expect_plain_eagle(eagle: ConfigReader) -> None:
     """The switches of Model-Optimizer and TensorRT-LLM, at the values of an EAGLE-3 draft."""
-    for key in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm",
-                "next_layer_regular"):  # fmt: skip
+    for key in (
+        "use_aux_hidden_state",
+        "use_input_layernorm_in_first_layer",
+        "use_last_layernorm",
+        "next_layer_regular",
+    ):
         eagle.expect(key, True)
     for key in ("use_mtp_layernorm", "eh_proj_before_attn"):
         eagle.expect(key, False)

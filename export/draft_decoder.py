@@ -1,7 +1,5 @@
 """The graphs of a draft: `fuse` turns the base's features into hidden rows, `model` drafts.
 
-Medusa heads are one graph from the base's feature to candidates.
-
 Inputs and outputs are those of `edgellm.contract`; opset 24. The candidates of a row are picked
 inside the graph and already named by the base's token ids, so that no logits leave it.
 """
@@ -18,7 +16,6 @@ from edgellm import contract
 from edgellm.export import drafts
 from edgellm.export.draft_config import DraftConfig
 from edgellm.export.graph import HEAD_ROWS, ROWS, PassInputs, cache_shape, declare, finish, typed
-from edgellm.export.medusa_config import MedusaConfig
 from edgellm.export.op import Op
 from edgellm.export.weights import StoredTensor, Weights, as_bytes
 
@@ -36,10 +33,7 @@ def build_fuse(config: DraftConfig, weights: Weights, dtype: ir.DataType) -> tup
 
 
 def build_draft(
-    config: DraftConfig,
-    weights: Weights,
-    target_ids: NDArray[np.int64] | None,
-    dtype: ir.DataType,
+    config: DraftConfig, weights: Weights, target_ids: NDArray[np.int64] | None, dtype: ir.DataType
 ) -> tuple[ir.Model, Op]:
     """Record the draft's decoder without touching weight data.
 
@@ -63,11 +57,9 @@ def build_draft(
     x = model.forward(op, inputs.input_ids, hidden, state)
     with op.scope("head"):
         logits, recycled = model.head(op, op.Gather(x, inputs.logits_index, axis=1))
-        ids, log_probs = _candidates(op, logits, top_k, target_ids)
-    shape = [1, HEAD_ROWS, contract.CANDIDATES]
+        candidates = candidate_outputs(op, logits, top_k, target_ids, HEAD_ROWS)
     outputs = [
-        typed(ids, ir.DataType.INT64, shape, contract.CANDIDATE_IDS),
-        typed(log_probs, ir.DataType.FLOAT, shape, contract.CANDIDATE_LOG_PROBS),
+        *candidates,
         typed(recycled, dtype, [1, HEAD_ROWS, size], contract.RECYCLED_HIDDEN),
         *(typed(value, dtype, cache_shape(decoder)) for value in state.present.values()),
     ]
@@ -76,25 +68,21 @@ def build_draft(
     return finish(op, "draft", [*own, *inputs.past.values()], outputs), op
 
 
-def build_heads(config: MedusaConfig, weights: Weights, dtype: ir.DataType) -> tuple[ir.Model, Op]:
-    """The graph of Medusa heads: HIDDEN_TAPS [1, 1, H] to candidates [1, N, K], a row a head."""
-    op = Op(dtype)
-    feature = declare(contract.HIDDEN_TAPS, dtype, [1, 1, config.hidden_size])
-    top_k = declare(contract.TOP_K, ir.DataType.INT64, [1])
-    logits = drafts.find(config.method).Model(config, weights)(op, feature)
-    ids, log_probs = _candidates(op, logits, top_k, None)
-    shape = [1, config.num_heads, contract.CANDIDATES]
-    outputs = [
+def candidate_outputs(
+    op: Op, logits: ir.Value, top_k: ir.Value, target_ids: NDArray[np.int64] | None, rows: int | str
+) -> list[ir.Value]:
+    """Ids of the base's vocabulary and log-probabilities, both [1, R, K], best first."""
+    ids, log_probs = _candidates(op, logits, top_k, target_ids)
+    shape = [1, rows, contract.CANDIDATES]
+    return [
         typed(ids, ir.DataType.INT64, shape, contract.CANDIDATE_IDS),
         typed(log_probs, ir.DataType.FLOAT, shape, contract.CANDIDATE_LOG_PROBS),
     ]
-    return finish(op, "heads", [feature, top_k], outputs), op
 
 
 def _candidates(
     op: Op, logits: ir.Value, top_k: ir.Value, target_ids: NDArray[np.int64] | None
 ) -> tuple[ir.Value, ir.Value]:
-    """Ids of the base's vocabulary and log-probabilities, both [1, R, K], best first."""
     scores = op.LogSoftmax(op.Cast(logits, to=int(ir.DataType.FLOAT)), axis=-1)
     log_probs, indices = op.outputs(2, "TopK", scores, top_k, axis=-1, largest=1, sorted=1)
     if target_ids is None:

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm import contract
+from edgellm.export.block_functions import block_values
 from edgellm.export.functions import integers, local_function
 from edgellm.export.op import Op
 
@@ -27,7 +28,9 @@ _OPERANDS = {
     contract.SHIFTED_EXPERTS: ("", "_scales", "_zero_points"),
     contract.FP4_EXPERTS: ("", "_scales"),
     contract.NVFP4_EXPERTS: ("", "_scales", "_global_scales"),
+    contract.BLOCK_EXPERTS: ("", "_scales", "_minima"),
 }
+_BLOCKED = contract.QUANTIZED_EXPERTS, contract.SHIFTED_EXPERTS, contract.BLOCK_EXPERTS
 
 
 def router() -> ir.Function:
@@ -46,9 +49,10 @@ def experts(name: str) -> ir.Function:
 
     An expert gives down(min(g, limit) * sigmoid(alpha * min(g, limit)) * (u + offset)), g its gates
     and u its ups within +-limit: Swish with a limit of infinity. Weights by the kinds of linear
-    layers: [E, out, in]; codes [E, in, out] with scales [E, blocks, out]; FP4 in pairs
-    [E, out, in / 2] with scales [E, out, in / 32], or FP8 scales [E, out, in / 16] and those of the
-    experts [E]. Biases are [E, out], or one zero [1, 1].
+    layers: [E, out, in]; codes [E, in, out] with scales [E, blocks, out]; codes [E, out, in] with
+    scales and minima [E, out, blocks], or one minimum of zero; FP4 in pairs [E, out, in / 2] with
+    scales [E, out, in / 32], or with FP8 scales [E, out, in / 16] and those of the experts [E].
+    Biases are [E, out], or one zero [1, 1].
     `top_k` is K; block sizes are those of gates and ups, and of downs.
     """
     operands = _OPERANDS[name]
@@ -75,7 +79,7 @@ def experts(name: str) -> ir.Function:
     inputs = [part + ending for part in _PARTS for ending in operands]
     biases = [f"{part}_bias" for part in _PARTS]
     attributes = {"alpha": _FLOAT, "limit": _FLOAT, "offset": _FLOAT, "top_k": _INT}
-    if name in (contract.QUANTIZED_EXPERTS, contract.SHIFTED_EXPERTS):
+    if name in _BLOCKED:
         attributes |= {"block_size": _INT, "down_block_size": _INT}
     return local_function(name, " ".join(["x ids shares", *inputs, *biases]), body, attributes)
 
@@ -100,6 +104,11 @@ def _share_of_each(op: Op, ids: ir.Value, shares: ir.Value, stored: ir.Value) ->
     zero = op.CastLike(op.Constant(value_float=0.0), shares)
     each = op.Where(is_chosen, op.Unsqueeze(shares, integers(op, 3)), zero)
     return op.Transpose(op.ReduceSum(each, integers(op, 2), keepdims=0), perm=[2, 1, 0])
+
+
+def _blocks(op: Op, x: ir.Value, block: str, *stored: ir.Value) -> ir.Value:
+    values = block_values(op, *stored, attribute=block)
+    return op.Transpose(op.CastLike(values, x), perm=[0, 2, 1])
 
 
 Dequantize = Callable[..., ir.Value]  # (op, x, name of the block size, *operands) -> [E, in, out]
@@ -146,5 +155,6 @@ _DEQUANTIZE: dict[str, Dequantize] = {
     contract.SHIFTED_EXPERTS: _integer,
     contract.FP4_EXPERTS: _fp4,
     contract.NVFP4_EXPERTS: _nvfp4,
+    contract.BLOCK_EXPERTS: _blocks,
 }
 LARGEST = {ir.DataType.FLOAT: float(np.finfo(np.float32).max), ir.DataType.FLOAT16: 65504.0}

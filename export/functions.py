@@ -126,11 +126,13 @@ def _rotated(op: Op, q: ir.Value, k: ir.Value, *tables: ir.Value) -> tuple[ir.Va
     """Queries and keys, turned by cos, sin and positions."""
     q, k = (
         op.RotaryEmbedding(
-            x, *tables, num_heads=ir.RefAttr("num_heads", heads, _INT),
+            x,
+            *tables,
+            num_heads=ir.RefAttr("num_heads", heads, _INT),
             **of_call(interleaved=_INT, rotary_embedding_dim=_INT),
         )
         for x, heads in ((q, "num_heads"), (k, "kv_num_heads"))
-    )  # fmt: skip
+    )
     return q, k
 
 
@@ -198,10 +200,13 @@ def _attend(
         keys, values = (_with_zeros(op, each, seen) for each in (keys, values))
         mask = _with_sinks(op, mask, sinks)
     y = op.Attention(
-        rows[0], keys, values, mask,
+        rows[0],
+        keys,
+        values,
+        mask,
         q_num_heads=ir.RefAttr("q_num_heads", "num_heads", _INT),
         **of_call(kv_num_heads=_INT, scale=_FLOAT, softcap=_FLOAT),
-    )  # fmt: skip
+    )
     return y, present_key, present_value
 
 
@@ -268,9 +273,11 @@ def rotary_tables(dtype: ir.DataType) -> ir.Function:
         angles = op.Mul(places, op.Unsqueeze(inv_freq, integers(op, 0)))
         scale = op.Constant(value_float=ir.RefAttr("value_float", "scale", _FLOAT))
         tables = [op.Mul(table, scale) for table in (op.Cos(angles), op.Sin(angles))]
-        return tables if dtype == ir.DataType.FLOAT else [
-            op.Cast(table, to=int(dtype)) for table in tables
-        ]  # fmt: skip
+        return (
+            tables
+            if dtype == ir.DataType.FLOAT
+            else [op.Cast(table, to=int(dtype)) for table in tables]
+        )
 
     return local_function(contract.ROTARY_TABLES, "slots inv_freq", body, {"scale": _FLOAT})
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from edgellm.contract import BrokenArtifactError
 from edgellm.export.checkpoint import CHUNK_BYTES, Checkpoint, TensorInfo, TensorSource
-from edgellm.export.gguf_families import Facts, Family, UnshiftedNorms, read_config
+from edgellm.export.gguf_families import SINKS, Facts, Family, UnshiftedNorms, read_config
 from edgellm.export.gguf_file import GGUFFile, read_gguf
 from edgellm.export.gguf_tokenizer import convert_tokenizer
-from edgellm.export.quantized.gguf import FORMS
+from edgellm.export.quantized.gguf import FORMS, MXFP4
 from edgellm.export.weights import as_bytes
 
 _ROPES = ("rope_freqs", "rope_factors_")
@@ -51,7 +51,7 @@ class GGUFTensors:
             _hf_name(t.name, family): t for t in file.tensors if not t.name.startswith(_ROPES)
         }
         self._permuted_heads = permuted_heads
-        kept = FORMS if keeps_blocks else ()
+        kept = (*FORMS, MXFP4) if keeps_blocks else ()
         self._infos = {
             name: TensorInfo(
                 tensor.kind if tensor.kind in kept else _PLAIN.get(tensor.kind, "F32"), tensor.shape
@@ -150,7 +150,7 @@ def _hf_name(name: str, family: Family) -> str:
     if match is None or known is None:
         return name  # reported as a leftover
     layer = f"model.layers.{match[1]}." if match[1] is not None else ""
-    return f"{layer}{known}.{match[3]}"
+    return f"{layer}{known}" if known.endswith(SINKS) else f"{layer}{known}.{match[3]}"
 
 
 def _half_split(rows: np.ndarray, head_rows: int) -> np.ndarray:

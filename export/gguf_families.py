@@ -39,7 +39,12 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
+SINKS = "self_attn.sinks"  # no module's
 # Keys that say what tensors say as well, what a loader may assume, or how a file was made.
 _UNREAD = ("vocab_size", "rope.scaling.finetuned", "expert_used_count", "attention.causal",
            "rope.scaling.yarn_log_multiplier")  # fmt: skip
@@ -119,6 +124,7 @@ class Family:
     is_interleaved: bool = False  # rows of queries and keys
     norm_shift: float = 0.0  # what was added to the weights of norms
     turns_in_part: bool = False
+    has_experts: bool = False
 
     def name_of(self, stem: str) -> str | None:
         """Hugging Face's name of a tensor, None where there is none."""
@@ -134,7 +140,9 @@ def read_config(facts: Facts) -> Config:
     """
     heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
     head_dim = facts.get("attention.key_length", hidden // heads)
-    for key, expected in (("attention.value_length", head_dim), ("expert_count", 0)):
+    only = {"attention.value_length": head_dim}
+    only |= {} if facts.family.has_experts else {"expert_count": 0}
+    for key, expected in only.items():
         if (found := facts.get(key, expected)) != expected:
             raise UnsupportedModelError(f"GGUF {facts.architecture}.{key} = {found} is unsupported")
     tokens = facts.metadata.get("tokenizer.ggml.tokens")
@@ -309,6 +317,30 @@ def _phi3(facts: Facts) -> Config:
     }
 
 
+def _experts(facts: Facts, count: str, size: str) -> Config:
+    """Keys of config.json for the number of experts, how many a token takes, and their width."""
+    width = facts.get("expert_feed_forward_length", 0) or facts.get("feed_forward_length")
+    taken = facts.get("expert_used_count")
+    return {count: facts.get("expert_count"), "num_experts_per_tok": taken, size: width}
+
+
+def _qwen3moe(facts: Facts) -> Config:
+    own = _experts(facts, "num_experts", "moe_intermediate_size")
+    return {"model_type": "qwen3_moe", "norm_topk_prob": True, **own}  # llama.cpp's
+
+
+def _gpt_oss(facts: Facts) -> Config:
+    window, types = _windows(facts, 2)
+    return {
+        "model_type": "gpt_oss",
+        "attention_bias": "blk.0.attn_q.bias" in facts.names,
+        "sliding_window": window,
+        "layer_types": types,
+        "rope_parameters": {"truncate": False},  # as the model was trained; llama.cpp does
+        **_experts(facts, "num_local_experts", "intermediate_size"),
+    }
+
+
 def _of_type(model_type: str) -> Callable[[Facts], Config]:
     return lambda _: {"model_type": model_type}
 
@@ -318,8 +350,12 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(_llama, is_interleaved=True),
     "qwen2": Family(_of_type("qwen2")),
     "qwen3": Family(_of_type("qwen3")),
+    "qwen3moe": Family(_qwen3moe, has_experts=True),
     "gemma2": Family(_gemma2, _SANDWICH, norm_shift=1.0),
     "gemma3": Family(_gemma3, _SANDWICH, norm_shift=1.0),
+    "gpt-oss": Family(
+        _gpt_oss, {"ffn_gate_inp": "mlp.router", "attn_sinks": SINKS}, has_experts=True
+    ),
     "granite": Family(_granite, is_interleaved=True),
     "olmo2": Family(_olmo2),
     "phi3": Family(_phi3, {"ffn_up": "mlp.gate_up_proj"}, turns_in_part=True),

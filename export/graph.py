@@ -111,8 +111,5 @@ def finish(op: Op, name: str, inputs: list[ir.Value], outputs: list[ir.Value]) -
         name=name,
     )
     return ir.Model(
-        graph,
-        ir_version=IR_VERSION,
-        producer_name="edgellm",
-        functions=list(op.functions.values()),
+        graph, ir_version=IR_VERSION, producer_name="edgellm", functions=list(op.functions.values())
     )

@@ -6,14 +6,12 @@ a byte. Shapes: E experts, H hidden size, I width between gate and down.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import onnx_ir as ir
 
 from edgellm.contract import EXPERTS, FP4_EXPERTS, BrokenArtifactError
 from edgellm.export.expert_functions import FP4_BLOCK
-from edgellm.export.quantized.operand import Load, stored
+from edgellm.export.quantized.operand import stored
 from edgellm.export.stacks import Stored, each_expert
 from edgellm.export.weights import StoredTensor, Weights
 
@@ -88,21 +86,17 @@ class InterleavedExperts:
             ),
             stored(
                 f"{title}_scales{part}", ir.DataType.BFLOAT16, (experts, count, blocks),
-                _powers(f"{title}_scales", lambda: exponents()[:, taken]),
+                lambda: powers(f"{title}_scales", exponents()[:, taken]),
             ),
         )  # fmt: skip
 
 
-def _powers(name: str, exponents: Load) -> Callable[[], np.ndarray]:
+def powers(name: str, exponents: np.ndarray) -> np.ndarray:
     """2 ** (exponent - 127) in the bits of bfloat16, whose exponents are the same."""
-
-    def load() -> np.ndarray:
-        found = exponents().astype(np.uint16)
-        if (found == _NO_NUMBER).any():
-            raise BrokenArtifactError(
-                f"tensor {name} holds values that are not numbers",
-                hint="the checkpoint is damaged; fetch it again",
-            )
-        return np.where(found == 0, np.uint16(0x40), found << np.uint16(7))  # 2 ** -127 at 0
-
-    return load
+    found = exponents.astype(np.uint16)
+    if (found == _NO_NUMBER).any():
+        raise BrokenArtifactError(
+            f"tensor {name} holds values that are not numbers",
+            hint="the checkpoint is damaged; fetch it again",
+        )
+    return np.where(found == 0, np.uint16(0x40), found << np.uint16(7))  # 2 ** -127 at 0

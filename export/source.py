@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
+from edgellm.export import drafts
 from edgellm.export.checkpoint import Checkpoint, Safetensors, TensorSource
 from edgellm.export.tokenizer_files import read_tokenizer
 from edgellm.strict_json import parse
@@ -14,11 +15,10 @@ PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json"
 _TOKENS = "tokenizer_config.json"
 _WHOLE = "model.safetensors", "pytorch_model.bin"  # safetensors win over torch's own format
 _ADAPTER = "adapter_config.json"  # of PEFT
-_HEADS = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # of Medusa, perhaps beside a model
 
 
 def open_draft(model_dir: str) -> Checkpoint:
-    """Open a draft's checkpoint; Medusa heads are taken from beside their model.
+    """Open a draft's checkpoint, which may stand beside its model.
 
     Raises:
         EdgeLLMError: as `open_checkpoint`.
@@ -27,7 +27,7 @@ def open_draft(model_dir: str) -> Checkpoint:
     if path.is_file():
         return open_checkpoint(model_dir, tokenizer=False)
     folder = path if path.is_dir() else _cached_snapshot(model_dir)
-    return _open_folder(folder, tokenizer=False, weights=(*_HEADS, *_WHOLE))
+    return _open_folder(folder, tokenizer=False, is_draft=True)
 
 
 def open_checkpoint(model_dir: str, *, tokenizer: bool = True) -> Checkpoint:
@@ -81,10 +81,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _open_folder(
-    folder: Path, *, tokenizer: bool, weights: tuple[str, ...] = (*_WHOLE, *_HEADS)
-) -> Checkpoint:
+def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Checkpoint:
+    """A draft's own weights win over those of the model that they may stand beside."""
     refuse_adapter(folder)
+    own = tuple(name for kind in drafts.kinds() for name in kind.FILES)
+    weights = (*own, *_WHOLE) if is_draft else (*_WHOLE, *own)
     config = read_json(folder / "config.json")
     if not config:
         raise EdgeLLMError(

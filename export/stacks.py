@@ -16,10 +16,11 @@ import onnx_ir as ir
 from edgellm import contract
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export import quantized
-from edgellm.export.quantized.operand import BlockWeight, QuantizedLinear, stored
+from edgellm.export.quantized.operand import BlockFactors, BlockWeight, QuantizedLinear, stored
 from edgellm.export.weights import Pieces, StoredTensor, Weights, as_bytes
 
 Bias = StoredTensor | None
+Operand = StoredTensor | BlockFactors | None  # None: minima that there are not
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Stored:
     """What a call of the experts takes."""
 
     function: str  # of `edgellm.contract`
-    operands: tuple[StoredTensor, ...]  # gates with what belongs to them, ups, downs
+    operands: tuple[Operand, ...]  # gates with what belongs to them, ups, downs
     blocks: dict[str, int] = field(default_factory=dict)
     biases: tuple[Bias, Bias, Bias] = (None, None, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.contract import EdgeLLMError
+from edgellm.export.bundle import ExportOptions
 from edgellm.export.checkpoint import Checkpoint
+from edgellm.export.dequantized import round_inputs, write_floats
 from edgellm.manifest import Bundle, DecoderSpec
 
 PROMPT = (
@@ -39,13 +42,11 @@ def verify_bundle(checkpoint: Checkpoint, bundle: Path, manifest: Bundle) -> str
         with hidden taps also their largest absolute difference.
 
     Raises:
-        EdgeLLMError: torch, transformers or onnxruntime is missing, or the checkpoint is
-            quantized, which transformers cannot load.
+        EdgeLLMError: torch, transformers or onnxruntime is missing, or one of these two cannot
+            compute the checkpoint.
     """
-    if manifest.quantization != "none":
-        raise EdgeLLMError("--verify needs a float checkpoint: transformers cannot load this one")
     token_ids = _prompt_ids(bundle, manifest)
-    expected = _transformers_outputs(Path(checkpoint.label), manifest, token_ids)
+    expected = _expected(checkpoint, bundle, manifest, token_ids)
     found = run_outputs(bundle, manifest, token_ids, len(token_ids) - _DECODED_TOKENS)
     difference = float(np.abs(found.logits - expected.logits).max())
     agreement = float((found.logits.argmax(-1) == expected.logits.argmax(-1)).mean())
@@ -84,11 +85,25 @@ def _prompt_ids(bundle: Path, manifest: Bundle) -> NDArray[np.int64]:
     return np.asarray(ids, np.int64)[: manifest.decoder.max_positions]
 
 
-def _transformers_outputs(source: Path, manifest: Bundle, token_ids: NDArray[np.int64]) -> Outputs:
+def _expected(
+    checkpoint: Checkpoint, bundle: Path, manifest: Bundle, token_ids: NDArray[np.int64]
+) -> Outputs:
+    """Those of transformers; of a quantized checkpoint with what its codes stand for."""
+    source = Path(checkpoint.label)
+    if manifest.quantization == "none" or source.suffix == ".gguf":
+        return _transformers_outputs(_load(source, manifest.decoder), manifest, token_ids)
+    options = ExportOptions(**manifest.options)
+    with tempfile.TemporaryDirectory(dir=bundle.parent) as folder:
+        inputs = write_floats(checkpoint, options, Path(folder))
+        model = _load(Path(folder), manifest.decoder)
+        round_inputs(model, inputs)
+        return _transformers_outputs(model, manifest, token_ids)
+
+
+def _transformers_outputs(model: Any, manifest: Bundle, token_ids: NDArray[np.int64]) -> Outputs:
     """Those of the float32 reference, cut to the exported number of layers."""
     import torch
 
-    model = _load(source, manifest.decoder)
     with torch.no_grad():
         result = model(torch.from_numpy(token_ids)[None], output_hidden_states=True)
     taps = [result.hidden_states[tap][0] for tap in manifest.hidden_taps]
@@ -120,15 +135,23 @@ def _load(source: Path, spec: DecoderSpec) -> Any:
         text.num_hidden_layers = spec.kv.num_layers
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[: spec.kv.num_layers]
-        return kind.from_pretrained(
-            where, config=config, dtype=torch.float32, local_files_only=True, **extra
-        )
+        model, info = kind.from_pretrained(
+            where, config=config, dtype=torch.float32, local_files_only=True,
+            output_loading_info=True, **extra,
+        )  # fmt: skip
     except (StrictDataclassError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise EdgeLLMError(
             f"transformers cannot load {source}, so that nothing was compared: {reason[:300]}",
             hint="the bundle is written; correct config.json for --verify, or export without it",
         ) from None
+    if missing := sorted(info["missing_keys"]):
+        raise EdgeLLMError(
+            f"--verify: transformers finds no {missing[0]} in the checkpoint, so that nothing was "
+            "compared",
+            hint="the bundle is written; transformers holds these weights in another way",
+        )
+    return model
 
 
 def run_portable(
@@ -157,6 +180,8 @@ def run_outputs(
 
     options = ort.SessionOptions()
     options.log_severity_level = 3
+    if manifest.quantization != "none":  # fused, products would round their inputs
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = ort.InferenceSession(
         str(bundle / "model.onnx"), options, providers=["CPUExecutionProvider"]
     )

@@ -25,9 +25,13 @@ class _Family:
 
 
 _QWEN_KEYS = (
-    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
-    "vision_end_token_id", "vision_token_id",
-)  # fmt: skip
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "vision_token_id",
+)
 _FAMILIES = {
     "qwen2_vl": _Family("qwen2", _QWEN_KEYS),
     "qwen2_5_vl": _Family("qwen2", _QWEN_KEYS),
@@ -37,14 +41,15 @@ _FAMILIES = {
     "smolvlm": _Family(),
 }
 _TEXT_ONLY = ("gemma3", "mistral3")  # whose encoders are not supported
-_TEXT_PREFIXES = (
-    "model.language_model.", "language_model.model.", "model.text_model.", "model.",
-)  # fmt: skip
+_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 _HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.")
 _NOT_TEXT_PREFIXES = (
-    "model.visual.", "model.vision_tower.", "model.vision_model.", "model.connector.",
+    "model.visual.",
+    "model.vision_tower.",
+    "model.vision_model.",
+    "model.connector.",
     "model.multi_modal_projector.",
-)  # fmt: skip
+)
 # What Idefics3's text configs say of its connector and of training.
 _NOT_TEXT = ("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", "use_resampler")
 

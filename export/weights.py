@@ -64,6 +64,7 @@ class Taken:
 
     names: set[str] = field(default_factory=set)  # of tensors
     layouts: set[str] = field(default_factory=set)  # of quantized layers, see `export.quantized`
+    quantized: dict[str, tuple[int, int]] = field(default_factory=dict)  # their [out, in] by name
 
 
 class Weights:
@@ -185,6 +186,11 @@ class Weights:
     def layouts(self) -> set[str]:
         """The layouts of all quantized layers that the model has so far; readers add theirs."""
         return self._taken.layouts
+
+    @property
+    def quantized(self) -> dict[str, tuple[int, int]]:
+        """[out, in] of all quantized layers that the model has so far, by name; readers add."""
+        return self._taken.quantized
 
     @property
     def prefix(self) -> str:

@@ -6,6 +6,7 @@ gradient descent on the layer's output. Everything that depends on its interface
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import random
 from collections.abc import Iterable
@@ -29,6 +30,11 @@ _BATCH = 8
 _POSITIVE_SCALES = (
     "int_sym_gptq"  # the package's default uses signed ones, which not all readers take
 )
+
+
+def is_there() -> bool:
+    """Whether the package is installed."""
+    return importlib.util.find_spec("auto_round") is not None
 
 
 def autoround(

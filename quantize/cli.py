@@ -6,15 +6,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from edgellm.command import SNAKE_CASE, App, numbers, run_command
 from edgellm.contract import EdgeLLMError
-
-if TYPE_CHECKING:
-    from edgellm.quantize.report import Report
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 
@@ -54,7 +51,7 @@ BatchTokens = Annotated[
 ]
 Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the result.")]
 Body = Annotated[
-    str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4 or nvfp4_awq.")
+    str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq or mixed.")
 ]
 KeepLayers = Annotated[
     str, typer.Option("--keep_layers", help="Decoder layers that stay floats, such as 0,29.")
@@ -64,13 +61,29 @@ MaxKl = Annotated[
     float | None,
     typer.Option("--max_kl", min=0, help="Largest KL, nats a token; nothing is written above it."),
 ]
+TimeBudget = Annotated[
+    float | None,
+    typer.Option("--time_budget", min=0, help="Of --algo auto: minutes for trying further ways."),
+]
+Rotate = Annotated[
+    bool, typer.Option("--rotate_values", help="Rotate attention's values: exact, no cost.")
+]
+TargetBits = Annotated[
+    float | None, typer.Option("--target_bits", min=4, max=16, help="Of mixed: bits of a weight.")
+]
+TargetKl = Annotated[
+    float | None, typer.Option("--target_kl", min=0, help="Of mixed: nats a token, estimated.")
+]
+Target = Annotated[
+    str,
+    typer.Option(
+        "--target", help="Of int8_sq: cpu (scales of inputs at run time) or gpu (calibrated)."
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
 IgnoredKeys = Annotated[
     str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
 ]
-
-
-_NAMED = 4  # experts in one line
 
 
 @app.callback()
@@ -87,8 +100,10 @@ def llm(
     quantization: Body,
     algo: Annotated[
         str | None,
-        typer.Option("--algo", help="Of int4_awq: awq, or autoround (slower and better)."),
+        typer.Option("--algo", help="Of int4_awq: awq, gptq, autoround, or auto: the best."),
     ] = None,
+    time_budget: TimeBudget = None,
+    rotate_values: Rotate = False,
     format: Format = "modelopt",
     lm_head_quantization: Head = None,
     kv_cache_quantization: Cache = None,
@@ -100,6 +115,9 @@ def llm(
     block_size: BlockSize = None,
     keep_layers: KeepLayers = "",
     batch_tokens: BatchTokens = None,
+    target: Target = "cpu",
+    target_bits: TargetBits = None,
+    target_kl: TargetKl = None,
     device: Device = "auto",
     seed: Seed = 0,
     max_kl: MaxKl = None,
@@ -108,10 +126,13 @@ def llm(
     """Quantize a language model; run the same command again after an interrupt to go on."""
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
-        algo=algo, format=format, kv_cache_quantization=kv_cache_quantization,
+        time_budget=time_budget, algo=algo, rotate_values=rotate_values, format=format,
+        kv_cache_quantization=kv_cache_quantization,
         keep_layers=numbers("--keep_layers", keep_layers),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
-        alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
+        alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
+        target_bits=target_bits, target_kl=target_kl,
+        device=device,
         seed=seed, max_kl=max_kl,
     )  # fmt: skip
 
@@ -134,6 +155,7 @@ def draft(
     alpha_step: AlphaStep = None,
     block_size: BlockSize = None,
     batch_tokens: BatchTokens = None,
+    target: Target = "cpu",
     device: Device = "auto",
     seed: Seed = 0,
     max_kl: MaxKl = None,
@@ -144,7 +166,8 @@ def draft(
         draft_model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
         base_model_dir=base_model_dir,
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
-        alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
+        alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
+        device=device,
         seed=seed, max_kl=max_kl,
     )  # fmt: skip
 
@@ -154,16 +177,26 @@ def _run(
 ) -> None:
     _check_names(body, head, **options)
     _require_host()
+    from edgellm.quantize.contest import run_contest
     from edgellm.quantize.layerwise_run import run_job
     from edgellm.quantize.plan import Job
+    from edgellm.quantize.summary import print_summary
 
+    minutes = options.pop("time_budget", None)
+    if minutes is not None and options["algo"] != "auto":
+        raise EdgeLLMError(
+            "--time_budget is for --algo auto, which tries several ways", hint="leave it out"
+        )
     keys = tuple(key.strip() for key in ignored.split(",") if key.strip())
     job = Job(
         model_dir, output_dir, body, lm_head_quantization=head, ignore_config_keys=keys, **options
     )
     with _progress() as progress:
-        report = run_job(job, progress)
-    _print(report, output_dir)
+        if job.algo == "auto":
+            report = run_contest(job, minutes, progress)
+        else:
+            report = run_job(job, progress)
+    print_summary(report, output_dir)
 
 
 @contextlib.contextmanager
@@ -192,55 +225,6 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
             bar.update(task, description=what, completed=done, total=total)
 
         yield show
-
-
-def _print(report: Report, output: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console, quality = Console(), report.quality
-    table = Table("layer", "output error", "stream error", "worst weight", title="worst layers")
-    for layer in report.worst_layers:
-        name, error = max(layer.weight_errors.items(), key=lambda item: item[1])
-        table.add_row(
-            str(layer.index), f"{layer.output_error:.4f}", f"{layer.stream_error:.4f}",
-            f"{name} {error:.4f}",
-        )  # fmt: skip
-    console.print(table)
-    typer.echo(
-        f"perplexity {quality.perplexity_float:.3f} -> {quality.perplexity_quantized:.3f}, "
-        f"{report.accuracy_means} {quality.accuracy_float:.1%} -> "
-        f"{quality.accuracy_quantized:.1%}"
-    )
-    typer.echo(
-        f"KL {quality.kl_divergence:.4f} nats, top-1 agreement {quality.top1_agreement:.1%} "
-        f"over {quality.tokens} held-out tokens"
-    )
-    if report.few:
-        typer.echo(few_line(report.few))
-    if report.outliers:
-        kept = ",".join(map(str, report.outliers))
-        typer.echo(f"layers {kept} lose far more than the others: --keep_layers {kept} keeps them")
-    typer.echo(
-        f"{report.quantized_modules} layers at {report.bits_per_weight:.2f} bits a weight, "
-        f"{report.bytes_before / 1e6:.1f} -> {report.bytes_after / 1e6:.1f} MB"
-    )
-    typer.echo(
-        f"{output}: {report.quantization}, lm_head {report.lm_head}, KV cache {report.kv_cache}, "
-        f"{report.seconds:.1f} s, peak memory {report.peak_memory_bytes / 1e6:.0f} MB; "
-        "see edgellm_quant.html"
-    )
-
-
-def few_line(few: dict[str, int]) -> str:
-    """Experts that saw few tokens, some of them by name."""
-    named = sorted(few.items(), key=lambda item: item[1])[:_NAMED]
-    listed = ", ".join(f"{name} ({tokens})" for name, tokens in named)
-    more = f" and {left} more (edgellm_quant.json)" if (left := len(few) - len(named)) else ""
-    return (
-        f"experts that saw few tokens, rounded by what all tokens give them: {listed}{more}; "
-        "--num_samples shows them more"
-    )
 
 
 def _check_names(

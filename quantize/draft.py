@@ -71,7 +71,7 @@ class Draft:
         facts = understand_draft(checkpoint, base, DraftOptions(ignore_config_keys=ignored_keys))
         if not isinstance(facts, DraftConfig):
             raise UnsupportedModelError(
-                f"{checkpoint.label} holds Medusa heads, which are not calibrated here",
+                f"{checkpoint.label} holds a {facts.method} draft, which is not calibrated here",
                 hint="llm_build rounds their weights: --quantize int8 or int4",
             )
         check_floats(checkpoint)
@@ -188,13 +188,14 @@ class Draft:
         found = {
             name: [
                 States(
-                    task.work.states(f"base_{name}", index), base.states_shape(ids, 0),
+                    task.work.states(f"base_{name}", index),
+                    base.states_shape(ids, 0),
                     task.batch_rows,
                 )
                 for index in range(count + 1)
             ]
             for name, ids in rows.items()
-        }  # fmt: skip
+        }
         whole = [
             index
             for index in range(count + 1)

@@ -124,9 +124,10 @@ def _nvfp4(weight: torch.Tensor, counts: torch.Tensor, largest: float) -> dict[s
     packed = (pairs[:, 0::2] | pairs[:, 1::2] << 4).cpu().numpy()
     eight = scales[..., 0].to(torch.float8_e4m3fn).view(torch.uint8).cpu().numpy()
     return {
-        "weight": _tensor("U8", packed), "weight_scale": _tensor("F8_E4M3", eight),
+        "weight": _tensor("U8", packed),
+        "weight_scale": _tensor("F8_E4M3", eight),
         "weight_scale_2": _number(of_scales),
-    }  # fmt: skip
+    }
 
 
 def _fp8(weight: torch.Tensor) -> dict[str, Tensor]:

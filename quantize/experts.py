@@ -67,10 +67,9 @@ class WatchedExperts(nn.Module):
                 self._look(seen[index], x[rows], inner)
             added = nn.functional.linear(inner, self.networks[index][2])
             y.index_add_(0, rows, added * shares[rows, places, None].to(x.dtype))
-        if seen is None:
-            return y
-        for index in self.shown_all:
-            self._look(seen[index], x, self._inner(index, x))
+        if seen is not None:
+            for index in self.shown_all:
+                self._look(seen[index], x, self._inner(index, x))
         return y
 
     def _inner(self, index: int, x: torch.Tensor) -> torch.Tensor:

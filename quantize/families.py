@@ -129,6 +129,13 @@ FAMILIES = {
     ),
     "hunyuan_v1_dense": _BEFORE,
     "llama": _BEFORE,
+    "minicpm3": Family(
+        {"input_layernorm": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+         "self_attn.q_a_layernorm": ("self_attn.q_b_proj",),
+         "self_attn.kv_a_layernorm": ("self_attn.kv_b_proj",),
+         "post_attention_layernorm": _GATED},
+        neutral={"scale_emb": 1},
+    ),
     "ministral3": _BEFORE,
     "mistral": _BEFORE,
     "mixtral": replace(
@@ -171,6 +178,8 @@ def keep_layers(config: Any, layers: range) -> None:
         if values := getattr(config, key, None):
             setattr(config, key, [values[index] for index in layers])
     _keep_experts(config, layers)
+    if depth := getattr(config, "scale_depth", None):  # over the root of the number of layers
+        config.scale_depth = depth * (len(layers) / config.num_hidden_layers) ** 0.5
     config.num_hidden_layers = len(layers)
 
 

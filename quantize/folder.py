@@ -14,6 +14,7 @@ from edgellm.export.checkpoint import Renamed, TensorSource, write_safetensors
 from edgellm.quantize import compressed_tensors
 from edgellm.quantize.checkpointing import HEAD_PART, layer_part
 from edgellm.quantize.checks import linear_shapes
+from edgellm.quantize.mixing import quantized_modules
 from edgellm.quantize.modelopt_adapter import hf_config
 from edgellm.quantize.page import render
 from edgellm.quantize.plan import Plan
@@ -146,6 +147,8 @@ def _described(plan: Plan) -> dict[str, Any]:
     work = plan.task.work
     indices = [each for each in range(len(plan.subject.layers)) if each not in plan.job.keep_layers]
     facts = [work.facts(layer_part(index)) for index in indices]
+    if plan.recipe.scheme.is_mixed:
+        return _described_mixture(plan, facts[0]["producer"])
     for index, fact in zip(indices, facts, strict=True):
         if _format(fact["quantization"]) != _format(facts[0]["quantization"]):
             raise BrokenArtifactError(
@@ -177,6 +180,20 @@ def _described(plan: Plan) -> dict[str, Any]:
         },
     }
     return {**described, "quantization": mixed}
+
+
+def _described_mixture(plan: Plan, producer: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, where each linear layer has a form of its own."""
+    layers = quantized_modules(plan)
+    if plan.head is not None:
+        layers["lm_head"] = _format(plan.task.work.facts(HEAD_PART)["quantization"])
+    stored = plan.subject.stored_name
+    mixed = {
+        "quant_algo": plan.recipe.scheme.algorithm,
+        "kv_cache_quant_algo": plan.recipe.kv_cache and plan.recipe.kv_cache.upper(),
+        "quantized_layers": {stored(name): form for name, form in layers.items()},
+    }
+    return {"producer": producer, "quantization": mixed}
 
 
 def _compressed(plan: Plan) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from edgellm.export.checkpoint import TensorInfo
+from edgellm.quantize.formats import LARGEST_E4M3
 from edgellm.quantize.one_layer_model import run_layer
 from edgellm.quantize.rounding import round_fp8, round_int8
 from edgellm.quantize.tensors import Tensor
@@ -21,16 +22,20 @@ from edgellm.quantize.tensors import Tensor
 KEY_SCALE, VALUE_SCALE = "self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"
 _IMPLEMENTATIONS = ("sdpa", "eager")
 _ROUND = {"fp8": round_fp8, "int8": round_int8}
+_LARGEST = {"fp8": LARGEST_E4M3, "int8": 127}
 
 Change = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def int8_scales(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -> dict[str, Tensor]:
-    """Scales of an int8 cache of the model's only layer, by their names in the layer.
+def cache_scales(
+    model: PreTrainedModel, batches: Iterable[torch.Tensor], kind: str
+) -> dict[str, Tensor]:
+    """Scales of a cache of the model's only layer, by their names in the layer.
 
     Args:
         model: of one layer, in floats.
         batches: hidden states [B, S, H] that enter it.
+        kind: "int8" or "fp8".
     """
     largest = [0.0, 0.0]
 
@@ -44,7 +49,7 @@ def int8_scales(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -> dict
             run_layer(model, batch)
     found = {}
     for name, size in zip((KEY_SCALE, VALUE_SCALE), largest, strict=True):
-        scale = np.array(max(size, 1e-6) / 127, np.float32)
+        scale = np.array(max(size, 1e-6) / _LARGEST[kind], np.float32)
         found[name] = Tensor(TensorInfo("F32", ()), scale.tobytes())
     return found
 

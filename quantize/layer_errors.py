@@ -49,6 +49,7 @@ class QuantizedLayer:
         make_model: Callable[[Mapping[str, F32]], PreTrainedModel],
         device: torch.device,
         family: Family,
+        head_dim: int,
     ) -> None:
         """Decode and check all tensors.
 
@@ -60,6 +61,7 @@ class QuantizedLayer:
             make_model: makes the layer compute with other weights.
             device: where it computes.
             family: of the layer.
+            head_dim: of its attention.
 
         Raises:
             BrokenArtifactError: a linear layer is not or not soundly quantized.
@@ -67,7 +69,9 @@ class QuantizedLayer:
         matrices = {
             key.removesuffix(".weight"): (value.shape[0], value.shape[1])
             for key, value in source.items()
-            if value.ndim == 2 and not family.is_float(key)
+            if value.ndim == 2
+            and not family.is_float(key)
+            and not (recipe.scheme.is_mixed and f"{key}_scale" not in exported)
         }
         named = {name + key: tensor for key, tensor in exported.items()}
         self.decoded = {
@@ -84,8 +88,10 @@ class QuantizedLayer:
         self._model = make_model({**rest, **weights})
         for key, module in linears(self._model).items():
             if key in self.decoded:
-                _round_inputs(module, self.decoded[key], device)
-        self._rest, self._folds = rest, FOLDS if recipe.scheme.is_awq else ()
+                _round_inputs(module, self.decoded[key], device, recipe.target)
+        scheme = recipe.scheme
+        self._rest, self._folds = rest, FOLDS if scheme.is_awq or scheme.is_smoothed else ()
+        self._head_dim = head_dim
         self._family = family
         self._exported, self._kv_cache = exported, recipe.kv_cache
 
@@ -99,12 +105,14 @@ class QuantizedLayer:
         found = {name: self._unsmoothed(name, source) for name in self.decoded}
         for into, out_of in self._folds:
             pair = found.get(into), found.get(out_of)
-            if pair[0] is None or pair[1] is None or len(pair[0]) != pair[1].shape[1]:
+            if pair[0] is None or pair[1] is None or pair[1].shape[1] % len(pair[0]):
                 continue
             if self.decoded[out_of].pre_quant_scale is None:
                 ratio = _row_ratio(pair[0], source[f"{into}.weight"])
                 found[into] = pair[0] / ratio[:, None]
-                found[out_of] = pair[1] * ratio
+                heads = pair[1].shape[1] // len(pair[0])  # that read the same values
+                repeats = np.repeat(ratio.reshape(-1, 1, self._head_dim), heads, 1)
+                found[out_of] = pair[1] * (ratio if heads == 1 else repeats.reshape(-1))
         return {name: relative(source[f"{name}.weight"], value) for name, value in found.items()}
 
     def _unsmoothed(self, name: str, source: Mapping[str, F32]) -> F32:
@@ -191,12 +199,16 @@ def _row_ratio(found: F32, wanted: F32) -> F32:
     return np.where(usable, product / np.where(size > 0, size, 1), 1).astype(np.float32)
 
 
-def _round_inputs(module: nn.Linear, linear: DecodedLinear, device: torch.device) -> None:
+def _round_inputs(
+    module: nn.Linear, linear: DecodedLinear, device: torch.device, target: str
+) -> None:
     smooth = linear.pre_quant_scale
     scale = None if smooth is None else torch.from_numpy(smooth.copy()).to(device)
+    kind = linear.input_type
+    kind = "int8 blocks" if (kind, target) == ("int8", "cpu") else kind
 
     def before(_: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         x = args[0] if scale is None else args[0] * scale
-        return (round_input(x, linear.input_type, linear.input_scale),)
+        return (round_input(x, kind, linear.input_scale),)
 
     module.register_forward_pre_hook(before)

@@ -14,38 +14,39 @@ from transformers import PreTrainedModel
 from edgellm.contract import EdgeLLMError
 from edgellm.disk import explain_full_disk
 from edgellm.exclusive import hold
-from edgellm.export.checkpoint import TensorSource
 from edgellm.quantize import compressed_tensors
 from edgellm.quantize.autoround import autoround
 from edgellm.quantize.checkpointing import (
     CALIBRATION,
     FLOAT,
-    HEAD_PART,
     LOCK,
     QUANTIZED,
     ROUNDED,
     as_facts,
     layer_part,
 )
+from edgellm.quantize.evaluation import evaluate
 from edgellm.quantize.experts import find_experts, round_experts, watch
 from edgellm.quantize.families import Family
+from edgellm.quantize.feedback import round_layer
 from edgellm.quantize.folder import check_output, write_folder
 from edgellm.quantize.folding import fold_smoothing
 from edgellm.quantize.formats import F32
-from edgellm.quantize.kv_cache import int8_scales
+from edgellm.quantize.kv_cache import cache_scales
 from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, refuse_broken
-from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
-from edgellm.quantize.logits import Quality, float_head, measure, quantized_head
+from edgellm.quantize.logits import Quality
+from edgellm.quantize.mixing import mix
 from edgellm.quantize.modelopt_adapter import Exported, Recipe, quantize
 from edgellm.quantize.one_layer_model import LAYER, quiet_transformers, run_layer
 from edgellm.quantize.plan import Job, Plan, make_plan
 from edgellm.quantize.report import Report, make_report
+from edgellm.quantize.rotation import rotate_values
+from edgellm.quantize.smoothing import smooth
 from edgellm.quantize.states import States
-from edgellm.quantize.tensors import Tensor, read_below, read_tensor
+from edgellm.quantize.tensors import Tensor
 
 Progress = Callable[[str, int, int], None]  # what was finished, parts done, parts in all
 _FULL_HINT = "free some space and run it again: finished layers are kept"
-_HEAD_TOKENS = 1024  # with which a head is calibrated whose smoothing is searched
 
 
 def run_job(job: Job, progress: Progress) -> Report:
@@ -68,22 +69,22 @@ def run_job(job: Job, progress: Progress) -> Report:
         explain_full_disk(work.path, hint=_FULL_HINT),
     ):
         quality = _quantize(plan, progress)
-        _refuse_far(plan, quality)
+        refuse_far(job, quality)
         report = make_report(plan, quality, time.perf_counter() - start)
         write_folder(plan, report)
         work.remove()
     return report
 
 
-def _refuse_far(plan: Plan, quality: Quality) -> None:
+def refuse_far(job: Job, quality: Quality) -> None:
     """Raise `EdgeLLMError` when the result differs more than the user allows; its parts stay."""
-    largest = plan.job.max_kl
+    largest = job.max_kl
     if largest is not None and not quality.kl_divergence <= largest:
         raise EdgeLLMError(
             f"a KL divergence of {quality.kl_divergence:.4f} nats is above --max_kl {largest}: "
-            f"{plan.job.output_dir} was not written",
+            f"{job.output_dir} was not written",
             hint="try another --quantization; the same command with a larger --max_kl writes it at "
-            f"once, from {plan.task.work.path}",
+            f"once, from {job.work_dir}",
         )
 
 
@@ -102,7 +103,7 @@ def _quantize(plan: Plan, progress: Progress) -> Quality:
                     )
                 _quantize_layer(plan, index)
             progress(f"layer {index}", prepared + index + 1, parts)
-        quality = _finish(plan)
+        quality = evaluate(plan, _streams(plan, layers))
     progress("evaluation", parts, parts)
     return quality
 
@@ -111,7 +112,7 @@ def _streams(plan: Plan, layer: int) -> dict[str, States]:
     """The streams of hidden states that enter `layer`."""
     task = plan.task
     names = [CALIBRATION, FLOAT, QUANTIZED]
-    names += [ROUNDED] if plan.recipe.scheme.is_autoround else []
+    names += [ROUNDED] if plan.recipe.scheme.follows_rounded else []
     return {
         name: States(
             task.work.states(name, layer),
@@ -133,6 +134,8 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     before, after = _streams(plan, index), _streams(plan, index + 1)
     raw = subject.layer_source(index)
     source = {name: tensor.floats() for name, tensor in raw.items()}
+    if plan.job.rotate_values:
+        source = rotate_values(source, subject.config.head_dim)
     exported, own = _exported(plan, index, source, before, after)
     tensors = {**_kept(exported, raw, subject.family), **own.tensors}
     layer = subject.layers[index]
@@ -166,6 +169,7 @@ def _computing(
     return QuantizedLayer(
         subject.layers[index], source, tensors, recipe,
         lambda values: subject.layer_model(index, values, device), device, subject.family,
+        subject.config.head_dim,
     )  # fmt: skip
 
 
@@ -202,13 +206,19 @@ def _exported(
         before[name].advance(after[name], lambda x: run_layer(model, x), device)
 
     log, states = plan.task.work.log, before[CALIBRATION]
-    own = _Own({}, {})
-    if plan.recipe.kv_cache == "int8":
-        own.tensors.update(int8_scales(model, states.batches(device)))
+    own, scheme, kv_cache = _Own({}, {}), plan.recipe.scheme, plan.recipe.kv_cache
+    if kv_cache is not None and (kv_cache == "int8" or not scheme.config):
+        own.tensors.update(cache_scales(model, states.batches(device), kv_cache))
     _round_experts(plan, model, states, own)
-    if plan.recipe.scheme.is_autoround:
+    family, head_dim = plan.subject.family, plan.subject.config.head_dim
+    if scheme.is_smoothed:
+        return smooth(model, plan.recipe, states.batches(device), family, head_dim), own
+    if scheme.follows_rounded:
         pair = states.batches(device), before[ROUNDED].batches(device)
-        return autoround(model, plan.recipe, *pair, log), own
+        if scheme.is_autoround:
+            return autoround(model, plan.recipe, *pair, log), own
+        forms = mix(plan).modules[index] if scheme.is_mixed else None
+        return round_layer(model, plan.recipe, *pair, family, forms), own
 
     def loop(spoiled: Any) -> None:
         for batch in states.batches(device):
@@ -256,55 +266,3 @@ def _kept(exported: Exported, raw: dict[str, Tensor], family: Family) -> dict[st
             unchanged = np.array_equal(before.floats(), tensor.floats())
             found[local] = before if unchanged else tensor
     return found
-
-
-def _finish(plan: Plan) -> Quality:
-    """Quantize the head if wanted, and compare the two models' answers."""
-    subject, task = plan.subject, plan.task
-    streams = _streams(plan, len(subject.layers))
-    if plan.head is not None and not task.work.has(HEAD_PART):
-        _quantize_head(plan, streams[CALIBRATION])
-    head = read_tensor(subject.tensors, subject.head_name)
-    heads = [float_head(head, task.device, subject.finish)] * 2
-    if plan.head is not None:
-        decoded = _decoded_head(plan, task.work.tensors(HEAD_PART))
-        heads[1] = quantized_head(decoded, task.device, subject.finish)
-    return measure(
-        subject.targets(task),
-        (streams[FLOAT], streams[QUANTIZED]),
-        subject.norm_model(None, task.device),
-        (heads[0], heads[1]),
-        task.device,
-    )
-
-
-def _decoded_head(plan: Plan, tensors: TensorSource) -> DecodedLinear:
-    assert plan.head is not None
-    out, width = plan.subject.tensors.infos()[plan.subject.head_name].shape
-    found = read_below(tensors, "")
-    return decode_linear(found, "lm_head", (out, width), plan.head.scheme.rounds_input)
-
-
-def _quantize_head(plan: Plan, states: States) -> None:
-    assert plan.head is not None
-    start = time.perf_counter()
-    subject, task = plan.subject, plan.task
-    weight = read_tensor(subject.tensors, subject.head_name).floats()
-    model = subject.norm_model(weight, task.device)
-    limit = _HEAD_TOKENS if plan.head.scheme.is_awq else None
-
-    def loop(spoiled: Any) -> None:
-        count = 0
-        for batch in states.batches(task.device):
-            for row in batch[:, None]:  # the logits of a row are many
-                if limit is None or count < limit:
-                    spoiled(inputs_embeds=row, use_cache=False)
-                count += row.shape[1]
-
-    exported = quantize(model, plan.head, loop, task.work.log)
-    names = {f"lm_head.{part}" for part in PARTS}
-    tensors = {name: value for name, value in exported.tensors.items() if name in names}
-    task.work.store(
-        HEAD_PART, tensors,
-        {"quantization": exported.quantization, "seconds": time.perf_counter() - start},
-    )  # fmt: skip

@@ -45,10 +45,10 @@ def float_head(weight: Tensor, device: torch.device, finish: Finish) -> Head:
 
     def head(states: torch.Tensor) -> torch.Tensor:
         parts = [
-            states @ torch.from_numpy(weight.rows(begin, begin + _VOCABULARY).floats().copy())
-            .to(device).T
+            states
+            @ torch.from_numpy(weight.rows(begin, begin + _VOCABULARY).floats().copy()).to(device).T
             for begin in range(0, weight.info.shape[0], _VOCABULARY)
-        ]  # fmt: skip
+        ]
         return finish(torch.cat(parts, -1))
 
     return head

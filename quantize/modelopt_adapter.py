@@ -46,6 +46,7 @@ class Recipe:
     block_size: int  # 0 where the scheme has none
     alpha_step: float  # of AWQ's search
     kv_cache: str | None = None
+    target: str = "gpu"  # "cpu": scales of INT8 inputs are found at run time
 
 
 @dataclass(frozen=True, slots=True)

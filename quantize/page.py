@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
+from edgellm.quantize.allocation import Point
 from edgellm.quantize.layer_errors import LayerReport
 from edgellm.quantize.report import Report
 
@@ -19,6 +20,7 @@ def render(report: Report) -> str:
         "@TITLE@": html.escape(_title(report)),
         "@FACTS@": _facts(report),
         "@PLOT@": _plot(report),
+        "@CURVE@": _curve(report),
         "@ROWS@": "".join(_row(layer) for layer in report.layers),
         "@FOOT@": html.escape(_foot(report)),
     }.items():
@@ -87,6 +89,36 @@ def _plot(report: Report) -> str:
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="Relative error by layer">{"".join(marks)}</svg>'
+    )
+
+
+def _curve(report: Report) -> str:
+    """Of mixed precision, estimated divergence (up) by bits a weight, and what was chosen."""
+    mixture = report.mixture
+    if mixture is None:
+        return ""
+    chosen, base = mixture.chosen, _HEIGHT - _BOTTOM
+    low, high = (mixture.points[at].bits_per_weight for at in (0, -1))
+    top = max(*(point.divergence for point in mixture.points), 1e-6)
+
+    def place(point: Point) -> tuple[float, float]:
+        across = (point.bits_per_weight - low) / max(high - low, 1e-6)
+        return _LEFT + across * (_WIDTH - 2 * _LEFT), base * (1 - point.divergence / top / 1.05)
+
+    line = " ".join("{:.1f},{:.1f}".format(*place(point)) for point in mixture.points)
+    x, y = place(chosen)
+    words = f"{chosen.bits_per_weight:.2f} bits a weight, {chosen.divergence:.4f} nats"
+    ends = "".join(
+        f'<text x="{_LEFT + at * (_WIDTH - 2 * _LEFT)}" y="{_HEIGHT - 6}">{bits:.1f}</text>'
+        for at, bits in ((0, low), (1, high))
+    )
+    return (
+        "<section><h2>Estimated divergence by bits a weight</h2>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{words}">'
+        f'<polyline points="{line}"/><circle class="worst" cx="{x:.1f}" cy="{y:.1f}" r="5">'
+        f"<title>{words}</title></circle>{ends}</svg>"
+        f'<p class="soft">Chosen: {words}. Each step takes the linear layers whose next form '
+        "buys the most for its bits.</p></section>"
     )
 
 

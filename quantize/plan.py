@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ import torch
 
 from edgellm.contract import EdgeLLMError
 from edgellm.quantize import checks
+from edgellm.quantize.autoround import is_there
 from edgellm.quantize.calibration import load_tokenizer, read_calibration
 from edgellm.quantize.checkpointing import WorkFolder
 from edgellm.quantize.device import choose_device
@@ -22,9 +22,11 @@ from edgellm.quantize.modelopt_adapter import Recipe
 from edgellm.quantize.schemes import (
     HEAD_SCHEMES,
     KV_SCHEMES,
+    TARGETS,
     Scheme,
     block_size,
     check_format,
+    check_targets,
     choose,
     choose_scheme,
 )
@@ -40,6 +42,7 @@ class Job:
     quantization: str
     base_model_dir: str | None = None  # of a draft; None: `model_dir` is a language model
     algo: str | None = None  # None: AWQ where there is a choice
+    rotate_values: bool = False  # of attention, which changes nothing in floats
     format: str = "modelopt"
     lm_head_quantization: str | None = None
     kv_cache_quantization: str | None = None
@@ -50,6 +53,9 @@ class Job:
     alpha_step: float | None = None
     block_size: int | None = None  # of INT4
     keep_layers: tuple[int, ...] = ()  # that stay floats
+    target_bits: float | None = None  # a weight, of mixed precision
+    target_kl: float | None = None  # nats a token, an estimate
+    target: str = "cpu"  # whose rounding of INT8 inputs is reckoned with
     batch_tokens: int | None = None
     device: str = "auto"
     seed: int = 0
@@ -111,6 +117,8 @@ def make_plan(job: Job) -> Plan:
         head_scheme = HEAD_SCHEMES[name]
     if job.kv_cache_quantization is not None:
         choose("--kv_cache_quantization", job.kv_cache_quantization, KV_SCHEMES)
+    choose("--target", job.target, TARGETS)
+    check_targets(scheme, job.target_bits, job.target_kl, is_draft=job.base_model_dir is not None)
     if scheme.is_autoround:
         _check_autoround(job)
     device = choose_device(job.device)
@@ -118,9 +126,11 @@ def make_plan(job: Job) -> Plan:
         subject: Subject = LanguageModel.open(job.model_dir, job.ignore_config_keys)
     else:
         subject = Draft.open(job.model_dir, job.base_model_dir, job.ignore_config_keys)
-    if scheme.is_autoround and subject.family.experts is not None:
+    if subject.family.experts is not None and (scheme.is_autoround or scheme.is_mixed):
         raise EdgeLLMError(
-            "--algo autoround does not do mixtures of experts", hint="leave out --algo"
+            f"{'--quantization mixed' if scheme.is_mixed else '--algo autoround'} does not do "
+            "mixtures of experts",
+            hint="choose int4_awq without --algo, or int8_sq",
         )
     _check_kept(job, len(subject.layers))
     recipe, head = _recipes(job, scheme, head_scheme, subject, device)
@@ -169,10 +179,9 @@ def _check_kept(job: Job, count: int) -> None:
 
 def _check_autoround(job: Job) -> None:
     """Raise `EdgeLLMError` for what the package cannot do, or if it is not there."""
-    if job.base_model_dir is not None or job.kv_cache_quantization == "fp8":
-        what = "drafts" if job.base_model_dir is not None else "scales of an FP8 cache"
-        raise EdgeLLMError(f"--algo autoround does not do {what}", hint="leave out --algo")
-    if importlib.util.find_spec("auto_round") is None:
+    if job.base_model_dir is not None:
+        raise EdgeLLMError("--algo autoround does not do drafts", hint="leave out --algo")
+    if not is_there():
         raise EdgeLLMError(
             "--algo autoround needs the package auto-round",
             hint="in edgellm's folder: pip install '.[autoround]'",
@@ -188,14 +197,14 @@ def _recipes(
     alpha_step = job.alpha_step or _amounts(scheme, device).alpha_step
     if head_scheme is None:
         block = block_size(scheme, body, job.block_size)
-        return Recipe(scheme, block, alpha_step, job.kv_cache_quantization), None
+        return Recipe(scheme, block, alpha_step, job.kv_cache_quantization, job.target), None
     # The layout has one block size for all INT4 layers.
     shared = scheme.is_int4 and head_scheme.is_int4
     head = {"lm_head": (out, width)}
     body_block = block_size(scheme, {**body, **head} if shared else body, job.block_size)
     head_block = body_block if shared else block_size(head_scheme, head, job.block_size)
     return (
-        Recipe(scheme, body_block, alpha_step, job.kv_cache_quantization),
+        Recipe(scheme, body_block, alpha_step, job.kv_cache_quantization, job.target),
         Recipe(head_scheme, head_block, alpha_step),
     )
 
@@ -206,7 +215,7 @@ def _check_resources(plan: Plan, batch_tokens: int) -> None:
         needed = subject.needed_bytes(
             batch_tokens, scheme.layer_copies, with_head=plan.head is not None
         )
-        if scheme.is_autoround:  # inputs, outputs and rounded inputs of a layer
+        if scheme.follows_rounded:  # inputs, outputs and rounded inputs of a layer
             needed += 3 * 4 * math.prod(subject.states_shape(task.calibration.rows, 0))
         checks.check_memory(needed, checks.available_bytes())
     result = sum(info.num_bytes for info in subject.checkpoint.tensors.infos().values())

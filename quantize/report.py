@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from edgellm.quantize.checkpointing import HEAD_PART, layer_part
 from edgellm.quantize.layer_errors import LayerReport
 from edgellm.quantize.logits import Quality
+from edgellm.quantize.mixing import Mixture, mix
 from edgellm.quantize.plan import Plan
 
 _PACKAGES = ("edgellm", "nvidia-modelopt", "torch", "transformers", "numpy")
@@ -39,6 +41,8 @@ class Report:
     peak_memory_bytes: int
     device: str
     versions: dict[str, str]
+    mixture: Mixture | None = None  # of mixed precision
+    tried: dict[str, float] | None = None  # divergences of all ways, where several were tried
 
     @property
     def accuracy_means(self) -> str:
@@ -117,12 +121,21 @@ def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
             **{name: version(name) for name in _PACKAGES},
             "python": platform.python_version(),
         },
+        mixture=mix(plan) if plan.recipe.scheme.is_mixed else None,
     )
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """The content of the side file."""
     return {"kind": "quantized_checkpoint", **asdict(report)}
+
+
+def read_report(facts: Mapping[str, Any]) -> Report:
+    """What `as_json` gave, without a mixture."""
+    own = {name: facts[name] for name in Report.__dataclass_fields__ if name != "mixture"}
+    own["quality"] = Quality(**facts["quality"])
+    own["layers"] = tuple(LayerReport(**layer) for layer in facts["layers"])
+    return Report(**own)
 
 
 def _layer(facts: dict[str, Any]) -> LayerReport:

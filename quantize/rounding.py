@@ -1,4 +1,7 @@
-"""Rounding of activations as engines do it, in torch: static FP8 and INT8, dynamic NVFP4."""
+"""Rounding of activations as engines do it, in torch.
+
+GPUs have static FP8 and INT8 and dynamic NVFP4, edgellm's kernels for CPUs INT8 in blocks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,15 @@ _VALUES = torch.from_numpy(E2M1[:8].copy())
 
 
 def round_input(x: Tensor, kind: str, scale: float) -> Tensor:
-    """X [..., K] as a layer sees it; `kind` is that of `DecodedLinear.input_type`."""
+    """X [..., K] as a layer sees it.
+
+    Args:
+        x: floats.
+        kind: that of `DecodedLinear.input_type`, or "int8 blocks", which need no `scale`.
+        scale: a calibrated one.
+    """
+    if kind == "int8 blocks":
+        return round_int8_blocks(x)
     if kind == "fp8":
         return round_fp8(x, scale)
     if kind == "int8":
@@ -60,3 +71,15 @@ def nearest_e2m1(magnitudes: Tensor) -> Tensor:
 def round_int8(x: Tensor, scale: float | Tensor) -> Tensor:
     """Values of int8 codes from -128 to 127."""
     return torch.clamp(torch.round(x / scale), -128, 127) * scale
+
+
+def round_int8_blocks(x: Tensor) -> Tensor:
+    """Values of int8 codes with a scale for some neighbours, found in each row itself.
+
+    The blocks are those of edgellm's kernels over weights with a scale for each output.
+    """
+    width = x.shape[-1]
+    block = next((size for size in (128, 64) if width % size == 0), 32)
+    blocks = torch.nn.functional.pad(x, (0, -width % block)).unflatten(-1, (-1, block))
+    step = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-20) / 127
+    return (torch.round(blocks / step) * step).flatten(-2)[..., :width]

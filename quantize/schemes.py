@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.quantize.formats import NVFP4_BLOCK
 
 INT4_BLOCKS = (128, 64, 32)
+MIXED_BLOCK = 32  # unless the user says otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,16 @@ class Scheme:
     is_awq: bool = False  # searches a smoothing, which costs a dozen forward passes
     is_int4: bool = False
     is_nvfp4: bool = False
+    is_fed_back: bool = False  # rounds with error feedback of ours
+    is_smoothed: bool = False  # by a search of ours
+    is_mixed: bool = False  # each linear layer in a form of its own
     rounds_tokens: bool = False  # to int8, with a scale of each token found at run time
     is_autoround: bool = False  # learns how to round, which costs a hundred passes and gradients
+
+    @property
+    def follows_rounded(self) -> bool:
+        """Whether a layer is fitted to what the rounded layers before it give."""
+        return self.is_autoround or self.is_fed_back
 
     @property
     def layer_copies(self) -> int:
@@ -39,22 +48,27 @@ SCHEMES = {
     scheme.name: scheme
     for scheme in (
         Scheme("fp8", "FP8_DEFAULT_CFG", "FP8", True),
-        Scheme("int8_sq", "INT8_SMOOTHQUANT_CFG", "W8A8_SQ_PER_CHANNEL", True),
+        Scheme("int8_sq", "", "W8A8_SQ_PER_CHANNEL", True, is_smoothed=True),
         Scheme("int4_awq", "INT4_AWQ_CFG", "W4A16_AWQ", False, is_awq=True, is_int4=True),
         Scheme("nvfp4", "NVFP4_DEFAULT_CFG", "NVFP4", True, is_nvfp4=True),
         Scheme("nvfp4_awq", "NVFP4_AWQ_LITE_CFG", "NVFP4_AWQ", True, is_awq=True, is_nvfp4=True),
     )
 }
+MIXED = Scheme("mixed", "", "MIXED_PRECISION", False, is_int4=True, is_fed_back=True, is_mixed=True)
 AUTOROUND = Scheme(
     "int4_autoround", "", SCHEMES["int4_awq"].algorithm, False, is_int4=True, is_autoround=True
 )
-ALGORITHMS = ("awq", "autoround")  # for INT4
+FEEDBACK = replace(AUTOROUND, name="int4_gptq", is_autoround=False, is_fed_back=True)
+# For INT4; "auto" tries the others, so that what it asks of a model is theirs.
+ALGORITHMS = {"awq": SCHEMES["int4_awq"], "gptq": FEEDBACK, "autoround": AUTOROUND,
+              "auto": FEEDBACK}  # fmt: skip
 HEAD_SCHEMES = {
     "fp8": SCHEMES["fp8"],
     "nvfp4": SCHEMES["nvfp4"],
     "int8": Scheme("int8", "INT8_WEIGHT_ONLY_CFG", "W8A16", False),
     "int4": SCHEMES["int4_awq"],
 }
+TARGETS = ("cpu", "gpu")
 COMPRESSED_TENSORS = "compressed-tensors"
 FORMATS = ("modelopt", COMPRESSED_TENSORS)
 KV_SCHEMES = {"fp8": "FP8_KV_CFG", "int8": ""}  # int8: ModelOpt exports no scales, ours do
@@ -73,16 +87,38 @@ def choose(flag: str, name: str, known: Collection[str]) -> str:
 
 def choose_scheme(quantization: str, algo: str | None) -> Scheme:
     """The scheme of those names; raises `EdgeLLMError` where they do not go together."""
-    scheme = SCHEMES[choose("--quantization", quantization, SCHEMES)]
+    known = {**SCHEMES, MIXED.name: MIXED}
+    scheme = known[choose("--quantization", quantization, known)]
     if algo is None:
         return scheme
     choose("--algo", algo, ALGORITHMS)
-    if not scheme.is_int4:
+    if not scheme.is_int4 or scheme.is_mixed:
         raise EdgeLLMError(
             f"--algo {algo}: --quantization {quantization} has no choice of algorithms",
             hint="--algo is for int4_awq",
         )
-    return AUTOROUND if algo == "autoround" else scheme
+    return ALGORITHMS[algo]
+
+
+def check_targets(
+    scheme: Scheme, bits: float | None, divergence: float | None, *, is_draft: bool
+) -> None:
+    """Raise `EdgeLLMError` unless mixed precision has one target, and nothing else has any."""
+    given = [value for value in (bits, divergence) if value is not None]
+    if not scheme.is_mixed and given:
+        raise EdgeLLMError(
+            "--target_bits and --target_kl are for mixed precision",
+            hint="choose --quantization mixed, or leave them out",
+        )
+    if scheme.is_mixed and len(given) != 1:
+        raise EdgeLLMError(
+            "--quantization mixed needs one target",
+            hint="give --target_bits 5.5 (of a weight) or --target_kl 0.05 (nats a token)",
+        )
+    if scheme.is_mixed and is_draft:
+        raise EdgeLLMError(
+            "--quantization mixed does not do drafts", hint="choose fp8, int8_sq or int4_awq"
+        )
 
 
 def check_format(name: str, scheme: Scheme, head: str | None, cache: str | None) -> None:
@@ -94,6 +130,10 @@ def check_format(name: str, scheme: Scheme, head: str | None, cache: str | None)
         raise EdgeLLMError(
             f"--format {name} has no place for the smoothing of {scheme.name}",
             hint="choose --quantization nvfp4, int4_awq, int8_sq or fp8",
+        )
+    if scheme.is_mixed:
+        raise EdgeLLMError(
+            f"--format {name} does not hold mixed precision", hint="leave out --format"
         )
     if head is not None:
         raise EdgeLLMError(
@@ -142,7 +182,8 @@ def block_size(
     for name, (out, _) in shapes.items():
         if out % 2:
             raise UnsupportedModelError(f"{name} has {out} outputs: INT4 is packed in pairs")
-    return _dividing(scheme, shapes, INT4_BLOCKS if wanted is None else (wanted,))
+    default = (MIXED_BLOCK,) if scheme.is_mixed else INT4_BLOCKS
+    return _dividing(scheme, shapes, default if wanted is None else (wanted,))
 
 
 def _dividing(scheme: Scheme, shapes: Mapping[str, tuple[int, int]], sizes: tuple[int, ...]) -> int:

@@ -81,11 +81,16 @@ class Joined:
     """Several sources as one; of a name that two have the later counts."""
 
     def __init__(self, sources: list[TensorSource]) -> None:
-        self._owners = {name: source for source in sources for name in source.infos()}
+        self._owners: dict[str, TensorSource] = {}
+        self._infos: dict[str, TensorInfo] = {}
+        for source in sources:
+            infos = source.infos()
+            self._owners |= dict.fromkeys(infos, source)
+            self._infos |= infos
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """All tensors by name."""
-        return {name: source.infos()[name] for name, source in self._owners.items()}
+        return self._infos
 
     def stream(self, name: str) -> Iterator[memoryview]:
         """Data in pieces."""

@@ -39,9 +39,13 @@ def describe(work: Path) -> None:
     )  # fmt: skip
     build_pair(bundle, drafted, engine, "--maxInputLen", 256, "--maxKVCacheCapacity", 512)
     unless(
-        is_built(encoder, seeing, VISUAL_ENGINE), "visual_build", "--onnxDir", seeing,
-        "--engineDir", encoder,
-    )  # fmt: skip
+        is_built(encoder, seeing, VISUAL_ENGINE),
+        "visual_build",
+        "--onnxDir",
+        seeing,
+        "--engineDir",
+        encoder,
+    )
     drawn = [scenes.draw(_SEED, number) for number in range(_SCENES)]
     requests, answers = work / "vlm_requests.json", work / "vlm_answers.json"
     requests.write_text(json.dumps(_requests(work, drawn), indent=2) + "\n", "utf-8")

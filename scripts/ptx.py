@@ -189,8 +189,11 @@ def write_target(sm: int, folder: Path) -> dict[str, Any]:
             pack.writestr(zipfile.ZipInfo(f"{variant.name}.ptx"), data, zipfile.ZIP_DEFLATED, 9)
             targets.add(ptx.target)
             entries[variant.name] = _entry(variant, ptx, assembled, data)
-            print(f"sm_{sm} {variant.name}: {assembled.registers} registers, "
-                  f"{ptx.shared_bytes} bytes shared", flush=True)  # fmt: skip
+            print(
+                f"sm_{sm} {variant.name}: {assembled.registers} registers, "
+                f"{ptx.shared_bytes} bytes shared",
+                flush=True,
+            )
     return {"is_portable": targets == {f"sm_{sm}"}, "kernels": entries}
 
 

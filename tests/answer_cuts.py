@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 from edgellm.tools.serve.tool_calls.call import CallReader, Item, Thought
 
@@ -16,18 +17,25 @@ def require_read(reader: Callable[[], CallReader], text: str, expected: Sequence
     for pieces in [(text,), *letters, *cuts]:
         one = reader()
         found = [item for piece in pieces for item in one.push(piece)]
-        assert _joined([*found, *one.finish()]) == list(expected), pieces
+        assert joined([*found, *one.finish()]) == list(expected), pieces
 
 
-def _joined(found: Sequence[Item]) -> list[Item]:
+def joined(found: Sequence[Item]) -> list[Item]:
     """Pieces of a kind side by side are one."""
-    joined: list[Item] = []
+    together: list[Item] = []
     for item in found:
-        last = joined[-1] if joined else None
+        last = together[-1] if together else None
         if isinstance(item, str) and isinstance(last, str):
-            joined[-1] = last + item
+            together[-1] = last + item
         elif isinstance(item, Thought) and isinstance(last, Thought):
-            joined[-1] = Thought(last.text + item.text)
+            together[-1] = Thought(last.text + item.text)
         elif item:
-            joined.append(item)
-    return joined
+            together.append(item)
+    return together
+
+
+def read_cut(reader: CallReader, text: str, cuts: Iterable[int]) -> list[Item]:
+    """What a reader gives for a text that comes in pieces."""
+    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    found = [item for begin, end in pairwise(places) for item in reader.push(text[begin:end])]
+    return joined([*found, *reader.finish()])

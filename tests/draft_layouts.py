@@ -8,17 +8,24 @@ from edgellm.export import models
 
 BASE = {**models.find("llama").TINY, "num_hidden_layers": BASE_LAYERS}
 _MODELOPT = {
-    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True,
-    "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None,
-}  # fmt: skip
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
+}
 _SPECFORGE = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40}
 _AUX = "eagle_aux_hidden_state_layer_ids"
 _SPECULATORS = {
-    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
-    "speculators_version": "0.3.0", "speculators_config": {"algorithm": "eagle3"},
-    "draft_vocab_size": 40, "model_type": "speculator_model",
-}  # fmt: skip
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.3.0",
+    "speculators_config": {"algorithm": "eagle3"},
+    "draft_vocab_size": 40,
+    "model_type": "speculator_model",
+}
 
 LAYOUTS = {
     "safeailab_bin": Layout(

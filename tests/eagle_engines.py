@@ -110,9 +110,13 @@ def with_int8_draft(pair: EaglePair, engine: Path) -> EaglePair:
     shutil.copytree(pair.engine, engine)
     build_engine("draft", pair.draft_bundle, engine, draft_plan("int8"), "onnxruntime", _silent)
     return EaglePair(
-        pair.layout, pair.base_checkpoint, pair.draft_checkpoint, pair.bundle,
-        pair.draft_bundle, engine,
-    )  # fmt: skip
+        pair.layout,
+        pair.base_checkpoint,
+        pair.draft_checkpoint,
+        pair.bundle,
+        pair.draft_bundle,
+        engine,
+    )
 
 
 def _silent(_: str) -> None:

@@ -49,10 +49,11 @@ class FakeDriver:
         assert index == 0
         context = SimpleNamespace(push=lambda: self.stack.append(1), pop=self.stack_pop)
         return SimpleNamespace(
-            retain_primary_context=lambda: context, name=lambda: "a GPU",
+            retain_primary_context=lambda: context,
+            name=lambda: "a GPU",
             compute_capability=lambda: (11, 0),
             get_attribute=lambda what: int(self.integrated and what == "integrated"),
-        )  # fmt: skip
+        )
 
     def stack_pop(self) -> None:
         self.stack.pop()

@@ -287,11 +287,14 @@ class FakeEngine:
         both = ((self.session.get_inputs(), True), (self.session.get_outputs(), False))
         self.tensors: dict[str, TensorInfo] = {
             value.name: TensorInfo(
-                value.name, is_input, np.dtype(_TYPES[value.type[7:-1]]),
+                value.name,
+                is_input,
+                np.dtype(_TYPES[value.type[7:-1]]),
                 tuple(dim if isinstance(dim, int) else -1 for dim in value.shape),
             )
-            for values, is_input in both for value in values
-        }  # fmt: skip
+            for values, is_input in both
+            for value in values
+        }
         self.num_profiles = len(passes)
 
     def shape_range(self, name: str, profile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _tiny("llama")),
     "qwen2": ("qwen2", _tiny("qwen2")),
     "qwen3": ("qwen3", _tiny("qwen3")),
+    "qwen3moe": ("qwen3moe", _tiny("qwen3_moe", moe_intermediate_size=32)),
+    "gpt-oss": ("gpt-oss", _tiny("gpt_oss", swiglu_limit=7.0)),
     "gemma2": ("gemma2", _tiny("gemma2", query_pre_attn_scalar=32)),
     "gemma3": (
         "gemma3",
@@ -82,7 +84,7 @@ def write_gguf(
     (words or write_words)(writer, config.vocab_size)
     encode = _in_one_format(quantization) if isinstance(quantization, str) else quantization
     for name, array in tensors(arch, model).items():
-        if array.ndim == 2 and encode is not None:
+        if encode is not None and _is_matrix(name, array):
             rows, kind = encode(name, array)
             writer.add_tensor(name, rows, raw_dtype=kind)
         else:
@@ -120,7 +122,7 @@ def tensors(arch: str, model: Any) -> dict[str, np.ndarray]:
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], config.num_hidden_layers)
     found = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _apart(model):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = tensor.numpy()
@@ -132,8 +134,32 @@ def tensors(arch: str, model: Any) -> dict[str, np.ndarray]:
             array = array + np.float32(1)
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
-        found[place] = array
+        found[f"{place}.weight" if name.endswith("sinks") else place] = array
     return found | _rope_tensors(config)
+
+
+def _apart(model: Any) -> Iterator[tuple[str, Any]]:
+    """Its tensors; of experts gates, ups and downs [E, out, in] as converters write them."""
+    for name, tensor in model.state_dict().items():
+        place, _, own = name.rpartition(".experts.")
+        is_gpt_oss = model.config.model_type == "gpt_oss"
+        if not place:
+            yield name, tensor
+            continue
+        ending = "bias" if own.endswith("bias") else "weight"
+        if is_gpt_oss and ending == "weight":
+            tensor = tensor.transpose(1, 2)
+        if not own.startswith("gate_up"):
+            yield f"{place}.experts.down_proj.{ending}", tensor
+            continue
+        halves = (tensor[:, 0::2], tensor[:, 1::2]) if is_gpt_oss else tensor.chunk(2, dim=1)
+        for part, half in zip(("gate", "up"), halves, strict=True):
+            yield f"{place}.experts.{part}_proj.{ending}", half
+
+
+def _is_matrix(name: str, array: np.ndarray) -> bool:
+    """Whether converters may round it: no bias, no router."""
+    return array.ndim > 1 and name.endswith(".weight") and "ffn_gate_inp" not in name
 
 
 def _rope_tensors(config: Any) -> dict[str, np.ndarray]:
@@ -212,10 +238,21 @@ def _phi3(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_attn_factors(float((1 + np.log(scale) / np.log(original)) ** 0.5))
 
 
+def _with_experts(writer: Any, config: Any) -> None:
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    writer.add_expert_feed_forward_length(width)
+    if window := getattr(config, "sliding_window", None):
+        writer.add_sliding_window(window)
+
+
 _OWN: dict[str, Callable[[Any, Any], None]] = {
     "gemma2": _gemma2,
     "gemma3": lambda writer, config: writer.add_sliding_window(config.sliding_window),
+    "gpt-oss": _with_experts,
     "granite": _granite,
+    "qwen3moe": _with_experts,
     "olmo2": _olmo2,
     "phi3": _phi3,
 }

@@ -17,11 +17,15 @@ _CACHES = {"float32": 0, "float16": 1, "int8": 2}
 
 class _Product(ctypes.Structure):
     _fields_ = [
-        ("set", ctypes.c_char_p), ("packed", _POINTER), ("bytes", ctypes.c_uint64), ("rows", _INT),
+        ("set", ctypes.c_char_p),
+        ("packed", _POINTER),
+        ("bytes", ctypes.c_uint64),
+        ("rows", _INT),
         *((name, _POINTER) for name in ("x", "skip", "gamma", "bias", "residual", "sum", "y")),
-        ("epsilon", _FLOAT), ("threads", ctypes.c_int32),
+        ("epsilon", _FLOAT),
+        ("threads", ctypes.c_int32),
         *((name, _FLOAT) for name in ("alpha", "limit", "offset")),
-    ]  # fmt: skip
+    ]
 
 
 class _Attention(ctypes.Structure):
@@ -94,9 +98,12 @@ def channel(case, index):
     """What the weights of an output channel stand for, float32 [K]."""
     out = np.full(case.form.in_features, np.nan, np.float32)
     _call(
-        "edgellm_channel", ctypes.c_void_p(_address(case.packed)),
-        ctypes.c_uint64(len(case.packed)), _INT(index), ctypes.c_void_p(_address(out)),
-    )  # fmt: skip
+        "edgellm_channel",
+        ctypes.c_void_p(_address(case.packed)),
+        ctypes.c_uint64(len(case.packed)),
+        _INT(index),
+        ctypes.c_void_p(_address(out)),
+    )
     return out
 
 
@@ -212,7 +219,10 @@ def survey(instruction_set, logits):
     """The largest of up to 1,024 logits, and the sum of exp(logit - it)."""
     best = (ctypes.c_float * 2)()
     _call(
-        "edgellm_survey", instruction_set.encode(), ctypes.c_void_p(_address(logits)),
-        _INT(len(logits)), best,
-    )  # fmt: skip
+        "edgellm_survey",
+        instruction_set.encode(),
+        ctypes.c_void_p(_address(logits)),
+        _INT(len(logits)),
+        best,
+    )
     return best[0], best[1]

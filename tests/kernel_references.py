@@ -76,15 +76,16 @@ def lay_out(parents, start, count, axes, positions, mask, *, constants):
 def accept_greedy(tokens, parents, argmax, highest, trees, count, path, outcome, *, constants):
     assert trees == 1
     assert count <= constants["NODES"]
-    draws = [(int(argmax[node]), SETTLED if np.isfinite(highest[node]) else NOT_A_NUMBER)
-             for node in range(count)]  # fmt: skip
+    draws = [
+        (int(argmax[node]), SETTLED if np.isfinite(highest[node]) else NOT_A_NUMBER)
+        for node in range(count)
+    ]
     _walk(tokens, parents, lambda node, _: draws[node], count, path, outcome)
 
 
 def accept_sampled(
-    tokens, parents, values, ids, rules, uniforms, trees, count, vocab, path, outcome,
-    *, constants
-):  # fmt: skip
+    tokens, parents, values, ids, rules, uniforms, trees, count, vocab, path, outcome, *, constants
+):
     assert trees == 1
     assert count <= constants["NODES"]
     temperature, top_k, top_p, min_p = rules[:4].tolist()

@@ -13,10 +13,12 @@ F32, I64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 
 def open_session(node, inputs, outputs, initializers=(), threads=2, path=None):
     graph = helper.make_graph(
-        [node], "kernels", [helper.make_tensor_value_info(*i) for i in inputs],
+        [node],
+        "kernels",
+        [helper.make_tensor_value_info(*i) for i in inputs],
         [helper.make_tensor_value_info(*o) for o in outputs],
         [numpy_helper.from_array(a, n) for n, a in initializers],
-    )  # fmt: skip
+    )
     opsets = [helper.make_opsetid("", 24), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
     options = ort.SessionOptions()

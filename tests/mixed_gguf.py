@@ -25,9 +25,12 @@ _PLACES = {
 }  # fmt: skip
 _MIXED = {
     **models.find("llama").TINY,
-    "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 
 
 def write_mixed(folder):

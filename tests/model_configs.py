@@ -22,22 +22,32 @@ _SIZES: dict[str, st.SearchStrategy[Any]] = {
     "max_position_embeddings": st.sampled_from([64, 128]),
     "head_dim": st.sampled_from([8, 16, 24, None]),
     "pad_token_id": st.sampled_from([None, 3]),
-    **dict.fromkeys(("num_local_experts", "num_experts", "moe_num_experts"),
-                    st.sampled_from([3, 4])),
+    "q_lora_rank": st.sampled_from([16, None]),
+    "kv_lora_rank": st.sampled_from([8, 16]),
+    "qk_nope_head_dim": st.sampled_from([8, 16]),
+    "qk_rope_head_dim": st.sampled_from([8, 16]),
+    "v_head_dim": st.sampled_from([8, 24, 40, None]),
+    **dict.fromkeys(
+        ("num_local_experts", "num_experts", "moe_num_experts"), st.sampled_from([3, 4])
+    ),
     **dict.fromkeys(("num_experts_per_tok", "moe_k"), st.sampled_from([1, 2, 3, 4])),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"),
-                    st.sampled_from([16, 40])),
-}  # fmt: skip
-_OF_EXPERTS = frozenset(key for key in _SIZES if "expert" in key or key.startswith("moe"))
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size"), st.sampled_from([16, 40])
+    ),
+}
+_OF_SOME_KINDS = ("moe", "head_dim", "q_lora", "kv_lora", "qk_", "v_head")
+_OF_SOME = frozenset(key for key in _SIZES if "expert" in key or key.startswith(_OF_SOME_KINDS))
 _FLOATS = st.sampled_from([0.25, 1.0, 3, 0.0, -1.5, None])
 _TYPES = st.sampled_from(["full_attention", "sliding_attention", "chunked_attention"])
 _WINDOWS = st.sampled_from([4, 7, 64, 1, 0, None])
 _SCALED: dict[str, tuple[str, ...]] = {  # what each type of rope wants
-    "default": (), "linear": ("factor",), "dynamic": ("factor",),
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
-}  # fmt: skip
+}
 _DIVISORS = st.integers(1, 12).map(lambda pairs: [1.0 + index / 4 for index in range(pairs)])
 _ROPE: dict[str, st.SearchStrategy[Any]] = {
     "factor": st.sampled_from([4.0, 2, 1.0, 0.5, None, "4"]),
@@ -68,6 +78,7 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     "moe_layer_interval": st.sampled_from([1, 2]),
     "moe_norm_min": st.sampled_from([1e-12, 0.6]),
     "clip_qkv": st.sampled_from([None, 0.5, 8.0, 0.0]),
+    "scale_depth": st.sampled_from([1.4, None]), "dim_model_base": st.sampled_from([16, None]),
     "swiglu_limit": st.sampled_from([0.5, 7.0, 0.0]),
     "swiglu_alpha": st.sampled_from([1.0, 1.702]),
     "sliding_window_pattern": st.sampled_from([1, 2, 3, "LLG", None]),
@@ -100,7 +111,7 @@ def configs(model_type: str, config_class: type) -> st.SearchStrategy[dict[str, 
     sizes = {
         key: value
         for key, value in _SIZES.items()
-        if (key in fields or key not in _OF_EXPERTS | {"head_dim"}) and tiny.get(key) != 0
+        if (key in fields or key not in _OF_SOME) and tiny.get(key) != 0
     }
     optional = {
         key: _KNOWN[key] if key in _KNOWN else _by_type(fields.get(key, ""))
@@ -122,12 +133,16 @@ def configs(model_type: str, config_class: type) -> st.SearchStrategy[dict[str, 
         st.fixed_dictionaries(sizes),
         _few(optional),
         st.sampled_from(["", "changed", *ropes]).flatmap(
-            lambda key: st.just({}) if not key
-            else st.fixed_dictionaries({"rope_parameters": changed} if key == "changed"
-                                       else {key: ropes[key]})
+            lambda key: (
+                st.just({})
+                if not key
+                else st.fixed_dictionaries(
+                    {"rope_parameters": changed} if key == "changed" else {key: ropes[key]}
+                )
+            )
         ),
         st.sampled_from([None, None, *own]),
-    )  # fmt: skip
+    )
 
 
 def _merged(

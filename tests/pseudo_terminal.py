@@ -47,10 +47,14 @@ def person(*command: object, **environment: str) -> Iterator[Person]:
     side, inner = pty.openpty()
     known = {"TERM": "xterm", "COLUMNS": "100", "LINES": "30", "PROMPT_TOOLKIT_NO_CPR": "1"}
     process = subprocess.Popen(
-        list(map(str, command)), stdin=inner, stdout=inner, stderr=inner,
-        env={**os.environ, **known, **environment}, start_new_session=True,
+        list(map(str, command)),
+        stdin=inner,
+        stdout=inner,
+        stderr=inner,
+        env={**os.environ, **known, **environment},
+        start_new_session=True,
         preexec_fn=_take_terminal,
-    )  # fmt: skip
+    )
     os.close(inner)
     try:
         yield Person(side, process)

@@ -8,6 +8,7 @@ token to the row. What they answer depends on that path alone.
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from edgellm import contract
 from edgellm.contract import LimitError
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
 from edgellm.device_runtime.sessions.draft import DraftResult
+from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS
 from edgellm.manifest import DecoderSpec, KVCacheSpec
 
 Context = tuple[int, ...]
@@ -233,6 +235,7 @@ class _Text:
     """What the rows of one answer stand for."""
 
     text: list[int] = field(default_factory=list)  # token 0, and the token of every committed row
+    skipped: int = 0  # of these rows, the first, which a retrial did not read
     is_closed: bool = False
 
 
@@ -259,9 +262,17 @@ class StrictDraft:
     def text(self, text: list[int]) -> None:
         self.context.text = text
 
+    @property
+    def skipped(self) -> int:
+        return self.context.skipped
+
+    @skipped.setter
+    def skipped(self, skipped: int) -> None:
+        self.context.skipped = skipped
+
     def fork(self):
         assert not self.context.is_closed
-        return _Text(list(self.context.text))
+        return _Text(list(self.context.text), self.context.skipped)
 
     def use(self, context):
         assert not context.is_closed
@@ -291,12 +302,13 @@ class StrictDraft:
         return self._answer(paths, top_k)
 
     def _extend(self, token_ids, hidden, write_index, position_ids) -> None:
-        assert write_index <= max(len(self.text) - 1, 0)
+        assert write_index <= self.committed
         assert position_ids is None
         if write_index == 0:
             self.text = list(FEATURES[int(hidden[0, 1])])
-            assert len(self.text) == 1
-        self.text = self.text[: write_index + 1]
+            self.skipped = len(self.text) - 1
+            assert self.skipped == 0 or len(token_ids) == RETRIAL_ROWS
+        self.text = self.text[: self.skipped + write_index + 1]
         for row, token in enumerate(token_ids.tolist()):
             kind, feature = hidden[row].tolist()
             assert kind == _FUSED, "a committed row takes the base's feature"
@@ -306,7 +318,7 @@ class StrictDraft:
         self.extensions.append(len(token_ids))
 
     def _grow(self, token_ids, hidden, write_index, position_ids, tree_mask) -> list[Context]:
-        committed, used, count = len(self.text) - 1, len(self.slots), len(token_ids)
+        committed, used, count = self.committed, len(self.slots), len(token_ids)
         assert write_index == committed + used
         assert tree_mask.shape == (count, used + count)
         self.slots += [_Slot(()) for _ in range(count)]
@@ -327,12 +339,13 @@ class StrictDraft:
         return [slot.path for slot in self.slots[used:]]
 
     def read_rows(self, length):
-        assert length <= max(len(self.text) - 1, 0)
-        pairs = list(zip(self.text, self.text[1:], strict=False))
+        assert length <= self.committed
+        text = self.text[self.skipped :]
+        pairs = list(itertools.pairwise(text))
         return np.array(pairs[:length], np.int64).reshape(length, 2)
 
     def write_rows(self, rows):
-        self.text = [*rows[:1, 0].tolist(), *rows[:, 1].tolist()]
+        self.text, self.skipped = [*rows[:1, 0].tolist(), *rows[:, 1].tolist()], 0
 
     def _answer(self, paths: list[Context], top_k: int) -> DraftResult:
         ids = np.zeros((len(paths), top_k), np.int64)

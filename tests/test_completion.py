@@ -48,9 +48,21 @@ def _script(shell: dict[str, str], command: str, name: str) -> str:
 
 def _run(command: list[str], shell: dict[str, str]) -> str:
     return subprocess.run(
-        [str(shutil.which(command[0], path=shell["PATH"])), *command[1:]], check=True,
-        capture_output=True, text=True, env={**os.environ, **shell}, cwd=shell["HOME"],
-    ).stdout  # fmt: skip
+        [str(shutil.which(command[0], path=shell["PATH"])), *command[1:]],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **shell},
+        cwd=shell["HOME"],
+    ).stdout
+
+
+def _completed(shell: dict[str, str], line: str) -> list[str]:
+    """What a command says to the function that bash, fish and zsh call."""
+    name, *words = line.split()
+    asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(words))}
+    asked[f"_{name.replace('-', '_').upper()}_COMPLETE"] = "complete_bash"
+    return _run([name], {**shell, **asked}).split()
 
 
 def _complete_in_bash(shell: dict[str, str], line: str) -> list[str]:
@@ -69,7 +81,7 @@ def _complete_in_bash(shell: dict[str, str], line: str) -> list[str]:
 def test_flags_in_bash(shell, name):
     assert name in FLAGS, "add a line of the new command"
     line, flag = FLAGS[name]
-    assert _complete_in_bash(shell, line) == [flag]
+    assert _completed(shell, line) == [flag]
 
 
 def test_subcommands_in_bash(shell):

@@ -257,8 +257,5 @@ def test_a_full_disk_names_folder_and_bytes(tmp_path):
     assert needed - free >= 100_000
     assert str(tmp_path) in str(caught.value)
     fault = rf"in {tmp_path}: {10**18} bytes are needed, \d+ are"
-    with (
-        pytest.raises(EdgeLLMError, match=fault),
-        temporary_folder(tmp_path / "out") as folder,
-    ):
+    with pytest.raises(EdgeLLMError, match=fault), temporary_folder(tmp_path / "out") as folder:
         require_space(folder, 10**18)

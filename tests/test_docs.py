@@ -55,8 +55,11 @@ def test_the_site_builds_and_needs_no_other_host(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / ".src"), "NO_MKDOCS_2_WARNING": "1"}
     subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
-        cwd=ROOT, env=environment, check=True, capture_output=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
     for page in ("index", "tutorial/index", "reference/commands/index", "architecture/index"):
         html = (tmp_path / f"{page}.html").read_text("utf-8")
         assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(?:https?:)?//[^>]+", html)
@@ -122,9 +125,11 @@ def followed(eagle_pair, tmp_path_factory) -> tuple[Path, dict[str, str], str]:
     """A folder in which the tutorial was followed with tiny models, and what was printed."""
     folder = tmp_path_factory.mktemp("tutorial")
     shell = {
-        **os.environ, **install(tmp_path_factory.mktemp("bin")),
-        "MODEL": str(eagle_pair.base_checkpoint), "DRAFT": str(eagle_pair.draft_checkpoint),
-    }  # fmt: skip
+        **os.environ,
+        **install(tmp_path_factory.mktemp("bin")),
+        "MODEL": str(eagle_pair.base_checkpoint),
+        "DRAFT": str(eagle_pair.draft_checkpoint),
+    }
     blocks = [one for one in _blocks(DOCS / "tutorial.md") if one["kind"] == "shell"]
     assert [bool(one["real"]) for one in blocks].count(True) == 1
     script = "set -e\n" + "".join(one["text"] for one in blocks if not one["real"])
@@ -154,9 +159,13 @@ def test_python_runs(path, followed):
         with serving(folder / "engine") if is_client else nullcontext() as server:
             text = text.replace(_SERVER, server.url) if server is not None else text
             result = subprocess.run(
-                [sys.executable, "-c", text], cwd=folder, env=shell, capture_output=True,
-                text=True, check=False,
-            )  # fmt: skip
+                [sys.executable, "-c", text],
+                cwd=folder,
+                env=shell,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
         assert result.returncode == 0, result.stderr
         assert result.stdout.strip()
 
@@ -166,9 +175,7 @@ def four_commands(eagle_pair, tmp_path_factory) -> list[str]:
     """What the README's four commands print, with a tiny model and a folder as the robot."""
     folder = tmp_path_factory.mktemp("readme")
     device, here = make_device(folder)
-    shell = {
-        **os.environ, **device.environment(here), "MODEL": str(eagle_pair.base_checkpoint),
-    }  # fmt: skip
+    shell = {**os.environ, **device.environment(here), "MODEL": str(eagle_pair.base_checkpoint)}
     bin_folder = install(tmp_path_factory.mktemp("bin"))
     shell |= {**bin_folder, "PATH": f"{here}{os.pathsep}{bin_folder['PATH']}"}
     (script,) = [one["text"] for one in _blocks(ROOT / "README.md") if one["kind"] == "shell"]

@@ -28,8 +28,9 @@ def test_what_nvfp4_promises_on_thor():
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
 def test_each_way_is_no_slower_than_the_one_before(board):
-    for precision, parts in itertools.product(("nvfp4", "int4", "fp16"),
-                                              (plain_parts_ms, round_parts_ms)):  # fmt: skip
+    for precision, parts in itertools.product(
+        ("nvfp4", "int4", "fp16"), (plain_parts_ms, round_parts_ms)
+    ):
         rates = [tokens_per_s(parts(board, way, precision, *SIZES)) for way in WAYS]
         assert rates == sorted(rates)
         assert rates[-1] > rates[0]

@@ -41,9 +41,12 @@ _TEMPLATE = (
 
 # What a draft of `eagle_reference` is for.
 _UNDER_DRAFT = {
-    "hidden_size": BASE_HIDDEN, "num_hidden_layers": BASE_LAYERS, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 16,
-}  # fmt: skip
+    "hidden_size": BASE_HIDDEN,
+    "num_hidden_layers": BASE_LAYERS,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 
 
 def image_token(model_type: str) -> str:

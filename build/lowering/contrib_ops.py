@@ -104,9 +104,11 @@ def lower_encoder_attention(graph: GraphEditor) -> None:
         q, k, v, *mask = node.inputs
         heads = node.attributes["q_num_heads"].as_int()
         y = graph.node(
-            "MultiHeadAttention", [q, k, v, *([None, None, *mask] if mask else [])],
-            domain=CONTRIB, num_heads=heads,
-        )  # fmt: skip
+            "MultiHeadAttention",
+            [q, k, v, *([None, None, *mask] if mask else [])],
+            domain=CONTRIB,
+            num_heads=heads,
+        )
         graph.replace(node.outputs[0], y)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from edgellm.build.lowering.block_factors import stored_tensor
 from edgellm.build.lowering.calls import EXPERT_CALLS, find_calls, require_known
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import (
@@ -23,14 +24,17 @@ from edgellm.build.lowering.linear_weights import (
 )
 from edgellm.build.lowering.weights import constant_array
 from edgellm.contract import (
+    BLOCK_EXPERTS,
+    BLOCK_LINEAR,
     EXPERTS,
     FP4_EXPERTS,
     FUNCTIONS,
     NVFP4_EXPERTS,
+    OFFSET_LINEAR,
     QUANTIZED_EXPERTS,
     QUANTIZED_LINEAR,
+    SHIFTED_EXPERTS,
     SHIFTED_LINEAR,
-    BrokenArtifactError,
     UnsupportedModelError,
 )
 
@@ -38,6 +42,7 @@ _OF_ALL = ("alpha", "limit", "offset", "top_k")
 _ATTRIBUTES = (*_OF_ALL, "block_size", "down_block_size")
 _UNLIMITED = 65504.0  # what a portable graph in float16 says for infinity
 _KINDS = {EXPERTS: "dense", FP4_EXPERTS: "fp4", NVFP4_EXPERTS: "fp4"}
+_OPERATIONS = {SHIFTED_EXPERTS: SHIFTED_LINEAR, BLOCK_EXPERTS: OFFSET_LINEAR}
 _FP4_BLOCKS = {FP4_EXPERTS: 32, NVFP4_EXPERTS: 16}
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -51,18 +56,25 @@ class Stack:
     parameter: str
     shape: tuple[int, int, int]  # E, in, out
     block_size: int
-    stored: tuple[ir.TensorProtocol, ...]
+    call: ir.Node
+    values: tuple[ir.Value, ...]  # its operands
 
     def expert(self, index: int) -> WeightPart:
         """That of one expert, of which no more is read."""
-        tensors = [_slice(tensor, index) for tensor in self.stored]
+        tensors = [
+            stored_tensor(value, self.call, lambda tensor: _expert(tensor, index))
+            for value in self.values
+        ]
         if self.kind == "fp4":
             tensors[0] = _pairs(tensors[0], self.shape[:0:-1])
             if len(tensors) == 2:  # no scale of scales
                 tensors.append(ir.tensor(np.array(1, np.float32)))
-        block = 0 if self.block_size == self.shape[1] else self.block_size
-        has_zero_points = self.kind != "fp4" and len(self.stored) == 3
-        operation = SHIFTED_LINEAR if has_zero_points else QUANTIZED_LINEAR
+        operation, block = _OPERATIONS.get(self.call.op_type, QUANTIZED_LINEAR), self.block_size
+        if operation == OFFSET_LINEAR and tensors[2].size == 1:  # no minima
+            operation = BLOCK_LINEAR
+            tensors.pop()
+        if self.call.op_type != BLOCK_EXPERTS and block == self.shape[1]:
+            block = 0
         shape = self.shape[1:]
         return WeightPart(self.kind, shape, block, self.parameter, tuple(tensors), operation)
 
@@ -181,26 +193,18 @@ def refuse_experts(graph: ir.Graph, label: str, hint: str) -> None:
         raise UnsupportedModelError(f"{label} does not compute mixtures of experts", hint=hint)
 
 
-def _stack(call: ir.Node, name: str, values: list[ir.Value | None], block: str) -> Stack:
-    tensors = []
-    for value in values:
-        if value is None or value.const_value is None:
-            raise BrokenArtifactError(
-                f"{call.name}: {name} is not a stored weight", hint="export the bundle again"
-            )
-        tensors.append(value.const_value)
-    count, rows, columns = (int(dim) for dim in tensors[0].shape.numpy())
-    is_by_output = call.op_type in (EXPERTS, *_FP4_BLOCKS)
+def _stack(call: ir.Node, name: str, values: list[ir.Value | None], size_name: str) -> Stack:
+    given = tuple(value for value in values if value is not None)
+    codes = stored_tensor(given[0], call)
+    count, rows, columns = (int(dim) for dim in codes.shape.numpy())
+    is_by_output = call.op_type in (EXPERTS, BLOCK_EXPERTS, *_FP4_BLOCKS)
     shape = (count, columns, rows) if is_by_output else (count, rows, columns)
-    kind = _KINDS.get(call.op_type) or KINDS[tensors[0].dtype]
+    kind = _KINDS.get(call.op_type) or KINDS[codes.dtype]
     if kind == "fp4":
         shape = (count, 2 * columns, rows)
-    size = call.attributes[block].as_int() if block in call.attributes else 0
-    assert values[0] is not None
-    return Stack(
-        kind, name, str(values[0].name), shape,
-        _FP4_BLOCKS.get(call.op_type, size), tuple(tensors),
-    )  # fmt: skip
+    size = call.attributes[size_name].as_int() if size_name in call.attributes else 0
+    block = _FP4_BLOCKS.get(call.op_type, size)
+    return Stack(kind, name, str(given[0].name), shape, block, call, given)
 
 
 def _bias(value: ir.Value | None) -> np.ndarray | None:
@@ -209,15 +213,30 @@ def _bias(value: ir.Value | None) -> np.ndarray | None:
     return None if array is None or array.size == 1 else array.astype(np.float32)
 
 
-def _slice(tensor: ir.TensorProtocol, index: int) -> ir.TensorProtocol:
-    """Entry `index` of the first axis."""
-    dims = [int(dim) for dim in tensor.shape.numpy()[1:]]
+def slice_first(tensor: ir.TensorProtocol, part: slice) -> ir.TensorProtocol:
+    """Entries of the first axis, or what all entries share; no more is read of a file."""
+    count, *dims = (int(dim) for dim in tensor.shape.numpy())
+    if count == 1:
+        return tensor
     if not isinstance(tensor, ir.ExternalTensor):
-        return ir.tensor(tensor.numpy()[index], dtype=tensor.dtype)
-    size = math.prod(dims) * tensor.dtype.bitwidth // 8
+        return ir.tensor(tensor.numpy()[part], dtype=tensor.dtype, name=tensor.name)
+    size, taken = math.prod(dims) * tensor.dtype.bitwidth // 8, part.stop - part.start
     return ir.ExternalTensor(
-        tensor.location, (tensor.offset or 0) + index * size, size, tensor.dtype,
-        shape=ir.Shape(dims), name=f"{tensor.name}.{index}", base_dir=tensor.base_dir,
+        tensor.location, (tensor.offset or 0) + part.start * size, taken * size, tensor.dtype,
+        shape=ir.Shape([taken, *dims]), name=f"{tensor.name}.{part.start}",
+        base_dir=tensor.base_dir,
+    )  # fmt: skip
+
+
+def _expert(tensor: ir.TensorProtocol, index: int) -> ir.TensorProtocol:
+    """That of one expert, without the first axis."""
+    found = slice_first(tensor, slice(index, index + 1))
+    shape = found.shape.numpy()[1:]
+    if not isinstance(found, ir.ExternalTensor):
+        return ir.tensor(found.numpy()[0], dtype=found.dtype)
+    return ir.ExternalTensor(
+        found.location, found.offset, found.length, found.dtype,
+        shape=ir.Shape(shape), name=str(found.name), base_dir=found.base_dir,
     )  # fmt: skip
 
 

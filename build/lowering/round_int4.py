@@ -83,9 +83,12 @@ def round_to_int4(model: ir.Model, weights: WeightFile) -> None:
         )
         scales = graph.weight(f"{layer_name(node)}.int4_scale", lambda load=load: load()[1])
         rounded = graph.node(
-            contract.QUANTIZED_LINEAR, [node.inputs[0], codes, scales],
-            domain=contract.FUNCTIONS, axis=0, block_size=BLOCK_SIZE,
-        )  # fmt: skip
+            contract.QUANTIZED_LINEAR,
+            [node.inputs[0], codes, scales],
+            domain=contract.FUNCTIONS,
+            axis=0,
+            block_size=BLOCK_SIZE,
+        )
         call = rounded.producer()
         assert call is not None
         call.name = node.name
@@ -106,8 +109,11 @@ def _round_experts(graph: GraphEditor) -> None:
         rounded = graph.node(
             contract.QUANTIZED_EXPERTS,
             [*layer.call.inputs[:3], *weights, *layer.call.inputs[-3:]],
-            domain=contract.FUNCTIONS, block_size=block, down_block_size=down_block, **given,
-        )  # fmt: skip
+            domain=contract.FUNCTIONS,
+            block_size=block,
+            down_block_size=down_block,
+            **given,
+        )
         call = rounded.producer()
         assert call is not None
         call.name = layer.call.name

@@ -75,10 +75,11 @@ class WeightFile:
         if name not in self._stored:
             array = np.ascontiguousarray(make())
             self._append(
-                name, iter([array.view(np.uint8).data.cast("B")]),
+                name,
+                iter([array.view(np.uint8).data.cast("B")]),
                 dtype or ir.DataType.from_numpy(array.dtype),
                 array.shape if shape is None else shape,
-            )  # fmt: skip
+            )
         return self._stored[name]
 
     def stream(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from edgellm.build.check import Verdict, largest_error, require_alike, run_passe
 from edgellm.build.costs import measure
 from edgellm.build.lowering.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.onnxruntime_cpu.expert_check import check_experts
 from edgellm.build.onnxruntime_cpu.lower import lower
 from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
 from edgellm.build.onnxruntime_cpu.options import kernels_of, notes_of
@@ -119,8 +121,8 @@ class _Compiler:
         self._source, self._plan, self._folder, self._report = source, plan, folder, report
         self._variants = variants_of(source.role, ir.load(source.path), source.bundle, plan)
         report(f"computing a few rows of the portable {source.role} graph")
-        engine = Rounds(tuple(each.kernel for each in self._variants))
-        self._reference = make_reference(source, plan.kv_capacity, engine, wanted=plan.checks)
+        self._engine = Rounds(tuple(each.kernel for each in self._variants))
+        self._reference = make_reference(source, plan.kv_capacity, self._engine, wanted=plan.checks)
 
     def compile(self) -> tuple[OnnxRuntimeRunner, tuple[GraphSpec, ...]]:
         """Lower the graph in all variants, let ONNX Runtime optimize, save and load each."""
@@ -131,8 +133,17 @@ class _Compiler:
         return self._runner(loaded), tuple(specs)
 
     def check(self, runner: OnnxRuntimeRunner) -> Verdict:
-        """See `require_alike`."""
-        return require_alike(self._reference, runner, self._open)
+        """See `require_alike`; each expert is compared alone, too."""
+        verdict = require_alike(self._reference, runner, self._open)
+        if self._reference.why_not:
+            return verdict
+        start, experts = time.perf_counter(), []
+        for variant in self._variants:
+            if _is_own(variant):
+                graph = self._folder / f"{variant.name}.onnx"
+                experts.append(check_experts(self._source, graph, self._engine))
+        said = "; ".join(each for each in (verdict.said, *experts) if each)
+        return Verdict(said, verdict.seconds + time.perf_counter() - start)
 
     def _open(self, load: Callable[[], ir.Model]) -> OnnxRuntimeRunner:
         """Models that are lowered, but neither optimized nor kept."""

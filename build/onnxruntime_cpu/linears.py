@@ -126,8 +126,9 @@ class RowInt8Kernel:
         codes, scale = self._rows[x, two_terms]
         columns, column_scales, *zero = self._columns(graph, weight, name)
         one, middle = (
-            graph.constant("one", np.float32(1)), graph.constant("uint8_middle", np.uint8(128))
-        )  # fmt: skip
+            graph.constant("one", np.float32(1)),
+            graph.constant("uint8_middle", np.uint8(128)),
+        )
         product = graph.node(
             "MatMulIntegerToFloat",
             [codes, columns, one, column_scales, middle, *zero],

@@ -46,9 +46,10 @@ def _route(graph: GraphEditor, call: ir.Node) -> ir.Value:
     form = PackedForm(float_kind(tensor.dtype), width, out)
     bits = np.uint32 if form.kind == "float32" else np.uint16
     packed = graph.streamed_weight(
-        f"{weight.name}.{form.kind}_packed", form.num_bytes,
+        f"{weight.name}.{form.kind}_packed",
+        form.num_bytes,
         lambda: pack_floats(form, stored_bytes(tensor).view(bits).reshape(out, width)),
-    )  # fmt: skip
+    )
     return graph.node(
         "QuantLinear", [x, packed], domain=DOMAIN, K=form.in_features, N=form.out_features, block=1
     )
@@ -92,13 +93,19 @@ def _emit(graph: GraphEditor, layer: ExpertLayer, kernel: OwnLinears) -> ir.Valu
             graph.weight(f"{layer.name}.inner_bias", lambda: both),
             graph.weight(f"{layer.name}.bias", lambda: down_bias),
         ]
-    limits = {} if layer.limit is None else {
-        "alpha": layer.alpha, "limit": layer.limit, "offset": layer.offset
-    }  # fmt: skip
+    limits = (
+        {}
+        if layer.limit is None
+        else {"alpha": layer.alpha, "limit": layer.limit, "offset": layer.offset}
+    )
     return graph.node(
-        "Experts", [layer.x, layer.ids, layer.shares, *packed, *biases], domain=DOMAIN,
-        experts=layer.count, top_k=layer.top_k, **limits,
-    )  # fmt: skip
+        "Experts",
+        [layer.x, layer.ids, layer.shares, *packed, *biases],
+        domain=DOMAIN,
+        experts=layer.count,
+        top_k=layer.top_k,
+        **limits,
+    )
 
 
 def _stacked(

@@ -64,16 +64,21 @@ class OwnLinears:
     def form(self, weight: LinearWeight, name: str, *, is_gated: bool = False) -> PackedForm | None:
         """How the weight of a layer is packed; None: it is not."""
         return form_of(
-            weight, rounds=self._rounds, is_gated=is_gated,
+            weight,
+            rounds=self._rounds,
+            is_gated=is_gated,
             input_terms=1 if name.endswith(self._one_term) else 2,
-        )  # fmt: skip
+        )
 
     def expert_form(self, weight: LinearWeight, name: str, *, is_gated: bool = False) -> PackedForm:
         """How an expert of a mixture is packed: always, so that only what is taken is read."""
         form = form_of(
-            weight, rounds=self._rounds, is_gated=is_gated, of_expert=True,
+            weight,
+            rounds=self._rounds,
+            is_gated=is_gated,
+            of_expert=True,
             input_terms=1 if name.endswith(self._one_term) else 2,
-        )  # fmt: skip
+        )
         assert form is not None
         return form
 
@@ -93,9 +98,13 @@ def packed_weight(
 
 def _product(graph: GraphEditor, x: ir.Value, form: PackedForm, packed: ir.Value) -> ir.Value:
     return graph.node(
-        _OPERATOR, [x, packed], domain=DOMAIN, K=form.in_features, N=form.out_features,
+        _OPERATOR,
+        [x, packed],
+        domain=DOMAIN,
+        K=form.in_features,
+        N=form.out_features,
         block=form.block,
-    )  # fmt: skip
+    )
 
 
 def lower_own_linears(graph: GraphEditor, kernel: OwnLinears) -> None:

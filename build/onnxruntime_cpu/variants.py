@@ -85,9 +85,10 @@ def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) ->
     if is_own:
         return [_own_variant(role, model, plan.quantize, largest)]
     refuse_experts(
-        model.graph, "--kernels onnxruntime",
+        model.graph,
+        "--kernels onnxruntime",
         "leave out --kernels; edgellm's own need a C++ compiler or its wheel",
-    )  # fmt: skip
+    )
     if plan.quantize == "int4":
         kinds = {"int4"}
     if kinds == {"dense"}:

@@ -171,9 +171,10 @@ def rows_graph(spec: KVCacheSpec, capacity: int) -> ir.Model:
     shape = [1, spec.num_kv_heads, capacity, spec.head_dim]
     kept = ir.Value(name=KEPT, shape=ir.Shape(["kept"]), type=ir.TensorType(ir.DataType.INT64))
     slots = ir.Value(
-        name=SLOTS, shape=ir.Shape([1, spec.num_kv_heads, "kept", 3]),
+        name=SLOTS,
+        shape=ir.Shape([1, spec.num_kv_heads, "kept", 3]),
         type=ir.TensorType(ir.DataType.INT64),
-    )  # fmt: skip
+    )
     nodes, pasts, presents = [], [], []
     for layer in range(spec.num_layers):
         for part in ("key", "value"):
@@ -187,7 +188,6 @@ def rows_graph(spec: KVCacheSpec, capacity: int) -> ir.Model:
             pasts.append(past)
             presents.append(present)
     graph = ir.Graph(
-        [kept, slots, *pasts], presents, nodes=nodes, opset_imports={"": LOWERED_OPSET},
-        name="rows",
-    )  # fmt: skip
+        [kept, slots, *pasts], presents, nodes=nodes, opset_imports={"": LOWERED_OPSET}, name="rows"
+    )
     return ir.Model(graph, ir_version=10, producer_name="edgellm")

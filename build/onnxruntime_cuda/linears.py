@@ -91,12 +91,12 @@ def _split(blocks: Blocks) -> Blocks:
     codes = blocks.codes.reshape(count, -1, LARGEST_BLOCK * blocks.bits // 8)
     zeros = blocks.zero_points
     if zeros is not None:
-        zeros = _repeated_nibbles(zeros, blocks.scales.shape[1], parts) if blocks.bits == 4 else (
-            np.repeat(zeros, parts, 1)
-        )  # fmt: skip
-    return Blocks(
-        blocks.bits, LARGEST_BLOCK, codes, np.repeat(blocks.scales, parts, 1), zeros
-    )  # fmt: skip
+        zeros = (
+            _repeated_nibbles(zeros, blocks.scales.shape[1], parts)
+            if blocks.bits == 4
+            else (np.repeat(zeros, parts, 1))
+        )
+    return Blocks(blocks.bits, LARGEST_BLOCK, codes, np.repeat(blocks.scales, parts, 1), zeros)
 
 
 def _repeated_nibbles(packed: np.ndarray, columns: int, parts: int) -> np.ndarray:

@@ -22,12 +22,7 @@ from edgellm.build.lowering.linear_groups import LinearKernel, lower_linears
 from edgellm.build.lowering.picks import add_top_logits
 from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.lowering.tables import widen_tables
-from edgellm.build.lowering.weights import (
-    WeightFile,
-    constant_array,
-    keep_apart,
-    parameter_name,
-)
+from edgellm.build.lowering.weights import WeightFile, constant_array, keep_apart, parameter_name
 from edgellm.build.onnxruntime_cuda.attention import lower_cached_attention
 from edgellm.build.onnxruntime_cuda.kernels import check_kernels
 from edgellm.contract import FUNCTIONS

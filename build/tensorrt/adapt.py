@@ -132,10 +132,12 @@ class _Editor:
             tensor = ir.tensor(data)
             self._graph.register_initializer(
                 ir.Value(
-                    name=name, shape=ir.Shape(data.shape), type=ir.TensorType(tensor.dtype),
+                    name=name,
+                    shape=ir.Shape(data.shape),
+                    type=ir.TensorType(tensor.dtype),
                     const_value=tensor,
                 )
-            )  # fmt: skip
+            )
         return self._graph.initializers[name]
 
     def hand_out(self, output: ir.Value, instead: ir.Value | None) -> None:

@@ -17,10 +17,7 @@ from edgellm.artifact import defer_interrupt
 from edgellm.build.plan import Report
 from edgellm.build.tensorrt.kernel_log import Kernel, read_kernels
 from edgellm.build.tensorrt.memory import MappedFile, memory_returned
-from edgellm.build.tensorrt.observers import (
-    EngineFile,
-    progress_monitor,
-)
+from edgellm.build.tensorrt.observers import EngineFile, progress_monitor
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.profiles import Pass
 from edgellm.build.tensorrt.target import Target

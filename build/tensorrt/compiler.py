@@ -58,9 +58,12 @@ def compile_bundle(
     if bundle.cache is not None and not library.updates_in_place:
         notes += (f"{library.label} copies caches within each pass; from 10.15 on it need not",)
     return Compiled(
-        graphs, kv_dtype=bundle.dtype if bundle.cache is not None else "",
-        prefill_rows=plan.max_input_len, notes=notes, checks=(_NOT_RUN,),
-    )  # fmt: skip
+        graphs,
+        kv_dtype=bundle.dtype if bundle.cache is not None else "",
+        prefill_rows=plan.max_input_len,
+        notes=notes,
+        checks=(_NOT_RUN,),
+    )
 
 
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:

@@ -16,9 +16,7 @@ import onnx_ir as ir
 from edgellm.build.lowering.calls import is_call
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart
-from edgellm.build.lowering.weights import (
-    stored_bytes,
-)
+from edgellm.build.lowering.weights import stored_bytes
 from edgellm.contract import ROUND_INPUT, ROUND_INPUT_FP4
 
 _MIDDLE = {"int4": 8, "int8": 128}
@@ -49,9 +47,11 @@ def split_rows(graph: GraphEditor, y: ir.Value, widths: list[int], name: str) ->
     units = np.array([width // unit for width in widths], np.int64)
     apart = graph.constant(f"{name}.apart", np.array([0, 0, units.sum(), unit], np.int64))
     pieces = graph.nodes(
-        "Split", [graph.node("Reshape", [y, apart]), graph.constant(f"{name}.units", units)],
-        len(widths), axis=2,
-    )  # fmt: skip
+        "Split",
+        [graph.node("Reshape", [y, apart]), graph.constant(f"{name}.units", units)],
+        len(widths),
+        axis=2,
+    )
     rows = graph.constant("rows", np.array([0, 0, -1], np.int64))
     return [graph.node("Reshape", [piece, rows]) for piece in pieces]
 

@@ -27,11 +27,7 @@ _LARGEST_VECTOR = 1 << 17  # numbers; smoothing factors and scales that may be e
 
 
 def lower(
-    model: ir.Model,
-    weights: WeightFile,
-    dtype: ir.DataType,
-    capacity: int = 0,
-    candidates: int = 0,
+    model: ir.Model, weights: WeightFile, dtype: ir.DataType, capacity: int = 0, candidates: int = 0
 ) -> None:
     """Rewrite `model` in place.
 

@@ -97,10 +97,8 @@ _SINCE_10_14 = {"Attention": Rule(FLOATS, (0, 1, 2), frozenset({4}))}
 _SINCE_10_15 = {
     "RMSNormalization": _UNARY,
     "RotaryEmbedding": Rule(FLOATS, ranks=frozenset({3, 4})),
-    "TensorScatter": Rule(
-        FLOATS, (0, 1), frozenset({4}), attributes={"axis": frozenset({-2, 2})}
-    ),
-}  # fmt: skip
+    "TensorScatter": Rule(FLOATS, (0, 1), frozenset({4}), attributes={"axis": frozenset({-2, 2})}),
+}
 _SINCE_11_0 = {
     "Swish": _UNARY,
     "Attention": Rule(FLOATS, (0, 1, 2), frozenset({3, 4})),

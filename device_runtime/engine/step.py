@@ -121,9 +121,10 @@ def _ask(slot: CacheSlot, sequence: Sequence) -> _Turn:
     slot.admit(sequence)
     if sequence.is_reading:
         return _read(sequence, min(slot.prefill_rows, sequence.most_rows))
-    if sequence.drafter is None:
+    if sequence.drafter is None or sequence.drafter.rests:
         newest = np.array([sequence.newest])
-        return _Turn(sequence, _part(sequence, newest, _FIRST), GENERATION)
+        stage = GENERATION if sequence.drafter is None else VERIFY
+        return _Turn(sequence, _part(sequence, newest, _FIRST), stage)
     return _draft(slot.session, sequence, sequence.drafter)
 
 
@@ -202,8 +203,11 @@ def _settle(session: DecoderSession, turn: _Turn, result: PassResult) -> Round |
             assert turn.part is not None
             return _settle_piece(sequence, turn.part.end, result)
         token_id = draw(result, 0, sequence.sampler)
-    sequence.num_rows += 1
-    return Round((token_id,))
+        sequence.num_rows += 1
+        if sequence.drafter is None:
+            return Round((token_id,))
+        sequence.drafter.pass_by(token_id, result.taps)
+    return Round((token_id,), Tree.of_root(sequence.newest), (0,), (1.0,))
 
 
 def _settle_piece(sequence: Sequence, end: int, result: PassResult) -> Round | None:

@@ -26,7 +26,12 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx
 _OPERATORS = ("operators", "attention_operator", "experts")  # for ONNX Runtime
 _ANY = ("scalar", "layout", "dispatch", "c_api", *_OPERATORS)
 _UNITS = {
-    "x86_64": {"avx2": _AVX2, "avx_vnni": (*_AVX2, "-mavxvnni"), "avx512_vnni": _AVX512},
+    "x86_64": {
+        "avx2": _AVX2,
+        "avx_vnni": (*_AVX2, "-mavxvnni"),
+        "avx512_vnni": _AVX512,
+        "amx": (*_AVX512, "-mamx-tile", "-mamx-int8"),
+    },
     "aarch64": {
         "neon_dotprod": ("-march=armv8.2-a+dotprod+fp16",),
         "neon_i8mm": ("-march=armv8.2-a+dotprod+fp16+i8mm",),

@@ -21,9 +21,7 @@ STRIP = 16  # channels that gate and up take in turn
 BLOCKS = (16, 32, 64, 128)
 VERSION = 2  # of the layout
 _MAGIC = b"edgellmW"
-_FORMS = {
-    "int4": 1, "int8": 2, "float16": 3, "bfloat16": 4, "fp4": 5, "fp8": 6, "float32": 7
-}  # fmt: skip
+_FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4, "fp4": 5, "fp8": 6, "float32": 7}
 _MIDDLES = {"int4": 8, "int8": 128, "fp4": 0}
 _BITS = {"int4": 4, "fp4": 4, "int8": 8, "fp8": 8}
 _LARGEST_OFFSET = 2.0**14  # over the multiplier, which is half of the largest at least

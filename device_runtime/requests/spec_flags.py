@@ -54,10 +54,13 @@ DraftTopK = Annotated[
 DraftStep = Annotated[
     int | None,
     typer.Option(
-        "--eagleDraftStep", "--specDraftStep", "--maxDraftLen", min=1,
+        "--eagleDraftStep",
+        "--specDraftStep",
+        "--maxDraftLen",
+        min=1,
         help="Levels of a tree; of a network 6, of a model 8, of what text foresees 16.",
     ),
-]  # fmt: skip
+]
 VerifyTreeSize = Annotated[
     int | None,
     typer.Option(
@@ -78,12 +81,7 @@ UseDynamicTree = Annotated[
     bool, typer.Option("--eagleUseDynamicTree", help="The same as --eagleTree fixed: EAGLE-2.")
 ]
 DynamicTreeTopK = Annotated[
-    int | None,
-    typer.Option(
-        "--eagleDynamicTreeMaxTopK",
-        min=1,
-        help="As --eagleDraftTopK.",
-    ),
+    int | None, typer.Option("--eagleDynamicTreeMaxTopK", min=1, help="As --eagleDraftTopK.")
 ]
 Choices = Annotated[
     str | None,

@@ -108,9 +108,11 @@ def _session(graph: Path | bytes, options: ort.SessionOptions, device: str) -> o
     try:
         # `enable_fallback` would print, and compute on the CPU without being asked.
         session = ort.InferenceSession(
-            source, options, providers=[(_PROVIDERS[device], _PROVIDER_OPTIONS[device])],
+            source,
+            options,
+            providers=[(_PROVIDERS[device], _PROVIDER_OPTIONS[device])],
             enable_fallback=0,
-        )  # fmt: skip
+        )
     except Exception as error:  # noqa: BLE001 - the classes are private to the extension module
         raise BrokenArtifactError(
             f"ONNX Runtime {ort.__version__} cannot load {name}: {str(error).splitlines()[0]}",

@@ -46,9 +46,12 @@ class RoundSession:
             taps = np.zeros((count, spec.taps_width), np.float32)
             for _ in range(2):
                 self._draft.ask(
-                    np.zeros(count, np.int64), self._draft.fuse(taps), 0, np.array([count - 1]),
+                    np.zeros(count, np.int64),
+                    self._draft.fuse(taps),
+                    0,
+                    np.array([count - 1]),
                     top_k=self.growth.top_k,
-                )  # fmt: skip
+                )
 
     def ask(
         self,

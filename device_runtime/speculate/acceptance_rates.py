@@ -7,6 +7,7 @@ draft's softmax says, unfamiliar text less often. The tree's size is chosen by t
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from edgellm.device_runtime.speculate.tree import F64
 
 _EDGES = (0.0, 0.01, 0.03, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 _CENTERS = tuple((low + high) / 2 for low, high in zip(_EDGES, (*_EDGES[1:], 1.0), strict=True))
-_LEAST = 1e-4
+_LEAST, _HEAVIEST = 1e-4, 1e9
 
 
 class Calibration:
@@ -31,14 +32,10 @@ class Calibration:
         """
         self._tried = [prior_weight] * len(_EDGES)
         self._accepted = [center * prior_weight for center in _CENTERS]
-        self._fade = 1 - 1 / memory
-        self._refresh()
-
-    def _refresh(self) -> None:
-        self._log_rates, rate = [], _LEAST
-        for accepted, tried in zip(self._accepted, self._tried, strict=True):
-            rate = max(rate, accepted / tried)
-            self._log_rates.append(math.log(min(rate, 1 - _LEAST)))
+        # Old counts do not fade: new ones weigh more and more, and rates stay what they are.
+        self._weight, self._growth = 1.0, 1 / (1 - 1 / memory)
+        self._own = [_log_rate(center) for center in _CENTERS]  # of each bin
+        self._log_rates = self._own  # never less than those of bins below
 
     def log_rates(self, confidences: F64) -> F64:
         """Log of the acceptance rate of tokens with these draft probabilities, any shape."""
@@ -60,11 +57,19 @@ class Calibration:
 
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
         """Count tokens whose parent was accepted, and whether the token was too."""
-        fade = self._fade
-        self._tried = [count * fade for count in self._tried]
-        self._accepted = [count * fade for count in self._accepted]
+        self._weight *= self._growth
+        if self._weight > _HEAVIEST:
+            self._tried = [count / self._weight for count in self._tried]
+            self._accepted = [count / self._weight for count in self._accepted]
+            self._weight = 1.0
         for confidence, is_accepted in zip(confidences, accepted, strict=True):
             place = bisect.bisect(_EDGES, confidence) - 1
-            self._tried[place] += 1
-            self._accepted[place] += is_accepted
-        self._refresh()
+            self._tried[place] += self._weight
+            if is_accepted:
+                self._accepted[place] += self._weight
+            self._own[place] = _log_rate(self._accepted[place] / self._tried[place])
+        self._log_rates = [*itertools.accumulate(self._own, max)]
+
+
+def _log_rate(rate: float) -> float:
+    return math.log(min(max(rate, _LEAST), 1 - _LEAST))

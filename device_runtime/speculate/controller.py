@@ -1,7 +1,10 @@
 """Whether a round drafts, and whether with the network: by what passes cost, and by the clock.
 
-By cost, with what the build measured, so that a run is repeatable: drafting pauses when a trial of
-rounds loses against plain decoding. By the clock, where `--spec auto` may choose: a round drafts
+By cost, with what the build measured, so that a run is repeatable: an account has what drafted
+rounds won and lost against plain decoding, and drafting pauses when it is empty. A trial of
+drafting starts with a small credit, so that a draft that never pays costs a bounded share of the
+time, which falls as pauses grow; a draft that pays fills its account and is never asked again. By
+the clock, where `--spec auto` may choose: a round drafts
 with the network, or with what the text alone foresees. Both are measured by tokens per
 millisecond, apart for rounds in which the text foresees much and for those in which it foresees
 little: a stretch of text has its tokens, however they are decoded. What the build measured, over
@@ -18,8 +21,11 @@ from dataclasses import dataclass, replace
 
 from edgellm.device_runtime.speculate.costs import ALONE, Company, Costs
 
-_TRIAL_ROUNDS = 12  # before drafting may pause
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 512  # tokens
+# What a trial may lose, and what an account holds at most, in tokens of plain decoding. The first
+# trial finds acceptance rates that nobody knows yet; a full account outlasts a stretch of text that
+# is hard to foresee (8 did not: HumanEval then lost all of its gain in every tenth answer).
+_FIRST_CREDIT, _CREDIT, _FULL = 4.0, 2.0, 16.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 192, 1024  # tokens
 _RATE_MEMORY = 0.03  # weight of the newest round in the running rates
 _FORESEEN = (0.3, 1.0, 2.5)  # tokens; edges between the kinds of rounds
 _MEMORY = 0.02  # weight of the newest round of a side
@@ -32,36 +38,48 @@ class _Pace:
     """What decoding reaches by the costs, and pauses of drafting."""
 
     def __init__(self, costs: Costs) -> None:
-        self._verify, self.plain_ms = costs.verify, float(costs.verify[1])
+        self._verify, self._host_ms = costs.verify.tolist(), costs.host_ms
+        self.plain_ms = self._verify[1]
         self.pause, self._pause_length = 0, _SHORTEST_PAUSE  # tokens
-        self._begin_trial()
+        self._begin_trial(_FIRST_CREDIT)
+        self.is_retrial = False
 
-    def _begin_trial(self) -> None:
+    def _begin_trial(self, credit: float) -> None:
         self.tokens, self.ms, self._rounds = 1.2, self.plain_ms, 0
+        self.account_ms, self.is_retrial = credit * self.plain_ms, True
 
     @property
     def rate(self) -> float:
         """Tokens per millisecond, at least plain decoding's."""
         return max(self.tokens / self.ms, 1 / self.plain_ms)
 
-    def end_round(self, emitted: int, drafted_ms: float, rows: int) -> None:
-        """Update the rate; pause when a trial of speculation loses against plain decoding."""
+    def end_round(
+        self, emitted: int, drafted_ms: float, rows: int, *, networked: bool, read_ms: float
+    ) -> None:
+        """Update the rate, and the account of a network; see `Controller.end_round`."""
         if self.pause > 0:
             self.pause -= emitted
             if self.pause <= 0:
-                self._begin_trial()
+                self._begin_trial(_CREDIT)
             return
-        cost = drafted_ms + float(self._verify[min(rows, len(self._verify) - 1)])
+        cost = drafted_ms + self._verify[min(rows, len(self._verify) - 1)]
+        if rows > 1:
+            cost += self._host_ms
         weight = max(_RATE_MEMORY, 1 / (self._rounds + 2))
         self.tokens += weight * (emitted - self.tokens)
         self.ms += weight * (cost - self.ms)
         self._rounds += 1
-        if self._rounds >= _TRIAL_ROUNDS:
-            if self.tokens / self.ms < 1 / self.plain_ms:
-                self.pause = self._pause_length
-                self._pause_length = min(2 * self._pause_length, _LONGEST_PAUSE)
-            elif self._rounds > 4 * _TRIAL_ROUNDS:
-                self._pause_length = _SHORTEST_PAUSE
+        if networked:
+            self._book(emitted * self.plain_ms - cost - read_ms)
+
+    def _book(self, won_ms: float) -> None:
+        full_ms = _FULL * self.plain_ms
+        self.account_ms = min(self.account_ms + won_ms, full_ms)
+        if self.account_ms == full_ms:
+            self.is_retrial, self._pause_length = False, _SHORTEST_PAUSE
+        elif self.account_ms < 0:
+            self.pause = self._pause_length
+            self._pause_length = min(2 * self._pause_length, _LONGEST_PAUSE)
 
 
 @dataclass(slots=True)
@@ -158,8 +176,13 @@ class Controller:
 
     @property
     def is_pausing(self) -> bool:
-        """Whether this round does not draft at all."""
+        """Whether this round's network rests; without one, whether the round does."""
         return self.pace.pause > 0
+
+    @property
+    def is_retrial(self) -> bool:
+        """Whether drafting, behind a pause, has yet to show that it pays."""
+        return self.pace.is_retrial
 
     def opens(self, foreseen: Callable[[], float]) -> bool:
         """Whether the network drafts in a round, of which the text foresees so many tokens."""
@@ -178,10 +201,27 @@ class Controller:
         """The clock is no judge of this round: it does what others left."""
         self._opened_at = None
 
-    def end_round(self, emitted: int, drafted_ms: float, rows: int, *, networked: bool) -> None:
-        """What a round gave: tokens, its draft passes' cost and the rows that were verified."""
+    def end_round(
+        self,
+        emitted: int,
+        drafted_ms: float,
+        rows: int,
+        *,
+        networked: bool,
+        read_ms: float = 0.0,
+    ) -> None:
+        """What a round gave.
+
+        Args:
+            emitted: tokens.
+            drafted_ms: what its draft passes cost.
+            rows: that were verified.
+            networked: whether the network drafted.
+            read_ms: what it cost a network to read a prompt, or what a pause left; no tree can
+                change it, so that it does not enter the rate.
+        """
         if self._pauses:
-            self.pace.end_round(emitted, drafted_ms, rows)
+            self.pace.end_round(emitted, drafted_ms, rows, networked=networked, read_ms=read_ms)
         if self._opened_at is not None:
             ms = (time.perf_counter() - self._opened_at) * 1e3
             self.learn(networked=networked, tokens=emitted, ms=ms)

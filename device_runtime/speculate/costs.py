@@ -19,6 +19,7 @@ class Costs:
     verify: F64
     step: F64
     extend: F64
+    host_ms: float = 0.0  # of a round with a tree, beyond all passes and a plain token
 
     @classmethod
     def of(
@@ -26,13 +27,14 @@ class Costs:
         verify: Mapping[str, float],
         step: Mapping[str, float] | None = None,
         extend: Mapping[str, float] | None = None,
+        host_ms: float = 0.0,
     ) -> Costs:
         """From measured {rows: ms}; what lies between is interpolated.
 
         Without a network `step` and `extend` are None: drafting costs nothing.
         """
         nothing = {"1": 0.0}
-        return cls(*(_table(measured or nothing) for measured in (verify, step, extend)))
+        return cls(_table(verify), _table(step or nothing), _table(extend or nothing), host_ms)
 
 
 def _table(measured: Mapping[str, float]) -> F64:

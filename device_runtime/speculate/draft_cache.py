@@ -2,6 +2,9 @@
 
 Row i pairs the base's feature of token i with the embedding of token i + 1. All drafters of a
 draft share them, and they outlast an answer: a prompt that begins alike goes on behind them.
+
+A draft that is tried again behind a pause reads the newest rows only: those before are skipped,
+and the cache begins behind them, since rotary embeddings see distances alone.
 """
 
 from __future__ import annotations
@@ -60,12 +63,17 @@ class _Pairs:
         """The first `count` rows."""
         return _Pairs(self.keys[:count], self.token_ids[:count], self.taps[:count])
 
+    def tail(self, count: int) -> _Pairs:
+        """The last `count` rows, one at least."""
+        return _Pairs(self.keys[-count:], self.token_ids[-count:], self.taps[-count:])
+
 
 @dataclass(frozen=True, slots=True)
 class SavedRows:
     """The rows of an answer, while another drafts."""
 
     keys: list[RowKey]
+    skipped: int
     waiting: list[_Pairs]
     context: Context
 
@@ -92,13 +100,14 @@ class CommittedRows:
         self.session, self.image_ids = session, image_ids
         self._round_rows, self._most_rows = round_rows, most_rows
         self._image_keys: Mapping[int, RowKey] = {}
-        self._keys: list[RowKey] = []  # of token 0, and of the token of every row in the cache
+        self._keys: list[RowKey] = []  # of token 0, and of the token of every row up to the newest
+        self._skipped = 0  # of these rows, the first, which the cache does not hold
         self._waiting: list[_Pairs] = []
 
     @property
     def length(self) -> int:
         """Rows in the cache."""
-        return max(len(self._keys) - 1, 0)
+        return max(len(self._keys) - 1 - self._skipped, 0)
 
     @property
     def is_behind(self) -> bool:
@@ -121,14 +130,15 @@ class CommittedRows:
         Args:
             token_ids: the prompt's beginning: the tokens of rows that are `held`, and the next.
         """
-        rows = len(token_ids) - 1
-        room, kept = rows - self.length, []
+        rows, known = len(token_ids) - 1, self._skipped + self.length
+        room, kept = rows - known, []
         for pairs in self._waiting:
             if room > 0:
                 kept.append(pairs.head(room))
                 room -= len(pairs)
         self._waiting = kept
-        self._keys = row_keys(token_ids, self._image_keys)[: 1 + min(rows, self.length)]
+        self._keys = row_keys(token_ids, self._image_keys)[: 1 + min(rows, known)]
+        self._skipped = min(self._skipped, len(self._keys) - 1)
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Further rows: features [M, T*H] and the token that follows each, int64 [M]."""
@@ -136,6 +146,19 @@ class CommittedRows:
         if self.image_ids is not None:
             next_token_ids = self.image_ids.for_draft(next_token_ids)
         self._waiting.append(_Pairs(keys, next_token_ids, taps.copy()))
+
+    def skip(self, most: int) -> None:
+        """If more than `most` rows wait, the cache begins with the newest `most`.
+
+        Not so in a text with images, whose rows must stand where the text has them.
+        """
+        if self._image_keys or sum(map(len, self._waiting)) <= most:
+            return
+        waiting = _joined(self._waiting)
+        left_out = len(waiting) - most
+        self._keys += waiting.keys[:left_out]
+        self._skipped = len(self._keys) - 1
+        self._waiting = [waiting.tail(most)]
 
     def write(
         self, top_k: int, *, asks: bool = False
@@ -178,15 +201,18 @@ class CommittedRows:
         return batches
 
     def read_rows(self, length: int) -> NDArray[Any]:
-        """See `runners.Cache`; writes what waits before, also while drafting pauses."""
-        if length > self.length:
+        """See `runners.Cache`; writes what waits before, also while drafting pauses.
+
+        There are none of a text whose first rows were skipped.
+        """
+        if length > self._skipped + self.length:
             for _ in self.write(top_k=1):
                 pass
-        return self.session.read_rows(min(length, self.length))
+        return self.session.read_rows(0 if self._skipped else min(length, self.length))
 
     def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
         """See `RowCache.write_rows`."""
-        self._keys, self._waiting = [], []
+        self._keys, self._waiting, self._skipped = [], [], 0
         self.session.write_rows(rows)
         self._keys = list(keys[: rows.shape[-2] + 1])
 
@@ -195,7 +221,8 @@ class CommittedRows:
 
         Another answer may go on behind the same rows.
         """
-        saved = SavedRows(list(self._keys), list(self._waiting), self.session.context)
+        waiting = list(self._waiting)
+        saved = SavedRows(list(self._keys), self._skipped, waiting, self.session.context)
         self.session.use(self.session.fork())
         return saved
 
@@ -205,6 +232,7 @@ class CommittedRows:
         self.session.close(self.session.context)
         self.session.use(saved.context)
         self._keys, self._waiting = list(saved.keys), list(saved.waiting)
+        self._skipped = saved.skipped
 
     def drop(self, saved: SavedRows) -> None:
         """Nobody goes on with these rows."""

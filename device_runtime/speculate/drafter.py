@@ -9,17 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
 from edgellm.device_runtime.speculate.accept import Accepted
 from edgellm.device_runtime.speculate.controller import Controller
-from edgellm.device_runtime.speculate.costs import ALONE, Company
+from edgellm.device_runtime.speculate.costs import ALONE, Company, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.growth import Sizes
 from edgellm.device_runtime.speculate.lookup import LearnedLookup, LookupSource
 from edgellm.device_runtime.speculate.policy import Policy, TreeLimits
-from edgellm.device_runtime.speculate.tree import Pool, Tree
+from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
+
+RETRIAL_ROWS = 64  # that a network reads at most when it is tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,15 @@ class Drafter(Protocol):
         """How sure the drafter was of every node, given its parent."""
         ...
 
+    @property
+    def rests(self) -> bool:
+        """Whether the coming round drafts nothing: no tree is asked for, `pass_by` is called."""
+        ...
+
+    def pass_by(self, token_id: int, taps: F32) -> None:
+        """While it rests: a token of plain decoding, and the features of the row before it."""
+        ...
+
     def swap_out(self) -> None:
         """Step aside with the rows of the draft's cache: another answer is about to draft."""
         ...
@@ -153,7 +166,7 @@ class TreeDrafter:
         self._learned_lookups, self._limits, self._image_ids = learned.lookups, limits, image_ids
         self._sources: list[LookupSource] = []
         self._pool: Pool | None = None
-        self._spent_ms = 0.0  # what this round's passes of a network cost
+        self._spent_ms = self._read_ms = 0.0  # this round's; see `Controller.end_round`
         self._is_networked = False  # whether the network drafted in this round
 
     def begin(self, token_ids: Sequence[int]) -> None:
@@ -194,6 +207,15 @@ class TreeDrafter:
         self._controller.company = self.company
         if not self._controller.is_pausing and self._controller.opens(self._foreseen):
             self._read()
+
+    def _book_reading(self, rows: int, prices: F64) -> None:
+        """The network read `rows` rows, at `prices` of passes."""
+        if rows <= self._limits.round_rows:
+            self._spent_ms += price(prices, rows)
+            return
+        # A prompt, or what a pause left, tells nothing of what rounds take.
+        self._read_ms += price(prices, min(rows, RETRIAL_ROWS))
+        self._controller.look_away()
 
     def _foreseen(self) -> float:
         """Tokens that the text foresees."""
@@ -263,8 +285,23 @@ class TreeDrafter:
                 if own:
                     places, accepted = zip(*own, strict=True)
                     learner.learn(self._pool.confidences[[*places]].tolist(), accepted)
-        self._controller.end_round(emitted, self._spent_ms, len(tree), networked=self._is_networked)
-        self._spent_ms = 0.0
+        self._controller.end_round(
+            emitted, self._spent_ms, len(tree), networked=self._is_networked, read_ms=self._read_ms
+        )
+        self._spent_ms = self._read_ms = 0.0
+
+    @property
+    def rests(self) -> bool:
+        """See `Drafter.rests`; text costs nothing, and may be looked up while a network does."""
+        self._controller.company = self.company
+        return self._controller.is_pausing and not self._controller.adapts
+
+    def pass_by(self, token_id: int, taps: F32) -> None:
+        """See `Drafter.pass_by`."""
+        self._controller.company = self.company
+        self.observe(np.array([token_id]), taps)
+        self.remember([token_id])
+        self._controller.end_round(1, 0.0, 1, networked=False)
 
     def confidences(self, tree: Tree) -> list[float]:
         """See `Drafter.confidences`."""

@@ -83,7 +83,7 @@ def _open(order: Order) -> Opened:
     check_tree_size(order)
     image_ids = order.image_ids(reads_rows=True)
     return Opened(
-        Costs.of(order.pass_costs()),
+        Costs.of(order.pass_costs(), host_ms=order.host_ms),
         lambda learned: TreeDrafter(learned, order.limits, image_ids=image_ids),
     )
 

@@ -18,7 +18,7 @@ from edgellm.device_runtime.speculate.drafter import Drafter, Learned
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, DraftSpec, Engine, load_engine
-from edgellm.roles import PASS
+from edgellm.roles import HOST, PASS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,11 @@ class Order:
         """Of the base: what the build measured, or passes now if it was compiled ahead of time."""
         most = self.base.max_verify_tree_size
         return (self.base.cost_ms or costs(self.session, self.base.decoder, most))[PASS]
+
+    @property
+    def host_ms(self) -> float:
+        """What the host does for a round; 0 where no build has measured it."""
+        return self.base.cost_ms.get(HOST, {}).get("1", 0.0)
 
     def image_ids(self, *, reads_rows: bool) -> ImageIds | None:
         """Of a base that takes images, for a draft that takes their rows or does not."""

@@ -158,7 +158,7 @@ class CostAwareTree:
         verify = self._verify()
         ranked = pool.ranked()[: min(room, len(verify) - 2)]
         rate, expected, count = self._controller.rate, 0.0, 0
-        most = -rate * verify[1]
+        most = rate * (self._costs.host_ms - verify[1])  # of the root alone, which has none
         for size, score in enumerate(pool.scores[ranked].tolist(), start=1):
             expected += math.exp(score)
             value = expected - rate * verify[size + 1]

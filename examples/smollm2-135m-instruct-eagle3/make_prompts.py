@@ -34,9 +34,12 @@ def main() -> None:
     output = parser.parse_args().output
     chance = random.Random(20261121)
     makers: dict[str, Callable[[random.Random], Iterator[str]]] = {
-        "task": _tasks, "docstring": _docstrings, "exercise": _exercises, "sum": _sums,
+        "task": _tasks,
+        "docstring": _docstrings,
+        "exercise": _exercises,
+        "sum": _sums,
         "dialogue": _dialogues,
-    }  # fmt: skip
+    }
     prompts: list[str] = []
     for name, count in SHARES.items():
         unique = list(dict.fromkeys(makers[name](chance)))

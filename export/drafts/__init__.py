@@ -2,14 +2,105 @@
 
 A file exports `Model` (tokens and hidden rows to the next hidden rows, and its head) and, when the
 base's features are fused first, `Fuse`; attributes carry the checkpoint's own parameter names.
+
+A network of a shape of its own, which is no EAGLE draft, is a `Kind`: its module says how its
+tensors are recognised (`own_names`), reads its facts and gives its graph.
 """
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
+from collections.abc import Iterable, Iterator
 from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from edgellm.export.checkpoint import Checkpoint
+    from edgellm.export.decoder_config import DecoderConfig
+    from edgellm.export.op import Op
+    from edgellm.export.weights import Weights
+    from edgellm.manifest import DraftSpec
+
+
+class OwnConfig(Protocol):
+    """The facts of such a network that every export needs."""
+
+    @property
+    def method(self) -> str:
+        """The module's name."""
+        ...
+
+    @property
+    def exporter(self) -> str:
+        """Whose conventions the checkpoint follows."""
+        ...
+
+    @property
+    def hidden_taps(self) -> tuple[int, ...]:
+        """What of the base it reads, see `manifest.DraftSpec`."""
+        ...
+
+    @property
+    def taps_meaning(self) -> str:
+        """What the base's features are, in words."""
+        ...
+
+
+class Kind(Protocol):
+    """A module of this package whose network has a shape of its own."""
+
+    TITLE: str  # in messages
+    ROLE: str  # of its graph
+    FILES: tuple[str, ...]  # of its weights, where they stand beside a model's
+
+    def own_names(self, names: Iterable[str]) -> list[str]:
+        """Those of its tensors."""
+        ...
+
+    def read(
+        self, checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] = ()
+    ) -> OwnConfig:
+        """Its facts, checked against the base's."""
+        ...
+
+    def build(
+        self, draft: Checkpoint, base: Checkpoint, config: Any, dtype: ir.DataType
+    ) -> tuple[ir.Model, Op, Weights]:
+        """Its graph, recorded without touching weight data."""
+        ...
+
+    def spec(self, draft: Checkpoint, config: Any, op: Op) -> DraftSpec:
+        """What the manifest says of it."""
+        ...
 
 
 def find(method: str) -> ModuleType:
     """The module of a method that `draft_config` recognized."""
     return importlib.import_module(f"{__name__}.{method}")
+
+
+def kind(method: str) -> Kind:
+    """The module of a method whose network has a shape of its own."""
+    return cast("Kind", find(method))
+
+
+def kinds() -> Iterator[Kind]:
+    """All networks of shapes of their own."""
+    for found in pkgutil.iter_modules(__path__):
+        if hasattr(find(found.name), "own_names"):
+            yield kind(found.name)
+
+
+def kind_of(names: Iterable[str]) -> Kind | None:
+    """The network whose tensors stand among `names`, alone or beside a model's."""
+    names = list(names)
+    return next((each for each in kinds() if each.own_names(names)), None)
+
+
+def own_names(names: Iterable[str]) -> list[str]:
+    """Names of tensors of such networks, which a model's export leaves alone."""
+    names = list(names)
+    return [name for each in kinds() for name in each.own_names(names)]

@@ -103,8 +103,12 @@ class PassState:
         rope, op = self.kinds[layer].rope, self.op
         past = [self.past[past_name(layer, part)] for part in ("key", "value")]
         seen = self.visible[self.kinds[layer].window]
-        given = {"num_heads": num_heads, "kv_num_heads": self.num_kv_heads, "scale": scale,
-                 "softcap": softcap}  # fmt: skip
+        given = {
+            "num_heads": num_heads,
+            "kv_num_heads": self.num_kv_heads,
+            "scale": scale,
+            "softcap": softcap,
+        }
         if rope is None or is_rotated:
             function, turned = unrotated_attention(op.dtype), ()
         else:

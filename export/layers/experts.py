@@ -15,9 +15,11 @@ from edgellm.contract import UnsupportedModelError
 from edgellm.export.config import ConfigReader
 from edgellm.export.expert_functions import LARGEST, experts, router
 from edgellm.export.functions import call
+from edgellm.export.layers.linear import stored_factors
 from edgellm.export.layers.mlp import MLP
 from edgellm.export.op import Op
-from edgellm.export.stacks import Stack
+from edgellm.export.quantized.operand import BlockFactors
+from edgellm.export.stacks import Operand, Stack
 from edgellm.export.weights import Weights
 
 
@@ -148,7 +150,7 @@ class Mixture:
         ids, shares = self.route(op, x)
         with op.scope(self.stack.prefix.rstrip(".")):
             stored = self.stack.read(op.dtype)
-            operands = [op.parameter(each) for each in stored.operands]
+            operands = [_operand(op, each) for each in stored.operands]
             biases = [
                 op.constant(np.zeros((1, 1), op.dtype.numpy()))
                 if bias is None
@@ -162,3 +164,9 @@ class Mixture:
                 top_k=self.routing.top_k, **stored.blocks,
             )  # fmt: skip
         return y if self.shared is None else op.Add(y, self.shared(op, x))
+
+
+def _operand(op: Op, stored: Operand) -> ir.Value:
+    if stored is None:
+        return op.constant(np.zeros((1, 1, 1), np.float16), ir.DataType.FLOAT16)
+    return stored_factors(op, stored) if isinstance(stored, BlockFactors) else op.parameter(stored)

@@ -47,10 +47,11 @@ class Linear:
 def block_operands(op: Op, weight: BlockWeight) -> list[ir.Value]:
     """Codes, scales, and minima where there are any, as `block_linear` takes them."""
     factors = [weight.scales, *([] if weight.minima is None else [weight.minima])]
-    return [op.parameter(weight.codes), *(_factors(op, each) for each in factors)]
+    return [op.parameter(weight.codes), *(stored_factors(op, each) for each in factors)]
 
 
-def _factors(op: Op, factors: BlockFactors) -> ir.Value:
+def stored_factors(op: Op, factors: BlockFactors) -> ir.Value:
+    """Factors as functions of blocks take them."""
     values = op.parameter(factors.values)
     if factors.scales is None:
         return values

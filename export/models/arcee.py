@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from edgellm.export.config import ConfigReader
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.mlp import MLP, FeedForward
@@ -29,13 +31,14 @@ class Config(DecoderConfig):
 class DecoderLayer(llama.DecoderLayer):
     """Llama's block without a gate."""
 
+    feed_forward_names: ClassVar = ("up_proj", "down_proj")
+
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
-        """Up, activation, down."""
+        """Into the width between, activation, back."""
         hidden, inner = config.hidden_size, config.intermediate_size
-        return FeedForward(
-            weights / "up_proj", weights / "down_proj", (hidden, inner, hidden), config.activation,
-            bias=config.mlp_bias,
-        )  # fmt: skip
+        first, second = (weights / name for name in self.feed_forward_names)
+        sizes = (hidden, inner, hidden)
+        return FeedForward(first, second, sizes, config.activation, bias=config.mlp_bias)
 
 
 class Model(llama.Model):

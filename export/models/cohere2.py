@@ -28,15 +28,22 @@ from edgellm.export.weights import Weights
 
 TINY = {
     **{key: value for key, value in llama.TINY.items() if key != "rms_norm_eps"},
-    "model_type": "cohere2", "layer_norm_eps": 1e-5, "sliding_window": 12, "logit_scale": 0.25,
+    "model_type": "cohere2",
+    "layer_norm_eps": 1e-5,
+    "sliding_window": 12,
+    "logit_scale": 0.25,
     "layer_types": [SLIDING, "full_attention", SLIDING],
-}  # fmt: skip
+}
 _ROPE = RopeTraits(interleaved=True)
 _ONLY = {
-    "layer_switch": (4,), "order_of_interleaved_layers": ("local_attn_first",),
-    "position_embedding_type": ("rope_gptj",), "rotary_pct": (1.0,),
-    "use_gated_activation": (True,), "use_parallel_block": (True,), "use_qk_norm": (False,),
-}  # fmt: skip
+    "layer_switch": (4,),
+    "order_of_interleaved_layers": ("local_attn_first",),
+    "position_embedding_type": ("rope_gptj",),
+    "rotary_pct": (1.0,),
+    "use_gated_activation": (True,),
+    "use_parallel_block": (True,),
+    "use_qk_norm": (False,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +62,13 @@ class Config(DecoderConfig):
         bias = reader.read("attention_bias", bool, False)
         scale = reader.nonzero("logit_scale", 0.0625)
         config = cls.read(
-            reader, rope=None, epsilon_key="layer_norm_eps", qkv_bias=bias, o_proj_bias=bias,
+            reader,
+            rope=None,
+            epsilon_key="layer_norm_eps",
+            qkv_bias=bias,
+            o_proj_bias=bias,
             logit_scale=scale,
-        )  # fmt: skip
+        )
         reader.expect("head_dim", config.hidden_size // config.num_attention_heads)
         interval = reader.positive("sliding_window_pattern")
         types = read_layer_types(reader, every(interval, config.num_hidden_layers))

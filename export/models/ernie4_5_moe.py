@@ -38,9 +38,13 @@ class Config(DecoderConfig):
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
         reader.assume(
-            tie_word_embeddings=True, moe_num_shared_experts=2, moe_layer_start_index=1,
-            moe_layer_end_index=-1, moe_layer_interval=1, moe_norm_min=1e-12,
-        )  # fmt: skip
+            tie_word_embeddings=True,
+            moe_num_shared_experts=2,
+            moe_layer_start_index=1,
+            moe_layer_end_index=-1,
+            moe_layer_interval=1,
+            moe_norm_min=1e-12,
+        )
         reader.expect("use_bias", False)  # which would be that of the head, too
         reader.skip("moe_capacity", "moe_use_aux_free")  # of training; tensors tell
         reader.expect("moe_gate", "topk")
@@ -51,9 +55,12 @@ class Config(DecoderConfig):
         if shared < 0:
             raise UnsupportedModelError(f"config.json: moe_num_shared_experts = {shared}")
         routing = Routing.read(
-            reader, experts="moe_num_experts", top_k="moe_k", size="moe_intermediate_size",
+            reader,
+            experts="moe_num_experts",
+            top_k="moe_k",
+            size="moe_intermediate_size",
             smallest_sum=reader.read("moe_norm_min", float),
-        )  # fmt: skip
+        )
         layers = reader.positive("num_hidden_layers")
         return cls.read(
             reader, rope=ROPE, routing=routing, shared=shared, first=first,

@@ -41,9 +41,12 @@ class Config(DecoderConfig):
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
         reader.assume(
-            head_dim=256, hidden_activation=ACTIVATION, sliding_window=4096,
-            attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
-        )  # fmt: skip
+            head_dim=256,
+            hidden_activation=ACTIVATION,
+            sliding_window=4096,
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
+        )
         config = cls.gemma(reader, read_cap(reader, "attn_logit_softcapping"))
         types = read_layer_types(reader, every(2, config.num_hidden_layers))
         window = read_window(reader, types)

@@ -14,9 +14,13 @@ from edgellm.export.rope import RopeTraits
 from edgellm.export.weights import Weights
 
 TINY = {
-    **llama.TINY, "model_type": "glm4", "head_dim": 32, "partial_rotary_factor": 0.5,
-    "tie_word_embeddings": False, "pad_token_id": 3,
-}  # fmt: skip
+    **llama.TINY,
+    "model_type": "glm4",
+    "head_dim": 32,
+    "partial_rotary_factor": 0.5,
+    "tie_word_embeddings": False,
+    "pad_token_id": 3,
+}
 _ROPE = RopeTraits(partial=0.5, interleaved=True)
 
 

@@ -23,6 +23,8 @@ from edgellm.export.layers.experts import NO_ROUTING, SWISH, BiasedRouter, Gatin
 from edgellm.export.models import llama
 from edgellm.export.op import Op
 from edgellm.export.rope import Rope, read_parameters, rope_of
+from edgellm.export.stacked_experts import StackedExperts, is_stacked
+from edgellm.export.stacks import Stack
 from edgellm.export.weights import Weights
 
 TINY = {
@@ -106,7 +108,10 @@ class DecoderLayer(llama.DecoderLayer):
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config, weights)
         hidden, routing, mlp = config.hidden_size, config.routing, weights / "mlp"
-        stack = InterleavedExperts(mlp / "experts", routing.experts, (hidden, routing.size))
+        own, sizes = mlp / "experts", (hidden, routing.size)
+        stack: Stack = InterleavedExperts(own, routing.experts, sizes)
+        if is_stacked(own):
+            stack = StackedExperts(own, routing.experts, sizes, has_biases=True)
         router = BiasedRouter(mlp / "router", hidden, routing)
         self.mlp = Mixture(router, stack, routing, gating=config.gating)
 

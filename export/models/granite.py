@@ -16,9 +16,13 @@ from edgellm.export.rope import PLAIN_ROPE, RopeTraits
 from edgellm.export.weights import Weights
 
 TINY = {
-    **llama.TINY, "model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 2.0,
-    "residual_multiplier": 0.4, "attention_multiplier": 0.2,
-}  # fmt: skip
+    **llama.TINY,
+    "model_type": "granite",
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,13 @@ class Config(DecoderConfig):
         bias = reader.read("attention_bias", bool, False)
         embedding, attention, residual, logits = (
             reader.nonzero(key, 1.0)
-            for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier",
-                        "logits_scaling")
-        )  # fmt: skip
+            for key in (
+                "embedding_multiplier",
+                "attention_multiplier",
+                "residual_multiplier",
+                "logits_scaling",
+            )
+        )
         return cls.read(
             reader, rope=rope, inner_key=inner_key, qkv_bias=bias, o_proj_bias=bias,
             mlp_bias=mlp_bias, embedding_scale=embedding, attention_scale=attention,

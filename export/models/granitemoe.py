@@ -13,8 +13,11 @@ from edgellm.export.stacks import JoinedExperts, SeparateExperts, Stack
 from edgellm.export.weights import Weights
 
 TINY = {
-    **granite.TINY, "model_type": "granitemoe", "num_local_experts": 5, "num_experts_per_tok": 2,
-}  # fmt: skip
+    **granite.TINY,
+    "model_type": "granitemoe",
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+}
 
 
 @dataclass(frozen=True, slots=True)

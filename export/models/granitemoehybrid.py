@@ -13,10 +13,14 @@ from edgellm.export.weights import Weights
 
 TINY = {
     **{key: value for key, value in granite.TINY.items() if key != "intermediate_size"},
-    "model_type": "granitemoehybrid", "shared_intermediate_size": 80, "num_local_experts": 0,
-    "num_experts_per_tok": 0, "layer_types": ["attention"] * 3, "position_embedding_type": "rope",
+    "model_type": "granitemoehybrid",
+    "shared_intermediate_size": 80,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "layer_types": ["attention"] * 3,
+    "position_embedding_type": "rope",
     "mamba_n_heads": 8,
-}  # fmt: skip
+}
 _ATTENTION = ("attention", "full_attention")
 # Of experts and of recurrent layers, which no layer is; of training.
 _UNREAD = (
@@ -63,9 +67,12 @@ class DecoderLayer(granite.DecoderLayer):
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
         """Gate and up are one layer."""
         return FusedGatedMLP(
-            weights, config.hidden_size, config.intermediate_size,
-            activation=config.activation, names=("input_linear", "output_linear"),
-        )  # fmt: skip
+            weights,
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.activation,
+            names=("input_linear", "output_linear"),
+        )
 
 
 class Model(granite.Model):

@@ -101,9 +101,12 @@ class DecoderLayer:
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
         """The network behind attention."""
         return GatedMLP(
-            weights, config.hidden_size, config.intermediate_size,
-            bias=config.mlp_bias, activation=config.activation,
-        )  # fmt: skip
+            weights,
+            config.hidden_size,
+            config.intermediate_size,
+            bias=config.mlp_bias,
+            activation=config.activation,
+        )
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
         """X [1, S, H] -> [1, S, H]."""

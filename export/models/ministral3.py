@@ -44,9 +44,12 @@ class Config(DecoderConfig):
         stretch = parameters.positive(_ORIGINAL)
         reader.expect(_ORIGINAL, stretch)  # outside of the rope it would rule
         return cls.read(
-            reader, rope=_ROPE, window=reader.optional("sliding_window", int),
-            beta=parameters.read(_BETA, float), stretch=stretch,
-        )  # fmt: skip
+            reader,
+            rope=_ROPE,
+            window=reader.optional("sliding_window", int),
+            beta=parameters.read(_BETA, float),
+            stretch=stretch,
+        )
 
 
 class Attention(llama.Attention):

@@ -14,9 +14,13 @@ from edgellm.export.stacks import SeparateExperts
 from edgellm.export.weights import Weights
 
 TINY = {
-    **llama.TINY, "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2,
-    "tie_word_embeddings": False, "sliding_window": 12,
-}  # fmt: skip
+    **llama.TINY,
+    "model_type": "mixtral",
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+    "sliding_window": 12,
+}
 _NAMES = ("w1", "w3", "w2")
 
 

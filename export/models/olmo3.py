@@ -23,9 +23,12 @@ __all__ = ["TINY", "Config", "Model"]
 _YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "attention_factor": 1.2,
          "original_max_position_embeddings": 32}  # fmt: skip
 TINY = {
-    **olmo2.TINY, "model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 12,
+    **olmo2.TINY,
+    "model_type": "olmo3",
+    "num_hidden_layers": 4,
+    "sliding_window": 12,
     "rope_parameters": {FULL: _YARN, SLIDING: {"rope_type": "default", "rope_theta": 5e5}},
-}  # fmt: skip
+}
 _THETA = 5e5
 
 

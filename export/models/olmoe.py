@@ -17,9 +17,13 @@ from edgellm.export.stacks import SeparateExperts
 from edgellm.export.weights import Weights
 
 TINY = {
-    **llama.TINY, "model_type": "olmoe", "tie_word_embeddings": False, "num_experts": 6,
-    "num_experts_per_tok": 2, "clip_qkv": 2.0,
-}  # fmt: skip
+    **llama.TINY,
+    "model_type": "olmoe",
+    "tie_word_embeddings": False,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "clip_qkv": 2.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,12 @@ class Config(DecoderConfig):
         normalizes = reader.read("norm_topk_prob", bool, False)
         count = "num_local_experts" if reader.optional("num_local_experts", int) else "num_experts"
         return cls.read(
-            reader, qkv_bias=bias, o_proj_bias=bias, clip=clip,
+            reader,
+            qkv_bias=bias,
+            o_proj_bias=bias,
+            clip=clip,
             routing=Routing.read(reader, experts=count, normalizes=normalizes),
-        )  # fmt: skip
+        )
 
 
 class Attention(olmo2.Attention):

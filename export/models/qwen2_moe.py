@@ -17,7 +17,7 @@ from edgellm.export.layers.mlp import MLP, GatedMLP
 from edgellm.export.models import llama
 from edgellm.export.models.qwen2 import expect_full_attention
 from edgellm.export.op import Op
-from edgellm.export.stacks import SeparateExperts
+from edgellm.export.stacked_experts import experts_of
 from edgellm.export.weights import Weights
 
 TINY = {
@@ -86,7 +86,7 @@ class SharedExpert:
 def mixture(config: Config, weights: Weights, shared: MLP | None) -> MLP:
     """The experts below `weights`."""
     hidden, routing = config.hidden_size, config.routing
-    stack = SeparateExperts(weights / "experts", routing.experts, (hidden, routing.size))
+    stack = experts_of(weights / "experts", routing.experts, (hidden, routing.size))
     return Mixture(Router(weights / "gate", hidden, routing), stack, routing, shared=shared)
 
 

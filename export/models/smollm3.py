@@ -20,9 +20,13 @@ from edgellm.export.rope import RopeTraits, read_rope
 __all__ = ["TINY", "Config", "Model"]
 
 TINY = {
-    **llama.TINY, "model_type": "smollm3", "no_rope_layer_interval": 2, "use_sliding_window": True,
-    "sliding_window": 12, "pad_token_id": 3,
-}  # fmt: skip
+    **llama.TINY,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 2,
+    "use_sliding_window": True,
+    "sliding_window": 12,
+    "pad_token_id": 3,
+}
 
 
 class Config(DecoderConfig):

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from edgellm.export.config import ConfigReader
 from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.layers.mlp import MLP, FeedForward
 from edgellm.export.layers.norm import LayerNorm
-from edgellm.export.models import llama
-from edgellm.export.weights import Weights
+from edgellm.export.models import arcee, llama
 
 _ACTIVATION = "gelu_pytorch_tanh"
 TINY = {
     **{key: value for key, value in llama.TINY.items() if key != "rms_norm_eps"},
-    "model_type": "starcoder2", "norm_epsilon": 1e-5, "hidden_act": _ACTIVATION,
+    "model_type": "starcoder2",
+    "norm_epsilon": 1e-5,
+    "hidden_act": _ACTIVATION,
     "sliding_window": 12,
-}  # fmt: skip
+}
 # What configs kept of an older model type; `hidden_act` rules.
 _UNREAD = (
-    "activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
+    "activation_function",
+    "attention_softmax_in_fp32",
+    "scale_attention_softmax_in_fp32",
     "scale_attn_weights",
-)  # fmt: skip
+)
 
 
 class Config(DecoderConfig):
@@ -34,23 +38,21 @@ class Config(DecoderConfig):
         reader.skip(*_UNREAD)
         bias = reader.read("use_bias", bool, True)
         return cls.read(
-            reader, window=reader.optional("sliding_window", int), epsilon_key="norm_epsilon",
-            qkv_bias=bias, o_proj_bias=bias, mlp_bias=bias,
-        )  # fmt: skip
+            reader,
+            window=reader.optional("sliding_window", int),
+            epsilon_key="norm_epsilon",
+            qkv_bias=bias,
+            o_proj_bias=bias,
+            mlp_bias=bias,
+        )
 
 
-class DecoderLayer(llama.DecoderLayer):
+class DecoderLayer(arcee.DecoderLayer):
     """Llama's block with layer norms and without a gate."""
 
     norm = LayerNorm
 
-    def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
-        """Into the width between, activation, back."""
-        hidden, inner = config.hidden_size, config.intermediate_size
-        return FeedForward(
-            weights / "c_fc", weights / "c_proj", (hidden, inner, hidden), config.activation,
-            bias=config.mlp_bias,
-        )  # fmt: skip
+    feed_forward_names: ClassVar = ("c_fc", "c_proj")
 
 
 class Model(llama.Model):

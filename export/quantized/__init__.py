@@ -55,6 +55,7 @@ def find(
         if found is not None:
             _expect_float(weights)
             weights.layouts.add(name)
+            weights.quantized[weights.prefix.rstrip(".")] = shape
             return found
     if info is None:
         return None

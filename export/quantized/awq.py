@@ -34,12 +34,15 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
     scale = weights.array("scales", (blocks, out), scale_info.dtype)
     zeros = _in_order(weights.array("qzeros", (blocks, out // 8), "I32")())
     return integer_blocks(
-        weights.prefix, 4, shape, dtype,
+        weights.prefix,
+        4,
+        shape,
+        dtype,
         codes=lambda: _in_order(words()),
         zeros=zeros,
         scale=scale,
         blocks=blocks,
-    )  # fmt: skip
+    )
 
 
 def _in_order(words: NDArray[np.int32]) -> NDArray[np.uint8]:

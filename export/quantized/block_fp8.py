@@ -34,12 +34,16 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
     name = weights.prefix
     return QuantizedLinear(
         stored(
-            f"{name}weight", ir.DataType.FLOAT8E4M3FN, (width, out),
+            f"{name}weight",
+            ir.DataType.FLOAT8E4M3FN,
+            (width, out),
             lambda: finite_fp8(name, codes().T),
         ),
         scale_tensor(
-            f"{name}weight_scale_inv", (blocks[1], out), dtype,
+            f"{name}weight_scale_inv",
+            (blocks[1], out),
+            dtype,
             lambda: np.repeat(scale().astype(np.float32), rows, axis=0)[:out].T,
         ),
         block_size=columns,
-    )  # fmt: skip
+    )

@@ -54,12 +54,15 @@ def _integers(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Q
         packed = weights.array("weight_zero_point", (-(-out * bits // 32), blocks), "I32")()
         zeros = unpack(np.ascontiguousarray(packed.T), bits)[:, :out]  # [blocks, out]
     return integer_blocks(
-        name, bits, shape, dtype,
+        name,
+        bits,
+        shape,
+        dtype,
         codes=lambda: unpack(words(), bits).T,
         zeros=zeros,
         scale=lambda: scale().T,
         blocks=blocks,
-    )  # fmt: skip
+    )
 
 
 def _check_shape(weights: Weights, shape: tuple[int, int]) -> None:
@@ -99,10 +102,12 @@ def _nvfp4(weights: Weights, shape: tuple[int, int]) -> QuantizedLinear:
     return QuantizedLinear(
         stored(f"{name}weight", ir.DataType.FLOAT4E2M1, shape, codes),
         stored(
-            f"{name}weight_scale", ir.DataType.FLOAT8E4M3FN, blocks,
+            f"{name}weight_scale",
+            ir.DataType.FLOAT8E4M3FN,
+            blocks,
             lambda: finite_fp8(name, scale()),
         ),
         block_size=16,
         global_scale=1 / scalar(weights, "weight_global_scale"),
         input=rounding,
-    )  # fmt: skip
+    )

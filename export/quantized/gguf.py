@@ -20,6 +20,7 @@ from edgellm.export.weights import StoredTensor, Weights, as_bytes
 
 U8 = np.ndarray  # uint8; numpy's stubs make signed numbers of shifted ones
 _SHIFTS = np.array([0, 2, 4, 6], np.uint8)[:, None]
+MXFP4 = "MXFP4"  # of experts alone, see `stacked_experts`
 _TABLE = "embed_tokens."  # how names of embeddings end
 # What the sixteen codes of IQ4 stand for.
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
@@ -51,8 +52,10 @@ class Form:
     factors: Callable[[U8], np.ndarray] | None = None
 
 
-def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> BlockWeight | None:
+def read(weights: Weights, shape: tuple[int, ...], dtype: ir.DataType) -> BlockWeight | None:
     """See `edgellm.export.quantized.Layout`; the factors keep the file's float16.
+
+    Also of several weights in one tensor [..., out, in].
 
     Raises (when the tensors are written):
         BrokenArtifactError: a scale or minimum is not a number.
@@ -67,13 +70,13 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> BlockW
     def tensor(
         suffix: str, kind: ir.DataType, per_block: int, make: Callable[[U8], np.ndarray]
     ) -> StoredTensor:
-        columns = shape[1] // form.values * per_block
+        columns = shape[-1] // form.values * per_block
 
         def stream() -> Iterator[memoryview]:
             for rows in blocks():
                 yield as_bytes(make(rows))
 
-        return StoredTensor(f"{name}{suffix}", kind, (shape[0], columns), stream)
+        return StoredTensor(f"{name}{suffix}", kind, (*shape[:-1], columns), stream)
 
     def halves(suffix: str, place: int) -> StoredTensor:
         def make(rows: U8) -> np.ndarray:

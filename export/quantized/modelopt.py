@@ -100,13 +100,15 @@ def _nvfp4(weights: Weights, shape: tuple[int, int]) -> QuantizedLinear:
     return QuantizedLinear(
         stored(f"{name}weight", ir.DataType.FLOAT4E2M1, shape, codes),
         stored(
-            f"{name}weight_scale", ir.DataType.FLOAT8E4M3FN, blocks,
+            f"{name}weight_scale",
+            ir.DataType.FLOAT8E4M3FN,
+            blocks,
             lambda: finite_fp8(name, scale()),
         ),
         block_size=_BLOCK_NVFP4,
         global_scale=scalar(weights, "weight_scale_2"),
         input=_static_input(weights, ir.DataType.FLOAT4E2M1),
-    )  # fmt: skip
+    )
 
 
 def _int4(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear:

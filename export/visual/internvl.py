@@ -111,11 +111,7 @@ class Attention(TileAttention):
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(
-            weights,
-            config.size,
-            config.num_heads,
-            bias=config.qkv_bias,
-            output="projection_layer",
+            weights, config.size, config.num_heads, bias=config.qkv_bias, output="projection_layer"
         )
         self.norms = (
             [RMSNorm(weights / name, config.size, _QK_EPSILON) for name in ("q_norm", "k_norm")]

@@ -12,8 +12,11 @@ from edgellm.scripts.site.files import manifest_page, request_page
 from edgellm.scripts.site.flags import command_page
 
 ROOT = Path(__file__).resolve().parents[2]
-_AT_THE_ROOT = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md",
-                "changes.md": "CHANGELOG.md"}  # fmt: skip
+_AT_THE_ROOT = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changes.md": "CHANGELOG.md",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

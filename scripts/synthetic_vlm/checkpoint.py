@@ -20,9 +20,13 @@ SPECIAL = (
 )  # fmt: skip
 UNKNOWN = "<unk>"
 _PHRASES = (
-    "system user assistant You are a helpful assistant.", "Row 1 : , .", EMPTY,
-    *REQUESTS, *itertools.chain(*CHOICES, *GREETINGS), *NEXT,
-)  # fmt: skip
+    "system user assistant You are a helpful assistant.",
+    "Row 1 : , .",
+    EMPTY,
+    *REQUESTS,
+    *itertools.chain(*CHOICES, *GREETINGS),
+    *NEXT,
+)
 # What the model says and was asked, and some words more that a user may write.
 _WORDS = (
     UNKNOWN, "\n", *".,:;!?'\"()-", *"0123456789", *COLOURS, *SHAPES, *" ".join(_PHRASES).split(),
@@ -99,10 +103,14 @@ def make_config(**sizes: dict[str, Any]) -> Qwen2_5_VLConfig:
     text |= sizes.get("text_config", {})
     vision |= {"out_hidden_size": text["hidden_size"], **sizes.get("vision_config", {})}
     return Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=False,
-        image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
-    )  # fmt: skip
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=False,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
 
 
 def make_model(config: Qwen2_5_VLConfig) -> Model:
@@ -144,9 +152,10 @@ def write_model(folder: Path, model: Model) -> None:
     """model.safetensors in the model's dtype, config.json and generation_config.json."""
     model.save_pretrained(folder)
     ids = vocabulary()
-    _write(folder / "generation_config.json", {
-        "do_sample": False, "eos_token_id": [ids[END], ids[PAD]], "pad_token_id": ids[PAD],
-    })  # fmt: skip
+    _write(
+        folder / "generation_config.json",
+        {"do_sample": False, "eos_token_id": [ids[END], ids[PAD]], "pad_token_id": ids[PAD]},
+    )
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

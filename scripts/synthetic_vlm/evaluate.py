@@ -44,11 +44,7 @@ def fresh(kind: str, number: int) -> Conversation:
 
 
 @torch.no_grad()
-def answers(
-    model: Model,
-    encoder: Encoder,
-    conversations: Sequence[Conversation],
-) -> list[str]:
+def answers(model: Model, encoder: Encoder, conversations: Sequence[Conversation]) -> list[str]:
     """What the model says instead of each conversation's last answer."""
     encoded = [encoder(conversation, prompt=True) for conversation in conversations]
     longest = max(len(item.token_ids) for item in encoded)

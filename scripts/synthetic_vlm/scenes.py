@@ -69,11 +69,7 @@ def draw(*seed: int) -> Scene:
 
 
 def _draw_shape(
-    pen: ImageDraw.ImageDraw,
-    shape: str,
-    centre: np.ndarray,
-    radius: float,
-    fill: tuple[int, ...],
+    pen: ImageDraw.ImageDraw, shape: str, centre: np.ndarray, radius: float, fill: tuple[int, ...]
 ) -> None:
     x, y = centre
     thin = radius / 3

@@ -89,8 +89,7 @@ def _check_output(job: Job) -> None:
     made = _facts_of(output / TRAINING)
     if not made:
         raise EdgeLLMError(
-            f"{output} holds files that this command did not make",
-            hint="give another --output_dir",
+            f"{output} holds files that this command did not make", hint="give another --output_dir"
         )
     if settings != {name: made.get(name) for name in settings}:
         raise EdgeLLMError(

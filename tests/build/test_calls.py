@@ -65,9 +65,12 @@ def _logits(path: Path, bundle: Path) -> np.ndarray:
     found = [session.run(ids[:ROWS], 0, np.arange(ROWS)).logits.copy()]
     found.append(session.run(ids[ROWS : ROWS + 1], ROWS, np.zeros(1, np.int64)).logits.copy())
     tree = session.run(
-        ids[ROWS + 1 :], ROWS + 1, np.arange(3),
-        position_ids=ROWS + 1 + np.array([0, 1, 1]), tree_mask=mask,
-    )  # fmt: skip
+        ids[ROWS + 1 :],
+        ROWS + 1,
+        np.arange(3),
+        position_ids=ROWS + 1 + np.array([0, 1, 1]),
+        tree_mask=mask,
+    )
     return np.concatenate([*found, tree.logits])
 
 
@@ -81,19 +84,28 @@ def _change_every_other_layer(model: ir.Model) -> None:
     windowed = visible_slots(windowed=True)
     model.functions[windowed.identifier()] = windowed
     near = ir.node(
-        windowed.name, list(visible.inputs), {"window": 6}, domain=contract.FUNCTIONS,
+        windowed.name,
+        list(visible.inputs),
+        {"window": 6},
+        domain=contract.FUNCTIONS,
         name="shared.near",
-    )  # fmt: skip
+    )
     frequencies = tables.inputs[1].const_value.numpy()
     local = ir.Value(
-        name="local", const_value=ir.tensor(frequencies * np.float32(0.5)),
-        shape=ir.Shape(frequencies.shape), type=ir.TensorType(FLOAT),
-    )  # fmt: skip
+        name="local",
+        const_value=ir.tensor(frequencies * np.float32(0.5)),
+        shape=ir.Shape(frequencies.shape),
+        type=ir.TensorType(FLOAT),
+    )
     graph.register_initializer(local)
     turned = ir.node(
-        tables.op_type, [tables.inputs[0], local], {"scale": 1.1}, domain=contract.FUNCTIONS,
-        num_outputs=2, name="shared.turned",
-    )  # fmt: skip
+        tables.op_type,
+        [tables.inputs[0], local],
+        {"scale": 1.1},
+        domain=contract.FUNCTIONS,
+        num_outputs=2,
+        name="shared.turned",
+    )
     graph.insert_after(visible, [near, turned])
     for call in find_calls(graph, contract.ATTENTION)[1::2]:
         call.attributes["scale"] = ir.AttrFloat32("scale", 0.31)
@@ -123,8 +135,12 @@ def test_the_capacity_settles_which_frequencies_turn(model, tmp_path, lower, ori
     values = {}
     for name, array in arrays.items():
         tensor = ir.tensor(array)
-        values[name] = ir.Value(name=name, const_value=tensor, shape=ir.Shape(array.shape),
-                                type=ir.TensorType(tensor.dtype))  # fmt: skip
+        values[name] = ir.Value(
+            name=name,
+            const_value=tensor,
+            shape=ir.Shape(array.shape),
+            type=ir.TensorType(tensor.dtype),
+        )
         model.graph.register_initializer(values[name])
     capacity = ir.node("Shape", [model.graph.inputs[-1]], {"start": 2, "end": 3})
     longer = ir.node("Greater", [capacity.outputs[0], values["limit"]])
@@ -152,9 +168,12 @@ def test_cuda_refuses_what_it_has_not(model, tmp_path):
     _change_every_other_layer(model)
     (near,) = find_calls(model.graph, contract.VISIBLE_IN_WINDOW)
     wider = ir.node(
-        near.op_type, list(near.inputs), {"window": 9}, domain=contract.FUNCTIONS,
+        near.op_type,
+        list(near.inputs),
+        {"window": 9},
+        domain=contract.FUNCTIONS,
         name="shared.wider",
-    )  # fmt: skip
+    )
     model.graph.insert_after(near, wider)
     find_calls(model.graph, contract.ATTENTION)[0].replace_input_with(6, wider.outputs[0])
     with pytest.raises(UnsupportedModelError, match="windows of several widths are not lowered"):

@@ -174,9 +174,13 @@ def test_encoders(bundles, tmp_path, monkeypatch):
     another_epsilon(monkeypatch)
     with pytest.raises(EdgeLLMError, match="lowered encoder graph"):
         build_engine(
-            "visual", bundles.make("qwen2_5_vl", "fp16", "fp32"), tmp_path / "e",
-            image_plan(4, 64, 64, 1), "onnxruntime", _silent,
-        )  # fmt: skip
+            "visual",
+            bundles.make("qwen2_5_vl", "fp16", "fp32"),
+            tmp_path / "e",
+            image_plan(4, 64, 64, 1),
+            "onnxruntime",
+            _silent,
+        )
 
 
 def _silent(_step: str) -> None:

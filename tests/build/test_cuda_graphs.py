@@ -101,9 +101,12 @@ def test_weights_rounded_by_the_build(bundles, tmp_path, quantize, bits, distanc
     assert built.main_graphs[0].precision == quantize
     graph = onnx.load(tmp_path / "engine" / "llm.onnx", load_external_data=False).graph
     found = {
-        attribute.i for node in graph.node if node.op_type == "MatMulNBits"
-        for attribute in node.attribute if attribute.name == "bits"
-    }  # fmt: skip
+        attribute.i
+        for node in graph.node
+        if node.op_type == "MatMulNBits"
+        for attribute in node.attribute
+        if attribute.name == "bits"
+    }
     assert found == {bits}
     expected = _logits(_portable(bundle, tmp_path))
     assert (

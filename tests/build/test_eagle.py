@@ -53,6 +53,7 @@ def test_base_and_draft_in_either_order(command, eagle_pair, tmp_path, order, sp
     assert (draft.max_draft_tree_size, draft.max_kv_cache_capacity) == (20, 64)
     measured = (base.cost_ms["pass"], draft.cost_ms["step"], draft.cost_ms["extend"])
     assert len({*map(frozenset, measured)}) == 1
+    assert base.cost_ms["host"]["1"] > 0
     assert draft.draft.decoder.kv.dtype == "float32"
     assert [graph.path for graph in draft.graphs["fuse"]] == ["fuse.onnx"]
     result = _build(command, eagle_pair.bundle, engine, "--eagleBase", *TREES)  # once more

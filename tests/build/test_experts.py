@@ -13,7 +13,7 @@ from weights import round_checkpoint
 
 from edgellm.build.engine import build_engine
 from edgellm.build.fit import predict
-from edgellm.build.lowering.experts import touched
+from edgellm.build.lowering.experts import ExpertLayer, touched
 from edgellm.build.onnxruntime_cpu import own_experts
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
@@ -61,6 +61,7 @@ def test_a_rows_bits_do_not_depend_on_its_company(quantize, bundle, tmp_path):
     """The build compares the engine with the portable graph."""
     manifest = build(bundle, tmp_path / "engine", quantize=quantize)
     assert manifest.main_graphs[0].precision == {"none": "fp32"}.get(quantize, quantize)
+    assert "each of 18 experts alone is off by" in manifest.options["checks"][0]
     session = open_decoder(tmp_path / "engine", manifest)
     whole = logits(session, [len(IDS)])
     if quantize != "none":  # layers of 32 bits are products of ONNX Runtime's
@@ -123,6 +124,23 @@ def test_a_fault_in_experts_stops_the_build(quantize, bundle, tmp_path, monkeypa
     monkeypatch.setattr(own_experts, "gated_order", lambda width: np.arange(2 * width))
     with pytest.raises(EdgeLLMError, match="computes something else than the portable one"):
         build(bundle, tmp_path / "engine", quantize=quantize)
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+def test_a_fault_in_one_expert_is_found(quantize, bundle, tmp_path, monkeypatch):
+    """One of nine has the downs of its neighbour, in one layer."""
+
+    def swapped(layer):
+        weights = list(plain(layer))
+        if "layers.2" in layer.name:
+            weights[5] = weights[4]
+        return iter(weights)
+
+    plain = ExpertLayer.downs
+    monkeypatch.setattr(ExpertLayer, "downs", swapped)
+    with pytest.raises(EdgeLLMError, match=r"expert 5 of model\.layers\.2\.mlp\.experts computes"):
+        build(bundle, tmp_path / "engine", quantize=quantize)
+    assert not (tmp_path / "engine").exists()
 
 
 def test_experts_of_another_width_are_refused(tmp_path):

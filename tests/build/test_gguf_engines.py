@@ -39,8 +39,10 @@ def bundles(gguf_file):
     folder, checkpoint = gguf_file.parent, open_checkpoint(str(gguf_file))
     kept = dataclasses.replace(checkpoint, tensors=checkpoint.blocks)
     for name, source, dtype in (
-        ("halves", checkpoint, "fp16"), ("kept", kept, "fp32"), ("floats", checkpoint, "fp32")
-    ):  # fmt: skip
+        ("halves", checkpoint, "fp16"),
+        ("kept", kept, "fp32"),
+        ("floats", checkpoint, "fp32"),
+    ):
         export_llm(source, folder / name, ExportOptions(dtype))
     return {name: folder / name for name in ("halves", "kept", "floats")}
 

@@ -85,14 +85,16 @@ def test_logits_and_compaction(kind, tmp_path, monkeypatch):
     (tmp_path / "checkpoint" / "hf_quant_config.json").unlink()  # not for transformers
     expected = _reference(checkpoint, ids, monkeypatch)
     first = session.run(ids[:9], 0, np.arange(9)).logits.copy()
-    next_rows = [session.run(ids[at : at + 1], at, np.array([0])).logits[0].copy()
-                 for at in range(9, 12)]  # fmt: skip
+    next_rows = [
+        session.run(ids[at : at + 1], at, np.array([0])).logits[0].copy() for at in range(9, 12)
+    ]
     # Row 0 continues the text wrongly; rows 1 to 4 continue it as it is.
     mask = np.tri(5, dtype=np.bool_)
     mask[1:, 0] = False
     places = np.array([12, 12, 13, 14, 15])
-    tree = session.run(np.array([5, *ids[12:]]), 12, np.arange(5), position_ids=places,
-                       tree_mask=mask).logits.copy()  # fmt: skip
+    tree = session.run(
+        np.array([5, *ids[12:]]), 12, np.arange(5), position_ids=places, tree_mask=mask
+    ).logits.copy()
     found = np.concatenate([first, next_rows, tree[1:]])
     np.testing.assert_allclose(found, expected, atol=2e-2)  # a code may fall the other way
     assert np.median(np.abs(found - expected)) < 1e-4

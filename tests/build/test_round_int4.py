@@ -17,11 +17,7 @@ from edgellm.build.lowering.linear_weights import LinearWeight
 from edgellm.build.lowering.round_int4 import nearest_int4
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu import linears
-from edgellm.build.onnxruntime_cpu.linears import (
-    ALL_INPUTS,
-    COARSE_INPUTS,
-    RowInt8Kernel,
-)
+from edgellm.build.onnxruntime_cpu.linears import ALL_INPUTS, COARSE_INPUTS, RowInt8Kernel
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.contract import FUNCTIONS, LINEAR
@@ -136,9 +132,12 @@ def _save_layer(path: Path, kernel: RowInt8Kernel, name: str, weight: np.ndarray
     table.shape, table.type = ir.Shape(weight.T.shape), ir.TensorType(_FLOAT)
     call = ir.Node(FUNCTIONS, LINEAR, [x, table], name="layer.Linear")
     graph = ir.Graph(
-        [x], [call.outputs[0]], nodes=[call], initializers=[table],
+        [x],
+        [call.outputs[0]],
+        nodes=[call],
+        initializers=[table],
         opset_imports={"": 21, "com.microsoft": 1},
-    )  # fmt: skip
+    )
     layer = LinearWeight.of(call)
     assert layer is not None
     weights = WeightFile(path.with_suffix(".data"))

@@ -55,8 +55,9 @@ def test_build_and_report(command, half_bundle, tmp_path):
     assert (manifest.backend, manifest.machine) == ("tensorrt", "sm89")
     assert manifest.backend_version.startswith("TensorRT-RTX 1.7.1")
     assert [(graph.path, graph.max_rows) for graph in manifest.main_graphs] == [
-        ("llm.engine", 1), ("llm.engine", 48),
-    ]  # fmt: skip
+        ("llm.engine", 1),
+        ("llm.engine", 48),
+    ]
     assert (manifest.options["--workspace"], manifest.options["--optLevel"]) == (64, 2)
     report = json.loads((tmp_path / "engine" / "llm.layers.json").read_text())
     assert report["passes"]["decode"]["fused_attentions"] == manifest.decoder.kv.num_layers

@@ -11,8 +11,11 @@ from edgellm.device_runtime import runners
 from edgellm.device_runtime.runners import onnxruntime_cpu, onnxruntime_cuda, tensorrt
 from edgellm.device_runtime.runners.tensorrt import cuda, library
 
-BACKENDS = {"tensorrt": tensorrt, "onnxruntime_cuda": onnxruntime_cuda,
-            "onnxruntime_cpu": onnxruntime_cpu}  # fmt: skip
+BACKENDS = {
+    "tensorrt": tensorrt,
+    "onnxruntime_cuda": onnxruntime_cuda,
+    "onnxruntime_cpu": onnxruntime_cpu,
+}
 NO_GPU = "there is no NVIDIA GPU here"
 
 

@@ -8,13 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from conftest import (
-    INTERRUPTED,
-    assert_one_line_error,
-    interrupt,
-    limit_file_size,
-    write_tokenizer,
-)
+from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_size, write_tokenizer
 
 from edgellm.artifact import verify_files
 from edgellm.export import models
@@ -213,8 +207,11 @@ def _sparse_checkpoint(folder: Path) -> Path:
             shapes[f"{prefix}.{name}.weight"] = [hidden]
         for name in "qkvo":
             shapes[f"{prefix}.self_attn.{name}_proj.weight"] = [hidden, hidden]
-        for name, shape in (("gate", [inner, hidden]), ("up", [inner, hidden]),
-                            ("down", [hidden, inner])):  # fmt: skip
+        for name, shape in (
+            ("gate", [inner, hidden]),
+            ("up", [inner, hidden]),
+            ("down", [hidden, inner]),
+        ):
             shapes[f"{prefix}.mlp.{name}_proj.weight"] = shape
     header, offset = {}, 0
     for name, shape in shapes.items():

@@ -14,11 +14,7 @@ from conftest import make_checkpoint, write_tokenizer
 from quantized_layouts import LAYOUTS, Layout, fp8_channels, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from edgellm.contract import (
-    BrokenArtifactError,
-    EdgeLLMError,
-    UnsupportedModelError,
-)
+from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.finite import checked

@@ -200,10 +200,7 @@ def test_tensor_faults(export, draft, tensors, messages, tmp_path):
         ({"fc_norm": True}, ["no tensor fc_norm.0.weight"]),
         ({"model_type": "gemma3"}, ["model_type = 'gemma3' is not supported"]),
         ({"sliding_window": 4096}, ["sliding_window = 4096 is not supported"]),
-        (
-            {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}},
-            ["mrope_section [1, 2]"],
-        ),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, ["mrope_section [1, 2]"]),
         ({"attention_bias": True}, ["no tensor midlayer.self_attn.q_proj.bias"]),
         ({"speculators_model_type": "eagle"}, ["speculators_model_type = 'eagle'"]),
         ({"architectures": 3, "transformer_layer_config": []}, ["should be dict, found []"]),

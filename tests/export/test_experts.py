@@ -16,10 +16,13 @@ from safetensors.numpy import load_file, save_file
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
+from edgellm.export.verify import verify_bundle
+from edgellm.manifest import LLM_BUNDLE, load_bundle
 
 TOLERANCE = 2e-4
 IDS = np.random.default_rng(1).integers(9, 96, 30)
@@ -95,6 +98,12 @@ def test_mxfp4_computes_what_it_stands_for(gpt_oss, tmp_path):
         assert np.sqrt(np.mean((found - expected) ** 2)) < 0.1 * expected.std()
 
 
+def test_verify_says_what_transformers_does_not_hold_so(gpt_oss, tmp_path):
+    bundle = export(gpt_oss[0], tmp_path / "bundle")
+    with pytest.raises(EdgeLLMError, match=r"transformers finds no model\.layers\.0\.mlp"):
+        verify_bundle(open_checkpoint(str(gpt_oss[0])), bundle, load_bundle(bundle, LLM_BUNDLE))
+
+
 def changed(source, folder, change, **config):
     """A copy whose tensors `change` alters."""
     shutil.copytree(source, folder)
@@ -162,8 +171,6 @@ def _with(name, shape, dtype=np.float32):
     ids=["missing", "shape", "type", "router", "fewer", "more", "top_k", "activation", "two"],
 )
 def test_checkpoints_that_are_not_what_they_say(change, config, message, qwen, tmp_path):
-    from edgellm.contract import EdgeLLMError
-
     checkpoint = changed(qwen, tmp_path / "checkpoint", change, **config)
     with pytest.raises(EdgeLLMError, match=message):
         export(checkpoint, tmp_path / "bundle")
@@ -208,8 +215,6 @@ def test_quantized_experts_compute_what_they_stand_for(layout, precision, qwen, 
     ],
 )
 def test_experts_that_are_quantized_otherwise_are_refused(layout, message, qwen, tmp_path):
-    from edgellm.contract import UnsupportedModelError
-
     write_checkpoint(qwen, tmp_path / "checkpoint", LAYOUTS[layout])
     with pytest.raises(UnsupportedModelError, match=message):
         export(tmp_path / "checkpoint", tmp_path / "bundle")

@@ -62,11 +62,13 @@ def test_a_handed_draft_is_the_draft(tmp_path, bases, name):
         hand_over(open_draft(str(draft)), str(base), engine, output)
         found, wanted = (
             export_draft(
-                open_draft(str(folder)), open_checkpoint(str(base), tokenizer=False),
-                tmp_path / f"{engine}-{folder.name}-bundle", DraftOptions("fp32"),
+                open_draft(str(folder)),
+                open_checkpoint(str(base), tokenizer=False),
+                tmp_path / f"{engine}-{folder.name}-bundle",
+                DraftOptions("fp32"),
             )
             for folder in (output, draft)
-        )  # fmt: skip
+        )
         assert found.files["model.weights"] == wanted.files["model.weights"]
         assert found.files["fuse.weights"] == wanted.files["fuse.weights"]
         assert found.draft == wanted.draft

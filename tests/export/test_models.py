@@ -55,6 +55,19 @@ VARIANTS = {
         "qwen2", **_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
     ),
     "mistral_without_window": _tiny("mistral", sliding_window=None),
+    "minicpm3_without_rank": _tiny(
+        "minicpm3",
+        q_lora_rank=None,
+        attention_bias=True,
+        scale_depth=None,
+        dim_model_base=None,
+        **_rope(
+            rope_type="longrope",
+            original_max_position_embeddings=64,
+            short_factor=[1.0 + 0.1 * index for index in range(8)],
+            long_factor=[2.0 + index for index in range(8)],
+        ),
+    ),
     "granitemoe_untied": _tiny("granitemoe", tie_word_embeddings=False, attention_bias=True),
     "qwen3_biases": _tiny("qwen3", attention_bias=True, tie_word_embeddings=False),
 }

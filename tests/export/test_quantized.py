@@ -61,10 +61,12 @@ def _graph_weights(bundle) -> dict[str, np.ndarray]:
         alone = onnx.NodeProto.FromString(node.SerializeToString())
         alone.input[0] = "x"
         part = onnx.helper.make_graph(
-            [alone], "layer", [onnx.helper.make_empty_tensor_value_info("x")],
+            [alone],
+            "layer",
+            [onnx.helper.make_empty_tensor_value_info("x")],
             [onnx.helper.make_empty_tensor_value_info(node.output[0])],
             [constants[name] for name in node.input[1:]],
-        )  # fmt: skip
+        )
         part = onnx.helper.make_model(
             part, opset_imports=model.opset_import, functions=model.functions
         )
@@ -210,11 +212,12 @@ def test_nvfp4_rounds_its_inputs_in_the_graph(quantized):
     constants = [c for c in model.graph.initializer if c.name in rounding.input[1:]]
     rounding.input[0] = "x"
     graph = onnx.helper.make_graph(
-        [rounding], "rounding",
+        [rounding],
+        "rounding",
         [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, x.shape)],
         [onnx.helper.make_empty_tensor_value_info(rounding.output[0])],
         constants,
-    )  # fmt: skip
+    )
     part = onnx.helper.make_model(
         graph, opset_imports=model.opset_import, functions=model.functions
     )

@@ -30,8 +30,10 @@ def _export(command, model, output, *more):
     return command("edgellm-export", "llm", "--model_dir", model, "--output_dir", output, *more)
 
 
-@pytest.mark.parametrize(("layers", "taps"), [(7, (2, 3, 4)), (28, (2, 14, 25)), (30, (2, 15, 27)),
-                                              (32, (2, 16, 29)), (36, (2, 18, 33))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layers", "taps"),
+    [(7, (2, 3, 4)), (28, (2, 14, 25)), (30, (2, 15, 27)), (32, (2, 16, 29)), (36, (2, 18, 33))],
+)
 def test_default_taps(layers, taps):
     assert default_taps(layers) == taps
 

@@ -9,12 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import assert_one_line_error, make_checkpoint
-from visual_checkpoints import (
-    VisualModel,
-    make_visual_checkpoint,
-    random_pixels,
-    rename_tensors,
-)
+from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels, rename_tensors
 
 from edgellm.artifact import verify_files
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
@@ -96,8 +91,11 @@ def test_no_value_of_a_graph_grows_with_the_square_of_the_patches(model):
     for value in inferred.graph.value_info:
         dims = [dim.dim_param for dim in value.type.tensor_type.shape.dim]
         assert dims.count("patches") <= 1
-    masks = {node.input[3] for node in graph.graph.node
-             if node.op_type == "Attention" and len(node.input) > 3}  # fmt: skip
+    masks = {
+        node.input[3]
+        for node in graph.graph.node
+        if node.op_type == "Attention" and len(node.input) > 3
+    }
     assert len(masks) == (1 if model.spec.window_size else 0)
 
 
@@ -263,8 +261,10 @@ def test_a_key_that_does_not_matter_may_be_ignored(qwen3_checkpoint, tmp_path):
     checkpoint.config["vision_config"]["mystery"] = 1
     options = VisualOptions(ignore_config_keys=("mystery",))
     assert export_visual(checkpoint, tmp_path / "bundle", options).options == {
-        "dtype": "fp16", "ignore_config_keys": ("mystery",), "quantization": "none"
-    }  # fmt: skip
+        "dtype": "fp16",
+        "ignore_config_keys": ("mystery",),
+        "quantization": "none",
+    }
 
 
 def test_tensors_of_the_encoder_that_nobody_takes(qwen3_checkpoint, tmp_path):
@@ -299,9 +299,12 @@ def test_the_processor_goes_with_the_bundle(qwen3_checkpoint, tmp_path):
     (checkpoint / "processor_config.json").write_text('{"image_processor": {"a": 1}}')
     manifest = _export(checkpoint, tmp_path / "bundle")
     assert set(manifest.files) == {
-        "config.json", "model.onnx", "model.weights", "preprocessor_config.json",
+        "config.json",
+        "model.onnx",
+        "model.weights",
+        "preprocessor_config.json",
         "processor_config.json",
-    }  # fmt: skip
+    }
     for name in ("preprocessor_config.json", "processor_config.json"):
         assert (tmp_path / "bundle" / name).read_text() == (checkpoint / name).read_text()
         (checkpoint / name).unlink()

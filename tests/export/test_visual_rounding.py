@@ -180,8 +180,9 @@ def test_an_encoder_that_is_quantized_already(tiny, tmp_path):
 
 def _changed(source: Path, folder: Path, change: Callable[[dict], None]) -> Path:
     checkpoint = Path(shutil.copytree(source, folder / "checkpoint"))
-    tensors = {name: array.copy() for name, array in
-               load_file(checkpoint / "model.safetensors").items()}  # fmt: skip
+    tensors = {
+        name: array.copy() for name, array in load_file(checkpoint / "model.safetensors").items()
+    }
     change(tensors)
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
     return checkpoint

@@ -34,14 +34,16 @@ _TEXT = {
     "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "initializer_range": 0.2,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3,
 }  # fmt: skip
-_QWEN_VISION = {
-    "depth": 1, "embed_dim": 32, "hidden_size": HIDDEN, "num_heads": 2, "patch_size": 4,
-}  # fmt: skip
+_QWEN_VISION = {"depth": 1, "embed_dim": 32, "hidden_size": HIDDEN, "num_heads": 2, "patch_size": 4}
 _MROPE = {"rope_theta": 10000.0, "rope_type": "default", "mrope_section": [2, 3, 3]}
 _TILES = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "patch_size": 4, "image_size": 16,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         "text_config": {**_TEXT, "rope_parameters": _MROPE}, "vision_config": _QWEN_VISION
@@ -264,10 +266,11 @@ def test_verify(family, tmp_path):
 _OTHER_NAMES = {
     "qwen2_5_vl": {"model.": "model.language_model.", "visual.": "model.visual."},
     "internvl": {
-        "language_model.model.": "model.language_model.", "vision_tower.": "model.vision_tower.",
+        "language_model.model.": "model.language_model.",
+        "vision_tower.": "model.vision_tower.",
         "language_model.lm_head.": "lm_head.",
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", sorted(_OTHER_NAMES))

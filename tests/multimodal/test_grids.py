@@ -93,8 +93,11 @@ def test_arrays_of_a_large_image_are_linear_in_its_patches():
 
 def test_types_are_those_of_the_contract():
     inputs = grid_inputs(6, 10, _spec())
-    kinds = {array.dtype for name, array in inputs.items()
-             if name not in (contract.WINDOW_MASK, contract.POS_EMBED_WEIGHT)}  # fmt: skip
+    kinds = {
+        array.dtype
+        for name, array in inputs.items()
+        if name not in (contract.WINDOW_MASK, contract.POS_EMBED_WEIGHT)
+    }
     assert kinds == {np.dtype(np.int64)}
     assert inputs[contract.WINDOW_MASK].dtype == np.bool_
     assert inputs[contract.POS_EMBED_WEIGHT].dtype == np.float32

@@ -13,7 +13,7 @@ from quantize_cases import decode, load, make_job, make_model, write_text
 from edgellm.contract import EdgeLLMError
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
-from edgellm.quantize import autoround, plan
+from edgellm.quantize import autoround
 from edgellm.quantize.formats import pack_int4, unpack_int4
 from edgellm.quantize.layerwise_run import run_job
 from edgellm.quantize.plan import Job
@@ -84,7 +84,6 @@ def test_an_interrupt_changes_nothing(rounding, tmp_path, monkeypatch):
     [
         ({"quantization": "fp8"}, "has no choice of algorithms"),
         ({"algo": "autorounds"}, "did you mean autoround"),
-        ({"kv_cache_quantization": "fp8"}, "does not do scales of an FP8 cache"),
         ({"base_model_dir": "base"}, "does not do drafts"),
     ],
 )
@@ -96,6 +95,6 @@ def test_what_will_not_do(rounding, change, words):
 
 
 def test_without_the_package(rounding, monkeypatch):
-    monkeypatch.setattr(plan.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(autoround.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(EdgeLLMError, match="needs the package auto-round"):
         run_job(rounding, _quiet)

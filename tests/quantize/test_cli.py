@@ -165,8 +165,11 @@ def test_a_run_killed_while_its_files_move_can_go_on(tmp_path, monkeypatch, repl
         folder_module.check_output(output)
     assert attempt == (6 if replaces else 2)
     assert {path.name for path in output.iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer.json", folder_module.SIDE_FILE
-    }  # fmt: skip
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        folder_module.SIDE_FILE,
+    }
     assert json.loads((output / folder_module.SIDE_FILE).read_text())["of"] == f"second{attempt}"
 
 

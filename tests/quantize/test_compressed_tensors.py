@@ -96,8 +96,11 @@ def test_codes_are_those_of_the_other_format(tmp_path, text, monkeypatch, kind, 
     theirs, ours = (read(job.output_dir) for job in jobs)
     assert sorted(layers(theirs)) == sorted(layers(ours))
     assert not any(name.endswith("pre_quant_scale") for name in ours)
-    changed = {name.split(".", 3)[3] for name in layers(ours)
-               if not np.array_equal(codes(theirs, name), codes(ours, name))}  # fmt: skip
+    changed = {
+        name.split(".", 3)[3]
+        for name in layers(ours)
+        if not np.array_equal(codes(theirs, name), codes(ours, name))
+    }
     # Value heads are shared; other families have nothing that takes the factors.
     assert changed <= {
         "llama": {"self_attn.o_proj"}, "arcee": {"self_attn.o_proj", "mlp.down_proj"},

@@ -155,6 +155,8 @@ def _quantize(model: Any, checkpoint: Checkpoint, rounds_input: bool) -> None:
             shape = module.out_features, module.in_features
             linear = decode_linear(tensors, f"model.{name}", shape, rounds_input)
             module.weight.copy_(torch.from_numpy(linear.weight))
+            if module.bias is not None:
+                module.bias.copy_(torch.from_numpy(tensors[f"model.{name}.bias"].floats()))
             module.register_forward_pre_hook(lambda _, x, linear=linear: (_rounded(linear, x[0]),))
         elif "norm" in name:
             for part, values in module.named_parameters(recurse=False):

@@ -21,9 +21,12 @@ from edgellm.quantize.layerwise_run import run_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {
-    "hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 16,
-}  # fmt: skip
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 CASES = {
     "qwen2_5_vl": ("int4_awq", {"lm_head_quantization": "fp8"}),
     "qwen3_vl": ("nvfp4", {}),
@@ -32,14 +35,17 @@ CASES = {
 }
 # What names of the decoder and of all else begin with, as transformers writes them.
 TEXT = {
-    "qwen2_5_vl": "model.", "qwen3_vl": "model.language_model.",
-    "internvl": "language_model.model.", "smolvlm": "model.text_model.",
-}  # fmt: skip
+    "qwen2_5_vl": "model.",
+    "qwen3_vl": "model.language_model.",
+    "internvl": "language_model.model.",
+    "smolvlm": "model.text_model.",
+}
 SEEING = {
-    "qwen2_5_vl": {"visual*"}, "qwen3_vl": {"model.visual*"},
+    "qwen2_5_vl": {"visual*"},
+    "qwen3_vl": {"model.visual*"},
     "internvl": {"vision_tower*", "multi_modal_projector*"},
     "smolvlm": {"model.vision_model*", "model.connector*"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))

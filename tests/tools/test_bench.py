@@ -226,8 +226,11 @@ def test_the_command(run_bench, eagle_pair, tmp_path):
     assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout)
     assert [one["name"] for one in content["series"][:4]] == [
-        "prefill 4", "prefill 8", "decode 3 behind 0", "decode 3 behind 5",
-    ]  # fmt: skip
+        "prefill 4",
+        "prefill 8",
+        "decode 3 behind 0",
+        "decode 3 behind 5",
+    ]
     assert all(len(one["samples"]) == 2 for one in content["series"])
     assert all(text["same_answers"] == 2 for text in content["texts"])
     assert [text["name"] for text in content["texts"]] == ["w20 w21"] * 2 + ["w20 w21 behind 5"] * 2

@@ -63,12 +63,15 @@ def _shown(path: Path) -> str:
         ("output.weight", "head", None),
         ("output_norm.weight", "norms", None),
         ("head.model.embed_tokens.int4_blocks", "head", None),
-        ("layers.5.model.layers.5.mlp.gate_proj+layers.5.model.layers.5.mlp.up_proj.fp32",
-         "mlp", 5),
+        (
+            "layers.5.model.layers.5.mlp.gate_proj+layers.5.model.layers.5.mlp.up_proj.fp32",
+            "mlp",
+            5,
+        ),
         ("model.visual.blocks.2.attn.qkv.weight", "vision", 2),
         ("vision_tower.encoder.layer.9.attention.q_proj.weight", "vision", 9),
     ],
-)  # fmt: skip
+)
 def test_parts_by_name(name, part, layer):
     assert (part_of(name), layer_of(name)) == (part, layer)
 
@@ -211,9 +214,7 @@ def test_an_engine_with_a_draft(eagle_pair):
     assert report.draft is not None
     assert report.facts["hidden taps"] == "2, 4, 5"
     assert report.facts["largest verified tree"] == "60 nodes"
-    assert [costs.what for costs in report.draft.costs] == [
-        "a draft step", "fusing and committing",
-    ]  # fmt: skip
+    assert [costs.what for costs in report.draft.costs] == ["a draft step", "fusing and committing"]
     alone = inspect(eagle_pair.engine / "draft")
     own = sum(tensor.loaded_bytes for tensor in report.tensors)
     assert report.loaded_bytes == own + alone.loaded_bytes
@@ -305,8 +306,9 @@ def test_origins(tmp_path, tiny_engine, tiny_bundle):
     path.write_text(path.read_text().replace(str(tiny_bundle), str(bundle)))
     found = inspect(engine).origins
     assert [(origin.what, origin.state) for origin in found] == [
-        ("bundle", "unchanged"), ("checkpoint", "here"),
-    ]  # fmt: skip
+        ("bundle", "unchanged"),
+        ("checkpoint", "here"),
+    ]
     with (bundle / "manifest.json").open("a") as file:
         file.write("\n")
     assert inspect(engine).origins[0].state == "another by now"
@@ -317,10 +319,12 @@ def test_origins(tmp_path, tiny_engine, tiny_bundle):
 def test_origins_go_through_the_quantizer(tmp_path, tiny_checkpoint):
     quantized = Path(shutil.copytree(tiny_checkpoint, tmp_path / "quantized"))
     report = {
-        "quantization": "fp8", "settings": {"model_dir": str(tiny_checkpoint)},
-        "versions": {"nvidia-modelopt": "0.47.0"}, "calibration": {"name": "default"},
+        "quantization": "fp8",
+        "settings": {"model_dir": str(tiny_checkpoint)},
+        "versions": {"nvidia-modelopt": "0.47.0"},
+        "calibration": {"name": "default"},
         "quality": {"perplexity_float": 10.0, "perplexity_quantized": 10.25},
-    }  # fmt: skip
+    }
     (quantized / "edgellm_quant.json").write_text(json.dumps(report))
     first, second = inspect(quantized).origins
     assert first.details["quantized to"] == "fp8"

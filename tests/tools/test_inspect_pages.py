@@ -125,10 +125,7 @@ def test_names_cannot_break_the_page(tmp_path, tiny_checkpoint):
     shutil.copy(tiny_checkpoint / "config.json", folder)
     save_file({nasty: np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
     report = inspect(folder)
-    for text in (
-        report_page(report, 1),
-        tables_page("@SECTIONS@", str(folder), tables(report, 1)),
-    ):
+    for text in (report_page(report, 1), tables_page("@SECTIONS@", str(folder), tables(report, 1))):
         assert not any(tag in ("script", "b") for tag, _ in Page(text).elements)
         assert "&lt;b&gt;&amp;@PATH@" in text
 

@@ -109,8 +109,10 @@ def test_the_command_trains_a_draft_that_loads(job):
     assert "30 conversations" in result.stderr
     assert "acceptance length" in result.stderr.splitlines()[-1]
     assert {path.name for path in job.output_dir.iterdir()} == {
-        "model.safetensors", "config.json", "training.json"
-    }  # fmt: skip
+        "model.safetensors",
+        "config.json",
+        "training.json",
+    }
     _network(job.output_dir)
     written = _files(job.output_dir)
     again = _command(job)  # the run is over: nothing is trained, the same draft is written
@@ -231,9 +233,12 @@ def test_the_reduced_vocabulary_is_that_of_the_answers(job):
 def test_a_draft_goes_on_with_another(job, tmp_path):
     run(job)
     later = replace(
-        job, init_from=job.output_dir, output_dir=tmp_path / "later", work_dir=tmp_path / "later_w",
+        job,
+        init_from=job.output_dir,
+        output_dir=tmp_path / "later",
+        work_dir=tmp_path / "later_w",
         recipe=replace(job.recipe, epochs=1, learning_rate=0.0),
-    )  # fmt: skip
+    )
     run(later)
     first, second = (load_file(j.output_dir / "model.safetensors") for j in (job, later))
     assert all(torch.equal(first[name], second[name]) for name in first)

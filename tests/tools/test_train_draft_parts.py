@@ -67,9 +67,13 @@ def prompts() -> list[Prompt]:
 
 def _expected(model, prompt: tuple[int, ...], stop_ids: frozenset[int], limit: int) -> list[int]:
     ids = model.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=limit, pad_token_id=0,
-        eos_token_id=sorted(stop_ids), attention_mask=torch.ones(1, len(prompt)),
-    )  # fmt: skip
+        torch.tensor([prompt]),
+        do_sample=False,
+        max_new_tokens=limit,
+        pad_token_id=0,
+        eos_token_id=sorted(stop_ids),
+        attention_mask=torch.ones(1, len(prompt)),
+    )
     return ids[0, len(prompt) :].tolist()
 
 

@@ -29,11 +29,7 @@ from edgellm.tools.train_draft.train import Recipe, Trainer
 from edgellm.tools.train_draft.training_run import Job, run
 
 VOCAB = 96
-BASE = {
-    **models.find("llama").TINY,
-    "num_hidden_layers": 2,
-    "tie_word_embeddings": False,
-}
+BASE = {**models.find("llama").TINY, "num_hidden_layers": 2, "tie_word_embeddings": False}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -209,10 +205,7 @@ def test_the_loss_of_tokens_has_the_gradients_of_autograd(rows):
     ("flags", "message"),
     [
         ({"method": "hydra"}, "--method hydra: give eagle3, eagle or medusa"),
-        (
-            {"method": "medusa", "draft_vocab_size": 9},
-            "--draft_vocab_size is for --method eagle3",
-        ),
+        ({"method": "medusa", "draft_vocab_size": 9}, "--draft_vocab_size is for --method eagle3"),
         (
             {"method": "eagle", "hidden_taps": "1,2"},
             "--hidden_taps is for --method eagle3, not eagle",
@@ -220,10 +213,7 @@ def test_the_loss_of_tokens_has_the_gradients_of_autograd(rows):
         ({"method": "eagle", "num_heads": 3}, "--num_heads is for --method medusa, not eagle"),
         ({"feature_noise": 0.1}, "--feature_noise is for --method eagle, not eagle3"),
         ({"method": "medusa", "unrolls": 3}, "--unrolls is for --method eagle3 and eagle, not"),
-        (
-            {"method": "eagle", "unroll_weight": 0.0},
-            "--unroll_weight is for --method eagle3 and",
-        ),
+        ({"method": "eagle", "unroll_weight": 0.0}, "--unroll_weight is for --method eagle3 and"),
     ],
 )
 def test_flags_of_another_method_are_refused(flags, message, tmp_path):

@@ -81,9 +81,13 @@ def run(llm: LLM, work: Work, results: Results, repetitions: int, report: Report
     results.series, results.pairs = work.series(), work.pairs()
     for repetition in range(repetitions):
         _once(
-            llm, work, results.series, results.pairs, repetition,
+            llm,
+            work,
+            results.series,
+            results.pairs,
+            repetition,
             lambda what, at=repetition: report(f"{at + 1} of {repetitions}: {what}"),
-        )  # fmt: skip
+        )
         results.repetitions = repetition + 1
         results.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -104,9 +108,13 @@ def _once(
         assert work.texts is not None
         report(pair.plain.name)
         answer_both_ways(
-            llm, work.texts.options, work.texts.requests[index], index, pair,
+            llm,
+            work.texts.options,
+            work.texts.requests[index],
+            index,
+            pair,
             eagle_first=(repetition + index) % 2 == 1,
-        )  # fmt: skip
+        )
 
 
 def _text(name: str, mode: str) -> Series:

@@ -9,9 +9,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = (
-    "edgellm", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "numpy",
-)  # fmt: skip
+_PACKAGES = ("edgellm", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "numpy")
 _CPU = Path("/sys/devices/system/cpu")
 _COMMAND_S = 10.0
 _BUSY = 0.5  # load of a core above which others disturb the figures

@@ -69,10 +69,13 @@ def chat(
     seed = seed if seed is not None else int.from_bytes(os.urandom(_SEED_BYTES), "little")
     sampling = SamplingParams(temperature, top_p, top_k, seed)
     llm = LLM(
-        engine_dir, verify=verify, spec=spec_flags.read(),
-        multimodal_engine_dir=multimodal_engine_dir, context_reuse=True,
+        engine_dir,
+        verify=verify,
+        spec=spec_flags.read(),
+        multimodal_engine_dir=multimodal_engine_dir,
+        context_reuse=True,
         allow_special_tokens=allow_special_tokens,
-    )  # fmt: skip
+    )
     if not llm.tokenizer.has_template:
         raise EdgeLLMError(
             "the model has no chat template, so it cannot chat",

@@ -20,8 +20,7 @@ MaxGenerateLength = Annotated[
     int, typer.Option("--maxGenerateLength", min=1, help="Tokens of an answer, at most.")
 ]
 EnableThinking = Annotated[
-    bool,
-    typer.Option("--enableThinking", help="Let models think first whose template can."),
+    bool, typer.Option("--enableThinking", help="Let models think first whose template can.")
 ]
 HistoryFile = Annotated[
     Path | None,

@@ -81,8 +81,12 @@ def _jetpack(machine: Machine) -> Iterator[Finding]:
     version = jetpack.l4t_version(release)
     found = jetpack.find(version) if version is not None else None
     if version is None or found is None:
-        yield Finding("JetPack", FAULT, f"{model}, of an unknown release: {release.strip()[:60]}",
-                      "flash JetPack 7.2 or newer")  # fmt: skip
+        yield Finding(
+            "JetPack",
+            FAULT,
+            f"{model}, of an unknown release: {release.strip()[:60]}",
+            "flash JetPack 7.2 or newer",
+        )
         return
     yield Finding(
         "JetPack",
@@ -100,8 +104,12 @@ def _cuda(machine: Machine) -> Iterator[Finding]:
     try:
         version = json.loads(text)["cuda"]["version"]
     except (ValueError, KeyError, TypeError):
-        yield Finding("CUDA", FAULT, "usr/local/cuda/version.json cannot be read",
-                      "install the CUDA toolkit again")  # fmt: skip
+        yield Finding(
+            "CUDA",
+            FAULT,
+            "usr/local/cuda/version.json cannot be read",
+            "install the CUDA toolkit again",
+        )
         return
     yield Finding("CUDA", OK, f"toolkit {version}")
 
@@ -130,12 +138,20 @@ def _power(machine: Machine) -> Iterator[Finding]:
     if mode is not None and "MAXN" in mode[1].upper():
         yield Finding("power mode", OK, mode[1])
     elif mode is not None:
-        yield Finding("power mode", NOTE, f"{mode[1]} holds the clocks down",
-                      "sudo nvpmodel -m 0 && sudo jetson_clocks")  # fmt: skip
+        yield Finding(
+            "power mode",
+            NOTE,
+            f"{mode[1]} holds the clocks down",
+            "sudo nvpmodel -m 0 && sudo jetson_clocks",
+        )
     governor = machine.read("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     if governor is not None and governor.strip() == "powersave":
-        yield Finding("CPU clocks", NOTE, "the governor is powersave",
-                      "sudo cpupower frequency-set -g performance")  # fmt: skip
+        yield Finding(
+            "CPU clocks",
+            NOTE,
+            "the governor is powersave",
+            "sudo cpupower frequency-set -g performance",
+        )
 
 
 def _packages() -> Iterator[Finding]:

@@ -36,9 +36,12 @@ class Machine:
             return None
         try:
             result = subprocess.run(
-                [found, *arguments], capture_output=True, text=True, timeout=_PATIENCE_S,
+                [found, *arguments],
+                capture_output=True,
+                text=True,
+                timeout=_PATIENCE_S,
                 check=False,
-            )  # fmt: skip
+            )
         except subprocess.TimeoutExpired:
             raise ProgramError(f"{program} does not answer") from None
         except OSError as error:

@@ -19,6 +19,7 @@ from edgellm.tools.evaluate.flags import (
     MaxGenerateLength,
     MultimodalEngineDir,
     OutputDir,
+    Ray,
     Repeats,
     RunCode,
     Seed,
@@ -33,6 +34,7 @@ app = App(CAMEL_CASE)
 def evaluate(
     spec_flags: SpecFlags,
     engine_dir: EngineDir = None,
+    ray: Ray = None,
     dataset: Dataset = None,
     data_file: DataFile = None,
     output_dir: OutputDir = None,
@@ -58,17 +60,30 @@ def evaluate(
     if convert is not None:
         _convert(convert, dataset, data_file, limit, engine_dir or output_dir)
         return
-    given = {"--engineDir": engine_dir, "--dataset": dataset, "--outputDir": output_dir}
+    place = {"--engineDir": engine_dir} if ray is None else {}
+    given = {**place, "--dataset": dataset, "--outputDir": output_dir}
     if missing := [flag for flag, value in given.items() if value is None]:
         raise EdgeLLMError(f"{missing[0]} is missing", hint="edgellm-eval --help lists the flags")
-    assert engine_dir is not None and dataset is not None and output_dir is not None  # noqa: PT018
+    assert dataset is not None and output_dir is not None  # noqa: PT018
+    if ray is not None:
+        _refuse_own(engine_dir, multimodal_engine_dir, how)
     from edgellm.tools.evaluate.evaluation import Job, evaluate
+    from edgellm.tools.remote.servers import Servers
 
+    servers = None if ray is None else Servers.read(ray)
     job = Job(
         engine_dir, multimodal_engine_dir, dataset, data_file, output_dir, limit, how,
-        max_generate_length, temperature, seed, repeats, run_code,
+        max_generate_length, temperature, seed, repeats, run_code, servers,
     )  # fmt: skip
     evaluate(job)
+
+
+def _refuse_own(engine: Path | None, multimodal_engine: Path | None, how: object) -> None:
+    if engine or multimodal_engine or how:
+        raise EdgeLLMError(
+            "--ray asks servers, which have their engines and drafts already",
+            hint="leave out --engineDir, --multimodalEngineDir, --eagle, --spec and their kin",
+        )
 
 
 def _compare(one: Path, other: Path, foreign: object) -> None:

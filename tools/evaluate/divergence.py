@@ -66,6 +66,9 @@ def _explain(
     logits = logits_behind(llm, begun.prompt, ids[:token], sampling)
     one, other = ids[token], others[token]
     return msgspec.structs.replace(
-        where, plain_token=one, speculated_token=other,
-        margin=float(logits[one] - logits[other]), spread=float(logits.std()),
-    )  # fmt: skip
+        where,
+        plain_token=one,
+        speculated_token=other,
+        margin=float(logits[one] - logits[other]),
+        spread=float(logits.std()),
+    )

@@ -19,10 +19,13 @@ from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.evaluate import divergence
 from edgellm.tools.evaluate.answering import answer_all, open_logs
 from edgellm.tools.evaluate.questions import FILED, Question, fingerprint, load
+from edgellm.tools.evaluate.remote import answer_remotely
 from edgellm.tools.evaluate.report import report_markdown, report_page, tables
 from edgellm.tools.evaluate.sandbox import open_sandbox
 from edgellm.tools.evaluate.scores import SCORES_FILE, Scores, score
 from edgellm.tools.evaluate.settings import Settings, run_folder
+from edgellm.tools.remote.servers import Servers
+from edgellm.tools.remote.spread import require_ray
 from edgellm.tools.tables import show
 
 
@@ -30,7 +33,7 @@ from edgellm.tools.tables import show
 class Job:
     """What the user asked for."""
 
-    engine_dir: Path
+    engine_dir: Path | None  # None: `servers` have it
     multimodal_engine_dir: Path | None
     dataset: str
     data_file: Path | None
@@ -42,6 +45,7 @@ class Job:
     seed: int
     repeats: int
     run_code: bool
+    servers: Servers | None = None
 
 
 def evaluate(job: Job) -> None:
@@ -52,7 +56,9 @@ def evaluate(job: Job) -> None:
     """
     questions = load(job.dataset, job.data_file)[: job.limit]
     _check(job, questions)
-    llm = LLM(job.engine_dir, spec=job.spec, multimodal_engine_dir=job.multimodal_engine_dir)
+    llm = None
+    if job.engine_dir is not None:
+        llm = LLM(job.engine_dir, spec=job.spec, multimodal_engine_dir=job.multimodal_engine_dir)
     settings = settings_of(job, questions)
     sandbox = None
     if job.run_code and any(question.scoring == "code" for question in questions):
@@ -60,11 +66,14 @@ def evaluate(job: Job) -> None:
     with run_folder(job.output_dir, settings), open_logs(job.output_dir, settings) as logs:
         done = sum(len(log.records) for log in logs.values())
         with _progress(len(questions) * len(logs), done) as advance:
-            answer_all(llm, questions, settings, logs, advance)
+            if llm is not None:
+                answer_all(llm, questions, settings, logs, advance)
+            elif job.servers is not None:
+                answer_remotely(job.servers, questions, settings, logs["plain"], advance)
         records = {mode: log.records for mode, log in logs.items()}
-        parted = (
-            divergence.compare(llm, questions, settings, records) if settings.is_exact else None
-        )
+        parted = None
+        if llm is not None and settings.is_exact:
+            parted = divergence.compare(llm, questions, settings, records)
         scores = score(questions, records, parted, sandbox)
         _write(job.output_dir, settings, scores)
     show(
@@ -83,6 +92,9 @@ def _write(folder: Path, settings: Settings, scores: Scores) -> None:
 
 def _check(job: Job, questions: Sequence[Question]) -> None:
     """Refuse what would fail later."""
+    if job.engine_dir is None:
+        require_ray()
+        return
     if job.multimodal_engine_dir is None and any(question.images for question in questions):
         raise EdgeLLMError(
             f"{job.dataset} has images, which a text engine does not see",
@@ -99,12 +111,19 @@ def settings_of(job: Job, questions: Sequence[Question]) -> Settings:
     if job.spec is not None:  # as JSON has it: paths are texts, tuples are lists
         spec = json.loads(json.dumps(dataclasses.asdict(job.spec), default=str))
     draft_model = job.spec.draft_engine_dir if job.spec is not None else None
+    if job.engine_dir is not None:
+        model = job.engine_dir.resolve().name
+        engines = hash_engines(job.engine_dir, job.multimodal_engine_dir, draft_model)
+    else:
+        assert job.servers is not None
+        model = job.servers.model()
+        engines = {"of servers": model}  # which of them answer may change
     return Settings(
         dataset=job.dataset if job.dataset not in FILED else f"{job.dataset} of {job.data_file}",
         num_questions=len(questions),
         data_sha256=fingerprint(questions),
-        model=job.engine_dir.resolve().name,
-        engines=hash_engines(job.engine_dir, job.multimodal_engine_dir, draft_model),
+        model=model,
+        engines=engines,
         spec=spec,
         max_generate_length=job.max_generate_length,
         temperature=job.temperature,

@@ -12,6 +12,14 @@ MultimodalEngineDir = Annotated[
     Path | None,
     typer.Option("--multimodalEngineDir", help="Folder made by visual_build, for images."),
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="URL,URL",
+        help="Servers of one model instead of --engineDir; Ray spreads the questions over them.",
+    ),
+]
 Dataset = Annotated[
     str | None,
     typer.Option(

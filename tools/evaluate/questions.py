@@ -68,30 +68,44 @@ def _mt_bench(row: dict[str, Any]) -> Question:
 
 def _humaneval(row: dict[str, Any]) -> Question:
     return Question(
-        turns=[row["prompt"]], question_id=row["task_id"], category="code", scoring="code",
-        entry_point=row["entry_point"], test=row["test"],
-    )  # fmt: skip
+        turns=[row["prompt"]],
+        question_id=row["task_id"],
+        category="code",
+        scoring="code",
+        entry_point=row["entry_point"],
+        test=row["test"],
+    )
 
 
 def _gsm8k(row: dict[str, Any]) -> Question:
     return Question(
-        turns=[row["prompt"]], question_id=row["id"], category="maths", scoring="number",
+        turns=[row["prompt"]],
+        question_id=row["id"],
+        category="maths",
+        scoring="number",
         reference=row["expected"],
-    )  # fmt: skip
+    )
 
 
 def _article(line: Article) -> Question:
     return Question(
-        turns=[f"{line.prompt}\n\n{line.article}"], question_id=line.question_id,
-        category=line.category, scoring="rouge", reference=line.summary,
-    )  # fmt: skip
+        turns=[f"{line.prompt}\n\n{line.article}"],
+        question_id=line.question_id,
+        category=line.category,
+        scoring="rouge",
+        reference=line.summary,
+    )
 
 
 def _picture(line: Picture) -> Question:
     return Question(
-        turns=[line.prompt], question_id=line.question_id, category=line.category,
-        images=[line.image], scoring="exact", reference=line.caption,
-    )  # fmt: skip
+        turns=[line.prompt],
+        question_id=line.question_id,
+        category=line.category,
+        images=[line.image],
+        scoring="exact",
+        reference=line.caption,
+    )
 
 
 PACKAGED: dict[str, tuple[PackagedFile, Callable[[dict[str, Any]], Question]]] = {

@@ -97,10 +97,13 @@ def _columns(questions: Sequence[Scored]) -> tuple[list[Measure], list[Measure]]
 def _speed(settings: Settings, questions: Sequence[Scored]) -> Table:
     if settings.spec is None:
         rows = tuple(
-            (name, f"{len(found)}",
-             shown(ratio_of(*rates([one.modes["plain"] for one in found])), "{:.1f}"))
+            (
+                name,
+                f"{len(found)}",
+                shown(ratio_of(*rates([one.modes["plain"] for one in found])), "{:.1f}"),
+            )
             for name, found in by_category(questions).items()
-        )  # fmt: skip
+        )
         return Table(SPEED_TITLE, ("", "questions", "plain tokens/s"), rows, _NOTE)
     rows = []
     for name, found in by_category(questions).items():

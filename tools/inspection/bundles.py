@@ -103,9 +103,7 @@ def _stored(manifest: Bundle) -> str:
     return f"{manifest.dtype}, quantization {manifest.quantization}"
 
 
-def _graph_facts(
-    manifest: Bundle,
-) -> dict[str, str]:
+def _graph_facts(manifest: Bundle) -> dict[str, str]:
     return {
         "activations": manifest.dtype,
         "quantization": manifest.quantization,

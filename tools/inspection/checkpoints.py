@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from edgellm.export import drafts
 from edgellm.export.checkpoint import Checkpoint, TensorInfo
-from edgellm.export.medusa_config import head_names
 from edgellm.export.source import open_checkpoint
 from edgellm.manifest import KVCacheSpec
 from edgellm.tools.inspection.origins import of_checkpoint
@@ -43,11 +43,11 @@ def inspect_checkpoint(folder: Path) -> Report:
     infos = checkpoint.tensors.infos()
     tensors = tuple(_tensors(checkpoint, infos))
     sees = any(tensor.part == VISION for tensor in tensors)
-    is_medusa = len(head_names(infos)) == len(infos)
-    is_draft = _FUSE in infos or is_medusa
+    own = drafts.kind_of(infos) if len(drafts.own_names(infos)) == len(infos) else None
+    is_draft = _FUSE in infos or own is not None
     kind = "vision-language model" if sees else "language model"
     if is_draft:
-        kind = "Medusa heads" if is_medusa else "EAGLE draft"
+        kind = own.TITLE if own is not None else "EAGLE draft"
     facts = {"architecture": str(config.get("model_type")), "contents": kind}
     facts["parameters"] = f"{count_parameters(checkpoint):,}"
     facts |= {key: str(text[key]) for key in _SHOWN if text.get(key) is not None}

@@ -21,15 +21,13 @@ app = App(SNAKE_CASE)
 @app.command()
 def inspect(
     path: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="HF checkpoint, .gguf file, bundle or engine."),
+        Path, typer.Argument(metavar="DIR", help="HF checkpoint, .gguf file, bundle or engine.")
     ],
     diff: Annotated[
         Path | None, typer.Option("--diff", help="Another of the same kind: what differs.")
     ] = None,
     verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Read all: check hashes, with --diff compare contents."),
+        bool, typer.Option("--verify", help="Read all: check hashes, with --diff compare contents.")
     ] = False,
     context: Annotated[
         int, typer.Option("--context", min=0, help="Tokens in the cache, for predictions.")

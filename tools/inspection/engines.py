@@ -138,9 +138,7 @@ def _costs(manifest: Engine) -> tuple[Costs, ...]:
     )
 
 
-def _build_facts(
-    manifest: Engine,
-) -> dict[str, str]:
+def _build_facts(manifest: Engine) -> dict[str, str]:
     return {
         "backend": f"{manifest.library} {manifest.backend_version}",
         "machine": manifest.machine,

@@ -40,8 +40,11 @@ def tables_page(heading: str, path: str, found: Iterable[Table]) -> str:
 
 def page(heading: str, path: str, sections: Iterable[str]) -> str:
     """A whole page; `sections` are HTML, the others are not."""
-    contents = {"HEADING": html.escape(heading), "PATH": html.escape(path),
-                "SECTIONS": "\n".join(sections)}  # fmt: skip
+    contents = {
+        "HEADING": html.escape(heading),
+        "PATH": html.escape(path),
+        "SECTIONS": "\n".join(sections),
+    }
     # What is put in is not looked at again, whatever a name in it looks like.
     pieces = _PAGE.read_text("utf-8").split("@")
     return "".join(contents.get(piece, piece) for piece in pieces)

@@ -29,16 +29,20 @@ class Board:
 
 BOARDS = (
     Board(
-        "Jetson Orin Nano Super 8 GB", 8 << 30, 102e9,
+        "Jetson Orin Nano Super 8 GB",
+        8 << 30,
+        102e9,
         "NVIDIA, Jetson Orin Nano Super Developer Kit data sheet",
     ),
     Board("Jetson Orin NX 16 GB", 16 << 30, 102.4e9, "NVIDIA, Jetson Orin NX data sheet DS-10712"),
     Board(
-        "Jetson AGX Orin 64 GB", 64 << 30, 204.8e9,
+        "Jetson AGX Orin 64 GB",
+        64 << 30,
+        204.8e9,
         "NVIDIA, Jetson AGX Orin Series technical brief v1.2",
     ),
     Board("Jetson Thor T5000 128 GB", 128 << 30, 273e9, "NVIDIA, Jetson Thor modules data sheet"),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,9 @@ class Server:
     def model_card(self) -> dict[str, Any]:
         """The model, in OpenAI's form."""
         return {
-            "id": self.settings.model, "object": "model", "created": self.created,
-            "owned_by": "edgellm", "max_model_len": self.llm.manifest.max_kv_cache_capacity,
-        }  # fmt: skip
+            "id": self.settings.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "edgellm",
+            "max_model_len": self.llm.manifest.max_kv_cache_capacity,
+        }

@@ -17,12 +17,7 @@ from edgellm.tools.serve.pages import add_page
 from edgellm.tools.serve.schemas import ChatRequest, CompletionRequest
 from edgellm.tools.serve.settings import Settings
 from edgellm.tools.serve.sites import share
-from edgellm.tools.serve.tokens import (
-    DetokenizeRequest,
-    TokenizeRequest,
-    detokenized,
-    tokenized,
-)
+from edgellm.tools.serve.tokens import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 from edgellm.tools.serve.triton import GenerateRequest, GenerateWriter
 from edgellm.tools.serve.worker import Worker
 

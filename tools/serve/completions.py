@@ -55,6 +55,7 @@ class CompletionWriter:
         self._wants_logprobs = body.logprobs is not None
         self._prompts = body.prompts()
         self._echo = bool(body.echo)
+        self._wants_ids = bool(body.return_token_ids)
         self._choices: list[dict[str, Any]] = []
         self._figures: list[Finished] = []
         self._begin()
@@ -68,6 +69,7 @@ class CompletionWriter:
         entries = tuple(e for e in step.logprobs if e.token_id not in self._end_ids)
         offset, self._text = len(self._text), self._text + self._gap(step) + step.text
         self._entries += entries
+        self._ids += step.token_ids
         if not step.text and not entries:
             return []
         return [self._event([self._choice(self._new(), entries, offset, None)])]
@@ -83,7 +85,8 @@ class CompletionWriter:
 
     def whole(self, figures: Finished) -> dict[str, Any]:
         """The completions in one piece."""
-        self._choices.append(self._choice(self._text, self._entries, 0, figures.finish_reason))
+        choice = self._choice(self._text, self._entries, 0, figures.finish_reason)
+        self._choices.append({**choice, **({"token_ids": self._ids} if self._wants_ids else {})})
         self._next(figures)
         return {**self._event(self._choices), **self._usage()}
 
@@ -91,6 +94,7 @@ class CompletionWriter:
         """The text of the next choice, with what was not told of it yet."""
         self._text, self._told = "", 0
         self._entries: tuple[TokenLogprobs, ...] = ()
+        self._ids: tuple[int, ...] = ()
         self._echoed = self._echo  # and nothing behind it yet
         if self._echo:
             prompt = self._prompts[len(self._figures)]

@@ -130,6 +130,7 @@ class CompletionRequest(Sampled):
     best_of: _One = None
     echo: bool | None = None
     suffix: Annotated[str, Field(max_length=0)] | None = None
+    return_token_ids: bool | None = None  # vLLM's; of answers that do not stream
 
     def prompts(self) -> list[str | list[int]]:
         """Texts and token ids, each to be continued for itself."""

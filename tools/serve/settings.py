@@ -56,8 +56,7 @@ def read_keys(path: Path) -> frozenset[bytes]:
         raise EdgeLLMError(f"{path} holds no key", hint="write one key in a line")
     if not all(key.isascii() and key.isprintable() for key in keys):
         raise EdgeLLMError(
-            f"{path}: a key has characters that a header cannot carry",
-            hint="use ASCII only",
+            f"{path}: a key has characters that a header cannot carry", hint="use ASCII only"
         )
     if min(map(len, keys)) < MIN_KEY_LENGTH:
         raise EdgeLLMError(

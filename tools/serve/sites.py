@@ -71,6 +71,10 @@ def share(app: Starlette, allowed: frozenset[str]) -> None:
     """Tell browsers that pages of the allowed origins may read answers."""
     if allowed:
         app.add_middleware(
-            CORSMiddleware, allow_origins=sorted(allowed), allow_methods=("GET", "POST"),
-            allow_headers=("*",), allow_private_network=True, expose_headers=_TOLD,
-        )  # fmt: skip
+            CORSMiddleware,
+            allow_origins=sorted(allowed),
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=_TOLD,
+        )

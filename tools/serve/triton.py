@@ -141,11 +141,7 @@ class GenerateRequest(EnsembleParameters):
     def prefix(self, *, streams: bool) -> str:
         """What stands before the answer: the prompt, unless it is excluded."""
         own = self.parameters.exclude_input_in_output if self.parameters is not None else None
-        told = (
-            self.sampling_param_exclude_input_from_output,
-            self.exclude_input_in_output,
-            own,
-        )
+        told = (self.sampling_param_exclude_input_from_output, self.exclude_input_in_output, own)
         default = streams and (self.is_vllms or bool(self.of_ensemble()))
         excluded = next((value for value in told if value is not None), default)
         return "" if excluded else self.text_input

@@ -21,12 +21,11 @@ from transformers import (
 )
 
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
-from edgellm.export.checkpoint import Checkpoint, read_whole
+from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.source import open_checkpoint
 from edgellm.export.vlm import is_vlm, text_tower
+from edgellm.tools.train_draft.float_weights import float_weights, has_own_head, require_known
 from edgellm.tools.train_draft.pictures import Picture, Pictures
-
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class Base:
 
 
 def load_base(base_model_dir: str, device: torch.device) -> Base:
-    """Load a checkpoint, in the type that `device` computes fast with.
+    """Load a checkpoint, quantized layers decoded, in the type that `device` computes fast with.
 
     Raises:
         EdgeLLMError: `base_model_dir` is no checkpoint that edgellm can read.
@@ -135,9 +134,11 @@ def load_base(base_model_dir: str, device: torch.device) -> Base:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     checkpoint = open_checkpoint(base_model_dir)
-    if checkpoint.quant_config:
+    require_known(checkpoint)
+    if checkpoint.quant_config and is_vlm(checkpoint):
         raise UnsupportedModelError(
-            f"{checkpoint.label} is quantized", hint="train with the float checkpoint it came from"
+            f"{checkpoint.label} is quantized, and takes pictures",
+            hint="train with the float checkpoint it came from",
         )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -183,16 +184,12 @@ def _whole_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
 
 def _text_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.for_model(**checkpoint.config)
+    config.tie_word_embeddings &= not has_own_head(checkpoint)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.to_empty(device="cpu")
-    tensors = {
-        name: torch.frombuffer(read_whole(checkpoint.tensors, name), dtype=_DTYPES[info.dtype])
-        .reshape(info.shape)
-        .to(dtype)
-        for name, info in checkpoint.tensors.infos().items()
-        if info.dtype in _DTYPES
-    }
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    tensors = float_weights(checkpoint, shapes, dtype)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     model.tie_weights()
     tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []

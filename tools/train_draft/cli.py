@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edgellm.command import SNAKE_CASE, App, numbers, run_command
 from edgellm.contract import EdgeLLMError
+
+if TYPE_CHECKING:
+    from edgellm.tools.remote.servers import Servers
 
 app = App(SNAKE_CASE)
 
@@ -34,6 +37,12 @@ InitFrom = Annotated[
 Taps = Annotated[
     str,
     typer.Option("--hidden_taps", help="Of eagle3: layers whose input is read. [2,n/2,n-3]"),
+]
+Ray = Annotated[
+    str,
+    typer.Option(
+        "--ray", metavar="URL,URL", help="Servers of the base answer prompts; Ray spreads them."
+    ),
 ]
 Method = Annotated[
     str,
@@ -130,6 +139,7 @@ def train_draft(
     method: Method = "eagle3",
     data: Data = None,
     self_prompts: SelfPrompts = 0,
+    ray: Ray = "",
     work_dir: Work = None,
     init_from: InitFrom = None,
     draft_vocab_size: DraftVocabSize = None,
@@ -179,7 +189,7 @@ def train_draft(
             batch_tokens, max_tokens, 1.0, seed, own.feature_noise or 0.0,
         ),
         generation=Generation(max_new_tokens, sampled_share, temperature, generation_batch, seed),
-        method=method, num_heads=own.num_heads or 0,
+        method=method, num_heads=own.num_heads or 0, servers=_servers(ray),
     )  # fmt: skip
     run(job)
 
@@ -190,6 +200,16 @@ def _require_data(data: list[Path] | None, self_prompts: int) -> None:
             "no conversations to learn from",
             hint="give --data FILE.jsonl, or --self_prompts N to let the base write N prompts",
         )
+
+
+def _servers(ray: str) -> Servers | None:
+    from edgellm.tools.remote.servers import Servers
+    from edgellm.tools.remote.spread import require_ray
+
+    if not ray:
+        return None
+    require_ray()
+    return Servers.read(ray)
 
 
 def _require_host() -> None:

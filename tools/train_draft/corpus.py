@@ -201,8 +201,7 @@ def answer_prompts(
     Prompts that `store` already answers are not answered again. What a prompt's answer is does
     not depend on interrupts: the batches are always the same, and one that was cut is repeated.
     """
-    _drop_cut_line(store)
-    done = {sample.prompt for sample in stored_answers(store)}
+    done = begin_answers(store)
     yield sum(prompt in done for prompt in prompts)
     for start in range(0, len(prompts), _CHUNK):
         chunk = prompts[start : start + _CHUNK]
@@ -216,14 +215,26 @@ def answer_prompts(
                 base, part, stop_ids=base.stop_ids, max_new_tokens=how.max_new_tokens,
                 temperature=temperature, batch=how.batch, seed=how.seed + start,
             )  # fmt: skip
-            lines = [
-                _line(Sample(part[index], tuple(ids)))
-                for index, ids in rows
-                if part[index] not in done
-            ]
-            with store.open("a", encoding="utf-8") as stream:
-                stream.write("".join(lines))
+            new = [Sample(part[at], tuple(ids)) for at, ids in rows if part[at] not in done]
+            add_answers(store, new)
         yield start + len(chunk)
+
+
+def begin_answers(store: Path) -> set[Prompt]:
+    """The prompts that the JSONL file `store` answers; a line that was cut is cut off."""
+    _drop_cut_line(store)
+    return {sample.prompt for sample in stored_answers(store)}
+
+
+def add_answers(store: Path, samples: Sequence[Sample]) -> None:
+    """Append whole lines."""
+    with store.open("a", encoding="utf-8") as stream:
+        stream.write("".join(_line(sample) for sample in samples))
+
+
+def sampled_places(prompts: Sequence[Prompt], how: Generation) -> range:
+    """Places of the prompts whose answers are sampled, where no batches decide it."""
+    return range(round(len(prompts) * how.sampled_share))
 
 
 def _line(sample: Sample) -> str:

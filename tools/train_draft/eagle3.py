@@ -13,12 +13,7 @@ from torch import Tensor
 from edgellm.tools.train_draft.base import Base
 from edgellm.tools.train_draft.corpus import Sample, draft_vocabulary
 from edgellm.tools.train_draft.features import Batch, TappedBase
-from edgellm.tools.train_draft.layout import (
-    draft_shape,
-    read_draft,
-    start_from_base,
-    write_draft,
-)
+from edgellm.tools.train_draft.layout import draft_shape, read_draft, start_from_base, write_draft
 from edgellm.tools.train_draft.learner import unrolled
 from edgellm.tools.train_draft.losses import head_loss
 from edgellm.tools.train_draft.network import Draft
@@ -77,9 +72,8 @@ class Eagle3:
         known[:, : self.steps] = False
         taps = features[:, :, : len(self.tapped.taps)]
         hidden, states = unrolled(
-            self.module, self.tapped, batch, features,
-            unrolls=self.steps, known=known, taps=taps,
-        )  # fmt: skip
+            self.module, self.tapped, batch, features, unrolls=self.steps, known=known, taps=taps
+        )
         with torch.no_grad():
             targets = (states @ self._base_head.T).softmax(-1)
         return self.module.norm(hidden), targets

@@ -74,9 +74,13 @@ def generate(
     for start in range(0, len(by_length), batch):
         chosen = by_length[start : start + batch]
         answers = _complete(
-            base, [prompts[index] for index in chosen], stop_ids, max_new_tokens, temperature,
+            base,
+            [prompts[index] for index in chosen],
+            stop_ids,
+            max_new_tokens,
+            temperature,
             randomness,
-        )  # fmt: skip
+        )
         yield from zip(chosen, answers, strict=True)
 
 

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from edgellm.tools.train_draft.corpus import Sample
-from edgellm.tools.train_draft.features import (
-    Batch,
-    FeatureCache,
-    make_batch,
-    plan,
-    row_lengths,
-)
+from edgellm.tools.train_draft.features import Batch, FeatureCache, make_batch, plan, row_lengths
 from edgellm.tools.train_draft.learner import Learner
 
 _STATE = "training.pt"

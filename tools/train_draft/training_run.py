@@ -20,6 +20,7 @@ from edgellm.disk import explain_full_disk
 from edgellm.exclusive import hold
 from edgellm.export.taps import check_taps, default_taps
 from edgellm.quantize.device import choose_device
+from edgellm.tools.remote.servers import Servers
 from edgellm.tools.train_draft.base import Base, Prompt, load_base
 from edgellm.tools.train_draft.corpus import (
     Generation,
@@ -35,6 +36,7 @@ from edgellm.tools.train_draft.features import FeatureCache, row_lengths
 from edgellm.tools.train_draft.layout import FILES, TRAINING
 from edgellm.tools.train_draft.learner import Learner
 from edgellm.tools.train_draft.medusa import Medusa
+from edgellm.tools.train_draft.remote import answer_prompts_remotely
 from edgellm.tools.train_draft.train import Progress, Recipe, Trainer
 
 
@@ -58,6 +60,7 @@ class Job:
     generation: Generation
     method: str = "eagle3"  # "eagle3", "eagle" or "medusa"
     num_heads: int = 0  # of "medusa"
+    servers: Servers | None = None  # that answer prompts in the base's place
 
 
 def run(job: Job) -> None:
@@ -173,7 +176,7 @@ def _facts_text(job: Job) -> str:
 def _facts(job: Job) -> dict[str, Any]:
     """The settings that make a run what it is."""
     facts = dataclasses.asdict(job)
-    for name in ("output_dir", "work_dir", "device", "save_every", "cache_features"):
+    for name in ("output_dir", "work_dir", "device", "save_every", "cache_features", "servers"):
         del facts[name]
     return json.loads(json.dumps(facts, default=str))
 
@@ -211,7 +214,13 @@ def _self_prompts(job: Job, base: Base) -> list[Prompt]:
 
 def _answered(job: Job, base: Base, prompts: list[Prompt]) -> list[Sample]:
     store = job.work_dir / "answers.jsonl"
-    for count in answer_prompts(base, prompts, store, job.generation):
+    if job.servers is None:
+        answering = answer_prompts(base, prompts, store, job.generation)
+    else:
+        answering = answer_prompts_remotely(
+            job.servers, prompts, base.stop_ids, store, job.generation
+        )
+    for count in answering:
         _say(f"the base has answered {count} of {len(prompts)} prompts")
     wanted = set(prompts)
     image_id = base.pictures.token_id if base.pictures is not None else None

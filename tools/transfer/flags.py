@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 Bundle = Annotated[
-    Path | None,
-    typer.Argument(metavar="BUNDLE", help="A bundle or an engine, with its manifest."),
+    Path | None, typer.Argument(metavar="BUNDLE", help="A bundle or an engine, with its manifest.")
 ]
 To = Annotated[
     str | None,
@@ -32,8 +31,7 @@ MaxFailed = Annotated[
     int, typer.Option("--max_failed", min=0, help="If more fail, all that were updated go back.")
 ]
 Test = Annotated[
-    str,
-    typer.Option("--test", help="A shell command for each device, in DIR; its failure is one."),
+    str, typer.Option("--test", help="A shell command for each device, in DIR; its failure is one.")
 ]
 Rollback = Annotated[
     bool, typer.Option("--rollback", help="Give the fleet what it had before its last update.")

@@ -37,8 +37,12 @@ class Order:
 
     def of_fleets(self) -> str:
         """A given flag that has no meaning for one device, "" without."""
-        given = {"--rollback": self.rollback, "--status": self.status, "--page": self.page,
-                 "--test": self.test}  # fmt: skip
+        given = {
+            "--rollback": self.rollback,
+            "--status": self.status,
+            "--page": self.page,
+            "--test": self.test,
+        }
         return next((flag for flag, value in given.items() if value), "")
 
 
@@ -60,9 +64,11 @@ def carry_out(order: Order, bundle: Path | None, fleet: Path) -> None:
         tables.show(f"Fleet {fleet}", [shown])
     elif listed is not None:
         plan = Plan(
-            inventory.share(order.canary, len(targets)), order.num_parallel, order.max_failed,
+            inventory.share(order.canary, len(targets)),
+            order.num_parallel,
+            order.max_failed,
             order.test,
-        )  # fmt: skip
+        )
         found = rollout.roll_out(listed, targets, plan, _tell)
         _finish(order, found, rollout.UPDATED, rollout.CURRENT, listed=listed)
 

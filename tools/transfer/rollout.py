@@ -80,9 +80,12 @@ def roll_out(
     def update(stage: Sequence[Target], max_failed: int) -> bool:
         """Whether no more than that have failed up to now."""
         _each(
-            stage, plan.num_parallel, lambda one: _update(whole, one, plan.test), record,
+            stage,
+            plan.num_parallel,
+            lambda one: _update(whole, one, plan.test),
+            record,
             lambda: _num_failed(found) <= max_failed,
-        )  # fmt: skip
+        )
         return _num_failed(found) <= max_failed
 
     is_well = update(targets[: plan.num_canaries], 0)
@@ -121,9 +124,11 @@ def _update(listed: FileList, target: Target, test: str) -> Outcome:
     if not arrived.changed:
         return Outcome(target, CURRENT)
     return Outcome(
-        target, UPDATED, f"{len(arrived.changed)} of {len(listed.files)} files new or changed, "
+        target,
+        UPDATED,
+        f"{len(arrived.changed)} of {len(listed.files)} files new or changed, "
         f"{arrived.sent.travelled / 1e6:.1f} MB travelled",
-    )  # fmt: skip
+    )
 
 
 def _prove(listed: FileList, target: Target, test: str) -> None:

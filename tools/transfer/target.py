@@ -121,10 +121,13 @@ def connected(target: Target) -> Iterator[Target]:
         )
     with tempfile.TemporaryDirectory(prefix="edgellm-") as folder:
         options = {
-            "ConnectTimeout": _CONNECT_S, "ServerAliveInterval": 15, "ControlMaster": "auto",
-            "ControlPath": f"{folder}/s", "ControlPersist": 60,
+            "ConnectTimeout": _CONNECT_S,
+            "ServerAliveInterval": 15,
+            "ControlMaster": "auto",
+            "ControlPath": f"{folder}/s",
+            "ControlPersist": 60,
             **({} if sys.stdin.isatty() and not target.is_one_of_many else {"BatchMode": "yes"}),
-        }  # fmt: skip
+        }
         words = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
         ssh = ("ssh", *words)
         try:

@@ -4,19 +4,14 @@
 namespace edgellm {
 namespace {
 
-struct Quads {
-  using Sum = __m256i;
-
-  static Sum begin(__m256i sums) { return sums; }
-  static Sum add4(Sum sum, __m256i codes, __m256i x) { return _mm256_dpbusd_avx_epi32(sum, codes, x); }
-  static __m256i end(__m256i, Sum sum) { return sum; }
-  static __m256i add8(__m256i sums, __m256i codes, __m256i x) { return _mm256_dpbusd_avx_epi32(sums, codes, x); }
-};
-
-struct Set : Avx2Dot<Quads> {
+struct Quads : Avx2 {
   static constexpr int kMiddle8 = 128;
-  static constexpr int kRows = 4, kStrips = 1, kQueries = 2, kWide = 2, kTurnFrom = 0;
+
+  static Ints add4(Ints sum, Bytes codes, Bytes x) { return Ints(_mm256_dpbusd_avx_epi32(__m256i(sum), __m256i(codes), __m256i(x))); }
+  static Ints add8(Ints sum, Bytes codes, Bytes x) { return add4(sum, codes, x); }
 };
+
+using Set = Vector<Quads>;
 
 }  // namespace
 }  // namespace edgellm

@@ -7,6 +7,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -17,6 +21,7 @@ extern const Kernels k_scalar;
 
 #if defined(__x86_64__)
 extern const Kernels k_avx2, k_avx_vnni, k_avx512_vnni;
+const Kernels& amx_kernels();
 
 namespace {
 
@@ -37,6 +42,16 @@ bool has(unsigned bits, std::initializer_list<int> places) {
   return true;
 }
 
+// Linux saves the tiles only of a process that asked for it.
+bool may_use_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr long kRequest = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 int find_sets(const Kernels** found) {
   int count = 0;
   const Registers basic = ask(1, 0), more = ask(7, 0), late = ask(7, 1);
@@ -46,6 +61,9 @@ int find_sets(const Kernels** found) {
   const bool avx2 = has(state, {1, 2}) && has(basic.c, {12, 28, 29}) && has(more.b, {5, 8});
   // AVX512 F 16, DQ 17, BW 30, VL 31; VNNI 11.
   const bool avx512 = avx2 && has(state, {5, 6, 7}) && has(more.b, {16, 17, 30, 31}) && has(more.c, {11});
+  // TILE 24, INT8 25.
+  const bool amx = avx512 && has(state, {17, 18}) && has(more.d, {24, 25}) && may_use_tiles();
+  if (amx) found[count++] = &amx_kernels();
   if (avx512) found[count++] = &k_avx512_vnni;
   if (avx2 && has(late.a, {4})) found[count++] = &k_avx_vnni;
   if (avx2) found[count++] = &k_avx2;

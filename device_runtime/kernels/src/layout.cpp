@@ -32,13 +32,21 @@ Places places(const Weight& w, int64_t rows) {
   return p;
 }
 
-float half_at(const uint8_t* halves, int64_t index) { return ScalarVector::half_value(ScalarVector::word(halves, index)); }
+uint16_t word_at(const uint8_t* words, int64_t index) {
+  uint16_t out;
+  std::memcpy(&out, words + 2 * index, 2);
+  return out;
+}
+float half_at(const uint8_t* halves, int64_t index) { return half_value(word_at(halves, index)); }
 
 // What the code of input k of a record stands for, around its middle.
 float code_value(Form form, const uint8_t* record, int64_t lane, int64_t k) {
   if (form == Form::kFloat16) return half_at(record, lane);
-  if (form == Form::kBFloat16) return ScalarVector::bfloat_value(ScalarVector::word(record, lane));
-  if (form == Form::kFp8) return ScalarVector::fp8_value(record[k * kGroup + lane]);
+  if (form == Form::kBFloat16) return float_of(uint32_t(word_at(record, lane)) << 16);
+  if (form == Form::kFp8) {  // 1/256 of what the code stands for
+    const int code = record[k * kGroup + lane];
+    return half_value(uint16_t((code & 128) << 8 | (code & 127) << 7));
+  }
   const int step = form == Form::kInt8 ? 4 : 8;  // inputs of 4 bytes
   const int byte = record[(k / step * kGroup + lane) * 4 + k % 4], nibble = k / 4 % 2 ? byte >> 4 : byte & 15;
   return float(form == Form::kInt8 ? byte - 128 : form == Form::kInt4 ? nibble - 8 : kFp4Codes[nibble] - kFp4Middle);

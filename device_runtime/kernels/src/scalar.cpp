@@ -1,9 +1,8 @@
-// The reference: one lane at a time, on any processor.
 #include "scalar.h"
 
 namespace edgellm {
 namespace {
-using Set = ScalarVector;
+using Set = Vector<Scalar>;
 }
 }  // namespace edgellm
 

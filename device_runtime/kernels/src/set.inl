@@ -1,6 +1,7 @@
 // The kernels of one instruction set, which the file that includes this has named `Set`.
 // All of it has internal linkage: the linker must not take one set's code for another's.
 #include "kernels.h"
+#include "rows.inl"
 #include "product.inl"
 #include "attention.inl"
 #include "picks.inl"

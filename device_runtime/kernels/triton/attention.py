@@ -123,10 +123,7 @@ def attend(
 
 
 @triton.jit
-def _visible(
-    tree, positions, step, inside, slots, live, S, M, oldest,
-    WINDOWED: tl.constexpr,
-):  # fmt: skip
+def _visible(tree, positions, step, inside, slots, live, S, M, oldest, WINDOWED: tl.constexpr):
     """Which of a block's slots each row sees, [ROWS, BLOCK]."""
     alive = slots < live
     visible = inside[:, None] & alive[None, :]

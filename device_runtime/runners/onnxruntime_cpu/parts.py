@@ -40,10 +40,12 @@ def joined(parts: Sequence[tuple[PagedCache, Inputs]], table_pages: int) -> dict
     if contract.TOP_K in each[0]:
         found[contract.TOP_K] = np.max([inputs[contract.TOP_K] for inputs in each], axis=0)
     masks = [inputs.get(contract.TREE_MASK) for inputs in each]
-    found[contract.SEQUENCES] = np.array([
-        (inputs[contract.WRITE_INDEX][0], count, 0 if mask is None else mask.shape[1])
-        for inputs, count, mask in zip(each, rows, masks, strict=True)
-    ])  # fmt: skip
+    found[contract.SEQUENCES] = np.array(
+        [
+            (inputs[contract.WRITE_INDEX][0], count, 0 if mask is None else mask.shape[1])
+            for inputs, count, mask in zip(each, rows, masks, strict=True)
+        ]
+    )
     found[contract.TREE_MASKS] = _behind_each_other(masks)
     return found | _tables([cache for cache, _ in parts], table_pages)
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgellm.contract import (
-    BrokenArtifactError,
-    EdgeLLMError,
-    LimitError,
-    past_name,
-    present_name,
-)
+from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError, past_name, present_name
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.tensorrt import library
@@ -65,8 +59,9 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
         layers = range(kv.num_layers) if kv is not None else ()
         caches = {
             present_name(layer, part): past_name(layer, part)
-            for layer in layers for part in ("key", "value")
-        }  # fmt: skip
+            for layer in layers
+            for part in ("key", "value")
+        }
         loaded = load_engine(trt, folder / graphs[0].path, device, caches)
         opened[role] = runner_of(role, engine, loaded, device)
     return opened

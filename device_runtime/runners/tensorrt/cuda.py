@@ -233,9 +233,12 @@ class CudaDevice:
             self._kernels = self._kernels or LoadedKernels(self._driver, self._gpu)
             function, compiled = self._kernels.find(kernel)
             function.prepared_async_call(
-                grid, (compiled.threads, 1, 1), self._stream, *arguments,
+                grid,
+                (compiled.threads, 1, 1),
+                self._stream,
+                *arguments,
                 shared_size=compiled.shared_bytes,
-            )  # fmt: skip
+            )
 
     def save_rows(self, planes: Planes, length: int) -> NDArray[np.uint8]:
         """See `device.Device`."""

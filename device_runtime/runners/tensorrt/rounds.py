@@ -59,9 +59,13 @@ class TensorRtRounds:
         self._variants = _Variants(growth)
         candidates = draft.tensor(contract.CANDIDATE_IDS).shape[-1]
         self._memory = RoundMemory(
-            device, growth, axes=(self._axes[0], self._axes[1]), candidates=candidates,
-            hidden=(hidden.shape[-1], hidden.dtype), vocab_size=self._vocab_size,
-        )  # fmt: skip
+            device,
+            growth,
+            axes=(self._axes[0], self._axes[1]),
+            candidates=candidates,
+            hidden=(hidden.shape[-1], hidden.dtype),
+            vocab_size=self._vocab_size,
+        )
         self._at, self._host = self._memory.tensors, self._memory.arguments.addresses
         self._stride = candidates
         levels = range(len(growth.widths))
@@ -167,9 +171,12 @@ class TensorRtRounds:
         """What comes before the draft's pass over the chosen nodes of a level."""
         self._add(level)
         self._device.gather_rows_at(
-            self._at["level_hidden"], self._at["hidden"], self._at[f"above{level}"],
-            self._growth.widths[level], self._row_bytes,
-        )  # fmt: skip
+            self._at["level_hidden"],
+            self._at["hidden"],
+            self._at[f"above{level}"],
+            self._growth.widths[level],
+            self._row_bytes,
+        )
 
     def _place(self, level: int) -> PlacedPass:
         """The draft's pass; its rows' hidden numbers go to the store."""

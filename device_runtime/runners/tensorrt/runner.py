@@ -33,10 +33,7 @@ from edgellm.device_runtime.runners.tensorrt.device import (
 )
 from edgellm.device_runtime.runners.tensorrt.device_rows import WORD_BYTES, DeviceRows, RowMemory
 from edgellm.device_runtime.runners.tensorrt.images import DeviceImages
-from edgellm.device_runtime.runners.tensorrt.packed_buffers import (
-    Layout,
-    packed_bytes,
-)
+from edgellm.device_runtime.runners.tensorrt.packed_buffers import Layout, packed_bytes
 from edgellm.device_runtime.runners.tensorrt.rounds import open_rounds
 from edgellm.device_runtime.runners.tensorrt.shapes import (
     FEATURES,
@@ -102,10 +99,13 @@ class TensorRtRunner:
         fixed = {name: buffer.address for name, buffer in self._kept.items()}
         caches = self.cache.addresses if self.cache is not None else {}
         self._passes = PassRunner(
-            engine, device, {**caches, **fixed}, packed_bytes(self._shapes.inputs(most)),
+            engine,
+            device,
+            {**caches, **fixed},
+            packed_bytes(self._shapes.inputs(most)),
             packed_bytes(self._picks(most)),
             self.cache.append if self.cache is not None else _nothing,
-        )  # fmt: skip
+        )
         self._latest: FetchedOutputs | None = None
         self._is_asked = False  # a pass whose inputs may still be read from the host's memory
 
@@ -273,10 +273,7 @@ class TensorRtRunner:
         return {name: (self._shapes.of(name, sizes), tensors[name].dtype) for name in self._picked}
 
     def _outputs(
-        self,
-        bound: BoundPass,
-        sizes: Sizes,
-        inputs: Mapping[str, NDArray[Any]],
+        self, bound: BoundPass, sizes: Sizes, inputs: Mapping[str, NDArray[Any]]
     ) -> FetchedOutputs:
         is_here = bound.fetches
         # Not all inputs: rows among them would live as long as outputs, until a collection.

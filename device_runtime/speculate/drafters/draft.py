@@ -44,7 +44,7 @@ def open(order: Order) -> Opened:
     if (images := manifest.decoder.images) is not None:
         session.set_images(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
     drafting = (manifest.cost_ms or costs(session, manifest.decoder))[PASS]
-    prices = Costs.of(order.pass_costs(), drafting, drafting)
+    prices = Costs.of(order.pass_costs(), drafting, drafting, order.host_ms)
 
     def start(learned: Learned) -> ModelDrafter:
         return ModelDrafter(
@@ -152,10 +152,7 @@ class ModelDrafter(TreeDrafter):
             result = self._session.run(piece, self._length, np.array([len(piece) - 1]))
             self._length += len(piece)
             self._root = self._candidates(result.logits)
-        if len(waiting) <= self._limits.round_rows:  # not a prompt or a pause
-            self._spent_ms += price(self._costs.extend, len(waiting))
-        else:
-            self._controller.look_away()  # it does not tell what rounds take
+        self._book_reading(len(waiting), self._costs.extend)
 
     def _candidates(self, logits: F32) -> tuple[I64, F64]:
         """The likeliest tokens of rows [R, V] and their log-probabilities, both [R, K]."""

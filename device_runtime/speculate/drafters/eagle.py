@@ -20,7 +20,7 @@ from edgellm.device_runtime.sessions.rounds import RoundSession, open_rounds
 from edgellm.device_runtime.speculate.accept import Accepted
 from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows, SavedRows
-from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter, Verified
+from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS, Learned, TreeDrafter, Verified
 from edgellm.device_runtime.speculate.growth import growth_of
 from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
 from edgellm.device_runtime.speculate.policy import TreeLimits
@@ -40,12 +40,13 @@ def open(order: Order) -> Opened:
     with FileCheck(folder, manifest.files, order.verify):
         session = open_draft(folder, manifest)
     measured = manifest.cost_ms or costs(session, manifest.draft, manifest.max_draft_tree_size)
-    prices = Costs.of(order.pass_costs(), measured[STEP], measured[EXTEND])
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
     growth = growth_of(order.options, order.limits)
     rounds = None if growth is None else open_rounds(order.session, session, growth)
     if rounds is not None:
         rounds.prepare(manifest.draft, manifest.max_draft_tree_size)
+    host_ms = 0.0 if rounds is not None else order.host_ms
+    prices = Costs.of(order.pass_costs(), measured[STEP], measured[EXTEND], host_ms)
     round_rows = order.limits.round_rows
     most_rows = max(manifest.main_graphs[-1].max_rows, round_rows)
     rows = CommittedRows(session, round_rows, image_ids, most_rows=most_rows)
@@ -137,12 +138,11 @@ class EagleDrafter(TreeDrafter):
     def _read(self) -> None:
         """Write the committed rows that wait; the last gives the root's children."""
         on_device = self._rounds is not None
+        if self._controller.is_retrial:
+            self._rows.skip(RETRIAL_ROWS)
         for rows, root in self._rows.write(self._limits.top_k, asks=on_device):
             self._root = root
-            if rows <= self._limits.round_rows:  # not a prompt or a pause, which no tree can change
-                self._spent_ms += price(self._costs.extend, rows)
-            else:
-                self._controller.look_away()  # nor does it tell what rounds take
+            self._book_reading(rows, self._costs.extend)
 
     def ask_round(
         self,

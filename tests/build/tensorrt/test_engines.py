@@ -67,8 +67,11 @@ CASES = [
 def test_decoders(bundles, tmp_path, kind, precision, sm):
     bundle = bundles.make(kind, precision)
     engine = compile_bundle(bundle, kind, tmp_path / "engine", sm)
-    passes = {"base": ("decode", "prefill"), "eagle_base": ("decode", "verify", "prefill"),
-              "draft": ("step", "prefill")}  # fmt: skip
+    passes = {
+        "base": ("decode", "prefill"),
+        "eagle_base": ("decode", "verify", "prefill"),
+        "draft": ("step", "prefill"),
+    }
     assert engine.passes == passes[kind]
     assert not engine.notes
     layers = 1 if kind == "draft" else LAYERS

@@ -80,9 +80,12 @@ def test_versions_without_newer_features(pretend, version, updates):
 
 @pytest.mark.parametrize(
     ("driver", "needed", "said"),
-    [((12, 4), (13, 0), "needs CUDA 13, the NVIDIA driver runs CUDA 12.4 at most"),
-     ((13, 0), (13, 0), ""), (None, (12, 0), "")],
-)  # fmt: skip
+    [
+        ((12, 4), (13, 0), "needs CUDA 13, the NVIDIA driver runs CUDA 12.4 at most"),
+        ((13, 0), (13, 0), ""),
+        (None, (12, 0), ""),
+    ],
+)
 def test_drivers_older_than_the_library(pretend, monkeypatch, driver, needed, said):
     pretend(full=_module("tensorrt", "10.16.2.10"), sm=110)
     monkeypatch.setattr(target, "driver_cuda", lambda: driver)

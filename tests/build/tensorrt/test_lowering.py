@@ -125,9 +125,12 @@ def _weights(path: Path) -> list[np.ndarray]:
                 pending += producer.input
         used = {name for each in nodes for name in each.input if name in constants}
         part = onnx.helper.make_graph(
-            nodes, "weight", [], [onnx.helper.make_empty_tensor_value_info(node.input[1])],
+            nodes,
+            "weight",
+            [],
+            [onnx.helper.make_empty_tensor_value_info(node.input[1])],
             [constants[name] for name in used],
-        )  # fmt: skip
+        )
         part = onnx.helper.make_model(part, opset_imports=model.opset_import)
         found += ReferenceEvaluator(part).run(None, {})
     return found
@@ -148,10 +151,12 @@ def test_layers_that_read_one_input_become_one(tiny_source, tmp_path):
 def test_a_tied_head_shares_the_table(tiny_bundle, tmp_path):
     graph = ir.load(_lowered(tiny_bundle / "model.onnx", tmp_path)).graph
     tables = [
-        value for value in graph.initializers.values()
-        if value.const_value is not None and tuple(value.const_value.shape.numpy()) == (96, 96)
+        value
+        for value in graph.initializers.values()
+        if value.const_value is not None
+        and tuple(value.const_value.shape.numpy()) == (96, 96)
         and "embed" in str(value.name)
-    ]  # fmt: skip
+    ]
     assert len(tables) == 1
     assert {user.op_type for user, _ in tables[0].uses()} == {"Gather", "Transpose"}
 

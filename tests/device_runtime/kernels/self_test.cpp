@@ -59,7 +59,8 @@ int test_products(const Kernels& set, const Kernels& scalar) {
   for (const Form form : {Form::kInt4, Form::kInt8, Form::kFp4, Form::kFloat16, Form::kBFloat16, Form::kFp8, Form::kFloat32})
     for (int trial = 0; trial < 24; trial++) {
       const bool quantized = takes_codes(form), gated = trial % 5 == 4;
-      const int64_t K = 1 + below(300), N = gated ? 64 : 1 + below(100), rows = 1 + below(trial % 6 ? 10 : 60);
+      const bool many = trial == 0 && quantized;  // more than a panel
+      const int64_t K = many ? 600 : 1 + below(300), N = gated ? 64 : 1 + below(100), rows = many ? 1000 : 1 + below(trial % 3 ? 10 : 60);
       const int64_t block = form == Form::kFp4 ? 16 << below(2) : form == Form::kFp8 ? 1 + below(K) : quantized ? 16 << below(4) : 1;
       const bool zero = quantized && form != Form::kFp4 && trial % 2;
       const std::vector<uint8_t> packed = random_weight(form, K, N, block, zero, gated, form == Form::kInt8 && trial % 3 ? 2 : 1);

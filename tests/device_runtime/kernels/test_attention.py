@@ -110,8 +110,9 @@ def test_narrow_caches(name, dtype, dim, rng):
     y = attention(name, rows, scales=scales)
     assert close(y, exact(rows, scales=scales), 5e-6)
     for cache, old, new, scale in (
-        (rows.keys, before.keys, rows.k, scales[0]), (rows.values, before.values, rows.v, scales[1])
-    ):  # fmt: skip
+        (rows.keys, before.keys, rows.k, scales[0]),
+        (rows.values, before.values, rows.v, scales[1]),
+    ):
         new = new.reshape(3, 2, dim).transpose(1, 0, 2)
         if dtype == np.int8:
             new = np.clip(np.round(new / np.float32(scale)), -128, 127)
@@ -141,9 +142,12 @@ def test_rope_and_norms_of_heads(interleaved, rotary, rng):
         return x.reshape(count, -1)
 
     options = {
-        "rope": rope, "positions": positions, "interleaved": interleaved,
-        "q_norm": gammas[0], "k_norm": gammas[1],
-    }  # fmt: skip
+        "rope": rope,
+        "positions": positions,
+        "interleaved": interleaved,
+        "q_norm": gammas[0],
+        "k_norm": gammas[1],
+    }
     rows = given.copy()
     reference = attention("scalar", rows, **options)
     written = rows.keys[:, 20:24].transpose(1, 0, 2).reshape(count, -1)

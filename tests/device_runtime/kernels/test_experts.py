@@ -16,9 +16,13 @@ E, K, HIDDEN, INNER = 7, 3, 96, 48
 LIMITED = {"alpha": 1.7, "limit": 0.3, "offset": 1.0}
 # Kind, block of gates and ups, block of downs, what rounding of inputs may cost.
 KINDS = (
-    ("int4", 32, 16, 0.02), ("int8", 32, 16, 0.02), ("fp4", 32, 16, 0.02),
-    ("fp8", 96, 48, 1e-5), ("float16", 1, 1, 1e-5), ("float32", 1, 1, 1e-5),
-)  # fmt: skip
+    ("int4", 32, 16, 0.02),
+    ("int8", 32, 16, 0.02),
+    ("fp4", 32, 16, 0.02),
+    ("fp8", 96, 48, 1e-5),
+    ("float16", 1, 1, 1e-5),
+    ("float32", 1, 1, 1e-5),
+)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from edgellm.device_runtime.kernels import compile as compiling
 from edgellm.device_runtime.kernels import library
 
 SELF_TEST = Path(__file__).with_name("self_test.cpp")
+TILES = Path(__file__).with_name("tile_model.h")
 CACHE = library.library_path().parents[1]
 
 
@@ -68,7 +69,8 @@ def test_a_wheel_carries_the_kernels(tmp_path, monkeypatch):
 
 def self_test(name, cxx, machine, flags, run):
     """Compile the kernels and their self-test, once for these sources, and run them."""
-    digest = compiling.fingerprint(cxx, machine, (*flags, SELF_TEST.read_text("utf-8")))
+    texts = [path.read_text("utf-8") for path in (SELF_TEST, TILES)]
+    digest = compiling.fingerprint(cxx, machine, (*flags, *texts))
     program = CACHE / f"{digest}-{name}" / "self_test"
     if not program.exists():
         compiling.compile_program(program, cxx, SELF_TEST, machine=machine, flags=flags)
@@ -84,6 +86,18 @@ def test_neon_has_the_bits_of_the_reference():
     assert result.stdout.splitlines() == [
         "neon_i8mm: 0 faults", "neon_dotprod: 0 faults", "scalar: 0 faults",
     ]  # fmt: skip
+
+
+@pytest.mark.skipif(
+    "avx512_vnni" not in library.instruction_sets() or "amx" in library.instruction_sets(),
+    reason="a processor with AMX runs every test of products on it; the model needs AVX-512",
+)
+def test_tiles_have_the_bits_of_the_reference():
+    cxx = compiling.compiler()
+    assert cxx is not None
+    result = self_test("tiles", cxx, platform.machine(), ("-O1", "-include", str(TILES)), [])
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "amx: 0 faults" in result.stdout.splitlines()
 
 
 @pytest.mark.skipif("EDGELLM_SANITIZE" not in os.environ, reason="once in CI: compiles a minute")

@@ -106,9 +106,11 @@ def attention_session(inputs=(), cache=F32, threads=2, packed=True, **attributes
     types = {"q": F32, "k": F32, "v": F32, "past_k": cache, "past_v": cache, **known}
     types |= {"sequences": I64, "pages": I64}
     return open_session(
-        node, [(n, types[n], None) for n in names if n],
-        [("y", F32, None), ("present_k", cache, None), ("present_v", cache, None)], threads=threads,
-    )  # fmt: skip
+        node,
+        [(n, types[n], None) for n in names if n],
+        [("y", F32, None), ("present_k", cache, None), ("present_v", cache, None)],
+        threads=threads,
+    )
 
 
 def rows_of(qkv, keys, values, write_index):
@@ -169,10 +171,11 @@ class Strewn:
         rows = sum(counts)
         return {
             "q": self.rng.standard_normal((1, rows, (HEADS + 2 * KV_HEADS) * DIM), np.float32),
-            "sequences": np.array(facts), "pages": self.tables,
+            "sequences": np.array(facts),
+            "pages": self.tables,
             "positions": self.rng.integers(0, 400, (1, rows)),
             "masks": np.concatenate([*flat, np.zeros(3, np.bool_)]),
-        }, masks  # fmt: skip
+        }, masks
 
     def alone(self, given, masks, pools, **options):
         """Rows y, and what the caches hold then, of one sequence after the other."""
@@ -227,9 +230,11 @@ def test_no_sequence_and_no_rows():
     session = attention_session(["masks"])
     pool = np.zeros((2, KV_HEADS, 16, DIM), np.float32)
     given = {
-        "q": np.zeros((1, 0, (HEADS + 2 * KV_HEADS) * DIM), np.float32), "past_k": pool,
-        "past_v": pool, "masks": np.zeros(0, np.bool_),
-    }  # fmt: skip
+        "q": np.zeros((1, 0, (HEADS + 2 * KV_HEADS) * DIM), np.float32),
+        "past_k": pool,
+        "past_v": pool,
+        "masks": np.zeros(0, np.bool_),
+    }
     for count in (0, 2):
         facts, tables = np.zeros((count, 3), np.int64), np.zeros((count, 1), np.int64)
         y = session.run(None, {**given, "sequences": facts, "pages": tables})[0]
@@ -240,10 +245,14 @@ def test_attention_refuses_what_does_not_fit(rng):
     session = attention_session(["cos", "sin", "positions", "masks"], packed=False)
     cache = np.zeros((3, KV_HEADS, 16, DIM), np.float32)
     sound = {
-        "q": rng.standard_normal((1, 3, HEADS * DIM)), "k": np.zeros((1, 3, KV_HEADS * DIM)),
-        "v": np.zeros((1, 3, KV_HEADS * DIM)), "past_k": cache, "past_v": cache,
-        "cos": np.ones((10, 8)), "sin": np.zeros((10, 8)),
-    }  # fmt: skip
+        "q": rng.standard_normal((1, 3, HEADS * DIM)),
+        "k": np.zeros((1, 3, KV_HEADS * DIM)),
+        "v": np.zeros((1, 3, KV_HEADS * DIM)),
+        "past_k": cache,
+        "past_v": cache,
+        "cos": np.ones((10, 8)),
+        "sin": np.zeros((10, 8)),
+    }
     sound = {name: array.astype(np.float32) for name, array in sound.items()}
     sound |= {"sequences": np.array([[30, 2, 2], [6, 1, 0]]), "positions": np.array([[6, 7, 6]])}
     sound |= {"masks": np.tri(2, dtype=np.bool_).ravel(), "pages": np.array([[2, 0], [1, -9]])}

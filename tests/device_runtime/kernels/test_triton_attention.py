@@ -49,8 +49,9 @@ class Cache:
         self.codes, self.scales = self.encode(values)
         addresses = [
             (self.codes[layer, part].ctypes.data, self.scales[layer, part].ctypes.data)
-            for layer in range(LAYERS) for part in range(2)
-        ]  # fmt: skip
+            for layer in range(LAYERS)
+            for part in range(2)
+        ]
         entries = [case.capacity, case.capacity ^ cache.MAGIC.value]
         for k, v in zip(addresses[::2], addresses[1::2], strict=True):
             entries += [k[0], v[0], k[1], v[1]]

@@ -85,7 +85,7 @@ def test_trees_are_the_hosts(top_k, steps, room):
                 (*found, device.nodes),
                 (pool.token_ids[nodes], above, seen[own, 1 : used + 1 + len(nodes)], nodes),
                 strict=True,
-            ):  # fmt: skip
+            ):
                 np.testing.assert_array_equal(one, other)
         _check_selection(policy, pool, device, room)
 

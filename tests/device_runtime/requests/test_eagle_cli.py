@@ -15,9 +15,13 @@ from conftest import assert_one_line_error
 
 USER = {"role": "user", "content": "w20 w21"}
 STAGES = {
-    "llm_prefill", "eagle_draft_prefill", "eagle_draft_accept", "eagle_construct_draft_tree",
-    "eagle_base_verification", "eagle_accept",
-}  # fmt: skip
+    "llm_prefill",
+    "eagle_draft_prefill",
+    "eagle_draft_accept",
+    "eagle_construct_draft_tree",
+    "eagle_base_verification",
+    "eagle_accept",
+}
 GOOD = {"temperature": 0, "max_generate_length": 20, "requests": [{"messages": [USER]}]}
 
 
@@ -40,11 +44,7 @@ def engine(eagle_pair, tmp_path) -> Path:
 def test_answers_profile_and_trees(infer, tmp_path):
     requests = [
         {"messages": [USER]},
-        {
-            "messages": [{"role": "user", "content": "w23"}],
-            "temperature": 0.8,
-            "seed": 5,
-        },
+        {"messages": [{"role": "user", "content": "w23"}], "temperature": 0.8, "seed": 5},
         {"messages": [{"role": "user", "content": "w23"}]},
     ]
     content = {**GOOD, "max_generate_length": 40, "requests": requests}

@@ -79,9 +79,8 @@ def test_seeds_repeat_and_differ():
 
 def test_penalties_count_the_prompt_and_the_answer():
     params = SamplingParams(
-        0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25,
-        logit_bias={2: 3.0},
-    )  # fmt: skip
+        0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={2: 3.0}
+    )
     sampler = Sampler(params, [4, 999])  # an image row is no token
     np.testing.assert_allclose(sampler.adjusted(LOGITS), [1, 4, 5, 3, -10])
     assert sampler.choose(LOGITS, 1) == 2  # biased

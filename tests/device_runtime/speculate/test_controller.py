@@ -116,13 +116,69 @@ def test_losing_pauses_longer_and_longer_and_wakes_again():
             controller.end_round(1, 0, 1, networked=False)
             length += 1
         pauses.append(length)
-    assert pauses == [32, 64, 128, 256, 512, 512, 512, 512]
+    assert pauses == [192, 384, 768, 1024, 1024, 1024, 1024, 1024]
     for _ in range(60):
         controller.end_round(4, 2, 2, networked=True)
         assert not controller.is_pausing
     while not controller.is_pausing:
         controller.end_round(1, 15, 2, networked=True)
-    assert controller.pace.pause == 32  # what went well is not held against it
+    assert controller.pace.pause == 192  # what went well is not held against it
+
+
+TIGHT = Costs.of({"1": 2.4, "2": 2.6, "4": 3.0}, {"1": 0.17}, {"1": 0.31, "64": 2.0}, host_ms=0.3)
+
+
+def drafted(controller, random, chance, tokens) -> float:
+    """Milliseconds of `tokens` tokens at the prices of `TIGHT`; two are drafted, in two passes."""
+    ms, drafted_ms, verify_ms = 0.0, 0.31 + 0.17, float(TIGHT.verify[3])
+    while tokens > 0:
+        if controller.is_pausing:
+            controller.end_round(1, 0, 1, networked=False)
+            tokens, ms = tokens - 1, ms + 2.4
+            continue
+        begins = controller.is_retrial and controller.pace.account_ms == pytest.approx(2 * 2.4)
+        read_ms = 2.0 if begins else 0.0
+        right = 1 + (random.random() < chance) if random.random() < chance else 0
+        controller.end_round(1 + right, drafted_ms, 3, networked=True, read_ms=read_ms)
+        tokens, ms = tokens - 1 - right, ms + drafted_ms + verify_ms + TIGHT.host_ms + read_ms
+    return ms
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.2, 0.3])
+def test_a_draft_that_does_not_pay_costs_two_percent_at_most(chance):
+    for seed in range(5):
+        controller, random = Controller(TIGHT, pauses=True), np.random.default_rng(seed)
+        assert drafted(controller, random, chance, 512) <= 1.02 * 512 * 2.4
+        assert drafted(controller, random, chance, 2048) <= 1.01 * 2048 * 2.4
+
+
+def test_a_draft_that_begins_to_pay_is_back_within_a_pause():
+    for seed in range(5):
+        controller, random = Controller(TIGHT, pauses=True), np.random.default_rng(seed)
+        drafted(controller, random, 0.0, 4000)
+        drafted(controller, random, 0.8, 1024 + 16)
+        assert not controller.is_pausing
+        assert drafted(controller, random, 0.8, 512) < 0.75 * 512 * 2.4
+        assert not controller.is_retrial
+
+
+def test_the_host_decides_where_passes_alone_would_pay():
+    """1.2 tokens in 1.13 times a plain pass, and in 1.25 times with the host's part."""
+    pausing = []
+    for host_ms in (0.0, 1.2):
+        costs = Costs.of({"1": 10, "2": 10.3}, {"1": 0}, {"1": 1}, host_ms)
+        controller = Controller(costs, pauses=True)
+        for round_ in range(200):
+            controller.end_round(1 + (round_ % 5 == 0), 1, 2, networked=True)
+        pausing.append(controller.is_pausing)
+    assert pausing == [False, True]
+
+
+def test_rounds_of_text_alone_are_no_judgement_of_a_network():
+    controller = Controller(TIGHT, pauses=True, adapts=True)
+    for _ in range(100):
+        controller.end_round(1, 0, 4, networked=False)
+    assert not controller.is_pausing
 
 
 def test_the_rate_follows_the_rounds_and_never_falls_below_plain_decoding():
@@ -130,8 +186,7 @@ def test_the_rate_follows_the_rounds_and_never_falls_below_plain_decoding():
     for _ in range(400):
         controller.end_round(5, 5, 2, networked=True)
     assert controller.rate == pytest.approx(5 / 15, rel=0.01)
-    for _ in range(6):
-        controller.end_round(1, 900, 2, networked=True)
+    controller.pace.tokens = 0.5
     assert controller.rate == pytest.approx(1 / 10)
 
 

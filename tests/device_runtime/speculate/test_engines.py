@@ -223,6 +223,8 @@ def test_ids_are_those_of_plain_decoding(eagle_pairs, name, way):
 class Knowing:
     """A drafter that hides the right continuation in a bushy tree."""
 
+    rests = False
+
     def __init__(self, answer: list[int]) -> None:
         self.answer, self.at = answer, -1  # the prompt is remembered first
         self.random = np.random.default_rng(2)

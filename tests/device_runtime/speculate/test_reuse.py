@@ -16,6 +16,7 @@ from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
 from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
@@ -189,6 +190,24 @@ def test_a_pause_of_drafting_loses_no_rows():
     assert chat.ask(prompt, speculates=True) == alone(prompt)
     assert chat.reused == len(prompt) - 2
     assert chat.rows.length > chat.reused
+
+
+def test_a_retrial_reads_the_newest_rows_only():
+    """The others count as held: the base need not compute them again for a draft that left them."""
+    chat, prompt = Chat(policy="free"), [at % 20 for at in range(75)]
+    chat.learned[GREEDY].controller.pace.is_retrial = True
+    tokens = chat.ask(prompt, speculates=True, count=6)
+    assert tokens == alone(prompt, count=6)
+    assert chat.draft_session.extensions[0] == RETRIAL_ROWS
+    assert chat.rows.held(chat.text) == len(chat.text) - 1
+    assert RETRIAL_ROWS <= chat.rows.length <= len(chat.text) - 1 - (75 - RETRIAL_ROWS)
+    assert len(chat.rows.read_rows(20)) == 0, "its first rows are not there"
+    saved = chat.rows.take_out()
+    chat.rows.begin([5, 6, 7])
+    chat.rows.put_back(saved)
+    assert chat.rows.held(chat.text) == len(chat.text) - 1
+    chat.rows.begin(prompt[:5])
+    assert (chat.rows.length, chat.rows.held(prompt)) == (0, 4)
 
 
 def test_one_first_token_tells_two_prompts_apart():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +31,12 @@ MROPE = replace(
         "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]},
     },
 )
-NARROW = replace(EAGLE3, hidden=64, own_embedding=True, config={
-    **EAGLE3.config, "target_hidden_size": BASE_HIDDEN,
-})  # fmt: skip
+NARROW = replace(
+    EAGLE3,
+    hidden=64,
+    own_embedding=True,
+    config={**EAGLE3.config, "target_hidden_size": BASE_HIDDEN},
+)
 PAIRS = {
     "qwen2_5_vl": ("qwen2_5_vl", MROPE),
     "qwen2_5_vl_text_positions": ("qwen2_5_vl", EAGLE3),
@@ -142,6 +146,7 @@ def test_rows_of_images_are_reused_and_never_confused(engines, tmp_path):
     assert llm._drafters is not None
     has_cache = bool(llm._drafters.caches)  # the draft; heads have none
     vocabulary, base, draft = llm.manifest.decoder.vocab_size, [], []
+    user = functools.partial(_question, tmp_path)
 
     def ask(images: str, messages: list, *, speculative: bool) -> int:
         """Rows that were reused: all that the caches had, by the pictures' names."""
@@ -175,15 +180,6 @@ def test_rows_of_images_are_reused_and_never_confused(engines, tmp_path):
         messages.append({"role": "assistant", "content": found.text})
         return sum(isinstance(key, tuple) for key in keys[:reused])
 
-    def user(*items: str) -> dict:
-        content = [
-            {"type": "image", "image": str(tmp_path / item)}
-            if item in "abc"
-            else {"type": "text", "text": item}
-            for item in items
-        ]
-        return {"role": "user", "content": content}
-
     for speculative in (True, False, True):
         ask("a", [user("a", "w1 w2")], speculative=speculative)
         talk = [user("a", "w3")]
@@ -197,6 +193,17 @@ def test_rows_of_images_are_reused_and_never_confused(engines, tmp_path):
     ask("b", [user("b", "w3")], speculative=False)
     reused = ask("b", [user("b", "w6")], speculative=True)
     assert (reused == 0) is has_cache, "the draft's cache holds rows of `a`"
+
+
+def _question(folder: Path, *items: str) -> dict:
+    """Of pictures, whose names are one letter, and words."""
+    content = [
+        {"type": "image", "image": str(folder / item)}
+        if item in "abc"
+        else {"type": "text", "text": item}
+        for item in items
+    ]
+    return {"role": "user", "content": content}
 
 
 def _candidates(draft: DraftSession, ids: np.ndarray, shown: ImageRows) -> np.ndarray:

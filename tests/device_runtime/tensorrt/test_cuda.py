@@ -151,9 +151,11 @@ def test_tensorrt_is_called_in_the_context():
     called = lambda name, found=True: lambda *_: (driver.use(name), found)[1]  # noqa: E731
     context = SimpleNamespace(
         set_device_memory=called("set_device_memory"),
-        set_optimization_profile_async=called("profile"), set_input_shape=called("shape"),
-        set_tensor_address=lambda *_: True, execute_async_v3=called("execute"),
-    )  # fmt: skip
+        set_optimization_profile_async=called("profile"),
+        set_input_shape=called("shape"),
+        set_tensor_address=lambda *_: True,
+        execute_async_v3=called("execute"),
+    )
     engine = SimpleNamespace(num_io_tensors=0, create_execution_context=called("context", context))
     trt = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=0))
     loaded = LoadedEngine(trt, None, engine, device, None)  # type: ignore[arg-type]

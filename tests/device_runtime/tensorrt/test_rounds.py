@@ -162,8 +162,9 @@ def test_logprobs_are_recorded(load, expected):
     assert sum(len(step.logprobs) for step in steps) == 12
 
 
-def test_a_gpu_without_kernels_rounds_with_the_host(eagle_pair, lowered, monkeypatch, caplog,
-                                                    expected):  # fmt: skip
+def test_a_gpu_without_kernels_rounds_with_the_host(
+    eagle_pair, lowered, monkeypatch, caplog, expected
+):
     device = FakeDevice(sm=86)
     lowered.replace_engines(monkeypatch, device)
     monkeypatch.setattr(device, "launch", _refusing)

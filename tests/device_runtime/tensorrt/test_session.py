@@ -19,11 +19,7 @@ from edgellm.build.tensorrt.profiles import base_passes
 from edgellm.contract import LimitError
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.runners import tensorrt
-from edgellm.device_runtime.runners.tensorrt.bound_pass import (
-    bucket_of,
-    bucket_sizes,
-    fill_mask,
-)
+from edgellm.device_runtime.runners.tensorrt.bound_pass import bucket_of, bucket_sizes, fill_mask
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.device_runtime.speculate.options import SpecOptions

@@ -26,9 +26,12 @@ def job(engine: Path, output: Path, dataset: str, file: Path | None = None, **ch
         "temperature": 0.0, "seed": 0, "repeats": 1, "run_code": False,
     }  # fmt: skip
     return Job(
-        engine_dir=engine, dataset=dataset, data_file=file, output_dir=output,
+        engine_dir=engine,
+        dataset=dataset,
+        data_file=file,
+        output_dir=output,
         **{**options, **changes},
-    )  # fmt: skip
+    )
 
 
 def answers(folder: Path, mode: str):

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
 import sys
 
 import pytest
-from conftest import assert_one_line_error
 
 from edgellm.contract import EdgeLLMError
 from edgellm.tools.evaluate import packages
+from edgellm.tools.evaluate.cli import app
 from edgellm.tools.evaluate.questions import PACKAGED, fingerprint, load, read_file
 
 ROWS = {
     "mt_bench": {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
     "humaneval": {
-        "task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f",
-        "canonical_solution": "    return 1\n", "test": "def check(c):\n    assert c() == 1\n",
+        "task_id": "HumanEval/0",
+        "prompt": "def f():\n",
+        "entry_point": "f",
+        "canonical_solution": "    return 1\n",
+        "test": "def check(c):\n    assert c() == 1\n",
     },
     "gsm8k": {"id": "t-1", "prompt": "1 + 1?", "expected": "2", "upstream_answer": "#### 2"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -194,7 +196,7 @@ def test_the_fingerprint_is_that_of_contents(lines, tmp_path):
     assert len({one, other, fingerprint(load("captions", lines({**row, "caption": "A"})))}) == 3
 
 
-def test_prompts_for_programs_that_measure(tmp_path, monkeypatch):
+def test_prompts_for_programs_that_measure(tmp_path, monkeypatch, capsys):
     """HumanEval as its repository has it, converted for GenAI-Perf."""
     row = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "x",
            "canonical_solution": "    pass\n"}  # fmt: skip
@@ -202,8 +204,8 @@ def test_prompts_for_programs_that_measure(tmp_path, monkeypatch):
         file.write(json.dumps(row) + "\n" + json.dumps({**row, "task_id": "HumanEval/1"}) + "\n")
     monkeypatch.chdir(tmp_path)
     given = ("--dataset", "humaneval", "--dataFile", "HumanEval.jsonl.gz", "--convert")
-    result = _run(*given, "out.jsonl", "--limit", "1")
-    assert (result.returncode, result.stdout) == (0, "out.jsonl: 1 prompts\n")
+    app([*given, "out.jsonl", "--limit", "1"], standalone_mode=False)
+    assert capsys.readouterr().out == "out.jsonl: 1 prompts\n"
     assert (tmp_path / "out.jsonl").read_text() == '{"text": "def f():\\n"}\n'
     (tmp_path / "a.png").write_bytes(b"picture")
     (tmp_path / "own.jsonl").write_text('{"turns": ["a"], "images": ["a.png"]}\n')
@@ -214,9 +216,7 @@ def test_prompts_for_programs_that_measure(tmp_path, monkeypatch):
         (("--convert", "out.jsonl"), ("give --dataset",)),
         (("--dataset", "own.jsonl", "--convert", "out.jsonl"), ("1 questions have pictures",)),
     ):
-        assert_one_line_error(_run(*arguments), *fragments)
-
-
-def _run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "edgellm.tools.evaluate", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+        with pytest.raises(EdgeLLMError) as found:
+            app([*arguments], standalone_mode=False)
+        for fragment in fragments:
+            assert fragment in f"{found.value} {found.value.hint}"

@@ -56,10 +56,13 @@ def bare() -> Sandbox:
         ("assert 1 == 2", "AssertionError"),
         ("def f(:", "SyntaxError"),
         ("import numpy", "No module named 'numpy'"),
-        ("import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'[\"x\", \"\"]')\n"
-         "  except OSError: pass\nos._exit(0)", "it ended before its test did"),
+        (
+            'import os\nfor fd in range(3, 64):\n  try: os.write(fd, b\'["x", ""]\')\n'
+            "  except OSError: pass\nos._exit(0)",
+            "it ended before its test did",
+        ),
     ],
-)  # fmt: skip
+)
 def test_programs_that_fail(request, name, source, reason):
     begin = time.monotonic()
     outcome = request.getfixturevalue(name).run(source)

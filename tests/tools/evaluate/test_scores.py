@@ -136,11 +136,14 @@ def choice(*turns, speed=1.0, drafted=0, accepted=0, rounds=0):
 def records(answers, **figures):
     return {
         question.question_id: Record(
-            question_id=question.question_id, answer_id="x", model_id="m", tstamp=0.0,
+            question_id=question.question_id,
+            answer_id="x",
+            model_id="m",
+            tstamp=0.0,
             choices=[choice(*turns, **figures)],
         )
         for question, turns in zip(QUESTIONS, answers, strict=True)
-    }  # fmt: skip
+    }
 
 
 def scored(speed=2.0, right="4"):

@@ -37,8 +37,12 @@ def _profile(aiperf: Path, folder: Path, *flags: object) -> dict:
     fixed = ["--ui", "none", "--no-gpu-telemetry", "--random-seed", 1]
     result = subprocess.run(
         [*map(str, [*command, *fixed, *flags])],
-        env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return json.loads((folder / "profile_export_aiperf.json").read_text())
 

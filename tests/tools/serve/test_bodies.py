@@ -87,9 +87,12 @@ def test_a_hundred_megabytes_are_refused_without_being_kept(server, chunked):
 
 def test_a_client_that_says_a_false_length_harms_nobody(server):
     for head in (
-        b"content-length: -5", b"content-length: 99999999999999999999", b"content-length: x",
-        b"transfer-encoding: nonsense", b"content-length: 50",
-    ):  # fmt: skip
+        b"content-length: -5",
+        b"content-length: 99999999999999999999",
+        b"content-length: x",
+        b"transfer-encoding: nonsense",
+        b"content-length: 50",
+    ):
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as plain:
             request = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
             plain.sendall(request + head + b"\r\ncontent-type: application/json\r\n\r\n{}")

@@ -121,9 +121,11 @@ def _ask(model, **values: object) -> tuple[list[str], list[str], str | None]:
         kind = np.object_ if isinstance(value, str) else None
         tensors.append(_Tensor(name, np.array([encoded], dtype=kind)))
     request = SimpleNamespace(
-        inputs=lambda: tensors, request_id=lambda: "1", is_cancelled=lambda: False,
+        inputs=lambda: tensors,
+        request_id=lambda: "1",
+        is_cancelled=lambda: False,
         get_response_sender=lambda: SimpleNamespace(send=send),
-    )  # fmt: skip
+    )
     model.execute([request])
     assert flags[-1] == 1
     assert set(flags[:-1]) <= {0}
@@ -146,8 +148,10 @@ def test_an_engine_in_the_python_backend(roomy_engine, offline, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     model = module.TritonPythonModel()
-    given = {"engine_dir": {"string_value": str(roomy_engine)},
-             "speculates": {"string_value": "true"}}  # fmt: skip
+    given = {
+        "engine_dir": {"string_value": str(roomy_engine)},
+        "speculates": {"string_value": "true"},
+    }
     model.initialize({"model_config": json.dumps({"parameters": given})})
     texts, reasons, error = _ask(model, text_input=PROMPT, max_tokens=16)
     assert (texts, reasons, error) == ([f"{PROMPT} {answer.text}"], ["length"], None)

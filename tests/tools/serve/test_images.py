@@ -175,11 +175,15 @@ def test_what_is_allowed_and_no_picture(server, pictures):
 @pytest.mark.parametrize(
     "url",
     [
-        "data:", "data:image/png;base64,", "data:image/png;base64,!!!!", "data:image/png,plain",
-        _uri(b"no picture"), _uri(RED[: len(RED) // 2]),
+        "data:",
+        "data:image/png;base64,",
+        "data:image/png;base64,!!!!",
+        "data:image/png,plain",
+        _uri(b"no picture"),
+        _uri(RED[: len(RED) // 2]),
         "data:image/png;base64," + "A" * 200_000,
     ],
-)  # fmt: skip
+)
 def test_damaged_pictures_are_refused(server, url, offline):
     status, message = _ask(server, url)
     assert status == 400, message

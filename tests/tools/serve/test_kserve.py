@@ -236,9 +236,8 @@ def _streamed(client, module, requests: list[dict], *, final: bool) -> list:
     client.start_stream(lambda result, error: found.put((result, error)), headers=HEADERS)
     for at, values in enumerate(requests):
         client.async_stream_infer(
-            "tiny", _inputs(module, **values), request_id=str(at),
-            enable_empty_final_response=final,
-        )  # fmt: skip
+            "tiny", _inputs(module, **values), request_id=str(at), enable_empty_final_response=final
+        )
     client.stop_stream()  # which waits for the answers
     return [found.get_nowait() for _ in range(found.qsize())]
 

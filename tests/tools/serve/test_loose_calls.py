@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
+from answer_cuts import read_cut
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -54,25 +54,11 @@ CASES = {
 }
 
 
-def _joined(found):
-    joined = []
-    for item in found:
-        if isinstance(item, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += item
-        elif item:
-            joined.append(item)
-    return joined
-
-
 @pytest.mark.parametrize(("text", "expected"), CASES.items())
 @given(cuts=st.sets(st.integers(0, 150), max_size=8))
 @example(cuts=set(range(150)))
 def test_however_the_text_is_cut(text, expected, cuts):
-    parser, found = LooseParser(HermesParser(NAMES), NAMES), []
-    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    for begin, end in itertools.pairwise(places):
-        found += parser.push(text[begin:end])
-    assert _joined([*found, *parser.finish()]) == expected
+    assert read_cut(LooseParser(HermesParser(NAMES), NAMES), text, cuts) == expected
 
 
 @given(st.text('`json{}[]":name add;\nTOLCS</tool_call>', max_size=60))

@@ -67,9 +67,13 @@ def test_every_family_reads_what_its_grammar_lets_through(llm, kind, several):
     for seed in range(8):
         sampling = SamplingParams(4.0, 1.0, 0, seed, guide=Guide("lark", grammar))
         answer = llm.generate_text(
-            "Hi", sampling=sampling, max_generate_length=900, stop=(), add_special_tokens=True,
+            "Hi",
+            sampling=sampling,
+            max_generate_length=900,
+            stop=(),
+            add_special_tokens=True,
             shown_tokens=kind.shown,
-        )  # fmt: skip
+        )
         list(answer)
         assert answer.finish_reason == "stop", answer.text
         assert set(marks.values()) <= set(answer.token_ids)
@@ -205,7 +209,10 @@ def test_clients_that_make_objects_of_answers(structured, lettered_server, clien
     result = subprocess.run(
         [sys.executable, "-c", CLIENTS, f"{lettered_server.url}/v1", *client_of],
         env={**os.environ, "PYTHONPATH": str(structured)},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     assert set(json.loads(result.stdout)) == {"meal", "enough"}

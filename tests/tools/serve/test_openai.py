@@ -40,9 +40,13 @@ def test_a_chat_has_the_text_and_the_counts_of_the_engine(client, offline):
 
 def test_a_stream_has_the_same_text_in_pieces(client, offline):
     stream = client.chat.completions.create(
-        model="tiny", messages=MESSAGES, temperature=0, max_completion_tokens=24, stream=True,
+        model="tiny",
+        messages=MESSAGES,
+        temperature=0,
+        max_completion_tokens=24,
+        stream=True,
         stream_options={"include_usage": True},
-    )  # fmt: skip
+    )
     chunks = list(stream)
     expected = _offline(offline, MESSAGES, 24, temperature=0)
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -150,9 +154,13 @@ def test_usage_tells_how_well_was_drafted_and_what_was_there(client, server):
 
 def test_tokens_come_with_their_origin_when_asked(client):
     stream = client.chat.completions.create(
-        model="tiny", messages=MESSAGES, temperature=0, max_tokens=60, stream=True,
+        model="tiny",
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=60,
+        stream=True,
         extra_body={"stream_options": {"include_tokens": True, "include_usage": True}},
-    )  # fmt: skip
+    )
     chunks = [chunk.model_dump() for chunk in stream]
     tokens = [token for chunk in chunks for token in chunk.get("edgellm", {}).get("tokens", ())]
     text = "".join((c["choices"][0]["delta"]["content"] or "") for c in chunks if c["choices"])

@@ -18,9 +18,13 @@ from schemathesis.specs.openapi.checks import (
 from edgellm.tools.serve.schemas import WITHOUT_EFFECT
 
 CHECKS = [
-    not_a_server_error, status_code_conformance, content_type_conformance,
-    response_headers_conformance, response_schema_conformance, unsupported_method,
-]  # fmt: skip
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    unsupported_method,
+]
 LENGTHS = ("max_tokens", "max_completion_tokens", "sampling_param_max_tokens")
 
 
@@ -41,9 +45,12 @@ def test_every_answer_is_documented(lettered_server, mode):
         statuses.add(case.call_and_validate(checks=CHECKS).status_code)
 
     few = settings(
-        max_examples=12, derandomize=True, deadline=None, database=None,
+        max_examples=12,
+        derandomize=True,
+        deadline=None,
+        database=None,
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [found.ok() for found in document.get_all_operations()]
     assert len(operations) == 19

@@ -65,9 +65,12 @@ MINISTRAL = {
 HUNYUAN = "{% if tools %}<tool_calls>{% endif %}<think></think><answer></answer>"
 R7B = "<|START_THINKING|><|START_ACTION|>tools<|START_RESPONSE|>"
 CASES = [
-    (QWEN, "", TAGS), (QWEN, "<|im_start|>assistant\n<think>\n", INSIDE), (HUNYUAN, "", WRAPPED),
-    (R7B, "", COMMAND), ("tools[TOOL_CALLS][ARGS][THINK]", "", MINISTRAL),
-]  # fmt: skip
+    (QWEN, "", TAGS),
+    (QWEN, "<|im_start|>assistant\n<think>\n", INSIDE),
+    (HUNYUAN, "", WRAPPED),
+    (R7B, "", COMMAND),
+    ("tools[TOOL_CALLS][ARGS][THINK]", "", MINISTRAL),
+]
 
 
 @pytest.mark.parametrize(("template", "end", "cases"), CASES)

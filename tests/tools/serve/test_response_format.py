@@ -50,9 +50,13 @@ def test_biases_and_penalties(client):
     form = {"type": "regex", "regex": "[k-z]{4}"}
     assert _ask(client, response_format=form, logit_bias={str(letter): 100}) == "kkkk"
     found = _ask(
-        client, response_format=form, logit_bias={str(letter): 3}, presence_penalty=2,
-        frequency_penalty=2, extra_body={"min_p": 0.1, "repetition_penalty": 2.0},
-    )  # fmt: skip
+        client,
+        response_format=form,
+        logit_bias={str(letter): 3},
+        presence_penalty=2,
+        frequency_penalty=2,
+        extra_body={"min_p": 0.1, "repetition_penalty": 2.0},
+    )
     assert re.fullmatch("[k-z]{4}", found)
     assert found != "kkkk"
 

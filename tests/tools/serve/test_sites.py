@@ -35,8 +35,12 @@ def test_pages_of_other_sites_are_kept_out(server, path):
     ):
         for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json"):
             assert _post(server, path, content_type=kind, **headers) == 403, headers
-    for headers in ({}, {"origin": own}, {"origin": own, "sec_fetch_site": "same-origin"},
-                    {"sec_fetch_site": "none"}):  # fmt: skip
+    for headers in (
+        {},
+        {"origin": own},
+        {"origin": own, "sec_fetch_site": "same-origin"},
+        {"sec_fetch_site": "none"},
+    ):
         assert _post(server, path, **headers) == 200, headers
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 
 import pytest
+from answer_cuts import read_cut
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -87,27 +87,12 @@ CASES += [(Llama3Parser, *case) for case in LLAMA3.items()]
 CASES += [(MistralParser, *case) for case in MISTRAL.items()]
 
 
-def _joined(found):
-    """Texts side by side are one."""
-    joined = []
-    for item in found:
-        if isinstance(item, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += item
-        elif item:
-            joined.append(item)
-    return joined
-
-
 @pytest.mark.parametrize(("kind", "text", "expected"), CASES)
 @given(cuts=st.sets(st.integers(0, 150), max_size=8))
 @example(cuts=set(range(150)))
 @example(cuts=set(range(0, 150, 11)))
 def test_however_the_text_is_cut(kind, text, expected, cuts):
-    parser, found = kind(NAMES), []
-    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    for begin, end in itertools.pairwise(places):
-        found += parser.push(text[begin:end])
-    assert _joined([*found, *parser.finish()]) == expected
+    assert read_cut(kind(NAMES), text, cuts) == expected
 
 
 @given(st.text('<tool_cal>/{}[]":name add;\nTOLCS', max_size=60))

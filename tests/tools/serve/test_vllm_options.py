@@ -38,9 +38,16 @@ def test_a_list_of_prompts_has_a_choice_for_each(client, texts):
         found = client.completions.create(**GREEDY, prompt=prompts, logprobs=1)
         assert [choice.text for choice in found.choices] == [answer.text for answer in texts]
         assert [choice.index for choice in found.choices] == [0, 1, 2]
+        assert not any("token_ids" in choice.model_extra for choice in found.choices)
         assert all(len(choice.logprobs.tokens) == 8 for choice in found.choices)
         assert found.usage.completion_tokens == 24
         assert found.usage.prompt_tokens == sum(map(len, ids))
+    found = client.completions.create(
+        **GREEDY, prompt=PROMPTS, extra_body={"return_token_ids": True}
+    )
+    assert [choice.model_extra["token_ids"] for choice in found.choices] == [
+        list(answer.token_ids) for answer in texts
+    ]
     assert client.completions.create(**GREEDY, prompt=ids[0]).choices[0].text == texts[0].text
 
 

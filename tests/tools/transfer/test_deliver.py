@@ -66,8 +66,9 @@ def test_only_what_differs_travels(bundle, device, tmp_path, to):
     assert found.changed == ("model.weights", "more.bin", "manifest.json")
     assert _same(bundle, place)
     assert stamps == (
-        (place / "model.onnx").stat().st_mtime_ns, (place / "model.onnx").stat().st_ino,
-    )  # fmt: skip
+        (place / "model.onnx").stat().st_mtime_ns,
+        (place / "model.onnx").stat().st_ino,
+    )
     assert (place / "notes.txt").read_text() == "mine"
     assert not (place / "sub/it's $(touch oops).txt").exists()  # of the earlier bundle
 

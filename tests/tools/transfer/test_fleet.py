@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import INTERRUPTED, assert_one_line_error
-from device_fakes import (
-    make_bundle,
-    run_transfer,
-    terminate_transfer,
-    write_command,
-)
+from device_fakes import make_bundle, run_transfer, terminate_transfer, write_command
 
 from edgellm.contract import EdgeLLMError
 from edgellm.tools.transfer import inventory, rollout

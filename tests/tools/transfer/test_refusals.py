@@ -6,15 +6,7 @@ import json
 
 import pytest
 from conftest import assert_one_line_error
-from device_fakes import (
-    ALL,
-    CONTENTS,
-    PLACE,
-    deliver_to,
-    make_bundle,
-    run_transfer,
-    write_command,
-)
+from device_fakes import ALL, CONTENTS, PLACE, deliver_to, make_bundle, run_transfer, write_command
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError
 from edgellm.tools.transfer.faults import explain
@@ -197,9 +189,10 @@ def test_a_full_disk_here(bundle, tmp_path):
     make_bundle(bundle, {**CONTENTS, "model.weights": bytes(300_000)})
     limit = (100_000, 100_000)
     result = run_transfer(
-        bundle, tmp_path / "there",
+        bundle,
+        tmp_path / "there",
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
-    )  # fmt: skip
+    )
     assert_one_line_error(result, f"File too large in {tmp_path}", "bytes are needed")
     assert not (tmp_path / "there").exists()
     assert deliver_to(bundle, str(tmp_path / "there")).changed == ALL

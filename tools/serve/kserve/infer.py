@@ -80,13 +80,17 @@ def parse(content: bytes, header_length: str | None) -> Infer:
     names = require_outputs([output.name for output in body.outputs])
     all_of_them = body.parameters.get("binary_data_output") is True
     return Infer(
-        with_reason(request, names), names,
+        with_reason(request, names),
+        names,
         frozenset(
-            {output.name for output in body.outputs
-             if output.parameters.get("binary_data", all_of_them) is True}
+            {
+                output.name
+                for output in body.outputs
+                if output.parameters.get("binary_data", all_of_them) is True
+            }
             or (names if all_of_them and not body.outputs else ())
         ),
-    )  # fmt: skip
+    )
 
 
 def require_outputs(asked: Sequence[str]) -> tuple[str, ...]:
@@ -94,9 +98,8 @@ def require_outputs(asked: Sequence[str]) -> tuple[str, ...]:
     for name in asked:
         if name not in OUTPUTS:
             raise ApiError(
-                400, f"there is no output {name!r}; there are {', '.join(OUTPUTS)}",
-                param="outputs",
-            )  # fmt: skip
+                400, f"there is no output {name!r}; there are {', '.join(OUTPUTS)}", param="outputs"
+            )
     return tuple(asked) or ("text_output",)
 
 
@@ -139,8 +142,9 @@ def answer(infer: Infer, found: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
     if not behind:
         return content, {"content-type": "application/json"}
     return content + behind, {
-        "content-type": "application/octet-stream", HEADER_LENGTH: str(len(content)),
-    }  # fmt: skip
+        "content-type": "application/octet-stream",
+        HEADER_LENGTH: str(len(content)),
+    }
 
 
 def _length(header: str, size: int) -> int:

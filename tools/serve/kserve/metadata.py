@@ -19,10 +19,12 @@ def server(version: str) -> dict[str, Any]:
 def model(name: str) -> dict[str, Any]:
     """Of the model: its tensors."""
     return {
-        "name": name, "versions": [VERSION], "platform": PLATFORM,
+        "name": name,
+        "versions": [VERSION],
+        "platform": PLATFORM,
         "inputs": [_tensor(name, datatype) for name, datatype in INPUTS.items()],
         "outputs": [_tensor(name, datatype) for name, datatype in OUTPUTS.items()],
-    }  # fmt: skip
+    }
 
 
 def _tensor(name: str, datatype: str) -> dict[str, Any]:

@@ -33,10 +33,13 @@ from edgellm.tools.serve.triton import GenerateRequest, GenerateWriter
 
 _log = logging.getLogger(__name__)
 _CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT, 401: grpc.StatusCode.UNAUTHENTICATED,
-    404: grpc.StatusCode.NOT_FOUND, 429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    503: grpc.StatusCode.UNAVAILABLE, 504: grpc.StatusCode.DEADLINE_EXCEEDED,
-}  # fmt: skip
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
 _FINAL, _WANTS_FINAL = "triton_final_response", "triton_enable_empty_final_response"
 # Of the datatypes, the field of `InferTensorContents` that has them.
 _CONTENTS = {
@@ -71,21 +74,27 @@ class Service:
     def handler(self) -> grpc.GenericRpcHandler:
         """For a gRPC server."""
         unary: dict[str, Callable[[Any], Awaitable[Any]]] = {
-            "ServerLive": self._live, "ServerReady": self._ready, "ModelReady": self._model_ready,
-            "ServerMetadata": self._metadata, "ModelMetadata": self._model_metadata,
-            "ModelConfig": self._config, "ModelInfer": self._infer,
-        }  # fmt: skip
+            "ServerLive": self._live,
+            "ServerReady": self._ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._config,
+            "ModelInfer": self._infer,
+        }
         made = {
             name: grpc.unary_unary_rpc_method_handler(
-                self._checked(name, call), MESSAGES[f"{name}Request"].FromString,
+                self._checked(name, call),
+                MESSAGES[f"{name}Request"].FromString,
                 MESSAGES[f"{name}Response"].SerializeToString,
             )
             for name, call in unary.items()
-        }  # fmt: skip
+        }
         made["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-            self._stream, MESSAGES["ModelInferRequest"].FromString,
+            self._stream,
+            MESSAGES["ModelInferRequest"].FromString,
             MESSAGES["ModelStreamInferResponse"].SerializeToString,
-        )  # fmt: skip
+        )
         return grpc.method_handlers_generic_handler(SERVICE, made)
 
     def _checked(
@@ -224,9 +233,7 @@ class GrpcServer:
         Raises:
             EdgeLLMError: the port is taken.
         """
-        options = [
-            ("grpc.max_receive_message_length", self._max_bytes), ("grpc.so_reuseport", 0)
-        ]  # fmt: skip
+        options = [("grpc.max_receive_message_length", self._max_bytes), ("grpc.so_reuseport", 0)]
         self._grpc = grpc.aio.server(options=options)
         self._grpc.add_generic_rpc_handlers((self._service.handler(),))
         try:
@@ -273,11 +280,13 @@ def _tensors(request: Any) -> list[Tensor]:
         ]
     return [
         read(
-            one.name, one.datatype, one.shape,
+            one.name,
+            one.datatype,
+            one.shape,
             getattr(one.contents, _CONTENTS.get(one.datatype, "bytes_contents")),
         )
         for one in request.inputs
-    ]  # fmt: skip
+    ]
 
 
 def _response(
@@ -286,10 +295,12 @@ def _response(
     """A response with the outputs that `found` has, as bytes."""
     there = [name for name in names if name in found]
     response = MESSAGES["ModelInferResponse"](
-        model_name=request.model_name, model_version=metadata.VERSION, id=request.id,
+        model_name=request.model_name,
+        model_version=metadata.VERSION,
+        id=request.id,
         outputs=[{"name": name, "datatype": OUTPUTS[name], "shape": [1]} for name in there],
         raw_output_contents=[text_bytes(str(found[name])) for name in there],
-    )  # fmt: skip
+    )
     if is_final is not None:
         response.parameters[_FINAL].bool_param = is_final
     return response

@@ -90,9 +90,10 @@ def request_of(tensors: Iterable[Tensor], request_id: str) -> GenerateRequest:
     for tensor in tensors:
         if tensor.name not in INPUTS and tensor.name not in GenerateRequest.model_fields:
             raise ApiError(
-                400, f"there is no input {tensor.name!r}; there are {', '.join(INPUTS)}",
+                400,
+                f"there is no input {tensor.name!r}; there are {', '.join(INPUTS)}",
                 param="inputs",
-            )  # fmt: skip
+            )
         if tensor.name in body:
             raise ApiError(400, f"the input {tensor.name!r} is there twice", param="inputs")
         body[tensor.name] = _plain(tensor)
@@ -156,11 +157,14 @@ def _value(name: str, datatype: str, value: Any) -> Value:
     if isinstance(value, bytes):
         value = _text(name, value)
     fits = (
-        isinstance(value, bool) if datatype == "BOOL"
-        else isinstance(value, str) if datatype == "BYTES"
-        else isinstance(value, int) and not isinstance(value, bool) if datatype in _INTEGERS
+        isinstance(value, bool)
+        if datatype == "BOOL"
+        else isinstance(value, str)
+        if datatype == "BYTES"
+        else isinstance(value, int) and not isinstance(value, bool)
+        if datatype in _INTEGERS
         else isinstance(value, (int, float)) and not isinstance(value, bool)
-    )  # fmt: skip
+    )
     if not fits:
         raise ApiError(400, f"{name}: {value!r:.40} is no {datatype}", param=name)
     return float(value) if datatype in _FLOATS else value

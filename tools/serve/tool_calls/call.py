@@ -11,9 +11,7 @@ from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 Tools = Mapping[str, Mapping[str, Any] | None]  # schemas of arguments by the functions' names
 # What reading a call raises where there is none.
-NoCall = (
-    ValueError, KeyError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError,
-)  # fmt: skip
+NoCall = (ValueError, KeyError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)

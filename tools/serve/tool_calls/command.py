@@ -21,9 +21,13 @@ class CommandParser(MarkedParser):
     openings, closing = (_OPEN,), _CLOSE
     shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
     form: ClassVar = CallForm(
-        '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ', "}", between=", ",
-        opening=f"{_OPEN}[", closing=f"]{_CLOSE}", marks=shown,
-    )  # fmt: skip
+        '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ',
+        "}",
+        between=", ",
+        opening=f"{_OPEN}[",
+        closing=f"]{_CLOSE}",
+        marks=shown,
+    )
 
     @staticmethod
     def recognises(template: str) -> bool:

@@ -26,9 +26,11 @@ class Glm45Parser(MarkedParser):
         _OPEN, _CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     )  # fmt: skip
     form: ClassVar = CallForm(
-        f'{_OPEN}{{"name": "NAME", "arguments": ', f"}}{_CLOSE}", between="\n",
+        f'{_OPEN}{{"name": "NAME", "arguments": ',
+        f"}}{_CLOSE}",
+        between="\n",
         marks=(_OPEN, _CLOSE),
-    )  # fmt: skip
+    )
 
     @staticmethod
     def recognises(template: str) -> bool:

@@ -23,6 +23,13 @@ class CallForm:
     closing: str = ""
     marks: tuple[str, ...] = ()  # parts of these texts that may be tokens of their own
 
+    @classmethod
+    def json_list(cls, opening: str, closing: str) -> CallForm:
+        """A JSON list of objects of name and arguments between two marks."""
+        before = '{"name": "NAME", "arguments": '
+        marks = (opening, closing)
+        return cls(before, "}", ", ", f"{opening}[", f"]{closing}", marks)
+
 
 def forced_calls(
     form: CallForm,

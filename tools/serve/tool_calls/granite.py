@@ -20,9 +20,13 @@ class GraniteParser(MarkedParser):
     openings = (_MARK,)
     shown: ClassVar[tuple[str, ...]] = (_MARK,)
     form: ClassVar = CallForm(
-        '{"name": "NAME", "arguments": ', "}", between=", ", opening=f"{_MARK}[", closing="]",
+        '{"name": "NAME", "arguments": ',
+        "}",
+        between=", ",
+        opening=f"{_MARK}[",
+        closing="]",
         marks=shown,
-    )  # fmt: skip
+    )
 
     @staticmethod
     def recognises(template: str) -> bool:

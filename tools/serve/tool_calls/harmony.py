@@ -11,14 +11,7 @@ import json
 import re
 from typing import ClassVar
 
-from edgellm.tools.serve.tool_calls.call import (
-    Call,
-    Item,
-    NoCall,
-    Thought,
-    Tools,
-    longest_begun,
-)
+from edgellm.tools.serve.tool_calls.call import Call, Item, NoCall, Thought, Tools, longest_begun
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 _MESSAGE = "<|message|>"
@@ -34,9 +27,11 @@ class HarmonyParser:
 
     shown: ClassVar[tuple[str, ...]] = (*_ENDS, _MESSAGE, "<|constrain|>")
     form: ClassVar = CallForm(
-        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", between=None,
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+        "",
+        between=None,
         marks=("<|channel|>", "<|constrain|>", "<|message|>"),
-    )  # fmt: skip
+    )
 
     def __init__(self, tools: Tools) -> None:
         self._tools, self._held = tools, ""

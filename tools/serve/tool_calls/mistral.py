@@ -22,9 +22,13 @@ class MistralParser:
 
     shown: ClassVar[tuple[str, ...]] = ()  # an answer begins with the mark, or with its list
     form: ClassVar = CallForm(
-        '{"name": "NAME", "arguments": ', "}", between=", ", opening=f"{_MARK} [", closing="]",
+        '{"name": "NAME", "arguments": ',
+        "}",
+        between=", ",
+        opening=f"{_MARK} [",
+        closing="]",
         marks=(_MARK,),
-    )  # fmt: skip
+    )
 
     def __init__(self, tools: Tools) -> None:
         self._tools, self._held, self._is_text = tools, "", False

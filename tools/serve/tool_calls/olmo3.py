@@ -20,10 +20,7 @@ class Olmo3Parser(MarkedParser):
 
     openings, closing = (_OPEN,), _CLOSE
     shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
-    form: ClassVar = CallForm(
-        '{"name": "NAME", "arguments": ', "}", between=", ", opening=f"{_OPEN}[",
-        closing=f"]{_CLOSE}", marks=shown,
-    )  # fmt: skip
+    form: ClassVar = CallForm.json_list(_OPEN, _CLOSE)
 
     @staticmethod
     def recognises(template: str) -> bool:

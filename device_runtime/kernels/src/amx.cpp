@@ -1,0 +1,152 @@
+// AMX: sums of 16 rows and 16 channels along 64 inputs by one instruction, where there are rows
+// enough; everything else is AVX-512's.
+#include "avx512.h"
+#include "outputs.inl"
+
+namespace edgellm {
+
+extern const Kernels k_avx512_vnni;
+
+namespace {
+
+// By the rates of the instructions: for 16 rows and channels along a block of 32 inputs AVX-512 needs
+// 128 cycles, tiles 32 to multiply and to store. Fewer rows gain less; nobody has measured where none.
+constexpr int64_t kRowsFrom = 16;
+constexpr int64_t kTileRows = 16, kTileInputs = 64;
+constexpr int64_t kPanelBytes = 512 << 10;  // of rows that stay in the second cache
+
+// Tiles 0 to 3 are sums [rows a or b][strip], 4 and 5 the rows a and b, 6 and 7 the strips' codes.
+struct Configuration {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  Configuration(int64_t num_rows, int64_t inputs) {
+    for (int tile = 0; tile < 8; tile++) {
+      rows[tile] = uint8_t(tile < 6 ? num_rows : inputs / 4);
+      row_bytes[tile] = uint16_t(tile == 4 || tile == 5 ? inputs : 64);
+    }
+  }
+};
+
+struct Sums {
+  alignas(64) int32_t of[2][2][kTileRows][kStrip];
+};
+
+// Compilers do not know what instructions of tiles read: what was written before must be there.
+inline void settle(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
+
+// One block of the rows from a and from b on, and of codes [block / 4][32 channels][4].
+void multiply(const int8_t* a, const int8_t* b, int64_t stride, const uint8_t* codes, int64_t block, Sums& sums) {
+  settle(codes);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < block; k += kTileInputs) {
+    _tile_loadd(6, codes + k * kGroup, 4 * kGroup);
+    _tile_loadd(7, codes + k * kGroup + 64, 4 * kGroup);
+    _tile_loadd(4, a + k, stride);
+    _tile_dpbsud(0, 4, 6);
+    _tile_dpbsud(1, 4, 7);
+    _tile_loadd(5, b + k, stride);
+    _tile_dpbsud(2, 5, 6);
+    _tile_dpbsud(3, 5, 7);
+  }
+  _tile_stored(0, sums.of[0][0], 64);
+  _tile_stored(1, sums.of[0][1], 64);
+  _tile_stored(2, sums.of[1][0], 64);
+  _tile_stored(3, sums.of[1][1], 64);
+  settle(&sums);
+}
+
+// A block's codes as bytes, [block / 4][32 channels][4].
+template <Form kForm>
+const uint8_t* bytes_of(const uint8_t* record, int64_t block, uint8_t* memory) {
+  if constexpr (kForm == Form::kInt8) return record;
+  for (int64_t at = 0; at < block * kGroup / 2; at += 64) {
+    const auto codes = Set::read<Set::Bytes>(record + at);
+    uint8_t* first = memory + at / 128 * 256 + at % 128;  // of eight inputs the first four, then the others
+    Set::write(first, Set::decode<kForm == Form::kFp4>(codes & 15));
+    Set::write(first + 128, Set::decode<kForm == Form::kFp4>(codes >> 4));
+  }
+  return memory;
+}
+
+// The 32 channels of a group for two tiles of rows or, of two terms, for one whose tiles are the terms.
+template <Form kForm, bool kZero, int T>
+void run_tiles(const Product& p, int64_t group, int64_t num_rows, const int64_t (&first)[2]) {
+  const Weight& w = *p.weight;
+  const int64_t stride = p.rows.stride, blocks = p.rows.blocks;
+  const int8_t* a = p.rows.codes + first[0] * T * stride;
+  const int8_t* b = T == 1 ? p.rows.codes + first[1] * stride : a + stride;
+  alignas(64) uint8_t memory[128 * kGroup];
+  Sums sums;
+  F totals[3 - T][kTileRows][2];
+  for (auto& some : totals)
+    for (auto& both : some)
+      for (F& one : both) one = Set::set(0);
+  const uint8_t* record = w.records + group * w.group_bytes();
+  for (int64_t block = 0; block < blocks; block++, record += w.record_bytes(), a += w.block, b += w.block) {
+    multiply(a, b, T * stride, bytes_of<kForm>(record, w.block, memory), w.block, sums);
+    const uint8_t* halves = record + w.code_bytes();
+    for (int s = 0; s < 2; s++) {
+      const F scale = Set::load_half(halves + s * 32);
+      for (int tile = 0; tile < 3 - T; tile++)
+        for (int64_t r = 0; r < num_rows; r++) {
+          const int64_t at = (first[tile] + r) * blocks + block;
+          I sum = Set::read<I>(sums.of[tile][s][r]);
+          if (T == 2) sum = Set::add_int(Set::times128(sum), Set::read<I>(sums.of[1][s][r]));
+          sum = Set::add_int(sum, Set::set_int(p.rows.starts[at]));
+          F& total = totals[tile][r][s];
+          total = Set::fma(Set::to_float(sum), Set::mul(scale, Set::set(p.rows.scales[at])), total);
+          if (kZero) total = Set::fma(Set::load_half(halves + 64 + s * 32), Set::set(p.rows.offsets[at]), total);
+        }
+    }
+  }
+  for (int tile = 0; tile < 3 - T; tile++)
+    for (int64_t r = 0; r < num_rows; r++) write_group(p, group, first[tile] + r, totals[tile][r][0], totals[tile][r][1]);
+}
+
+// Tiles of one height, the last of which overlap: what is computed twice has the same bits.
+template <Form kForm, bool kZero, int T = 1>
+void run_groups(const Product& p, int64_t first, int64_t last) {
+  const int64_t block = p.weight->block, of_rows = p.rows.stride * T;
+  const int64_t panels = (p.num_rows * of_rows + kPanelBytes - 1) / kPanelBytes;
+  for (int64_t panel = 0; panel < panels; panel++) {
+    const int64_t top = p.num_rows * panel / panels, rows = p.num_rows * (panel + 1) / panels - top;
+    const int64_t at_once = 3 - T, steps = (rows + at_once * kTileRows - 1) / (at_once * kTileRows);
+    const int64_t height = (rows + at_once * steps - 1) / (at_once * steps);
+    const Configuration configuration(height, block < kTileInputs ? block : kTileInputs);
+    settle(&configuration);
+    _tile_loadconfig(&configuration);
+    const auto row_of = [&](int64_t tile) { return top + least(tile * height, rows - height); };
+    for (int64_t group = first; group < last; group++)
+      for (int64_t step = 0; step < steps; step++)
+        run_tiles<kForm, kZero, T>(p, group, height, {row_of(step * at_once), row_of(step * at_once + 1)});
+  }
+  _tile_release();
+}
+
+void product(const Product& p, int64_t first, int64_t last) {
+  const Weight& w = *p.weight;
+  if (p.num_rows < kRowsFrom || !takes_codes(w.form)) return k_avx512_vnni.product(p, first, last);
+  if (w.form == Form::kFp4) return run_groups<Form::kFp4, false>(p, first, last);
+  if (w.form == Form::kInt4) return (w.has_zero_points ? run_groups<Form::kInt4, true> : run_groups<Form::kInt4, false>)(p, first, last);
+  if (w.input_terms == 2) return (w.has_zero_points ? run_groups<Form::kInt8, true, 2> : run_groups<Form::kInt8, false, 2>)(p, first, last);
+  return (w.has_zero_points ? run_groups<Form::kInt8, true> : run_groups<Form::kInt8, false>)(p, first, last);
+}
+
+}  // namespace
+
+const Kernels& amx_kernels() {
+  static const Kernels set = [] {
+    Kernels made = k_avx512_vnni;
+    made.name = "amx";
+    made.product = product;
+    return made;
+  }();
+  return set;
+}
+
+}  // namespace edgellm

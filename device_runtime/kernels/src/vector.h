@@ -1,0 +1,261 @@
+// Sixteen lanes in the compiler's own vectors. An instruction set says how wide they are and adds
+// what these cannot say: `fma`, halves and products of bytes.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "kernels.h"
+
+#ifndef __has_builtin
+#define __has_builtin(x) 0
+#endif
+
+namespace edgellm {
+namespace {
+
+#ifndef EDGELLM_INLINE
+#define EDGELLM_INLINE inline __attribute__((always_inline))
+#endif
+
+// Registers of `kBytes` bytes.
+template <int kBytes_>
+struct Registers {
+  static constexpr int kBytes = kBytes_, kLanes = kBytes / 4;
+  typedef float Floats __attribute__((vector_size(kBytes_)));
+  typedef int32_t Ints __attribute__((vector_size(kBytes_)));
+  typedef uint8_t Bytes __attribute__((vector_size(kBytes_)));
+  typedef uint16_t Halves __attribute__((vector_size(kBytes_ / 2)));
+
+  static constexpr int kSteps8 = 4;  // of `add8` that are written out
+  using Sum = Ints;  // of some steps of `add4`, for those that cannot add to 32 bits at once
+  static Sum begin(Ints sums) { return sums; }
+  static Ints end(Ints, Sum sum) { return sum; }
+
+  template <class V>
+  static EDGELLM_INLINE V read(const void* p) {  // which need not be aligned
+    V out;
+    __builtin_memcpy(&out, p, sizeof out);
+    return out;
+  }
+  template <class V>
+  static EDGELLM_INLINE void write(void* p, V x) { __builtin_memcpy(p, &x, sizeof x); }
+  template <int... kLane, class V>
+  static EDGELLM_INLINE V shuffle(V a, V b) {
+#if __has_builtin(__builtin_shufflevector)
+    return __builtin_shufflevector(a, b, kLane...);
+#else
+    return __builtin_shuffle(a, b, Ints{kLane...});
+#endif
+  }
+  // Of every 2 * kHalf lanes the lower halves of a and b, or from kUp = kHalf on the upper.
+  template <int kHalf, int kUp, class V, size_t... j>
+  static EDGELLM_INLINE V halves(V a, V b, std::index_sequence<j...>) {
+    return shuffle<int(j / (2 * kHalf) * 2 * kHalf + j % kHalf + kUp + j % (2 * kHalf) / kHalf * kLanes)...>(a, b);
+  }
+  template <int kHalf, class V, class Function>
+  static EDGELLM_INLINE V fold(V a, V b, Function function) {
+    constexpr std::make_index_sequence<kLanes> lanes{};
+    return function(halves<kHalf, 0>(a, b, lanes), halves<kHalf, kHalf>(a, b, lanes));
+  }
+};
+
+template <class Native>
+struct Vector : Native {
+  using typename Native::Floats, typename Native::Ints, typename Native::Bytes, typename Native::Halves;
+  using Native::kBytes, Native::kLanes;
+  static constexpr int kParts = kStrip / kLanes;
+  template <class V> struct Several { V part[kParts]; };
+  using F = std::conditional_t<kParts == 1, Floats, Several<Floats>>;
+  using I = std::conditional_t<kParts == 1, Ints, Several<Ints>>;
+
+  // Written out, never a loop: what compilers index they keep in memory.
+  template <class X>
+  static EDGELLM_INLINE auto& part(X& x, int i) {
+    if constexpr (kParts == 1) return x; else return x.part[i];
+  }
+  template <class Out = F, class Function, size_t... i>
+  static EDGELLM_INLINE Out each(Function function, std::index_sequence<i...>) { return {function(int(i))...}; }
+  template <class Out = F, class Function>
+  static EDGELLM_INLINE Out each(Function function) {
+    if constexpr (kParts == 1) return function(0); else return each<Out>(function, std::make_index_sequence<kParts>{});
+  }
+  template <class Function, size_t... i>
+  static EDGELLM_INLINE void for_each(Function function, std::index_sequence<i...>) { (function(int(i)), ...); }
+  template <class Function>
+  static EDGELLM_INLINE void for_each(Function function) { for_each(function, std::make_index_sequence<kParts>{}); }
+  template <class Out = F, class Function, class... In>
+  static EDGELLM_INLINE Out map(Function function, In... in) {
+    if constexpr (kParts == 1)
+      return function(in...);
+    else
+      return each<Out>([&](int i) { return function(in.part[i]...); });
+  }
+
+  static EDGELLM_INLINE F load(const float* p) {
+    return each([=](int i) { return Native::template read<Floats>(p + i * kLanes); });
+  }
+  static EDGELLM_INLINE void store(float* p, F x) {
+    for_each([&](int i) { Native::write(p + i * kLanes, part(x, i)); });
+  }
+  static EDGELLM_INLINE F set(float x) { return each([=](int) { return x - Floats{}; }); }
+  static constexpr auto plus = [](auto a, auto b) { return a + b; };
+  // The second of two is taken where one is no number.
+  static constexpr auto larger = [](Floats a, Floats b) { return a > b ? a : b; };
+  static EDGELLM_INLINE F add(F a, F b) { return map(plus, a, b); }
+  static EDGELLM_INLINE F sub(F a, F b) { return map([](Floats x, Floats y) { return x - y; }, a, b); }
+  static EDGELLM_INLINE F mul(F a, F b) { return map([](Floats x, Floats y) { return x * y; }, a, b); }
+  static EDGELLM_INLINE F div(F a, F b) { return map([](Floats x, Floats y) { return x / y; }, a, b); }
+  static EDGELLM_INLINE F max(F a, F b) { return map(larger, a, b); }
+  static EDGELLM_INLINE F min(F a, F b) { return map([](Floats x, Floats y) { return x < y ? x : y; }, a, b); }
+  static EDGELLM_INLINE F abs(F a) { return map([](Floats x) { return Floats(Ints(x) & 0x7fffffff); }, a); }
+  static EDGELLM_INLINE F fma(F a, F b, F c) { return map([](Floats x, Floats y, Floats z) { return Native::fma(x, y, z); }, a, b, c); }
+  // To nearest, ties to even, of |a| < 2^22: what is added leaves no digits behind the point.
+  static constexpr float kPoint = 0x1.8p23f;
+  static constexpr int32_t kPointBits = 0x4b400000;
+  static EDGELLM_INLINE I to_int(F a) { return map<I>([](Floats x) { return Ints(x + kPoint) - kPointBits; }, a); }
+  // 2^n of the whole number n nearest to a; n is at least -126 and at most 127.
+  static EDGELLM_INLINE F pow2(F a, F& n) {
+    const F whole = add(a, set(kPoint));
+    n = sub(whole, set(kPoint));
+    return map([](Floats x) { return Floats((Ints(x) + 127) << 23); }, whole);
+  }
+  static EDGELLM_INLINE F to_float(I a) { return map([](Ints x) { return __builtin_convertvector(x, Floats); }, a); }
+  static EDGELLM_INLINE I set_int(int32_t x) { return each<I>([=](int) { return x + Ints{}; }); }
+  static EDGELLM_INLINE I times128(I a) { return map<I>([](Ints x) { return x << 7; }, a); }
+  static EDGELLM_INLINE I add_int(I a, I b) { return map<I>(plus, a, b); }
+
+  static EDGELLM_INLINE Halves halves_at(const void* p, int i) { return Native::template read<Halves>(static_cast<const uint16_t*>(p) + i * kLanes); }
+  static EDGELLM_INLINE F load_half(const void* p) { return each([=](int i) { return Native::from_half(halves_at(p, i)); }); }
+  static EDGELLM_INLINE F load_bfloat(const void* p) { return each([=](int i) { return Floats(Native::widen(halves_at(p, i)) << 16); }); }
+  // E4M3's exponent and digits stand in a half as 1/256 of what they stand for.
+  static EDGELLM_INLINE F load_fp8(const void* p) {
+    Halves halves[kParts];
+    Native::load_fp8(p, halves);
+    return each([&](int i) { return Native::from_half(halves[i]); });
+  }
+  static EDGELLM_INLINE F load_codes(const int8_t* p) {
+    Ints x[kParts];
+    Native::load_codes(p, x);
+    return each([&](int i) { return __builtin_convertvector(x[i], Floats); });
+  }
+  static EDGELLM_INLINE void store_half(void* p, F x) {
+    for_each([&](int i) { Native::write(static_cast<uint16_t*>(p) + i * kLanes, Native::to_half(part(x, i))); });
+  }
+  static EDGELLM_INLINE void store_codes(int8_t* p, I x) { Native::store_codes(p, &part(x, 0)); }
+
+  // ------------------------------------------------------------------------------ across lanes
+  // Lanes i and i + 8 first, then 4, 2, 1.
+  template <class V, class Function>
+  static EDGELLM_INLINE auto all_lanes(V x, Function function) {
+    return one_lane<kLanes / 2>(x, function, std::make_index_sequence<kLanes>{});
+  }
+  template <int kHalf, class V, class Function, size_t... j>
+  static EDGELLM_INLINE auto one_lane(V x, Function function, std::index_sequence<j...> lanes) {
+    if constexpr (kHalf > 0)
+      return one_lane<kHalf / 2>(function(x, Native::template shuffle<int(j ^ kHalf)...>(x, x)), function, lanes);
+    else
+      return x[0];
+  }
+  template <int kLeft = kParts / 2, class X, class Function>
+  static EDGELLM_INLINE auto all_parts(X x, Function function) {
+    if constexpr (kLeft > 0) {
+      for (int i = 0; i < kLeft; i++) x.part[i] = function(x.part[i], x.part[i + kLeft]);
+      return all_parts<kLeft / 2>(x, function);
+    } else {
+      return part(x, 0);
+    }
+  }
+  static EDGELLM_INLINE int32_t sum(I x) { return all_lanes(all_parts(x, plus), plus); }
+  static EDGELLM_INLINE float sum(F x) { return all_lanes(all_parts(x, plus), plus); }
+  static EDGELLM_INLINE float largest(F x) { return all_lanes(all_parts(x, larger), larger); }
+
+  // Lane i: sum(x[i]), in its order; each step halves both the registers and what is left to add.
+  template <int kHalf = kLanes / 2>
+  static EDGELLM_INLINE Floats halve(Floats* x) {
+    if constexpr (kHalf > 0) {
+      for (int i = 0; i < kHalf; i++) x[i] = Native::template fold<kHalf>(x[i], x[i + kHalf], plus);
+      return halve<kHalf / 2>(x);
+    } else {
+      return x[0];
+    }
+  }
+  static EDGELLM_INLINE F sums(const F* x) {
+    Floats one[kStrip];
+    for (int i = 0; i < kStrip; i++) one[i] = all_parts(x[i], plus);
+    return each([&](int i) { return halve(one + i * kLanes); });
+  }
+  template <size_t... j>
+  static EDGELLM_INLINE void zip(F a, F b, F& low, F& high, std::index_sequence<j...>) {
+    low = Native::template shuffle<int(j / 2 + j % 2 * kLanes)...>(a, b);
+    high = Native::template shuffle<int(kLanes / 2 + j / 2 + j % 2 * kLanes)...>(a, b);
+  }
+  static EDGELLM_INLINE void zip(F a, F b, F& low, F& high) {  // a0 b0 a1 b1 ...
+    static_assert(kParts == 1);
+    zip(a, b, low, high, std::make_index_sequence<kLanes>{});
+  }
+
+  // ------------------------------------------------------------------------- products of bytes
+  // Adds, for each channel, the sum over k of (code - middle) * x, `kAtOnce` registers of channels at
+  // a time. `Native::add4` and `add8` add the products of 4 codes of each channel and 4 of the row.
+  static EDGELLM_INLINE Bytes broadcast(const int8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    return Bytes(four + Ints{});
+  }
+  template <Form kForm, int R, int S>
+  static EDGELLM_INLINE void dot(I (&acc)[R][S], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
+    if (kForm == Form::kInt8)
+      dot_by<kForm, Native::kSteps8>(acc, w, x, stride, block);
+    else if (kForm == Form::kInt4 && block > 16)
+      dot_by<kForm, 4>(acc, w, x, stride, block);
+    else
+      dot_by<kForm, 2>(acc, w, x, stride, block);
+  }
+
+ private:
+  template <Form kForm, int kSteps, int R, int S>
+  static EDGELLM_INLINE void dot_by(I (&acc)[R][S], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
+    constexpr int kInputs = kForm == Form::kInt8 ? 4 : 8, C = Native::kAtOnce < S * kParts ? Native::kAtOnce : S * kParts;
+#pragma GCC unroll 8
+    for (int first = 0; first < S * kParts; first += C) {
+      Ints sums[R][C];
+      each_sum<R, C>([&](int r, int c) { sums[r][c] = part(acc[r][(first + c) / kParts], (first + c) % kParts); });
+      for (int64_t k = 0; k < block; k += kInputs * kSteps) {
+        typename Native::Sum some[R][C];
+        each_sum<R, C>([&](int r, int c) { some[r][c] = Native::begin(sums[r][c]); });
+#pragma GCC unroll 4
+        for (int step = 0; step < kSteps; step++) {
+          const int8_t* row = x + k + step * kInputs;
+          Bytes codes[C], low[C], high[C];
+          for (int c = 0; c < C; c++) {
+            codes[c] = Native::template read<Bytes>(w + (k / kInputs + step) * 128 + (first + c) * kBytes);
+            low[c] = Native::template decode<kForm == Form::kFp4>(codes[c] & 15);
+            high[c] = Native::template decode<kForm == Form::kFp4>(codes[c] >> 4);
+          }
+          if constexpr (kForm == Form::kInt8) {
+            each_sum<R, C>([&](int r, int c) { sums[r][c] = Native::add8(sums[r][c], codes[c], broadcast(row + r * stride)); });
+          } else {
+            each_sum<R, C>([&](int r, int c) { some[r][c] = Native::add4(some[r][c], low[c], broadcast(row + r * stride)); });
+            each_sum<R, C>([&](int r, int c) { some[r][c] = Native::add4(some[r][c], high[c], broadcast(row + r * stride + 4)); });
+          }
+        }
+        if constexpr (kForm != Form::kInt8)
+          each_sum<R, C>([&](int r, int c) { sums[r][c] = Native::end(sums[r][c], some[r][c]); });
+      }
+      each_sum<R, C>([&](int r, int c) { part(acc[r][(first + c) / kParts], (first + c) % kParts) = sums[r][c]; });
+    }
+  }
+  template <int R, int C, class Function>
+  static EDGELLM_INLINE void each_sum(Function function) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) function(r, c);
+  }
+};
+
+}  // namespace
+}  // namespace edgellm

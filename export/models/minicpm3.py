@@ -1,0 +1,157 @@
+"""MiniCPM 3: keys and values out of a latent row, of which a part of each key turns.
+
+Multi-head latent attention (arXiv 2405.04434). The cache holds what the latent expands to: keys of
+a head and, with zeros behind them, its values, so that every backend's attention computes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.export.attention_kinds import AttentionKind
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.layers.attention import PassState, merge_heads, split_heads
+from edgellm.export.layers.linear import Linear
+from edgellm.export.layers.norm import RMSNorm
+from edgellm.export.models import granite, llama
+from edgellm.export.op import Op
+from edgellm.export.rope import RULES, RopeTraits, read_rope
+from edgellm.export.weights import Weights
+
+TINY = {
+    **llama.TINY, "model_type": "minicpm3", "num_key_value_heads": 6, "q_lora_rank": 64,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    "scale_emb": 3.0, "scale_depth": 1.2, "dim_model_base": 48,
+}  # fmt: skip
+# With YaRN its factor would be that of the scores, too.
+_ROPE = RopeTraits(rules={kind: RULES[kind] for kind in ("default", "linear", "longrope")})
+_NORM_EPSILON = 1e-6  # of latent rows, whatever the config says of the others
+
+
+@dataclass(frozen=True, slots=True)
+class Config(granite.Config):
+    """MiniCPM 3's config; `head_dim` is that of a key."""
+
+    turning: int = 0  # numbers of a key that turn
+    value_dim: int = 0  # of a head
+    query_rank: int | None = None  # of the latent row of queries; None: they have none
+    rank: int = 0  # of the latent row of keys and values
+
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
+        """Read config.json."""
+        reader.assume(
+            num_key_value_heads=40, tie_word_embeddings=True, kv_lora_rank=256, q_lora_rank=768,
+            qk_nope_head_dim=64, qk_rope_head_dim=32, scale_emb=12, scale_depth=1.4,
+            dim_model_base=256,
+        )  # fmt: skip
+        bias = reader.read("attention_bias", bool, False)
+        mlp_bias = reader.read("mlp_bias", bool, False)
+        turning = reader.positive("qk_rope_head_dim")
+        found = cls.read(
+            reader, rope=None, qkv_bias=bias, o_proj_bias=bias, mlp_bias=mlp_bias,
+            turning=turning, rank=reader.positive("kv_lora_rank"),
+            query_rank=reader.optional("q_lora_rank", int),
+            embedding_scale=reader.nonzero("scale_emb", 1.0),
+        )  # fmt: skip
+        assert isinstance(found, cls)
+        return found._scaled(reader)
+
+    def _scaled(self, reader: ConfigReader) -> DecoderConfig:
+        """With what follows from several keys."""
+        layers, heads = self.num_hidden_layers, self.num_attention_heads
+        reader.expect("num_key_value_heads", heads)
+        reader.skip("qk_head_dim", "head_dim")  # transformers derives them anew
+        depth = reader.optional("scale_depth", float)
+        base = reader.optional("dim_model_base", int) or self.hidden_size
+        head_dim = reader.positive("qk_nope_head_dim") + self.turning
+        value_dim = reader.optional("v_head_dim", int) or self.hidden_size // heads
+        if not 0 < value_dim <= head_dim:
+            raise UnsupportedModelError(
+                f"config.json: v_head_dim = {value_dim}, but keys have {head_dim}"
+            )
+        if self.query_rank is not None and self.query_rank < 1:
+            raise UnsupportedModelError(f"config.json: q_lora_rank = {self.query_rank}")
+        rope = read_rope(reader, self.turning, self.max_position_embeddings, _ROPE)
+        config = replace(
+            self, head_dim=head_dim, value_dim=value_dim,
+            residual_multiplier=1.0 if depth is None else depth / layers**0.5,
+            logits_scaling=self.hidden_size / base,
+        )  # fmt: skip
+        return config.attending((AttentionKind(rope),) * layers)
+
+
+class Attention(llama.Attention):
+    """Attention whose queries, keys and values come out of latent rows."""
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        self.latent, rank = config, config.query_rank
+        query, bias = heads * config.head_dim, config.qkv_bias
+        self.q_norm = None
+        if rank is None:
+            self.q_proj = Linear(weights / "q_proj", hidden, query, bias=False)
+        else:
+            self.q_a_proj = Linear(weights / "q_a_proj", hidden, rank, bias=bias)
+            self.q_norm = RMSNorm(weights / "q_a_layernorm", rank, _NORM_EPSILON)
+            self.q_proj = Linear(weights / "q_b_proj", rank, query, bias=False)
+        both = config.rank + config.turning
+        self.kv_a_proj = Linear(weights / "kv_a_proj_with_mqa", hidden, both, bias=bias)
+        self.kv_norm = RMSNorm(weights / "kv_a_layernorm", config.rank, _NORM_EPSILON)
+        expanded = heads * (config.head_dim - config.turning + config.value_dim)
+        self.kv_b_proj = Linear(weights / "kv_b_proj", config.rank, expanded, bias=False)
+        value = heads * config.value_dim
+        self.o_proj = Linear(weights / "o_proj", value, hidden, bias=config.o_proj_bias)
+
+    def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
+        """X [1, S, H] -> [1, S, H]."""
+        config = self.latent
+        heads, fixed = config.num_attention_heads, config.head_dim - config.turning
+        rows = x if self.q_norm is None else self.q_norm(op, self.q_a_proj(op, x))
+        q = split_heads(op, self.q_proj(op, rows), config.head_dim)
+        q_fixed, q_turning = _split(op, q, fixed, config.turning)
+        latent, turning = _split(op, self.kv_a_proj(op, x), config.rank, config.turning)
+        both = self.kv_b_proj(op, self.kv_norm(op, latent))
+        k_fixed, v = _split(
+            op, split_heads(op, both, fixed + config.value_dim), fixed, config.value_dim
+        )
+        shared = split_heads(op, turning, config.turning)  # by all heads
+        k_turning = op.Expand(shared, op.constant([1, 1, heads, 1]))
+        queries, keys = (  # what turns comes first, as everywhere else
+            merge_heads(op, op.Concat(first, second, axis=-1))
+            for first, second in ((q_turning, q_fixed), (k_turning, k_fixed))
+        )
+        values = merge_heads(op, _padded(op, v, config.head_dim - config.value_dim))
+        y = split_heads(op, state.attend(layer, queries, keys, values, heads), config.head_dim)
+        bounds = (op.constant([at]) for at in (0, config.value_dim, -1))
+        return self.o_proj(op, merge_heads(op, op.Slice(y, *bounds)))
+
+
+def _split(op: Op, x: ir.Value, first: int, second: int) -> tuple[ir.Value, ...]:
+    return op.outputs(2, "Split", x, op.constant(np.array([first, second])), axis=-1)
+
+
+def _padded(op: Op, x: ir.Value, count: int) -> ir.Value:
+    """X [1, S, heads, n] with zeros behind it, whatever x holds; not every backend has Pad."""
+    if not count:
+        return x
+    first = op.Slice(x, *(op.constant([at]) for at in (0, 1, -1)))
+    nothing = op.Where(op.constant(np.False_), first, op.constant(0, op.dtype))
+    return op.Concat(x, op.Expand(nothing, op.constant([1, 1, 1, count])), axis=-1)
+
+
+class DecoderLayer(granite.DecoderLayer):
+    """Granite's block with such attention."""
+
+    attention = Attention
+
+
+class Model(granite.Model):
+    """Granite's model with such blocks."""
+
+    layer = DecoderLayer

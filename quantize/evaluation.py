@@ -1,0 +1,74 @@
+"""Behind the last layer: the head, and how the quantized model's answers differ."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from edgellm.export.checkpoint import TensorSource
+from edgellm.quantize.checkpointing import CALIBRATION, FLOAT, HEAD_PART, QUANTIZED
+from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
+from edgellm.quantize.logits import Quality, float_head, measure, quantized_head
+from edgellm.quantize.modelopt_adapter import quantize
+from edgellm.quantize.plan import Plan
+from edgellm.quantize.states import States
+from edgellm.quantize.tensors import read_below, read_tensor
+
+_HEAD_TOKENS = 1024  # with which a head is calibrated whose smoothing is searched
+
+
+def evaluate(plan: Plan, streams: Mapping[str, States]) -> Quality:
+    """Quantize the head if wanted, and compare the two models' answers.
+
+    Args:
+        plan: of the run.
+        streams: hidden states behind the last layer, by the names of `checkpointing`.
+    """
+    subject, task = plan.subject, plan.task
+    if plan.head is not None and not task.work.has(HEAD_PART):
+        _quantize_head(plan, streams[CALIBRATION])
+    head = read_tensor(subject.tensors, subject.head_name)
+    heads = [float_head(head, task.device, subject.finish)] * 2
+    if plan.head is not None:
+        decoded = _decoded_head(plan, task.work.tensors(HEAD_PART))
+        heads[1] = quantized_head(decoded, task.device, subject.finish)
+    return measure(
+        subject.targets(task),
+        (streams[FLOAT], streams[QUANTIZED]),
+        subject.norm_model(None, task.device),
+        (heads[0], heads[1]),
+        task.device,
+    )
+
+
+def _decoded_head(plan: Plan, tensors: TensorSource) -> DecodedLinear:
+    assert plan.head is not None
+    out, width = plan.subject.tensors.infos()[plan.subject.head_name].shape
+    found = read_below(tensors, "")
+    return decode_linear(found, "lm_head", (out, width), plan.head.scheme.rounds_input)
+
+
+def _quantize_head(plan: Plan, states: States) -> None:
+    assert plan.head is not None
+    start = time.perf_counter()
+    subject, task = plan.subject, plan.task
+    weight = read_tensor(subject.tensors, subject.head_name).floats()
+    model = subject.norm_model(weight, task.device)
+    limit = _HEAD_TOKENS if plan.head.scheme.is_awq else None
+
+    def loop(spoiled: Any) -> None:
+        count = 0
+        for batch in states.batches(task.device):
+            for row in batch[:, None]:  # the logits of a row are many
+                if limit is None or count < limit:
+                    spoiled(inputs_embeds=row, use_cache=False)
+                count += row.shape[1]
+
+    exported = quantize(model, plan.head, loop, task.work.log)
+    names = {f"lm_head.{part}" for part in PARTS}
+    tensors = {name: value for name, value in exported.tensors.items() if name in names}
+    task.work.store(
+        HEAD_PART, tensors,
+        {"quantization": exported.quantization, "seconds": time.perf_counter() - start},
+    )  # fmt: skip

@@ -1,0 +1,53 @@
+"""A rotation of attention's values (R2 of arXiv 2405.16406): exact, and free at run time.
+
+What every head reads of v_proj is turned by one orthogonal matrix, which o_proj turns back. Weights
+and values with outliers in few channels become alike in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.quantize.formats import F32
+
+_V, _O = "self_attn.v_proj", "self_attn.o_proj"
+
+
+def rotate_values(source: Mapping[str, F32], head_dim: int) -> dict[str, F32]:
+    """A layer's tensors that compute the same with rotated values.
+
+    Args:
+        source: named from "self_attn.v_proj.weight" on.
+        head_dim: of the attention.
+
+    Raises:
+        UnsupportedModelError: the layer has no projection of values of its own.
+    """
+    if f"{_V}.weight" not in source or f"{_O}.weight" not in source:
+        raise UnsupportedModelError(
+            "--rotate_values: the model has no v_proj of its own", hint="leave out --rotate_values"
+        )
+    turn = _orthogonal(head_dim)
+    found = dict(source)
+    value, output = source[f"{_V}.weight"], source[f"{_O}.weight"]
+    heads = value.reshape(-1, head_dim, value.shape[1])
+    found[f"{_V}.weight"] = np.ascontiguousarray((turn.T @ heads).reshape(value.shape))
+    found[f"{_O}.weight"] = (output.reshape(len(output), -1, head_dim) @ turn).reshape(output.shape)
+    if f"{_V}.bias" in source:
+        bias = source[f"{_V}.bias"].reshape(-1, head_dim)
+        found[f"{_V}.bias"] = (bias @ turn).reshape(-1)
+    return found
+
+
+def _orthogonal(size: int) -> F32:
+    """Hadamard's matrix where there is one of that size by doubling, else one drawn by a seed."""
+    if size & (size - 1) == 0:
+        found = np.ones((1, 1))
+        while len(found) < size:
+            found = np.block([[found, found], [found, -found]])
+        return (found / np.sqrt(size)).astype(np.float32)
+    drawn = np.random.default_rng(size).standard_normal((size, size))
+    return np.linalg.qr(drawn)[0].astype(np.float32)

@@ -1,0 +1,115 @@
+"""GGUF files of every family whose blocks are kept: logits are those of the decoded floats."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+
+import gguf
+import numpy as np
+import pytest
+from conftest import make_checkpoint
+from gguf_files import CASES, write_gguf
+from mixed_gguf import scaled_blocks
+from portable import open_portable
+from transformers import AutoModelForCausalLM
+
+from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
+from edgellm.build.plan import Plan
+from edgellm.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.quantized.gguf import FORMS
+from edgellm.export.source import open_checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+IDS = np.random.default_rng(5).integers(9, 96, 40)
+# Types of tensors: of what llama.cpp mixes, in blocks of 32.
+KINDS = {
+    "attn_q": "Q4_0", "attn_k": "Q8_0", "attn_v": "Q5_1", "attn_qkv": "Q4_1", "attn_output": "Q4_1",
+    "ffn_gate": "Q5_0", "ffn_up": "Q4_1", "ffn_down": "IQ4_NL", "token_embd": "Q8_0",
+    "output": "Q4_1", "ffn_gate_exps": "Q4_1", "ffn_up_exps": "Q4_1", "ffn_down_exps": "Q5_0",
+}  # fmt: skip
+# As Q4_K_M has them.
+K_KINDS = dict.fromkeys(KINDS, "Q4_K") | {"attn_v": "Q6_K", "ffn_down_exps": "Q6_K"}
+MXFP4 = {**KINDS, **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")}
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64}  # fmt: skip
+FILES = {
+    **{name: (name, {}, KINDS) for name in
+       ("gemma2", "gemma3", "granite", "olmo2", "olmo3", "phi3", "smollm3")},
+    "qwen3moe": ("qwen3moe", WIDE, K_KINDS),
+    "gpt-oss": ("gpt-oss", {}, MXFP4),
+}  # fmt: skip
+
+
+def encode(kinds, name, array):
+    """Any codes, as large as weights are; those of MXFP4 by the package."""
+    kind = kinds[name.split(".")[-2]]
+    number = gguf.GGMLQuantizationType[kind]
+    if kind == "MXFP4":
+        return gguf.quantize(np.ascontiguousarray(array), number), number
+    rows = array.reshape(-1, array.shape[-1])
+    blocks = scaled_blocks(kind, rows.size // FORMS[kind].values, 0.03, zlib.crc32(name.encode()))
+    return blocks.reshape(*array.shape[:-1], -1), number
+
+
+def write(folder, name):
+    case, changes, kinds = FILES[name]
+    arch, config = CASES[case]
+    checkpoint = make_checkpoint(folder / "hf", **{**config, **changes})
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    write_gguf(folder / "model.gguf", arch, model, lambda *each: encode(kinds, *each))
+    return folder / "model.gguf"
+
+
+def logits(session):
+    return session.run(IDS, 0, np.arange(len(IDS))).logits.copy()
+
+
+def distances(found, expected):
+    return np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_kept_blocks_compute_the_decoded_floats(name, tmp_path):
+    checkpoint = open_checkpoint(str(write(tmp_path, name)))
+    kept = dataclasses.replace(checkpoint, tensors=checkpoint.blocks)
+    for folder, source in (("kept", kept), ("floats", checkpoint)):
+        export_llm(source, tmp_path / folder, ExportOptions("fp32"))
+    expected = logits(open_portable(tmp_path / "floats", 64))
+    found = logits(open_portable(tmp_path / "kept", 64))
+    assert distances(found, expected).max() < 1e-4
+    if name not in ("qwen3moe", "gpt-oss"):
+        return
+    weights = next((tmp_path / "kept").glob("*weights*"))
+    assert weights.stat().st_size < 1.2 * (tmp_path / "model.gguf").stat().st_size
+    plan = Plan(48, 64, 1, options=CpuOptions("edgellm"))
+    engine = tmp_path / "engine"
+    manifest = build_engine("llm", tmp_path / "kept", engine, plan, "onnxruntime", lambda _: None)
+    assert "rows are off by" in manifest.options["checks"][0]
+    errors = distances(logits(open_decoder(engine, manifest)), expected)
+    assert np.quantile(errors, 0.25) < 0.05  # rounded inputs send rows to other experts
+
+
+def test_experts_that_a_file_mixes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(FILES, "mixed", ("qwen3moe", {}, {**KINDS, "ffn_gate_exps": "Q8_0"}))
+    checkpoint = open_checkpoint(str(write(tmp_path, "mixed")))
+    with pytest.raises(
+        UnsupportedModelError, match="of the experts are quantized differently"
+    ) as e:
+        export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp16"))
+    assert "--dtype fp32" in e.value.hint
+    export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp32"))
+
+
+def test_a_damaged_scale_of_mxfp4_is_refused(tmp_path):
+    path = write(tmp_path, "gpt-oss")
+    reader = gguf.GGUFReader(path, "r+")
+    tensor = next(each for each in reader.tensors if each.name == "blk.1.ffn_down_exps.weight")
+    tensor.data.reshape(-1)[17 * 5] = 255
+    reader.data.flush()
+    with pytest.raises(BrokenArtifactError, match=r"experts\.down_proj\.weight holds values"):
+        export_llm(open_checkpoint(str(path)), tmp_path / "bundle", ExportOptions("fp16"))
+    assert not (tmp_path / "bundle").exists()

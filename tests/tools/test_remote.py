@@ -1,0 +1,218 @@
+"""Questions and prompts to servers of one model: retries, resuming, what is lost with a server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from edgellm.contract import EdgeLLMError
+from edgellm.tools.evaluate.answers import AnswerLog
+from edgellm.tools.evaluate.questions import Question
+from edgellm.tools.evaluate.remote import answer_remotely
+from edgellm.tools.evaluate.scores import score
+from edgellm.tools.evaluate.settings import Settings
+from edgellm.tools.remote.servers import RefusedError, Servers
+from edgellm.tools.remote.spread import require_ray
+
+GONE = "http://127.0.0.1:1"  # nobody listens there
+
+
+class Stub:
+    """A server that answers with what it was asked; `faults`: status codes that come first."""
+
+    def __init__(self, model: str = "m", faults: tuple[int, ...] = ()) -> None:
+        stub, self.asked, self.faults, self.model = self, [], list(faults), model
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._reply(200, {"data": [{"id": stub.model}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                stub.asked.append(body)
+                if stub.faults:
+                    self._reply(stub.faults.pop(0), {"error": {"message": "no"}})
+                elif "prompt" in body:
+                    choice = {"text": "", "token_ids": [*body["prompt"][-1:], 7]}
+                    self._reply(200, {"choices": [choice]})
+                else:
+                    self._reply(200, stub.chat(body))
+
+            def log_message(self, *_: object) -> None:
+                """Nothing."""
+
+            def _reply(self, code: int, content: dict) -> None:
+                data = json.dumps(content).encode()
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def chat(self, body: dict) -> dict:
+        text = f"the answer to {body['messages'][-1]['content']}"
+        drafted = {"num_spec_steps": 2, "num_accepted_draft_tokens": 3, "num_draft_tokens": 6}
+        return {
+            "choices": [{"message": {"content": text}, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 5, "completion_tokens": 6},
+            "metrics": {"generation_time_ms": 20.0, "speculative_decoding": drafted},
+        }
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@pytest.fixture
+def stub():
+    made = []
+
+    def make(*args, **kwargs) -> Stub:
+        made.append(Stub(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def at_once(rows, work, num_servers):
+    """In the place of Ray, in this process."""
+    del num_servers
+    yield from (json.loads(json.dumps(work(json.loads(json.dumps(row))))) for row in rows)
+
+
+def settings(questions: list[Question], **changes: object) -> Settings:
+    facts = {
+        "dataset": "d", "num_questions": len(questions), "data_sha256": "0", "model": "m",
+        "engines": {}, "spec": None, "max_generate_length": 9, "temperature": 0.0, "seed": 1,
+        "repeats": 1, **changes,
+    }  # fmt: skip
+    return Settings(**facts)
+
+
+QUESTIONS = [
+    Question(turns=["1", "2"], question_id=1),
+    Question(turns=["3"], question_id="b", scoring="number", reference="3"),
+    Question(turns=["4"], question_id=3, scoring="number", reference="5"),
+]
+
+
+def test_what_a_lost_server_had_goes_to_another(tmp_path, stub):
+    one = stub()
+    servers = Servers((GONE, one.url))
+    assert servers.model() == "m"
+    log = AnswerLog(tmp_path / "plain.jsonl")
+    answered: list[None] = []
+    answer_remotely(
+        servers, QUESTIONS, settings(QUESTIONS), log, lambda: answered.append(None), at_once
+    )
+    assert len(answered) == len(QUESTIONS) == len(log.records)
+    first = log.records[1].choices[0]
+    assert first.turns == ["the answer to 1", "the answer to 2"]
+    assert one.asked[1]["messages"][1]["content"] == "the answer to 1"
+    assert (first.rounds, first.emitted_tokens) == ([2, 2], [5, 5])
+    scores = score(QUESTIONS, {"plain": log.records}, None, None)
+    assert [one.modes["plain"].scores.get("number exact") for one in scores.questions] == [
+        None, 1.0, 0.0,
+    ]  # fmt: skip
+    log.close()
+
+
+def test_a_run_goes_on_and_takes_no_answer_twice(tmp_path, stub):
+    one = stub()
+    path, run = tmp_path / "plain.jsonl", settings(QUESTIONS)
+
+    def cut(rows, work, num_servers):
+        yield next(at_once(rows, work, num_servers))
+        raise KeyboardInterrupt
+
+    log = AnswerLog(path)
+    with pytest.raises(KeyboardInterrupt):
+        answer_remotely(Servers((one.url,)), QUESTIONS, run, log, lambda: None, cut)
+    log.close()
+    with path.open("ab") as stream:
+        stream.write(b'{"question_id": 3, "ans')  # of a driver that was killed
+    before, asked = path.read_bytes().rpartition(b"\n")[0], len(one.asked)
+
+    def twice(rows, work, num_servers):
+        for row in at_once(rows, work, num_servers):
+            yield from (row, row)  # a task whose result was lost is done again
+
+    log = AnswerLog(path)
+    answer_remotely(Servers((one.url,)), QUESTIONS, run, log, lambda: None, twice)
+    assert path.read_bytes().startswith(before)
+    assert sorted(map(str, log.records)) == ["1", "3", "b"]
+    assert path.read_bytes().count(b"\n") == 3
+    assert len(one.asked) == asked + 2
+    answer_remotely(Servers((one.url,)), QUESTIONS, run, log, lambda: None, cut)  # nothing to do
+    log.close()
+
+
+def test_servers_that_are_busy_or_refuse(tmp_path, stub):
+    pauses: list[float] = []
+    busy = stub(faults=(503, 429))
+    servers = Servers((busy.url,), sleep=pauses.append)
+    assert servers.ask("/v1/completions", {"prompt": [4]}, 0)["choices"][0]["token_ids"] == [4, 7]
+    assert pauses == [1.0, 2.0]
+    refusing = stub(faults=(400,))
+    with pytest.raises(RefusedError, match="no"):
+        Servers((refusing.url,)).ask("/v1/completions", {"prompt": [4]}, 0)
+    log = AnswerLog(tmp_path / "plain.jsonl")
+    refusing.faults = [400]
+    answer_remotely(
+        Servers((refusing.url,)), QUESTIONS[:1], settings(QUESTIONS), log, lambda: None, at_once
+    )
+    assert log.records[1].choices[0].error == "no"
+    log.close()
+
+
+def test_when_no_server_answers(stub):
+    nobody = Servers((GONE,), patience_s=0.5)
+    with pytest.raises(EdgeLLMError, match=r"no server answers; the last said http://127"):
+        nobody.ask("/v1/completions", {}, 0)
+    with pytest.raises(EdgeLLMError, match="none of these servers answers"):
+        nobody.model()
+    with pytest.raises(EdgeLLMError, match="different models"):
+        Servers((stub("m").url, stub("other").url)).model()
+
+
+@pytest.mark.parametrize("text", ["", "localhost:8000", "http://a:1,http://a:1", "file:///x"])
+def test_addresses_that_are_none(text):
+    with pytest.raises(EdgeLLMError, match="--ray"):
+        Servers.read(text)
+    assert Servers.read("http://a:1/, http://b:2").urls == ("http://a:1", "http://b:2")
+
+
+def test_prompts_of_a_draft(tmp_path, stub):
+    from edgellm.tools.train_draft.base import Prompt
+    from edgellm.tools.train_draft.corpus import Generation, stored_answers
+    from edgellm.tools.train_draft.remote import answer_prompts_remotely
+
+    one, store = stub(), tmp_path / "answers.jsonl"
+    prompts = [Prompt((1, 2)), Prompt((3, 4)), Prompt((5, 6))]
+    how = Generation(16, 0.5, 0.8, 8, 0)
+    servers = Servers((one.url,))
+    stops = frozenset([7])
+    begun = answer_prompts_remotely(servers, prompts[:1], stops, store, how, at_once)
+    assert list(begun) == [0, 1]
+    with store.open("a") as stream:
+        stream.write('{"prompt": [3,')
+    assert list(answer_prompts_remotely(servers, prompts, stops, store, how, at_once)) == [1, 2, 3]
+    assert [(one.prompt.ids, one.answer) for one in stored_answers(store)] == [
+        ((1, 2), (2, 7)), ((3, 4), (4, 7)), ((5, 6), (6, 7)),
+    ]  # fmt: skip
+    assert [body["temperature"] for body in one.asked] == [0.0, 0.8, 0.0]
+    assert all(body["stop_token_ids"] == [7] for body in one.asked)
+
+
+def test_without_ray(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(EdgeLLMError, match="--ray needs Ray"):
+        require_ray()
