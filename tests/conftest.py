@@ -197,6 +197,14 @@ def eagle_pair(eagle_pairs: Callable[[str], EaglePair]) -> EaglePair:
     return eagle_pairs("eagle3")
 
 
+@pytest.fixture(scope="session")
+def shared_engine(eagle_pair: EaglePair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with its draft, for three answers at a time."""
+    import eagle_engines
+
+    return eagle_engines.for_several(eagle_pair, tmp_path_factory.mktemp("shared") / "engine", 3)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """For tiny matrices in torch; more threads only wait for each other."""

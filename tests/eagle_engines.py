@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conftest import make_checkpoint
@@ -11,6 +11,7 @@ from eagle_reference import VOCAB, Layout, make_draft
 from medusa_heads import make_heads
 
 from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
@@ -75,6 +76,16 @@ def build_pair(
         "draft", pair.draft_bundle, pair.engine, draft_plan(precision), "onnxruntime", _silent
     )
     return pair
+
+
+def for_several(pair: EaglePair, engine: Path, batch_size: int) -> Path:
+    """The same networks for several answers at a time, whose caches share pages."""
+    for product, bundle, plan in (
+        ("llm", pair.bundle, BASE_PLAN), ("draft", pair.draft_bundle, draft_plan()),
+    ):  # fmt: skip
+        shared = replace(plan, max_batch_size=batch_size, options=CpuOptions("edgellm"))
+        build_engine(product, bundle, engine, shared, "onnxruntime", _silent)
+    return engine
 
 
 def build_medusa(folder: Path, precision: str = "none") -> EaglePair:

@@ -270,6 +270,11 @@ class StrictDraft:
     def skipped(self, skipped: int) -> None:
         self.context.skipped = skipped
 
+    @property
+    def committed(self) -> int:
+        """Rows of the cache."""
+        return max(len(self.text) - 1 - self.skipped, 0)
+
     def fork(self):
         assert not self.context.is_closed
         return _Text(list(self.context.text), self.context.skipped)

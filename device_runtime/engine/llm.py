@@ -44,7 +44,7 @@ __all__ = ["LLM", "Answer", "Step"]
 class LLM:
     """A loaded engine with its tokenizer; `close` or `with` gives its memory back.
 
-    Threads may share it: answers are computed one after the other, see `Turns`.
+    Threads may share it: as many answers grow at a time as it was built for, see `Turns`.
     """
 
     def __init__(
@@ -103,9 +103,7 @@ class LLM:
         if multimodal_engine_dir is not None:
             from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
 
-            self.images = ImageReader(
-                Path(multimodal_engine_dir), self.manifest.decoder, verify=verify
-            )
+            self.images = ImageReader(Path(multimodal_engine_dir), decoder, verify=verify)
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
 
     def _bounds(self, slot: CacheSlot, most_stall_ms: float) -> Bounds:

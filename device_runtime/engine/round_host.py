@@ -16,6 +16,7 @@ from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.sessions import F32, I64
+from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
 from edgellm.device_runtime.sessions.draft import DraftResult, DraftSession
 from edgellm.device_runtime.speculate.acceptance_rates import Calibration
@@ -35,9 +36,10 @@ _CACHES_BYTES = 16 << 20  # a pass leaves little of the host's code and data in 
 class _ReadyBase:
     """A `DecoderSession` whose every row picks the draft's favourite; its passes read much."""
 
-    capacity = _CAPACITY
+    capacity, most_parts = _CAPACITY, 1
 
     def __init__(self) -> None:
+        self.context = Context()
         self._weights, self.spent_s = np.ones(_CACHES_BYTES // 4, np.float32), 0.0
         self._taps = np.zeros((1, 16, _TAPS * _HIDDEN), np.float32)
         self._outputs = {
@@ -52,6 +54,9 @@ class _ReadyBase:
         self.spent_s += time.perf_counter() - start
         taps = self._taps[:, : len(token_ids)]
         return PassResult({**self._outputs, HIDDEN_TAPS: taps}, len(token_ids))
+
+    def use(self, context: Context) -> None:
+        self.context = context
 
     def compact(self, length: int, rows: I64) -> None:
         pass

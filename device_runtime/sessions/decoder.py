@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,8 +87,6 @@ class DecoderSession:
         self._runner, self._contexts = runner, Contexts(runner)
         self._inputs = PassInputs(runner, spec, capacity)
         self.context = Context()  # whose rows all methods but `run_many` are about
-        # Asked before every pass; what it raises leaves the cache as it was.
-        self.before_pass: Callable[[], None] | None = None
 
     @property
     def most_parts(self) -> int:
@@ -162,8 +160,6 @@ class DecoderSession:
         Raises:
             LimitError: rows do not fit into the cache; nothing is computed.
         """
-        if self.before_pass is not None:
-            self.before_pass()
         starts = self._inputs.hold([part.context for part in parts])
         inputs = [
             self._inputs.of(
@@ -193,8 +189,6 @@ class DecoderSession:
         Raises:
             LimitError: as `run`.
         """
-        if self.before_pass is not None:
-            self.before_pass()
         self._inputs.hold([self.context])
         start = self._inputs.start(self.context, length, nodes)
         del self.context.keys[length:]

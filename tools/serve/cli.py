@@ -93,27 +93,34 @@ def edgellm_serve(
             _folders(image_folders), frozenset(map(str.lower, image_hosts or ()))
         ),
     )  # fmt: skip
-    from edgellm.tools.serve import asks, server
+    from edgellm.tools.serve import asks
 
-    contexts = None
-    if slot_save_path is not None:
-        engines = (engine_dir, multimodal_engine_dir, how and how.draft_engine_dir)
-        contexts = kept_contexts.prepared(slot_save_path, *engines, reuses=context_reuse)
+    engines = (engine_dir, multimodal_engine_dir, how and how.draft_engine_dir)
+    contexts = kept_contexts.prepared(slot_save_path, *engines, reuses=context_reuse)
     # What stands in the way is told before the engine is loaded.
-    listener = server.listen(host, port)
-    figures = None
-    if metrics_port is not None:
-        figures = server.listen(host, metrics_port, flag="--metricsPort")
-    if grpc_port is not None:
-        server.listen(host, grpc_port, flag="--grpcPort").close()
-        _require_grpc()
+    listeners = _listeners(host, port, metrics_port, grpc_port)
     llm = asks.load(
         engine_dir, multimodal_engine_dir, how,
         context_reuse=context_reuse, allow_special_tokens=allow_special_tokens, verify=verify,
         max_stall_ms=max_stall,
     )  # fmt: skip
     with kept_contexts.outlasting(contexts, llm):
-        _run(llm, wanted, (listener, figures), grpc_port, host, drain_timeout)
+        _run(llm, wanted, listeners, grpc_port, host, drain_timeout)
+
+
+def _listeners(
+    host: str, port: int, metrics_port: int | None, grpc_port: int | None
+) -> tuple[socket, socket | None]:
+    """For requests and for figures; whether gRPC can be had is found out, too."""
+    from edgellm.tools.serve import server
+
+    listener, figures = server.listen(host, port), None
+    if metrics_port is not None:
+        figures = server.listen(host, metrics_port, flag="--metricsPort")
+    if grpc_port is not None:
+        server.listen(host, grpc_port, flag="--grpcPort").close()
+        _require_grpc()
+    return listener, figures
 
 
 def _run(

@@ -15,13 +15,15 @@ from edgellm.device_runtime.engine.saved_contexts import ContextFolder
 
 
 def prepared(
-    folder: Path, engine: Path, visual: Path | None, draft: Path | None, *, reuses: bool
-) -> ContextFolder:
-    """The folder, before the engine is loaded.
+    folder: Path | None, engine: Path, visual: Path | None, draft: Path | None, *, reuses: bool
+) -> ContextFolder | None:
+    """The folder, if one is wanted, before the engine is loaded.
 
     Raises:
         EdgeLLMError: it cannot be written, or nobody would read what is there.
     """
+    if folder is None:
+        return None
     if not reuses:
         raise EdgeLLMError(
             "--slotSavePath keeps contexts, which --noContextReuse does not read",

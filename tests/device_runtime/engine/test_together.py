@@ -47,10 +47,9 @@ def _alone(llm, **options):
     return found
 
 
-@pytest.mark.usefixtures("_shared")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_batch_is_its_answers_alone(eagle_pair, way):
-    llm = LLM(eagle_pair.engine, **WAYS[way])
+def test_a_batch_is_its_answers_alone(shared_engine, way):
+    llm = LLM(shared_engine, **WAYS[way])
     options = {"max_generate_length": 17, "stop": ["w77"]}
     expected = _alone(llm, speculative=False, **options)
     sizes = []

@@ -259,3 +259,26 @@ def test_two_threads_share_one_connection_each(small):
         thread.join()
     assert len(found) == 6
     assert all(b'"choices"' in content for content in found)
+
+
+def test_an_engine_for_three_answers_clients_side_by_side(shared_engine):
+    """Each gets the answer that it gets alone, drafted for, sampled, or guided by stops."""
+    bodies = [
+        {
+            "prompt": f"w{20 + at} w30 w{40 + at}", "max_tokens": 20 + at, "seed": at,
+            "temperature": at % 3 / 2, "stop": ["w77"], "priority": at % 2, "logprobs": 1,
+        }
+        for at in range(9)
+    ]  # fmt: skip
+    with serving(shared_engine, "--spec", "auto", "--maxStallMs", 20) as server:
+        alone = [server.json(PATH, body)[1]["choices"] for body in bodies]
+        assert server.metric("edgellm:batch_size_sum") == server.metric("edgellm:batch_size_count")
+        passes = server.metric("edgellm:batch_size_count")
+        with ThreadPoolExecutor(9) as pool:
+            found = list(pool.map(lambda body: server.json(PATH, body)[1]["choices"], bodies * 2))
+        for one, expected in zip(found, alone * 2, strict=True):
+            assert one[0]["text"] == expected[0]["text"]
+            assert one[0]["logprobs"]["tokens"] == expected[0]["logprobs"]["tokens"]
+        assert server.metric("edgellm:batch_size_count") < 3 * passes
+        assert server.metric("vllm:kv_cache_usage_perc") < 0.5
+        assert server.json(PATH, {**bodies[0], "priority": -1})[0] == 400
