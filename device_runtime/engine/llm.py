@@ -93,14 +93,12 @@ class LLM:
         decoder, no_images = self.manifest.decoder, None
         if decoder.images is not None:
             no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
-        self._slot: CacheSlot | None = CacheSlot(
-            session,
-            self.manifest.prefill_rows,
-            self._drafters.caches if self._drafters is not None else (),
-            no_images=no_images,
-            reuses_context=context_reuse,
-        )
-        self._turns = Turns(Batch(self._slot, self._bounds(self._slot, max_stall_ms)))
+        slot = CacheSlot(
+            session, self.manifest.prefill_rows, self._drafters.caches if self._drafters else (),
+            no_images=no_images, reuses_context=context_reuse,
+        )  # fmt: skip
+        self._slot: CacheSlot | None = slot
+        self._turns = Turns(Batch(slot, self._bounds(slot, max_stall_ms)))
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
             from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
@@ -127,7 +125,7 @@ class LLM:
     @property
     def batch_size(self) -> int:
         """Answers that share a pass at most: what the engine was built for."""
-        return getattr(self.manifest, "max_batch_size", 1)
+        return self.manifest.max_batch_size
 
     def on_pass(self, told: Callable[[int, int], object]) -> None:
         """Have somebody told of every pass, by any thread.

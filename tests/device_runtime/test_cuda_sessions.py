@@ -137,7 +137,7 @@ def test_overlapping_rows_move_together(engine):
     session = cuda_on_cpu.open_base(engine)
     before = np.random.default_rng(0).standard_normal(session.read_rows(20).shape, np.float32)
     session.write_rows(before)
-    session._cache.compact(4, np.array([1, 2, 3, 5, 6, 7, 12]))
+    session._contexts.admit(session.context).compact(4, np.array([1, 2, 3, 5, 6, 7, 12]))
     expected = before.copy()
     expected[..., 4:11, :] = before[..., [5, 6, 7, 9, 10, 11, 16], :]
     np.testing.assert_array_equal(session.read_rows(20), expected)

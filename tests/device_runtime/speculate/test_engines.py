@@ -69,7 +69,7 @@ def is_int4(pair) -> bool:
 
 
 def cache_rows(session, length: int) -> np.ndarray:
-    return session._cache._rows[..., :length, :].copy()
+    return session.read_rows(length)
 
 
 @pytest.fixture(scope="module", params=NAMES)
