@@ -13,6 +13,7 @@ from edgellm import contract
 from edgellm.contract import LimitError
 from edgellm.manifest import KVCacheSpec
 
+_NOWHERE = -1  # in tables, behind the last page
 PAGE_ROWS = 64  # divides the chunks of keys that the attention kernel adds up
 
 
@@ -23,12 +24,11 @@ class Pages:
         """Room for so many sequences of `capacity` rows."""
         assert kv.pages is not None
         self.num_sequences = num_sequences
-        self.table_pages = -(-capacity // kv.pages.rows)
+        table_pages = -(-capacity // kv.pages.rows)
         layers: dict[int, list[int]] = {}
         for layer, window in enumerate(kv.pages.windows):
             layers.setdefault(window, []).append(layer)
-        count = num_sequences * self.table_pages
-        self._pools = [_Pool(kv, *kind, count) for kind in layers.items()]
+        self._pools = [_Pool(kv, *kind, table_pages, num_sequences) for kind in layers.items()]
         self._num_layers = kv.num_layers
 
     def new_cache(self) -> PagedCache:
@@ -49,9 +49,12 @@ class Pages:
 class _Pool:
     """Pages of some layers, and in how many tables each is."""
 
-    def __init__(self, kv: KVCacheSpec, window: int, layers: Sequence[int], count: int) -> None:
+    def __init__(
+        self, kv: KVCacheSpec, window: int, layers: Sequence[int], table_pages: int, tables: int
+    ) -> None:
         assert kv.pages is not None
-        self.window, self.page_rows = window, kv.pages.rows
+        self.window, self.page_rows, self.table_pages = window, kv.pages.rows, table_pages
+        count = tables * table_pages
         self.parts = [(layer, part) for layer in layers for part in ("key", "value")]
         shape = (len(self.parts), count, kv.num_kv_heads, self.page_rows, kv.head_dim)
         # ONNX Runtime does not keep the array alive that it is given. What nobody has written
@@ -105,6 +108,7 @@ class _Table:
     def __init__(self, pool: _Pool) -> None:
         self.pool = pool
         self.pages: list[int] = []
+        self.row = np.full(pool.table_pages, _NOWHERE)  # the same, as graphs take them
 
     def reserve(self, begin: int, end: int) -> None:
         """Pages of its own for the rows [begin, end), and none behind."""
@@ -112,15 +116,18 @@ class _Table:
         count = -(-end // rows)
         while len(self.pages) > count:
             self.pool.give_back(self.pages.pop())
+            self.row[len(self.pages)] = _NOWHERE
         for at in range(begin // rows, len(self.pages)):
-            self.pages[at] = self.pool.own(self.pages[at])
+            self.row[at] = self.pages[at] = self.pool.own(self.pages[at])
         while len(self.pages) < count:
-            self.pages.append(self.pool.take())
+            self.row[len(self.pages)] = page = self.pool.take()
+            self.pages.append(page)
 
     def fork(self) -> _Table:
         """Another with the same pages."""
         new = _Table(self.pool)
         new.pages = [self.pool.share(page) for page in self.pages]
+        new.row[:] = self.row
         return new
 
     def read(self, rows: NDArray[np.int64]) -> NDArray[Any]:
@@ -156,10 +163,9 @@ class PagedCache:
         for table in self._tables:
             table.reserve(0, 0)
 
-    def list_pages(self) -> dict[str, list[int]]:
-        """By the names of page tables."""
-        tables = self._tables
-        return {contract.page_table_name(table.pool.window): table.pages for table in tables}
+    def tables(self) -> dict[str, NDArray[np.int64]]:
+        """Page tables [P] by their names."""
+        return {contract.page_table_name(table.pool.window): table.row for table in self._tables}
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
         """See `runners.Cache`."""

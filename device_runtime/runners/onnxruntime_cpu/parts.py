@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,30 +17,29 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PagedCache
 Inputs = Mapping[str, NDArray[Any]]
 # Symbols in the shapes of a graph's inputs that are no numbers of rows
 NUM_SEQUENCES, TABLE_PAGES, MASK_VALUES = NOT_ROWS = "sequences", "table_pages", "mask_values"
-_NOWHERE = -1
 _LEAST_MASK = 64  # values; passes with masks of nearly one size share what they bind
+_NO_MASK = np.zeros(_LEAST_MASK, np.bool_)
 
 
-def joined(parts: Sequence[tuple[PagedCache, Inputs]], table_pages: int) -> dict[str, NDArray[Any]]:
+def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]]:
     """Inputs of one pass for all parts, by the names that graphs of edgellm's kernels have.
 
     Args:
         parts: sequences, each with inputs by contract name; pages are there for their rows.
-        table_pages: of a whole table.
     """
     each = [inputs for _, inputs in parts]
     found = {
-        name: np.concatenate([inputs[name] for inputs in each], axis=1)
+        name: _one_or_all([inputs[name] for inputs in each], partial(np.concatenate, axis=1))
         for name in (contract.INPUT_IDS, contract.POSITION_IDS, contract.DRAFT_HIDDEN)
         if name in each[0]
     }
     rows = [inputs[contract.INPUT_IDS].shape[1] for inputs in each]
-    starts = np.cumsum([0, *rows[:-1]])
-    found[contract.LOGITS_INDEX] = np.concatenate(
-        [start + inputs[contract.LOGITS_INDEX] for start, inputs in zip(starts, each, strict=True)]
+    wanted = zip(itertools.accumulate([0, *rows[:-1]]), each, strict=True)
+    found[contract.LOGITS_INDEX] = _one_or_all(
+        [start + inputs[contract.LOGITS_INDEX] for start, inputs in wanted], np.concatenate
     )
     if contract.TOP_K in each[0]:
-        found[contract.TOP_K] = np.max([inputs[contract.TOP_K] for inputs in each], axis=0)
+        found[contract.TOP_K] = max(inputs[contract.TOP_K] for inputs in each)
     masks = [inputs.get(contract.TREE_MASK) for inputs in each]
     found[contract.SEQUENCES] = np.array(
         [
@@ -46,29 +47,30 @@ def joined(parts: Sequence[tuple[PagedCache, Inputs]], table_pages: int) -> dict
             for inputs, count, mask in zip(each, rows, masks, strict=True)
         ]
     )
-    found[contract.TREE_MASKS] = _behind_each_other(masks)
-    return found | _tables([cache for cache, _ in parts], table_pages)
+    found[contract.TREE_MASKS] = _behind_each_other([one for one in masks if one is not None])
+    tables = [cache.tables() for cache, _ in parts]
+    for name in tables[0]:
+        found[name] = np.stack([pages[name] for pages in tables])
+    return found
 
 
-def _behind_each_other(masks: Sequence[NDArray[np.bool_] | None]) -> NDArray[np.bool_]:
-    size = sum(mask.size for mask in masks if mask is not None)
-    values = np.zeros(max(_LEAST_MASK, 1 << max(size - 1, 0).bit_length()), np.bool_)
+def _one_or_all(
+    arrays: list[NDArray[Any]], join: Callable[[list[NDArray[Any]]], NDArray[Any]]
+) -> NDArray[Any]:
+    """Most passes are of one sequence, whose time counts."""
+    return arrays[0] if len(arrays) == 1 else join(arrays)
+
+
+def _behind_each_other(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
+    if not masks:
+        return _NO_MASK
+    size = sum(mask.size for mask in masks)
+    values = np.zeros(max(_LEAST_MASK, 1 << (size - 1).bit_length()), np.bool_)
     at = 0
     for mask in masks:
-        if mask is not None:
-            values[at : at + mask.size] = mask.ravel()
-            at += mask.size
+        values[at : at + mask.size] = mask.ravel()
+        at += mask.size
     return values
-
-
-def _tables(caches: Sequence[PagedCache], table_pages: int) -> dict[str, NDArray[Any]]:
-    found: dict[str, NDArray[Any]] = {}
-    for at, cache in enumerate(caches):
-        for name, pages in cache.list_pages().items():
-            if name not in found:
-                found[name] = np.full((len(caches), table_pages), _NOWHERE)
-            found[name][at, : len(pages)] = pages
-    return found
 
 
 class _Share(Mapping[str, NDArray[Any]]):

@@ -114,7 +114,7 @@ class PagedRunner(OnnxRuntimeRunner):
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
         """See `runners.Runner`: of the sequence whose rows are in `cache`."""
         self._own.reserve(int(inputs[contract.WRITE_INDEX][0]), inputs[contract.INPUT_IDS].shape[1])
-        return self._run(joined([(self._own, inputs)], self._pages.table_pages))
+        return self._run(joined([(self._own, inputs)]))
 
     @property
     def num_sequences(self) -> int:
@@ -150,7 +150,7 @@ class PagedRunner(OnnxRuntimeRunner):
     def run_many(self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]) -> list[Outputs]:
         """See `runners.SharedRunner`."""
         paged = [(_paged(cache), inputs) for cache, inputs in parts]
-        found = self._run(joined(paged, self._pages.table_pages))
+        found = self._run(joined(paged))
         return [found] if len(parts) == 1 else share(found, [inputs for _, inputs in parts])
 
 
