@@ -31,6 +31,7 @@ from edgellm.manifest import VISUAL_BUNDLE, Bundle, GraphSpec
 from edgellm.roles import ENCODER
 
 _GRAPH, _CONFIG = "model", "config.json"
+_PROCESSORS = {"preprocessor_config.json", "processor_config.json"}  # of images
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def export_visual(
     names = [*file_names((_GRAPH,)), _CONFIG, *checkpoint.processor_files]
     check_output(output, VISUAL_BUNDLE, names)
     encoder, config = read_encoder(checkpoint, options)
-    if not checkpoint.processor_files:
+    if _PROCESSORS.isdisjoint(checkpoint.processor_files):
         raise EdgeLLMError(
             f"{checkpoint.label} has no preprocessor_config.json",
             hint="copy preprocessor_config.json or processor_config.json beside the weights",

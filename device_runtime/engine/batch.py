@@ -45,8 +45,8 @@ class Entry:
 
     @property
     def is_read(self) -> bool:
-        """Whether nothing more comes of it."""
-        return self.is_done and not self.steps
+        """Whether nothing more comes of it, not even why it failed."""
+        return self.is_done and not self.steps and self.failure is None
 
     def ask(self) -> None:
         """Ask whether it may go on."""

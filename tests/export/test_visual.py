@@ -304,6 +304,7 @@ def test_the_processor_goes_with_the_bundle(qwen3_checkpoint, tmp_path):
         "model.weights",
         "preprocessor_config.json",
         "processor_config.json",
+        "video_preprocessor_config.json",
     }
     for name in ("preprocessor_config.json", "processor_config.json"):
         assert (tmp_path / "bundle" / name).read_text() == (checkpoint / name).read_text()

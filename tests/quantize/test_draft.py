@@ -204,7 +204,11 @@ def test_what_will_not_do(make, place, tmp_path):
     run_job(quantized, _quiet)
     for change, error, words in (
         ({"model_dir": job.base_model_dir}, EdgeLLMError, "is not a draft"),
-        ({"model_dir": str(make_heads(place / "heads"))}, UnsupportedModelError, "Medusa heads"),
+        (
+            {"model_dir": str(make_heads(place / "heads"))},
+            UnsupportedModelError,
+            "holds a medusa draft",
+        ),
         ({"base_model_dir": job.model_dir}, EdgeLLMError, "is a draft, not a base"),
         ({"model_dir": str(quantized.output_dir)}, UnsupportedModelError, "quantized already"),
         ({"base_model_dir": str(place / "small")}, UnsupportedModelError, "too small|taps|layers"),

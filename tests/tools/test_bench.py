@@ -40,7 +40,7 @@ def eagle_llm(eagle_pair) -> LLM:
 
 @pytest.fixture
 def passes(llm, monkeypatch):
-    """Place and rows of every pass; every stage lasts a millisecond."""
+    """Place and rows of every pass, which lasts half a millisecond, as what becomes of it."""
     found = []
     run = llm.session.run
 
@@ -50,7 +50,7 @@ def passes(llm, monkeypatch):
 
     clock = itertools.count()
     monkeypatch.setattr(llm.session, "run", recorded)
-    monkeypatch.setattr(profile.time, "perf_counter", lambda: next(clock) / 1e3)
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: next(clock) / 2e3)
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edgellm.device_runtime.engine.arguments import MAX_STALL_MS
 from edgellm.device_runtime.engine.llm import LLM, Answer
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -35,7 +36,7 @@ def load(
     context_reuse: bool,
     allow_special_tokens: bool = False,
     verify: bool | None,
-    max_stall_ms: float,
+    max_stall_ms: float = MAX_STALL_MS,
 ) -> LLM:
     """The engine of a server; raises what `LLM` raises."""
     return LLM(

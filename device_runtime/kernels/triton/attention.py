@@ -123,7 +123,10 @@ def attend(
 
 
 @triton.jit
-def _visible(tree, positions, step, inside, slots, live, S, M, oldest, WINDOWED: tl.constexpr):
+def _visible(
+    tree, positions, step, inside, slots, live, S, M, oldest,
+    WINDOWED: tl.constexpr,
+):  # fmt: skip
     """Which of a block's slots each row sees, [ROWS, BLOCK]."""
     alive = slots < live
     visible = inside[:, None] & alive[None, :]

@@ -184,13 +184,9 @@ def attend(
 ) -> Variant:
     """`attend` for a GPU, a head size, rows of a program, and codes of the cache."""
     constants = {
-        "D": size,
-        "ROWS": rows,
-        "BLOCK": 64,
-        "CODES": codes,
-        "WINDOWED": windowed,
-        "CAPPED": capped,
-    }
+        "D": size, "ROWS": rows, "BLOCK": 64, "CODES": codes,
+        "WINDOWED": windowed, "CAPPED": capped,
+    }  # fmt: skip
     # The assembler spills small heads' sums with 8 warps on sm_90, with 4 on sm_87 and sm_89.
     is_wide = rows > FEW_ROWS and not (sm == 90 and size == 64)
     return Variant(KERNELS["attend"], constants, 8 if is_wide else 4)

@@ -130,7 +130,9 @@ def lay_out(parents, start, N, AXES, positions, mask, NODES: tl.constexpr):
 
 
 @triton.jit
-def _score(log_probs, nodes, table, scores, index, STRIDE, BEGIN, R, K, SCORED: tl.constexpr):
+def _score(
+    log_probs, nodes, table, scores, index, STRIDE, BEGIN, R, K, SCORED: tl.constexpr
+):  # fmt: skip
     """Of candidates by their number; what lies behind the last is the worst."""
     inside = index < R * K
     if SCORED == "places":

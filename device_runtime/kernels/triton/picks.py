@@ -34,8 +34,9 @@ def pick_shares(logits, V, keys, sums, PICKS: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def join_picks(
-    keys, sums, V, SHARES, values, ids, argmax, log_sums, PICKS: tl.constexpr, MOST: tl.constexpr
-):
+    keys, sums, V, SHARES, values, ids, argmax, log_sums,
+    PICKS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
     """The best of a row's shares, at most MOST; grid [R].
 
     values fp32 and ids int32 [R, PICKS], best first, behind the V-th -inf and the largest int32;

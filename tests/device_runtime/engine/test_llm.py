@@ -197,7 +197,7 @@ USER = {"role": "user", "content": "w20"}
      ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\].text None is not a text"),
      ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\].image None is not a"),
      ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}],
-      "'image_url' is neither 'text' nor 'image'")],
+      "'image_url' is neither 'text', 'image' nor 'video'")],
     ids=str,
 )  # fmt: skip
 def test_messages_have_a_form(llm, prompt, message):

@@ -124,7 +124,7 @@ def test_the_pieces_of_a_message():
     items = [{"type": "text", "text": "a"}, {"type": "image", "image": "cat.png"}]
     assert pieces(items) == [("text", "a"), ("image", "cat.png")]
     for item, message in (
-        ({"type": "video", "video": "cat.mp4"}, r"x\.content\[0\]: video is not supported"),
+        ({"type": "audio", "audio": "cat.wav"}, r"x\.content\[0\]: audio is not supported"),
         ({"type": "image", "text": "cat"}, r"x\.content\[0\]: an image item needs `image`"),
         ({"type": "text"}, r"x\.content\[0\]: a text item needs `text`"),
     ):

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from scripted_sessions import StrictBase, StrictDraft, oracle
+from scripted_sessions import StrictBase, StrictDraft, oracle, recorded
 from stepping import by_cost, learned_of
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime.engine.batch import Batch
+from edgellm.device_runtime.engine.cache_slot import CacheSlot
+from edgellm.device_runtime.engine.scheduler import Bounds
+from edgellm.device_runtime.engine.turns import Turns
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
@@ -58,8 +62,12 @@ def scripted(request, llm, monkeypatch):
         learned = learned_of(FixedTree(LIMITS)) if fixed else by_cost(LIMITS, FREE)
         rows = CommittedRows(session, LIMITS.steps + 1)
         drafter = EagleDrafter(rows, learned, LIMITS, FREE, max_tree_rows=10)
-        monkeypatch.setattr(llm, "session", StrictBase(capacity, logits_of))
+        base = StrictBase(capacity, logits_of)
+        slot = CacheSlot(recorded(base), llm.manifest.prefill_rows)
+        monkeypatch.setattr(llm, "_slot", slot)
+        monkeypatch.setattr(llm, "_turns", Turns(Batch(slot, Bounds(1, slot.prefill_rows, 10))))
         monkeypatch.setattr(llm, "_drafters", Drafters(drafter, (rows,), SpecOptions()))
+        return base
 
     return script
 
@@ -134,8 +142,7 @@ def test_answers_do_not_mix(scripted, llm):
 
 
 def test_numbers_that_are_none_end_the_answer(scripted, llm):
-    scripted(*WORDS)
-    session = llm.session
+    session = scripted(*WORDS)
     healthy = session.logits_of
     session.logits_of = lambda context: healthy(context) + (np.nan if len(context) > 8 else 0)
     with pytest.raises(EdgeLLMError, match="computed nan"):

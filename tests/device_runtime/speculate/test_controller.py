@@ -32,8 +32,11 @@ class Rounds:
 
 
 PLAIN, BAD, FAIR, GOOD = (
-    Rounds(1.0, 0, 1), Rounds(1.2, 8, 6), Rounds(2.6, 8, 6), Rounds(3.4, 8, 6)
-)  # fmt: skip
+    Rounds(1.0, 0, 1),
+    Rounds(1.2, 8, 6),
+    Rounds(2.6, 8, 6),
+    Rounds(3.4, 8, 6),
+)
 CHAIN = Rounds(2.6, 0, 4)
 
 

@@ -74,8 +74,11 @@ def test_what_two_lookups_foresee_is_one_tree():
     assert tree.token_ids[0] == 9
     assert sorted(tree_paths(tree)) == [(), (1,), (1, 2), (1, 2, 3), (1, 4)]
     assert sorted(tree_paths(drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 2))) == [
-        (), (1,), (1, 2), (1, 4),
-    ]  # fmt: skip
+        (),
+        (1,),
+        (1, 2),
+        (1, 4),
+    ]
     assert len(drafter_of([1, 2, 3], [1, 4]).propose(9, 0, 10)) == 1
     assert len(drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 0)) == 1
 

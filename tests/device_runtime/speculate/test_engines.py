@@ -56,10 +56,10 @@ def verified(session):
     )
 
 
-def close(pair, found, expected) -> None:
-    """INT4 kernels round activations to int8, so that the number of rows moves the results."""
+def close(pair, found, expected, *, rounding: float = 0.05) -> None:
+    """INT4 kernels round activations to int8; the portable graph does not."""
     if is_int4(pair):
-        assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
+        assert np.linalg.norm(found - expected) < rounding * np.linalg.norm(expected)
     else:
         np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
@@ -117,8 +117,8 @@ def test_taps_equal_the_portable_graph_and_transformers(pair):
     assert manifest.hidden_taps == pair.layout.taps
     expected = run_outputs(pair.bundle, manifest, PREFIX, len(PREFIX))
     found = open_base(pair.engine).run(PREFIX, 0, np.arange(len(PREFIX)))
-    close(pair, found.taps, expected.taps)
-    close(pair, found.logits, expected.logits)
+    close(pair, found.taps, expected.taps, rounding=0.1)
+    close(pair, found.logits, expected.logits, rounding=0.1)
     if not is_int4(pair):
         model = AutoModelForCausalLM.from_pretrained(pair.base_checkpoint)
         with torch.no_grad():

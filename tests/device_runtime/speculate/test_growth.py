@@ -83,7 +83,17 @@ def test_a_static_tree_by_place():
     none = -np.inf
     assert growth.places is not None
     assert growth.places.tolist() == [
-        0, 0, none, 0,  # the root, its children
-        none, -1, none, 0, none, none,  # those of (0,) and (2,)
-        -1, none, none,  # those of (2, 0)
-    ]  # fmt: skip
+        0,
+        0,
+        none,
+        0,  # the root, its children
+        none,
+        -1,
+        none,
+        0,
+        none,
+        none,  # those of (0,) and (2,)
+        -1,
+        none,
+        none,  # those of (2, 0)
+    ]

@@ -13,6 +13,7 @@ from lowered_engines import CANDIDATES, Lowered
 from edgellm.contract import LimitError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.sessions.heads import open_heads
+from edgellm.device_runtime.speculate import controller
 from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,6 +35,13 @@ def pair(eagle_pairs):
 @pytest.fixture(scope="module")
 def lowered(pair, tmp_path_factory) -> Lowered:
     return Lowered(pair, tmp_path_factory.mktemp("lowered"))
+
+
+@pytest.fixture(autouse=True)
+def rich(monkeypatch):
+    """Drafting by cost never pauses: drafts of random weights do not pay."""
+    for credit in ("_FIRST_CREDIT", "_FULL"):
+        monkeypatch.setattr(controller, credit, 1e9)
 
 
 @pytest.fixture
@@ -64,7 +72,7 @@ def test_answers_are_those_of_plain_decoding(pair, lowered, device, monkeypatch,
     llm = LLM(pair.engine, spec=SpecOptions(**options))
     found, nodes = _answers(llm)
     assert found == expected
-    assert nodes > 1
+    assert nodes > 1 or "network" in options  # by measured costs none may pay
     assert _answers(llm, speculative=False) == (expected, 0)
 
 

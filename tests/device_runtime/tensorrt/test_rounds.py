@@ -16,6 +16,7 @@ from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.kernels.triton import catalog
 from edgellm.device_runtime.runners.tensorrt.device_rows import RowMemory
 from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.speculate import controller
 from edgellm.device_runtime.speculate.accept import Typical
 from edgellm.device_runtime.speculate.options import SpecOptions
 
@@ -40,6 +41,13 @@ SHAPES = {
 @pytest.fixture(scope="module")
 def lowered(eagle_pair, tmp_path_factory) -> Lowered:
     return Lowered(eagle_pair, tmp_path_factory.mktemp("lowered"))
+
+
+@pytest.fixture(autouse=True)
+def rich(monkeypatch):
+    """Drafting by cost never pauses: drafts of random weights do not pay."""
+    for credit in ("_FIRST_CREDIT", "_FULL"):
+        monkeypatch.setattr(controller, credit, 1e9)
 
 
 @pytest.fixture

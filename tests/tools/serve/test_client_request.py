@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,7 +33,7 @@ class LateWorker:
 def test_a_step_behind_the_clients_leaving_does_not_hide_it():
     async def serve() -> None:
         worker = LateWorker()
-        call = Call(worker, [object()], Gone(), 60)
+        call = Call(worker, [SimpleNamespace(priority=0)], Gone(), 60)
         await asyncio.sleep(0)  # the client's leaving is seen
         assert worker.job.abandoned
         worker.job.post(Step((1,), "late"))
