@@ -23,7 +23,6 @@ from edgellm.contract import (
     page_table_name,
 )
 from edgellm.device_runtime.kernels.library import DOMAIN
-from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PAGE_ROWS
 from edgellm.device_runtime.runners.onnxruntime_cpu.parts import (
     MASK_VALUES,
     NUM_SEQUENCES,
@@ -31,11 +30,17 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.parts import (
 )
 from edgellm.manifest import KVCacheSpec, PageSpec
 
+# Of a page: small ones waste less on short sequences, and make a pass of one 4 % slower.
+_SHARED_ROWS, _ALONE_ROWS = 64, (256, 128)
 
-def page_spec(graph: ir.Graph) -> PageSpec:
+
+def page_spec(graph: ir.Graph, capacity: int, num_sequences: int) -> PageSpec:
     """The pages that the caches of a portable graph are cut into; raises as `lower_attention`."""
     layers = CachedAttention.all_of(graph, takes_sinks=True)
-    return PageSpec(PAGE_ROWS, tuple(_window(layer) or 0 for layer in layers))
+    rows = _SHARED_ROWS
+    if num_sequences == 1:
+        rows = next((each for each in _ALONE_ROWS if capacity % each == 0), rows)
+    return PageSpec(rows, tuple(_window(layer) or 0 for layer in layers))
 
 
 def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> None:
@@ -49,6 +54,7 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> No
     Raises:
         UnsupportedModelError: a mask that is not made of the tree's.
     """
+    assert cache.pages is not None
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
     passes = _PassInputs(graph.graph)
     for index, layer in enumerate(CachedAttention.all_of(graph.graph, takes_sinks=True)):
@@ -63,7 +69,7 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> No
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         if str(value.name).startswith(CACHE_NAMES):
             assert value.shape is not None
-            value.shape = ir.Shape(["pages", value.shape[1], PAGE_ROWS, value.shape[3]])
+            value.shape = ir.Shape(["pages", value.shape[1], cache.pages.rows, value.shape[3]])
             if cache.dtype == "int8":
                 value.type = ir.TensorType(ir.DataType.INT8)
 

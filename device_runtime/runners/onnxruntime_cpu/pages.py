@@ -14,7 +14,6 @@ from edgellm.contract import LimitError
 from edgellm.manifest import KVCacheSpec
 
 _NOWHERE = -1  # in tables, behind the last page
-PAGE_ROWS = 64  # divides the chunks of keys that the attention kernel adds up
 
 
 class Pages:
@@ -23,7 +22,7 @@ class Pages:
     def __init__(self, kv: KVCacheSpec, capacity: int, num_sequences: int = 1) -> None:
         """Room for so many sequences of `capacity` rows."""
         assert kv.pages is not None
-        self.num_sequences = num_sequences
+        self.num_sequences, self.page_rows = num_sequences, kv.pages.rows
         table_pages = -(-capacity // kv.pages.rows)
         layers: dict[int, list[int]] = {}
         for layer, window in enumerate(kv.pages.windows):

@@ -21,6 +21,9 @@ _LEAST_MASK = 64  # values; passes with masks of nearly one size share what they
 _NO_MASK = np.zeros(_LEAST_MASK, np.bool_)
 
 
+_side_by_side = partial(np.concatenate, axis=1)
+
+
 def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]]:
     """Inputs of one pass for all parts, by the names that graphs of edgellm's kernels have.
 
@@ -29,15 +32,15 @@ def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]
     """
     each = [inputs for _, inputs in parts]
     found = {
-        name: _one_or_all([inputs[name] for inputs in each], partial(np.concatenate, axis=1))
+        name: _one_or_all([inputs[name] for inputs in each], _side_by_side)
         for name in (contract.INPUT_IDS, contract.POSITION_IDS, contract.DRAFT_HIDDEN)
         if name in each[0]
     }
     rows = [inputs[contract.INPUT_IDS].shape[1] for inputs in each]
-    wanted = zip(itertools.accumulate([0, *rows[:-1]]), each, strict=True)
-    found[contract.LOGITS_INDEX] = _one_or_all(
-        [start + inputs[contract.LOGITS_INDEX] for start, inputs in wanted], np.concatenate
-    )
+    wanted = [inputs[contract.LOGITS_INDEX] for inputs in each]
+    starts = itertools.accumulate(rows[:-1])
+    wanted[1:] = [start + index for start, index in zip(starts, wanted[1:], strict=True)]
+    found[contract.LOGITS_INDEX] = _one_or_all(wanted, np.concatenate)
     if contract.TOP_K in each[0]:
         found[contract.TOP_K] = max(inputs[contract.TOP_K] for inputs in each)
     masks = [inputs.get(contract.TREE_MASK) for inputs in each]
@@ -50,7 +53,7 @@ def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]
     found[contract.TREE_MASKS] = _behind_each_other([one for one in masks if one is not None])
     tables = [cache.tables() for cache, _ in parts]
     for name in tables[0]:
-        found[name] = np.stack([pages[name] for pages in tables])
+        found[name] = _one_or_all([pages[name][None] for pages in tables], np.concatenate)
     return found
 
 

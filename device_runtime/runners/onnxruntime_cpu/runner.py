@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs
 from edgellm.device_runtime.runners.onnxruntime_cpu.cache import HostCache
-from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PAGE_ROWS, PagedCache, Pages
+from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PagedCache, Pages
 from edgellm.device_runtime.runners.onnxruntime_cpu.parts import NOT_ROWS, joined, share
 from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT_ROWS, Held, dtype_of
 from edgellm.manifest import KVCacheSpec
@@ -124,7 +124,7 @@ class PagedRunner(OnnxRuntimeRunner):
     @property
     def page_rows(self) -> int:
         """See `runners.SharedRunner`."""
-        return PAGE_ROWS
+        return self._pages.page_rows
 
     @property
     def free_rows(self) -> int:
