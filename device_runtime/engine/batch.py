@@ -126,12 +126,25 @@ class Batch:
         Args:
             patience_s: for which an answer keeps its place though nobody asks for its next step.
         """
+        if (lone := self._lone()) is not None:
+            return lone
         now_s, rows = time.monotonic(), self.bounds.tree_rows
         going = [entry for entry in self.entries if not entry.is_done]
         standings = [entry.standing(now_s, patience_s, rows) for entry in going]
         found = plan(standings, self.slot.free_rows, self.bounds)
         is_wanted = any(entry.is_wanted and entry.number in found.rows for entry in going)
         return found if is_wanted else None
+
+    def _lone(self) -> Plan | None:
+        """The step of the only answer, which decodes and is waited for: nothing is to plan."""
+        if len(self.entries) != 1:
+            return None
+        (entry,) = self.entries
+        sequence = entry.sequence
+        if not (entry.is_wanted and entry.is_admitted) or entry.is_over or sequence.is_reading:
+            return None
+        rows = 1 if sequence.drafter is None else self.bounds.tree_rows
+        return Plan({entry.number: rows}) if not entry.saved_rows else None
 
     def begin(self, found: Plan) -> list[Entry]:
         """Move the line as planned; those that step."""
