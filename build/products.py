@@ -104,11 +104,19 @@ def _require_lengths(longest: int, plan: Plan) -> None:
 
 
 def _suits_its_draft(source: Path, engine: Path, bundle: Bundle) -> None:
-    """A draft that was built into the folder before must be this base's."""
+    """A draft that was built into the folder before must be this base's.
+
+    One that this edgellm does not read is to be built again, which is said when it is loaded.
+    """
     del source
     folder = engine / DRAFT_FOLDER
-    if bundle.hidden_taps and (folder / MANIFEST_NAME).exists():
-        require_pair(load_engine(folder, DRAFT_ENGINE).draft, bundle, str(folder))
+    if not bundle.hidden_taps or not (folder / MANIFEST_NAME).exists():
+        return
+    try:
+        draft = load_engine(folder, DRAFT_ENGINE).draft
+    except BrokenArtifactError:
+        return
+    require_pair(draft, bundle, str(folder))
 
 
 def _base_limits(bundle: Bundle, plan: Plan) -> dict[str, int]:

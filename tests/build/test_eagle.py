@@ -59,6 +59,11 @@ def test_base_and_draft_in_either_order(command, eagle_pair, tmp_path, order, sp
     result = _build(command, eagle_pair.bundle, engine, "--eagleBase", *TREES)  # once more
     assert result.returncode == 0, result.stderr
     verify_files(engine / "draft", load_engine(engine / "draft", DRAFT_ENGINE).files)
+    manifest = engine / "draft" / "manifest.json"  # an older edgellm's is built again after this
+    text = manifest.read_text().replace('"contract_version": 3', '"contract_version": 1')
+    manifest.write_text(text)
+    result = _build(command, eagle_pair.bundle, engine, "--eagleBase", *TREES)
+    assert (result.returncode, manifest.read_text()) == (0, text), result.stderr
 
 
 @pytest.mark.parametrize(
