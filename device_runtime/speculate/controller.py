@@ -4,8 +4,8 @@ By cost, with what the build measured, so that a run is repeatable: an account h
 rounds won and lost against plain decoding, and drafting pauses when it is empty. A trial of
 drafting starts with a small credit, so that a draft that never pays costs a bounded share of the
 time, which falls as pauses grow; a draft that pays fills its account and is never asked again. By
-the clock, where `--spec auto` may choose: a round drafts
-with the network, or with what the text alone foresees. Both are measured by tokens per
+the clock, where `--spec auto` may choose: a round drafts with the network, or with what the text
+alone foresees. Both are measured by tokens per
 millisecond, apart for rounds in which the text foresees much and for those in which it foresees
 little: a stretch of text has its tokens, however they are decoded. What the build measured, over
 one length of context, is no judge there: passes of the base grow with the context, a draft's

@@ -89,11 +89,7 @@ def answer(
     sampling: SamplingParams,
 ) -> Choice:
     """Answer all turns of a question; a turn that does not fit ends it, with the reason."""
-    choice = Choice(
-        index=repeat, turns=[], idxs=[], new_tokens=[], wall_time=[], token_ids=[],
-        prompt_tokens=[], decode_ms=[], emitted_tokens=[], rounds=[], draft_tokens=[],
-        accepted_draft_tokens=[], finish_reasons=[],
-    )  # fmt: skip
+    choice = Choice.begun(repeat)
     for _ in question.turns:
         begin = time.perf_counter()
         try:

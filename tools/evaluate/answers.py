@@ -31,6 +31,15 @@ class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reasons: list[str]
     error: str = ""  # why the turn after these was not answered
 
+    @classmethod
+    def begun(cls, index: int) -> Choice:
+        """One without turns yet."""
+        return cls(
+            index=index, turns=[], idxs=[], new_tokens=[], wall_time=[], token_ids=[],
+            prompt_tokens=[], decode_ms=[], emitted_tokens=[], rounds=[], draft_tokens=[],
+            accepted_draft_tokens=[], finish_reasons=[],
+        )  # fmt: skip
+
     @property
     def decoded_tokens(self) -> int:
         """Tokens that `decode_ms` were spent on: a prompt's pass gives the first of its answer."""

@@ -81,11 +81,7 @@ def answer_row(
 def _answer(
     servers: Servers, question: Question, run: Settings, place: int, first: int, repeat: int
 ) -> Choice:
-    choice = Choice(
-        index=repeat, turns=[], idxs=[], new_tokens=[], wall_time=[], token_ids=[],
-        prompt_tokens=[], decode_ms=[], emitted_tokens=[], rounds=[], draft_tokens=[],
-        accepted_draft_tokens=[], finish_reasons=[],
-    )  # fmt: skip
+    choice = Choice.begun(repeat)
     for _ in question.turns:
         body = {
             "model": run.model,

@@ -38,17 +38,20 @@ class _Passes:
         return getattr(self.session, name)
 
 
-@pytest.fixture
-def worker(roomy_engine):
-    llm = LLM(roomy_engine)
+def _working(llm, queue_size):
     llm.session = passes = _Passes(llm.session)
-    found = Worker(llm, Metrics("m"), queue_size=2, request_timeout_s=60)
+    found = Worker(llm, Metrics("m"), queue_size=queue_size, request_timeout_s=60)
     found.passes = passes
     found.start()
     yield found
     found.end()
     found.join()
     assert not found.is_alive
+
+
+@pytest.fixture
+def worker(roomy_engine):
+    yield from _working(LLM(roomy_engine), 2)
 
 
 def _submit(worker, prompt="w20 w30", tokens=12):
@@ -140,15 +143,7 @@ def test_a_full_queue_and_the_end(worker):
 def shared_worker(roomy_engine, monkeypatch):
     """Of an engine as if it was built for three at a time."""
     monkeypatch.setattr(LLM, "batch_size", 3)
-    llm = LLM(roomy_engine)
-    llm.session = passes = _Passes(llm.session)
-    found = Worker(llm, Metrics("m"), queue_size=20, request_timeout_s=60)
-    found.passes = passes
-    found.start()
-    yield found
-    found.end()
-    found.join()
-    assert not found.is_alive
+    yield from _working(LLM(roomy_engine), 20)
 
 
 def _texts(events):
