@@ -28,9 +28,11 @@ TURNS = [{"role": "user", "content": "w20 w30"}]
 MESSAGES = [{"role": "system", "content": "w11 w12"}, *TURNS]
 GREEDY = {"extra_body": {"temperature": 0}}  # the client knows no temperature any more
 SCHEMA = {
-    "type": "object", "properties": {"city": {"enum": ["Bonn"]}}, "required": ["city"],
+    "type": "object",
+    "properties": {"city": {"enum": ["Bonn"]}},
+    "required": ["city"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +56,10 @@ def test_anthropics_client_chats_streams_and_counts(server, expected):
     assert (found.stop_reason, found.usage.output_tokens) == ("max_tokens", 24)
     read = found.usage.input_tokens + found.usage.cache_read_input_tokens
     assert read == expected.prompt_token_count
-    assert client.messages.count_tokens(
-        model="tiny", system="w11 w12", messages=TURNS
-    ).input_tokens == read  # fmt: skip
+    assert (
+        client.messages.count_tokens(model="tiny", system="w11 w12", messages=TURNS).input_tokens
+        == read
+    )
     with client.messages.stream(**asked, max_tokens=24) as stream:
         assert "".join(stream.text_stream) == expected.text
         assert stream.get_final_message().usage.output_tokens == 24
@@ -124,9 +127,13 @@ def test_responses_with_a_call_and_a_form(lettered_server):
     tool = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
     turns = [{"role": "user", "content": "Bonn?"}]
     found = client.responses.create(
-        model="tiny", input=turns, tools=[tool], tool_choice="required", parallel_tool_calls=False,
+        model="tiny",
+        input=turns,
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
         max_output_tokens=80,
-    )  # fmt: skip
+    )
     (call,) = found.output
     assert (call.type, json.loads(call.arguments)) == ("function_call", {"city": "Bonn"})
     turns += [*found.output]
@@ -265,9 +272,11 @@ def test_turns_of_other_interfaces_are_those_of_openai():
     result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "a"}]}
     call = {"id": "1", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
     wanted = [
-        ("user", "Bonn?", None), ("assistant", "I look.", "weather"), ("tool", "a", None),
+        ("user", "Bonn?", None),
+        ("assistant", "I look.", "weather"),
+        ("tool", "a", None),
         ("user", "And now?", None),
-    ]  # fmt: skip
+    ]
     text = {"type": "text", "text": "And now?"}
     claude = MessagesRequest.model_validate(
         {

@@ -27,8 +27,11 @@ CHECKS = [
     unsupported_method,
 ]
 LENGTHS = (
-    "max_tokens", "max_completion_tokens", "max_output_tokens", "sampling_param_max_tokens",
-)  # fmt: skip
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "sampling_param_max_tokens",
+)
 OF_OTHERS = ("keep_alive", "store", "strict", *LOADING)
 
 

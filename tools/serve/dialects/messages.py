@@ -253,8 +253,12 @@ class MessagesRequest(CountRequest):
     def as_chat(self) -> ChatRequest:
         """The same in OpenAI's words; raises `ApiError` for what cannot be asked."""
         sampled = {
-            "max_tokens": self.max_tokens, "stream": self.stream, "temperature": self.temperature,
-            "top_p": self.top_p, "top_k": self.top_k, "stop": self.stop_sequences,
+            "max_tokens": self.max_tokens,
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop_sequences,
             "service_tier": self.service_tier,
-        }  # fmt: skip
+        }
         return ChatRequest.model_validate(self.conversation() | sampled)

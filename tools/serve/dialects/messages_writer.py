@@ -58,9 +58,15 @@ class MessagesWriter:
         self, blocks: Sequence[_Event], reason: str | None, stop: str | None, usage: _Event
     ) -> _Event:
         return {
-            "id": self._id, "type": "message", "role": "assistant", "model": self._model,
-            "content": [*blocks], "stop_reason": reason, "stop_sequence": stop, "usage": usage,
-        }  # fmt: skip
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [*blocks],
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": usage,
+        }
 
     def _reason(self, figures: Finished) -> str:
         if self._answer.calls:

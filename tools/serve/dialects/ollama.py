@@ -52,11 +52,16 @@ class Options(Body):
         most = self.num_predict
         return {
             "max_tokens": most if most is not None and most > 0 else None,
-            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k,
-            "min_p": self.min_p, "seed": self.seed, "stop": self.stop,
-            "repetition_penalty": self.repeat_penalty, "presence_penalty": self.presence_penalty,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "stop": self.stop,
+            "repetition_penalty": self.repeat_penalty,
+            "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-        }  # fmt: skip
+        }
 
     def ignored(self) -> list[str]:
         """What was given and has no effect."""
@@ -267,9 +272,10 @@ def _figures(figures: Finished) -> _Fields:
     total = figures.first_token_ms + figures.generation_ms
     return {
         "done_reason": figures.finish_reason,
-        "total_duration": round(total * _PER_MS), "load_duration": 0,
+        "total_duration": round(total * _PER_MS),
+        "load_duration": 0,
         "prompt_eval_count": figures.prompt_tokens,
         "prompt_eval_duration": round(prompt * _PER_MS),
         "eval_count": figures.completion_tokens,
         "eval_duration": round(figures.generation_ms * _PER_MS),
-    }  # fmt: skip
+    }

@@ -220,12 +220,18 @@ class ResponsesRequest(Body):
     def as_chat(self) -> ChatRequest:
         """The same in the words of chat completions."""
         found: _Fields = {
-            "model": self.model, "messages": self._messages(), "stream": self.stream,
-            "max_tokens": self.max_output_tokens, "temperature": self.temperature,
-            "top_p": self.top_p, "seed": self.seed, "service_tier": self.service_tier,
-            "parallel_tool_calls": self.parallel_tool_calls, "tool_choice": self._choice(),
+            "model": self.model,
+            "messages": self._messages(),
+            "stream": self.stream,
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "service_tier": self.service_tier,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "tool_choice": self._choice(),
             "store": False,
-        }  # fmt: skip
+        }
         if self.tools:
             found["tools"] = [_function(tool) for tool in self.tools]
         if self.text is not None:

@@ -64,10 +64,17 @@ class ResponsesWriter:
         self._answer, self._llm, self._output = answer, llm, _Output()
         self._number = -1  # of the last event
         self._head: _Event = {
-            "id": f"resp_{uuid.uuid4().hex}", "object": "response", "model": model,
-            "created_at": int(time.time()), "error": None, "background": False, "store": False,
-            "previous_response_id": None, "truncation": "disabled", **body.echoed(),
-        }  # fmt: skip
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "model": model,
+            "created_at": int(time.time()),
+            "error": None,
+            "background": False,
+            "store": False,
+            "previous_response_id": None,
+            "truncation": "disabled",
+            **body.echoed(),
+        }
 
     def begin(self, started: Started) -> list[_Event]:
         """That it is at work."""
@@ -100,10 +107,12 @@ class ResponsesWriter:
     def _response(self, status: str, figures: Finished | None) -> _Event:
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
-            **self._head, "status": status, "incomplete_details": reason,
+            **self._head,
+            "status": status,
+            "incomplete_details": reason,
             "output": [*self._output.done],
             "usage": self._usage(figures) if figures is not None else None,
-        }  # fmt: skip
+        }
 
     def _usage(self, figures: Finished) -> _Event:
         """Tokens; those of reasoning are counted by its text."""
@@ -144,9 +153,13 @@ class ResponsesWriter:
     def _call(self, call: Call) -> list[_Event]:
         found = self._closed("completed")
         item = {
-            "type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id(),
-            "name": call.name, "arguments": "", "status": "in_progress",
-        }  # fmt: skip
+            "type": "function_call",
+            "id": f"fc_{uuid.uuid4().hex}",
+            "call_id": call_id(),
+            "name": call.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
         place = {"item_id": item["id"], "output_index": len(self._output.done)}
         found.append(self._item_event("added", item))
         name = "response.function_call_arguments"
@@ -179,9 +192,10 @@ class ResponsesWriter:
     def _part_event(self, what: str, **contents: Any) -> _Event:
         assert self._output.grows is not None
         place = {
-            "item_id": self._output.grows.head["id"], "output_index": len(self._output.done),
+            "item_id": self._output.grows.head["id"],
+            "output_index": len(self._output.done),
             "content_index": 0,
-        }  # fmt: skip
+        }
         return self._event(f"response.{what}", **place, **contents)
 
     def _event(self, kind: str, **contents: Any) -> _Event:

@@ -144,10 +144,13 @@ def _add_ollama_models(app: FastAPI, server: Server, version: str) -> None:
         }
         return JSONResponse(
             {
-                "details": details, "template": template, "capabilities": capabilities,
-                "model_info": info, "modified_at": card()["modified_at"],
+                "details": details,
+                "template": template,
+                "capabilities": capabilities,
+                "model_info": info,
+                "modified_at": card()["modified_at"],
             }
-        )  # fmt: skip
+        )
 
     @app.get("/api/version")
     async def ollama_version() -> JSONResponse:
