@@ -202,6 +202,8 @@ class StopMatcher:
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add text; returns what may be shown, and whether a stop string was completed."""
+        if not self._stops:
+            return text, False
         self._held += text
         found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
