@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.device_runtime.runners import Outputs
+from edgellm.device_runtime.runners import Cache, Outputs
 from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PagedCache
 
 Inputs = Mapping[str, NDArray[Any]]
@@ -23,7 +23,7 @@ _NO_MASK = np.zeros(_LEAST_MASK, np.bool_)
 _AXES = {contract.INPUT_IDS: 1, contract.POSITION_IDS: 1, contract.DRAFT_HIDDEN: 1}
 
 
-def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]]:
+def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
     """Inputs of one pass for all parts, by the names that graphs of edgellm's kernels have.
 
     Args:
@@ -34,6 +34,7 @@ def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]
     masks: list[NDArray[np.bool_]] = []
     start = 0
     for cache, inputs in parts:
+        assert isinstance(cache, PagedCache)
         rows, index = inputs[contract.INPUT_IDS].shape[1], inputs[contract.LOGITS_INDEX]
         for name in _AXES:
             if name in inputs:
