@@ -65,10 +65,9 @@ class CacheSlot:
         """Turn to the rows of a sequence; costs nothing where sequences share pages."""
         if self._holder is sequence:
             return
-        before = self._holder
         self.evict()
         if sequence.context is None:
-            self._take_context(sequence, before)
+            self._take_context(sequence)
             self._begin(sequence)
         else:
             self.session.use(sequence.context)
@@ -91,9 +90,10 @@ class CacheSlot:
         if sequence.context is not None:
             self.session.save(sequence.context)
 
-    def _take_context(self, sequence: Sequence, before: Sequence | None) -> None:
+    def _take_context(self, sequence: Sequence) -> None:
         """Where its rows go: those of the sequence before may be of use to it."""
         session = self.session
+        before = next((one for one in self._begun if one.context is session.context), None)
         if before is None:
             sequence.context = session.context
         elif before.is_over:
