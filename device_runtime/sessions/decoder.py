@@ -26,6 +26,8 @@ from edgellm.roles import DECODER, PASS
 class PassResult:
     """Outputs of one pass; a device's are fetched when they are read, before the next pass."""
 
+    __slots__ = ("_outputs", "_rows", "_token_ids")
+
     def __init__(self, outputs: Outputs, rows: int) -> None:
         self._outputs, self._rows = outputs, rows
         self._token_ids: I64 | None = None  # until it is asked for

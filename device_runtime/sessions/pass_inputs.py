@@ -78,7 +78,9 @@ class PassInputs:
             position_ids = np.arange(write_index, write_index + rows)
         inputs = {
             contract.INPUT_IDS: token_ids[None],
-            contract.POSITION_IDS: self._positions(context, position_ids),
+            contract.POSITION_IDS: (
+                position_ids[None] if self._axes == 1 else self._positions(context, position_ids)
+            ),
             contract.WRITE_INDEX: np.array([write_index]),
             contract.LOGITS_INDEX: output_rows,
         }
@@ -93,12 +95,12 @@ class PassInputs:
             LimitError: they do not fit into the cache.
         """
         require_room(self._capacity, row, rows)
+        if self._axes == 1:
+            return row, row
         return row, int(self._positions(context, np.array([row])).flat[0])
 
     def _positions(self, context: Context, rows: I64) -> I64:
         """[A, S], for A axes, of rows counted as in text."""
-        if self._axes == 1:
-            return rows[None]
         places = None if context.images is None else context.images.positions
         if places is None:
             return np.broadcast_to(rows, (self._axes, len(rows)))

@@ -148,8 +148,7 @@ class PagedRunner(OnnxRuntimeRunner):
 
     def run_many(self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]) -> list[Outputs]:
         """See `runners.SharedRunner`."""
-        paged = [(_paged(cache), inputs) for cache, inputs in parts]
-        found = self._run(joined(paged))
+        found = self._run(joined(parts))
         return [found] if len(parts) == 1 else share(found, [inputs for _, inputs in parts])
 
 
