@@ -93,6 +93,8 @@ def _take(slot: CacheSlot, turns: list[_Turn]) -> dict[Sequence, tuple[Step, ...
         with _failing(turn.sequence):
             slot.admit(turn.sequence)
             found[turn.sequence] = turn.sequence.take(_settle(slot.session, turn, result))
+            if turn.sequence.finish_reason is not None:
+                slot.end(turn.sequence)
     return found
 
 

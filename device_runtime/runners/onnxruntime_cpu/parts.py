@@ -18,6 +18,7 @@ Inputs = Mapping[str, NDArray[Any]]
 # Symbols in the shapes of a graph's inputs that are no numbers of rows
 NUM_SEQUENCES, TABLE_PAGES, MASK_VALUES = NOT_ROWS = "sequences", "table_pages", "mask_values"
 _LEAST_MASK = 64  # values; passes with masks of nearly one size share what they bind
+_RECURRENT = contract.PARENT_ROWS, contract.STATE
 _NO_MASK = np.zeros(_LEAST_MASK, np.bool_)
 
 
@@ -51,6 +52,8 @@ def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]
         ]
     )
     found[contract.TREE_MASKS] = _behind_each_other([one for one in masks if one is not None])
+    if contract.PARENT_ROWS in each[0]:  # with states, of one sequence
+        found |= {name: each[0][name] for name in each[0] if name.startswith(_RECURRENT)}
     tables = [cache.tables() for cache, _ in parts]
     for name in tables[0]:
         found[name] = _one_or_all([pages[name][None] for pages in tables], np.concatenate)

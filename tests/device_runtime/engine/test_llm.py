@@ -34,6 +34,12 @@ class ScriptedSession:
 
     def close(self, context): ...
 
+    def begin_text(self, prompt_rows, held, marks):
+        del prompt_rows, marks
+        return held
+
+    def end_text(self, length): ...
+
     def run(self, token_ids, write_index, logits_index):
         assert write_index == self.length
         self.length += len(token_ids)
