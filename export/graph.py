@@ -60,11 +60,12 @@ class PassInputs:
             config.kinds,
             self.position_ids,
             self.write_index,
+            self.tree_mask,
             self.past,
             self._image_rows(config),
             None if self.parents is None else Recurrences(op, self.parents),
         )
-        state.prepare(self.tree_mask)
+        state.prepare()
         return state
 
     def _image_rows(self, config: DecoderConfig) -> ImageRows | None:

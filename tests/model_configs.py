@@ -72,6 +72,7 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     "layer_types": st.none() | st.lists(_TYPES, min_size=2, max_size=4),
     "no_rope_layers": st.none() | st.lists(st.integers(0, 1), min_size=2, max_size=4),
     "full_attn_idxs": st.none() | st.lists(st.integers(0, 3), max_size=2),
+    "full_attention_interval": st.sampled_from([1, 2, 3]),
     "no_rope_layer_interval": st.sampled_from([1, 2, 4]),
     "mlp_only_layers": st.none() | st.lists(st.integers(0, 4), max_size=2),
     "decoder_sparse_step": st.sampled_from([1, 2, 3, 0]),

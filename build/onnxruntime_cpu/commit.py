@@ -20,15 +20,15 @@ from edgellm.roles import COMMIT
 
 
 def compile_commit(
-    portable: Path, folder: Path, threads: int
+    portable: Path, folder: Path, threads: int, *, own_kernels: bool
 ) -> tuple[OnnxRuntimeRunner, GraphSpec]:
     """Make the graph in `folder`; the check of the decoder is its check, too."""
     path = folder / f"{COMMIT}.lowered.onnx"
     weights = WeightFile(path.with_suffix(".data"), lambda _: None)
     model = ir.load(portable)
-    lower(model, StoredKernel(), weights)
+    lower(model, StoredKernel(), weights, own_kernels=own_kernels)
     weights.close()
     ir.save(model, path)
     name = f"{COMMIT}.onnx"
-    loaded = LoadedGraph(optimize(path, folder / name, threads, prepacks=False))
-    return open_runner([loaded]), GraphSpec(name, 0, "fp32")
+    made = optimize(path, folder / name, threads, prepacks=False, own_kernels=own_kernels)
+    return open_runner([LoadedGraph(made)]), GraphSpec(name, 0, "fp32")

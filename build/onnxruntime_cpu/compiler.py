@@ -61,7 +61,9 @@ def compile_bundle(
         portables = {**bundle.graphs}
         one, commit, moving = portables.pop(COMMIT, None), None, {}
         if one is not None:
-            commit, spec = compile_commit(source / one.path, folder, plan.threads)
+            commit, spec = compile_commit(
+                source / one.path, folder, plan.threads, own_kernels=kernels_of(plan) == EDGELLM
+            )
             moving = {COMMIT: (spec,)}
         for role, graph in portables.items():
             own = cache if ROLES[role].has_cache else None

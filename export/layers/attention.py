@@ -39,6 +39,7 @@ class PassState:
     kinds: tuple[AttentionKind | None, ...]  # of each layer; None: it does not attend
     position_ids: ir.Value  # int64 [1, S]; [3, S] for M-RoPE
     write_index: ir.Value  # int64 [1]
+    tree_mask: ir.Value  # bool [S, M]
     past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, D]
     images: ImageRows | None = None
     recurrences: Recurrences | None = None  # of recurrent layers
@@ -49,9 +50,9 @@ class PassState:
     present: dict[str, ir.Value] = field(default_factory=dict)
     residuals: list[ir.Value] = field(default_factory=list)  # [1, S, H], entering each layer
 
-    def prepare(self, tree_mask: ir.Value) -> None:
+    def prepare(self) -> None:
         """Append the nodes that layers share: rope tables and masks."""
-        op = self.op
+        op, tree_mask = self.op, self.tree_mask
         with op.scope("shared"):
             capacity = op.Shape(self.past[past_name(0, "key")], start=2, end=3)
             slots = op.Range(

@@ -91,12 +91,12 @@ class DecoderLayer:
 
     attention: type[Attention] = Attention
     norm: type[RMSNorm | LayerNorm] = RMSNorm
-    mlp_name = "mlp"
+    attention_name, mlp_name = "self_attn", "mlp"
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         hidden, epsilon = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = self.norm(weights / "input_layernorm", hidden, epsilon)
-        self.self_attn = self.attention(config, weights / "self_attn")
+        self.self_attn = self.attention(config, weights / self.attention_name)
         self.post_attention_layernorm = self.norm(
             weights / "post_attention_layernorm", hidden, epsilon
         )
