@@ -16,7 +16,7 @@ from edgellm.export.layers.attention import PassState, merge_heads, split_heads
 from edgellm.export.layers.delta import DeltaRule, DeltaSizes
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.norm import RMSNorm, ShiftedRMSNorm
-from edgellm.export.models import llama, qwen3
+from edgellm.export.models import llama, qwen2_moe, qwen3
 from edgellm.export.op import Op
 from edgellm.export.rope import Rope, RopeTraits, read_parameters, rope_of
 from edgellm.export.weights import Weights
@@ -38,8 +38,8 @@ _NO_SIZES = DeltaSizes(1, 1, 1, 1, 2)  # of a config that nobody has read
 
 
 @dataclass(frozen=True, slots=True)
-class Config(DecoderConfig):
-    """The config of a Qwen with linear attention."""
+class Config(qwen2_moe.Config):
+    """The config of a Qwen with linear attention, and perhaps with experts."""
 
     delta: DeltaSizes = _NO_SIZES
 
@@ -175,8 +175,8 @@ class Model(llama.Model):
     """Llama's model with such blocks."""
 
     norm_behind = ShiftedRMSNorm
+    layers_of: tuple[type[llama.DecoderLayer], type[llama.DecoderLayer]] = LinearLayer, DecoderLayer
 
     def make_layer(self, config: DecoderConfig, weights: Weights, index: int) -> llama.Layer:
         """A block of the kind that the config names."""
-        kind = LinearLayer if config.kinds[index] is None else DecoderLayer
-        return kind(config, weights)
+        return self.layers_of[config.kinds[index] is not None](config, weights)

@@ -23,7 +23,7 @@ from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.manifest import LLM_ENGINE, load_engine
 
-HYBRIDS = ("lfm2", "qwen3_5_text")
+HYBRIDS = ("lfm2", "qwen3_5_text", "qwen3_next")
 GREEDY = SamplingParams(temperature=0)
 LOOKUPS = SpecOptions(None, lookups=("suffix", "ngram"), tree="fixed", verify_size=8)
 PLAN = Plan(96, 128, 1, max_verify_tree_size=12)

@@ -25,7 +25,7 @@ from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 TOLERANCE = 2e-4
 # Of the largest logit, by which transformers' own two forms of the delta rule differ as much.
-OF_LOGITS = {"qwen3_5_text": 1e-4, "qwen3_next": 1e-4}
+OF_LOGITS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), 1e-4)
 CAPACITY = 64
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
