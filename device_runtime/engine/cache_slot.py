@@ -124,6 +124,10 @@ class CacheSlot:
         sequence.profile.prompt_tokens.append(len(sequence.prompt.token_ids))
         sequence.profile.reused_tokens.append(sequence.reused)
 
+    def end(self, sequence: Sequence) -> None:
+        """The answer is complete, all rows of which a sequence has that has just stepped."""
+        self.session.end_text(len(sequence.keys))
+
     def set_images(self, prompt: Prompt) -> None:
         """Tell the base what image rows of a prompt stand for, before it is read."""
         if self._no_images is not None:
@@ -173,4 +177,4 @@ class CacheSlot:
             with sequence.profile.stage(RESTORE):
                 kept.restore(usable, caches)
             held = usable
-        return min(held, len(keys) - 1)
+        return self.session.begin_text(len(keys), min(held, len(keys) - 1), sequence.marks)

@@ -292,6 +292,7 @@ class LLM:
         if system_prompt is not None:
             ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
             kept = count_common(ids, prompt.token_ids)
+            sequence.marks = (kept,)
         return Answer(Entry(sequence, kept, priority), self._turns)
 
     def read_logprobs(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -47,20 +47,36 @@ class RowCache(Protocol):
         ...
 
 
+@runtime_checkable
+class StatefulCache(RowCache, Protocol):
+    """That of a base, whose recurrent layers may have states besides."""
+
+    def read_states(self, length: int) -> tuple[NDArray[Any], ...]:
+        """Copies of those behind the first `length` rows; () where no layer has any."""
+        ...
+
+    def write_states(self, states: tuple[NDArray[Any], ...], length: int) -> None:
+        """Those that `read_states` gave, behind as many rows, which are written."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KeptRows:
     """The rows of the beginning of a prompt."""
 
     keys: tuple[RowKey, ...]  # and that of the token behind them
     rows: tuple[NDArray[Any], ...]  # of the base, and of the draft if there is one
+    states: tuple[NDArray[Any], ...] = ()  # of recurrent layers, behind all rows of the base
 
     @property
     def num_bytes(self) -> int:
         """Of all rows."""
-        return sum(rows.nbytes for rows in self.rows)
+        return sum(array.nbytes for array in (*self.rows, *self.states))
 
     def holds(self, other: KeptRows) -> bool:
-        """Whether it begins with the rows of another."""
+        """Whether it serves where another does: it begins with its rows."""
+        if self.states:  # which cannot go back to fewer
+            return False
         own = other.keys[:-1]
         return len(self.rows) == len(other.rows) and self.keys[: len(own)] == own != self.keys[:-1]
 
@@ -68,12 +84,15 @@ class KeptRows:
         """Rows that are those of a prompt, in the first `num_caches`."""
         # A row of the draft holds the token behind it, too.
         common = max(count_common(self.keys, keys) - (num_caches - 1), 0)
-        return min(common, *(rows.shape[-2] for rows in self.rows[:num_caches]))
+        found = min(common, *(rows.shape[-2] for rows in self.rows[:num_caches]))
+        return 0 if self.states and found < self.rows[0].shape[-2] else found
 
     def restore(self, length: int, caches: Sequence[RowCache]) -> None:
-        """Write the first `length` rows into the caches."""
+        """Write the first `length` rows into the caches, the base's first."""
         for cache, rows in zip(caches, self.rows, strict=False):
             cache.write_rows(rows[..., :length, :], self.keys)
+        if self.states and isinstance(caches[0], StatefulCache):
+            caches[0].write_states(self.states, length)
 
 
 class KeptContexts:
@@ -94,8 +113,12 @@ class KeptContexts:
         if known is not None and min(rows.shape[-2] for rows in known.rows) == length:
             self._kept.move_to_end(name)
             return True
-        saved = tuple(cache.read_rows(min(length, cache.held(keys))) for cache in caches)
-        return self.add(KeptRows(tuple(keys), saved))
+        base, *drafts = caches
+        held = base.held(name)
+        drafted = (cache.read_rows(min(length, cache.held(keys))) for cache in drafts)
+        saved = base.read_rows(held), *drafted
+        states = base.read_states(held) if isinstance(base, StatefulCache) else ()
+        return self.add(KeptRows(tuple(keys), saved, states))
 
     def add(self, kept: KeptRows) -> bool:
         """Keep rows that somebody read; as `keep`."""

@@ -17,6 +17,7 @@ from edgellm import contract
 from edgellm.contract import LimitError
 from edgellm.device_runtime.runners import Cache, Outputs, Runner, SharedRunner, require_cache
 from edgellm.device_runtime.sessions import ImageRows, RowKey
+from edgellm.device_runtime.sessions.states import Memory
 
 
 class Context:
@@ -29,6 +30,7 @@ class Context:
         self.images: ImageRows | None = None  # of the prompt
         self.cache: Cache | None = None  # that holds the rows
         self.saved: NDArray[Any] | None = None  # a copy of them, while nothing does
+        self.memory: Memory | None = None  # what recurrent layers keep of them
 
 
 class Contexts:
@@ -112,7 +114,7 @@ class Contexts:
             self._resident.remove(context)
             if self._shared is not None and context.cache is not None:
                 self._shared.release(context.cache)
-        context.cache = context.saved = None
+        context.cache = context.saved = context.memory = None
         context.keys, context.num_rows = [], 0
 
     def save(self, context: Context) -> None:

@@ -24,6 +24,7 @@ class PassInputs:
             spec.images,
             spec.vocab_size,
         )
+        self._has_parents = spec.recurrent is not None
         self._none: ImageRows | None = None
         if self._images is not None:
             self._none = ImageRows.none(spec.hidden_size, self._images.num_deepstack)
@@ -86,6 +87,8 @@ class PassInputs:
         }
         if tree_mask is not None:
             inputs[contract.TREE_MASK] = tree_mask
+        if self._has_parents:
+            inputs[contract.PARENT_ROWS] = parent_rows(rows, tree_mask)
         return inputs
 
     def start(self, context: Context, row: int, rows: int) -> tuple[int, int]:
@@ -108,3 +111,12 @@ class PassInputs:
         known = places[:, np.minimum(rows, prompt - 1)]
         behind = rows + (places.max() + 1 - prompt)
         return np.where(rows < prompt, known, behind)
+
+
+def parent_rows(rows: int, tree_mask: Bool | None) -> I64:
+    """The new row before each, int64 [S]; -1 where none is new. A mask [S, S] is of a tree."""
+    if tree_mask is None:
+        return np.arange(-1, rows - 1)
+    before = np.tril(tree_mask, -1)
+    newest = rows - 1 - before[:, ::-1].argmax(axis=1)
+    return np.where(before.any(axis=1), newest, -1)
