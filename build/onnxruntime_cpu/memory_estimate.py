@@ -17,6 +17,7 @@ from edgellm.build.onnxruntime_cpu.own_experts import forms_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
+from edgellm.cache_sizes import cache_bytes
 from edgellm.contract import ROUTER
 from edgellm.manifest import Bundle, KVCacheSpec
 from edgellm.roles import DECODER
@@ -58,12 +59,6 @@ def estimate_graphs(
         peak_build_bytes=RUNTIME_BYTES + loaded + max(sizes[-1], 3 * largest),
         decode_bytes=read,
     )
-
-
-def cache_bytes(cache: KVCacheSpec, capacity: int, num_sequences: int) -> int:
-    """Of the KV caches of some sequences, of whole pages."""
-    rows = cache.pages.rows if cache.pages is not None else 1
-    return cache.bytes_per_token * -(-capacity // rows) * rows * num_sequences
 
 
 def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int]:

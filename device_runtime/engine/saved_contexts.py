@@ -78,6 +78,7 @@ class ContextFolder:
         for context in contexts:
             head = {
                 "engines": dict(self.engines), "keys": context.keys,
+                "least_rows": context.least_rows,
                 "rows": [{"dtype": rows.dtype.name, "shape": rows.shape} for rows in context.rows],
             }  # fmt: skip
             line = json.dumps(head).encode() + b"\n"
@@ -122,7 +123,7 @@ class ContextFolder:
             begin += array.nbytes
         if len(rows) != num_caches:
             raise _UnfitError("it was saved with other flags of speculation")
-        return KeptRows(tuple(head["keys"]), tuple(rows))
+        return KeptRows(tuple(head["keys"]), tuple(rows), head.get("least_rows", 0))
 
     def _open(self, path: Path) -> tuple[dict[str, Any], bytes]:
         """Header and rows; raises `_UnfitError`."""

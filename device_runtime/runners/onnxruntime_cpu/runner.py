@@ -131,6 +131,11 @@ class PagedRunner(OnnxRuntimeRunner):
         """See `runners.SharedRunner`."""
         return self._pages.free_rows
 
+    @property
+    def pass_rows(self) -> int:
+        """See `runners.SharedRunner`."""
+        return self._pages.pass_rows
+
     def new_cache(self) -> PagedCache:
         """See `runners.SharedRunner`."""
         return self._pages.new_cache()
@@ -138,6 +143,14 @@ class PagedRunner(OnnxRuntimeRunner):
     def reserve(self, cache: Cache, write_index: int, rows: int) -> None:
         """See `runners.SharedRunner`."""
         _paged(cache).reserve(write_index, rows)
+
+    def least_rows(self, cache: Cache) -> int:
+        """See `runners.SharedRunner`."""
+        return _paged(cache).least_rows
+
+    def write_rows(self, cache: Cache, rows: NDArray[Any], least_rows: int) -> None:
+        """See `runners.SharedRunner`."""
+        _paged(cache).write_rows(rows, least_rows)
 
     def fork(self, cache: Cache) -> PagedCache:
         """See `runners.SharedRunner`."""
