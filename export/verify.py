@@ -16,6 +16,7 @@ from edgellm.contract import EdgeLLMError
 from edgellm.export.bundle import ExportOptions
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.dequantized import round_inputs, write_floats
+from edgellm.export.plain_fp4 import has_fp4, open_fp4
 from edgellm.manifest import Bundle, DecoderSpec
 
 PROMPT = (
@@ -24,6 +25,7 @@ PROMPT = (
 )
 _DECODED_TOKENS = 8
 _FIRST_WITH_OPSET_24 = (1, 24)
+_WEIGHTS_OF_BYTES = "session.model_external_initializers_file_folder_path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +184,11 @@ def run_outputs(
     options.log_severity_level = 3
     if manifest.quantization != "none":  # fused, products would round their inputs
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(
-        str(bundle / "model.onnx"), options, providers=["CPUExecutionProvider"]
-    )
+    graph: str | bytes = str(bundle / "model.onnx")
+    if has_fp4(bundle / "model.onnx"):
+        options.add_session_config_entry(_WEIGHTS_OF_BYTES, str(bundle))
+        graph = open_fp4(bundle / "model.onnx")
+    session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     spec, kv = manifest.decoder, manifest.decoder.kv
     shape = (1, kv.num_kv_heads, len(token_ids), kv.head_dim)
     images = _no_images(spec)

@@ -24,10 +24,8 @@ from edgellm.export.source import open_checkpoint
 from edgellm.manifest import LLM_ENGINE, load_engine
 
 WINDOW, CAPACITY, TOGETHER, PAGE, PASS = 40, 1024, 2, 64, 256
-PLAN = Plan(
-    900, CAPACITY, 2, max_verify_tree_size=12, max_batch_size=TOGETHER,
-    options=CpuOptions("edgellm"),
-)  # fmt: skip
+OWN = CpuOptions("edgellm")
+PLAN = Plan(900, CAPACITY, 2, max_verify_tree_size=12, max_batch_size=TOGETHER, options=OWN)
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +183,8 @@ def test_a_second_turn_computes_its_new_rows(engine, whole, spec):
         assert three.token_ids == answer(other, changed).token_ids
         assert three.profile.reused_tokens == [0]
         four = answer(llm, changed)  # but for its last row it is there
-        assert (four.token_ids, four.profile.reused_tokens) == (
-            three.token_ids, [len(changed) - 1],
-        )  # fmt: skip
+        assert four.token_ids == three.token_ids
+        assert four.profile.reused_tokens == [len(changed) - 1]
 
 
 def test_a_system_prompt_is_kept_before_its_rows_are_given_back(engine, whole):
