@@ -46,6 +46,7 @@ class Sequence:
     warnings: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # of the answer
     finish_reason: FinishReason | None = None  # None until it is known
+    stop_string: str | None = None  # that ended it
     num_rows: int = 0  # of the base's cache that are its own
     reused: int = 0  # of these, rows that were there before
     is_over: bool = False  # finished, failed or dropped: its rows are nobody's
@@ -85,8 +86,8 @@ class Sequence:
         self.token_ids += taken.token_ids
         if found.tree is not None:
             self.profile.rounds.append(_counts(found, count))
-        if taken.ended or taken.stopped:
-            self.finish_reason = "stop"
+        if taken.ended or taken.stop is not None:
+            self.finish_reason, self.stop_string = "stop", taken.stop
         elif not self.left:
             self.finish_reason = "length"
         steps = []
@@ -96,7 +97,7 @@ class Sequence:
             pieces = tuple(taken.pieces)
             steps.append(Step(tuple(taken.token_ids), "".join(pieces), drafted, pieces, logprobs))
         if self.finish_reason is not None:
-            steps += self._end(with_rest=not taken.stopped)
+            steps += self._end(with_rest=taken.stop is None)
         return tuple(steps)
 
     def _end(self, *, with_rest: bool) -> list[Step]:
