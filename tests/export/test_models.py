@@ -6,13 +6,11 @@ from pathlib import Path
 
 import cuda_on_cpu
 import numpy as np
-import onnx_ir as ir
 import pytest
 from conftest import make_checkpoint
 from portable import open_portable
 
 from edgellm.build.engine import build_engine
-from edgellm.build.lowering.calls import EXPERT_CALLS, find_calls
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
@@ -89,8 +87,6 @@ def session(request, exported) -> DecoderSession:
         return open_portable(bundle, CAPACITY)
     engine = bundle.parent / request.param
     if request.param == "cuda":
-        if find_calls(ir.load(bundle / "model.onnx").graph, *EXPERT_CALLS):
-            pytest.skip("refused, as tests/build/test_experts.py has it")
         cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))
         return cuda_on_cpu.open_base(engine)
     kernels = CpuOptions("edgellm") if request.param == "own" else CpuOptions()
