@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.device_runtime.runners import Runner
+from edgellm.device_runtime.runners import Runner, SharedRunner
 from edgellm.device_runtime.sessions import I64, Bool, ImageRows, require_room
 from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.manifest import DecoderSpec
@@ -19,6 +19,7 @@ class PassInputs:
 
     def __init__(self, runner: Runner, spec: DecoderSpec, capacity: int) -> None:
         self._runner, self._capacity = runner, capacity
+        self._pass_rows = runner.pass_rows if isinstance(runner, SharedRunner) else 0
         self._axes, self._images, self._vocab_size = (
             spec.position_axes,
             spec.images,
@@ -74,7 +75,7 @@ class PassInputs:
         if first_image:
             is_image = token_ids >= self._vocab_size
             token_ids = np.where(is_image, token_ids + first_image, token_ids)
-        require_room(self._capacity, write_index, rows)
+        require_room(self._capacity, write_index, rows, self._pass_rows)
         if position_ids is None:
             position_ids = np.arange(write_index, write_index + rows)
         inputs = {
