@@ -106,9 +106,9 @@ def _may_fold(names: tuple[str, ...], outputs: Mapping[str, Tensor], recipe: Rec
     A cache of bytes has scales of the values as they are; and what is smoothed itself may be
     rounded anew, by a format that folds all that is left.
     """
-    maker = {(_O,): _V, (_DOWN,): _UP}.get(names)
-    if maker is None:
+    if names not in ((_O,), (_DOWN,)):
         return True
+    maker = _V if names == (_O,) else _UP
     return f"{maker}.pre_quant_scale" not in outputs and (maker != _V or recipe.kv_cache is None)
 
 
