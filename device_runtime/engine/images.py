@@ -76,8 +76,13 @@ class ImageReader:
         self._room = cache_bytes
 
     @property
-    def film_rules(self) -> FilmRules | None:
-        """The rules of films; None: this model takes none."""
+    def film_text(self) -> str:
+        """What stands for a film in messages; "": the chat template writes it, or none is taken."""
+        rules = self._film_rules
+        return rules.placeholder if rules is not None and rules.is_text else ""
+
+    @property
+    def _film_rules(self) -> FilmRules | None:
         return getattr(self.processor, "film", None)
 
     def see(self, sources: Sequence[Source], folder: Path) -> list[Seen]:
@@ -133,7 +138,7 @@ class ImageReader:
 
     def _watch(self, source: Video, folder: Path, room: int) -> Seen:
         """A film: the encoder sees one frame, or patch in time, after the other."""
-        rules = self.film_rules
+        rules = self._film_rules
         if rules is None:
             raise RequestError(
                 f"{self.manifest.vision.model_type} takes no video here",
