@@ -109,6 +109,7 @@ class LLM:
             from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
 
             self.images = ImageReader(Path(multimodal_engine_dir), decoder, verify=verify)
+            self.formatter = replace(self.formatter, film_text=self.images.film_text)
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
 
     def _bounds(self, slot: CacheSlot, most_stall_ms: float) -> Bounds:
