@@ -131,6 +131,7 @@ VISIBLE_SLOTS = "VisibleSlots"  # of every row: those before it, and its ancesto
 VISIBLE_IN_WINDOW = "VisibleSlotsInWindow"
 CONVOLUTION = "RecurrentConvolution"  # of each row with its ancestors
 DELTA_RULE = "GatedDeltaRule"  # of each row with its ancestors
+DECAYING_RULE = "DecayingRule"  # the same without taking back
 DELTA_UPDATE = "GatedDeltaUpdate"  # of a state by accepted rows
 LINEAR = "Linear"  # x, weight [out, in]
 QUANTIZED_LINEAR = "QuantizedLinear"  # x, codes [in, out], scales

@@ -82,11 +82,7 @@ def export_llm(
     eos_token_ids = _eos_token_ids(configs, config.vocab_size)
     with temporary_folder(output) as folder:
         records = write_graphs(folder, graphs, progress)
-        for name, content in checkpoint.tokenizer_files.items():
-            (folder / name).write_bytes(content)
-        contents = checkpoint.config, checkpoint.generation_config
-        for name, content in zip(_JSON_FILES, contents, strict=True):
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        _write_texts(folder, checkpoint)
         decoder = decoder_spec(
             config, tower.config["model_type"], [op], tower.tensors, recurrent=recurrent
         )
@@ -110,6 +106,14 @@ def export_llm(
             files=records,
         )
         return publish(folder, output, manifest)
+
+
+def _write_texts(folder: Path, checkpoint: Checkpoint) -> None:
+    for name, content in checkpoint.tokenizer_files.items():
+        (folder / name).write_bytes(content)
+    contents = checkpoint.config, checkpoint.generation_config
+    for name, content in zip(_JSON_FILES, contents, strict=True):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:

@@ -42,20 +42,34 @@ def gated_delta_rule() -> ir.Function:
         q, k = (_key_heads(op, each, state) for each in (q, k))  # [1, H, S, dk]
         v = _value_heads(op, v, state)
         rates = op.Transpose(op.Unsqueeze(b, integers(op, 3)), perm=[0, 2, 1, 3])  # [1, H, S, 1]
-        decayed = op.MatMul(op.Cast(tree_mask, to=int(ir.DataType.FLOAT)), g)  # from the state on
-        behind = op.Transpose(op.Unsqueeze(decayed, integers(op, 3)), perm=[0, 2, 1, 3])
-        between = op.Sub(behind, op.Transpose(behind, perm=[0, 1, 3, 2]))  # [1, H, S, S]
-        decays = op.Exp(op.Where(tree_mask, between, op.Constant(value_float=_NEVER)))
-        from_state = op.Exp(behind)
-        alike = op.Mul(op.MatMul(k, op.Transpose(k, perm=[0, 1, 3, 2])), decays)
+        from_state, between = _decays(op, g, tree_mask)
+        alike = op.Mul(op.MatMul(k, _turned(op, k)), between)
         known = op.Mul(op.MatMul(k, state), from_state)
-        deltas = op.MatMul(_inverse(op, op.Mul(alike, rates)), op.Mul(op.Sub(v, known), rates))
-        seen = op.Mul(op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2])), decays)
-        read = op.Mul(op.MatMul(q, state), from_state)
-        y = op.Add(read, op.MatMul(seen, deltas))
-        return _rows(op, y), _rows(op, deltas)
+        inverse = _inverse(op, op.Mul(alike, rates))
+        deltas = op.MatMul(inverse, op.Mul(op.Sub(v, known), rates))
+        return _read(op, q, k, deltas, state, (from_state, between)), _rows(op, deltas)
 
     return local_function(contract.DELTA_RULE, "q k v g b state tree_mask parents", body)
+
+
+def decaying_rule() -> ir.Function:
+    """The same where nothing is taken back, d = v (Mamba 2, arXiv 2405.21060); output y."""
+
+    def body(
+        op: Op,
+        q: ir.Value,
+        k: ir.Value,
+        d: ir.Value,
+        g: ir.Value,
+        state: ir.Value,
+        tree_mask: ir.Value,
+        parents: ir.Value,
+    ) -> ir.Value:
+        del parents
+        q, k = (_key_heads(op, each, state) for each in (q, k))
+        return _read(op, q, k, _value_heads(op, d, state), state, _decays(op, g, tree_mask))
+
+    return local_function(contract.DECAYING_RULE, "q k d g state tree_mask parents", body)
 
 
 def delta_update() -> ir.Function:
@@ -70,6 +84,28 @@ def delta_update() -> ir.Function:
         return op.Add(op.Mul(state, op.Unsqueeze(op.Exp(whole), integers(op, 3))), new)
 
     return local_function(contract.DELTA_UPDATE, "state k d g", body)
+
+
+def _decays(op: Op, g: ir.Value, tree_mask: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Of each row from the state on [1, H, S, 1], and from each of its ancestors [1, H, S, S]."""
+    summed = op.MatMul(op.Cast(tree_mask, to=int(ir.DataType.FLOAT)), g)
+    behind = op.Transpose(op.Unsqueeze(summed, integers(op, 3)), perm=[0, 2, 1, 3])
+    between = op.Sub(behind, _turned(op, behind))
+    return op.Exp(behind), op.Exp(op.Where(tree_mask, between, op.Constant(value_float=_NEVER)))
+
+
+def _read(
+    op: Op, q: ir.Value, k: ir.Value, d: ir.Value, state: ir.Value, decays: tuple[ir.Value, ...]
+) -> ir.Value:
+    """What rows read of the state and of what their ancestors and they added to it."""
+    from_state, between = decays
+    seen = op.Mul(op.MatMul(q, _turned(op, k)), between)
+    kept = op.Mul(op.MatMul(q, state), from_state)
+    return _rows(op, op.Add(kept, op.MatMul(seen, d)))
+
+
+def _turned(op: Op, x: ir.Value) -> ir.Value:
+    return op.Transpose(x, perm=[0, 1, 3, 2])
 
 
 def _key_heads(op: Op, x: ir.Value, state: ir.Value) -> ir.Value:

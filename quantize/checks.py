@@ -32,7 +32,8 @@ def check_model(checkpoint: Checkpoint, ignored_keys: tuple[str, ...]) -> Decode
     """
     check_floats(checkpoint)
     config = understand(checkpoint, ExportOptions(ignore_config_keys=ignored_keys))
-    check_family(checkpoint.label, text_tower(checkpoint).checkpoint.config["model_type"])
+    model_type = text_tower(checkpoint).checkpoint.config["model_type"]
+    check_family(checkpoint.label, model_type, is_recurrent=config.is_recurrent)
     return config
 
 

@@ -162,9 +162,9 @@ FAMILIES = {
 FOLDS = (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj"))
 
 
-def check_family(label: str, model_type: str) -> None:
+def check_family(label: str, model_type: str, *, is_recurrent: bool = False) -> None:
     """Raise `UnsupportedModelError` for a family of which nothing is written here."""
-    if model_type not in FAMILIES:
+    if model_type not in FAMILIES or is_recurrent:
         raise UnsupportedModelError(
             f"{label}: layers of {model_type!r} cannot be quantized one by one yet",
             hint=f"those of {', '.join(FAMILIES)} can; llm_build --quantize int8 or int4 rounds "

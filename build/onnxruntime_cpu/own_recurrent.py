@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from edgellm.build.lowering.calls import find_calls, require_known
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.contract import DELTA_RULE, DELTA_UPDATE
+from edgellm.contract import DECAYING_RULE, DELTA_RULE, DELTA_UPDATE
 from edgellm.device_runtime.kernels.library import DOMAIN
 
-RECURRENCES = DELTA_RULE, DELTA_UPDATE
-_MASK = 6  # place of the tree mask among the rule's inputs; parents say the same
+RECURRENCES = DELTA_RULE, DECAYING_RULE, DELTA_UPDATE
 
 
 def lower_recurrences(graph: GraphEditor) -> None:
@@ -17,9 +16,11 @@ def lower_recurrences(graph: GraphEditor) -> None:
         require_known(call)
         graph.cursor, inputs = call, list(call.inputs)
         name = "GatedDeltaUpdate"
-        if call.op_type == DELTA_RULE:
+        if call.op_type != DELTA_UPDATE:
             name = "GatedDelta"
-            del inputs[_MASK]
+            del inputs[-2]  # the tree mask, which says the same as the parents
+        if call.op_type == DECAYING_RULE:
+            inputs.insert(4, None)  # rates
         outputs = graph.nodes(name, inputs, len(call.outputs), domain=DOMAIN)
         for old, new in zip(call.outputs, outputs, strict=True):
             graph.replace(old, new)

@@ -5,7 +5,6 @@ S rows, H value heads, J key heads, H / J of which share a key; dk and dv number
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +12,10 @@ import onnx_ir as ir
 
 from edgellm.contract import UnsupportedModelError
 from edgellm.export.config import ConfigReader
-from edgellm.export.delta_functions import delta_update, gated_delta_rule
+from edgellm.export.delta_functions import gated_delta_rule
 from edgellm.export.functions import call
 from edgellm.export.layers.attention import PassState, split_heads
-from edgellm.export.layers.recurrent import Parts, Recurrence, convolve
+from edgellm.export.layers.recurrent import convolve, floats, keep_matrix
 from edgellm.export.op import Op
 from edgellm.export.weights import Weights
 
@@ -80,10 +79,10 @@ class DeltaRule:
         weight = self._parameter(op, "conv1d.weight", (sizes.convolved, 1, sizes.window))
         convolved = op.Swish(convolve(recurrences, layer, mixed, weight, sizes.window, self.rows))
         parts = op.constant(np.array([sizes.keys, sizes.keys, sizes.values]))
-        q, k, v = op.outputs(3, "Split", _floats(op, convolved), parts, axis=-1)
+        q, k, v = op.outputs(3, "Split", floats(op, convolved), parts, axis=-1)
         q = op.Mul(_unit(op, q, sizes.key_dim), op.constant(np.float32(sizes.key_dim**-0.5)))
         k = _unit(op, k, sizes.key_dim)
-        g = self._log_decay(op, _floats(op, a))
+        g = self._log_decay(op, floats(op, a))
         matrix = recurrences.state(
             layer, "matrix", (1, sizes.value_heads, sizes.key_dim, sizes.value_dim), _FLOAT
         )
@@ -94,27 +93,20 @@ class DeltaRule:
             k,
             v,
             g,
-            op.Sigmoid(_floats(op, b)),
+            op.Sigmoid(floats(op, b)),
             matrix,
             state.tree_mask,
             recurrences.parents,
         )
-        rows = {"key": k, "delta": deltas, "decay": g}
-        for value in rows.values():
-            value.type = ir.TensorType(_FLOAT)
-        found = Recurrence(layer, {"matrix": matrix}, rows, _advance)
-        widths: Mapping[str, int] = {
-            "key": sizes.keys,
-            "delta": sizes.values,
-            "decay": sizes.value_heads,
-        }
-        recurrences.keep(found, widths, self.rows)
-        return y if op.dtype == _FLOAT else op.Cast(y, to=int(op.dtype))
+        keep_matrix(
+            recurrences, layer, matrix, (k, deltas, g), key_heads=sizes.key_heads, rows=self.rows
+        )
+        return op.cast(y, op.dtype) if op.dtype != _FLOAT else y
 
     def _log_decay(self, op: Op, a: ir.Value) -> ir.Value:
         shape = (self.sizes.value_heads,)
-        rate = op.Neg(op.Exp(_floats(op, self._parameter(op, "A_log", shape))))
-        bias = _floats(op, self._parameter(op, "dt_bias", shape))
+        rate = op.Neg(op.Exp(floats(op, self._parameter(op, "A_log", shape))))
+        bias = floats(op, self._parameter(op, "dt_bias", shape))
         return op.Mul(rate, op.Softplus(op.Add(a, bias)))
 
     def _parameter(self, op: Op, name: str, shape: tuple[int, ...]) -> ir.Value:
@@ -123,18 +115,9 @@ class DeltaRule:
         return value
 
 
-def _floats(op: Op, x: ir.Value) -> ir.Value:
-    return x if op.dtype == _FLOAT else op.Cast(x, to=int(_FLOAT))
-
-
 def _unit(op: Op, x: ir.Value, head_dim: int) -> ir.Value:
     """[1, S, J * dk], each head of length 1."""
     apart = split_heads(op, x, head_dim)
     squares = op.ReduceSum(op.Mul(apart, apart), op.constant([-1]), keepdims=1)
     length = op.Sqrt(op.Add(squares, op.constant(np.float32(_EPSILON))))
     return op.Reshape(op.Div(apart, length), op.constant([0, 0, -1]))
-
-
-def _advance(op: Op, states: Parts, rows: Parts) -> Parts:
-    given = states["matrix"], rows["key"], rows["delta"], rows["decay"]
-    return {"matrix": call(op, delta_update(), *given)}

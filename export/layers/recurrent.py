@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from edgellm import contract
+from edgellm.export.delta_functions import delta_update
 from edgellm.export.functions import call, local_function
 from edgellm.export.op import Op
 from edgellm.manifest import RecurrentSpec
@@ -101,6 +102,45 @@ def convolve(
     found = Recurrence(layer, {"window": window}, {"window": x}, _shift)
     recurrences.keep(found, {"window": width}, rows)
     return y
+
+
+def keep_matrix(
+    recurrences: Recurrences,
+    layer: int,
+    matrix: ir.Value,
+    given: tuple[ir.Value, ir.Value, ir.Value],
+    *,
+    key_heads: int,
+    rows: str,
+) -> None:
+    """Note the matrices [1, H, dk, dv] of a layer's heads, see `delta_functions.delta_update`.
+
+    Args:
+        recurrences: of the pass.
+        layer: whose they are.
+        matrix: the state.
+        given: keys [1, S, J * dk], deltas [1, S, H * dv], logarithms of decays [1, S, H]; float32.
+        key_heads: J.
+        rows: the symbol of S.
+    """
+    shape = matrix.shape
+    assert shape is not None
+    _, heads, keys, values = shape.numpy()
+    found = dict(zip(("key", "delta", "decay"), given, strict=True))
+    for value in given:
+        value.type = ir.TensorType(ir.DataType.FLOAT)
+    widths = {"key": key_heads * keys, "delta": heads * values, "decay": heads}
+    recurrences.keep(Recurrence(layer, {"matrix": matrix}, found, _advance), widths, rows)
+
+
+def _advance(op: Op, states: Parts, rows: Parts) -> Parts:
+    given = states["matrix"], rows["key"], rows["delta"], rows["decay"]
+    return {"matrix": call(op, delta_update(), *given)}
+
+
+def floats(op: Op, x: ir.Value) -> ir.Value:
+    """X in float32, which recurrences are computed in."""
+    return x if op.dtype == ir.DataType.FLOAT else op.Cast(x, to=int(ir.DataType.FLOAT))
 
 
 def _width(weight: ir.Value) -> int:

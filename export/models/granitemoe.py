@@ -39,10 +39,10 @@ class DecoderLayer(granite.DecoderLayer):
         super().__init__(config, weights)
         hidden, routing, mlp = config.hidden_size, config.routing, weights / "block_sparse_moe"
         router = Router(mlp / "router.layer", hidden, routing)
-        self.mlp = Mixture(router, _stack(mlp, hidden, routing), routing)
+        self.mlp = Mixture(router, stack_of(mlp, hidden, routing), routing)
 
 
-def _stack(mlp: Weights, hidden: int, routing: Routing) -> Stack:
+def stack_of(mlp: Weights, hidden: int, routing: Routing) -> Stack:
     """Experts of one tensor; where they are quantized, each has its own."""
     count, sizes = routing.experts, (hidden, routing.size)
     if (mlp / "experts.0.gate_proj").info("weight") is not None:

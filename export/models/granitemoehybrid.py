@@ -1,13 +1,18 @@
-"""Granite 4, dense: Granite 3 with a fused network; layers of experts and of Mamba are refused."""
+"""Granite 4: Granite 3 with a network for all rows beside experts, and layers of Mamba 2."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 from edgellm.contract import UnsupportedModelError
 from edgellm.export.attention_kinds import AttentionKind, check_length
 from edgellm.export.config import ConfigReader
 from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.graph import ROWS
+from edgellm.export.layers.experts import Mixture, Router, Routing
+from edgellm.export.layers.mamba import NO_MAMBA, Mamba2, MambaSizes
 from edgellm.export.layers.mlp import MLP, FusedGatedMLP
-from edgellm.export.models import granite
+from edgellm.export.models import granite, granitemoe, llama
 from edgellm.export.rope import read_rope
 from edgellm.export.weights import Weights
 
@@ -22,47 +27,80 @@ TINY = {
     "mamba_n_heads": 8,
 }
 _ATTENTION = ("attention", "full_attention")
-# Of experts and of recurrent layers, which no layer is; of training.
-_UNREAD = (
-    "init_method", "intermediate_size", "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv",
-    "mamba_d_head", "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads",
-    "mamba_proj_bias", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
-    "time_step_limit",
-)  # fmt: skip
+_RECURRENT = ("mamba", "linear_attention")
+_UNREAD = ("init_method", "output_router_logits", "router_aux_loss_coef")  # of training
 
 
-class Config(granite.Config):
+@dataclass(frozen=True, slots=True)
+class Config(granitemoe.Config):
     """Granite 4's config."""
+
+    mamba: MambaSizes = NO_MAMBA
+    has_experts: bool = False
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
         reader.skip(*_UNREAD)
         reader.assume(num_local_experts=8, shared_intermediate_size=1024)
-        if experts := reader.read("num_local_experts", int, 0):
-            raise UnsupportedModelError(
-                f"config.json: num_local_experts = {experts}: only dense models are supported"
-            )
-        kinds = reader.read("layer_types", list, reader.read("layers_block_type", list, ["mamba"]))
-        if recurrent := [kind for kind in kinds if kind not in _ATTENTION]:
-            raise UnsupportedModelError(
-                f"config.json: layer_types names {recurrent[0]!r}, which is not supported",
-                hint="Granite 4 models without -h- in their names have attention alone",
-            )
-        check_length(reader, "layer_types", kinds)
+        types = _layer_types(reader)
         reader.expect("normalization_function", "rmsnorm")
         config = cls.granite(reader, "shared_intermediate_size", mlp_bias=False)
+        assert isinstance(config, Config)
+        if reader.read("num_local_experts", int, 0):
+            config = replace(config, has_experts=True, routing=Routing.read(reader))
+        reader.skip("intermediate_size", "num_experts_per_tok")  # of experts
         kind = reader.optional("position_embedding_type", str)
         reader.expect("position_embedding_type", "rope", "nope")
         rope = read_rope(reader, config.head_dim, config.max_position_embeddings)
-        layer = AttentionKind(rope if kind == "rope" else None)
-        return config.attending((layer,) * config.num_hidden_layers)
+        attends = AttentionKind(rope if kind == "rope" else None)
+        if any(each in _RECURRENT for each in types):
+            sizes = MambaSizes.read(reader, config.hidden_size)
+            config = replace(config, mamba=sizes, is_recurrent=True)
+        reader.skip(*(f"mamba_{name}" for name in _SIZES), "time_step_limit")
+        return config.attending(tuple(attends if each in _ATTENTION else None for each in types))
+
+
+_SIZES = (
+    "chunk_size",
+    "conv_bias",
+    "d_conv",
+    "d_head",
+    "d_state",
+    "expand",
+    "n_groups",
+    "n_heads",
+    "proj_bias",
+)
+
+
+def _layer_types(reader: ConfigReader) -> list[str]:
+    layers = reader.positive("num_hidden_layers")
+    types = reader.read("layer_types", list, reader.read("layers_block_type", list, []))
+    types = types or [_RECURRENT[0]] * layers
+    if unknown := [each for each in types if each not in (*_ATTENTION, *_RECURRENT)]:
+        raise UnsupportedModelError(
+            f"config.json: layer_types names {unknown[0]!r}, which is not supported",
+            hint=f"supported: {_ATTENTION[0]}, {_RECURRENT[0]}",
+        )
+    check_length(reader, "layer_types", types)
+    if not any(each in _ATTENTION for each in types):
+        raise UnsupportedModelError("config.json: no layer attends, which is not supported")
+    return types
 
 
 class DecoderLayer(granite.DecoderLayer):
-    """Granite's block with a network of another name."""
+    """Granite's block with a network of another name, and experts beside it."""
 
     mlp_name = "shared_mlp"
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        super().__init__(config, weights)
+        if config.has_experts:
+            hidden, routing, mlp = config.hidden_size, config.routing, weights / "block_sparse_moe"
+            router = Router(mlp / "router.layer", hidden, routing)
+            stack = granitemoe.stack_of(mlp, hidden, routing)
+            self.mlp = Mixture(router, stack, routing, shared=self.mlp)
 
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
         """Gate and up are one layer."""
@@ -75,7 +113,25 @@ class DecoderLayer(granite.DecoderLayer):
         )
 
 
+class Mamba(Mamba2):
+    """Granite's."""
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        super().__init__(config.mamba, weights, config.hidden_size, config.rms_norm_eps, ROWS)
+
+
+class MambaLayer(DecoderLayer):
+    """The same block of Mamba 2."""
+
+    attention = Mamba  # type: ignore[assignment]
+    attention_name = "mamba"
+
+
 class Model(granite.Model):
     """Granite's model with such blocks."""
 
-    layer = DecoderLayer
+    def make_layer(self, config: DecoderConfig, weights: Weights, index: int) -> llama.Layer:
+        """A block of the kind that the config names."""
+        assert isinstance(config, Config)
+        kind = MambaLayer if config.kinds[index] is None else DecoderLayer
+        return kind(config, weights)

@@ -22,6 +22,7 @@ class Config(qwen3_5_text.Config):
         """Read config.json."""
         reader.assume(norm_topk_prob=True)
         reader.expect("norm_topk_prob", True)
+        reader.skip("intermediate_size")  # all layers have experts
         shared = reader.positive("shared_expert_intermediate_size", 512)
         return cls.hybrid(
             reader, inner_key="moe_intermediate_size", shared_size=shared, **read_mixture(reader)

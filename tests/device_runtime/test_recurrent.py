@@ -11,7 +11,7 @@ from conftest import make_checkpoint
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import EdgeLLMError
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.engine.saved_contexts import ContextFolder
 from edgellm.device_runtime.requests.prove import prove
@@ -22,8 +22,15 @@ from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.manifest import LLM_ENGINE, load_engine
+from edgellm.quantize.checks import check_model
 
-HYBRIDS = ("lfm2", "qwen3_5_text", "qwen3_next")
+HYBRIDS = {name: models.find(name).TINY for name in ("lfm2", "qwen3_5_text")} | {
+    "granite": {
+        **models.find("granitemoehybrid").TINY,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "mamba_d_state": 16,
+    }
+}
 GREEDY = SamplingParams(temperature=0)
 LOOKUPS = SpecOptions(None, lookups=("suffix", "ngram"), tree="fixed", verify_size=8)
 PLAN = Plan(96, 128, 1, max_verify_tree_size=12)
@@ -32,7 +39,7 @@ PLAN = Plan(96, 128, 1, max_verify_tree_size=12)
 @pytest.fixture(scope="module", params=HYBRIDS)
 def bundle(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    checkpoint = make_checkpoint(folder / "checkpoint", **models.find(request.param).TINY)
+    checkpoint = make_checkpoint(folder / "checkpoint", **HYBRIDS[request.param])
     export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions("fp32"))
     return folder / "bundle"
 
@@ -74,6 +81,12 @@ def test_it_is_refused_where_nothing_computes_it(bundle, tmp_path):
         with pytest.raises(EdgeLLMError, match=said):
             build_engine("llm", bundle, tmp_path / "engine", plan, backend, lambda _: None)
     assert not (tmp_path / "engine").exists()
+
+
+def test_layers_are_not_quantized_one_by_one(bundle):
+    checkpoint = open_checkpoint(str(bundle.parent / "checkpoint"))
+    with pytest.raises(UnsupportedModelError, match="cannot be quantized one by one yet"):
+        check_model(checkpoint, ())
 
 
 # ---------------------------------------------------------------------------------- trees

@@ -36,6 +36,16 @@ def _rope(**parameters: object) -> dict[str, object]:
     return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
 
 
+GRANITE_HYBRID = _tiny(
+    "granitemoehybrid",
+    layer_types=["mamba", "attention", "mamba"],
+    position_embedding_type="nope",
+    num_local_experts=5,
+    num_experts_per_tok=2,
+    intermediate_size=48,
+    mamba_n_groups=2,
+    mamba_d_state=16,
+)
 VARIANTS = {
     **{name: _tiny(name) for name in models.supported()},
     "llama_untied_biases": _tiny(
@@ -69,6 +79,7 @@ VARIANTS = {
             long_factor=[2.0 + index for index in range(8)],
         ),
     ),
+    "granite_hybrid": GRANITE_HYBRID,
     "granitemoe_untied": _tiny("granitemoe", tie_word_embeddings=False, attention_bias=True),
     "qwen3_biases": _tiny("qwen3", attention_bias=True, tie_word_embeddings=False),
 }

@@ -222,6 +222,9 @@ TEXT_ONLY = {
     "mistral3": {"text_config": {**models.find("ministral3").TINY, "pad_token_id": 3},
                  "vision_config": {**_TILES, "head_dim": 16, "model_type": "pixtral"},
                  "tie_word_embeddings": False},
+    "qwen3_5": {"text_config": {**models.find("qwen3_5_text").TINY, "pad_token_id": 3},
+                "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2,
+                                  "intermediate_size": 32, "out_hidden_size": 96}},
 }  # fmt: skip
 
 

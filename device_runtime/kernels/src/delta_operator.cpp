@@ -67,12 +67,12 @@ struct Heads {
 };
 
 // Inputs: q, k [1, S, J * dk], v [1, S, H * dv], g, b [1, S, H], state [1, H, dk, dv], parents int64 [S].
-// Outputs: y and d [1, S, H * dv].
+// Outputs: y and d [1, S, H * dv]; without b there is no d, but v takes its place.
 struct GatedDelta {
   static constexpr const char* kName = "GatedDelta";
   static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64};
   static constexpr ort::Type kOutputs[] = {ort::kFloat, ort::kFloat};
-  static constexpr unsigned kNeeded = 0b1111111, kNeededOutputs = 2;
+  static constexpr unsigned kNeeded = 0b1101111, kNeededOutputs = 1;
 
   explicit GatedDelta(const ort::Info*) {}
 
@@ -80,10 +80,11 @@ struct GatedDelta {
     const Tensor q = ort::input(context, 0), k = ort::input(context, 1), v = ort::input(context, 2), g = ort::input(context, 3),
                  b = ort::input(context, 4), state = ort::input(context, 5), parents = ort::input(context, 6);
     const Heads heads(k, g, state);
-    require(q.dims == k.dims && b.dims == g.dims, "GatedDelta: q is not shaped like k, or b like g");
+    require(q.dims == k.dims && (!b || b.dims == g.dims), "GatedDelta: q is not shaped like k, or b like g");
     require(v.count() == heads.rows * heads.heads * heads.values, "GatedDelta: v is not [1, S, H * dv]");
     require(parents.count() == heads.rows, "GatedDelta: not a parent for each row");
-    const Tensor y = ort::output(context, 0, v.dims), delta = ort::output(context, 1, v.dims);
+    const Tensor y = ort::output(context, 0, v.dims), found = ort::output(context, 1, v.dims);
+    require(bool(b) == bool(found), "GatedDelta: rates and deltas go together");
     if (!heads.rows) return;
     const Places places(parents.as<int64_t>(), heads.rows);
     ort::parallel(context, heads.heads, [&](int64_t head) {
@@ -95,11 +96,13 @@ struct GatedDelta {
         one.from = place.from < 0 ? state.as<float>() + head * heads.matrix() : at(place.from);
         one.to = at(place.to);
         one.q = q.as<float>() + heads.key_at(row, head);
-        one.rate = b.as<float>()[row * heads.heads + head];
         one.v = v.as<float>() + heads.value_at(row, head);
-        one.delta = delta.as<float>() + heads.value_at(row, head);
+        one.delta = (b ? found : v).as<float>() + heads.value_at(row, head);
         one.y = y.as<float>() + heads.value_at(row, head);
-        kernels().recall(one);
+        if (b) {
+          one.rate = b.as<float>()[row * heads.heads + head];
+          kernels().recall(one);
+        }
         kernels().advance(one);
       }
     });

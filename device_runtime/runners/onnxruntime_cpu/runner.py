@@ -264,7 +264,7 @@ class _BoundPass:
         for name, array in inputs.items():
             if name in self._inputs:
                 self._inputs[name][...] = array
-        lent = [*self._lend(inputs)]
+        lent = [*self._lend(inputs)] if self._bound_inputs else ()
         self._version = held.bind(self._binding, self._version)
         self._session.run_with_iobinding(self._binding)
         del lent

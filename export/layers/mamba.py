@@ -1,0 +1,147 @@
+"""Mamba 2 (arXiv 2405.21060): states that forget, read and written by what rows say.
+
+S rows, H heads of P numbers, G groups of heads that share what is read and written, N numbers each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.export.config import ConfigReader
+from edgellm.export.delta_functions import decaying_rule
+from edgellm.export.functions import call
+from edgellm.export.layers.attention import PassState, merge_heads, split_heads
+from edgellm.export.layers.linear import Linear
+from edgellm.export.layers.recurrent import convolve, floats, keep_matrix
+from edgellm.export.op import Op
+from edgellm.export.weights import Weights
+
+_FLOAT = ir.DataType.FLOAT
+_UNBOUNDED = (math.inf, {"__float__": "Infinity"})  # as JSON has it, and transformers writes it
+
+
+@dataclass(frozen=True, slots=True)
+class MambaSizes:
+    """Of a layer."""
+
+    heads: int  # H
+    head_dim: int  # P
+    groups: int  # G
+    state: int  # N
+    window: int  # rows of the convolution before
+    conv_bias: bool = True
+    proj_bias: bool = False
+
+    @classmethod
+    def read(cls, reader: ConfigReader, hidden: int) -> MambaSizes:
+        """Those of Granite's configs; raises `UnsupportedModelError` where heads do not fit."""
+        reader.skip("mamba_chunk_size")
+        reader.expect("time_step_limit", *([0.0, most] for most in _UNBOUNDED))
+        heads, expand = reader.positive("mamba_n_heads", 128), reader.positive("mamba_expand", 2)
+        reader.expect("mamba_d_head", "auto", expand * hidden // heads)
+        found = cls(
+            heads,
+            expand * hidden // heads,
+            reader.positive("mamba_n_groups", 1),
+            reader.positive("mamba_d_state", 256),
+            reader.positive("mamba_d_conv", 4),
+            conv_bias=reader.read("mamba_conv_bias", bool, True),
+            proj_bias=reader.read("mamba_proj_bias", bool, False),
+        )
+        if found.inner != expand * hidden or heads % found.groups or found.window < 2:
+            raise UnsupportedModelError(f"config.json: a Mamba layer of {found}")
+        return found
+
+    @property
+    def inner(self) -> int:
+        """H * P."""
+        return self.heads * self.head_dim
+
+    @property
+    def shared(self) -> int:
+        """G * N."""
+        return self.groups * self.state
+
+
+NO_MAMBA = MambaSizes(1, 1, 1, 1, 2)  # of a config without
+
+
+class Mamba2:
+    """Projection, convolution, rule, gated norm, projection."""
+
+    def __init__(
+        self, sizes: MambaSizes, weights: Weights, hidden: int, epsilon: float, rows: str
+    ) -> None:
+        """`rows`: the symbol of S."""
+        self.sizes, self.weights, self.epsilon, self.rows = sizes, weights, epsilon, rows
+        projected = 2 * sizes.inner + 2 * sizes.shared + sizes.heads
+        bias = sizes.proj_bias
+        self.in_proj = Linear(weights / "in_proj", hidden, projected, bias=bias)
+        self.out_proj = Linear(weights / "out_proj", sizes.inner, hidden, bias=bias)
+
+    def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
+        """X [1, S, hidden] -> [1, S, hidden]."""
+        sizes = self.sizes
+        convolved = sizes.inner + 2 * sizes.shared
+        widths = op.constant(np.array([sizes.inner, convolved, sizes.heads]))
+        gate, mixed, steps = op.outputs(3, "Split", self.in_proj(op, x), widths, axis=-1)
+        mixed = self._convolved(op, mixed, state, layer)
+        widths = op.constant(np.array([sizes.inner, sizes.shared, sizes.shared]))
+        values, k, q = op.outputs(3, "Split", floats(op, mixed), widths, axis=-1)
+        y = self._scan(op, (values, k, q), floats(op, steps), state, layer)
+        y = op.cast(y, op.dtype) if op.dtype != _FLOAT else y
+        return self.out_proj(op, self._normed(op, op.Mul(y, op.Swish(gate))))
+
+    def _convolved(self, op: Op, mixed: ir.Value, state: PassState, layer: int) -> ir.Value:
+        sizes, recurrences = self.sizes, state.recurrences
+        assert recurrences is not None
+        width = sizes.inner + 2 * sizes.shared
+        weight = self._parameter(op, "conv1d.weight", (width, 1, sizes.window))
+        y = convolve(recurrences, layer, mixed, weight, sizes.window, self.rows)
+        if sizes.conv_bias:
+            y = op.Add(y, self._parameter(op, "conv1d.bias", (width,)))
+        return op.Swish(y)
+
+    def _scan(
+        self,
+        op: Op,
+        rows: tuple[ir.Value, ir.Value, ir.Value],
+        steps: ir.Value,
+        state: PassState,
+        layer: int,
+    ) -> ir.Value:
+        """Values [1, S, H * P], what writes and what reads [1, S, G * N] -> [1, S, H * P]."""
+        sizes, recurrences = self.sizes, state.recurrences
+        assert recurrences is not None
+        values, k, q = rows
+        rate, bias, skip = (
+            floats(op, self._parameter(op, name, (sizes.heads,)))
+            for name in ("A_log", "dt_bias", "D")
+        )
+        step = op.Softplus(op.Add(steps, bias))  # [1, S, H]
+        g = op.Mul(step, op.Neg(op.Exp(rate)))
+        apart, last = split_heads(op, values, sizes.head_dim), op.constant([-1])
+        d = merge_heads(op, op.Mul(apart, op.Unsqueeze(step, last)))
+        shape = (1, sizes.heads, sizes.state, sizes.head_dim)
+        matrix = recurrences.state(layer, "matrix", shape, _FLOAT)
+        y = call(op, decaying_rule(), q, k, d, g, matrix, state.tree_mask, recurrences.parents)
+        keep_matrix(recurrences, layer, matrix, (k, d, g), key_heads=sizes.groups, rows=self.rows)
+        return op.Add(y, merge_heads(op, op.Mul(apart, op.Unsqueeze(skip, last))))
+
+    def _normed(self, op: Op, y: ir.Value) -> ir.Value:
+        """Each group of heads by itself."""
+        size = self.sizes.inner // self.sizes.groups
+        ones = op.constant(np.ones(size), op.dtype)
+        groups = split_heads(op, y, size)
+        normed = merge_heads(op, op.RMSNormalization(groups, ones, axis=-1, epsilon=self.epsilon))
+        return op.Mul(normed, self._parameter(op, "norm.weight", (self.sizes.inner,)))
+
+    def _parameter(self, op: Op, name: str, shape: tuple[int, ...]) -> ir.Value:
+        value = op.cast(op.parameter(self.weights.take(name, shape, op.dtype)), op.dtype)
+        value.shape = ir.Shape(shape)
+        return value
