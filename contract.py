@@ -60,6 +60,10 @@ RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of 
 SEQUENCES = "sequences"  # int64 [B, 3]; rows already in the cache, rows of the pass, M
 TREE_MASKS = "tree_masks"  # bool [N]; [S, M] of one sequence behind the other, then padding
 
+# TensorRT engines with edgellm's kernels have no caches among their inputs, but where they lie:
+# int64 [2 + 4 * layers], see `device_runtime/kernels/triton/cache.py`.
+CACHE_TABLE = "cache_table"
+
 
 def page_table_name(window: int) -> str:
     """Name of the page tables of layers that see `window` rows, 0: all; int64 [B, P].

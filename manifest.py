@@ -22,6 +22,8 @@ ENGINE_VERSION = 3  # of engines, whose form changes oftener than that of bundle
 MANIFEST_NAME = "manifest.json"
 DRAFT_FOLDER = "draft"  # of an engine: where its draft's engine lies
 
+# Types of a cache whose rows have a scale each, fp16, beside "float32", "float16" and "int8"
+ROW_CODES = ("int8_rows", "fp8_rows")
 DEVICES = ("cpu", "cuda")  # of libraries that have a backend for each, the usual one first
 
 LLM_BUNDLE, LLM_ENGINE = "llm_bundle", "llm_engine"
@@ -69,8 +71,10 @@ class KVCacheSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of all layers' keys and values of one token."""
-        itemsize = {"float32": 4, "float16": 2, "int8": 1}[self.dtype]
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+        itemsize = {"float32": 4, "float16": 2}.get(self.dtype, 1)
+        scale_bytes = 2 if self.dtype in ROW_CODES else 0
+        row_bytes = self.head_dim * itemsize + scale_bytes
+        return 2 * self.num_layers * self.num_kv_heads * row_bytes
 
 
 @dataclass(frozen=True, slots=True)

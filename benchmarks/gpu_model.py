@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from edgellm.build.tensorrt.plugins import MOST_SHARES, PARTIAL_ROWS
+
 BITS = {"fp16": 16.0, "int4": 4 + 16 / 128, "nvfp4": 4 + 8 / 16}  # of a weight, with its scales
 # Of TensorRT-RTX 1.7.1 for compute capability 12.0, the engines of tests/tensorrt_bundles.py with 4
 # and 6 layers: kernels of a layer for one row and for many, those outside of layers; and those of
@@ -64,12 +66,13 @@ class Way:
 
 
 # Tests on the fake GPU count the waits, and `ROUND_KERNELS`.
-TODAY = Way("as built today", True, "fp16", 1)
+TODAY = Way("as built today", False, "fp16", 1)
+_NATIVE = replace(TODAY, name="with --kernels tensorrt", attends_capacity=True)
 WAYS = (
-    replace(TODAY, name="with the host between levels", waits=5),
+    replace(_NATIVE, name="and the host between levels", waits=5),
+    _NATIVE,
     TODAY,
-    replace(TODAY, name="+ attention over live rows", attends_capacity=False),
-    replace(TODAY, name="+ head and draft as the base", attends_capacity=False, head=""),
+    replace(TODAY, name="+ head and draft as the base", head=""),
 )
 
 # Of edgellm's own beside the networks' in a round that is the device's: of one block each, a level
@@ -101,13 +104,17 @@ def base_pass(way: Way, precision: str, rows: int, context: int, capacity: int) 
     """Of the base, over `rows` rows behind `context` others."""
     few_and_many, outside = LAUNCHES[precision]
     kv_row = 2 * LAYERS * KV_WIDTH * 2
-    # Without kernels of our own the cache's copy is written and read beside it.
+    # Without kernels of our own the cache's copy is written and read beside it; they write and
+    # read sums of each share of the context.
+    shared = min(MOST_SHARES, max(rows, PARTIAL_ROWS) // rows) * rows
+    sums = LAYERS * shared * HIDDEN * 4
     kv = 3 * capacity * kv_row if way.attends_capacity else context * kv_row
     return Pass(
         {
             "weights": LAYERS * _LINEAR * BITS[precision] / 8e9,
             "head": HIDDEN * VOCAB * BITS[way.head or precision] / 8e9,
             "cache": kv / 1e9,
+            "sums": 0.0 if way.attends_capacity else 2 * sums / 1e9,
         },
         LAYERS * few_and_many[rows > 1] + outside,
     )
@@ -155,7 +162,7 @@ def tokens_per_s(parts_ms: Mapping[str, float], tokens: float = 1.0) -> float:
 def roofline(board: Board, precision: str, context: int) -> float:
     """Tokens/s of plain decoding if nothing but weights and live rows took time."""
     step = base_pass(WAYS[-1], precision, 1, context, context)
-    return board.gb_per_s / sum(step.gigabytes.values())
+    return board.gb_per_s / sum(step.gigabytes[kind] for kind in ("weights", "head", "cache"))
 
 
 def read_launches(path: Path, layers: int) -> tuple[tuple[int, int], int]:

@@ -26,6 +26,7 @@ from typing import Any
 import gpu_model
 import numpy as np
 
+from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners.tensorrt.device import Device, NewRows, Planes
 from edgellm.tools.bench.machine import facts
 
@@ -117,18 +118,23 @@ def _check_caches(device: Device, address: int, host: np.ndarray) -> None:
 
 def _runtime(*, dry: bool) -> None:
     """The stage's own process; its exit status is part of the proof."""
-    from gpu_kernels import check_kernels  # it needs what lies with the tests
+    from gpu_attention import Sizes, check_attention  # they need what lies with the tests
+    from gpu_kernels import check_kernels
 
     if dry:
         from fake_gpu import FakeDevice
 
         device = FakeDevice()
-        print(json.dumps({**check_runtime(device, (256, 64)), **check_kernels(device, 9000)}))
+        attention = check_attention(device, device.sm, Sizes(4, 2, 64, 192, 100))
+        found = {**check_runtime(device, (256, 64)), **check_kernels(device, 9000), **attention}
+        print(json.dumps(found))
         return
     from edgellm.device_runtime.runners.tensorrt.cuda import open_device
 
-    device = open_device()
-    print(json.dumps({**check_runtime(device), **check_kernels(device)}))
+    device, sm = open_device(), compute_capability()
+    assert sm is not None
+    found = {**check_runtime(device), **check_kernels(device), **check_attention(device, sm)}
+    print(json.dumps(found))
 
 
 def build_engine(folder: Path, *, dry: bool) -> tuple[bool, str]:

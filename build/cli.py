@@ -39,7 +39,7 @@ from edgellm.build.flags import (
 )
 from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, FileRecord
+from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, FileRecord, library_of
 from edgellm.roles import PASS, measured_name
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def llm_build(
             hint="run llm_build once for each, into the same --engineDir",
         )
     name = choose(backend, device)
+    _check_kernels(kernels, library_of(name))
     announce(backend, device)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
     flags["--kernels"] = None if kernels == "auto" else kernels
@@ -181,11 +182,19 @@ def show_prediction(prediction: Prediction, speed_lines: Sequence[str] = ()) -> 
 def _check_words(prefill: str, kernels: str, quantize: str, kv_cache: str) -> None:
     for flag, value, allowed in (
         ("--prefill", prefill, ("auto", "same", "int8")),
-        ("--kernels", kernels, ("auto", "edgellm", "onnxruntime")),
+        ("--kernels", kernels, ("auto", "edgellm", "onnxruntime", "tensorrt")),
         ("--quantize", quantize, ("auto", "none", "int8", "int4")),
-        ("--kvCache", kv_cache, ("auto", "float", "int8")),
+        ("--kvCache", kv_cache, ("auto", "float", "int8", "fp8")),
     ):
         _check_choice(flag, value, *allowed)
+
+
+def _check_kernels(kernels: str, library: str) -> None:
+    """Refuse the operators of another library."""
+    if kernels in ("onnxruntime", "tensorrt") and kernels != library:
+        raise EdgeLLMError(
+            f"--kernels {kernels} is not for {library}", hint=f"it goes with --backend {kernels}"
+        )
 
 
 def _show(built: Engine, engine_dir: Path, seconds: float) -> None:

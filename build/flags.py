@@ -53,17 +53,18 @@ Kernels = Annotated[
     str,
     typer.Option(
         "--kernels",
-        help="What computes on the CPU with onnxruntime: edgellm (kernels of its own: one copy of "
-        "the weights, bits that do not depend on speculation), onnxruntime (its operators), or "
-        "auto, which takes edgellm's where a compiler or the wheel has them.",
+        help="What computes: edgellm (kernels of its own; on the CPU one copy of the weights, and "
+        "bits that do not depend on speculation; in TensorRT attention, with a cache that is not "
+        "copied), onnxruntime or tensorrt (the library's operators), or auto, which takes "
+        "edgellm's where they can be had.",
     ),
 ]
 KvCache = Annotated[
     str,
     typer.Option(
         "--kvCache",
-        help="float, int8 (a quarter of the memory; slower where trees are verified), or auto, "
-        "which is int8 where the checkpoint was calibrated for it.",
+        help="float, int8 (a quarter of the memory; slower where trees are verified on a CPU), fp8 "
+        "(tensorrt), or auto, which is what the checkpoint was calibrated for.",
     ),
 ]
 Quantize = Annotated[

@@ -45,7 +45,12 @@ def draft_plan(precision: str = "none", rows: int = TREE) -> Plan:
 
 
 def export_pair(
-    folder: Path, layout: Layout, model_type: str = "llama", int4: bool = False, **config: object
+    folder: Path,
+    layout: Layout,
+    model_type: str = "llama",
+    int4: bool = False,
+    dtype: str = "fp32",
+    **config: object,
 ) -> EaglePair:
     """Checkpoints and bundles; the engine is not built yet."""
     sizes = {**models.find(model_type).TINY, "num_hidden_layers": 8, **config}
@@ -57,10 +62,10 @@ def export_pair(
         round_checkpoint(str(base), folder / "rounded", 16)
         base = folder / "rounded"
     draft = make_draft(folder / "draft", layout)
-    options = ExportOptions("fp32", draft_model_dir=str(draft))
+    options = ExportOptions(dtype, draft_model_dir=str(draft))
     export_llm(open_checkpoint(str(base)), folder / "bundle", options)
     checkpoints = (open_checkpoint(str(path), tokenizer=False) for path in (draft, base))
-    export_draft(*checkpoints, folder / "draft_bundle", DraftOptions("fp32"))
+    export_draft(*checkpoints, folder / "draft_bundle", DraftOptions(dtype))
     return EaglePair(
         layout, base, draft, folder / "bundle", folder / "draft_bundle", folder / "engine"
     )

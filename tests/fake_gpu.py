@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
+from kernel_graphs import open_graph
 from kernel_references import REFERENCES, TYPES
 from numpy.typing import NDArray
 
@@ -86,6 +87,10 @@ class FakeDevice:
             if start <= address and address + num_bytes <= start + len(block):
                 return block[address - start : address - start + num_bytes]
         raise GpuMisuseError(f"{num_bytes} bytes at {address} are nobody's: freed, or too short")
+
+    def memory(self, address: int, count: int, dtype: Any) -> NDArray[Any]:
+        """What lies at an address, as numbers."""
+        return self.at(int(address), int(count) * np.dtype(dtype).itemsize).view(dtype)
 
     def pinned(self, num_bytes: int) -> NDArray[np.uint8]:
         self._refuse_in_capture("pin")
@@ -200,7 +205,7 @@ class FakeDevice:
             for kind, value in zip(kinds, arguments, strict=True)
         ]
         run = REFERENCES[kernel.kernel.name]
-        constants = {**kernel.constants, "grid": grid}
+        constants = {**kernel.constants, "grid": grid, "memory": self.memory}
         self._ask_kernel(lambda: run(*given, constants=constants))
 
     def _from(self, address: int) -> NDArray[np.uint8]:
@@ -278,9 +283,7 @@ class FakeEngine:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
-        self.session = onnxruntime.InferenceSession(
-            graph, options, providers=["CPUExecutionProvider"]
-        )
+        self.session = open_graph(graph, options, device)
         self._device, self._passes = device, passes
         declared = {value.name: value for value in ir.load(graph).graph.inputs}
         self._symbols = {name: [*(value.shape or ())] for name, value in declared.items()}

@@ -13,10 +13,12 @@ from fake_gpu import FakeDevice, FakeEngine
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.adapt import adapt
+from edgellm.build.tensorrt.kernel_attention import Kernels
 from edgellm.build.tensorrt.lower import lower
 from edgellm.build.tensorrt.operators import Version
 from edgellm.build.tensorrt.profiles import passes_of
 from edgellm.device_runtime.runners import Runner, onnxruntime_cpu, tensorrt
+from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.sessions.draft import DraftSession
 from edgellm.device_runtime.sessions.heads import HeadsSession
@@ -30,6 +32,7 @@ from edgellm.manifest import (
     GraphSpec,
     load_bundle,
     load_engine,
+    with_kv_dtype,
 )
 from edgellm.roles import DECODER, DRAFT, FUSE, HEADS
 
@@ -40,7 +43,10 @@ CANDIDATES = 40
 class Lowered:
     """The graphs of a pair as TensorRT gets them, and the manifests of such engines."""
 
-    def __init__(self, pair: EaglePair, folder: Path, version: Version = (11, 4)) -> None:
+    def __init__(
+        self, pair: EaglePair, folder: Path, version: Version = (11, 4), codes: str = ""
+    ) -> None:
+        """`codes`: of the cache, where edgellm's kernels compute; else "", of float32."""
         self._folder, self._version = folder, version
         bundles = {
             LLM_ENGINE: load_bundle(pair.bundle, LLM_BUNDLE),
@@ -49,7 +55,9 @@ class Lowered:
         for source, bundle in zip((pair.bundle, pair.draft_bundle), bundles.values(), strict=True):
             for role, graph in bundle.graphs.items():
                 candidates = 0 if role == DECODER else CANDIDATES
-                _lower(source / graph.path, self.path(role), candidates, version)
+                kernels = Kernels(110, codes) if codes and role != FUSE else None
+                dtype = ir.DataType.FLOAT16 if codes else ir.DataType.FLOAT
+                _lower(source / graph.path, self.path(role), candidates, version, dtype, kernels)
         self._passes = {
             role: passes_of(role, bundle, PLAN)
             for bundle in bundles.values()
@@ -61,6 +69,11 @@ class Lowered:
             base, graphs=self._graphs(base), cost_ms={}, prefill_rows=INPUT
         )
         self.draft_manifest = dataclasses.replace(draft, graphs=self._graphs(draft))
+        if codes:
+            self.manifest, self.draft_manifest = (
+                dataclasses.replace(each, spec=with_kv_dtype(each.spec, KV_DTYPES[codes]))
+                for each in (self.manifest, self.draft_manifest)
+            )
 
     def path(self, role: str) -> Path:
         return self._folder / f"{role}.onnx"
@@ -110,9 +123,16 @@ class Lowered:
         monkeypatch.setattr(onnxruntime_cpu, "open_engine", open_engine)
 
 
-def _lower(source: Path, target: Path, candidates: int, version: Version) -> None:
+def _lower(
+    source: Path,
+    target: Path,
+    candidates: int,
+    version: Version,
+    dtype: ir.DataType,
+    kernels: Kernels | None,
+) -> None:
     model, weights = ir.load(source), WeightFile(target.with_suffix(".data"))
-    lower(model, weights, ir.DataType.FLOAT, CAPACITY, candidates)
+    lower(model, weights, dtype, CAPACITY, candidates, kernels)
     weights.close()
     adapt(model, version)
     ir.save(model, target)

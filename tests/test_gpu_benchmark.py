@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fake_gpu
 import gpu
+import gpu_attention
 import gpu_kernels
 import gpu_proof
 import kernel_references
@@ -258,6 +259,21 @@ def test_the_kernels_of_a_round_are_checked_on_the_fake_gpu(monkeypatch):
     gpu_kernels.REFERENCES["lay_out"] = kernel_references.lay_out
     with pytest.raises(AssertionError, match="lay_out"):
         check_kernels(FakeDevice(), 5000)
+
+
+def test_attention_is_checked_on_the_fake_gpu(monkeypatch):
+    sizes = gpu_attention.Sizes(4, 2, 64, 192, 100)
+    found = gpu_attention.check_attention(FakeDevice(), 87, sizes)
+    names = ("store_rows", "attend", "combine", "keep_rows")
+    cases = [f"{codes}_{rows}" for codes in ("fp16", "int8") for rows in (1, 8, 60)]
+    expected = {f"{name}_{case}_us" for name in names for case in cases}
+    assert found.keys() == expected | {f"attend_{case}_gb_per_s" for case in cases}
+    nothing = lambda *_, **__: None  # noqa: E731
+    for broken in names:
+        with monkeypatch.context() as patch:
+            patch.setattr(fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, broken: nothing})
+            with pytest.raises(AssertionError, match=r"turned|y, |codes"):
+                gpu_attention.check_attention(FakeDevice(), 87, sizes)
 
 
 def test_the_runtime_is_checked_on_the_fake_gpu():

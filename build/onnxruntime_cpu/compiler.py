@@ -115,6 +115,8 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
         spec = dataclasses.replace(spec, pages=page_spec(graph, plan))
     if DECODER not in bundle.graphs:
         return dataclasses.replace(spec, dtype="float32")
+    if plan.kv_cache == "fp8":
+        raise EdgeLLMError("--kvCache fp8 is for --backend tensorrt", hint="give --kvCache int8")
     if plan.kv_cache == "int8" and spec.ranges is None:
         raise EdgeLLMError(
             "--kvCache int8: the bundle does not say which range keys and values have",

@@ -172,9 +172,10 @@ def _short(dtype: ir.DataType) -> str:
 
 def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     """In the activations' type; raises `EdgeLLMError` for what CUDA has not."""
-    if plan.kv_cache == "int8":
+    if plan.kv_cache in ("int8", "fp8"):
         raise EdgeLLMError(
-            "--kvCache int8 is for the CPU: on CUDA the cache has the activations' type",
+            f"--kvCache {plan.kv_cache} is not for ONNX Runtime on CUDA: its cache has the "
+            "activations' type",
             hint="leave out --kvCache",
         )
     if plan.prefill == "int8":

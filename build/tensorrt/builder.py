@@ -6,6 +6,7 @@ so that memory holds one copy of them, the compiler's.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,12 @@ import onnx_ir as ir
 
 from edgellm.artifact import defer_interrupt
 from edgellm.build.plan import Report
+from edgellm.build.tensorrt.kernel_attention import NODES
 from edgellm.build.tensorrt.kernel_log import Kernel, read_kernels
 from edgellm.build.tensorrt.memory import MappedFile, memory_returned
 from edgellm.build.tensorrt.observers import EngineFile, progress_monitor
 from edgellm.build.tensorrt.options import TensorRtOptions
+from edgellm.build.tensorrt.plugins import register
 from edgellm.build.tensorrt.profiles import Pass
 from edgellm.build.tensorrt.target import Target
 from edgellm.contract import EdgeLLMError
@@ -64,6 +67,8 @@ def build(
     log = LibraryLog(trt)
     model = ir.load(graph)
     weights = _map_weights(model)
+    if any(node.op_type in NODES for node in model.graph):
+        register_plugins(trt)
     with defer_interrupt() as pending:
         builder = trt.Builder(log.logger)
         builder.max_threads = threads or builder.max_threads
@@ -88,6 +93,11 @@ def build(
         _save_timing_cache(config, options)
     log.refuse_ignored_inputs()  # they are named when the network is compiled
     return Built(tuple(read_kernels(log.layers)), caches, attentions)
+
+
+def register_plugins(trt: Any) -> None:
+    """Let TensorRT know edgellm's kernels."""
+    register(trt, importlib.import_module(f"{trt.__name__}.plugin"))
 
 
 def _external(model: ir.Model) -> dict[str, ir.ExternalTensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
 from edgellm.build.tensorrt.adapt import adapt
 from edgellm.build.tensorrt.builder import Built, build
+from edgellm.build.tensorrt.cache_plan import CachePlan, plan_cache
 from edgellm.build.tensorrt.kernel_log import Kernel
 from edgellm.build.tensorrt.lower import lower
 from edgellm.build.tensorrt.memory import memory_returned
@@ -25,6 +27,7 @@ from edgellm.build.tensorrt.profiles import Pass, passes_of
 from edgellm.build.tensorrt.target import find_target
 from edgellm.contract import EdgeLLMError, past_name, present_name
 from edgellm.device_runtime.gpu import memory_bytes
+from edgellm.device_runtime.runners.tensorrt import KERNELS
 from edgellm.device_runtime.runners.tensorrt.cache import aligned_capacity
 from edgellm.manifest import Bundle, DraftSpec, GraphSpec, KVCacheSpec, VisionSpec
 from edgellm.roles import DECODER, ENCODER
@@ -41,12 +44,17 @@ def compile_bundle(
     """See `edgellm.build.backends.Backend.compile`; nothing is measured."""
     graphs: dict[str, tuple[GraphSpec, ...]] = {}
     notes: tuple[str, ...] = ()
+    library = find_target(options_of(plan).target_sm).library
+    models = {role: ir.load(source / graph.path) for role, graph in bundle.graphs.items()}
+    cached = _plan_cache(models, bundle, plan)
+    del models
     for role, graph in bundle.graphs.items():
         passes = passes_of(role, bundle, plan)
-        compiler = _Compiler(role, bundle, plan, folder, report)
+        compiler = _Compiler(role, bundle, plan, folder, report, cached)
         built = compiler.compile(source / graph.path, passes)
         cache = bundle.cache_of(role)
-        if cache is not None and compiler.target.library.updates_in_place:
+        is_own = cached is not None and cached.kernels is not None
+        if cache is not None and not is_own and library.updates_in_place:
             _require_caches_in_place(built, cache)
         # One file with a profile for each kind of pass; graph i of the manifest is profile i.
         graphs[role] = tuple(
@@ -54,14 +62,16 @@ def compile_bundle(
             for each in passes
         )
         notes = notes if len(graphs) > 1 else _notes(built, passes)
-    library = find_target(options_of(plan).target_sm).library
-    if bundle.cache is not None and not library.updates_in_place:
+    if cached is not None and cached.kernels is None and not library.updates_in_place:
         notes += (f"{library.label} copies caches within each pass; from 10.15 on it need not",)
+    if cached is not None and cached.why_not and not library.is_ahead_of_time:
+        notes += (f"TensorRT's operators compute attention, not edgellm's: {cached.why_not}",)
     return Compiled(
         graphs,
-        kv_dtype=bundle.dtype if bundle.cache is not None else "",
+        kv_dtype=cached.dtype if cached is not None else "",
         prefill_rows=plan.max_input_len,
         notes=notes,
+        options={KERNELS: cached.way} if cached is not None else {},
         checks=(_NOT_RUN,),
     )
 
@@ -70,12 +80,15 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     """See `edgellm.build.backends.Backend.estimate`."""
     _check_plan(plan)
     options = options_of(plan)
-    models = [ir.load(source / graph.path) for graph in bundle.graphs.values()]
+    by_role = {role: ir.load(source / graph.path) for role, graph in bundle.graphs.items()}
+    models = list(by_role.values())
     for model in models:
         _refuse(model)
     _check_types(models, options)
     passes = passes_of(bundle.main_role, bundle, plan)
     rows, cache = max(each.max_rows for each in passes), bundle.cache
+    if cache is not None and (cached := _plan_cache(by_role, bundle, plan)) is not None:
+        cache = dataclasses.replace(cache, dtype=cached.dtype)
     if isinstance(bundle.spec, VisionSpec):  # rows are patches, or tiles of tokens
         rows *= max(1, bundle.vision.tokens_per_tile)
     sizes = Sizes(
@@ -86,6 +99,12 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         device_bytes=_device_bytes(options),
     )
     return estimate_graphs(models, _dtype(bundle.dtype), sizes)
+
+
+def _plan_cache(models: Mapping[str, ir.Model], bundle: Bundle, plan: Plan) -> CachePlan | None:
+    """None without a cache."""
+    target = find_target(options_of(plan).target_sm)
+    return plan_cache(models, bundle, plan, target) if bundle.cache is not None else None
 
 
 def _refuse(model: ir.Model) -> None:
@@ -107,10 +126,6 @@ def _check_plan(plan: Plan) -> None:
     if plan.prefill == "int8":
         raise EdgeLLMError(
             "--prefill int8 is for the CPU", hint="a TensorRT engine reads prompts as it decodes"
-        )
-    if plan.kv_cache == "int8":
-        raise EdgeLLMError(
-            "--kvCache int8: TensorRT updates caches of floats only", hint="leave out --kvCache"
         )
 
 
@@ -154,14 +169,25 @@ def _dtype(name: str) -> ir.DataType:
 class _Compiler:
     """Compiles the graph of a role into a folder."""
 
-    def __init__(self, role: str, bundle: Bundle, plan: Plan, folder: Path, report: Report) -> None:
+    def __init__(
+        self,
+        role: str,
+        bundle: Bundle,
+        plan: Plan,
+        folder: Path,
+        report: Report,
+        cached: CachePlan | None,
+    ) -> None:
         self.name = _NAMES.get(role, role)
         self._plan, self._folder, self._report = plan, folder, report
         self._options, self._dtype = options_of(plan), _dtype(bundle.dtype)
         self.target = find_target(self._options.target_sm)
-        self._capacity = 0
-        if (cache := bundle.cache_of(role)) is not None:
-            self._capacity = aligned_capacity(cache, plan.kv_capacity)
+        self._capacity, self._kernels = 0, None
+        if (cache := bundle.cache_of(role)) is not None and cached is not None:
+            self._kernels = cached.kernels
+            self._capacity = plan.kv_capacity
+            if self._kernels is None:
+                self._capacity = aligned_capacity(cache, plan.kv_capacity)
         self._candidates = 0
         if isinstance(bundle.spec, DraftSpec):
             # What a round drafts, its top-k times its steps, fits into the tree; so does its top-k.
@@ -178,7 +204,7 @@ class _Compiler:
         kinds = weight_kinds(model) - {"dense"}
         self.precision = "+".join(sorted(kinds)) or _PRECISIONS[self._dtype]
         with memory_returned():
-            lower(model, weights, self._dtype, self._capacity, self._candidates)
+            lower(model, weights, self._dtype, self._capacity, self._candidates, self._kernels)
             adapt(model, self.target.library.version)
         weights.close()
         ir.save(model, lowered)

@@ -19,6 +19,7 @@ from edgellm.build.lowering.ropes import settle_frequencies
 from edgellm.build.lowering.tables import widen_tables
 from edgellm.build.lowering.weights import WeightFile, keep_apart, parameter_name
 from edgellm.build.tensorrt.adapt import uncap_attention
+from edgellm.build.tensorrt.kernel_attention import NODES, Kernels, lower_attention
 from edgellm.build.tensorrt.linears import StoredKernel, merge_key, split_rows
 
 CAPACITY = "kv_capacity"
@@ -27,7 +28,12 @@ _LARGEST_VECTOR = 1 << 17  # numbers; smoothing factors and scales that may be e
 
 
 def lower(
-    model: ir.Model, weights: WeightFile, dtype: ir.DataType, capacity: int = 0, candidates: int = 0
+    model: ir.Model,
+    weights: WeightFile,
+    dtype: ir.DataType,
+    capacity: int = 0,
+    candidates: int = 0,
+    kernels: Kernels | None = None,
 ) -> None:
     """Rewrite `model` in place.
 
@@ -38,20 +44,23 @@ def lower(
         capacity: rows of the KV cache, which TensorRT wants to know; 0 for graphs without one.
         candidates: of a draft, how many each row gives. A K that is known when the engine
             runs would be a shape, and a pass whose shapes vary cannot be captured as a CUDA graph.
+        kernels: edgellm's own compute attention; None: TensorRT's operators do.
     """
     if capacity:
         _bind(model.graph, CAPACITY, capacity)
         settle_frequencies(model.graph, capacity)
+    graph = GraphEditor(model.graph, weights)
+    if kernels is not None:
+        lower_attention(graph, kernels, capacity)
     if candidates:
         _fix_top_k(model.graph, candidates)
     common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)
     common.CommonSubexpressionEliminationPass()(model)
-    graph = GraphEditor(model.graph, weights)
     add_top_logits(graph)
     _lower_tables(graph, dtype)
     widen_tables(graph, dtype)
     lower_linears(graph, StoredKernel(dtype), key=merge_key, split=split_rows)
-    inline(model, keep=(FP4_QUANTIZE,))
+    inline(model, keep=(FP4_QUANTIZE, *NODES))
     # The parser of 10.3 wants axes and the like as initializers.
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)

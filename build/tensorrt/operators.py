@@ -105,6 +105,15 @@ _SINCE_11_0 = {
     "Clip": Rule(NUMBERS),  # compiled by TensorRT-RTX 1.7
 }
 
+# Plugins that carry their kernels: by the headers and `tensorrt.plugin` of the bindings wheels.
+FIRST_PLUGINS, BROKEN_PLUGINS = (10, 9), ((10, 14),)
+_HALF = frozenset({ir.DataType.FLOAT16})
+_KERNELS = {
+    "edgellm::store_rows": Rule(_HALF, (0, 1, 2, 3, 4), frozenset({3})),
+    "edgellm::attend": Rule(_HALF, ranks=frozenset({3})),
+    "edgellm::combine": Rule(frozenset({ir.DataType.FLOAT}), (0, 1), frozenset({3})),
+}
+
 _ADDED: tuple[tuple[Version, Mapping[str, Rule]], ...] = (
     (OLDEST, _SINCE_10_3),
     ((10, 8), _SINCE_10_8),
@@ -131,7 +140,12 @@ def rules(version: Version) -> dict[str, Rule]:
     for since, added in _ADDED:
         if since <= version:
             found |= added
-    return found
+    return found | (_KERNELS if takes_plugins(version) else {})
+
+
+def takes_plugins(version: Version) -> bool:
+    """Whether a TensorRT takes plugins that carry their kernels."""
+    return version >= FIRST_PLUGINS and version not in BROKEN_PLUGINS
 
 
 def highest_opset(version: Version) -> int:
@@ -152,4 +166,4 @@ def first_with_weights(dtype: ir.DataType) -> Version:
 
 def lacking(version: Version) -> list[str]:
     """Operators of the newest TensorRT that this one does not know: they are written in others."""
-    return sorted(set(rules(_ADDED[-1][0])) - set(rules(version)))
+    return sorted(set(rules(_ADDED[-1][0])) - set(rules(version)) - set(_KERNELS))

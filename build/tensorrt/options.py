@@ -7,6 +7,8 @@ from pathlib import Path
 
 from edgellm.build.plan import FLAG, Options, Plan
 
+AUTO, EDGELLM, TENSORRT = "auto", "edgellm", "tensorrt"  # of --kernels
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRtOptions(Options):
@@ -20,6 +22,8 @@ class TensorRtOptions(Options):
     opt_level: int | None = field(default=None, metadata={FLAG: "--optLevel"})
     # Read where it exists, written at the end
     timing_cache: Path | None = field(default=None, metadata={FLAG: "--timingCache"})
+    # What computes attention: "auto" takes edgellm's where library, GPU and network allow
+    kernels: str = field(default=AUTO, metadata={FLAG: "--kernels"})
     # Write every kernel to a file of the engine
     layer_report: bool = field(default=False, metadata={FLAG: "--layerReport"})
 

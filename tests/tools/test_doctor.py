@@ -139,7 +139,7 @@ def test_a_tensorrt_that_lacks_operators(monkeypatch):
     trt = types.SimpleNamespace(__name__="tensorrt", __version__="10.13.3.9")
     monkeypatch.setattr(library, "find_library", lambda: library.Library(trt, False))
     found = checks._backend("tensorrt").found
-    assert found.startswith("TensorRT 10.13.3.9; other operators stand for Attention, ")
+    assert found.startswith("TensorRT 10.13.3.9; attention by edgellm's kernels; other operators ")
     assert found.endswith("Swish, TensorScatter")
 
 

@@ -211,11 +211,15 @@ def _backend(name: str) -> Finding:
 
 
 def _rewritten(name: str) -> str:
-    """What graphs for an older TensorRT are written without."""
+    """Whose kernels compute attention, and what graphs for an older TensorRT do without."""
     if name != "tensorrt":
         return ""
+    from edgellm.build.tensorrt.cache_plan import library_fault
     from edgellm.build.tensorrt.operators import lacking
     from edgellm.device_runtime.runners.tensorrt.library import find_library
 
-    operators = lacking(find_library().version)
-    return f"; other operators stand for {', '.join(operators)}" if operators else ""
+    library = find_library()
+    fault, operators = library_fault(library), lacking(library.version)
+    whose = f"TensorRT's operators, since {fault}" if fault else "edgellm's kernels"
+    stand_in = f"; other operators stand for {', '.join(operators)}" if operators else ""
+    return f"; attention by {whose}{stand_in}"

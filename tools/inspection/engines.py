@@ -49,6 +49,7 @@ def inspect_engine(folder: Path, check: Check) -> Report:
             **_build_facts(manifest),
             "longest prompt": f"{manifest.max_input_len} tokens",
             "KV cache": _cache_fact(manifest, spec.kv),
+            "kernels": str(manifest.options.get("kernels", "")),
             "prompts in passes of": f"{manifest.prefill_rows} rows",
             "end tokens": listed(manifest.eos_token_ids),
             "hidden taps": listed(manifest.hidden_taps),

@@ -15,6 +15,8 @@ from edgellm.roles import ENCODER
 if TYPE_CHECKING:
     from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device
 
+KERNELS = "kernels"  # option of an engine: whose compute attention, as `--kernels` is given
+
 
 def available() -> str:
     """The library that compiles here, with its version.

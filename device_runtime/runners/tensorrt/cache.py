@@ -44,6 +44,7 @@ class DeviceCache:
                 hint="--backend onnxruntime runs heads of this size",
             )
         self._spec, self._dtype, self._device = spec, dtype, device
+        self.capacity = capacity
         planes, plane_bytes = 2 * spec.num_layers * spec.num_kv_heads, capacity * row_bytes
         self._buffer = device.allocate(planes * plane_bytes)
         self._planes = Planes(self._buffer.address, planes, capacity, row_bytes)

@@ -24,7 +24,6 @@ from edgellm.device_runtime.runners.tensorrt.bound_pass import (
     bucket_of,
     bucket_sizes,
 )
-from edgellm.device_runtime.runners.tensorrt.cache import DeviceCache
 from edgellm.device_runtime.runners.tensorrt.device import (
     Buffer,
     CompiledEngine,
@@ -33,6 +32,7 @@ from edgellm.device_runtime.runners.tensorrt.device import (
 )
 from edgellm.device_runtime.runners.tensorrt.device_rows import WORD_BYTES, DeviceRows, RowMemory
 from edgellm.device_runtime.runners.tensorrt.images import DeviceImages
+from edgellm.device_runtime.runners.tensorrt.kernel_cache import DeviceCaches, open_cache
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Layout, packed_bytes
 from edgellm.device_runtime.runners.tensorrt.rounds import open_rounds
 from edgellm.device_runtime.runners.tensorrt.shapes import (
@@ -78,15 +78,11 @@ class TensorRtRunner:
         """
         self._engine, self._device, self._capacity = engine, device, capacity
         self._shapes = Shapes(engine)
-        self.cache = self._images = None
+        self.cache: DeviceCaches | None = None
+        self._images: DeviceImages | None = None
         if spec is not None:
-            past, present = (
-                engine.tensors[name].shape
-                for name in (contract.past_name(0, "key"), contract.present_name(0, "key"))
-            )
-            self._capacity = past[2]  # what was asked for, or some more
-            new_rows = most_rows if present != past else 0
-            self.cache = DeviceCache(device, spec.kv, self._capacity, new_rows)
+            self.cache = open_cache(engine, device, spec.kv, capacity, most_rows)
+            self._capacity = self.cache.capacity
             self._images = DeviceImages(device, engine, spec.vocab_size)
         self._buckets = bucket_sizes(max(tree_rows, 1))
         self._names = self._shapes.outputs

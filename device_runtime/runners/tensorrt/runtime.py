@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.contract import CACHE_TABLE, BrokenArtifactError, EdgeLLMError
 from edgellm.device_runtime.runners.tensorrt.device import Buffer, Device, TensorInfo
 from edgellm.device_runtime.runners.tensorrt.library_log import LibraryLog
 
@@ -21,7 +21,8 @@ def load_engine(trt: Any, path: Path, device: Device, caches: Mapping[str, str])
         trt: the module that compiled it.
         path: the plan.
         device: where its weights go.
-        caches: outputs that must lie where an input lies, and that input.
+        caches: outputs that must lie where an input lies, and that input; an engine that takes
+            a table of caches has none.
 
     Raises:
         BrokenArtifactError: the library refuses the file.
@@ -41,7 +42,10 @@ def load_engine(trt: Any, path: Path, device: Device, caches: Mapping[str, str])
             f"TensorRT {trt.__version__} cannot load {path}: {words}",
             hint="build the engine again on this machine",
         )
+    names = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
     for output, wanted in caches.items():
+        if CACHE_TABLE in names:
+            break  # the engine knows its caches by address
         updates = engine.get_tensor_shape(output) == engine.get_tensor_shape(wanted)
         if updates and hasattr(engine, "get_aliased_input_tensor"):
             found = engine.get_aliased_input_tensor(output)

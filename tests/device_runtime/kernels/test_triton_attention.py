@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 import pytest
+from attention_references import host_memory
 from interpreted import launch
+from kernel_references import REFERENCES
 
 from edgellm.device_runtime.kernels.triton import attention, cache, compaction
+from edgellm.device_runtime.runners.tensorrt.kernel_cache import MAGIC
 
 LAYERS, LAYER = 2, 1
 LARGEST = {"int8": 127.0, "fp8": 448.0}
@@ -99,8 +103,8 @@ class Pass:
         self.sinks = random.standard_normal(case.heads).astype(np.float32)
         self.cache = Cache(case, random)
 
-    def run(self) -> np.ndarray:
-        """The kernels' output [S, H, D]."""
+    def run(self, launch: Callable[..., None] = launch) -> np.ndarray:
+        """The kernels' output [S, H, D], or that of what takes their place."""
         case, rows = self.case, self.case.rows
         queries = rows * case.heads // case.kv_heads
         rotated, y = np.zeros_like(self.q), np.zeros_like(self.q)
@@ -187,14 +191,24 @@ CODED = ("one token", "older tree slots", "all")
 RUNS = [(name, "fp16") for name in CASES] + [(n, c) for n in CODED for c in ("int8", "fp8")]
 
 
+def by_reference(kernel, grid, *arguments, **constants) -> None:
+    """What the fake GPU computes instead."""
+    flat = [each.reshape(-1) if isinstance(each, np.ndarray) else each for each in arguments]
+    facts = {**constants, "grid": (*grid, 1)[:3], "memory": host_memory}
+    REFERENCES[kernel.__name__](*flat, constants=facts)
+
+
 @pytest.mark.parametrize(("name", "codes"), RUNS)
 def test_attention_is_that_of_float64(name, codes):
     case = dataclasses.replace(CASES[name], codes=codes)
     one = Pass(case)
     before = one.cache.values()
     stored = one.cache.codes.copy()
-    error = np.abs(one.run() - one.expected(before)).max()
-    assert error < TOLERANCE[codes]
+    y = one.run()
+    assert np.abs(y - one.expected(before)).max() < TOLERANCE[codes]
+    other = Pass(case)
+    assert np.abs(other.run(by_reference) - y).max() < TOLERANCE["fp16"]
+    np.testing.assert_array_equal(other.cache.values(), one.cache.values())
     new = slice(case.index, case.index + case.rows)
     changed = np.any(one.cache.codes != stored, axis=-1)
     assert changed[LAYER, :, :, new].all()
@@ -213,6 +227,10 @@ def test_rows_are_coded_as_numpy_codes_them(codes_name):
     zero = codes == -128 if codes_name == "fp8" else np.zeros(codes.shape, bool)  # -0
     np.testing.assert_array_equal(np.where(zero, 0, codes), np.where(zero, 0, found[1:]))
     np.testing.assert_array_equal(one.cache.scales[LAYER, 1, :, 20:28].T[1:], scales)
+
+
+def test_the_runtime_writes_tables_that_are_followed():
+    assert cache.MAGIC.value == MAGIC
 
 
 def test_a_table_that_is_none_is_not_followed():
@@ -243,6 +261,11 @@ def test_accepted_rows_move_together(codes):
         compaction.keep_rows, (LAYERS, 2, 2), path, np.array([5, 9, 0], np.int32), np.array([30]),
         one.table, D=64, CODES=codes,
     )  # fmt: skip
+    other = Cache(Case(0, 0, 4, 2, codes=codes), np.random.default_rng(0))
+    given = path, np.array([5, 9, 0], np.int32), np.array([30]), other.table
+    by_reference(compaction.keep_rows, (LAYERS, 2, 2), *given, D=64, CODES=codes)
+    np.testing.assert_array_equal(other.codes, one.codes)
+    np.testing.assert_array_equal(other.scales, one.scales)
     rows = np.arange(128)
     rows[30:35] = 30 + path[:5]
     np.testing.assert_array_equal(one.codes, codes_before[:, :, :, rows])

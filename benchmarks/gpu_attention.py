@@ -1,0 +1,209 @@
+"""Attention by edgellm's kernels on a device, as an engine launches them, against numpy."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from attention_references import keep_rows
+from kernel_references import REFERENCES
+
+from edgellm.build.tensorrt.plugins import PLUGINS, Launch
+from edgellm.device_runtime.kernels.triton.catalog import FEW_ROWS, FIRST_FP8, KERNELS, Variant
+from edgellm.device_runtime.runners.tensorrt.device import Device
+from edgellm.device_runtime.runners.tensorrt.kernel_cache import MAGIC
+from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Packed, packed_bytes
+
+_NUMBERS = SimpleNamespace(max=max, min=min, cdiv=lambda a, b: -(-a // b))
+_REPEATS = 10
+_TOLERANCE = 4e-3  # both read the same codes
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a layer: Llama-3.1-8B's, if nothing else is said."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    capacity: int = 4096
+    live: int = 4032  # rows before those of a pass
+
+
+def check_attention(device: Device, sm: int, sizes: Sizes | None = None) -> dict[str, float]:
+    """Microseconds of each kernel by codes and rows, and GB/s at which `attend` reads the cache.
+
+    Raises:
+        AssertionError: numbers differ.
+        EdgeLLMError: there is no kernel for the device.
+    """
+    found: dict[str, float] = {}
+    for codes in ("fp16", "int8", *(["fp8"] if sm >= FIRST_FP8 else [])):
+        for rows in (1, 8, 60):
+            layer = _Layer(device, sizes or Sizes(), sm, codes, rows)
+            for name, seconds in layer.run().items():
+                found[f"{name}_{codes}_{rows}_us"] = seconds * 1e6
+            rate = layer.cache_bytes / found[f"attend_{codes}_{rows}_us"] / 1e3
+            found[f"attend_{codes}_{rows}_gb_per_s"] = rate
+    return found
+
+
+class _Layer:
+    """Tensors of one layer's pass over some rows, on both sides."""
+
+    def __init__(self, device: Device, sizes: Sizes, sm: int, codes: str, rows: int) -> None:
+        self._device, self._sizes, self._codes, self._rows = device, sizes, codes, rows
+        self._given = {
+            "layer": 0,
+            "heads": sizes.heads,
+            "kv_heads": sizes.kv_heads,
+            "codes": codes,
+            "head_dim": sizes.head_dim,
+            "capability": sm,
+            "own_tables": 0,
+            "rows": FEW_ROWS,
+            "window": 0,
+            "cap_bits": 0,
+            "sunk": 0,
+        }
+        itemsize = 2 if codes == "fp16" else 1
+        row_bytes = sizes.head_dim * itemsize + (0 if codes == "fp16" else 2)
+        self.cache_bytes = 2 * sizes.kv_heads * row_bytes * (sizes.live + rows)
+        layout = self._layout(np.float16 if codes == "fp16" else np.int8)
+        self._block = Block(device, packed_bytes(layout))
+        self._packed: Packed = self._block.pack(layout)
+        self._fill(np.random.default_rng(rows))
+
+    def _layout(self, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+        sizes, rows = self._sizes, self._rows
+        plane = 2, sizes.kv_heads, sizes.capacity
+        width, kv_width = (count * sizes.head_dim for count in (sizes.heads, sizes.kv_heads))
+        turns = sizes.capacity, sizes.head_dim // 2
+        plugin = next(each for each in PLUGINS if each.name == "attend")
+        given = plugin.outputs(_NUMBERS, {"q": (1, rows, width)}, self._given)
+        return {
+            "q": ((1, rows, width), np.float16),
+            "k": ((1, rows, kv_width), np.float16),
+            "v": ((1, rows, kv_width), np.float16),
+            "cos": (turns, np.float16),
+            "sin": (turns, np.float16),
+            "positions": ((1, rows), np.int64),
+            "write_index": ((1,), np.int64),
+            "table": ((6,), np.int64),
+            "tree": ((rows, rows), np.int8),
+            "turned": ((1, rows, width), np.float16),
+            "parts": (given[0][1], np.float32),
+            "stats": (given[1][1], np.float32),
+            "y": ((1, rows, width), np.float16),
+            "codes": ((*plane, sizes.head_dim), dtype),
+            "scales": (plane, np.float16),
+            "path": ((rows,), np.int32),
+            "outcome": ((3,), np.int32),
+        }
+
+    def _fill(self, random: np.random.Generator) -> None:
+        host, sizes = self._packed.arrays, self._sizes
+        for name in ("q", "k", "v"):
+            host[name][:] = random.standard_normal(host[name].shape)
+        half = sizes.head_dim // 2
+        angles = np.arange(sizes.capacity)[:, None] * 1e4 ** (-np.arange(half) / half)
+        host["cos"][:], host["sin"][:] = np.cos(angles), np.sin(angles)
+        host["write_index"][:] = sizes.live
+        host["positions"][:] = sizes.live + np.arange(self._rows)
+        host["tree"][:] = np.tri(self._rows)
+        is_float = self._codes == "fp16"
+        shape = host["codes"].shape
+        codes = random.standard_normal(shape) if is_float else random.integers(-100, 100, shape)
+        host["codes"][:], host["scales"][:] = codes, 0.01
+        at = self._packed.addresses
+        plane = host["codes"].nbytes // 2, host["scales"].nbytes // 2
+        host["table"][:2] = sizes.capacity, sizes.capacity ^ MAGIC
+        host["table"][2:4] = at["codes"], at["codes"] + plane[0]
+        host["table"][4:6] = at["scales"], at["scales"] + plane[1]
+        host["path"][:2] = (0, self._rows - 1)[: self._rows]
+        host["outcome"][:] = min(self._rows, 2), 0, 0
+
+    def run(self) -> dict[str, float]:
+        """Seconds of each kernel, whose numbers are those of its reference."""
+        expected = {name: each.copy() for name, each in self._packed.arrays.items()}
+        self._block.upload(self._packed)
+        seconds = {}
+        names = {"sinks": "stats", "q_out": "turned"}
+        after = {"store_rows": ("turned",), "attend": ("parts", "stats"), "combine": ("y",)}
+        for plugin in PLUGINS:
+            inputs = [names.get(name, name) for name in plugin.inputs]
+            if plugin.name == "attend":
+                inputs[0] = "turned"
+            arrays = self._packed.arrays
+            shapes = {
+                key: arrays[name].shape for key, name in zip(plugin.inputs, inputs, strict=True)
+            }
+            launch = plugin.launch(_NUMBERS, shapes, self._given)
+            seconds[plugin.name] = self._launch(launch, inputs, after[plugin.name])
+            self._compute(plugin.name, launch, inputs, after[plugin.name], expected)
+        seconds["keep_rows"] = self._keep(expected)
+        self._block.download(self._packed)
+        self._device.synchronize()
+        for name in ("turned", "y", "codes", "scales"):
+            found = self._packed.arrays[name]
+            np.testing.assert_allclose(
+                found.astype(np.float64),
+                expected[name].astype(np.float64),
+                atol=1 if name == "codes" and self._codes != "fp16" else _TOLERANCE,
+                err_msg=f"{name}, {self._codes}, {self._rows} rows",
+            )
+        return seconds
+
+    def _launch(self, launch: Launch, inputs: list[str], outputs: tuple[str, ...]) -> float:
+        at = self._packed.addresses
+        arguments = [at[name] for name in inputs]
+        arguments += [*launch.sizes, *(at[name] for name in outputs)]
+        return self._timed(launch.variant, launch.grid, arguments)
+
+    def _timed(self, variant: Variant, grid: tuple[int, int, int], arguments: list[int]) -> float:
+        self._device.launch(variant, grid, arguments)
+        self._device.synchronize()
+        start = time.perf_counter()
+        for _ in range(_REPEATS):
+            self._device.launch(variant, grid, arguments)
+        self._device.synchronize()
+        return (time.perf_counter() - start) / _REPEATS
+
+    def _compute(
+        self,
+        name: str,
+        launch: Launch,
+        inputs: list[str],
+        outputs: tuple[str, ...],
+        arrays: dict[str, np.ndarray],
+    ) -> None:
+        flat = [arrays[each].reshape(-1) for each in (*inputs, *outputs)]
+        facts = {**launch.variant.constants, "grid": launch.grid, "memory": self._memory(arrays)}
+        count = len(inputs)
+        REFERENCES[name](*flat[:count], *launch.sizes, *flat[count:], constants=facts)
+
+    def _keep(self, arrays: dict[str, np.ndarray]) -> float:
+        """The last row moves behind the first, which gives the same however often it runs."""
+        variant = Variant(
+            KERNELS["keep_rows"], {"D": self._sizes.head_dim, "CODES": self._codes}, 1
+        )
+        grid, names = (1, self._sizes.kv_heads, 2), ("path", "outcome", "write_index", "table")
+        facts = {**variant.constants, "grid": grid, "memory": self._memory(arrays)}
+        keep_rows(*(arrays[name] for name in names), constants=facts)
+        return self._timed(variant, grid, [self._packed.addresses[name] for name in names])
+
+    def _memory(self, arrays: dict[str, np.ndarray]) -> Any:
+        """What lies at an address, in the references' copies."""
+
+        def read(address: int, count: int, dtype: Any) -> np.ndarray:
+            for name in ("codes", "scales"):
+                begin, whole = self._packed.addresses[name], arrays[name].reshape(-1)
+                if begin <= address < begin + whole.nbytes:
+                    first = (int(address) - begin) // whole.itemsize
+                    return whole[first : first + int(count)].view(dtype)
+            raise AssertionError(f"{address} is no cache's")
+
+        return read

@@ -1,0 +1,235 @@
+"""Cached attention as three nodes that TensorRT runs edgellm's own kernels for.
+
+`store_rows` rotates and appends, `attend` computes shares of the live context, `combine` joins
+them (`kernels/triton/attention.py`). A graph then has no cache: it takes a table of addresses
+(`contract.CACHE_TABLE`), so neither capacity nor codes of the cache are part of its inputs, and
+nothing is copied. The nodes are quickly deployable plugins, see `plugins.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm import contract
+from edgellm.build.lowering.attention import CachedAttention
+from edgellm.build.lowering.calls import is_call, require_known
+from edgellm.build.lowering.contrib_ops import CACHE_NAMES
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.kernels.triton import prebuilt
+from edgellm.device_runtime.kernels.triton.catalog import (
+    FEW_ROWS,
+    HEAD_SIZES,
+    KERNELS,
+    Variant,
+    attend,
+)
+from edgellm.device_runtime.runners.tensorrt.kernel_cache import table_entries
+
+NAMESPACE = "edgellm"  # of the plugins
+STORE_ROWS, ATTEND, COMBINE = "store_rows", "attend", "combine"
+# The one attribute of a node, JSON. `tensorrt.plugin` cannot read numbers with NumPy 2.4 or newer.
+GIVEN = "given"
+NODES = STORE_ROWS, ATTEND, COMBINE
+_F16, _F32 = ir.DataType.FLOAT16, ir.DataType.FLOAT
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Which of the kernels' variants a graph gets."""
+
+    sm: int  # compute capability of the GPU, 110 for 11.0
+    codes: str  # of the cache: fp16, int8 or fp8
+
+    def attend(self, size: int, *, windowed: bool, capped: bool) -> Variant:
+        """`attend` for heads of a size."""
+        return attend(self.sm, size, FEW_ROWS, self.codes, windowed=windowed, capped=capped)
+
+    def variants(self, layer: CachedAttention) -> tuple[Variant, ...]:
+        """Those of a layer, and of the rows that are moved behind a tree."""
+        size, codes = layer.head_dim, self.codes
+        coded = {"D": size, "CODES": codes}
+        return (
+            Variant(KERNELS["store_rows"], coded, 1),
+            self.attend(size, windowed=bool(_window(layer)), capped=bool(layer.softcap)),
+            Variant(KERNELS["combine"], {"D": size, "SUNK": layer.sinks is not None}, 1),
+            Variant(KERNELS["keep_rows"], coded, 1),
+        )
+
+
+def why_not(graph: ir.Graph, dtype: ir.DataType, kernels: Kernels, driver_ptx: int | None) -> str:
+    """Why a portable graph cannot have the kernels; "" if it can.
+
+    Args:
+        graph: with cached attention.
+        dtype: of activations.
+        kernels: that are wanted.
+        driver_ptx: see `prebuilt.find`.
+    """
+    if dtype != _F16:
+        return "the kernels compute in float16, the bundle in float32"
+    for layer in CachedAttention.all_of(graph, takes_sinks=True):
+        if layer.head_dim not in HEAD_SIZES:
+            sizes = " or ".join(map(str, HEAD_SIZES))
+            return f"there are kernels for heads of {sizes} numbers, not of {layer.head_dim}"
+        seen = layer.visible.producer()
+        if not is_call(seen, contract.VISIBLE_SLOTS, contract.VISIBLE_IN_WINDOW):
+            return "the graph has a mask that is not made of the tree's"
+        try:
+            for variant in kernels.variants(layer):
+                prebuilt.find(variant, kernels.sm, driver_ptx)
+        except EdgeLLMError as error:
+            return str(error)
+    return ""
+
+
+def lower_attention(graph: GraphEditor, kernels: Kernels, capacity: int) -> None:
+    """Rewrite all cached attention of a graph that `why_not` has nothing against.
+
+    Args:
+        graph: before functions are inlined.
+        kernels: for its layers.
+        capacity: rows of the longest cache; tables of positions are as long.
+    """
+    _settle_capacity(graph, capacity)
+    layers = CachedAttention.all_of(graph.graph, takes_sinks=True)
+    entries = table_entries(len(layers))
+    table = ir.val(contract.CACHE_TABLE, ir.DataType.INT64, [entries])
+    graph.graph.inputs.append(table)
+    for index, layer in enumerate(layers):
+        graph.cursor = layer.call
+        y = _emit(graph, layer, index, table, kernels)
+        graph.replace(layer.outputs[0], y)
+    _drop_caches(graph.graph.outputs)
+    for layer in layers:
+        graph.graph.remove(layer.call, safe=True)
+    _drop_caches(graph.graph.inputs)
+
+
+def _drop_caches(values: MutableSequence[ir.Value]) -> None:
+    for value in [each for each in values if str(each.name).startswith(CACHE_NAMES)]:
+        values.remove(value)
+
+
+def _settle_capacity(graph: GraphEditor, capacity: int) -> None:
+    for node in graph.find("Shape"):
+        value = node.inputs[0]
+        if value is not None and str(value.name).startswith(CACHE_NAMES):
+            graph.cursor = node
+            graph.replace(node.outputs[0], graph.constant("capacity", np.array([capacity])))
+
+
+def _emit(
+    graph: GraphEditor, layer: CachedAttention, index: int, table: ir.Value, kernels: Kernels
+) -> ir.Value:
+    """The nodes of a layer; y [1, S, num_heads * D]."""
+    seen = layer.visible.producer()
+    assert seen is not None
+    tree, places, write_index, _ = seen.inputs
+    size, heads = layer.head_dim, layer.num_heads
+    sizes = {"layer": index, "heads": heads, "kv_heads": layer.kv_num_heads, "head_dim": size}
+    given = {**sizes, "codes": kernels.codes, "capability": kernels.sm}
+    rows = [(_F16, [1, "rows", heads * size])]
+    turned = _rotation(graph, layer, places)
+    (q,) = _node(
+        graph,
+        STORE_ROWS,
+        [turned.q, turned.k, layer.v, *turned.tables, write_index, table],
+        rows,
+        **given,
+        own_tables=turned.own_tables,
+    )
+    parts, stats = _node(
+        graph,
+        ATTEND,
+        [q, tree, places, write_index, table],
+        [(_F32, [None, heads, size]), (_F32, ["rows", None, heads, 2])],
+        **given,
+        rows=FEW_ROWS,
+        window=_window(layer),
+        cap_bits=_bits(layer.softcap),
+    )
+    sinks = stats if layer.sinks is None else layer.sinks  # stats: nothing reads them as such
+    sunk = {"sunk": int(layer.sinks is not None)}
+    of_queries = {key: given[key] for key in ("heads", "head_dim", "capability")}
+    return _node(graph, COMBINE, [parts, stats, sinks], rows, **of_queries, **sunk)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turned:
+    """Queries and keys, and by what `store_rows` turns them yet."""
+
+    q: ir.Value
+    k: ir.Value
+    tables: tuple[ir.Value | None, ...]  # cos, sin, positions
+    own_tables: int = 0  # 1: they are of the rows
+
+
+def _rotation(graph: GraphEditor, layer: CachedAttention, places: ir.Value | None) -> _Turned:
+    q, k, cos, sin, positions = layer.q, layer.k, layer.cos, layer.sin, layer.positions
+    size = layer.head_dim
+    if layer.scale is not None and not np.isclose(layer.scale, size**-0.5, rtol=1e-4):
+        factor = np.float16(layer.scale * size**0.5)
+        q = graph.node("Mul", [q, graph.constant(f"scale_{factor}", factor)])
+    is_whole = not layer.interleaved and layer.rotary_embedding_dim in (0, size)
+    if cos is not None and is_whole:
+        own = positions is None
+        return _Turned(q, k, (cos, sin, places if own else positions), int(own))
+    if cos is not None:
+        tables = [cos, sin] if positions is None else [cos, sin, positions]
+        q, k = (
+            graph.node(
+                "RotaryEmbedding",
+                [x, *tables],
+                num_heads=heads,
+                interleaved=layer.interleaved,
+                rotary_embedding_dim=layer.rotary_embedding_dim,
+            )
+            for x, heads in ((q, layer.num_heads), (k, layer.kv_num_heads))
+        )
+    one = graph.constant(f"cos_{size}", np.ones((1, size // 2), np.float16))
+    none = graph.constant(f"sin_{size}", np.zeros((1, size // 2), np.float16))
+    first = graph.node("Sub", [places, places])  # of which there is one for all layers
+    return _Turned(q, k, (one, none, first))
+
+
+def _node(
+    graph: GraphEditor,
+    name: str,
+    inputs: Sequence[ir.Value | None],
+    outputs: Sequence[tuple[ir.DataType, list[int | str | None]]],
+    **given: int | str,
+) -> Sequence[ir.Value]:
+    """As TensorRT's parser finds a plugin whose kernel lies in the plan: `aot`."""
+    found = graph.nodes(
+        name,
+        inputs,
+        len(outputs),
+        domain=NAMESPACE,
+        plugin_namespace=NAMESPACE,
+        plugin_version="1",
+        aot=1,
+        **{GIVEN: json.dumps(given)},
+    )
+    for value, (dtype, shape) in zip(found, outputs, strict=True):
+        value.type, value.shape = ir.TensorType(dtype), ir.Shape(shape)
+    return found
+
+
+def _window(layer: CachedAttention) -> int:
+    """Positions that a row sees, its own included; 0: all."""
+    seen = layer.visible.producer()
+    assert seen is not None
+    require_known(seen, "window")
+    window = seen.attributes.get("window")
+    return 0 if window is None else window.as_int()
+
+
+def _bits(number: float | None) -> int:
+    """Of a float32, as an integer."""
+    return int(np.float32(number or 0).view(np.int32))

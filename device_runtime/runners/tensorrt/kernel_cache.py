@@ -1,0 +1,169 @@
+"""A KV cache on the device that an engine's kernels know by address.
+
+TensorRT sees a table of addresses alone: the cache is copied in no pass, its capacity and codes are
+none of the plan's. `kernels/triton/cache.py` says what is in the table.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.contract import BrokenArtifactError
+from edgellm.device_runtime.kernels.triton.catalog import KERNELS, Variant
+from edgellm.device_runtime.runners.tensorrt.cache import DeviceCache
+from edgellm.device_runtime.runners.tensorrt.compaction import displaced
+from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device, Planes
+from edgellm.device_runtime.runners.tensorrt.packed_buffers import (
+    Block,
+    Layout,
+    Tensors,
+    aligned,
+    packed_bytes,
+)
+from edgellm.manifest import KVCacheSpec
+
+MAGIC = 0x656467656C6C6D  # the kernels' own
+_HEADER, _PARTS = 2, 4  # entries before the layers', and of a layer
+_MOST_MOVED = 1024  # rows at once
+_CODES = {"float16": "fp16", "int8_rows": "int8", "fp8_rows": "fp8"}
+KV_DTYPES = {codes: dtype for dtype, codes in _CODES.items()}  # of a manifest, by codes
+
+
+def table_entries(num_layers: int) -> int:
+    """Of the table of so many layers' caches."""
+    return _HEADER + _PARTS * num_layers
+
+
+class KernelCache:
+    """Keys and values of all layers with their scales, and the table that says where they lie."""
+
+    def __init__(
+        self, device: Device, spec: KVCacheSpec, capacity: int, engine: CompiledEngine
+    ) -> None:
+        """Allocate.
+
+        Args:
+            device: that computes.
+            spec: of the cache.
+            capacity: rows.
+            engine: that takes the table.
+
+        Raises:
+            BrokenArtifactError: the engine's table is not of such a cache.
+            LimitError: the device is too small.
+        """
+        entries = table_entries(spec.num_layers)
+        found = engine.tensors[contract.CACHE_TABLE].shape
+        if spec.dtype not in _CODES or found != (entries,):
+            raise BrokenArtifactError(
+                f"the engine's table of caches has {found[0]} entries, one of {spec.num_layers} "
+                f"layers in {spec.dtype} has {entries if spec.dtype in _CODES else 'none'}",
+                hint="build the engine again",
+            )
+        self._spec, self._device, self.capacity = spec, device, capacity
+        codes = _CODES[spec.dtype]
+        self._dtype = np.dtype(np.float16 if codes == "fp16" else np.int8)
+        self._keep = Variant(KERNELS["keep_rows"], {"D": spec.head_dim, "CODES": codes}, 1)
+        count = 2 * spec.num_layers * spec.num_kv_heads
+        sizes = {"codes": spec.head_dim * self._dtype.itemsize, "scales": 2 * (codes != "fp16")}
+        layout = {name: ((count, capacity, size), np.uint8) for name, size in sizes.items() if size}
+        self._tensors = Tensors(device, layout)
+        self._planes = [
+            Planes(self._tensors[name], count, capacity, sizes[name]) for name in layout
+        ]
+        self._block = Block(device, aligned(8 * entries))
+        self.addresses = {contract.CACHE_TABLE: self._write_table(capacity, entries)}
+        self._rows = Block(device, packed_bytes(_moved(_MOST_MOVED)))
+        self._is_moving = False
+
+    def _write_table(self, capacity: int, entries: int) -> int:
+        packed = self._block.pack({"table": ((entries,), np.int64)})
+        table = packed.arrays["table"]
+        table[:_HEADER] = capacity, capacity ^ MAGIC
+        layers = table[_HEADER:].reshape(self._spec.num_layers, -1, 2)  # scales behind codes
+        layers[...] = 0
+        for part, planes in enumerate(self._planes):
+            part_bytes = self._spec.num_kv_heads * planes.rows * planes.row_bytes
+            places = planes.address + part_bytes * np.arange(2 * self._spec.num_layers)
+            layers[:, part] = places.reshape(-1, 2)
+        self._block.upload(packed)
+        self._device.synchronize()
+        return packed.addresses["table"]
+
+    def append(self, count: int, write_index_address: int) -> None:
+        """Nothing: the engine's kernels do so."""
+        del count, write_index_address
+
+    def compact(self, length: int, rows: NDArray[np.int64]) -> None:
+        """See `runners.Cache`; does not wait."""
+        if not displaced(rows.tolist()):
+            return
+        if self._is_moving:
+            self._device.synchronize()  # the rows before are still read
+        packed = self._rows.pack(_moved(len(rows)))
+        packed.arrays["path"][:] = rows
+        packed.arrays["outcome"][:], packed.arrays["first"][:] = (len(rows), 0, 0), length
+        self._rows.upload(packed)
+        at = packed.addresses
+        grid = self._spec.num_layers, self._spec.num_kv_heads, 2
+        arguments = at["path"], at["outcome"], at["first"], self.addresses[contract.CACHE_TABLE]
+        self._device.launch(self._keep, grid, arguments)
+        self._is_moving = True
+
+    def settled(self) -> None:
+        """Somebody waited for the device."""
+        self._is_moving = False
+
+    def read_rows(self, length: int) -> NDArray:
+        """See `runners.Cache`; the two bytes of a row's scale stand behind its codes."""
+        spec = self._spec
+        shape = 2 * spec.num_layers, 1, spec.num_kv_heads, length, -1
+        parts = [
+            self._device.save_rows(planes, length).view(self._dtype).reshape(shape)
+            for planes in self._planes
+        ]
+        return np.concatenate(parts, axis=-1)
+
+    def write_rows(self, rows: NDArray) -> None:
+        """See `runners.Cache`."""
+        count, end = self._planes[0].count, 0
+        for planes in self._planes:
+            begin, end = end, end + planes.row_bytes // self._dtype.itemsize
+            part = np.ascontiguousarray(rows[..., begin:end], self._dtype)
+            self._device.load_rows(planes, part.reshape(count, -1).view(np.uint8))
+
+
+def _moved(count: int) -> Layout:
+    """What `keep_rows` reads."""
+    return {"path": ((count,), np.int32), "outcome": ((3,), np.int32), "first": ((1,), np.int64)}
+
+
+DeviceCaches = DeviceCache | KernelCache
+
+
+def open_cache(
+    engine: CompiledEngine, device: Device, spec: KVCacheSpec, capacity: int, most_rows: int
+) -> DeviceCaches:
+    """The cache of an engine.
+
+    Args:
+        engine: takes a table of addresses, or the cache's tensors.
+        device: that computes.
+        spec: of the cache.
+        capacity: rows that were asked for; it has these, or some more.
+        most_rows: of a pass.
+
+    Raises:
+        BrokenArtifactError: the engine takes another cache.
+        LimitError: the device is too small.
+        EdgeLLMError: heads of this size are not moved.
+    """
+    if contract.CACHE_TABLE in engine.tensors:
+        return KernelCache(device, spec, capacity, engine)
+    past, present = (
+        engine.tensors[name].shape
+        for name in (contract.past_name(0, "key"), contract.present_name(0, "key"))
+    )
+    return DeviceCache(device, spec, past[2], most_rows if present != past else 0)

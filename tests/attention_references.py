@@ -1,0 +1,198 @@
+"""What the kernels of attention compute, in numpy; a cache is found by its table, as there.
+
+`constants["memory"]` gives what lies at an address: (address, count, type) to a flat array. All
+shares of a context are the first one's here, so that numbers do not depend on how it is shared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import ml_dtypes
+import numpy as np
+
+_MAGIC, _HEADER, _PARTS = 0x656467656C6C6D, 2, 4
+_LARGEST = {"int8": 127.0, "fp8": 448.0}
+_NOTHING = np.float32(-1e30)
+
+
+def host_memory(address, count, dtype):
+    """Of this process."""
+    size = int(count) * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(int(address)), dtype)
+
+
+class _Cache:
+    """Codes [kv_heads, C, D] and scales [kv_heads, C] of a layer's K (0) and V (1)."""
+
+    def __init__(self, table, layer, kv_heads, constants) -> None:
+        capacity, magic = table[:_HEADER].tolist()
+        self.capacity = capacity if capacity ^ _MAGIC == magic else 0
+        self._code, shape = constants["CODES"], (kv_heads, self.capacity, constants["D"])
+        self.codes, self.scales = [], []
+        if not self.capacity:
+            return
+        dtype = np.float16 if self._code == "fp16" else np.int8
+        places = table[_HEADER + layer * _PARTS :][:_PARTS].tolist()
+        for part in range(2):
+            read = constants["memory"]
+            self.codes.append(read(places[part], np.prod(shape), dtype).reshape(shape))
+            if self._code != "fp16":
+                found = read(places[part + 2], shape[0] * shape[1], np.float16)
+                self.scales.append(found.reshape(shape[:2]))
+
+    def store(self, part, slot, rows) -> None:
+        """Rows float32 [kv_heads, D]."""
+        if self._code == "fp16":
+            self.codes[part][:, slot] = rows
+            return
+        largest = _LARGEST[self._code]
+        scales = np.maximum(np.abs(rows).max(1) / np.float32(largest), np.float32(1e-6))
+        self.scales[part][:, slot] = scales.astype(np.float16)
+        exact = rows / scales.astype(np.float16).astype(np.float32)[:, None]
+        if self._code == "int8":
+            self.codes[part][:, slot] = np.floor(exact + np.float32(0.5))
+        else:
+            rounded = exact.clip(-largest, largest).astype(ml_dtypes.float8_e4m3fn)
+            self.codes[part][:, slot] = rounded.view(np.int8)
+
+    def values(self, part, live):
+        """float64 [kv_heads, live, D] without scales, and scales [kv_heads, 1, live]."""
+        codes = self.codes[part][:, :live]
+        if self._code == "fp16":
+            return codes.astype(np.float64), 1.0
+        if self._code == "fp8":
+            codes = np.ascontiguousarray(codes).view(ml_dtypes.float8_e4m3fn)
+        return codes.astype(np.float64), self.scales[part][:, None, :live].astype(np.float64)
+
+
+def store_rows(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    positions,
+    write_index,
+    table,
+    layer,
+    heads,
+    kv_heads,
+    own_tables,
+    q_out,
+    *,
+    constants,
+):
+    size, rows = constants["D"], constants["grid"][0]
+    cache = _Cache(table, layer, kv_heads, constants)
+    q, q_out = (each[: rows * heads * size].reshape(rows, heads, size) for each in (q, q_out))
+    k, v = (each[: rows * kv_heads * size].reshape(rows, kv_heads, size) for each in (k, v))
+    cos, sin = (
+        each[: each.size // (size // 2) * (size // 2)].reshape(-1, size // 2) for each in (cos, sin)
+    )
+    for row in range(rows):
+        slot = int(write_index[0]) + row
+        if not 0 <= slot < cache.capacity:
+            continue
+        place = row if own_tables else int(positions[row])
+        turn = cos[place].astype(np.float32), sin[place].astype(np.float32)
+        q_out[row] = _turned(q[row], *turn)
+        cache.store(0, slot, _turned(k[row], *turn))
+        cache.store(1, slot, v[row].astype(np.float32))
+
+
+def _turned(x, c, s):
+    a, b = np.split(x.astype(np.float32), 2, -1)
+    return np.concatenate([a * c - b * s, b * c + a * s], -1)
+
+
+def attend(
+    q,
+    tree,
+    positions,
+    write_index,
+    table,
+    layer,
+    rows,
+    columns,
+    group,
+    window,
+    cap_bits,
+    parts,
+    stats,
+    *,
+    constants,
+):
+    size = constants["D"]
+    kv_heads, blocks, shares = constants["grid"]
+    heads = kv_heads * group
+    assert blocks * constants["ROWS"] >= rows * group
+    cache = _Cache(table, layer, kv_heads, constants)
+    live = int(min(write_index[0] + rows, cache.capacity))
+    y = parts[: shares * rows * heads * size].reshape(shares, rows, heads, size)
+    found = stats[: shares * rows * heads * 2].reshape(shares, rows, heads, 2)
+    y[...], found[...] = 0, (_NOTHING, 0)
+    if live <= 0:
+        return
+    x = q[: rows * heads * size].reshape(rows, kv_heads, group, size).astype(np.float32)
+    x = (x * np.float32(np.log2(np.e) / size**0.5)).astype(np.float16).astype(np.float64)
+    seen = _seen(tree, positions, live, (rows, columns), window)
+    keys, key_scales = cache.values(0, live)
+    values, value_scales = cache.values(1, live)
+    scores = np.einsum("rhgd,hld->hrgl", x, keys).reshape(kv_heads, rows * group, live)
+    scores = scores * key_scales
+    if cap := np.array(cap_bits, np.int32).view(np.float32):
+        cap = cap * np.float64(np.log2(np.e))
+        scores = cap * np.tanh(scores / cap)
+    visible = np.repeat(seen, group, 0)[None]
+    scores = np.where(visible, scores, _NOTHING)
+    top = scores.max(2, keepdims=True)
+    weights = np.where(visible, np.exp2(scores - top), 0)
+    sums = (weights * value_scales) @ values
+    place = (kv_heads, rows, group)
+    y[0] = sums.reshape(*place, size).transpose(1, 0, 2, 3).reshape(rows, heads, size)
+    for at, each in enumerate((top[:, :, 0], weights.sum(2))):
+        found[0, :, :, at] = each.reshape(place).transpose(1, 0, 2).reshape(rows, heads)
+
+
+def _seen(tree, positions, live, shape, window):
+    """Bool [rows, live]."""
+    rows, columns = shape
+    seen = np.ones((rows, live), bool)
+    square = tree[: rows * columns].reshape(rows, columns) != 0
+    seen[:, max(live - columns, 0) :] = square[:, max(columns - live, 0) :]
+    if window:
+        places = np.arange(live)
+        places[live - columns : live - rows] = 1 << 29  # older nodes: the tree rules them alone
+        places[live - rows :] = positions[:rows]
+        seen &= places[None] > positions[:rows, None] - window
+    return seen
+
+
+def combine(parts, stats, sinks, count, heads, shares, y, *, constants):
+    size = constants["D"]
+    x = parts[: shares * count * size].reshape(shares, count, size)
+    top, total = stats[: shares * count * 2].reshape(shares, count, 2).transpose(2, 0, 1)
+    highest = top.max(0)
+    if constants["SUNK"]:
+        sink = np.tile(sinks[:heads], count // heads) * np.float32(np.log2(np.e))
+        highest = np.maximum(highest, sink)
+    weight = np.exp2(top - highest)
+    divisor = (total * weight).sum(0)
+    if constants["SUNK"]:
+        divisor += np.exp2(sink - highest)
+    joined = (x * weight[..., None]).sum(0) / np.maximum(divisor, np.float32(1e-30))[:, None]
+    y[: count * size] = joined.reshape(-1)
+
+
+def keep_rows(path, outcome, write_index, table, *, constants):
+    layers, kv_heads, _ = constants["grid"]
+    first = int(write_index[0])
+    for layer in range(layers):
+        cache = _Cache(table, layer, kv_heads, constants)
+        for place in range(1, int(outcome[0])):
+            source, target = first + int(path[place]), first + place
+            if source <= target or source >= cache.capacity or target <= 0:
+                continue
+            for part in (*cache.codes, *cache.scales):
+                part[:, target] = part[:, source]

@@ -1,0 +1,339 @@
+"""Edgellm's kernels in TensorRT: what nodes say, what plugins answer, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from conftest import make_checkpoint
+from fake_gpu import FakeDevice, FakeEngine
+from plugin_stub import Dim, Node, dim, plugin_package
+from portable import open_portable
+
+from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.plan import Plan
+from edgellm.build.tensorrt import builder, cache_plan
+from edgellm.build.tensorrt.adapt import adapt
+from edgellm.build.tensorrt.cache_plan import CachePlan, plan_cache
+from edgellm.build.tensorrt.compiler import compile_bundle
+from edgellm.build.tensorrt.gate import check_graph
+from edgellm.build.tensorrt.kernel_attention import GIVEN, NAMESPACE, Kernels
+from edgellm.build.tensorrt.lower import lower
+from edgellm.build.tensorrt.options import TensorRtOptions
+from edgellm.build.tensorrt.plugins import register
+from edgellm.build.tensorrt.profiles import base_passes
+from edgellm.build.tensorrt.target import Target
+from edgellm.contract import CACHE_TABLE, EdgeLLMError
+from edgellm.device_runtime.kernels.triton import prebuilt
+from edgellm.device_runtime.runners.tensorrt.library import Library
+from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
+from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.export import models
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
+from edgellm.manifest import LLM_BUNDLE, CacheRanges, load_bundle
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CAPACITY, ROWS = 128, 24
+HALF = ir.DataType.FLOAT16
+
+
+def make_bundle(folder: Path, model_type: str = "llama", dtype: str = "fp16", **config) -> Path:
+    sizes = {**models.find(model_type).TINY, "head_dim": 128, **config}
+    make_checkpoint(folder / "checkpoint", **sizes)
+    source = open_checkpoint(str(folder / "checkpoint"))
+    export_llm(source, folder / "bundle", ExportOptions(dtype, num_layers=2))
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory) -> Path:
+    return make_bundle(tmp_path_factory.mktemp("llama"))
+
+
+def lowered(bundle: Path, folder: Path, codes: str = "fp16") -> ir.Model:
+    model, weights = ir.load(bundle / "model.onnx"), WeightFile(folder / "lowered.data")
+    lower(model, weights, HALF, CAPACITY, kernels=Kernels(110, codes))
+    weights.close()
+    return model
+
+
+# -------------------------------------------------------------- numbers, versions
+@pytest.mark.parametrize("model_type", ["glm4", "gemma3_text", "smollm3"])
+def test_architectures_compute_what_the_portable_graph_does(tmp_path, model_type):
+    """Partial and interleaved rope, windows, scales, norms of heads, layers without rope."""
+    bundle = make_bundle(tmp_path, model_type)
+    model, spec = lowered(bundle, tmp_path), load_bundle(bundle, LLM_BUNDLE).decoder
+    adapt(model, (10, 13))
+    ir.save(model, tmp_path / "lowered.onnx")
+    device, plan = FakeDevice(), Plan(ROWS, CAPACITY, max_verify_tree_size=8)
+    engine = FakeEngine(tmp_path / "lowered.onnx", base_passes(plan), device)
+    runner = TensorRtRunner(
+        engine, device, most_rows=ROWS, tree_rows=8, spec=spec, capacity=CAPACITY
+    )
+    sessions = DecoderSession(runner, spec, CAPACITY), open_portable(bundle, CAPACITY)
+    random, write = np.random.default_rng(0), 0
+    mask = np.tril(np.ones((5, 5), np.bool_))
+    mask[3, 2] = mask[4, 3] = False
+    places = np.array([0, 1, 2, 2, 3])
+    for rows in (20, 1, 5):
+        ids = random.integers(9, 90, rows)
+        outputs = np.arange(rows) if rows == 5 else np.array([rows - 1])
+        tree = {"position_ids": write + places, "tree_mask": mask} if rows == 5 else {}
+        found, expected = (each.run(ids, write, outputs, **tree).logits for each in sessions)
+        assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()
+        write += rows
+
+
+def test_every_version_with_plugins_takes_the_graph(bundle, tmp_path):
+    model = lowered(bundle, tmp_path)
+    for version in ((10, 13), (10, 16), (11, 4)):
+        adapted = model.clone()
+        adapt(adapted, version)  # which holds it against the table
+        names = {
+            value.name
+            for values in (adapted.graph.inputs, adapted.graph.outputs)
+            for value in values
+        }
+        assert CACHE_TABLE in names
+        assert not any("past" in name or "present" in name for name in names)
+        assert not {n.op_type for n in adapted.graph} & {"Attention", "TensorScatter", "Where"}
+        assert sum(node.domain == NAMESPACE for node in adapted.graph) == 3 * 2
+    for version in ((10, 3), (10, 14)):
+        faults = check_graph(model, version)
+        assert any("edgellm::attend" in fault for fault in faults)
+
+
+# ------------------------------------------------------ what NVIDIA's own package says
+def bindings() -> list[Path]:
+    """Folders of bindings: what is installed, and what the environment names."""
+    found = importlib.util.find_spec("tensorrt_bindings")
+    named = [Path(each) for each in os.environ.get("TENSORRT_BINDINGS", "").split(":") if each]
+    here = [Path(str(found.origin)).parent] if found is not None else []
+    return [each for each in (*here, *named) if (each / "plugin" / "_lib.py").exists()]
+
+
+def sizes(*dims: int | str) -> list[Dim]:
+    return [dim(each) for each in dims]
+
+
+@pytest.mark.skipif(
+    not bindings(), reason="no tensorrt.plugin here: pip install tensorrt-cu13-bindings"
+)
+@pytest.mark.parametrize("folder", bindings(), ids=str)
+@pytest.mark.parametrize(("rows", "shares"), [(1, 16), (8, 16), (60, 2), (1024, 1)])
+def test_plugins_answer_tensorrt(folder, rows, shares):
+    """Shapes, grids, int32 arguments and PTX of Llama-3.1-8B's attention."""
+    with plugin_package(folder) as (trt, op):
+        register(trt, op)
+        register(trt, op)  # a second build in the process
+        half, wide, whole = trt.float16, trt.float32, trt.int64
+        layer = {
+            "layer": 7,
+            "heads": 32,
+            "kv_heads": 8,
+            "head_dim": 128,
+            "codes": "fp8",
+            "capability": 110,
+        }
+        node = lambda name, **given: Node(  # noqa: E731
+            trt, op, f"{NAMESPACE}::{name}", {GIVEN: json.dumps(given)}
+        )
+        store = node("store_rows", **layer, own_tables=0)
+        attend = node("attend", **layer, rows=16, window=0, cap_bits=0)
+        combine = node("combine", heads=32, head_dim=128, capability=110, sunk=0)
+        q, k = ((sizes(1, "S", width), half) for width in (4096, 1024))
+        turn, places = (sizes(4096, 64), half), (sizes(1, "S"), whole)
+        at, table = (sizes(1), whole), (sizes(130), whole)
+        (turned,) = store.outputs([q, k, k, turn, turn, places, at, table])
+        tree = sizes("S", "M"), trt.bool
+        parts, stats = attend.outputs([turned, tree, places, at, table])
+        (y,) = combine.outputs([parts, stats, stats])
+        known = {"S": rows, "M": rows}
+        numbers = lambda tensor: ([each.of(known) for each in tensor[0]], tensor[1])  # noqa: E731
+        assert numbers(turned) == numbers(y) == ([1, rows, 4096], half)
+        assert numbers(parts) == ([max(rows, 128), 32, 128], wide)
+        assert numbers(stats) == ([rows, 16, 32, 2], wide)
+        launch = store.launch(known)
+        assert (launch.grid, launch.sizes) == ((rows, 40, 1), [7, 32, 8, 0])
+        launch = attend.launch(known)
+        assert launch.grid == (8, -(-rows * 4 // 16), shares)
+        assert launch.sizes == [7, rows, rows, 4, 0, 0]
+        attend_of_8_bits = prebuilt.find(
+            cache_plan.Kernels(110, "fp8").attend(128, windowed=False, capped=False), 110
+        )
+        assert launch.ptx.decode() == attend_of_8_bits.ptx
+        assert launch.threads == attend_of_8_bits.threads
+        assert launch.shared_bytes == attend_of_8_bits.shared_bytes
+        launch = combine.launch(known)
+        assert (launch.grid, launch.sizes) == ((rows * 32, 1, 1), [rows * 32, 32, shares])
+        assert rows * shares <= max(rows, 128)  # what a partial sum has room for
+
+
+# ------------------------------------------------------------- who gets them
+def library(version: str, name: str = "tensorrt") -> Library:
+    return Library(SimpleNamespace(__name__=name, __version__=version), name != "tensorrt")
+
+
+def planned(
+    bundle: Path,
+    version: str,
+    sm: int = 110,
+    kernels: str = "auto",
+    kv_cache: str = "auto",
+    calibrated: str = "",
+) -> CachePlan:
+    manifest = load_bundle(bundle, LLM_BUNDLE)
+    if calibrated:
+        ranges = CacheRanges(calibrated, (1.0, 1.0), (1.0, 1.0))
+        kv = dataclasses.replace(manifest.decoder.kv, ranges=ranges)
+        spec = dataclasses.replace(manifest.decoder, kv=kv)
+        manifest = dataclasses.replace(manifest, spec=spec)
+    models_of = {"decoder": ir.load(bundle / "model.onnx")}
+    options = TensorRtOptions(target_sm=str(sm), kernels=kernels)
+    plan = Plan(ROWS, CAPACITY, kv_cache=kv_cache, options=options)
+    return plan_cache(models_of, manifest, plan, Target(library(version), sm))
+
+
+def test_what_an_engine_gets(bundle):
+    for version in ("10.13.3.9", "10.16.2", "11.4.1"):
+        found = planned(bundle, version)
+        assert (found.way, found.dtype, found.why_not) == ("edgellm", "float16", "")
+        native = planned(bundle, version, kernels="tensorrt")
+        assert (native.way, native.dtype, native.why_not) == ("tensorrt", "float16", "")
+    assert planned(bundle, "10.16.2", kv_cache="fp8").dtype == "fp8_rows"
+    assert planned(bundle, "10.16.2", sm=87, kv_cache="int8").dtype == "int8_rows"
+    assert planned(bundle, "10.16.2", calibrated="fp8").dtype == "fp8_rows"
+    assert planned(bundle, "10.16.2", sm=87, calibrated="fp8").dtype == "float16"
+    assert planned(bundle, "10.16.2", calibrated="int8").dtype == "int8_rows"
+    assert planned(bundle, "10.16.2", calibrated="int8", kv_cache="float").dtype == "float16"
+
+
+REASONS = {
+    "10.3.0": r"TensorRT 10\.3\.0 takes no plugins that bring a kernel; 10\.9 is the first",
+    "10.14.1": r"plugins do not work in TensorRT 10\.14\.1",
+}
+
+
+@pytest.mark.parametrize("version", REASONS)
+def test_versions_without(bundle, version):
+    found = planned(bundle, version)
+    assert found.way == "tensorrt"
+    with pytest.raises(EdgeLLMError, match=REASONS[version]):
+        planned(bundle, version, kernels="edgellm")
+    with pytest.raises(EdgeLLMError, match=f"--kvCache fp8 needs edgellm's.*{REASONS[version]}"):
+        planned(bundle, version, kv_cache="fp8")
+
+
+def test_networks_and_gpus_without(bundle, tmp_path):
+    small = make_bundle(tmp_path / "small", head_dim=32)
+    floats = make_bundle(tmp_path / "floats", dtype="fp32")
+    capped = make_bundle(tmp_path / "capped", "gemma2")
+    for path, sm, said in (
+        (small, 110, "there are kernels for heads of 64 or 128 numbers, not of 32"),
+        (floats, 110, "the kernels compute in float16, the bundle in float32"),
+        (capped, 110, r"no kernel attend-d128-.*cappedtrue was compiled"),
+        (bundle, 75, r"no kernels were compiled for compute capability 7\.5"),
+    ):
+        assert planned(path, "10.16.2", sm).way == "tensorrt"
+        with pytest.raises(EdgeLLMError, match=f"--kernels edgellm: {said}") as caught:
+            planned(path, "10.16.2", sm, kernels="edgellm")
+        assert "--kernels tensorrt" in caught.value.hint
+    with pytest.raises(EdgeLLMError, match=r"--kvCache fp8 needs a GPU of .* 8\.9 or newer, not 8"):
+        planned(bundle, "10.16.2", 87, kv_cache="fp8")
+    with pytest.raises(EdgeLLMError, match="TensorRT updates caches of floats only"):
+        planned(bundle, "10.16.2", kernels="tensorrt", kv_cache="int8")
+
+
+# ------------------------------------------------ a build, with functions in the kernels' place
+def stand_ins(heads: int, size: int) -> list[ir.Function]:
+    """Of the nodes' shapes and types; TensorRT-RTX, which takes no plugins, compiles these."""
+    text = f"""<ir_version: 10, opset_import: ["" : 24, "{NAMESPACE}" : 1]>
+    g (float16[1, n, {heads * size}] q) => (float16[1, n, {heads * size}] y) {{ y = Identity(q) }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    store_rows <given, plugin_namespace, plugin_version, aot>
+    (q, k, v, cos, sin, positions, write_index, table) => (y) {{
+        axis = Constant<value = int64[1] {{2}}>()
+        rows = ReduceMean(k, axis)
+        values = ReduceMean(v, axis)
+        turned = ReduceMax<keepdims = 0>(cos)
+        back = ReduceMax<keepdims = 0>(sin)
+        wide = Cast<to = 10>(positions)
+        place = ReduceMax<keepdims = 0>(wide)
+        at = Cast<to = 10>(write_index)
+        entries = Cast<to = 10>(table)
+        entry = ReduceMax<keepdims = 0>(entries)
+        y = Sum(q, rows, values, turned, back, place, at, entry)
+    }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    attend <given, plugin_namespace, plugin_version, aot>
+    (q, tree, positions, write_index, table) => (parts, stats) {{
+        shape = Constant<value = int64[3] {{-1, {heads}, {size}}}>()
+        wide = Cast<to = 1>(q)
+        apart = Reshape(wide, shape)
+        nodes = Cast<to = 1>(tree)
+        node = ReduceMax<keepdims = 0>(nodes)
+        places = Cast<to = 1>(positions)
+        place = ReduceMax<keepdims = 0>(places)
+        at = Cast<to = 1>(write_index)
+        entries = Cast<to = 1>(table)
+        entry = ReduceMax<keepdims = 0>(entries)
+        parts = Sum(apart, node, place, at, entry)
+        last = Constant<value = int64[1] {{2}}>()
+        top = ReduceMax(parts, last)
+        one = Constant<value = int64[1] {{1}}>()
+        each = Unsqueeze(top, one)
+        times = Constant<value = int64[4] {{1, 16, 1, 2}}>()
+        stats = Tile(each, times)
+    }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    combine <given, plugin_namespace, plugin_version, aot> (parts, stats, sinks) => (y) {{
+        axes = Constant<value = int64[2] {{1, 3}}>()
+        weight = ReduceMean<keepdims = 0>(stats, axes)
+        last = Constant<value = int64[1] {{2}}>()
+        apart = Unsqueeze(weight, last)
+        sum = Mul(parts, apart)
+        shape = Constant<value = int64[3] {{1, -1, {heads * size}}}>()
+        whole = Reshape(sum, shape)
+        y = Cast<to = 10>(whole)
+    }}"""
+    return list(ir.from_onnx_text(text).functions.values())
+
+
+def test_a_build_of_the_graph_around_the_kernels(bundle, tmp_path, monkeypatch):
+    """What stands around the nodes has their types and shapes, in every profile."""
+    pytest.importorskip("tensorrt_rtx", reason="compiled with it: pip install '.[tensorrt-rtx]'")
+    registered, build = [], builder.build
+    monkeypatch.setattr(cache_plan, "library_fault", lambda _: "")
+    monkeypatch.setattr(builder, "register_plugins", lambda trt: registered.append(trt.__name__))
+
+    def with_stand_ins(graph, *arguments, **options):
+        model = ir.load(graph)
+        for function in stand_ins(6, 128):
+            model.functions[function.identifier()] = function
+        model.opset_imports[NAMESPACE] = 1
+        ir.save(model, graph)
+        return build(graph, *arguments, **options)
+
+    monkeypatch.setattr("edgellm.build.tensorrt.compiler.build", with_stand_ins)
+    plan = Plan(
+        ROWS,
+        CAPACITY,
+        1,
+        kv_cache="fp8",
+        max_verify_tree_size=8,
+        options=TensorRtOptions(target_sm="120"),
+    )
+    manifest = load_bundle(bundle, LLM_BUNDLE)
+    built = compile_bundle(bundle, manifest, plan, tmp_path, lambda _: None)
+    assert registered == ["tensorrt_rtx"]
+    assert (built.kv_dtype, built.options) == ("fp8_rows", {"kernels": "edgellm"})
+    assert (tmp_path / "llm.engine").stat().st_size > 100_000
+    assert not built.notes

@@ -1,0 +1,127 @@
+"""Engines with edgellm's kernels for attention, on the fake GPU: the cache is known by address."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from eagle_engines import CAPACITY, EAGLE3, EaglePair, build_pair
+from fake_gpu import FakeDevice
+from lowered_engines import Lowered
+
+from edgellm.contract import BrokenArtifactError
+from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
+from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.manifest import LLM_ENGINE, load_engine, with_kv_dtype
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPT = "w83 w64 w53 w32 w35 w12 w15"
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.5, top_k=20, top_p=1.0)
+CODES = tuple(KV_DTYPES)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> EaglePair:
+    """In float16, with heads that there are kernels for."""
+    layout = dataclasses.replace(EAGLE3, head_dim=64)
+    return build_pair(tmp_path_factory.mktemp("halves"), layout, dtype="fp16", head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def lowered(pair, tmp_path_factory) -> dict[str, Lowered]:
+    return {codes: Lowered(pair, tmp_path_factory.mktemp(codes), codes=codes) for codes in CODES}
+
+
+def answer(llm: LLM, sampling: SamplingParams, *, speculative: bool) -> list[int]:
+    found = llm.generate(PROMPT, sampling=sampling, max_generate_length=30, speculative=speculative)
+    for _ in found:
+        pass
+    return found.token_ids
+
+
+@pytest.mark.parametrize("codes", ["fp16", "fp8"])
+def test_drafted_answers_are_the_plain_ones(pair, lowered, monkeypatch, codes):
+    device = FakeDevice()
+    lowered[codes].replace_engines(monkeypatch, device)
+    llm = LLM(pair.engine, spec=SpecOptions(top_k=5, steps=3, verify_size=20, tree="fixed"))
+    for sampling in (GREEDY, SAMPLED):
+        plain = answer(llm, sampling, speculative=False)
+        assert len(plain) > 20
+        assert answer(llm, sampling, speculative=True) == plain
+    assert device.launches > 40 > device.captures > 4
+
+
+# Of the mean error of logits, up to 6.5, of eight random layers; the CPU's cache is not rounded.
+@pytest.mark.parametrize(("codes", "tolerance"), [("fp16", 0.01), ("int8", 0.1), ("fp8", 0.3)])
+def test_logits_are_those_of_the_cpu(pair, lowered, codes, tolerance):
+    reference = open_decoder(pair.engine, load_engine(pair.engine, LLM_ENGINE))
+    session = lowered[codes].open(FakeDevice())
+    write = 0
+    for rows in (np.arange(20, 31), np.array([40]), np.array([42, 43, 44])):
+        outputs = np.arange(len(rows))
+        expected, found = (each.run(rows, write, outputs) for each in (reference, session))
+        assert np.abs(found.logits - expected.logits).mean() < tolerance
+        write += len(rows)
+
+
+@pytest.mark.parametrize("codes", ["fp16", "int8"])
+def test_kept_rows_are_those_of_a_fresh_prompt(lowered, codes):
+    device = FakeDevice()
+    session, fresh = lowered[codes].open(device), lowered[codes].open(device)
+    prompt, ids = np.arange(10, 20), np.array([30, 31, 32, 33, 34, 35])
+    mask, depths = np.eye(6, dtype=np.bool_), np.zeros(6, np.int64)
+    for at, parent in enumerate((0, 0, 1, 1, 3), 1):
+        mask[at] |= mask[parent]
+        depths[at] = depths[parent] + 1
+    session.run(prompt, 0, np.zeros(1, np.int64))
+    session.run(ids, 10, np.arange(6), position_ids=10 + depths, tree_mask=mask)
+    path = np.array([0, 1, 4])
+    session.compact(10, path)
+    fresh.run(np.concatenate([prompt, ids[path]]), 0, np.zeros(1, np.int64))
+    rows, expected = session.read_rows(13), fresh.read_rows(13)
+    assert rows.shape[-1] == (64 if codes == "fp16" else 66)
+    if codes == "fp16":
+        np.testing.assert_allclose(rows, expected, atol=1e-2)
+    fresh.run(np.arange(50, 60), 0, np.zeros(1, np.int64))
+    fresh.write_rows(rows)
+    np.testing.assert_array_equal(fresh.read_rows(13), rows)
+    next_one = np.array([70]), 13, np.zeros(1, np.int64)
+    np.testing.assert_array_equal(fresh.run(*next_one).logits, session.run(*next_one).logits)
+
+
+def test_the_capacity_is_none_of_the_engine_s(lowered):
+    """A shorter cache than the engine was built for, and less memory."""
+    one = lowered["fp16"]
+    devices = FakeDevice(), FakeDevice()
+    whole = one.open(devices[0])
+    one = dataclasses.replace(one.manifest, max_kv_cache_capacity=CAPACITY // 2)
+    runners = lowered["fp16"].runners(one, devices[1])
+    assert runners["decoder"].cache.capacity == CAPACITY // 2
+    kv = one.decoder.kv.bytes_per_token * CAPACITY // 2
+    assert devices[1].free_bytes() - devices[0].free_bytes() == kv
+    assert whole.capacity == CAPACITY
+
+
+def test_an_engine_of_another_cache_is_refused(lowered):
+    manifest = lowered["fp16"].manifest
+    for kv in (
+        dataclasses.replace(manifest.decoder.kv, num_layers=3),
+        with_kv_dtype(manifest.decoder, "float32").kv,
+    ):
+        spec = dataclasses.replace(manifest.decoder, kv=kv)
+        other = dataclasses.replace(manifest, spec=spec)
+        with pytest.raises(BrokenArtifactError, match="table of caches has 34 entries") as caught:
+            lowered["fp16"].runners(other, FakeDevice())
+        assert "build the engine again" in caught.value.hint
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_bytes_of_a_token(lowered, codes):
+    kv = lowered[codes].manifest.decoder.kv
+    row = 64 * 2 if codes == "fp16" else 64 + 2
+    assert kv.bytes_per_token == 2 * kv.num_layers * kv.num_kv_heads * row
