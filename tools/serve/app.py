@@ -67,7 +67,7 @@ def _add_openai(app: FastAPI, server: Server) -> None:
         ask = await chat.ask_of(body, server.llm, server.settings.images)
         end = await chat.prompt_end(ask, body, server.llm)
         writer = chat.ChatWriter(body, server.llm, server.settings.model, prompt_end=end)
-        return await server.respond_openai(request, body, [ask], writer)
+        return await server.respond_openai(request, body, ask.times(body.n), writer)
 
     @app.post("/v1/completions")
     async def text_completions(body: CompletionRequest, request: Request) -> Response:

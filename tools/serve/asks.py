@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,11 @@ class Ask:
     shown_tokens: tuple[str, ...] = ()  # special tokens that are to be read in the answer
     priority: int = 0  # smaller goes first
     prompt_logprobs: int | None = None  # of the prompt, with so many of the likeliest tokens
+
+    def times(self, count: int | None) -> list[Ask]:
+        """Asked so many times, each with the next seed."""
+        seeds = (self.sampling.seed + at for at in range(count or 1))
+        return [replace(self, sampling=replace(self.sampling, seed=seed % 2**63)) for seed in seeds]
 
 
 @dataclass(frozen=True, slots=True)

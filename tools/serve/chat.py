@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 import uuid
@@ -33,7 +34,7 @@ from edgellm.tools.serve.settings import ImageRules
 from edgellm.tools.serve.streams import EVENTS
 from edgellm.tools.serve.token_origins import origins
 from edgellm.tools.serve.tool_calls.call import Call, Item, Thought
-from edgellm.tools.serve.usage import timing, usage
+from edgellm.tools.serve.usage import timing, together, usage
 
 _Event = dict[str, Any]
 _END_CHARACTERS = 100  # of a prompt: more than any mark and the white space behind it
@@ -174,7 +175,8 @@ class ChatWriter:
         """Begin an answer; `prompt_end` is the last of the formatted messages."""
         self._tokenizer = llm.tokenizer
         self._end_ids = body.ends(llm.manifest.eos_token_ids)
-        self._answer = ChatAnswer(body, llm, prompt_end=prompt_end)
+        self._new_answer = functools.partial(ChatAnswer, body, llm, prompt_end=prompt_end)
+        self._num_choices = body.n or 1
         self._options = body.stream_options or StreamOptions()
         self._wants_logprobs = bool(body.logprobs)
         self._head: _Event = {
@@ -183,8 +185,20 @@ class ChatWriter:
             "created": int(time.time()),
             "model": model,
         }
+        self._choices: list[_Event] = []
+        self._figures: list[Finished] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """The next choice."""
+        self._answer = self._new_answer()
         self._calls: list[_Event] = []
         self._logprobs: list[_Event] = []
+
+    def _next(self, figures: Finished) -> None:
+        self._figures.append(figures)
+        if len(self._figures) < self._num_choices:
+            self._begin()
 
     def begin(self, started: Started) -> list[_Event]:
         """The role."""
@@ -211,14 +225,13 @@ class ChatWriter:
         rest = self._delta(self._answer.finish())
         found = [self._chunk(rest)] if rest else []
         found.append(self._chunk({}, reason=self._reason(figures)))
-        if self._options.include_usage:
-            found.append(
-                {**self._head, "choices": [], "usage": usage(figures), "metrics": timing(figures)}
-            )
+        self._next(figures)
+        if self._options.include_usage and len(self._figures) == self._num_choices:
+            found.append({**self._head, "choices": [], **self._usage()})
         return found
 
     def whole(self, figures: Finished) -> _Event:
-        """The completion in one piece."""
+        """The choices so far in one piece."""
         self._delta(self._answer.finish())
         content = self._answer.text
         message: _Event = {"role": "assistant", "content": content or None, "refusal": None}
@@ -232,15 +245,19 @@ class ChatWriter:
         else:
             message["content"] = content
         choice = {
-            "index": 0,
+            "index": len(self._figures),
             "message": message,
             "finish_reason": self._reason(figures),
             "logprobs": {"content": self._logprobs} if self._wants_logprobs else None,
         }
-        return {
-            **self._head, "object": "chat.completion", "choices": [choice],
-            "usage": usage(figures), "metrics": timing(figures),
-        }  # fmt: skip
+        self._choices.append(choice)
+        self._next(figures)
+        head = {**self._head, "object": "chat.completion"}
+        return {**head, "choices": [*self._choices], **self._usage()}
+
+    def _usage(self) -> _Event:
+        figures = together(self._figures, of_one=self._num_choices)
+        return {"usage": usage(figures), "metrics": timing(figures)}
 
     def _reason(self, figures: Finished) -> str:
         return "tool_calls" if self._calls else figures.finish_reason
@@ -269,5 +286,6 @@ class ChatWriter:
     def _chunk(
         self, delta: _Event, *, logprobs: _Event | None = None, reason: str | None = None
     ) -> _Event:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        index = len(self._figures)
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head, "choices": [choice]}

@@ -24,7 +24,7 @@ def asks_of(body: CompletionRequest) -> list[Ask]:
     most = body.max_tokens or DEFAULT_TOKENS
     of_prompt = body.logprobs if body.echo else None
     prompts = (p if isinstance(p, str) else tuple(p) for p in body.prompts())
-    return [
+    asks = (
         Ask(
             prompt,
             sampling,
@@ -34,7 +34,8 @@ def asks_of(body: CompletionRequest) -> list[Ask]:
             prompt_logprobs=of_prompt,
         )
         for prompt in prompts
-    ]
+    )
+    return [one for ask in asks for one in ask.times(body.n)]
 
 
 class CompletionWriter:
@@ -53,7 +54,8 @@ class CompletionWriter:
             "model": model,
         }
         self._wants_logprobs = body.logprobs is not None
-        self._prompts = body.prompts()
+        self._of_one = body.n or 1
+        self._prompts = [prompt for prompt in body.prompts() for _ in range(self._of_one)]
         self._echo = bool(body.echo)
         self._wants_ids = bool(body.return_token_ids)
         self._choices: list[dict[str, Any]] = []
@@ -119,7 +121,7 @@ class CompletionWriter:
         return text
 
     def _usage(self) -> dict[str, Any]:
-        figures = together(self._figures)
+        figures = together(self._figures, of_one=self._of_one)
         return {"usage": usage(figures), "metrics": timing(figures)}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"  # paths of other forms th
 
 # Where only one value of a field can be served: why, or what to do instead.
 _REMEDIES = {
-    "n": "one answer at a time; send several requests with different seeds",
+    "n": "send several requests with different seeds",
     "best_of": "one answer at a time",
     "tool_choice": 'give "auto", "none", "required" or a function\'s name',
     "prompt": "give a text, its token ids, or a list of either",

@@ -18,7 +18,7 @@ from edgellm.tools.serve.forms import Body, Formed
 from edgellm.tools.serve.seeds import seed_or_any
 from edgellm.tools.serve.tools import Tooled
 
-MOST_PROMPTS = 256
+MOST_PROMPTS, MOST_CHOICES = 256, 16
 WITHOUT_EFFECT = (
     "service_tier", "reasoning_effort", "verbosity", "prediction", "cache_prompt",
     "guided_decoding_backend",
@@ -56,7 +56,7 @@ class Sampled(Formed):
     top_k: Annotated[int, Field(ge=-1)] | None = None  # an extension, as vLLM has it
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | None = None
-    n: _One = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None  # vLLM's

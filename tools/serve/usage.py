@@ -10,12 +10,17 @@ from typing import Any
 from edgellm.tools.serve.events import Finished
 
 
-def together(figures: Sequence[Finished]) -> Finished:
-    """The figures of several answers to one request, as if they were one."""
+def together(figures: Sequence[Finished], *, of_one: int = 1) -> Finished:
+    """The figures of several answers to one request, as if they were one.
+
+    Args:
+        figures: in their order.
+        of_one: as many answer one prompt, which counts once.
+    """
     return Finished(
         figures[-1].finish_reason,
-        sum(one.prompt_tokens for one in figures),
-        sum(one.cached_tokens for one in figures),
+        sum(one.prompt_tokens for one in figures[::of_one]),
+        sum(one.cached_tokens for one in figures[::of_one]),
         sum(one.completion_tokens for one in figures),
         tuple(chain.from_iterable(one.rounds for one in figures)),
         figures[0].queue_ms,

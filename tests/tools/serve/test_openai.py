@@ -80,6 +80,29 @@ def test_a_seed_gives_its_answer_and_none_gives_others(client, offline):
     assert len({ask(None) for _ in range(4)}) > 1
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_several_choices_have_the_seeds_from_that_of_the_request(client, offline, streams):
+    how = {"model": "tiny", "max_tokens": 8, "seed": 5, "n": 3, "temperature": 1.0}
+    how |= {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
+    chats = client.chat.completions.create(messages=MESSAGES, **how)
+    texts = client.completions.create(prompt=["w20 w30", "w21"], **how)
+    for prompts, found in (([MESSAGES], chats), (["w20 w30", "w21"], texts)):
+        expected = [
+            _offline(offline, prompt, 8, seed=seed, temperature=1.0, top_p=1.0, top_k=0)
+            for prompt in prompts
+            for seed in (5, 6, 7)
+        ]
+        said, usage = [""] * len(expected), None
+        for chunk in found if streams else [found]:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                part = getattr(choice, "delta", None) or getattr(choice, "message", None)
+                said[choice.index] += (choice.text if part is None else part.content) or ""
+        assert said == [answer.text for answer in expected]
+        assert usage.completion_tokens == 8 * len(expected)
+        assert usage.prompt_tokens == sum(one.prompt_token_count for one in expected[::3])
+
+
 def test_stop_strings_end_an_answer_and_are_not_in_it(client, offline):
     whole = _offline(offline, MESSAGES, 24, temperature=0).text
     stop = whole.split()[5]
@@ -179,7 +202,7 @@ def test_models(client):
 @pytest.mark.parametrize(
     ("changed", "fragment"),
     [
-        ({"n": 2}, "one answer at a time"),
+        ({"n": 17}, "send several requests with different seeds"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "w20"}]}, "messages.0.role"),
         ({"messages": [{"role": "user"}]}, "needs content"),

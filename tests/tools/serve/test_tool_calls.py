@@ -15,7 +15,7 @@ from edgellm.device_runtime.engine.llm import Step
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.chat import ChatWriter, ask_of
-from edgellm.tools.serve.events import Finished
+from edgellm.tools.serve.events import Finished, Started
 from edgellm.tools.serve.schemas import ChatRequest
 from edgellm.tools.serve.settings import ImageRules
 from edgellm.tools.serve.tool_calls.call import Call
@@ -237,7 +237,7 @@ FIGURES = Finished("stop", 5, 0, 9, (), 0.0, 0.0, 0.0)
 def test_calls_of_a_stream_and_of_a_whole_answer(model):
     text = f"I look.\n{_W}"
     writer = ChatWriter(_body(), model, "m")
-    events = [*writer.begin()]
+    events = [*writer.begin(Started(5))]
     for index, character in enumerate(text):
         events += writer.step(Step((index + 9,), character))
     events += writer.end(FIGURES)
