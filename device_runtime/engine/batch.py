@@ -23,7 +23,7 @@ class Entry:
     """An answer in the works, between its reader and the passes."""
 
     sequence: Sequence
-    kept: int | None = None  # rows of it that are kept for later prompts
+    kept: int | None = None  # rows of it that are to be kept for later prompts
     priority: int = 0  # smaller goes first
     # Asked before every pass, by any thread; what it raises ends the answer.
     before_pass: Callable[[], object] | None = None
@@ -198,8 +198,7 @@ class Batch:
         try:
             found = step(self.slot, [entry.sequence for entry in entries])
             for entry in entries:
-                if entry.kept is not None and entry.sequence.finish_reason is not None:
-                    entry.sequence.warnings += self.slot.keep(entry.sequence, entry.kept)
+                self._keep(entry)
         except BaseException as error:
             is_interrupt = not isinstance(error, Exception)
             for entry in entries:
@@ -210,6 +209,11 @@ class Batch:
         for entry in entries:
             entry.failure = entry.failure or entry.sequence.failure
         return found
+
+    def _keep(self, entry: Entry) -> None:
+        if entry.kept is not None and self.slot.is_to_keep(entry.sequence, entry.kept):
+            entry.sequence.warnings += self.slot.keep(entry.sequence, entry.kept)
+            entry.kept = None
 
     def end(self, stepping: list[Entry], found: list[tuple[Step, ...]]) -> None:
         """Hand out what the pass gave."""

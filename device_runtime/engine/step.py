@@ -99,6 +99,8 @@ def _take(slot: CacheSlot, turns: list[_Turn]) -> dict[Sequence, tuple[Step, ...
             end = time.perf_counter()
             _book(turn, pass_ms, (end - begin) * 1e3)
             found[sequence] = sequence.take(settled)
+            if sequence.finish_reason is not None:
+                slot.end(sequence)
         except EdgeLLMError as error:
             sequence.fail(error)
     return found

@@ -137,9 +137,7 @@ class DraftSession:
 
     def write_rows(self, rows: NDArray[Any]) -> None:
         """See `runners.Cache`."""
-        self._contexts.reserve([(self.context, 0, rows.shape[-2])])
-        self._contexts.admit(self.context).write_rows(rows)
-        self.context.num_rows = rows.shape[-2]
+        self._contexts.write_rows(self.context, rows)
 
 
 def _result(found: Outputs) -> DraftResult:

@@ -16,6 +16,7 @@ Inputs = Mapping[str, NDArray[Any]]
 # Symbols in the shapes of a graph's inputs that are no numbers of rows
 NUM_SEQUENCES, TABLE_PAGES, MASK_VALUES = NOT_ROWS = "sequences", "table_pages", "mask_values"
 _LEAST_MASK = 64  # values; passes with masks of nearly one size share what they bind
+_RECURRENT = contract.PARENT_ROWS, contract.STATE
 _NO_MASK = np.zeros(_LEAST_MASK, np.bool_)
 
 
@@ -59,6 +60,9 @@ def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
         found[contract.TOP_K] = found[contract.TOP_K].max(keepdims=True)
     found[contract.SEQUENCES] = np.array(sequences)
     found[contract.TREE_MASKS] = _behind_each_other(masks)
+    if contract.PARENT_ROWS in parts[0][1]:  # with states, of one sequence
+        given = parts[0][1]
+        found |= {name: given[name] for name in given if name.startswith(_RECURRENT)}
     return found
 
 
