@@ -31,7 +31,7 @@ from edgellm.device_runtime.speculate.policy import CostAwareTree, TreeLimits
 # Trees as they are where drafting hardly pays: that is where this time decides.
 _LIMITS = TreeLimits(top_k=10, steps=2, verify_size=4)
 _HIDDEN, _TAPS, _CAPACITY, _REPEATS = 512, 3, 1 << 20, 15
-_CACHES_BYTES = 16 << 20  # a pass leaves little of the host's code and data in the caches
+_CACHES_BYTES = 64 << 20  # of a pass that leaves nothing of the host's code in any cache
 
 
 class _ReadyBase:
@@ -39,9 +39,10 @@ class _ReadyBase:
 
     capacity, most_parts = _CAPACITY, 1
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int) -> None:
         self.context = Context()
-        self._weights, self.spent_s = np.ones(_CACHES_BYTES // 4, np.float32), 0.0
+        size = max(min(num_bytes, _CACHES_BYTES) // 4, 1)
+        self._weights, self.spent_s = np.ones(size, np.float32), 0.0
         self._taps = np.zeros((1, 16, _TAPS * _HIDDEN), np.float32)
         self._outputs = {
             TOKEN_IDS: np.zeros((1, 16), np.int64),
@@ -100,9 +101,9 @@ def _drafter() -> Drafter:
     return EagleDrafter(rows, Learned(policy, controller), _LIMITS, free, max_tree_rows=most)
 
 
-def _steps_ms(drafter: Drafter | None) -> Iterator[float]:
+def _steps_ms(num_bytes: int, drafter: Drafter | None) -> Iterator[float]:
     """What the host takes for each step of an endless greedy answer."""
-    base = _ReadyBase()
+    base = _ReadyBase(num_bytes)
     slot = CacheSlot(cast(DecoderSession, base), prefill_rows=16)
     sampler = Sampler(SamplingParams(temperature=0.0))
     sequence = Sequence(Prompt([0, 0]), sampler, _CAPACITY // 2, drafter=drafter)
@@ -112,9 +113,13 @@ def _steps_ms(drafter: Drafter | None) -> Iterator[float]:
         yield (time.perf_counter() - start - base.spent_s) * 1e3
 
 
-def round_host_ms() -> float:
-    """Milliseconds of a round with a tree beyond those of a plain token; no pass is among them."""
-    plain, drafted = _steps_ms(None), _steps_ms(_drafter())
+def round_host_ms(num_bytes: int) -> float:
+    """Milliseconds of a round with a tree beyond those of a plain token; no pass is among them.
+
+    Args:
+        num_bytes: that a pass reads.
+    """
+    plain, drafted = _steps_ms(num_bytes, None), _steps_ms(num_bytes, _drafter())
     pairs = [(next(plain), next(drafted)) for _ in range(2 + _REPEATS)][2:]  # 2: prompt, warm-up
     ms = statistics.median(drafted for _, drafted in pairs)  # cold code has no fastest run
     return round(max(ms - statistics.median(plain for plain, _ in pairs), 0.0), 4)

@@ -124,5 +124,6 @@ class Sequence:
 
 def _counts(found: Round, emitted: int) -> RoundCounts:
     assert found.tree is not None
-    depth = max(found.tree.depths())
-    return RoundCounts(emitted, len(found.tree), depth, len(found.path) - 1)
+    size = len(found.tree)
+    depth = max(found.tree.depths()) if size > 1 else 0
+    return RoundCounts(emitted, size, depth, len(found.path) - 1)

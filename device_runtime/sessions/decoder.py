@@ -183,9 +183,14 @@ class DecoderSession:
         for part, start in zip(parts, starts, strict=True):
             context, token_ids, begin = part.context, part.token_ids, part.write_index
             inputs = self._inputs.of(
-                context, token_ids, begin, part.logits_index, part.position_ids, part.tree_mask,
+                context,
+                token_ids,
+                begin,
+                part.logits_index,
+                part.position_ids,
+                part.tree_mask,
                 first_image=start,
-            )  # fmt: skip
+            )
             if self._states is not None:
                 inputs |= self._states.begin(self._memory(context), begin)
             asked.append((context, inputs))

@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 from edgellm.device_runtime.speculate.costs import ALONE, Company, Costs
 
 # What a trial may lose, and what an account holds at most, in tokens of plain decoding. The first
-# trial finds acceptance rates that nobody knows yet; a full account outlasts a stretch of text that
-# is hard to foresee (8 did not: HumanEval then lost all of its gain in every tenth answer).
-_FIRST_CREDIT, _CREDIT, _FULL = 4.0, 2.0, 16.0
+# trial finds acceptance rates that nobody knows yet (4 did not last: MT-bench then began with a
+# pause); a full account outlasts a stretch of text that is hard to foresee (8 did not: HumanEval
+# then lost all of its gain in every tenth answer).
+_FIRST_CREDIT, _CREDIT, _FULL = 7.0, 2.0, 24.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 192, 1024  # tokens
 _RATE_MEMORY = 0.03  # weight of the newest round in the running rates
 _FORESEEN = (0.3, 1.0, 2.5)  # tokens; edges between the kinds of rounds
@@ -63,7 +64,7 @@ class _Pace:
                 self._begin_trial(_CREDIT)
             return
         cost = drafted_ms + self._verify[min(rows, len(self._verify) - 1)]
-        if rows > 1:
+        if rows > 1 or drafted_ms:  # also of what a network drafted in vain
             cost += self._host_ms
         weight = max(_RATE_MEMORY, 1 / (self._rounds + 2))
         self.tokens += weight * (emitted - self.tokens)

@@ -19,7 +19,7 @@ class Costs:
     verify: F64
     step: F64
     extend: F64
-    host_ms: float = 0.0  # of a round with a tree, beyond all passes and a plain token
+    host_ms: float = 0.0  # of a drafted round, beyond all passes and a plain token
 
     @classmethod
     def of(

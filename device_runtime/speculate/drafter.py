@@ -19,7 +19,7 @@ from edgellm.device_runtime.speculate.controller import Controller
 from edgellm.device_runtime.speculate.costs import ALONE, Company, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.growth import Sizes
-from edgellm.device_runtime.speculate.lookup import LearnedLookup, LookupSource
+from edgellm.device_runtime.speculate.lookup import Continuation, LearnedLookup, LookupSource
 from edgellm.device_runtime.speculate.policy import Policy, TreeLimits
 from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
 
@@ -165,6 +165,7 @@ class TreeDrafter:
         self._policy, self._controller, self.company = learned.policy, learned.controller, ALONE
         self._learned_lookups, self._limits, self._image_ids = learned.lookups, limits, image_ids
         self._sources: list[LookupSource] = []
+        self._foreseen: list[list[Continuation]] | None = None  # by them, until the text grows
         self._pool: Pool | None = None
         self._spent_ms = self._read_ms = 0.0  # this round's; see `Controller.end_round`
         self._is_networked = False  # whether the network drafted in this round
@@ -174,6 +175,7 @@ class TreeDrafter:
         del token_ids
         self._controller.look_away()
         self._sources = [lookup.begin() for lookup in self._learned_lookups]
+        self._foreseen = None
 
     def swap_out(self) -> None:
         """Text alone has no rows."""
@@ -196,6 +198,7 @@ class TreeDrafter:
         """Committed text for the lookups."""
         if self._image_ids is not None:  # nobody says an image
             token_ids = [token for token in token_ids if token < self._image_ids.first]
+        self._foreseen = None
         for source in self._sources:
             source.lookup.extend(token_ids)
 
@@ -205,7 +208,7 @@ class TreeDrafter:
     def catch_up(self) -> None:
         """Let the network read what was committed, unless it pauses."""
         self._controller.company = self.company
-        if not self._controller.is_pausing and self._controller.opens(self._foreseen):
+        if not self._controller.is_pausing and self._controller.opens(self._expected):
             self._read()
 
     def _book_reading(self, rows: int, prices: F64) -> None:
@@ -217,9 +220,16 @@ class TreeDrafter:
         self._read_ms += price(prices, min(rows, RETRIAL_ROWS))
         self._controller.look_away()
 
-    def _foreseen(self) -> float:
+    def _foresee(self) -> list[list[Continuation]]:
+        """What each lookup does."""
+        if self._foreseen is None:
+            self._foreseen = [source.lookup.continuations() for source in self._sources]
+        return self._foreseen
+
+    def _expected(self) -> float:
         """Tokens that the text foresees."""
-        return max((source.expected() for source in self._sources), default=0.0)
+        pairs = zip(self._sources, self._foresee(), strict=True)
+        return max((source.expected(found) for source, found in pairs), default=0.0)
 
     def _read(self) -> None:
         """Bring a network's cache up to the committed text."""
@@ -251,13 +261,14 @@ class TreeDrafter:
         if room < 1 or levels < 1 or not (self._is_networked or self._controller.adapts):
             self._pool = None
             return Tree.of_root(root)
+        foreseen, self._foreseen = self._foresee(), None
         most = sum(source.lookup.most for source in self._sources)
         pool = self._pool = Pool(root, self._limits.pool_size + most)
         if self._is_networked:
             self._grow(pool, levels)
         self._ends = [pool.count]
-        for source in self._sources:
-            source.merge(pool, deepest)
+        for source, continuations in zip(self._sources, foreseen, strict=True):
+            source.merge(pool, deepest, continuations)
             self._ends.append(pool.count)
         tree, self._chosen = pool.tree(self._policy.select(pool, room))
         return tree
@@ -292,9 +303,11 @@ class TreeDrafter:
 
     @property
     def rests(self) -> bool:
-        """See `Drafter.rests`; text costs nothing, and may be looked up while a network does."""
+        """See `Drafter.rests`; while a network does, the text may foresee something."""
         self._controller.company = self.company
-        return self._controller.is_pausing and not self._controller.adapts
+        if not self._controller.is_pausing:
+            return False
+        return not (self._controller.adapts and any(self._foresee()))
 
     def pass_by(self, token_id: int, taps: F32) -> None:
         """See `Drafter.pass_by`."""

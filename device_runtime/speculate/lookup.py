@@ -57,16 +57,16 @@ class LookupSource:
     lookup: Lookup
     calibration: Calibration
 
-    def expected(self) -> float:
-        """Tokens that the base will accept of the likeliest continuation."""
-        for found in self.lookup.continuations()[:1]:
+    def expected(self, continuations: Sequence[Continuation]) -> float:
+        """Tokens that the base will accept of the likeliest of the lookup's continuations."""
+        for found in continuations[:1]:
             rates = self.calibration.log_rates(np.array(found.confidences))
             return float(np.exp(np.cumsum(rates)).sum())
         return 0.0
 
-    def merge(self, pool: Pool, levels: int) -> None:
-        """Hang the continuations into the pool; tokens that are there already stay."""
-        for found in self.lookup.continuations():
+    def merge(self, pool: Pool, levels: int, continuations: Sequence[Continuation]) -> None:
+        """Hang the lookup's continuations into the pool; tokens that are there already stay."""
+        for found in continuations:
             parent = 0
             guesses = zip(found.token_ids, found.confidences, strict=True)
             for token_id, confidence in list(guesses)[:levels]:

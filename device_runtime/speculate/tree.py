@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from edgellm.device_runtime.sessions import F32, I64, Bool
 
 F64 = NDArray[np.float64]
+_NO_PARENT, _CERTAIN = np.array([-1]), np.ones(1)  # of roots; nobody writes into trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Tree:
     @classmethod
     def of_root(cls, token_id: int) -> Tree:
         """A tree without drafted tokens: plain decoding."""
-        return cls(np.array([token_id]), np.array([-1]), np.ones(1))
+        return cls(np.array([token_id]), _NO_PARENT, _CERTAIN)
 
     def layout(self) -> tuple[I64, Bool]:
         """Depth of each node [N], and what it may see [N, N]: itself and its ancestors."""

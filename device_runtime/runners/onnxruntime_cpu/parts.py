@@ -21,9 +21,8 @@ _NO_MASK = np.zeros(_LEAST_MASK, np.bool_)
 
 
 # Along which axis sequences stand one behind the other
-_AXES = {
-    contract.INPUT_IDS: 1, contract.POSITION_IDS: 1, contract.DRAFT_HIDDEN: 1, contract.TOP_K: 0
-}  # fmt: skip
+_SIDE_BY_SIDE = (contract.INPUT_IDS, contract.POSITION_IDS, contract.DRAFT_HIDDEN)
+_AXES = {**dict.fromkeys(_SIDE_BY_SIDE, 1), contract.TOP_K: 0}
 
 
 def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
