@@ -117,7 +117,8 @@ class _Table:
         self.pool = pool
         self.first = 0  # page of the sequence; those before were given back, or never taken
         self.pages: list[int] = []  # from it on
-        self.row = np.full(pool.table_pages, _NOWHERE)  # of all, as graphs take them
+        # Of all, as graphs take them; written in place, others look at it
+        self.row = np.full(pool.table_pages, _NOWHERE)
 
     @property
     def first_row(self) -> int:
@@ -196,6 +197,10 @@ class PagedCache:
 
     def __init__(self, tables: list[_Table], num_layers: int) -> None:
         self._tables, self._num_layers = tables, num_layers
+        # Page tables [1, P] by their names.
+        self.tables = {
+            contract.page_table_name(table.pool.window): table.row[None] for table in tables
+        }
 
     def reserve(self, write_index: int, rows: int) -> None:
         """Before a pass that writes `rows` rows; raises `LimitError` where no page is free."""
@@ -215,10 +220,6 @@ class PagedCache:
     def least_rows(self) -> int:
         """The fewest rows behind which a pass may write, but for none."""
         return max(table.least_rows for table in self._tables)
-
-    def tables(self) -> dict[str, NDArray[np.int64]]:
-        """Page tables [P] by their names."""
-        return {contract.page_table_name(table.pool.window): table.row for table in self._tables}
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
         """See `runners.Cache`."""
