@@ -242,12 +242,13 @@ class DecoderSession:
 
     def held(self, keys: Sequence[RowKey]) -> int:
         """See `prefix_cache.RowCache`."""
-        return count_common(self.context.keys, keys)
+        length = count_common(self.context.keys, keys)
+        return length if length >= self.context.least_rows else 0
 
     @property
     def least_rows(self) -> int:
         """See `prefix_cache.RowCache`."""
-        return self._contexts.least_rows(self.context)
+        return self.context.least_rows
 
 
 def _record(part: Part, outputs: Outputs) -> PassResult:
