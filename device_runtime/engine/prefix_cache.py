@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -61,21 +61,37 @@ class RowCache(Protocol):
         ...
 
 
+@runtime_checkable
+class StatefulCache(RowCache, Protocol):
+    """That of a base, whose recurrent layers may have states besides."""
+
+    def read_states(self, length: int) -> tuple[NDArray[Any], ...]:
+        """Copies of those behind the first `length` rows; () where no layer has any."""
+        ...
+
+    def write_states(self, states: tuple[NDArray[Any], ...], length: int) -> None:
+        """Those that `read_states` gave, behind as many rows, which are written."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KeptRows:
     """The rows of the beginning of a prompt."""
 
     keys: tuple[RowKey, ...]  # and that of the token behind them
     rows: tuple[NDArray[Any], ...]  # of the base, and of the draft if there is one
+    states: tuple[NDArray[Any], ...] = ()  # of recurrent layers, behind all rows of the base
     least_rows: int = 0  # fewer of them cannot be gone on from
 
     @property
     def num_bytes(self) -> int:
         """Of all rows."""
-        return sum(rows.nbytes for rows in self.rows)
+        return sum(array.nbytes for array in (*self.rows, *self.states))
 
     def holds(self, other: KeptRows) -> bool:
         """Whether it serves wherever another does, which it begins with."""
+        if self.states:  # which cannot go back to fewer
+            return False
         own = other.keys[:-1]
         if len(self.rows) != len(other.rows) or self.least_rows > other.least_rows:
             return False
@@ -86,12 +102,16 @@ class KeptRows:
         # A row of the draft holds the token behind it, too.
         common = max(count_common(self.keys, keys) - (num_caches - 1), 0)
         found = min(common, *(rows.shape[-2] for rows in self.rows[:num_caches]))
-        return found if found >= self.least_rows else 0
+        if found < self.least_rows or (self.states and found < self.rows[0].shape[-2]):
+            return 0
+        return found
 
     def restore(self, length: int, caches: Sequence[RowCache]) -> None:
-        """Write the first `length` rows into the caches."""
+        """Write the first `length` rows into the caches, the base's first."""
         for cache, rows in zip(caches, self.rows, strict=False):
             cache.write_rows(rows[..., :length, :], self.keys, self.least_rows)
+        if self.states and isinstance(caches[0], StatefulCache):
+            caches[0].write_states(self.states, length)
 
 
 class KeptContexts:
@@ -114,10 +134,14 @@ class KeptContexts:
             self._kept.move_to_end(name)
             return True
         least_rows = max(cache.least_rows for cache in caches)
-        if length < least_rows:
+        base, *drafts = caches
+        held = base.held(name)
+        if held < least_rows:
             return False
-        saved = tuple(cache.read_rows(min(length, cache.held(keys))) for cache in caches)
-        return self.add(KeptRows(tuple(keys), saved, least_rows))
+        drafted = (cache.read_rows(min(length, cache.held(keys))) for cache in drafts)
+        saved = base.read_rows(held), *drafted
+        states = base.read_states(held) if isinstance(base, StatefulCache) else ()
+        return self.add(KeptRows(tuple(keys), saved, states, least_rows))
 
     def knows(self, name: Sequence[RowKey]) -> bool:
         """Whether rows of this beginning are kept."""

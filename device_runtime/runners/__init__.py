@@ -159,6 +159,8 @@ class Backend(Protocol):
 class FetchedOutputs(Mapping[str, NDArray[Any]]):
     """See `Outputs`; reading what is gone is a `ValueError`."""
 
+    __slots__ = ("_fetch", "_fetched", "_is_latest", "_names")
+
     def __init__(self, names: Collection[str], fetch: Callable[[str], NDArray[Any]]) -> None:
         self._names, self._fetch = names, fetch
         self._fetched: dict[str, NDArray[Any]] = {}

@@ -17,6 +17,7 @@ from edgellm import contract
 from edgellm.contract import LimitError
 from edgellm.device_runtime.runners import Cache, Outputs, Runner, SharedRunner, require_cache
 from edgellm.device_runtime.sessions import ImageRows, RowKey
+from edgellm.device_runtime.sessions.states import Memory
 
 
 class Context:
@@ -31,6 +32,7 @@ class Context:
         self.saved: NDArray[Any] | None = None  # a copy of them, while nothing does
         # The fewest of its rows that can be gone on from, but for none: windows have no more
         self.least_rows = 0
+        self.memory: Memory | None = None  # what recurrent layers keep of them
 
 
 class Contexts:
@@ -134,7 +136,7 @@ class Contexts:
             self._resident.remove(context)
             if self._shared is not None and context.cache is not None:
                 self._shared.release(context.cache)
-        context.cache = context.saved = None
+        context.cache = context.saved = context.memory = None
         context.keys, context.num_rows, context.least_rows = [], 0, 0
 
     def save(self, context: Context) -> None:

@@ -25,6 +25,7 @@ class PassInputs:
             spec.images,
             spec.vocab_size,
         )
+        self._has_parents = spec.recurrent is not None
         self._none: ImageRows | None = None
         if self._images is not None:
             self._none = ImageRows.none(spec.hidden_size, self._images.num_deepstack)
@@ -79,12 +80,16 @@ class PassInputs:
             position_ids = np.arange(write_index, write_index + rows)
         inputs = {
             contract.INPUT_IDS: token_ids[None],
-            contract.POSITION_IDS: self._positions(context, position_ids),
+            contract.POSITION_IDS: (
+                position_ids[None] if self._axes == 1 else self._positions(context, position_ids)
+            ),
             contract.WRITE_INDEX: np.array([write_index]),
             contract.LOGITS_INDEX: output_rows,
         }
         if tree_mask is not None:
             inputs[contract.TREE_MASK] = tree_mask
+        if self._has_parents:
+            inputs[contract.PARENT_ROWS] = parent_rows(rows, tree_mask)
         return inputs
 
     def start(self, context: Context, row: int, rows: int) -> tuple[int, int]:
@@ -94,12 +99,12 @@ class PassInputs:
             LimitError: they do not fit into the cache.
         """
         require_room(self._capacity, row, rows)
+        if self._axes == 1:
+            return row, row
         return row, int(self._positions(context, np.array([row])).flat[0])
 
     def _positions(self, context: Context, rows: I64) -> I64:
         """[A, S], for A axes, of rows counted as in text."""
-        if self._axes == 1:
-            return rows[None]
         places = None if context.images is None else context.images.positions
         if places is None:
             return np.broadcast_to(rows, (self._axes, len(rows)))
@@ -107,3 +112,12 @@ class PassInputs:
         known = places[:, np.minimum(rows, prompt - 1)]
         behind = rows + (places.max() + 1 - prompt)
         return np.where(rows < prompt, known, behind)
+
+
+def parent_rows(rows: int, tree_mask: Bool | None) -> I64:
+    """The new row before each, int64 [S]; -1 where none is new. A mask [S, S] is of a tree."""
+    if tree_mask is None:
+        return np.arange(-1, rows - 1)
+    before = np.tril(tree_mask, -1)
+    newest = rows - 1 - before[:, ::-1].argmax(axis=1)
+    return np.where(before.any(axis=1), newest, -1)
