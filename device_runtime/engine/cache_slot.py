@@ -179,15 +179,10 @@ class CacheSlot:
         drafts = self._draft_caches if sequence.drafter is not None else ()
         caches: list[RowCache] = [self.session, *drafts]
         held = min(cache.held(keys) for cache in caches) if self._reuses_context else 0
-        held = self._usable(held)
+        held = held if held >= self.session.least_rows else 0
         usable, kept = self.kept.find(keys, len(caches))
         if kept is not None and usable > held:
             with sequence.profile.stage(RESTORE):
                 kept.restore(usable, caches)
             held = usable
-        begun = self.session.begin_text(len(keys), min(held, len(keys) - 1), sequence.marks)
-        return self._usable(begun)
-
-    def _usable(self, length: int) -> int:
-        """As many rows, if windows still have what the next row sees; if not, none."""
-        return length if length and length >= self.session.least_rows else 0
+        return self.session.begin_text(len(keys), min(held, len(keys) - 1), sequence.marks)

@@ -35,7 +35,7 @@ class RowCache(Protocol):
     """A KV cache that knows what its rows stand for."""
 
     def held(self, keys: Sequence[RowKey]) -> int:
-        """Rows that are those of a prompt with these keys."""
+        """Rows that are those of a prompt with these keys, if it can go on behind them."""
         ...
 
     def read_rows(self, length: int) -> NDArray[Any]:

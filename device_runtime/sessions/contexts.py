@@ -30,8 +30,9 @@ class Context:
         self.images: ImageRows | None = None  # of the prompt
         self.cache: Cache | None = None  # that holds the rows
         self.saved: NDArray[Any] | None = None  # a copy of them, while nothing does
+        # The fewest of its rows that can be gone on from, but for none: windows have no more
+        self.least_rows = 0
         self.memory: Memory | None = None  # what recurrent layers keep of them
-        self.saved_least = 0  # of these, the fewest that can be gone on from
 
 
 class Contexts:
@@ -42,6 +43,8 @@ class Contexts:
         self._shared = runner if isinstance(runner, SharedRunner) else None
         # Sequences of a pass
         self.most_together = self._shared.num_sequences if self._shared is not None else 1
+        # Rows of a sequence in a pass at most, where windows bound its pages; 0: any number
+        self.pass_rows = self._shared.pass_rows if self._shared is not None else 0
         self._is_begun = False
         self._resident: list[Context] = []  # with caches; the least recently used first
 
@@ -54,15 +57,6 @@ class Contexts:
     def free_rows(self) -> int | None:
         """Rows for which pages are free; None where there are no pages."""
         return self._shared.free_rows if self._shared is not None else None
-
-    @property
-    def pass_rows(self) -> int:
-        """Rows of a sequence in a pass at most; 0: any number."""
-        return self._shared.pass_rows if self._shared is not None else 0
-
-    def least_rows(self, context: Context) -> int:
-        """The fewest of its rows that can be gone on from, but for none; 0: any number."""
-        return 0 if self._shared is None else self._shared.least_rows(self.admit(context))
 
     def admit(self, context: Context) -> Cache:
         """Its cache, with its rows."""
@@ -83,6 +77,8 @@ class Contexts:
             cache = self._bring_in(context, staying)
             if self._shared is not None:
                 self._with_room(staying, self._shared.reserve, cache, begin, rows)
+                if self.pass_rows:
+                    context.least_rows = self._shared.least_rows(cache)
             context.num_rows = begin
 
     def run(self, parts: Sequence[tuple[Context, dict[str, NDArray[Any]]]]) -> list[Outputs]:
@@ -105,22 +101,24 @@ class Contexts:
 
     def write_rows(self, context: Context, rows: NDArray[Any], least_rows: int = 0) -> None:
         """See `runners.Cache` and `least_rows`; others make way."""
-        cache, context.num_rows = self._bring_in(context, [context]), 0
-        self._write(cache, rows, least_rows, [context])
+        self._bring_in(context, [context])
+        context.num_rows, context.least_rows = 0, least_rows
+        self._write(context, rows, [context])
         context.num_rows = rows.shape[-2]
 
-    def _write(
-        self, cache: Cache, rows: NDArray[Any], least_rows: int, staying: Sequence[Context]
-    ) -> None:
+    def _write(self, context: Context, rows: NDArray[Any], staying: Sequence[Context]) -> None:
+        cache = _cache(context)
         if self._shared is None:
             cache.write_rows(rows)
-        else:
-            self._with_room(staying, self._shared.write_rows, cache, rows, least_rows)
+            return
+        self._with_room(staying, self._shared.write_rows, cache, rows, context.least_rows)
+        context.least_rows = self._shared.least_rows(cache)
 
     def fork(self, context: Context) -> Context:
         """Another with the same rows, which both may go on from."""
         new = Context()
         new.keys, new.num_rows = list(context.keys), context.num_rows
+        new.least_rows = context.least_rows
         if self._shared is not None and context.cache is not None:
             new.cache = self._shared.fork(context.cache)
             self._resident.append(new)
@@ -129,7 +127,7 @@ class Contexts:
             new.cache = self._only
             self._resident.append(new)
         else:
-            new.saved, new.saved_least = context.saved, context.saved_least
+            new.saved = context.saved
         return new
 
     def close(self, context: Context) -> None:
@@ -139,7 +137,7 @@ class Contexts:
             if self._shared is not None and context.cache is not None:
                 self._shared.release(context.cache)
         context.cache = context.saved = context.memory = None
-        context.keys, context.num_rows = [], 0
+        context.keys, context.num_rows, context.least_rows = [], 0, 0
 
     def save(self, context: Context) -> None:
         """Copy its rows out, so that others may have their memory."""
@@ -158,7 +156,7 @@ class Contexts:
         cache = context.cache = self._new_cache()
         self._resident.append(context)
         if (rows := context.saved) is not None:
-            self._write(cache, rows, context.saved_least, [*staying, context])
+            self._write(context, rows, [*staying, context])
             context.saved = None
         return cache
 
@@ -184,7 +182,6 @@ class Contexts:
     def _evict(self, context: Context) -> None:
         assert context.cache is not None
         if context.num_rows:
-            context.saved_least = self.least_rows(context)
             context.saved = context.cache.read_rows(context.num_rows)
         self._resident.remove(context)
         if self._shared is not None:

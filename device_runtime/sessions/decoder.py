@@ -288,9 +288,13 @@ class DecoderSession:
         return self._reach(count_common(self.context.keys, keys))
 
     def _reach(self, length: int) -> int:
-        """Rows, up to `length`, that a pass may begin behind: recurrent layers cannot go back."""
+        """Rows, up to `length`, that a pass may begin behind.
+
+        Recurrent layers cannot go back; windows see no rows before those that they keep.
+        """
         memory = self.context.memory
-        return length if memory is None else memory.reach(length)
+        length = length if memory is None else memory.reach(length)
+        return length if length >= self.context.least_rows else 0
 
     def begin_text(self, prompt_rows: int, held: int, marks: Iterable[int] = ()) -> int:
         """A prompt is about to be read; rows that it may begin behind.
@@ -322,7 +326,7 @@ class DecoderSession:
     @property
     def least_rows(self) -> int:
         """See `prefix_cache.RowCache`."""
-        return self._contexts.least_rows(self.context)
+        return self.context.least_rows
 
 
 def _record(part: Part, outputs: Outputs) -> PassResult:
