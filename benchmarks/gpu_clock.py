@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from unittest import mock
 
 from numpy.typing import NDArray
 
+from edgellm.device_runtime.kernels.triton.catalog import Variant
 from edgellm.device_runtime.runners import Backend, Cache, Runner
 from edgellm.device_runtime.runners.tensorrt import cuda
 from edgellm.device_runtime.runners.tensorrt.device import Device, Planes
@@ -89,6 +90,14 @@ class TimedDevice:
         self._begin()
         self._device.move_rows(planes, rows_address, count, first)
         self._end(COMPACTION)
+
+    def launch(self, kernel: Variant, grid: tuple[int, int, int], arguments: Sequence[int]) -> None:
+        is_compaction = kernel.kernel.name == "keep_rows"
+        if is_compaction:
+            self._begin()
+        self._device.launch(kernel, grid, arguments)
+        if is_compaction:
+            self._end(COMPACTION)
 
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         self._is_recording = True  # events would become part of the graph

@@ -19,6 +19,7 @@ from edgellm.build.flags import (
     EagleBase,
     EagleDraft,
     EngineDir,
+    FallbackPrecision,
     Kernels,
     KvCache,
     KvCapacity,
@@ -70,6 +71,7 @@ def llm_build(
     max_draft_tree_size: MaxDraftTreeSize = 60,
     target_sm: TargetSm = "",
     workspace: Workspace = 0,
+    fallback_precision: FallbackPrecision = "",
     opt_level: OptLevel = None,
     timing_cache: TimingCache = None,
     layer_report: LayerReport = False,
@@ -92,6 +94,7 @@ def llm_build(
     announce(backend, device)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
     flags["--kernels"] = None if kernels == "auto" else kernels
+    flags["--fallbackPrecision"] = fallback_precision or None
     plan = Plan(
         max_input_len,
         kv_capacity,

@@ -108,6 +108,13 @@ TargetSm = Annotated[
 Workspace = Annotated[
     int, typer.Option("--workspace", min=0, help="tensorrt: scratch memory, MiB; 0: no limit.")
 ]
+FallbackPrecision = Annotated[
+    str,
+    typer.Option(
+        "--fallbackPrecision",
+        help="tensorrt: int4 or fp16, what fp8 and nvfp4 weights become on a GPU without them.",
+    ),
+]
 OptLevel = Annotated[
     int | None,
     typer.Option("--optLevel", min=0, max=5, help="tensorrt: how long it may search; 3 is usual."),

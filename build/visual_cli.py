@@ -21,6 +21,7 @@ from edgellm.build.flags import (
     Device,
     DryRun,
     EngineDir,
+    FallbackPrecision,
     LayerReport,
     NoCheck,
     OnnxDir,
@@ -65,6 +66,7 @@ def visual_build(
     quantize: Quantize = "none",
     target_sm: TargetSm = "",
     workspace: Workspace = 0,
+    fallback_precision: FallbackPrecision = "",
     opt_level: OptLevel = None,
     timing_cache: TimingCache = None,
     layer_report: LayerReport = False,
@@ -84,6 +86,7 @@ def visual_build(
     name = choose(backend, device)
     announce(backend, device)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
+    flags["--fallbackPrecision"] = fallback_precision or None
     options = options_of(name, flags)
     plan = image_plan(
         min_image_tokens, max_image_tokens, max_per_image, threads, quantize, options,

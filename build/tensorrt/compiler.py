@@ -17,11 +17,11 @@ from edgellm.build.plan import Compiled, Estimate, Plan, Report
 from edgellm.build.tensorrt.adapt import adapt
 from edgellm.build.tensorrt.builder import Built, build
 from edgellm.build.tensorrt.cache_plan import CachePlan, plan_cache
+from edgellm.build.tensorrt.fallback import check_types, fall_back, lacking_kinds, weights_beside
 from edgellm.build.tensorrt.kernel_log import Kernel
 from edgellm.build.tensorrt.lower import lower
 from edgellm.build.tensorrt.memory import memory_returned
 from edgellm.build.tensorrt.memory_estimate import Sizes, estimate_graphs
-from edgellm.build.tensorrt.operators import first_with_weights
 from edgellm.build.tensorrt.options import TensorRtOptions, options_of
 from edgellm.build.tensorrt.profiles import Pass, passes_of
 from edgellm.build.tensorrt.target import find_target
@@ -34,7 +34,6 @@ from edgellm.roles import DECODER, ENCODER
 
 _NAMES = {DECODER: "llm", ENCODER: "visual"}  # of files, where they are not the role's
 _NOT_RUN = "not compared with the portable graph: a build does not run TensorRT engines"
-_FIRST_FP8, _FIRST_FP4 = 89, 100  # Ada and Hopper, Blackwell
 _PRECISIONS = {ir.DataType.FLOAT16: "fp16", ir.DataType.FLOAT: "fp32"}
 
 
@@ -62,6 +61,11 @@ def compile_bundle(
             for each in passes
         )
         notes = notes if len(graphs) > 1 else _notes(built, passes)
+        if compiler.fallen:
+            notes += (
+                f"{role}: {' and '.join(sorted(compiler.fallen))} weights are "
+                f"{options_of(plan).fallback_precision} here, rounded from what they were",
+            )
     if cached is not None and cached.kernels is None and not library.updates_in_place:
         notes += (f"{library.label} copies caches within each pass; from 10.15 on it need not",)
     if cached is not None and cached.why_not and not library.is_ahead_of_time:
@@ -84,7 +88,8 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     models = list(by_role.values())
     for model in models:
         _refuse(model)
-    _check_types(models, options)
+    target = find_target(options.target_sm)
+    check_types(models, target, options.fallback_precision)
     passes = passes_of(bundle.main_role, bundle, plan)
     rows, cache = max(each.max_rows for each in passes), bundle.cache
     if cache is not None and (cached := _plan_cache(by_role, bundle, plan)) is not None:
@@ -97,6 +102,8 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         kv_bytes=cache.bytes_per_token * plan.kv_capacity if cache is not None else 0,
         capacity=plan.kv_capacity,
         device_bytes=_device_bytes(options),
+        fallback=options.fallback_precision,
+        lacking=frozenset(lacking_kinds(target)),
     )
     return estimate_graphs(models, _dtype(bundle.dtype), sizes)
 
@@ -137,31 +144,6 @@ def _refuse_rounding(quantize: str) -> None:
         )
 
 
-def _check_types(models: list[ir.Model], options: TensorRtOptions) -> None:
-    """Refuse weights that GPU or library have no arithmetic for; int4 and int8 run everywhere.
-
-    Raises:
-        EdgeLLMError: says which have it.
-    """
-    types = {value.dtype for model in models for value in model.graph.initializers.values()}
-    target = find_target(options.target_sm)
-    sm, library = target.sm, target.library
-    for needed, first, name, instead in (
-        (ir.DataType.FLOAT4E2M1, _FIRST_FP4, "NVFP4", "fp8, int4_awq or int8_sq"),
-        (ir.DataType.FLOAT8E4M3FN, _FIRST_FP8, "FP8", "int4_awq or int8_sq"),
-    ):
-        if needed in types and sm < first:
-            raise EdgeLLMError(
-                f"{name} needs a GPU of compute capability {first / 10} or newer, not {sm / 10}",
-                hint=f"quantize with {instead}",
-            )
-        if needed in types and library.version < (oldest := first_with_weights(needed)):
-            raise EdgeLLMError(
-                f"{name} needs TensorRT {oldest[0]}.{oldest[1]} or newer, not {library.label}",
-                hint=f"quantize with {instead}; on a Jetson flash JetPack 7.2",
-            )
-
-
 def _dtype(name: str) -> ir.DataType:
     return {kind.numpy().name: kind for kind in _PRECISIONS}[name]
 
@@ -193,6 +175,7 @@ class _Compiler:
             # What a round drafts, its top-k times its steps, fits into the tree; so does its top-k.
             self._candidates = min(plan.max_draft_tree_size, bundle.spec.draft_vocab_size)
         self.precision = ""
+        self.fallen: set[str] = set()  # kinds of weights that became others
 
     def compile(self, portable: Path, passes: Sequence[Pass]) -> Built:
         """Lower a portable graph and compile it into `<name>.engine`."""
@@ -201,9 +184,10 @@ class _Compiler:
         weights = WeightFile(lowered.with_suffix(".data"))
         model = ir.load(portable)
         _refuse(model)
-        kinds = weight_kinds(model) - {"dense"}
-        self.precision = "+".join(sorted(kinds)) or _PRECISIONS[self._dtype]
-        with memory_returned():
+        with memory_returned(), weights_beside(self._folder) as rounded:
+            self._fall_back(model, rounded)
+            kinds = weight_kinds(model) - {"dense"}
+            self.precision = "+".join(sorted(kinds)) or _PRECISIONS[self._dtype]
             lower(model, weights, self._dtype, self._capacity, self._candidates, self._kernels)
             adapt(model, self.target.library.version)
         weights.close()
@@ -219,6 +203,12 @@ class _Compiler:
         if self._options.layer_report:
             self._write_layers(passes, built.kernels)
         return built
+
+    def _fall_back(self, model: ir.Model, rounded: WeightFile) -> None:
+        precision = self._options.fallback_precision
+        if precision:
+            kinds = fall_back(model, rounded, lacking_kinds(self.target), precision)
+            self.fallen |= kinds
 
     def _write_layers(self, passes: Sequence[Pass], kernels: Sequence[Kernel]) -> None:
         summary = {

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from edgellm.build.lowering.linear_weights import linear_layers
+from edgellm.build.lowering.round_int4 import BLOCK_SIZE
 from edgellm.build.lowering.tables import table_of
 from edgellm.build.lowering.weights import parameter_name
 from edgellm.build.plan import Estimate
+from edgellm.build.tensorrt.fallback import INT4
 from edgellm.build.tensorrt.linears import is_widened
 
 _BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
@@ -33,13 +35,15 @@ class Sizes:
     kv_bytes: int = 0
     capacity: int = 0  # rows of the cache
     device_bytes: int = 0  # memory of the GPU, 0 where it is not here
+    fallback: str = ""  # precision of weights whose kind is `lacking`
+    lacking: frozenset[str] = frozenset()
 
 
 def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) -> Estimate:
     """Predict an engine of several portable graphs, each compiled for all passes."""
     engine = peak = decode = scratch = 0
     for model in models:
-        linears, tables = _linear_bytes(model, dtype), _table_bytes(model, dtype)
+        linears, tables = _linear_bytes(model, dtype, sizes), _table_bytes(model, dtype)
         weights = sum({**tables, **linears}.values())  # a tied head is in both
         attentions = sum(node.op_type == "Attention" for node in model.graph)
         engine += weights + _KERNEL_BYTES * sizes.passes
@@ -66,12 +70,16 @@ def _scratch_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> int:
     return int(sizes.rows * (sizes.capacity + 3 * widest + 4 * hidden) * dtype.itemsize)
 
 
-def _linear_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:
+def _linear_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> dict[str, int]:
     """Bytes of each linear weight by its parameter's name."""
     found = {}
     for node, weight in linear_layers(model.graph):
         part = weight.parts[0]
-        if is_widened(weight):
+        falls = bool(sizes.fallback) and weight.kind in sizes.lacking
+        if falls and sizes.fallback == INT4:
+            found[str(node.name)] = weight.count // 2 + weight.count // BLOCK_SIZE * dtype.itemsize
+            continue
+        if falls or is_widened(weight):
             found[part.parameter] = weight.count * dtype.itemsize
             continue
         block = part.block_size or part.shape[0]

@@ -24,6 +24,8 @@ class TensorRtOptions(Options):
     timing_cache: Path | None = field(default=None, metadata={FLAG: "--timingCache"})
     # What computes attention: "auto" takes edgellm's where library, GPU and network allow
     kernels: str = field(default=AUTO, metadata={FLAG: "--kernels"})
+    # "int4" or "fp16": what weights become that GPU or library have no arithmetic for; "": refused
+    fallback_precision: str = field(default="", metadata={FLAG: "--fallbackPrecision"})
     # Write every kernel to a file of the engine
     layer_report: bool = field(default=False, metadata={FLAG: "--layerReport"})
 

@@ -6,17 +6,20 @@ and compared with ONNX Runtime on the CPU.
 
 from __future__ import annotations
 
+import dataclasses
+
 import cuda_on_cpu
 import numpy as np
 import pytest
 import reason_against
-from eagle_engines import CAPACITY, INPUT, TREE
+from eagle_engines import CAPACITY, EAGLE3, INPUT, TREE, build_pair
 from tensorrt_bundles import Bundles
 from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels
 
 from edgellm import contract
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
+from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners.tensorrt.device import Planes
@@ -104,6 +107,34 @@ def test_kept_rows_are_those_of_a_fresh_prompt(gpu_engine):
     one.compact(10, path)
     fresh.run(np.concatenate([np.arange(10, 20), ids[path]]), 0, np.zeros(1, np.int64))
     np.testing.assert_allclose(one.read_rows(13), fresh.read_rows(13), atol=1e-3)
+
+
+@needs_tensorrt
+@pytest.mark.parametrize(("kv_cache", "tolerance"), [("float", 0.02), ("int8", 0.1), ("fp8", 0.3)])
+def test_attention_by_edgellm_s_kernels(tmp_path, kv_cache, tolerance):
+    """A prompt, a token, a tree; the CPU's cache is not rounded."""
+    layout = dataclasses.replace(EAGLE3, head_dim=64)
+    pair = build_pair(tmp_path / "halves", layout, dtype="fp16", head_dim=64)
+    plan = Plan(
+        INPUT,
+        CAPACITY,
+        0,
+        "auto",
+        kv_cache=kv_cache,
+        max_verify_tree_size=TREE,
+        options=TensorRtOptions(kernels="edgellm"),
+    )
+    engine = tmp_path / "engine"
+    build_engine("llm", pair.bundle, engine, plan, "tensorrt", lambda _: None)
+    cpu, gpu = _open(pair.engine), _open(engine)
+    mask, write = np.tri(9, dtype=np.bool_), 0
+    mask[5:, 3] = False
+    for ids in (np.arange(10, 40), np.array([50]), np.arange(20, 29)):
+        tree = {"tree_mask": mask} if len(ids) == 9 else {}
+        outputs = np.arange(len(ids))[-9:] if tree else np.array([len(ids) - 1])
+        expected, found = (each.run(ids, write, outputs, **tree).logits for each in (cpu, gpu))
+        assert np.abs(found - expected).mean() < tolerance
+        write += len(ids)
 
 
 @needs_tensorrt

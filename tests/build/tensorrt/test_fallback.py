@@ -1,0 +1,88 @@
+"""`--fallbackPrecision`: bundles in a precision that a GPU does not have."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from conftest import assert_one_line_error
+from tensorrt_bundles import CAPACITY, INPUT, Bundles
+
+from edgellm.build.lowering.calls import find_calls
+from edgellm.build.lowering.linear_weights import linear_layers
+from edgellm.build.tensorrt.fallback import fall_back, lacking_kinds, weights_beside
+from edgellm.build.tensorrt.target import Target
+from edgellm.contract import ROUND_INPUT, ROUND_INPUT_FP4
+from edgellm.device_runtime.runners.tensorrt.library import Library
+from edgellm.manifest import LLM_ENGINE, load_engine
+
+LACKING = {"nvfp4": "fp4", "fp8": "fp8"}
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory) -> Bundles:
+    return Bundles(tmp_path_factory.mktemp("bundles"))
+
+
+@pytest.mark.parametrize("precision", LACKING)
+def test_weights_stay_what_they_were_as_far_as_the_new_precision_goes(bundles, tmp_path, precision):
+    model = ir.load(bundles.make("base", precision) / "model.onnx")
+    before = {node.name: weight.dense() for node, weight in linear_layers(model.graph)}
+    kinds = {weight.kind for _, weight in linear_layers(model.graph)}
+    for fallback, share in (("fp16", 1e-3), ("int4", 0.1)):
+        copy = model.clone()
+        with weights_beside(tmp_path) as weights:
+            assert fall_back(copy, weights, {"fp4", "fp8"}, fallback) == {LACKING[precision]}
+            found = {node.name: weight for node, weight in linear_layers(copy.graph)}
+            assert found.keys() == before.keys()
+            dense = {"fp16": "dense", "int4": "int4"}[fallback]
+            assert {each.kind for each in found.values()} == kinds - {LACKING[precision]} | {dense}
+            for name, weight in found.items():
+                error = np.abs(weight.dense() - before[name]).mean()
+                assert error < share * np.abs(before[name]).mean(), name
+        copied = [node for node in copy.graph if any(v.uses() for v in node.outputs)]
+        read = {id(node) for node in copied}
+        rounded = find_calls(copy.graph, ROUND_INPUT, ROUND_INPUT_FP4)
+        assert not [node for node in rounded if id(node) in read]
+        assert not (tmp_path / "fallback.data").exists()
+
+
+def test_what_a_gpu_or_library_lacks():
+    def of(version: str, sm: int) -> set[str]:
+        trt = type("tensorrt", (), {"__name__": "tensorrt", "__version__": version})
+        return lacking_kinds(Target(Library(trt, False), sm))
+
+    assert of("10.16.2", 87) == {"fp4", "fp8"}
+    assert of("10.16.2", 89) == {"fp4"}
+    assert of("10.16.2", 110) == set()
+    assert of("10.3.0", 110) == {"fp4"}
+
+
+def test_a_build(command, bundles, tmp_path):
+    pytest.importorskip("tensorrt_rtx", reason="compiled with it: pip install '.[tensorrt-rtx]'")
+    flags = (
+        "--onnxDir",
+        bundles.make("base", "nvfp4"),
+        "--engineDir",
+        tmp_path / "engine",
+        "--maxInputLen",
+        INPUT,
+        "--maxKVCacheCapacity",
+        CAPACITY,
+        "--backend",
+        "tensorrt",
+        "--gpu",
+        "8.9",
+    )
+    refused = command("llm_build", *flags)
+    assert_one_line_error(refused, "NVFP4 needs a GPU", "--fallbackPrecision int4 or fp16")
+    odd = command("llm_build", *flags, "--fallbackPrecision", "int3")
+    assert_one_line_error(odd, "--fallbackPrecision int3: give int4 or fp16")
+    predicted = command("llm_build", *flags, "--fallbackPrecision", "int4", "--dryRun")
+    assert predicted.returncode == 0, predicted.stderr
+    built = command("llm_build", *flags, "--fallbackPrecision", "int4")
+    assert built.returncode == 0, built.stderr
+    assert "note: decoder: fp4 weights are int4 here" in built.stderr
+    manifest = load_engine(tmp_path / "engine", LLM_ENGINE)
+    assert {graph.precision for graph in manifest.main_graphs} == {"int4"}
+    assert "fallback.data" not in {path.name for path in (tmp_path / "engine").iterdir()}
