@@ -52,6 +52,7 @@ class PageSpec:
 
     rows: int  # of a page
     windows: tuple[int, ...]  # by layer: rows that a row sees, its own included; 0: all
+    pass_rows: int = 0  # of a sequence in a pass at most, so that windows bound pages; 0: any
 
 
 @dataclass(frozen=True, slots=True)

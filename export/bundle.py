@@ -154,6 +154,8 @@ def _choose_taps(
     """The taps that the options ask for, and for the provenance who chose them."""
     num_layers = config.num_hidden_layers
     if options.pooling:
+        if options.pooling not in ("last", "mean"):
+            raise UnsupportedModelError(f"--pooling {options.pooling}: give last or mean")
         if options.hidden_taps or options.draft_model_dir is not None or options.is_eagle_base:
             raise UnsupportedModelError(
                 "--pooling: a model that embeds texts is no base of a draft",

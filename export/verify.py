@@ -16,6 +16,7 @@ from edgellm.contract import EdgeLLMError
 from edgellm.export.bundle import ExportOptions
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.dequantized import round_inputs, write_floats
+from edgellm.export.plain_fp4 import has_fp4, open_fp4
 from edgellm.manifest import Bundle, DecoderSpec
 from edgellm.roles import COMMIT, DECODER
 
@@ -25,6 +26,7 @@ PROMPT = (
 )
 _DECODED_TOKENS = 8
 _FIRST_WITH_OPSET_24 = (1, 24)
+_WEIGHTS_OF_BYTES = "session.model_external_initializers_file_folder_path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +227,11 @@ def _opened(graph: Path, manifest: Bundle) -> Any:
     options.log_severity_level = 3
     if manifest.quantization != "none":  # fused, products would round their inputs
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    opened: str | bytes = str(graph)
+    if has_fp4(graph):
+        options.add_session_config_entry(_WEIGHTS_OF_BYTES, str(graph.parent))
+        opened = open_fp4(graph)
+    return ort.InferenceSession(opened, options, providers=["CPUExecutionProvider"])
 
 
 class _States:

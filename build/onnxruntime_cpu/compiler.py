@@ -112,8 +112,7 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     if kernels_of(plan) == EDGELLM:
         cached = next(graph for role, graph in bundle.graphs.items() if ROLES[role].has_cache)
         graph = ir.load(source / cached.path).graph
-        pages = page_spec(graph, plan.kv_capacity, plan.max_batch_size)
-        spec = dataclasses.replace(spec, pages=pages)
+        spec = dataclasses.replace(spec, pages=page_spec(graph, plan))
     if DECODER not in bundle.graphs:
         return dataclasses.replace(spec, dtype="float32")
     if plan.kv_cache == "int8" and spec.ranges is None:

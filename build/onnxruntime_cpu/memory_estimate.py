@@ -18,6 +18,7 @@ from edgellm.build.onnxruntime_cpu.own_experts import forms_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
+from edgellm.cache_sizes import cache_bytes
 from edgellm.contract import ROUTER
 from edgellm.manifest import Bundle, KVCacheSpec
 from edgellm.roles import COMMIT, DECODER
@@ -70,12 +71,6 @@ def _cached_bytes(bundle: Bundle, cache: KVCacheSpec | None, plan: Plan) -> int:
     recurrent = bundle.decoder.recurrent
     states = sum(map(math.prod, recurrent.states.values())) if recurrent is not None else 0
     return cache_bytes(cache, plan.kv_capacity, plan.max_batch_size) + 2 * 4 * states
-
-
-def cache_bytes(cache: KVCacheSpec, capacity: int, num_sequences: int) -> int:
-    """Of the KV caches of some sequences, of whole pages."""
-    rows = cache.pages.rows if cache.pages is not None else 1
-    return cache.bytes_per_token * -(-capacity // rows) * rows * num_sequences
 
 
 def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int]:

@@ -78,6 +78,7 @@ class ContextFolder:
         for context in contexts:
             head = {
                 "engines": dict(self.engines), "keys": context.keys,
+                "least_rows": context.least_rows,
                 "rows": [*map(_form, context.rows)], "states": [*map(_form, context.states)],
             }  # fmt: skip
             line = json.dumps(head).encode() + b"\n"
@@ -123,7 +124,8 @@ class ContextFolder:
             begin += array.nbytes
         if count != num_caches:
             raise _UnfitError("it was saved with other flags of speculation")
-        return KeptRows(tuple(head["keys"]), tuple(arrays[:count]), tuple(arrays[count:]))
+        saved = tuple(arrays[:count]), tuple(arrays[count:])
+        return KeptRows(tuple(head["keys"]), *saved, head.get("least_rows", 0))
 
     def _open(self, path: Path) -> tuple[dict[str, Any], bytes]:
         """Header and rows; raises `_UnfitError`."""

@@ -27,6 +27,8 @@ from edgellm.roles import COMMIT, DECODER, PASS
 class PassResult:
     """Outputs of one pass; a device's are fetched when they are read, before the next pass."""
 
+    __slots__ = ("_outputs", "_rows", "_token_ids")
+
     def __init__(self, outputs: Outputs, rows: int) -> None:
         self._outputs, self._rows = outputs, rows
         self._token_ids: I64 | None = None  # until it is asked for
@@ -108,6 +110,11 @@ class DecoderSession:
         """Rows that a sequence gets at a time."""
         return self._contexts.page_rows
 
+    @property
+    def pass_rows(self) -> int:
+        """Rows of a sequence in a pass at most, where windows bound its cache; 0: any number."""
+        return self._contexts.pass_rows
+
     def use(self, context: Context) -> None:
         """Turn to the rows of another sequence."""
         self._contexts.admit(context)
@@ -156,7 +163,7 @@ class DecoderSession:
                 stand for is known when `compact` has chosen a path.
 
         Raises:
-            LimitError: the rows do not fit into the cache.
+            LimitError: the rows do not fit into the cache, or are more than `pass_rows`.
         """
         part = Part(self.context, token_ids, write_index, logits_index, position_ids, tree_mask)
         return self.run_many([part])[0]
@@ -187,11 +194,13 @@ class DecoderSession:
             del context.keys[begin:]
         self._contexts.reserve(places)
         found = self._contexts.run(asked)
-        if self._states is not None:
-            for part, outputs in zip(parts, found, strict=True):
+        results: list[PassResult] = []
+        for part, outputs in zip(parts, found, strict=True):
+            if self._states is not None:
                 accepted = len(part.token_ids) if part.tree_mask is None else 0
                 self._states.ran(self._memory(part.context), outputs, accepted)
-        return [_record(part, outputs) for part, outputs in zip(parts, found, strict=True)]
+            results.append(_record(part, outputs))
+        return results
 
     def begin_round(self, length: int, nodes: int) -> tuple[int, int]:
         """A device is about to run a tree of `nodes` nodes behind `length` rows.
@@ -242,12 +251,13 @@ class DecoderSession:
         """See `runners.Cache`."""
         return self._contexts.admit(self.context).read_rows(length)
 
-    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey] = ()) -> None:
+    def write_rows(
+        self, rows: NDArray[Any], keys: Sequence[RowKey] = (), least_rows: int = 0
+    ) -> None:
         """See `prefix_cache.RowCache`."""
-        self.context.keys, count = [], rows.shape[-2]
-        self._contexts.reserve([(self.context, 0, count)])
-        self._contexts.admit(self.context).write_rows(rows)
-        self.context.keys, self.context.num_rows = list(keys[:count]), count
+        self.context.keys = []
+        self._contexts.write_rows(self.context, rows, least_rows)
+        self.context.keys = list(keys[: rows.shape[-2]])
         if self._states is not None:
             self.context.memory = self._states.new()
 
@@ -303,6 +313,11 @@ class DecoderSession:
         if context.memory is None:
             context.memory = self._states.new()
         return context.memory
+
+    @property
+    def least_rows(self) -> int:
+        """See `prefix_cache.RowCache`."""
+        return self._contexts.least_rows(self.context)
 
 
 def _record(part: Part, outputs: Outputs) -> PassResult:

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import cuda_on_cpu
 import numpy as np
-import onnx_ir as ir
 import pytest
 from conftest import make_checkpoint
 from portable import open_portable
 
 from edgellm.build.engine import build_engine
-from edgellm.build.lowering.calls import EXPERT_CALLS, find_calls
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
@@ -103,8 +101,6 @@ def session(request, exported) -> DecoderSession:
         return open_portable(bundle, CAPACITY)
     engine = bundle.parent / request.param
     if request.param == "cuda":
-        if find_calls(ir.load(bundle / "model.onnx").graph, *EXPERT_CALLS):
-            pytest.skip("refused, as tests/build/test_experts.py has it")
         if load_bundle(bundle, LLM_BUNDLE).decoder.recurrent is not None:
             pytest.skip("refused, as tests/device_runtime/test_recurrent.py has it")
         cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))

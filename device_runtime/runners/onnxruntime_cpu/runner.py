@@ -129,6 +129,11 @@ class PagedRunner(OnnxRuntimeRunner):
         """See `runners.SharedRunner`."""
         return self._pages.free_rows
 
+    @property
+    def pass_rows(self) -> int:
+        """See `runners.SharedRunner`."""
+        return self._pages.pass_rows
+
     def new_cache(self) -> PagedCache:
         """See `runners.SharedRunner`."""
         return self._pages.new_cache()
@@ -137,6 +142,14 @@ class PagedRunner(OnnxRuntimeRunner):
         """See `runners.SharedRunner`."""
         assert isinstance(cache, PagedCache)
         cache.reserve(write_index, rows)
+
+    def least_rows(self, cache: Cache) -> int:
+        """See `runners.SharedRunner`."""
+        return _paged(cache).least_rows
+
+    def write_rows(self, cache: Cache, rows: NDArray[Any], least_rows: int) -> None:
+        """See `runners.SharedRunner`."""
+        _paged(cache).write_rows(rows, least_rows)
 
     def fork(self, cache: Cache) -> PagedCache:
         """See `runners.SharedRunner`."""
@@ -148,8 +161,7 @@ class PagedRunner(OnnxRuntimeRunner):
 
     def run_many(self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]) -> list[Outputs]:
         """See `runners.SharedRunner`."""
-        paged = [(_paged(cache), inputs) for cache, inputs in parts]
-        found = self._run(joined(paged))
+        found = self._run(joined(parts))
         return [found] if len(parts) == 1 else share(found, [inputs for _, inputs in parts])
 
 
