@@ -22,8 +22,7 @@ def described(manifest: Manifest) -> dict[str, Any]:
 def decoder_title(spec: DecoderSpec) -> str:
     """A decoder in a few words."""
     return (
-        f"{spec.model_type}, {spec.num_parameters / 1e6:.1f} M parameters, "
-        f"{_layers(spec)} layers"
+        f"{spec.model_type}, {spec.num_parameters / 1e6:.1f} M parameters, {_layers(spec)} layers"
     )
 
 
