@@ -126,7 +126,7 @@ def keep_matrix(
     shape = matrix.shape
     assert shape is not None
     _, heads, keys, values = shape.numpy()
-    found = dict(zip(("key", "delta", "decay"), given, strict=True))
+    found: dict[str, ir.Value] = dict(zip(("key", "delta", "decay"), given, strict=True))
     for value in given:
         value.type = ir.TensorType(ir.DataType.FLOAT)
     widths = {"key": key_heads * keys, "delta": heads * values, "decay": heads}

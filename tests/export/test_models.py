@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import cuda_on_cpu
 import numpy as np
 import pytest
 from conftest import make_checkpoint
-from portable import open_portable
+from portable import TOLERANCE, allowed, open_portable
 
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
@@ -21,9 +20,6 @@ from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import run_portable
 from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
-TOLERANCE = 2e-4
-# Of the largest logit, by which transformers' own two forms of the delta rule differ as much.
-OF_LOGITS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), 1e-4)
 CAPACITY = 64
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -128,11 +124,6 @@ def reference(exported):
     return logits, token_ids
 
 
-def _allowed(checkpoint: Path, expected: np.ndarray) -> float:
-    model_type = json.loads((checkpoint / "config.json").read_text())["model_type"]
-    return max(TOLERANCE, OF_LOGITS.get(model_type, 0) * np.abs(expected).max())
-
-
 def _run(session: DecoderSession, ids: np.ndarray, chunks: list[int]) -> np.ndarray:
     logits, begin = [], 0
     for size in chunks:
@@ -151,7 +142,7 @@ def test_logits_equal_transformers(session, exported, reference, chunks):
     logits, ids = reference
     found, expected = _run(session, ids, chunks), logits(ids)
     assert np.abs(expected).max() > 1  # the comparison means something
-    np.testing.assert_allclose(found, expected, atol=_allowed(exported[0], expected))
+    np.testing.assert_allclose(found, expected, atol=allowed(exported[0], expected))
     assert (found.argmax(-1) == expected.argmax(-1)).all()
 
 
@@ -171,8 +162,7 @@ def test_tree_nodes_see_their_ancestors_only(session, exported, reference):
     for node in range(5):
         path = np.concatenate([prompt, tree_ids[np.flatnonzero(mask[node])]])
         expected = logits(path)[-1]
-        allowed = _allowed(exported[0], expected)
-        np.testing.assert_allclose(found[node], expected, atol=allowed)
+        np.testing.assert_allclose(found[node], expected, atol=allowed(exported[0], expected))
 
 
 def test_portable_graph_runs_without_the_runtime(exported, reference):
@@ -181,7 +171,7 @@ def test_portable_graph_runs_without_the_runtime(exported, reference):
     manifest = load_bundle(exported[1], LLM_BUNDLE)
     found = run_portable(exported[1], manifest, ids, 30)
     expected = logits(ids)
-    np.testing.assert_allclose(found, expected, atol=_allowed(exported[0], expected))
+    np.testing.assert_allclose(found, expected, atol=allowed(exported[0], expected))
 
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])

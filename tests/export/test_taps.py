@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import assert_one_line_error, make_checkpoint
 from eagle_reference import Layout, make_draft
+from portable import allowed
 
 from edgellm.contract import UnsupportedModelError
 from edgellm.export import models
@@ -79,8 +80,9 @@ def _compare(tmp_path, config, taps, cut):
     expected = torch.cat([result.hidden_states[tap][0] for tap in taps], -1).numpy()
     found = run_outputs(tmp_path / "bundle", manifest, ids, 15)
     assert found.taps is not None
-    np.testing.assert_allclose(found.taps, expected, atol=2e-4)
-    np.testing.assert_allclose(found.logits, result.logits[0].numpy(), atol=2e-4)
+    logits = result.logits[0].numpy()
+    np.testing.assert_allclose(found.taps, expected, atol=allowed(checkpoint, expected))
+    np.testing.assert_allclose(found.logits, logits, atol=allowed(checkpoint, logits))
 
 
 def test_no_taps_leave_the_graph_as_it_was(deep_checkpoint, tmp_path):

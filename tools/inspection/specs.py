@@ -22,9 +22,16 @@ def described(manifest: Manifest) -> dict[str, Any]:
 def decoder_title(spec: DecoderSpec) -> str:
     """A decoder in a few words."""
     return (
-        f"{spec.model_type}, {spec.num_parameters / 1e6:.1f} M parameters, "
-        f"{spec.kv.num_layers} layers"
+        f"{spec.model_type}, {spec.num_parameters / 1e6:.1f} M parameters, {_layers(spec)} layers"
     )
+
+
+def _layers(spec: DecoderSpec) -> str:
+    """Those that attend, and those that keep states, which may be the same ones."""
+    if spec.recurrent is None:
+        return str(spec.kv.num_layers)
+    recurrent = {name.split(".")[1] for name in spec.recurrent.states}
+    return f"{spec.kv.num_layers} attending and {len(recurrent)} recurrent"
 
 
 def encoder_title(spec: VisionSpec) -> str:
@@ -38,7 +45,7 @@ def decoder_facts(spec: DecoderSpec) -> dict[str, str]:
     return {
         "architecture": spec.model_type,
         "parameters": f"{spec.num_parameters:,}",
-        "layers": str(spec.kv.num_layers),
+        "layers": _layers(spec),
         "hidden size": str(spec.hidden_size),
         "KV heads": f"{spec.kv.num_kv_heads} of {spec.kv.head_dim}",
         "vocabulary": str(spec.vocab_size),

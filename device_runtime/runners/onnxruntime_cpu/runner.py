@@ -79,7 +79,7 @@ class OnnxRuntimeRunner:
         if self._latest is not None:
             self._latest.expire()
         top_k = inputs[contract.TOP_K][0] if contract.TOP_K in inputs else 0
-        key = (top_k, *[array.shape for name, array in inputs.items() if not _is_bound(name)])
+        key = (top_k, *[array.shape for array in inputs.values()])
         bound = self._bound.get(key)
         if bound is None:
             bound = _BoundPass(self._graph(inputs), self._caches, self._scratch, inputs)
