@@ -16,6 +16,7 @@ suffers more from rounding than one of 8 B: compare rows, do not carry figures o
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -264,6 +265,9 @@ def _engines(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Logits]]
         return
     for kind in arguments.gguf:
         yield f"llama.cpp {kind}", _gguf(work, kind).stat().st_size, llama_cpp(work, kind, threads)
+    if importlib.util.find_spec("onnxruntime_genai") is None:
+        print("onnxruntime-genai is not installed: left out", file=sys.stderr)
+        return
     yield "onnxruntime-genai int4", _bytes(work / "genai", "*.data"), genai(work, threads)
 
 

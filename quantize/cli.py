@@ -19,7 +19,7 @@ Format = Annotated[
     str, typer.Option("--format", help="modelopt, or compressed-tensors, which vLLM reads.")
 ]
 Head = Annotated[
-    str | None, typer.Option("--lm_head_quantization", help="fp8, nvfp4, int8 or int4.")
+    str | None, typer.Option("--lm_head_quantization", help="fp8, nvfp4, int8, int4, or int8_tied.")
 ]
 Cache = Annotated[
     str | None,
@@ -30,7 +30,7 @@ Dataset = Annotated[
 ]
 NumSamples = Annotated[
     int | None,
-    typer.Option("--num_samples", min=1, help="Rows; default 512 (AWQ 128), on a CPU 32 (AWQ 8)."),
+    typer.Option("--num_samples", min=1, help="Rows; 512 (AWQ 128), on a CPU 32 (AWQ 8, gptq 48)."),
 ]
 SeqLen = Annotated[
     int | None, typer.Option("--seq_len", min=8, help="Tokens of a row; 512, on a CPU 256.")
@@ -100,7 +100,7 @@ def llm(
     quantization: Body,
     algo: Annotated[
         str | None,
-        typer.Option("--algo", help="Of int4_awq: awq, gptq, autoround, or auto: the best."),
+        typer.Option("--algo", help="int4_awq: awq, gptq, autoround or auto; fp8, nvfp4: gptq."),
     ] = None,
     time_budget: TimeBudget = None,
     rotate_values: Rotate = False,

@@ -66,8 +66,8 @@ ALGORITHMS = {
     "int4_awq": {
         "awq": SCHEMES["int4_awq"], "gptq": FEEDBACK, "autoround": AUTOROUND, "auto": FEEDBACK,
     },
-    "fp8": {"gptq": replace(SCHEMES["fp8"], name="fp8_gptq", form="fp8")},
-    "nvfp4": {"gptq": replace(SCHEMES["nvfp4"], name="nvfp4_gptq", form="nvfp4")},
+    "fp8": {"gptq": replace(SCHEMES["fp8"], name="fp8_gptq", config="", form="fp8")},
+    "nvfp4": {"gptq": replace(SCHEMES["nvfp4"], name="nvfp4_gptq", config="", form="nvfp4")},
 }  # fmt: skip
 HEAD_SCHEMES = {
     "fp8": SCHEMES["fp8"],

@@ -118,7 +118,10 @@ def test_a_model_and_an_interrupt(place, tmp_path):
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
 def test_floats_of_eight_and_four_bits(place, tmp_path, scheme):
     """Less is lost than by rounding to the nearest; codes and scales are those of the layout."""
-    job = make_job(place / "model", place / "text.jsonl", tmp_path / "out", scheme, num_samples=64)
+    job = make_job(
+        place / "model", place / "text.jsonl", tmp_path / "out", scheme, num_samples=64,
+        kv_cache_quantization="fp8",
+    )  # fmt: skip
     nearest = run_job(replace(job, output_dir=tmp_path / "nearest"), lambda *_: None)
     report = run_job(replace(job, algo="gptq"), lambda *_: None)
     assert report.quality.kl_divergence < 0.9 * nearest.quality.kl_divergence

@@ -165,6 +165,15 @@ def test_heads(run, scheme, head, perplexity):
     assert report.quantized_modules == 22
 
 
+@pytest.mark.parametrize("changes", [{"tie_word_embeddings": False}, {"hidden_size": 48}])
+def test_tables_that_are_no_head_or_of_no_whole_blocks(tmp_path, text, changes):
+    model = make_model(tmp_path / "model", "llama", **changes)
+    job = make_job(model, text, tmp_path / "out", "fp8", lm_head_quantization="int8_tied")
+    with pytest.raises(EdgeLLMError, match="--lm_head_quantization int8_tied"):
+        run_job(job, lambda *_: None)
+    assert sorted(tmp_path.iterdir()) == [model]
+
+
 def _portable_perplexity(job: Job, bundle: Path) -> float:
     export_llm(open_checkpoint(str(job.output_dir)), bundle, ExportOptions("fp32"))
     manifest = load_bundle(bundle, LLM_BUNDLE)

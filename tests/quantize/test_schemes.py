@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.quantize.schemes import SCHEMES, block_size
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.quantize.schemes import SCHEMES, block_size, choose_scheme
 
 INT4 = SCHEMES["int4_awq"]
 
@@ -27,3 +27,17 @@ def test_blocks_that_do_not_fit(scheme, width, wanted, hint):
     with pytest.raises(UnsupportedModelError, match=f"layer1 has {width} inputs") as caught:
         block_size(SCHEMES[scheme], {"layer0": (8, 1024), "layer1": (8, width)}, wanted)
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("quantization", "algo", "words"),
+    [
+        ("int8_sq", "gptq", "--algo is for int4_awq, fp8, nvfp4"),
+        ("nvfp4", "awq", "--quantization nvfp4 --algo awq: no such choice"),
+        ("int4_awq", "gtpq", "did you mean gptq"),
+    ],
+)
+def test_algorithms_that_do_not_go_with_it(quantization, algo, words):
+    with pytest.raises(EdgeLLMError) as caught:
+        choose_scheme(quantization, algo)
+    assert words in f"{caught.value} {caught.value.hint}"
