@@ -15,6 +15,10 @@ from edgellm.manifest import Bundle, DraftSpec
 app = App(SNAKE_CASE, no_args_is_help=True)
 
 DType = Annotated[str, typer.Option("--dtype", help="Activations: fp16 or fp32.")]
+Pooling = Annotated[
+    str, typer.Option("--pooling", help="The model embeds texts: by its last row, or the mean.")
+]
+_POOLED = {"last": "the last row", "mean": "the mean of all rows"}
 Quantization = Annotated[
     str, typer.Option("--quantization", help="Rounds weights of linear layers: fp8, int8 or none.")
 ]
@@ -48,6 +52,7 @@ def llm(
     draft_model_dir: Annotated[
         str | None, typer.Option("--draft_model_dir", help="Take the taps that this draft wants.")
     ] = None,
+    pooling: Pooling = "",
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with transformers (needs edgellm[host]).")
     ] = False,
@@ -63,13 +68,9 @@ def llm(
 
         require_host()
     start = time.perf_counter()
+    taps, ignored = numbers("--hidden_taps", hidden_taps), _split(ignore_config_keys)
     options = ExportOptions(
-        dtype,
-        num_layers,
-        _split(ignore_config_keys),
-        is_eagle_base,
-        numbers("--hidden_taps", hidden_taps),
-        draft_model_dir,
+        dtype, num_layers, ignored, is_eagle_base, taps, draft_model_dir, pooling
     )
     checkpoint = open_checkpoint(model_dir)
     with byte_progress("exporting") as progress:
@@ -191,7 +192,9 @@ def _cost(manifest: Bundle, start: float) -> str:
 
 
 def _say_taps(manifest: Bundle) -> None:
-    if manifest.hidden_taps:
+    if manifest.pooling:
+        typer.echo(f"embeds texts: by {_POOLED[manifest.pooling]} of the last layer")
+    elif manifest.hidden_taps:
         typer.echo(f"hidden taps for a draft: {', '.join(map(str, manifest.hidden_taps))}")
 
 

@@ -38,15 +38,12 @@ class CacheSlot:
         self.session, self.prefill_rows = session, prefill_rows
         self._draft_caches, self._no_images = tuple(draft_caches), no_images
         self._reuses_context, self.kept = reuses_context, KeptContexts()
+        # Whether sequences that step side by side share a pass
+        self.steps_together = session.most_parts > 1
         # Rows that a sequence gets at a time
-        self.page_rows = session.page_rows if session.most_parts > 1 else 1
+        self.page_rows = session.page_rows if self.steps_together else 1
         self._holder: Sequence | None = None  # whose rows session and draft are about
         self._begun: list[Sequence] = []  # whose rows are somewhere
-
-    @property
-    def steps_together(self) -> bool:
-        """Whether sequences that step side by side share a pass."""
-        return self.session.most_parts > 1
 
     @property
     def free_rows(self) -> int:
@@ -68,10 +65,9 @@ class CacheSlot:
         """Turn to the rows of a sequence; costs nothing where sequences share pages."""
         if self._holder is sequence:
             return
-        before = self._holder
         self.evict()
         if sequence.context is None:
-            self._take_context(sequence, before)
+            self._take_context(sequence)
             self._begin(sequence)
         else:
             self.session.use(sequence.context)
@@ -94,9 +90,10 @@ class CacheSlot:
         if sequence.context is not None:
             self.session.save(sequence.context)
 
-    def _take_context(self, sequence: Sequence, before: Sequence | None) -> None:
+    def _take_context(self, sequence: Sequence) -> None:
         """Where its rows go: those of the sequence before may be of use to it."""
         session = self.session
+        before = next((one for one in self._begun if one.context is session.context), None)
         if before is None:
             sequence.context = session.context
         elif before.is_over:
@@ -127,10 +124,19 @@ class CacheSlot:
         sequence.profile.prompt_tokens.append(len(sequence.prompt.token_ids))
         sequence.profile.reused_tokens.append(sequence.reused)
 
+    def end(self, sequence: Sequence) -> None:
+        """The answer is complete, all rows of which a sequence has that has just stepped."""
+        self.session.end_text(len(sequence.keys))
+
     def set_images(self, prompt: Prompt) -> None:
         """Tell the base what image rows of a prompt stand for, before it is read."""
         if self._no_images is not None:
             self.session.set_images(prompt.images or self._no_images)
+
+    def is_to_keep(self, sequence: Sequence, length: int) -> bool:
+        """Whether `keep` is due: at the end, or before windows give rows back."""
+        is_last_chance = self.session.pass_rows and sequence.num_rows >= length
+        return sequence.finish_reason is not None or bool(is_last_chance)
 
     def keep(self, sequence: Sequence, length: int) -> list[str]:
         """Keep the first `length` rows of a sequence that has just stepped for later prompts.
@@ -142,6 +148,8 @@ class CacheSlot:
             return ["nothing was kept: there is no system prompt of its own"]
         self.admit(sequence)
         caches = self.session, *self._draft_caches
+        if length < self.session.least_rows and not self.kept.knows(sequence.prompt.keys[:length]):
+            return ["the system prompt is not kept: the answer went on behind a longer text"]
         if not self.kept.keep(sequence.prompt.keys[: length + 1], caches):
             return [f"the system prompt takes more than {self.kept.limit_bytes} bytes: not kept"]
         return []
@@ -171,9 +179,15 @@ class CacheSlot:
         drafts = self._draft_caches if sequence.drafter is not None else ()
         caches: list[RowCache] = [self.session, *drafts]
         held = min(cache.held(keys) for cache in caches) if self._reuses_context else 0
+        held = self._usable(held)
         usable, kept = self.kept.find(keys, len(caches))
         if kept is not None and usable > held:
             with sequence.profile.stage(RESTORE):
                 kept.restore(usable, caches)
             held = usable
-        return min(held, len(keys) - 1)
+        begun = self.session.begin_text(len(keys), min(held, len(keys) - 1), sequence.marks)
+        return self._usable(begun)
+
+    def _usable(self, length: int) -> int:
+        """As many rows, if windows still have what the next row sees; if not, none."""
+        return length if length and length >= self.session.least_rows else 0

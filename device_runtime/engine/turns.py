@@ -28,7 +28,8 @@ class Turns:
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed, self._num_waiting = threading.Condition(self._lock), 0
         self._readers: dict[Entry, object] = {}
         self._computes = 0  # the thread that does; 0: none
         self._visitors: set[int] = set()  # threads that wait for the end of a pass
@@ -40,13 +41,13 @@ class Turns:
 
     def enter(self, entry: Entry, reader: object = None) -> None:
         """An answer is about to be read; without `reader` by this thread."""
-        with self._changed:
+        with self._lock:
             self._readers[entry] = threading.get_ident() if reader is None else reader
             self._batch.add(entry)
 
     def leave(self, entry: Entry) -> None:
         """Nobody reads on; from any thread, also while a pass runs."""
-        with self._changed:
+        with self._lock:
             self._readers.pop(entry, None)
             self._batch.remove(entry)
             self._changed.notify_all()
@@ -66,7 +67,7 @@ class Turns:
         """
         self._ask(entries)
         while True:
-            with self._changed:
+            with self._lock:
                 self.require_open()
                 if found := self._read(entries):
                     return found
@@ -77,9 +78,10 @@ class Turns:
         """Compute something between two passes, whosever turn it is; raises if it was closed."""
         thread = threading.get_ident()
         try:
-            with self._changed:
+            with self._lock:
                 self._visitors.add(thread)
-                self._changed.wait_for(self._is_free)
+                while not self._is_free():
+                    self._wait()
                 self.require_open()
                 self._computes = thread
             yield
@@ -88,8 +90,9 @@ class Turns:
 
     def close(self) -> None:
         """Wait for the end of a pass and let nobody compute again."""
-        with self._changed:
-            self._changed.wait_for(self._is_free)
+        with self._lock:
+            while not self._is_free():
+                self._wait()
             if not self._closed:
                 self._closed = True
                 self._batch.close()
@@ -102,13 +105,15 @@ class Turns:
 
     def _ask(self, entries: Sequence[Entry]) -> None:
         """A reader waits for these, and so for no other answer of its own."""
-        with self._changed:
-            readers = {self._readers[entry] for entry in entries}
-            for entry, reader in self._readers.copy().items():
-                if reader in readers:
-                    entry.is_turned_away = entry not in entries
+        with self._lock:
             for entry in entries:
-                entry.is_wanted = True
+                entry.is_wanted, entry.is_turned_away = True, False
+            if len(self._readers) == len(entries):
+                return
+            readers = {self._readers[entry] for entry in entries}
+            for entry, reader in self._readers.items():
+                if reader in readers and entry not in entries:
+                    entry.is_turned_away = True
             self._changed.notify_all()
 
     def _read(self, entries: Sequence[Entry]) -> list[tuple[Entry, list[Step]]]:
@@ -131,27 +136,33 @@ class Turns:
         stepping: list[Entry] = []
         found: list[tuple[Step, ...]] = []
         try:
-            with self._changed:
-                planned = None
+            with self._lock:
                 if self._may_compute():
                     if self._batch.sweep():
                         self._changed.notify_all()
                         return
-                    planned = self._batch.plan(PATIENCE_S)
-                if planned is None:
-                    self._changed.wait(self._wait_s())
+                    stepping = self._batch.begin(PATIENCE_S)
+                if not stepping:
+                    self._wait(self._patience_s())
                     return
                 self._computes = threading.get_ident()
-                stepping = self._batch.begin(planned)
             found = self._batch.run(stepping)
         finally:
-            with self._changed:
+            with self._lock:
                 if stepping:
                     self._batch.end(stepping, found)
                 self._end_of_pass()
 
-    def _wait_s(self) -> float:
-        """Seconds until somebody's patience may be over."""
+    def _wait(self, most_s: float | None = None) -> None:
+        """Let others have the lock until something has changed."""
+        self._num_waiting += 1
+        try:
+            self._changed.wait(most_s)
+        finally:
+            self._num_waiting -= 1
+
+    def _patience_s(self) -> float:
+        """Until somebody's may be over."""
         paused = [
             entry.paused_s for entry in self._batch.entries
             if entry.is_admitted and not entry.is_wanted
@@ -159,7 +170,7 @@ class Turns:
         return max(min(paused, default=time.monotonic()) + PATIENCE_S - time.monotonic(), 0.01)
 
     def _may_compute(self) -> bool:
-        return self._is_free() and not self._visitors - {threading.get_ident()}
+        return self._is_free() and self._visitors <= {threading.get_ident()}
 
     def _is_free(self) -> bool:
         """Whether the calling thread may compute; an interrupt may have cut a pass of its own."""
@@ -168,8 +179,9 @@ class Turns:
     def _end_of_pass(self) -> None:
         """Of the calling thread, if it has begun one."""
         thread = threading.get_ident()
-        with self._changed:
+        with self._lock:
             self._visitors.discard(thread)
             if self._computes == thread:
                 self._computes = 0
-                self._changed.notify_all()
+                if self._num_waiting:  # most often nobody does
+                    self._changed.notify_all()

@@ -8,7 +8,6 @@ are copied out. They are, too, where no page is free.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from edgellm import contract
 from edgellm.contract import LimitError
 from edgellm.device_runtime.runners import Cache, Outputs, Runner, SharedRunner, require_cache
 from edgellm.device_runtime.sessions import ImageRows, RowKey
+from edgellm.device_runtime.sessions.states import Memory
 
 
 class Context:
@@ -30,6 +30,8 @@ class Context:
         self.images: ImageRows | None = None  # of the prompt
         self.cache: Cache | None = None  # that holds the rows
         self.saved: NDArray[Any] | None = None  # a copy of them, while nothing does
+        self.memory: Memory | None = None  # what recurrent layers keep of them
+        self.saved_least = 0  # of these, the fewest that can be gone on from
 
 
 class Contexts:
@@ -38,13 +40,10 @@ class Contexts:
     def __init__(self, runner: Runner) -> None:
         self._runner, self._only = runner, require_cache(runner)
         self._shared = runner if isinstance(runner, SharedRunner) else None
+        # Sequences of a pass
+        self.most_together = self._shared.num_sequences if self._shared is not None else 1
         self._is_begun = False
         self._resident: list[Context] = []  # with caches; the least recently used first
-
-    @property
-    def most_together(self) -> int:
-        """Sequences of a pass."""
-        return self._shared.num_sequences if self._shared is not None else 1
 
     @property
     def page_rows(self) -> int:
@@ -55,6 +54,15 @@ class Contexts:
     def free_rows(self) -> int | None:
         """Rows for which pages are free; None where there are no pages."""
         return self._shared.free_rows if self._shared is not None else None
+
+    @property
+    def pass_rows(self) -> int:
+        """Rows of a sequence in a pass at most; 0: any number."""
+        return self._shared.pass_rows if self._shared is not None else 0
+
+    def least_rows(self, context: Context) -> int:
+        """The fewest of its rows that can be gone on from, but for none; 0: any number."""
+        return 0 if self._shared is None else self._shared.least_rows(self.admit(context))
 
     def admit(self, context: Context) -> Cache:
         """Its cache, with its rows."""
@@ -69,20 +77,24 @@ class Contexts:
         Raises:
             LimitError: all others copied out, the pages do not suffice.
         """
-        staying = [context for context, _, _ in parts]
+        staying: tuple[Context, ...]
+        staying, _, _ = zip(*parts, strict=True)
         for context, begin, rows in parts:
             cache = self._bring_in(context, staying)
             if self._shared is not None:
-                reserve = partial(self._shared.reserve, cache, begin, rows)
-                self._with_room(reserve, staying)
+                self._with_room(staying, self._shared.reserve, cache, begin, rows)
             context.num_rows = begin
 
     def run(self, parts: Sequence[tuple[Context, dict[str, NDArray[Any]]]]) -> list[Outputs]:
-        """A pass for all of them, or one for each; what it gives is to be read before the next."""
+        """A pass for all of them, or one for each; what it gives is to be read before the next.
+
+        Args:
+            parts: contexts with reserved rows, and inputs by contract name.
+        """
         if self._shared is None and len(parts) == 1:
             return [self._runner.run(parts[0][1])]
         if self._shared is not None:
-            return self._shared.run_many([(self.admit(one), given) for one, given in parts])
+            return self._shared.run_many([(_cache(one), given) for one, given in parts])
         found: list[Outputs] = []
         for context, inputs in parts:
             self.admit(context)
@@ -90,6 +102,20 @@ class Contexts:
             found.append({name: np.array(outputs[name]) for name in outputs})
             context.num_rows += inputs[contract.INPUT_IDS].shape[1]
         return found
+
+    def write_rows(self, context: Context, rows: NDArray[Any], least_rows: int = 0) -> None:
+        """See `runners.Cache` and `least_rows`; others make way."""
+        cache, context.num_rows = self._bring_in(context, [context]), 0
+        self._write(cache, rows, least_rows, [context])
+        context.num_rows = rows.shape[-2]
+
+    def _write(
+        self, cache: Cache, rows: NDArray[Any], least_rows: int, staying: Sequence[Context]
+    ) -> None:
+        if self._shared is None:
+            cache.write_rows(rows)
+        else:
+            self._with_room(staying, self._shared.write_rows, cache, rows, least_rows)
 
     def fork(self, context: Context) -> Context:
         """Another with the same rows, which both may go on from."""
@@ -103,7 +129,7 @@ class Contexts:
             new.cache = self._only
             self._resident.append(new)
         else:
-            new.saved = context.saved
+            new.saved, new.saved_least = context.saved, context.saved_least
         return new
 
     def close(self, context: Context) -> None:
@@ -112,7 +138,7 @@ class Contexts:
             self._resident.remove(context)
             if self._shared is not None and context.cache is not None:
                 self._shared.release(context.cache)
-        context.cache = context.saved = None
+        context.cache = context.saved = context.memory = None
         context.keys, context.num_rows = [], 0
 
     def save(self, context: Context) -> None:
@@ -122,8 +148,9 @@ class Contexts:
 
     def _bring_in(self, context: Context, staying: Sequence[Context]) -> Cache:
         if context.cache is not None:
-            self._resident.remove(context)
-            self._resident.append(context)
+            if self._resident[-1] is not context:
+                self._resident.remove(context)
+                self._resident.append(context)
             return context.cache
         if self._shared is None:
             for other in list(self._resident):
@@ -131,7 +158,7 @@ class Contexts:
         cache = context.cache = self._new_cache()
         self._resident.append(context)
         if (rows := context.saved) is not None:
-            self._with_room(lambda: cache.write_rows(rows), [*staying, context])
+            self._write(cache, rows, context.saved_least, [*staying, context])
             context.saved = None
         return cache
 
@@ -141,22 +168,30 @@ class Contexts:
             return self._only
         return self._shared.new_cache()
 
-    def _with_room(self, action: Callable[[], None], staying: Sequence[Context]) -> None:
-        """Copy others out until pages suffice."""
+    def _with_room(
+        self, staying: Sequence[Context], action: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Copy others out until pages suffice for `action`."""
         try:
-            return action()
+            return action(*arguments)
         except LimitError:
             others = [one for one in self._resident if one not in staying]
             if self._shared is None or not others:
                 raise
             self._evict(others[0])
-        return self._with_room(action, staying)
+        return self._with_room(staying, action, *arguments)
 
     def _evict(self, context: Context) -> None:
         assert context.cache is not None
         if context.num_rows:
+            context.saved_least = self.least_rows(context)
             context.saved = context.cache.read_rows(context.num_rows)
         self._resident.remove(context)
         if self._shared is not None:
             self._shared.release(context.cache)
         context.cache = None
+
+
+def _cache(context: Context) -> Cache:
+    assert context.cache is not None
+    return context.cache

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,23 +19,31 @@ from edgellm.device_runtime.runners.rounds import GrowsTrees, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
 from edgellm.device_runtime.sessions.contexts import Context, Contexts
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
+from edgellm.device_runtime.sessions.states import CHECKPOINT_ROWS, Memory, States
 from edgellm.manifest import DecoderSpec, Engine
-from edgellm.roles import DECODER, PASS
+from edgellm.roles import COMMIT, DECODER, PASS
 
 
 class PassResult:
     """Outputs of one pass; a device's are fetched when they are read, before the next pass."""
 
+    __slots__ = ("_outputs", "_rows", "_token_ids")
+
     def __init__(self, outputs: Outputs, rows: int) -> None:
         self._outputs, self._rows = outputs, rows
+        self._token_ids: I64 | None = None  # until it is asked for
 
-    @functools.cached_property
+    @property
     def token_ids(self) -> I64:
         """[R], the likeliest token behind each row."""
-        if contract.TOKEN_IDS in self._outputs:
-            return self._outputs[contract.TOKEN_IDS][0]
-        # numpy finds the largest logit of a row in a fifth of an operator's time
-        return self.logits.argmax(axis=-1)
+        found = self._token_ids
+        if found is None:
+            if contract.TOKEN_IDS in self._outputs:
+                found = self._outputs[contract.TOKEN_IDS][0]
+            else:  # numpy finds the largest logit of a row in a fifth of an operator's time
+                found = self.logits.argmax(axis=-1)
+            self._token_ids = found
+        return found
 
     def highest_of(self, row: int) -> float:
         """The logit of a row's token of `token_ids`, which are the argmax."""
@@ -58,8 +64,7 @@ class PassResult:
         return self._outputs[contract.HIDDEN_TAPS][0]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """What a sequence computes in a pass; see `DecoderSession.run`."""
 
     context: Context
@@ -82,16 +87,18 @@ class DecoderSession:
     are written, so that it is true whatever fails in between and whoever runs the passes.
     """
 
-    def __init__(self, runner: Runner, spec: DecoderSpec, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(
+        self, runner: Runner, spec: DecoderSpec, capacity: int, commit: Runner | None = None
+    ) -> None:
+        """`commit`: of a decoder with recurrent layers."""
+        self.capacity, self._states = capacity, None
+        if spec.recurrent is not None:
+            assert commit is not None
+            self._states = States(commit, spec.recurrent)
         self._runner, self._contexts = runner, Contexts(runner)
+        self.most_parts = self._contexts.most_together  # sequences that one pass serves
         self._inputs = PassInputs(runner, spec, capacity)
         self.context = Context()  # whose rows all methods but `run_many` are about
-
-    @property
-    def most_parts(self) -> int:
-        """Sequences that one pass serves."""
-        return self._contexts.most_together
 
     @property
     def free_rows(self) -> int | None:
@@ -103,6 +110,11 @@ class DecoderSession:
         """Rows that a sequence gets at a time."""
         return self._contexts.page_rows
 
+    @property
+    def pass_rows(self) -> int:
+        """Rows of a sequence in a pass at most, where windows bound its cache; 0: any number."""
+        return self._contexts.pass_rows
+
     def use(self, context: Context) -> None:
         """Turn to the rows of another sequence."""
         self._contexts.admit(context)
@@ -110,12 +122,17 @@ class DecoderSession:
 
     def cut(self, length: int) -> None:
         """Rows behind the first `length` need not be kept."""
+        if self._states is not None and self.context.memory is not None:
+            self._states.cut(self.context.memory, length)
         del self.context.keys[length:]
         self.context.num_rows = min(self.context.num_rows, length)
 
     def fork(self) -> Context:
         """Another context with the rows of this one."""
-        return self._contexts.fork(self.context)
+        new = self._contexts.fork(self.context)
+        if self._states is not None and self.context.memory is not None:
+            new.memory = self._states.fork(self.context.memory)
+        return new
 
     def save(self, context: Context) -> None:
         """Copy the rows of a context out: others want the memory."""
@@ -146,7 +163,7 @@ class DecoderSession:
                 stand for is known when `compact` has chosen a path.
 
         Raises:
-            LimitError: the rows do not fit into the cache.
+            LimitError: the rows do not fit into the cache, or are more than `pass_rows`.
         """
         part = Part(self.context, token_ids, write_index, logits_index, position_ids, tree_mask)
         return self.run_many([part])[0]
@@ -161,24 +178,29 @@ class DecoderSession:
             LimitError: rows do not fit into the cache; nothing is computed.
         """
         starts = self._inputs.hold([part.context for part in parts])
-        inputs = [
-            self._inputs.of(
-                part.context, part.token_ids, part.write_index, part.logits_index,
-                part.position_ids, part.tree_mask, first_image=start,
-            )
-            for part, start in zip(parts, starts, strict=True)
-        ]  # fmt: skip
-        for part in parts:
-            del part.context.keys[part.write_index :]
-        self._contexts.reserve([(p.context, p.write_index, len(p.token_ids)) for p in parts])
-        pairs = zip(parts, inputs, strict=True)
-        found = self._contexts.run([(part.context, given) for part, given in pairs])
-        for part in parts:
-            _record(part)
-        return [
-            PassResult(outputs, len(part.token_ids))
-            for part, outputs in zip(parts, found, strict=True)
-        ]
+        asked: list[tuple[Context, dict[str, NDArray[Any]]]] = []
+        places: list[tuple[Context, int, int]] = []
+        for part, start in zip(parts, starts, strict=True):
+            context, token_ids, begin = part.context, part.token_ids, part.write_index
+            inputs = self._inputs.of(
+                context, token_ids, begin, part.logits_index, part.position_ids, part.tree_mask,
+                first_image=start,
+            )  # fmt: skip
+            if self._states is not None:
+                inputs |= self._states.begin(self._memory(context), begin)
+            asked.append((context, inputs))
+            places.append((context, begin, len(token_ids)))
+        for context, begin, _ in places:
+            del context.keys[begin:]
+        self._contexts.reserve(places)
+        found = self._contexts.run(asked)
+        results: list[PassResult] = []
+        for part, outputs in zip(parts, found, strict=True):
+            if self._states is not None:
+                accepted = len(part.token_ids) if part.tree_mask is None else 0
+                self._states.ran(self._memory(part.context), outputs, accepted)
+            results.append(_record(part, outputs))
+        return results
 
     def begin_round(self, length: int, nodes: int) -> tuple[int, int]:
         """A device is about to run a tree of `nodes` nodes behind `length` rows.
@@ -197,7 +219,7 @@ class DecoderSession:
 
     def end_round(self, token_ids: I64, outputs: Outputs) -> PassResult:
         """It did, with these tokens; as `run` with a mask, before `compact`."""
-        self.context.written = row_keys(token_ids.tolist(), _image_keys(self.context))
+        self.context.written = _keys(self.context, token_ids)
         self.context.num_rows += len(token_ids)
         return PassResult(outputs, len(token_ids))
 
@@ -218,6 +240,8 @@ class DecoderSession:
             rows: int64, ascending; the accepted rows of the last pass.
         """
         context = self.context
+        if self._states is not None:
+            self._states.accept(self._memory(context), rows)
         del context.keys[length:]
         self._contexts.admit(context).compact(length, rows)
         context.num_rows = length + len(rows)
@@ -227,12 +251,27 @@ class DecoderSession:
         """See `runners.Cache`."""
         return self._contexts.admit(self.context).read_rows(length)
 
-    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey] = ()) -> None:
+    def write_rows(
+        self, rows: NDArray[Any], keys: Sequence[RowKey] = (), least_rows: int = 0
+    ) -> None:
         """See `prefix_cache.RowCache`."""
-        self.context.keys, count = [], rows.shape[-2]
-        self._contexts.reserve([(self.context, 0, count)])
-        self._contexts.admit(self.context).write_rows(rows)
-        self.context.keys, self.context.num_rows = list(keys[:count]), count
+        self.context.keys = []
+        self._contexts.write_rows(self.context, rows, least_rows)
+        self.context.keys = list(keys[: rows.shape[-2]])
+        if self._states is not None:
+            self.context.memory = self._states.new()
+
+    def read_states(self, length: int) -> tuple[NDArray[Any], ...]:
+        """See `prefix_cache.BaseCache`."""
+        memory = self.context.memory
+        if self._states is None or memory is None:
+            return ()
+        return self._states.read(memory, length)
+
+    def write_states(self, states: tuple[NDArray[Any], ...], length: int) -> None:
+        """See `prefix_cache.BaseCache`."""
+        if self._states is not None:
+            self._states.write(self._memory(self.context), states, length)
 
     @property
     def num_rows(self) -> int:
@@ -241,16 +280,54 @@ class DecoderSession:
 
     def held(self, keys: Sequence[RowKey]) -> int:
         """See `prefix_cache.RowCache`."""
-        return count_common(self.context.keys, keys)
+        return self._reach(count_common(self.context.keys, keys))
+
+    def _reach(self, length: int) -> int:
+        """Rows, up to `length`, that a pass may begin behind: recurrent layers cannot go back."""
+        memory = self.context.memory
+        return length if memory is None else memory.reach(length)
+
+    def begin_text(self, prompt_rows: int, held: int, marks: Iterable[int] = ()) -> int:
+        """A prompt is about to be read; rows that it may begin behind.
+
+        Args:
+            prompt_rows: of the prompt, the last of which is always computed.
+            held: of these, rows that are there; states may not be.
+            marks: numbers of rows that later prompts may begin behind, besides the usual ones.
+        """
+        if self._states is not None:
+            every = range(CHECKPOINT_ROWS, prompt_rows, CHECKPOINT_ROWS)
+            self._memory(self.context).marks = {*marks, *every, prompt_rows - 1}
+        return self._reach(held)
+
+    def end_text(self, length: int) -> None:
+        """A text ends; rows of a tree may have been accepted behind its `length` tokens.
+
+        Recurrent layers cannot go back behind the next pass.
+        """
+        if self._states is not None and length < self.context.num_rows:
+            self.cut(length)
+
+    def _memory(self, context: Context) -> Memory:
+        assert self._states is not None
+        if context.memory is None:
+            context.memory = self._states.new()
+        return context.memory
+
+    @property
+    def least_rows(self) -> int:
+        """See `prefix_cache.RowCache`."""
+        return self._contexts.least_rows(self.context)
 
 
-def _record(part: Part) -> None:
-    """What a pass has written."""
-    context = part.context
-    context.num_rows = part.end
-    context.written = row_keys(part.token_ids.tolist(), _image_keys(context))
+def _record(part: Part, outputs: Outputs) -> PassResult:
+    """What a pass has written, and gave."""
+    context, rows = part.context, len(part.token_ids)
+    context.num_rows = part.write_index + rows
+    context.written = _keys(context, part.token_ids)
     if part.position_ids is None and part.tree_mask is None:
         _append(context, part.write_index, context.written)
+    return PassResult(outputs, rows)
 
 
 def _append(context: Context, length: int, keys: list[RowKey]) -> None:
@@ -258,8 +335,9 @@ def _append(context: Context, length: int, keys: list[RowKey]) -> None:
         context.keys += keys
 
 
-def _image_keys(context: Context) -> Mapping[int, RowKey]:
-    return {} if context.images is None else context.images.keys
+def _keys(context: Context, token_ids: I64) -> list[RowKey]:
+    ids = token_ids.tolist()
+    return ids if context.images is None else row_keys(ids, context.images.keys)
 
 
 def open_decoder(folder: Path, engine: Engine) -> DecoderSession:
@@ -270,7 +348,7 @@ def open_decoder(folder: Path, engine: Engine) -> DecoderSession:
 
 def session(opened: Mapping[str, Runner], spec: DecoderSpec, capacity: int) -> DecoderSession:
     """See `sessions.Module`."""
-    return DecoderSession(opened[DECODER], spec, capacity)
+    return DecoderSession(opened[DECODER], spec, capacity, opened.get(COMMIT))
 
 
 def costs(

@@ -2,72 +2,76 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.device_runtime.runners import Outputs
+from edgellm.device_runtime.runners import Cache, Outputs
 from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PagedCache
 
 Inputs = Mapping[str, NDArray[Any]]
 # Symbols in the shapes of a graph's inputs that are no numbers of rows
 NUM_SEQUENCES, TABLE_PAGES, MASK_VALUES = NOT_ROWS = "sequences", "table_pages", "mask_values"
 _LEAST_MASK = 64  # values; passes with masks of nearly one size share what they bind
+_RECURRENT = contract.PARENT_ROWS, contract.STATE
 _NO_MASK = np.zeros(_LEAST_MASK, np.bool_)
 
 
-_side_by_side = partial(np.concatenate, axis=1)
+# Along which axis sequences stand one behind the other
+_AXES = {
+    contract.INPUT_IDS: 1, contract.POSITION_IDS: 1, contract.DRAFT_HIDDEN: 1, contract.TOP_K: 0
+}  # fmt: skip
 
 
-def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]]:
+def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
     """Inputs of one pass for all parts, by the names that graphs of edgellm's kernels have.
 
     Args:
         parts: sequences, each with inputs by contract name; pages are there for their rows.
     """
-    each = [inputs for _, inputs in parts]
+    columns: dict[str, list[NDArray[Any]]] = {}
+    sequences: list[tuple[int, int, int]] = []
+    masks: list[NDArray[np.bool_]] = []
+    start = 0
+    for cache, inputs in parts:
+        assert isinstance(cache, PagedCache)
+        rows, index = inputs[contract.INPUT_IDS].shape[1], inputs[contract.LOGITS_INDEX]
+        for name in _AXES:
+            if name in inputs:
+                columns.setdefault(name, []).append(inputs[name])
+        columns.setdefault(contract.LOGITS_INDEX, []).append(index + start if start else index)
+        for name, table in cache.tables.items():
+            columns.setdefault(name, []).append(table)
+        mask = inputs.get(contract.TREE_MASK)
+        if mask is not None:
+            masks.append(mask)
+        width = 0 if mask is None else mask.shape[1]
+        sequences.append((inputs[contract.WRITE_INDEX][0], rows, width))
+        start += rows
     found = {
-        name: _one_or_all([inputs[name] for inputs in each], _side_by_side)
-        for name in (contract.INPUT_IDS, contract.POSITION_IDS, contract.DRAFT_HIDDEN)
-        if name in each[0]
+        # Most passes are of one sequence, whose time counts.
+        name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=_AXES.get(name, 0))
+        for name, arrays in columns.items()
     }
-    rows = [inputs[contract.INPUT_IDS].shape[1] for inputs in each]
-    wanted = [inputs[contract.LOGITS_INDEX] for inputs in each]
-    starts = itertools.accumulate(rows[:-1])
-    wanted[1:] = [start + index for start, index in zip(starts, wanted[1:], strict=True)]
-    found[contract.LOGITS_INDEX] = _one_or_all(wanted, np.concatenate)
-    if contract.TOP_K in each[0]:
-        found[contract.TOP_K] = max(inputs[contract.TOP_K] for inputs in each)
-    masks = [inputs.get(contract.TREE_MASK) for inputs in each]
-    found[contract.SEQUENCES] = np.array(
-        [
-            (inputs[contract.WRITE_INDEX][0], count, 0 if mask is None else mask.shape[1])
-            for inputs, count, mask in zip(each, rows, masks, strict=True)
-        ]
-    )
-    found[contract.TREE_MASKS] = _behind_each_other([one for one in masks if one is not None])
-    tables = [cache.tables() for cache, _ in parts]
-    for name in tables[0]:
-        found[name] = _one_or_all([pages[name][None] for pages in tables], np.concatenate)
+    if contract.TOP_K in found:
+        found[contract.TOP_K] = found[contract.TOP_K].max(keepdims=True)
+    found[contract.SEQUENCES] = np.array(sequences)
+    found[contract.TREE_MASKS] = _behind_each_other(masks)
+    if contract.PARENT_ROWS in parts[0][1]:  # with states, of one sequence
+        given = parts[0][1]
+        found |= {name: given[name] for name in given if name.startswith(_RECURRENT)}
     return found
-
-
-def _one_or_all(
-    arrays: list[NDArray[Any]], join: Callable[[list[NDArray[Any]]], NDArray[Any]]
-) -> NDArray[Any]:
-    """Most passes are of one sequence, whose time counts."""
-    return arrays[0] if len(arrays) == 1 else join(arrays)
 
 
 def _behind_each_other(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
     if not masks:
         return _NO_MASK
-    size = sum(mask.size for mask in masks)
+    size = 0
+    for mask in masks:
+        size += mask.size
     values = np.zeros(max(_LEAST_MASK, 1 << (size - 1).bit_length()), np.bool_)
     at = 0
     for mask in masks:
