@@ -22,6 +22,10 @@ IgnoredKeys = Annotated[
     str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
 ]
 
+LoraDir = Annotated[
+    str | None, typer.Option("--lora_dir", help="A PEFT folder: adds its LoRA to the weights.")
+]
+
 
 @app.callback()
 def commands() -> None:
@@ -48,6 +52,7 @@ def llm(
     draft_model_dir: Annotated[
         str | None, typer.Option("--draft_model_dir", help="Take the taps that this draft wants.")
     ] = None,
+    lora_dir: LoraDir = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with transformers (needs edgellm[host]).")
     ] = False,
@@ -70,6 +75,7 @@ def llm(
         is_eagle_base,
         numbers("--hidden_taps", hidden_taps),
         draft_model_dir,
+        lora_dir,
     )
     checkpoint = open_checkpoint(model_dir)
     with byte_progress("exporting") as progress:
