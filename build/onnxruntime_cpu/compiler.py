@@ -17,6 +17,7 @@ from edgellm.build.check import Verdict, largest_error, require_alike, run_passe
 from edgellm.build.costs import measure
 from edgellm.build.lowering.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.onnxruntime_cpu.adapters import write_adapted_layers
 from edgellm.build.onnxruntime_cpu.expert_check import check_experts
 from edgellm.build.onnxruntime_cpu.lower import lower
 from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
@@ -28,6 +29,7 @@ from edgellm.build.plan import Compiled, Estimate, Plan, Report
 from edgellm.build.reference import Numbers, Source, make_reference
 from edgellm.build.rounding import Rounds
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.device_runtime.adapted_layers import MAX_LORA_RANK
 from edgellm.device_runtime.kernels.library import register
 from edgellm.device_runtime.kernels.pack import VERSION
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, KERNELS, LAYOUT
@@ -65,6 +67,8 @@ def compile_bundle(
             compiler = _Compiler(portable, plan, folder, report)
             opened[role], graphs[role] = compiler.compile()
             verdicts.append(compiler.check(opened[role]))
+    if plan.max_lora_rank:
+        write_adapted_layers(source / bundle.graphs[DECODER].path, folder)
     dtype, pages = (cache.dtype, cache.pages) if cache is not None else ("", None)
     report("measuring the cost of a pass")
     costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype, pages), plan)
@@ -80,7 +84,8 @@ def _what_runs(plan: Plan) -> dict[str, Any]:
     """Options of the engine, see `runners.onnxruntime_cpu`."""
     kernels = kernels_of(plan)
     layout = {LAYOUT: VERSION} if kernels == EDGELLM else {}
-    return {KERNELS: kernels, "threads": plan.threads, **layout}
+    rank = {MAX_LORA_RANK: plan.max_lora_rank} if plan.max_lora_rank else {}
+    return {KERNELS: kernels, "threads": plan.threads, **layout, **rank}
 
 
 def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
@@ -122,6 +127,7 @@ class _Compiler:
     def __init__(self, source: Source, plan: Plan, folder: Path, report: Report) -> None:
         self._source, self._plan, self._folder, self._report = source, plan, folder, report
         self._variants = variants_of(source.role, ir.load(source.path), source.bundle, plan)
+        self._takes_adapters = bool(plan.max_lora_rank) and source.role == DECODER
         report(f"computing a few rows of the portable {source.role} graph")
         self._engine = Rounds(tuple(each.kernel for each in self._variants))
         self._reference = make_reference(source, plan.kv_capacity, self._engine, wanted=plan.checks)
@@ -195,7 +201,7 @@ class _Compiler:
         weights = WeightFile(path.with_suffix(".data"), told)
         lower(
             model, variant.kernel, weights, self._source.cache, self._plan.kv_capacity,
-            needs_mask=variant.needs_mask,
+            needs_mask=variant.needs_mask, takes_adapters=self._takes_adapters,
         )  # fmt: skip
         weights.close()
         ir.save(model, path)

@@ -30,6 +30,7 @@ from edgellm.build.lowering.weights import (
     constant_array,
     parameter_name,
 )
+from edgellm.build.onnxruntime_cpu.adapters import Marks
 from edgellm.build.onnxruntime_cpu.grouped_attention import lower_attention, narrow_cache
 from edgellm.build.onnxruntime_cpu.own_attention import lower_attention as lower_own_attention
 from edgellm.build.onnxruntime_cpu.own_embedding import lower_embeddings
@@ -50,6 +51,7 @@ def lower(
     capacity: int = 0,
     *,
     needs_mask: bool = True,
+    takes_adapters: bool = False,
 ) -> None:
     """Rewrite `model` in place for one way to compute linear layers.
 
@@ -60,12 +62,14 @@ def lower(
         cache: of a graph that has one; int8 takes one scale for each tensor.
         capacity: rows of the cache.
         needs_mask: False for a graph that only ever computes one row, which sees all before it.
+        takes_adapters: linear layers add what LoRA adapters do; with edgellm's own kernels.
     """
     graph = GraphEditor(model.graph, weights)
     if cache is not None:
         bind_capacity(model.graph, capacity)
     inline(model, keep=READ_BY_LOWERINGS)
     _lower_signature(model.graph)
+    marks = Marks(graph) if takes_adapters else None
     lower_inputs(graph)
     if isinstance(kernel, OwnLinears):
         lower_embeddings(graph, kernel)
@@ -73,7 +77,7 @@ def lower(
     look_up_blocks(graph)
     if isinstance(kernel, OwnLinears):
         lower_experts(graph, kernel)
-        lower_own_linears(graph, kernel)
+        lower_own_linears(graph, kernel, marks)
         _lower_candidates(graph)
     else:
         lower_linears(graph, kernel)

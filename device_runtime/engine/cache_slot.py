@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence as Sized
 
+from edgellm.contract import RequestError
 from edgellm.device_runtime.engine.prefix_cache import KeptContexts, KeptRows, RowCache
 from edgellm.device_runtime.engine.profile import RESTORE
 from edgellm.device_runtime.engine.prompt import Prompt
@@ -120,15 +121,24 @@ class CacheSlot:
                 self.session.close(sequence.context)
 
     def _begin(self, sequence: Sequence) -> None:
-        self.set_images(sequence.prompt)
+        self.set_up(sequence.prompt)
+        if sequence.drafter is not None:
+            sequence.drafter.set_adapter(sequence.prompt.adapter)
         if sequence.drafter is not None and self._no_images is not None:
             sequence.drafter.set_images(sequence.prompt.images or self._no_images)
         sequence.reused = sequence.num_rows = self._reuse(sequence)
         sequence.profile.prompt_tokens.append(len(sequence.prompt.token_ids))
         sequence.profile.reused_tokens.append(sequence.reused)
 
-    def set_images(self, prompt: Prompt) -> None:
-        """Tell the base what image rows of a prompt stand for, before it is read."""
+    def set_up(self, prompt: Prompt) -> None:
+        """Tell the base what image rows of a prompt stand for, and its adapter, before it is read.
+
+        Raises:
+            RequestError: the adapter was unloaded since the prompt was made.
+        """
+        if prompt.adapter is not None and not prompt.adapter.is_loaded:
+            raise RequestError(f"the adapter {prompt.adapter.name!r} was unloaded")
+        self.session.set_adapter(prompt.adapter)
         if self._no_images is not None:
             self.session.set_images(prompt.images or self._no_images)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Sized
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.contract import RequestError
 from edgellm.device_runtime.engine import arguments
+from edgellm.device_runtime.engine.adapters import open_adapters
 from edgellm.device_runtime.engine.answer import Answer
 from edgellm.device_runtime.engine.batch import Batch, Entry
 from edgellm.device_runtime.engine.cache_slot import CacheSlot
@@ -99,6 +101,7 @@ class LLM:
         )  # fmt: skip
         self._slot: CacheSlot | None = slot
         self._turns = Turns(Batch(slot, self._bounds(slot, max_stall_ms)))
+        self._adapters = open_adapters(folder, self.manifest, session, self._turns.visiting)
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
             from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
@@ -163,6 +166,33 @@ class LLM:
         self._turns.close()
         self._slot = self._drafters = self.images = None
 
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The LoRA adapters that are loaded, by name: their folders."""
+        return self._adapters.folders
+
+    def load_adapter(self, name: str, folder: Path | str) -> None:
+        """Take up a LoRA adapter, which answers of `lora=name` are computed with.
+
+        Others go on meanwhile, and wait for no more than a pass.
+
+        Args:
+            name: a new one, or one that stands for the same weights.
+            folder: as PEFT saves adapters.
+
+        Raises:
+            EdgeLLMError: the engine takes none, or not this one; nothing has changed.
+        """
+        arguments.require_kind("name", name, str, "a text")
+        arguments.require_kind("folder", folder, (str, os.PathLike), "a path")
+        self._turns.require_open()
+        self._adapters.load(name, Path(folder).expanduser())
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; raises `RequestError` where it is unknown, or answers use it."""
+        self._turns.require_open()
+        self._adapters.unload(name, self._turns.count_using)
+
     def generate(
         self,
         prompt: str | list[dict[str, Any]],
@@ -172,6 +202,7 @@ class LLM:
         stop: Sized[str] = (),
         speculative: bool = True,
         priority: int = 0,
+        lora: str | None = None,
         **template_flags: Any,
     ) -> Answer:
         """Start an answer; nothing is computed before it is iterated over.
@@ -185,6 +216,7 @@ class LLM:
             stop: strings that end the answer and do not appear in it.
             speculative: False decodes plainly although `spec` was given.
             priority: where answers wait, smaller goes first.
+            lora: the name of a loaded adapter that changes the model for this answer.
             template_flags: variables of the chat template, see `Formatter.format`.
 
         Raises:
@@ -206,6 +238,7 @@ class LLM:
             stop=stop,
             speculative=speculative,
             priority=priority,
+            lora=lora,
         )
 
     def generate_batch(
@@ -258,6 +291,7 @@ class LLM:
         system_prompt: str | None = None,
         shown_tokens: Sized[str] = (),
         priority: int = 0,
+        lora: str | None = None,
     ) -> Answer:
         """As `generate`, for a formatted text, or its token ids; images are encoded at once.
 
@@ -272,7 +306,9 @@ class LLM:
         max_tokens = arguments.require_length("max_generate_length", max_generate_length)
         sampling.require_fit(self.manifest.decoder.vocab_size, max_tokens)
         profile = Profile()
+        adapter = None if lora is None else self._adapters.find(lora)
         prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
+        prompt = replace(prompt, adapter=adapter)
         max_tokens, warnings = fit(len(prompt.token_ids), max_tokens, self.manifest)
         sampler = self.sampler(sampling, prompt)
         stream = self.tokenizer.stream(shown_tokens)

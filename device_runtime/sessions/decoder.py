@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.engine.prefix_cache import count_common, row_keys
+from edgellm.device_runtime.engine.prefix_cache import count_common, marked, row_keys
 from edgellm.device_runtime.pass_costs import fastest_each_ms, measured_rows
-from edgellm.device_runtime.runners import Outputs, Runner
+from edgellm.device_runtime.runners import Outputs, Runner, TakesAdapters
 from edgellm.device_runtime.runners.rounds import GrowsTrees, Growth, Rounds
-from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
+from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, LoadedAdapter, RowKey
 from edgellm.device_runtime.sessions.contexts import Context, Contexts
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
 from edgellm.manifest import DecoderSpec, Engine
@@ -197,7 +197,7 @@ class DecoderSession:
 
     def end_round(self, token_ids: I64, outputs: Outputs) -> PassResult:
         """It did, with these tokens; as `run` with a mask, before `compact`."""
-        self.context.written = row_keys(token_ids.tolist(), _image_keys(self.context))
+        self.context.written = _keys(self.context, token_ids, self.context.num_rows)
         self.context.num_rows += len(token_ids)
         return PassResult(outputs, len(token_ids))
 
@@ -209,6 +209,16 @@ class DecoderSession:
     def set_images(self, images: ImageRows) -> None:
         """Say what image rows of the next prompt stand for; holds until it is said again."""
         self.context.images = images
+
+    def hold_adapters(self, weights: F32, table: I64) -> None:
+        """The adapters of the passes to come, see `runners.TakesAdapters`; of engines with any."""
+        assert isinstance(self._runner, TakesAdapters)
+        self._runner.hold_adapters(weights, table)
+        self._inputs.takes_adapters = True
+
+    def set_adapter(self, adapter: LoadedAdapter | None) -> None:
+        """Say by which adapter the next prompt is computed; holds until it is said again."""
+        self.context.adapter = adapter
 
     def compact(self, length: int, rows: I64) -> None:
         """Compact the cache: the rows `length + rows` become `length`, `length + 1`, ...
@@ -248,7 +258,7 @@ def _record(part: Part) -> None:
     """What a pass has written."""
     context = part.context
     context.num_rows = part.end
-    context.written = row_keys(part.token_ids.tolist(), _image_keys(context))
+    context.written = _keys(context, part.token_ids, part.write_index)
     if part.position_ids is None and part.tree_mask is None:
         _append(context, part.write_index, context.written)
 
@@ -258,8 +268,11 @@ def _append(context: Context, length: int, keys: list[RowKey]) -> None:
         context.keys += keys
 
 
-def _image_keys(context: Context) -> Mapping[int, RowKey]:
-    return {} if context.images is None else context.images.keys
+def _keys(context: Context, token_ids: I64, begin: int) -> list[RowKey]:
+    """What the rows from row `begin` on stand for."""
+    images = {} if context.images is None else context.images.keys
+    keys = row_keys(token_ids.tolist(), images)
+    return keys if begin or context.adapter is None else marked(keys, context.adapter)
 
 
 def open_decoder(folder: Path, engine: Engine) -> DecoderSession:

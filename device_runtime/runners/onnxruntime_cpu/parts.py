@@ -51,6 +51,9 @@ def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]
         ]
     )
     found[contract.TREE_MASKS] = _behind_each_other([one for one in masks if one is not None])
+    if contract.ADAPTER in each[0]:
+        own = [inputs[contract.ADAPTER][0] for inputs in each]
+        found[contract.ADAPTER_ROWS] = np.repeat(own, rows)
     tables = [cache.tables() for cache, _ in parts]
     for name in tables[0]:
         found[name] = _one_or_all([pages[name][None] for pages in tables], np.concatenate)
