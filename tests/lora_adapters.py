@@ -62,12 +62,23 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def reference(checkpoint: Path, adapter: Path, scales: dict[str, float]) -> Any:
-    """The model in transformers with W + scale * B A; `scales` by ends of names, "": the rest."""
+def reference(
+    checkpoint: Path,
+    adapter: Path,
+    scales: dict[str, float],
+    weights: dict[str, np.ndarray] | None = None,
+) -> Any:
+    """The model in transformers with W + scale * B A; `scales` by ends of names, "": the rest.
+
+    `weights`: in the place of the checkpoint's, by name.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    for name, weight in (weights or {}).items():
+        with torch.no_grad():
+            model.get_parameter(name).copy_(torch.from_numpy(np.asarray(weight, np.float32)))
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
         if not (found := re.fullmatch(r"base_model\.model\.(.+)\.lora_A\.weight", name)):
             continue

@@ -138,7 +138,7 @@ class CacheSlot:
         """
         if prompt.adapter is not None and not prompt.adapter.is_loaded:
             raise RequestError(f"the adapter {prompt.adapter.name!r} was unloaded")
-        self.session.set_adapter(prompt.adapter)
+        self.session.context.adapter = prompt.adapter
         if self._no_images is not None:
             self.session.set_images(prompt.images or self._no_images)
 

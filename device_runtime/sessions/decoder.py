@@ -18,7 +18,7 @@ from edgellm.device_runtime.engine.prefix_cache import count_common, marked, row
 from edgellm.device_runtime.pass_costs import fastest_each_ms, measured_rows
 from edgellm.device_runtime.runners import Outputs, Runner, TakesAdapters
 from edgellm.device_runtime.runners.rounds import GrowsTrees, Growth, Rounds
-from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, LoadedAdapter, RowKey
+from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
 from edgellm.device_runtime.sessions.contexts import Context, Contexts
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
 from edgellm.manifest import DecoderSpec, Engine
@@ -215,10 +215,6 @@ class DecoderSession:
         assert isinstance(self._runner, TakesAdapters)
         self._runner.hold_adapters(weights, table)
         self._inputs.takes_adapters = True
-
-    def set_adapter(self, adapter: LoadedAdapter | None) -> None:
-        """Say by which adapter the next prompt is computed; holds until it is said again."""
-        self.context.adapter = adapter
 
     def compact(self, length: int, rows: I64) -> None:
         """Compact the cache: the rows `length + rows` become `length`, `length + 1`, ...
