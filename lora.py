@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgellm.artifact import hash_file
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
 from edgellm.safetensors_files import Safetensors
 from edgellm.strict_json import parse
@@ -103,6 +104,16 @@ def read_adapter(folder: Path) -> Adapter:
         )
     tensors = Safetensors([folder / WEIGHTS])
     return Adapter(folder, _layers(folder, config, tensors), tensors)
+
+
+def hash_adapters(folders: Mapping[str, str]) -> dict[str, str]:
+    """Hashes of the files of adapters by name; those that are missing are left out."""
+    paths = {
+        f"adapter {name}, {file}": Path(folder).expanduser() / file
+        for name, folder in folders.items()
+        for file in (CONFIG, WEIGHTS)
+    }
+    return {name: hash_file(path).sha256 for name, path in paths.items() if path.is_file()}
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

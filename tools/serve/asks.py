@@ -26,6 +26,7 @@ class Ask:
     template_flags: Mapping[str, Any] = field(default_factory=dict)
     shown_tokens: tuple[str, ...] = ()  # special tokens that are to be read in the answer
     priority: int = 0  # smaller goes first
+    lora: str | None = None  # the adapter that answers
 
 
 def load(
@@ -64,4 +65,5 @@ def start(llm: LLM, ask: Ask) -> Answer:
         stop=ask.stop,
         shown_tokens=ask.shown_tokens,
         priority=ask.priority,
+        lora=ask.lora,
     )

@@ -18,7 +18,7 @@ from edgellm.tools.serve.usage import timing, together, usage
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-def asks_of(body: CompletionRequest) -> list[Ask]:
+def asks_of(body: CompletionRequest, lora: str | None = None) -> list[Ask]:
     """What the engine is asked, prompt by prompt.
 
     Raises:
@@ -34,7 +34,8 @@ def asks_of(body: CompletionRequest) -> list[Ask]:
     most = body.max_tokens or DEFAULT_TOKENS
     prompts = (p if isinstance(p, str) else tuple(p) for p in body.prompts())
     priority = body.priority or 0
-    return [Ask(prompt, sampling, most, body.stops(), priority=priority) for prompt in prompts]
+    more = {"priority": priority, "lora": lora}
+    return [Ask(prompt, sampling, most, body.stops(), **more) for prompt in prompts]
 
 
 class CompletionWriter:
