@@ -5,9 +5,8 @@
 
 All engines have the same weights (SmolLM2-135M-Instruct), the same number of threads, a 512-token
 context and batch 1. Every engine runs in its own process; they take turns for several rounds.
-`--shape` takes random weights of a larger model and compares edgellm's kernels with
-ONNX Runtime's. "of memory": the rate at which a token's weights are read, over that at which as
-many threads read a large array between the rounds.
+`--shape` takes random weights of a larger model. "of memory": the rate at which a token's weights
+are read, over that at which as many threads read a large array between the rounds.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import synthetic_gguf
 import weights
 from engines import CAPACITY, CONTEXT, Process
 
@@ -60,8 +60,10 @@ def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str,
     return models
 
 
-def prepare_shape(work: Path, shape: str, threads: int) -> dict[str, tuple[str, str, Path]]:
-    """As `prepare`, of random weights: what the peers read is made of real ones alone."""
+def prepare_shape(
+    work: Path, shape: str, llama_python: str, threads: int
+) -> dict[str, tuple[str, str, Path]]:
+    """As `prepare`, of random weights."""
     work.mkdir(parents=True, exist_ok=True)
     checkpoint = work / shape
     if not checkpoint.exists():
@@ -74,6 +76,16 @@ def prepare_shape(work: Path, shape: str, threads: int) -> dict[str, tuple[str, 
             if not engine.exists():
                 _build(checkpoint, engine, threads, "auto", quantize, kernels)
             models[f"{quantize}, {kernels}'s kernels"] = (sys.executable, "edgellm", engine)
+    floats = work / f"{shape}.gguf"
+    if not floats.exists():
+        partial = floats.with_suffix(".partial")
+        synthetic_gguf.write(checkpoint, smollm2.fetch(), partial)
+        partial.replace(floats)
+    for kind in ("Q4_0", "Q8_0"):
+        path = weights.gguf(floats, work / f"{shape}-gguf", kind, llama_python)
+        models[f"llama.cpp {kind}"] = (llama_python, "llama.cpp", path)
+    genai = weights.genai(checkpoint, work / f"{shape}-genai", sys.executable)
+    models["onnxruntime-genai int4 b32"] = (sys.executable, "genai", genai)
     return models
 
 
@@ -125,7 +137,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=weights.SHAPES, help="random weights instead")
     arguments = parser.parse_args()
     if arguments.shape:
-        models = prepare_shape(arguments.work, arguments.shape, arguments.threads)
+        models = prepare_shape(
+            arguments.work, arguments.shape, arguments.llama_python, arguments.threads
+        )
     else:
         models = prepare(arguments.work, arguments.llama_python, arguments.threads)
     processes = {
@@ -163,9 +177,10 @@ def main() -> None:
             f"{imports:9.2f} {ready:8.2f} {anonymous / 1e6:9.0f}"
         )
     if arguments.shape:
-        pairs = [
-            (f"{q}, edgellm's kernels", f"{q}, onnxruntime's kernels") for q in ("int4", "int8")
-        ]
+        ours = {q: f"{q}, edgellm's kernels" for q in ("int4", "int8")}
+        pairs = [(name, f"{q}, onnxruntime's kernels") for q, name in ours.items()]
+        pairs += [(ours["int4"], peer) for peer in ("onnxruntime-genai int4 b32", "llama.cpp Q4_0")]
+        pairs.append((ours["int8"], "llama.cpp Q8_0"))
     else:
         ours = "edgellm int4 b32"
         peers = (f"{ours}{THEIRS}", "onnxruntime-genai int4 b32", "llama.cpp Q4_0")

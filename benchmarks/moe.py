@@ -36,7 +36,7 @@ from edgellm.build.onnxruntime_cpu import own_experts, own_linears
 from edgellm.build.onnxruntime_cpu.linears import COARSE_INPUTS
 from edgellm.build.onnxruntime_cpu.lower import lower
 from edgellm.device_runtime.kernels.pack import PackedForm
-from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, OnnxRuntimeRunner
+from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, open_runner
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.export import models
@@ -46,7 +46,7 @@ from edgellm.export.decoder import build_decoder
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.graph_files import DTYPES
 from edgellm.export.weights import Weights
-from edgellm.manifest import DecoderSpec, KVCacheSpec
+from edgellm.manifest import DecoderSpec, KVCacheSpec, PageSpec
 
 CAPACITY, CONTEXT, ROWS, DECODED = 1024, 512, (1, 2, 4, 8, 16), 12
 _SHARED = {
@@ -145,9 +145,9 @@ def make(name: str, layers: int, folder: Path) -> None:
 
 
 def cache_of(facts: DecoderConfig) -> KVCacheSpec:
-    return KVCacheSpec(
-        facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim, "float32"
-    )
+    layers = facts.num_hidden_layers
+    pages = PageSpec(256, (0,) * layers)  # none with a window
+    return KVCacheSpec(layers, facts.num_key_value_heads, facts.head_dim, "float32", pages=pages)
 
 
 def measure(name: str, layers: int, folder: Path, threads: int) -> dict[str, float]:
@@ -159,9 +159,7 @@ def measure(name: str, layers: int, folder: Path, threads: int) -> dict[str, flo
     )
     start = time.perf_counter()
     graph = load_graph(folder / "decode.onnx", threads=threads, own_kernels=True)
-    session = DecoderSession(
-        OnnxRuntimeRunner([LoadedGraph(graph)], spec.kv, CAPACITY), spec, CAPACITY
-    )
+    session = DecoderSession(open_runner([LoadedGraph(graph)], spec.kv, CAPACITY), spec, CAPACITY)
     found = {"load_s": time.perf_counter() - start}
     random = np.random.default_rng(0)
 

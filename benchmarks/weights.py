@@ -104,6 +104,7 @@ def gguf(source: Path, work: Path, kind: str, python: str, *, mixed: bool = Fals
     """
     path = work / f"{kind}{'-mixed' if mixed else ''}.gguf"
     if not path.exists():
+        work.mkdir(parents=True, exist_ok=True)
         arguments = [str(source), str(path), kind, "mixed" if mixed else "alike"]
         quiet = {"stderr": subprocess.DEVNULL}
         subprocess.run([python, __file__, *arguments], check=True, **quiet)

@@ -200,17 +200,20 @@ class StopMatcher:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Add text; returns what may be shown, and whether a stop string was completed."""
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Add text; returns what may be shown, and the stop string that was completed, if any."""
+        if not self._stops:
+            return text, None
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            shown, self._held = self._held[: min(found)], ""
-            return shown, True
+            at, stop = min(found)
+            shown, self._held = self._held[:at], ""
+            return shown, stop
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
         shown, self._held = self._held[:cut], self._held[cut:]
-        return shown, False
+        return shown, None
 
     def finish(self) -> str:
         """The text still held when the answer ends otherwise."""

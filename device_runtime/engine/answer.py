@@ -47,6 +47,11 @@ class Answer:
         return self._sequence.finish_reason
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it; None where something else did."""
+        return self._sequence.stop_string
+
+    @property
     def warnings(self) -> list[str]:
         """What is to be said about it."""
         return self._sequence.warnings

@@ -39,15 +39,12 @@ class CacheSlot:
         self.session, self.prefill_rows = session, prefill_rows
         self._draft_caches, self._no_images = tuple(draft_caches), no_images
         self._reuses_context, self.kept = reuses_context, KeptContexts()
+        # Whether sequences that step side by side share a pass
+        self.steps_together = session.most_parts > 1
         # Rows that a sequence gets at a time
-        self.page_rows = session.page_rows if session.most_parts > 1 else 1
+        self.page_rows = session.page_rows if self.steps_together else 1
         self._holder: Sequence | None = None  # whose rows session and draft are about
         self._begun: list[Sequence] = []  # whose rows are somewhere
-
-    @property
-    def steps_together(self) -> bool:
-        """Whether sequences that step side by side share a pass."""
-        return self.session.most_parts > 1
 
     @property
     def free_rows(self) -> int:
@@ -69,10 +66,9 @@ class CacheSlot:
         """Turn to the rows of a sequence; costs nothing where sequences share pages."""
         if self._holder is sequence:
             return
-        before = self._holder
         self.evict()
         if sequence.context is None:
-            self._take_context(sequence, before)
+            self._take_context(sequence)
             self._begin(sequence)
         else:
             self.session.use(sequence.context)
@@ -95,9 +91,10 @@ class CacheSlot:
         if sequence.context is not None:
             self.session.save(sequence.context)
 
-    def _take_context(self, sequence: Sequence, before: Sequence | None) -> None:
+    def _take_context(self, sequence: Sequence) -> None:
         """Where its rows go: those of the sequence before may be of use to it."""
         session = self.session
+        before = next((one for one in self._begun if one.context is session.context), None)
         if before is None:
             sequence.context = session.context
         elif before.is_over:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from edgellm.device_runtime.tokenizer import StopMatcher, TextStream
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """Tokens up to an end."""
 
     token_ids: list[int]
     pieces: list[str]  # the text that each of them completed
     ended: bool = False  # by an end token
-    stopped: bool = False  # by a stop string
+    stop: str | None = None  # the string that ended it
 
 
 class Endings:
@@ -36,16 +35,16 @@ class Endings:
             taken.append(token_id)
             if token_id in self._ends:
                 return Taken(taken, [*pieces, ""], ended=True)
-            text, stopped = self._stream.push(token_id), False
+            text, stop = self._stream.push(token_id), None
             self._early -= 1
             if self._early < 0:
-                text, stopped = self._stops.push(text)
+                text, stop = self._stops.push(text)
             pieces.append(text)
-            if stopped:
-                return Taken(taken, pieces, stopped=True)
+            if stop is not None:
+                return Taken(taken, pieces, stop=stop)
         return Taken(taken, pieces)
 
     def rest(self) -> str:
         """What was held back, when no stop string ended the answer."""
-        shown, stopped = self._stops.push(self._stream.finish())
-        return shown if stopped else shown + self._stops.finish()
+        shown, stop = self._stops.push(self._stream.finish())
+        return shown if stop is not None else shown + self._stops.finish()

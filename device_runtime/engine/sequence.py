@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.endings import Endings, Taken
@@ -20,8 +20,7 @@ FinishReason = Literal["stop", "length"]  # "stop": end token or stop string
 ANY_ROWS = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What one pass added to the answer."""
 
     token_ids: tuple[int, ...]
@@ -45,6 +44,7 @@ class Sequence:
     warnings: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # of the answer
     finish_reason: FinishReason | None = None  # None until it is known
+    stop_string: str | None = None  # that ended it
     num_rows: int = 0  # of the base's cache that are its own
     reused: int = 0  # of these, rows that were there before
     is_over: bool = False  # finished, failed or dropped: its rows are nobody's
@@ -76,15 +76,16 @@ class Sequence:
         """Add what a pass gave, up to an end; the steps of the answer."""
         if found is None:
             return ()
-        taken = Taken(list(found.token_ids), [])
-        if self.endings is not None:
+        if self.endings is None:
+            taken = Taken(list(found.token_ids), [])
+        else:
             taken = self.endings.take(found.token_ids)
         begin, count = len(self.token_ids), len(taken.token_ids)
         self.token_ids += taken.token_ids
         if found.tree is not None:
             self.profile.rounds.append(_counts(found, count))
-        if taken.ended or taken.stopped:
-            self.finish_reason = "stop"
+        if taken.ended or taken.stop is not None:
+            self.finish_reason, self.stop_string = "stop", taken.stop
         elif not self.left:
             self.finish_reason = "length"
         steps = []
@@ -94,7 +95,7 @@ class Sequence:
             pieces = tuple(taken.pieces)
             steps.append(Step(tuple(taken.token_ids), "".join(pieces), drafted, pieces, logprobs))
         if self.finish_reason is not None:
-            steps += self._end(with_rest=not taken.stopped)
+            steps += self._end(with_rest=taken.stop is None)
         return tuple(steps)
 
     def _end(self, *, with_rest: bool) -> list[Step]:

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from edgellm.tools.serve import chat, completions, errors
 from edgellm.tools.serve.adapters import add_adapters
 from edgellm.tools.serve.answering import Server
+from edgellm.tools.serve.dialects.routes import add_dialects
 from edgellm.tools.serve.guard import Guard
 from edgellm.tools.serve.kserve.routes import add_kserve
 from edgellm.tools.serve.metrics import Metrics
@@ -32,6 +33,7 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
     app.state.server = server
     _add_openai(app, server)
     add_adapters(app, server)
+    add_dialects(app, server, version)
     _add_triton(app, server)
     add_kserve(app, server, version)
     _add_tokens(app, server, version)

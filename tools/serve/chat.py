@@ -15,8 +15,9 @@ from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.multimodal.sources import Source, Video
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.asks import Ask
+from edgellm.tools.serve.chat_answer import ChatAnswer, call_id
 from edgellm.tools.serve.errors import ApiError
-from edgellm.tools.serve.events import Finished
+from edgellm.tools.serve.events import Finished, Started
 from edgellm.tools.serve.images import image_source
 from edgellm.tools.serve.logprobs import chat_logprobs
 from edgellm.tools.serve.schemas import (
@@ -29,6 +30,7 @@ from edgellm.tools.serve.schemas import (
     VideoUrlPart,
 )
 from edgellm.tools.serve.settings import ImageRules
+from edgellm.tools.serve.streams import EVENTS
 from edgellm.tools.serve.token_origins import origins
 from edgellm.tools.serve.tool_calls.call import Call, Item, Thought
 from edgellm.tools.serve.usage import timing, usage
@@ -166,15 +168,13 @@ def _reasoned(text: str) -> _Event:
 class ChatWriter:
     """A chat completion as it grows."""
 
-    last = b"data: [DONE]\n\n"
+    framing, last = EVENTS, b"data: [DONE]\n\n"
 
     def __init__(self, body: ChatRequest, llm: LLM, model: str, *, prompt_end: str = "") -> None:
         """Begin an answer; `prompt_end` is the last of the formatted messages."""
         self._tokenizer = llm.tokenizer
         self._end_ids = body.ends(llm.manifest.eos_token_ids)
-        is_guided = body.form() is not None or bool(body.must_call())
-        self._parser = body.answer_form(llm).reader(body.schemas(), prompt_end, is_guided=is_guided)
-        self._most_calls = 1 if body.parallel_tool_calls is False else None
+        self._answer = ChatAnswer(body, llm, prompt_end=prompt_end)
         self._options = body.stream_options or StreamOptions()
         self._wants_logprobs = bool(body.logprobs)
         self._head: _Event = {
@@ -183,17 +183,17 @@ class ChatWriter:
             "created": int(time.time()),
             "model": model,
         }
-        self._content = self._reasoning = ""
         self._calls: list[_Event] = []
         self._logprobs: list[_Event] = []
 
-    def begin(self) -> list[_Event]:
+    def begin(self, started: Started) -> list[_Event]:
         """The role."""
+        del started
         return [self._chunk({"role": "assistant", "content": ""})]
 
     def step(self, step: Step) -> list[_Event]:
         """One event with what a step adds: text, calls, log-probabilities."""
-        delta = self._delta(step.text)
+        delta = self._delta(self._answer.push(step.text))
         entries: list[_Event] = []
         if self._wants_logprobs:
             shown = tuple(e for e in step.logprobs if e.token_id not in self._end_ids)
@@ -208,7 +208,7 @@ class ChatWriter:
 
     def end(self, figures: Finished) -> list[_Event]:
         """What was held back, the reason why the answer ends, and the usage if asked for."""
-        rest = self._rest()
+        rest = self._delta(self._answer.finish())
         found = [self._chunk(rest)] if rest else []
         found.append(self._chunk({}, reason=self._reason(figures)))
         if self._options.include_usage:
@@ -219,17 +219,18 @@ class ChatWriter:
 
     def whole(self, figures: Finished) -> _Event:
         """The completion in one piece."""
-        self._rest()
-        message: _Event = {"role": "assistant", "content": self._content or None, "refusal": None}
-        if self._reasoning:
-            message |= _reasoned(self._reasoning)
+        self._delta(self._answer.finish())
+        content = self._answer.text
+        message: _Event = {"role": "assistant", "content": content or None, "refusal": None}
+        if self._answer.reasoning:
+            message |= _reasoned(self._answer.reasoning)
         if self._calls:
             message["tool_calls"] = [
                 {name: value for name, value in call.items() if name != "index"}
                 for call in self._calls
             ]
         else:
-            message["content"] = self._content
+            message["content"] = content
         choice = {
             "index": 0,
             "message": message,
@@ -244,35 +245,21 @@ class ChatWriter:
     def _reason(self, figures: Finished) -> str:
         return "tool_calls" if self._calls else figures.finish_reason
 
-    def _delta(self, text: str) -> _Event:
-        return self._added([text] if self._parser is None else self._parser.push(text))
-
-    def _rest(self) -> _Event:
-        return self._added(self._parser.finish() if self._parser is not None else [])
-
-    def _added(self, found: Sequence[Item]) -> _Event:
+    def _delta(self, added: Sequence[Item]) -> _Event:
         delta: _Event = {}
-        thought = "".join(item.text for item in found if isinstance(item, Thought))
-        self._reasoning += thought
-        if thought:
+        if thought := "".join(item.text for item in added if isinstance(item, Thought)):
             delta |= _reasoned(thought)
-        text = "".join(item for item in found if isinstance(item, str))
-        calls = [item for item in found if isinstance(item, Call)]
-        if self._most_calls is not None:
-            calls = calls[: self._most_calls - len(self._calls)]
-        self._content += text
-        if text:
+        if text := "".join(item for item in added if isinstance(item, str)):
             delta["content"] = text
-        if calls:
+        if calls := [item for item in added if isinstance(item, Call)]:
             delta["tool_calls"] = [self._call(call) for call in calls]
         return delta
 
     def _call(self, call: Call) -> _Event:
         function = {"name": call.name, "arguments": call.arguments}
-        # Templates of Mistral take back ids of nine letters and digits alone.
         found = {
             "index": len(self._calls),
-            "id": uuid.uuid4().hex[:9],
+            "id": call_id(),
             "type": "function",
             "function": function,
         }

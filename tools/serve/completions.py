@@ -10,9 +10,10 @@ from edgellm.device_runtime.engine.llm import LLM, Step
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.errors import ApiError
-from edgellm.tools.serve.events import Finished
+from edgellm.tools.serve.events import Finished, Started
 from edgellm.tools.serve.logprobs import completion_logprobs
 from edgellm.tools.serve.schemas import CompletionRequest, StreamOptions
+from edgellm.tools.serve.streams import EVENTS
 from edgellm.tools.serve.usage import timing, together, usage
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -41,7 +42,7 @@ def asks_of(body: CompletionRequest, lora: str | None = None) -> list[Ask]:
 class CompletionWriter:
     """Text completions as they grow, one prompt after the other."""
 
-    last = b"data: [DONE]\n\n"
+    framing, last = EVENTS, b"data: [DONE]\n\n"
 
     def __init__(self, body: CompletionRequest, llm: LLM, model: str) -> None:
         self._tokenizer = llm.tokenizer
@@ -61,8 +62,9 @@ class CompletionWriter:
         self._figures: list[Finished] = []
         self._begin()
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self, started: Started) -> list[dict[str, Any]]:
         """Nothing comes before the first token."""
+        del started
         return []
 
     def step(self, step: Step) -> list[dict[str, Any]]:

@@ -1,13 +1,15 @@
-"""Failed requests, in the forms of OpenAI's and Triton's interfaces."""
+"""Failed requests, in the form of each interface."""
 
 from __future__ import annotations
 
 import http
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -20,6 +22,9 @@ _TYPES = {
     413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
     503: "service_unavailable_error", 504: "timeout_error",
 }  # fmt: skip
+
+_ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"  # paths of other forms than /v1's
 
 # Where only one value of a field can be served: why, or what to do instead.
 _REMEDIES = {
@@ -80,7 +85,20 @@ def openai_body(error: ApiError) -> dict[str, Any]:
 
 def body_for(path: str, error: ApiError) -> dict[str, Any]:
     """The error's JSON in the form of the interface that a path belongs to."""
-    return {"error": _text(error)} if path.startswith("/v2/") else openai_body(error)
+    if path.startswith(("/v2/", "/api/")):
+        return {"error": _text(error)}
+    if path.startswith(MESSAGES):
+        kind = _ANTHROPIC_TYPES.get(error.status, error.kind)
+        return {"type": "error", "error": {"type": kind, "message": _text(error)}}
+    return openai_body(error)
+
+
+def streamed_body_for(path: str, error: ApiError) -> dict[str, Any]:
+    """The same, where a stream has begun."""
+    if path == RESPONSES:
+        detail = openai_body(error)["error"]
+        return {**detail, "type": "error", "code": error.code or error.kind}
+    return body_for(path, error)
 
 
 def response_for(path: str, error: ApiError) -> JSONResponse:
@@ -107,7 +125,12 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return response_for(request.url.path, _invalid(request, error))
 
+    async def said_elsewhere(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ValidationError)  # of the words that a body was put into
+        return response_for(request.url.path, fault_of(error.errors()))
+
     app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(ValidationError, said_elsewhere)
     app.add_exception_handler(EdgeLLMError, known)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, invalid)
@@ -124,6 +147,16 @@ def _paths(app: FastAPI) -> str:
     return ", ".join([*found, "GET /openapi.json", "GET / (a page to chat on)"])
 
 
+def _fault(errors: Sequence[Any]) -> Any:
+    """The first; of what may be a text or parts, and is parts, the fault inside of them."""
+    first = errors[0]
+    stem = first["loc"][:-1]
+    if first["loc"][-1:] != ("str",):
+        return first
+    inside = [one for one in errors if one["loc"][: len(stem)] == stem]
+    return max(inside, key=lambda one: len(one["loc"]))
+
+
 def _invalid(request: Request, error: RequestValidationError) -> ApiError:
     """The first fault of a body, with its place."""
     if "json" not in request.headers.get("content-type", "json"):
@@ -134,7 +167,13 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
         return ApiError(
             400, f"the body is not valid JSON: {reason} at character {first['loc'][-1]}"
         )
-    place = [str(part) for part in first["loc"] if part != "body"]
+    return fault_of(error.errors())
+
+
+def fault_of(errors: Sequence[Any]) -> ApiError:
+    """What a client is told of a body whose fields are faulty, as pydantic tells of them."""
+    first = _fault(errors)
+    place = [str(part) for part in first["loc"] if part != "body" and "[" not in str(part)]
     reason = first["msg"][:1].lower() + first["msg"][1:]
     if place[:1] == ["suffix"]:
         return ApiError(400, _SUFFIX, param="suffix")

@@ -27,6 +27,7 @@ class Finished:
     queue_ms: float
     first_token_ms: float  # from the arrival of the request
     generation_ms: float  # from the first token to the last
+    stop_string: str | None = None  # that ended it
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ import anyio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgellm.tools.serve.errors import ApiError, response_for
+from edgellm.tools.serve.errors import MESSAGES, ApiError, response_for
 from edgellm.tools.serve.settings import Settings, is_loopback, key_hash
 from edgellm.tools.serve.sites import require_known_site
 from edgellm.tools.serve.worker import Worker
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/v2/health/live", "/v2/health/ready"))
 OPEN_FOLDER = "/page/"
-WITHOUT_ENGINE = frozenset(("/tokenize", "/detokenize"))
+WITHOUT_ENGINE = frozenset(("/tokenize", "/detokenize", f"{MESSAGES}/count_tokens", "/api/show"))
 _GONE: Message = {"type": "http.disconnect"}
 _DISCARD_S, _DISCARD_BYTES = 2.0, 256 << 20
 
@@ -42,7 +42,7 @@ class Guard:
                 require_known_site(headers, self._settings.origins)
                 if path not in WITHOUT_ENGINE:
                     self._worker.require_room()
-                if path.startswith("/v2/"):
+                if path.startswith(("/v2/", "/api/")):
                     _take_as_json(scope)
                 receive = await self._with_body(headers, receive)
         except ApiError as error:
@@ -72,7 +72,9 @@ class Guard:
         is_open = path == "/" or path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
         if is_open:
             return
-        require_key(self._settings, headers.get("authorization", ""))
+        own = headers.get("x-api-key")  # where Anthropic's clients have it
+        given = headers.get("authorization", "") if own is None else f"Bearer {own}"
+        require_key(self._settings, given)
 
     async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
         """`receive` for an application that gets the whole body at once.
@@ -112,7 +114,7 @@ def require_key(settings: Settings, authorization: str) -> None:
 
 
 def _take_as_json(scope: Scope) -> None:
-    """Triton's clients say nothing true of the body's type: curl says that it is a form's."""
+    """Clients of Triton and Ollama say nothing true of the type: curl says, a form's."""
     others = [header for header in scope["headers"] if header[0] != b"content-type"]
     scope["headers"] = [*others, (b"content-type", b"application/json")]
 

@@ -8,6 +8,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from edgellm.tools.serve.errors import MESSAGES
+
 _OPENAI_ERROR = {
     "type": "object",
     "required": ["error"],
@@ -28,6 +30,18 @@ _TRITON_ERROR = {
     "type": "object",
     "required": ["error"],
     "properties": {"error": {"type": "string"}},
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
 }
 _REFUSALS = {
     "400": "The request is faulty, or what it asks for cannot be done.",
@@ -65,7 +79,7 @@ def document(app: FastAPI) -> Callable[[], dict[str, Any]]:
 
 
 def _responses(path: str, method: str) -> dict[str, Any]:
-    error = _TRITON_ERROR if path.startswith("/v2/") else _OPENAI_ERROR
+    error = _error(path)
     refusals = _REFUSALS | (_POST_REFUSALS if method == "post" else {})
     answers: dict[str, Any] = {
         status: {"description": text, "content": {"application/json": {"schema": error}}}
@@ -79,6 +93,12 @@ def _responses(path: str, method: str) -> dict[str, Any]:
     return answers
 
 
+def _error(path: str) -> dict[str, Any]:
+    if path.startswith(MESSAGES):
+        return _ANTHROPIC_ERROR
+    return _TRITON_ERROR if path.startswith(("/v2/", "/api/")) else _OPENAI_ERROR
+
+
 def _content(path: str, method: str) -> dict[str, Any]:
     if path == "/metrics":
         return {"content": {"text/plain": _TEXT}}
@@ -86,6 +106,8 @@ def _content(path: str, method: str) -> dict[str, Any]:
         return {"content": {"text/event-stream": _STREAM}}
     if path.startswith("/v1/") and method == "post":
         return {"content": {"application/json": _OBJECT, "text/event-stream": _STREAM}}
+    if path in ("/api/chat", "/api/generate"):
+        return {"content": {"application/json": _OBJECT, "application/x-ndjson": _STREAM}}
     if path.endswith("/infer"):
         binary = {"schema": {"type": "string", "format": "binary"}}
         return {"content": {"application/json": _OBJECT, "application/octet-stream": binary}}

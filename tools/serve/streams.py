@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import anyio
@@ -14,24 +15,42 @@ from starlette.types import Receive, Scope, Send
 
 from edgellm.device_runtime.engine.llm import Step
 from edgellm.tools.serve.client_request import Call, DisconnectedError
-from edgellm.tools.serve.errors import as_api_error, body_for
+from edgellm.tools.serve.errors import as_api_error, streamed_body_for
 from edgellm.tools.serve.events import Event, Finished, Started
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # proxies shall pass events on at once
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How the events of a stream are told from one another."""
+
+    media_type: bytes
+    frame: Callable[[dict[str, Any]], bytes]
+
+
+EVENTS = Framing(
+    b"text/event-stream; charset=utf-8", lambda content: b"data: " + _encode(content) + b"\n\n"
+)
+NAMED_EVENTS = Framing(  # by their types
+    EVENTS.media_type,
+    lambda content: b"event: " + content["type"].encode() + b"\n" + EVENTS.frame(content),
+)
+LINES = Framing(b"application/x-ndjson", lambda content: _encode(content) + b"\n")
+
+
 class Writer(Protocol):
     """An interface's form of one answer, told step by step."""
 
+    framing: Framing
     last: bytes  # what follows the last event of a stream
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self, started: Started) -> list[dict[str, Any]]:
         """Events before the first token."""
         ...
 
@@ -106,9 +125,7 @@ async def _all(call: Call, first: Sequence[Event]) -> AsyncIterator[list[Event]]
 
 
 class EventStream(Response):
-    """Server-sent events; a client that does not read them is cut off at the call's deadline."""
-
-    media_type = "text/event-stream"
+    """An answer as it grows; a client that does not read it is cut off at the call's deadline."""
 
     def __init__(
         self, call: Call, writer: Writer, first: list[Event], path: str, headers: dict[str, str]
@@ -116,13 +133,15 @@ class EventStream(Response):
         super().__init__()
         self._own = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._call, self._writer, self._first, self._path = call, writer, first, path
+        self._is_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; see ASGI."""
         del scope, receive
         try:
             with anyio.CancelScope(deadline=self._call.deadline + 1) as time_left:
-                headers = [*_HEADERS, *self._own]
+                kind = (b"content-type", self._writer.framing.media_type)
+                headers = [kind, *_HEADERS, *self._own]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 async for chunk in self._chunks():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -134,20 +153,22 @@ class EventStream(Response):
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         try:
-            yield _events(self._writer.begin())
             async for events in _all(self._call, self._first):
-                if any(not isinstance(event, Started) for event in events):
-                    yield b"".join(_events(self._form(event)) for event in events)
+                contents = [content for event in events for content in self._form(event)]
+                if contents:
+                    yield self._framed(contents)
         except DisconnectedError:
             return
         except Exception as error:  # noqa: BLE001 - the status was sent, the reason goes behind it
-            yield _events([body_for(self._path, as_api_error(error))])
+            yield self._framed([streamed_body_for(self._path, as_api_error(error))])
+
+    def _framed(self, contents: Sequence[dict[str, Any]]) -> bytes:
+        return b"".join(map(self._writer.framing.frame, contents))
 
     def _form(self, event: Event) -> list[dict[str, Any]]:
         if isinstance(event, Step):
             return self._writer.step(event)
+        if isinstance(event, Started):
+            is_first, self._is_begun = not self._is_begun, True
+            return self._writer.begin(event) if is_first else []
         return self._writer.end(event) if isinstance(event, Finished) else []
-
-
-def _events(contents: list[dict[str, Any]]) -> bytes:
-    return b"".join(b"data: " + _encode(content) + b"\n\n" for content in contents)

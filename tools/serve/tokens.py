@@ -9,6 +9,7 @@ from pydantic import Field
 
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.tools.serve import tool_calls
+from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.chat import messages_of
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.forms import Body
@@ -89,6 +90,20 @@ async def detokenized(body: DetokenizeRequest, llm: LLM) -> dict[str, Any]:
             lambda: llm.tokenizer.decode(body.tokens, skip_special_tokens=False)
         )
     }
+
+
+async def count_of(ask: Ask, llm: LLM) -> int:
+    """Tokens of a conversation, in its template.
+
+    Raises:
+        ApiError: it has pictures, whose tokens need the engine.
+        RequestError: the template refuses the messages.
+    """
+    if ask.images:
+        raise ApiError(400, "messages: only text is counted here", param="messages")
+    assert isinstance(ask.prompt, list)
+    text = await anyio.to_thread.run_sync(llm.formatter.format, ask.prompt, ask.template_flags)
+    return len(await _encoded(llm, text, add_special_tokens=False))
 
 
 async def _encoded(llm: LLM, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -15,11 +15,13 @@ from edgellm.tools.serve.forms import Body
 from edgellm.tools.serve.tool_calls.call import ToolParser, Tools
 from edgellm.tools.serve.tool_calls.grammar import forced_calls
 
+TOOL_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+
 
 class Function(Body):
     """What a model may call."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -16,10 +16,11 @@ from edgellm.device_runtime.tokenizer import ChatTokenizer
 from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.ensemble import EnsembleParameters
 from edgellm.tools.serve.errors import ApiError
-from edgellm.tools.serve.events import Finished
+from edgellm.tools.serve.events import Finished, Started
 from edgellm.tools.serve.forms import Body
 from edgellm.tools.serve.schemas import Penalty, Repetition, Stop, TokenId
 from edgellm.tools.serve.seeds import seed_or_any
+from edgellm.tools.serve.streams import EVENTS
 from edgellm.tools.serve.usage import acceptance
 
 TENSORRT_TOKENS, VLLM_TOKENS = 32, 16
@@ -154,7 +155,7 @@ def _stops(stop: Stop | None) -> tuple[str, ...]:
 class GenerateWriter:
     """A generated text as it grows."""
 
-    last = b""
+    framing, last = EVENTS, b""
 
     def __init__(
         self, body: GenerateRequest, tokenizer: ChatTokenizer, model: str, *, streams: bool
@@ -166,8 +167,9 @@ class GenerateWriter:
         self._text = body.prefix(streams=streams)
         self._is_echo = bool(self._text)  # and no more yet
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self, started: Started | None = None) -> list[dict[str, Any]]:
         """The prompt, if it is a part of the answer."""
+        del started
         return [{**self._head, "text_output": self._text}] if self._text else []
 
     def step(self, step: Step) -> list[dict[str, Any]]:

@@ -205,4 +205,5 @@ def _figures(answer: Answer, job: Job, began: float, first: float) -> Finished:
         (began - job.arrived) * 1e3,
         (first - job.arrived) * 1e3,
         (time.monotonic() - first) * 1e3,
+        answer.stop_string,
     )

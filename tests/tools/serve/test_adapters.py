@@ -92,7 +92,10 @@ def test_adapters_are_models(adapted, adapters, expected):
             expected[name] for name in names
         ]
     chat = {"model": "two", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4}
-    assert adapted.json("/v1/chat/completions", chat)[1]["model"] == "two"
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        assert adapted.json(path, chat)[1]["model"] == "two"
+    ollama = {"model": "two", "prompt": PROMPT, "stream": False, "raw": True}
+    assert adapted.json("/api/generate", ollama)[1]["model"] == "two"
     assert adapted.json("/v1/unload_lora_adapter", {"lora_name": "three"})[0] == 200
     assert _models(adapted) == ["tiny", "one", "two"]
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from edgellm.tools.serve.errors import ApiError
+from edgellm.tools.serve.errors import ApiError, fault_of
 from edgellm.tools.serve.forms import Body
 from edgellm.tools.serve.kserve.metadata import VERSION
 from edgellm.tools.serve.kserve.tensors import (
@@ -76,7 +76,7 @@ def parse(content: bytes, header_length: str | None) -> Infer:
         tensors = _tensors(body.inputs, content[length:])
         request = request_of(tensors, body.id)
     except ValidationError as error:
-        raise as_api_error(error) from None
+        raise fault_of(error.errors()) from None
     names = require_outputs([output.name for output in body.outputs])
     all_of_them = body.parameters.get("binary_data_output") is True
     return Infer(
@@ -107,13 +107,6 @@ def with_reason(body: GenerateRequest, outputs: Sequence[str]) -> GenerateReques
     """The request, which says why the text ended if that is one of the outputs."""
     wants = body.return_finish_reason or "finish_reason" in outputs
     return body.model_copy(update={"return_finish_reason": wants})
-
-
-def as_api_error(error: ValidationError) -> ApiError:
-    """The first fault of a request."""
-    first = error.errors()[0]
-    place = ".".join(map(str, first["loc"]))
-    return ApiError(400, f"{place}: {first['msg']}" if place else first["msg"])
 
 
 def answer(infer: Infer, found: dict[str, Any]) -> tuple[bytes, dict[str, str]]:

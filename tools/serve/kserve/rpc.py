@@ -15,7 +15,7 @@ from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import Step
 from edgellm.tools.serve.answering import Server
 from edgellm.tools.serve.client_request import Call
-from edgellm.tools.serve.errors import ApiError, as_api_error
+from edgellm.tools.serve.errors import ApiError, as_api_error, fault_of
 from edgellm.tools.serve.events import Finished
 from edgellm.tools.serve.guard import require_key
 from edgellm.tools.serve.kserve import infer, metadata
@@ -205,7 +205,7 @@ class Service:
         try:
             body = request_of(_tensors(request), request.id)
         except ValidationError as error:
-            raise infer.as_api_error(error) from None
+            raise fault_of(error.errors()) from None
         return infer.with_reason(body, names), names
 
     def _call(self, body: GenerateRequest) -> Call:
