@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
+from edgellm.build.products import read_bundle
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.engine.saved_contexts import ContextFolder
@@ -213,6 +214,8 @@ def test_speculation_is_exact_with_an_adapter(eagle_pair, tmp_path):
             "onnxruntime",
             lambda _: None,
         )
+    with pytest.raises(EdgeLLMError, match="--maxLoraRank is for the base"):
+        read_bundle("draft", eagle_pair.draft_bundle, dataclasses.replace(PLAN, max_lora_rank=4))
     with _open(engine, adapters, spec=SpecOptions(), context_reuse=True) as llm:
         names = None, "one", "two"
         plain = [_ids(llm, name, speculative=False) for name in names]
