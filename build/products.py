@@ -82,6 +82,11 @@ def _require_base(source: Path, bundle: Bundle, plan: Plan) -> None:
             f"{source} gives no features to a draft",
             hint="export it again with edgellm-export llm --is_eagle_base",
         )
+    if plan.max_lora_rank and bundle.decoder.recurrent is not None:
+        raise EdgeLLMError(
+            "--maxLoraRank: adapters of models with recurrent layers are merged, not taken up",
+            hint="edgellm-export llm --lora_dir, and leave --maxLoraRank out",
+        )
 
 
 def _require_lengths(longest: int, plan: Plan) -> None:

@@ -36,6 +36,7 @@ from edgellm.build.onnxruntime_cpu.own_attention import lower_attention as lower
 from edgellm.build.onnxruntime_cpu.own_embedding import lower_embeddings
 from edgellm.build.onnxruntime_cpu.own_experts import lower_experts
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears, lower_own_linears
+from edgellm.build.onnxruntime_cpu.own_recurrent import RECURRENCES, lower_recurrences
 from edgellm.contract import FUNCTIONS
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.manifest import KVCacheSpec
@@ -52,6 +53,7 @@ def lower(
     *,
     needs_mask: bool = True,
     takes_adapters: bool = False,
+    own_kernels: bool = False,
 ) -> None:
     """Rewrite `model` in place for one way to compute linear layers.
 
@@ -63,11 +65,14 @@ def lower(
         capacity: rows of the cache.
         needs_mask: False for a graph that only ever computes one row, which sees all before it.
         takes_adapters: linear layers add what LoRA adapters do; with edgellm's own kernels.
+        own_kernels: edgellm's compute what is recurrent, as with its linear layers.
     """
+    own_kernels = own_kernels or isinstance(kernel, OwnLinears)
     graph = GraphEditor(model.graph, weights)
     if cache is not None:
         bind_capacity(model.graph, capacity)
-    inline(model, keep=READ_BY_LOWERINGS)
+    own_recurrent = RECURRENCES if own_kernels else ()
+    inline(model, keep=(*READ_BY_LOWERINGS, *own_recurrent))
     _lower_signature(model.graph)
     marks = Marks(graph) if takes_adapters else None
     lower_inputs(graph)
@@ -81,6 +86,7 @@ def lower(
         _lower_candidates(graph)
     else:
         lower_linears(graph, kernel)
+    lower_recurrences(graph)
     lower_rotations(graph)
     if cache is None:
         lower_encoder_attention(graph)
@@ -92,7 +98,7 @@ def lower(
     lower_norms(graph)
     lower_activations(graph)
     finish(model)
-    if isinstance(kernel, OwnLinears):
+    if own_kernels:
         model.graph.opset_imports[DOMAIN] = 1
 
 

@@ -10,7 +10,7 @@ from edgellm.device_runtime.engine.prefix_cache import KeptContexts, KeptRows, R
 from edgellm.device_runtime.engine.profile import RESTORE
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
-from edgellm.device_runtime.sessions import ImageRows
+from edgellm.device_runtime.sessions import ImageRows, LoadedAdapter
 from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 
@@ -127,17 +127,25 @@ class CacheSlot:
         sequence.profile.prompt_tokens.append(len(sequence.prompt.token_ids))
         sequence.profile.reused_tokens.append(sequence.reused)
 
+    def end(self, sequence: Sequence) -> None:
+        """The answer is complete, all rows of which a sequence has that has just stepped."""
+        self.session.end_text(len(sequence.keys))
+
     def set_up(self, prompt: Prompt) -> None:
         """Tell the base what image rows of a prompt stand for, and its adapter, before it is read.
 
         Raises:
-            RequestError: the adapter was unloaded since the prompt was made.
+            RequestError: see `require_loaded`.
         """
-        if prompt.adapter is not None and not prompt.adapter.is_loaded:
-            raise RequestError(f"the adapter {prompt.adapter.name!r} was unloaded")
+        require_loaded(prompt.adapter)
         self.session.context.adapter = prompt.adapter
         if self._no_images is not None:
             self.session.set_images(prompt.images or self._no_images)
+
+    def is_to_keep(self, sequence: Sequence, length: int) -> bool:
+        """Whether `keep` is due: at the end, or before windows give rows back."""
+        is_last_chance = self.session.pass_rows and sequence.num_rows >= length
+        return sequence.finish_reason is not None or bool(is_last_chance)
 
     def keep(self, sequence: Sequence, length: int) -> list[str]:
         """Keep the first `length` rows of a sequence that has just stepped for later prompts.
@@ -149,6 +157,8 @@ class CacheSlot:
             return ["nothing was kept: there is no system prompt of its own"]
         self.admit(sequence)
         caches = self.session, *self._draft_caches
+        if length < self.session.least_rows and not self.kept.knows(sequence.prompt.keys[:length]):
+            return ["the system prompt is not kept: the answer went on behind a longer text"]
         if not self.kept.keep(sequence.prompt.keys[: length + 1], caches):
             return [f"the system prompt takes more than {self.kept.limit_bytes} bytes: not kept"]
         return []
@@ -178,9 +188,21 @@ class CacheSlot:
         drafts = self._draft_caches if sequence.drafter is not None else ()
         caches: list[RowCache] = [self.session, *drafts]
         held = min(cache.held(keys) for cache in caches) if self._reuses_context else 0
+        held = self._usable(held)
         usable, kept = self.kept.find(keys, len(caches))
         if kept is not None and usable > held:
             with sequence.profile.stage(RESTORE):
                 kept.restore(usable, caches)
             held = usable
-        return min(held, len(keys) - 1)
+        begun = self.session.begin_text(len(keys), min(held, len(keys) - 1), sequence.marks)
+        return self._usable(begun)
+
+    def _usable(self, length: int) -> int:
+        """As many rows, if windows still have what the next row sees; if not, none."""
+        return length if length and length >= self.session.least_rows else 0
+
+
+def require_loaded(adapter: LoadedAdapter | None) -> None:
+    """Raises `RequestError` for an adapter that was unloaded since somebody asked for it."""
+    if adapter is not None and not adapter.is_loaded:
+        raise RequestError(f"the adapter {adapter.name!r} was unloaded")

@@ -212,8 +212,14 @@ class CommittedRows:
                 pass
         return self.session.read_rows(0 if self._skipped else min(length, self.length))
 
-    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
+    @property
+    def least_rows(self) -> int:
+        """See `RowCache`: drafts have no windows."""
+        return 0
+
+    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey], least_rows: int = 0) -> None:
         """See `RowCache.write_rows`."""
+        del least_rows
         self._keys, self._waiting, self._skipped = [], [], 0
         self.session.write_rows(rows)
         self._keys = list(keys[: rows.shape[-2] + 1])

@@ -121,7 +121,7 @@ class CostAwareTree:
     def _verify(self) -> list[float]:
         """Milliseconds by rows, in the company of the round."""
         company = self._controller.company
-        if company != self._share[0]:
+        if company is not self._share[0] and company != self._share[0]:
             self._share = company, company.share(self._costs.verify).tolist()
         return self._share[1]
 

@@ -270,6 +270,14 @@ def test_adapters_that_do_not_fit(llm, tiny_checkpoint, folders, tiny_engine, tm
         assert "--maxLoraRank" in caught.value.hint
 
 
+def test_texts_are_read_with_an_adapter(llm, tiny_checkpoint, folders):
+    model = reference(tiny_checkpoint, folders["wide"], {"": SCALES["wide"]})
+    rows = logits_of(model, TOKENS)[:-1].astype(np.float64)
+    expected = rows[np.arange(11), TOKENS[1:]] - np.log(np.exp(rows).sum(-1))
+    found = [one.logprob for one in llm.read_logprobs(TOKENS.tolist(), lora="wide")]
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
 def test_half_floats(llm, tiny_checkpoint, tmp_path):
     """Adapters in the types that training leaves them in."""
     import ml_dtypes

@@ -34,6 +34,12 @@ class ScriptedSession:
 
     def close(self, context): ...
 
+    def begin_text(self, prompt_rows, held, marks):
+        del prompt_rows, marks
+        return held
+
+    def end_text(self, length): ...
+
     def run_many(self, parts):
         (part,) = parts
         assert part.write_index == self.length
