@@ -17,6 +17,7 @@ from edgellm.device_runtime.engine import arguments
 from edgellm.device_runtime.engine.adapters import open_adapters
 from edgellm.device_runtime.engine.answer import Answer
 from edgellm.device_runtime.engine.batch import Batch, Entry
+from edgellm.device_runtime.engine.bounds import bounds_of
 from edgellm.device_runtime.engine.cache_slot import CacheSlot
 from edgellm.device_runtime.engine.endings import Endings
 from edgellm.device_runtime.engine.messages import Formatter
@@ -24,7 +25,6 @@ from edgellm.device_runtime.engine.prefix_cache import count_common
 from edgellm.device_runtime.engine.profile import IMAGES, Profile
 from edgellm.device_runtime.engine.prompt import Prompt, fit
 from edgellm.device_runtime.engine.reading import Reader
-from edgellm.device_runtime.engine.scheduler import Bounds
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.engine.together import News, together
 from edgellm.device_runtime.engine.turns import Turns
@@ -32,14 +32,12 @@ from edgellm.device_runtime.sampling.guidance import Guidance
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.sessions import ImageRows
-from edgellm.device_runtime.sessions.decoder import DecoderSession, costs, open_decoder
-from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.device_runtime.speculate.open_drafter import Drafters, settled
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher
 from edgellm.integrity import FileCheck
 from edgellm.manifest import LLM_ENGINE, load_engine
-from edgellm.roles import PASS
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.engine.images import ImageReader, Seen
@@ -94,9 +92,8 @@ class LLM:
             session = open_decoder(folder, self.manifest)
         self.formatter = Formatter(self.tokenizer, allow_special_tokens)
         self._drafters: Drafters | None = None
-        spec = settled(spec, folder, self.manifest) if spec is not None else None
-        if spec is not None:
-            self._drafters = Drafters(folder, self.manifest, session, spec, verify=verify)
+        if spec is not None and (how := settled(spec, folder, self.manifest)) is not None:
+            self._drafters = Drafters(folder, self.manifest, session, how, verify=verify)
         decoder, no_images = self.manifest.decoder, None
         if decoder.images is not None:
             no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
@@ -105,7 +102,8 @@ class LLM:
             no_images=no_images, reuses_context=context_reuse,
         )  # fmt: skip
         self._slot: CacheSlot | None = slot
-        self._turns = Turns(Batch(slot, self._bounds(slot, max_stall_ms)))
+        bounds = bounds_of(self.manifest, slot, max_stall_ms, drafts=self._drafters is not None)
+        self._turns = Turns(Batch(slot, bounds))
         self._adapters = open_adapters(folder, self.manifest, session, self._turns.visiting)
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
@@ -114,20 +112,6 @@ class LLM:
             self.images = ImageReader(Path(multimodal_engine_dir), decoder, verify=verify)
             self.formatter = replace(self.formatter, film_text=self.images.film_text)
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
-
-    def _bounds(self, slot: CacheSlot, most_stall_ms: float) -> Bounds:
-        """What passes are held to."""
-        manifest, tree_rows = self.manifest, 1
-        if self._drafters is not None:
-            tree_rows = manifest.max_verify_tree_size
-        bounds = Bounds(self.batch_size, manifest.prefill_rows, tree_rows)
-        if self.batch_size == 1:
-            return bounds
-        pass_ms = (manifest.cost_ms or costs(slot.session, manifest.decoder))[PASS]
-        return replace(
-            bounds, page_rows=slot.page_rows, most_stall_ms=most_stall_ms,
-            pass_ms=Costs.of(pass_ms).verify,
-        )  # fmt: skip
 
     @property
     def batch_size(self) -> int:

@@ -55,8 +55,13 @@ def _given(rng, rows, **more):
     x = rng.standard_normal((1, len(rows), K)).astype(np.float32)
     places = np.array([(2, WIDTHS[0], 0), (3, WIDTHS[1], WIDTHS[0])])
     return pairs, {
-        "x": x, "places": places, "weights": weights, "table": table, "rows": np.array(rows), **more
-    }  # fmt: skip
+        "x": x,
+        "places": places,
+        "weights": weights,
+        "table": table,
+        "rows": np.array(rows),
+        **more,
+    }
 
 
 @pytest.mark.parametrize("threads", [1, 2])
