@@ -12,18 +12,20 @@ from edgellm.manifest import Engine
 from edgellm.roles import PASS
 
 
-def bounds_of(engine: Engine, slot: CacheSlot, most_stall_ms: float, *, drafts: bool) -> Bounds:
-    """The engine's; passes are measured where it does not know what they cost, and that matters.
+def bounds_of(
+    engine: Engine, slot: CacheSlot, most_stall_ms: float, answers: int, tree_rows: int
+) -> Bounds:
+    """Passes are measured where the engine does not know what they cost, and that matters.
 
     Args:
         engine: its manifest.
         slot: its caches.
         most_stall_ms: of a pass that reads a prompt beside answers that grow.
-        drafts: whether answers verify trees.
+        answers: that share a pass at most.
+        tree_rows: that an answer verifies.
     """
-    tree_rows = engine.max_verify_tree_size if drafts else 1
-    bounds = Bounds(engine.max_batch_size, engine.prefill_rows, tree_rows)
-    if engine.max_batch_size == 1:
+    bounds = Bounds(answers, engine.prefill_rows, tree_rows)
+    if answers == 1:
         return bounds
     pass_ms = (engine.cost_ms or costs(slot.session, engine.decoder))[PASS]
     verify = Costs.of(pass_ms).verify

@@ -97,12 +97,12 @@ class LLM:
         decoder, no_images = self.manifest.decoder, None
         if decoder.images is not None:
             no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
-        slot = CacheSlot(
+        self._slot: CacheSlot | None = (slot := CacheSlot(
             session, self.manifest.prefill_rows, self._drafters.caches if self._drafters else (),
             no_images=no_images, reuses_context=context_reuse,
-        )  # fmt: skip
-        self._slot: CacheSlot | None = slot
-        bounds = bounds_of(self.manifest, slot, max_stall_ms, drafts=self._drafters is not None)
+        ))  # fmt: skip
+        tree_rows = self.manifest.max_verify_tree_size if self._drafters is not None else 1
+        bounds = bounds_of(self.manifest, slot, max_stall_ms, self.batch_size, tree_rows)
         self._turns = Turns(Batch(slot, bounds))
         self._adapters = open_adapters(folder, self.manifest, session, self._turns.visiting)
         self.images: ImageReader | None = None
