@@ -59,6 +59,11 @@ RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of 
 # place of WRITE_INDEX and TREE_MASK; B sequences, M columns of a sequence's mask, 0: causal.
 SEQUENCES = "sequences"  # int64 [B, 3]; rows already in the cache, rows of the pass, M
 TREE_MASKS = "tree_masks"  # bool [N]; [S, M] of one sequence behind the other, then padding
+# Of engines that take adapters. A sequence's own is ADAPTER, int64 [1]; 0 is none.
+ADAPTER = "adapter"
+ADAPTER_ROWS = "adapter_rows"  # int64 [S]; the adapter of each row of a pass
+ADAPTER_WEIGHTS = "adapter_weights"  # float32; A [rank, in] and B [rank, out] of all layers of all
+ADAPTER_TABLE = "adapter_table"  # int64 [adapters, layers, 3]; rank, where A and where B begin
 
 # TensorRT engines with edgellm's kernels have no caches among their inputs, but where they lie:
 # int64 [2 + 4 * layers], see `device_runtime/kernels/triton/cache.py`.

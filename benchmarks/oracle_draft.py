@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.device_runtime.engine.llm import LLM
-from edgellm.device_runtime.sessions import F32, I64, ImageRows
+from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter
 from edgellm.device_runtime.speculate.drafter import Drafter, Verified
 from edgellm.device_runtime.speculate.open_drafter import Drafters
 from edgellm.device_runtime.speculate.tree import Tree
@@ -51,6 +51,9 @@ class OracleDrafter:
 
     def set_images(self, images: ImageRows) -> None:
         self._within.set_images(images)
+
+    def set_adapter(self, adapter: LoadedAdapter | None) -> None:
+        self._within.set_adapter(adapter)
 
     def remember(self, token_ids: list[int]) -> None:
         self._within.remember(token_ids)

@@ -27,6 +27,7 @@ from edgellm.build.flags import (
     MaxBatchSize,
     MaxDraftTreeSize,
     MaxInputLen,
+    MaxLoraRank,
     MaxVerifyTreeSize,
     NoCheck,
     OnnxDir,
@@ -58,6 +59,7 @@ def llm_build(
     max_input_len: MaxInputLen = 1024,
     kv_capacity: KvCapacity = 4096,
     max_batch_size: MaxBatchSize = 1,
+    max_lora_rank: MaxLoraRank = 0,
     backend: Backend = "auto",
     device: Device = "",
     threads: Threads = 0,
@@ -108,6 +110,7 @@ def llm_build(
         options=options_of(name, flags),
         checks=not no_check,
         max_batch_size=max_batch_size,
+        max_lora_rank=max_lora_rank,
     )
     product = "draft" if eagle_draft else "llm"
     _run(product, onnx_dir, engine_dir, plan, name, dry_run=dry_run)

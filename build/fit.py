@@ -90,6 +90,12 @@ def predict(
             "unless edgellm's kernels compute it",
             hint="give --backend onnxruntime --kernels edgellm, or leave --maxBatchSize out",
         )
+    if plan.max_lora_rank and not backend.takes_batches(plan):
+        raise EdgeLLMError(
+            f"--maxLoraRank {plan.max_lora_rank}: only edgellm's kernels take adapters at run time",
+            hint="give --backend onnxruntime --kernels edgellm, or merge the adapter: "
+            "edgellm-export llm --lora_dir",
+        )
     if bundle.main_role == DECODER and bundle.decoder.recurrent is not None:
         _require_states(backend, plan)
     origin = backend.origin(plan.options)

@@ -29,6 +29,15 @@ MaxBatchSize = Annotated[
         help="Requests that share a pass, and that the KV cache has room for; edgellm's kernels.",
     ),
 ]
+MaxLoraRank = Annotated[
+    int,
+    typer.Option(
+        "--maxLoraRank",
+        min=0,
+        max=1024,
+        help="Take LoRA adapters up to this rank while the engine runs; edgellm's kernels.",
+    ),
+]
 Backend = Annotated[str, typer.Option("--backend", help="auto, onnxruntime or tensorrt.")]
 Device = Annotated[
     str,

@@ -50,6 +50,7 @@ class Plan:
     options: Options = field(default_factory=Options)  # of the backend
     checks: bool = True  # compare lowered graphs with the bundle's
     max_batch_size: int = 1  # sequences of a pass
+    max_lora_rank: int = 0  # of adapters at run time; 0: the engine takes none
 
 
 def most_rows(role: str, plan: Plan) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.artifact import require_pair, verify_files, verify_sizes
 from edgellm.build.plan import Plan
-from edgellm.contract import BrokenArtifactError, LimitError
+from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError
 from edgellm.manifest import (
     DRAFT_BUNDLE,
     DRAFT_ENGINE,
@@ -82,6 +82,11 @@ def _require_base(source: Path, bundle: Bundle, plan: Plan) -> None:
             f"{source} gives no features to a draft",
             hint="export it again with edgellm-export llm --is_eagle_base",
         )
+    if plan.max_lora_rank and bundle.decoder.recurrent is not None:
+        raise EdgeLLMError(
+            "--maxLoraRank: adapters of models with recurrent layers are merged, not taken up",
+            hint="edgellm-export llm --lora_dir, and leave --maxLoraRank out",
+        )
 
 
 def _require_lengths(longest: int, plan: Plan) -> None:
@@ -132,6 +137,11 @@ def _base_limits(bundle: Bundle, plan: Plan) -> dict[str, int]:
 # ---------------------------------------------------------------------------------- drafts
 def _require_draft(source: Path, bundle: Bundle, plan: Plan) -> None:
     del source
+    if plan.max_lora_rank:
+        raise EdgeLLMError(
+            "--maxLoraRank is for the base: its draft stays as it is, whatever the adapter",
+            hint="leave it out",
+        )
     if bundle.cache is not None and plan.max_draft_tree_size >= plan.kv_capacity:
         raise LimitError(
             f"--maxDraftTreeSize {plan.max_draft_tree_size} does not fit into "

@@ -34,6 +34,7 @@ from edgellm.device_runtime.requests.flags import (
     Warmup,
 )
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
+from edgellm.lora import hash_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +71,6 @@ def llm_inference(
     resume: Resume = False,
 ) -> None:
     """Answer the requests of a JSON file; a bad request gets an error object of its own."""
-    from edgellm.device_runtime.engine.llm import LLM
     from edgellm.device_runtime.requests.outputs import Outputs
     from edgellm.device_runtime.requests.request_file import read_file
     from edgellm.device_runtime.requests.unfinished_run import settings_of, unfinished_run
@@ -84,13 +84,14 @@ def llm_inference(
     outputs = Outputs(input_file, output_file, profile_file, tree_file)
     outputs.check(engine_dir)
     load = functools.partial(
-        LLM, engine_dir, verify=verify, spec=how,
+        _load, options, engine_dir, verify=verify, spec=how,
         multimodal_engine_dir=multimodal_engine_dir, context_reuse=context_reuse,
         allow_special_tokens=allow_special_tokens,
     )  # fmt: skip
     if prove_count:
         raise typer.Exit(_prove(load(), options, requests[:prove_count]))
     engines = hash_engines(engine_dir, multimodal_engine_dir, how and how.draft_engine_dir)
+    engines |= hash_adapters(options.available_lora_weights)
     settings = settings_of(
         given, engines, how, max_generate_length=max_generate_length,
         context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
@@ -106,6 +107,16 @@ def llm_inference(
         typer.echo(f"[{response['request_idx']}] {response['output_text']}")
     size = options.batch_size
     raise typer.Exit(1 if _summarize(responses, profile, output_file, size) else 0)
+
+
+def _load(options: Options, engine_dir: Path, **more: Any) -> LLM:
+    """The engine, with the adapters of the file."""
+    from edgellm.device_runtime.engine.llm import LLM
+
+    llm = LLM(engine_dir, **more)
+    for name, folder in options.available_lora_weights.items():
+        llm.load_adapter(name, folder)
+    return llm
 
 
 def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:

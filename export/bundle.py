@@ -26,6 +26,7 @@ from edgellm.export.graph_files import (
     write_graphs,
 )
 from edgellm.export.kv_cache import read_ranges
+from edgellm.export.merged import merged
 from edgellm.export.op import OPSET
 from edgellm.export.source import open_draft
 from edgellm.export.stated import judge
@@ -49,6 +50,7 @@ class ExportOptions:
     is_eagle_base: bool = False  # give hidden taps to a draft, as the next two imply
     hidden_taps: tuple[int, ...] = ()
     draft_model_dir: str | None = None  # the draft whose config names the taps
+    lora_dir: str | None = None  # an adapter that the weights take up
     pooling: str = ""  # "last" or "mean": the model embeds texts
 
 
@@ -65,6 +67,8 @@ def export_llm(
     names = [*file_names((_GRAPH, COMMIT)), *_JSON_FILES, *checkpoint.tokenizer_files]
     check_output(output, LLM_BUNDLE, names)
     tower, architecture, config = read_architecture(checkpoint, options)
+    if options.lora_dir is not None:
+        tower = merged(tower, options.lora_dir)
     taps, tap_source = _choose_taps(config, options)
     weights = _weights(tower, options)
     dtype = DTYPES[options.dtype]

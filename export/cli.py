@@ -26,6 +26,10 @@ IgnoredKeys = Annotated[
     str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
 ]
 
+LoraDir = Annotated[
+    str | None, typer.Option("--lora_dir", help="A PEFT folder: adds its LoRA to the weights.")
+]
+
 
 @app.callback()
 def commands() -> None:
@@ -52,6 +56,7 @@ def llm(
     draft_model_dir: Annotated[
         str | None, typer.Option("--draft_model_dir", help="Take the taps that this draft wants.")
     ] = None,
+    lora_dir: LoraDir = None,
     pooling: Pooling = "",
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with transformers (needs edgellm[host]).")
@@ -70,7 +75,7 @@ def llm(
     start = time.perf_counter()
     taps, ignored = numbers("--hidden_taps", hidden_taps), _split(ignore_config_keys)
     options = ExportOptions(
-        dtype, num_layers, ignored, is_eagle_base, taps, draft_model_dir, pooling
+        dtype, num_layers, ignored, is_eagle_base, taps, draft_model_dir, lora_dir, pooling
     )
     checkpoint = open_checkpoint(model_dir)
     with byte_progress("exporting") as progress:

@@ -123,21 +123,19 @@ def refuse_adapter(folder: Path) -> None:
     if any(_weight_files(folder, name) for name in _WHOLE):
         raise UnsupportedModelError(
             f"{folder} holds {kind} adapter beside a model: it does not say which is meant",
-            hint=f"move {_ADAPTER} away if the weights are merged already; else merge them: "
-            f"{_merging(folder)}",
+            hint=f"move {_ADAPTER} away if the weights are merged already; else {_merging(kind)}",
         )
     base = adapter.get("base_model_name_or_path") or "an unnamed base"
     raise UnsupportedModelError(
         f"{folder} is {kind} adapter of {base}, not a whole model",
-        hint=f"merge it into its base and export the result: {_merging(folder)}",
+        hint=_merging(kind),
     )
 
 
-def _merging(folder: Path) -> str:
-    return (
-        f'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}").merge_and_unload()'
-        '.save_pretrained("merged") in Python, and the tokenizer beside it'
-    )
+def _merging(kind: str) -> str:
+    if kind == "a LoRA":
+        return "give its base as --model_dir and the adapter's folder as --lora_dir"
+    return "merge it with PEFT: model.merge_and_unload().save_pretrained(...)"
 
 
 def _processor_files(folder: Path) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from edgellm.contract import EdgeLLMError
 from edgellm.export.bundle import ExportOptions
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.dequantized import round_inputs, write_floats
+from edgellm.export.merged import floats
 from edgellm.export.plain_fp4 import has_fp4, open_fp4
+from edgellm.lora import plain_name, read_adapter
 from edgellm.manifest import Bundle, DecoderSpec
 from edgellm.roles import COMMIT, DECODER
 
@@ -94,14 +97,33 @@ def _expected(
     """Those of transformers; of a quantized checkpoint with what its codes stand for."""
     source, options = Path(checkpoint.label), ExportOptions(**manifest.options)
     if manifest.quantization == "none" or source.suffix == ".gguf":
-        return _transformers_outputs(
-            _load(source, manifest.decoder, options.num_layers), manifest, token_ids
-        )
+        model = _load(source, manifest.decoder, options.num_layers)
+        if options.lora_dir is not None:
+            _add_adapter(model, Path(options.lora_dir).expanduser())
+        return _transformers_outputs(model, manifest, token_ids)
     with tempfile.TemporaryDirectory(dir=bundle.parent) as folder:
         inputs = write_floats(checkpoint, options, Path(folder))
         model = _load(Path(folder), manifest.decoder, options.num_layers)
         round_inputs(model, inputs)
         return _transformers_outputs(model, manifest, token_ids)
+
+
+def _add_adapter(model: Any, folder: Path) -> None:
+    """Let the layers that a LoRA adapter changes compute its part beside their own."""
+    import torch
+
+    adapter = read_adapter(folder)
+    modules = {plain_name(name): module for name, module in model.named_modules()}
+    for name, change in adapter.layers.items():
+        if name not in modules:  # of layers that were cut
+            continue
+        a, b = (torch.from_numpy(floats(adapter.tensors, each)) for each in (change.a, change.b))
+
+        modules[name].register_forward_hook(_addition(a, b, change.scale))
+
+
+def _addition(a: Any, b: Any, scale: float) -> Callable[[Any, Any, Any], Any]:
+    return lambda _, inputs, y: y + scale * (inputs[0] @ a.T @ b.T)
 
 
 def _transformers_outputs(model: Any, manifest: Bundle, token_ids: NDArray[np.int64]) -> Outputs:

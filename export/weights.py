@@ -22,7 +22,7 @@ from edgellm.export.checkpoint import TensorInfo, TensorSource, read_whole
 from edgellm.export.finite import checked
 from edgellm.manifest import FileRecord
 
-_ONNX_TYPE = {
+ONNX_TYPES = {
     "F32": ir.DataType.FLOAT,
     "F16": ir.DataType.FLOAT16,
     "BF16": ir.DataType.BFLOAT16,
@@ -132,7 +132,7 @@ class Weights:
 
         if kind == "F32" and half:
             return StoredTensor(full, dtype, shape, lambda: _to_half(stream()))
-        return StoredTensor(full, _ONNX_TYPE[kind], shape, stream)
+        return StoredTensor(full, ONNX_TYPES[kind], shape, stream)
 
     def take_shifted(
         self, name: str, shape: tuple[int, ...], dtype: ir.DataType, shift: float
@@ -152,7 +152,7 @@ class Weights:
         info = self._checked(name, shape)
         if info.dtype != dtype:
             raise UnsupportedModelError(f"{self._prefix}{name} has type {info.dtype}, not {dtype}")
-        full, numpy_type = self._prefix + name, _ONNX_TYPE[dtype].numpy()
+        full, numpy_type = self._prefix + name, ONNX_TYPES[dtype].numpy()
         return lambda: np.frombuffer(read_whole(self._source, full), numpy_type).reshape(shape)
 
     def blocks(

@@ -226,3 +226,20 @@ def survey(instruction_set, logits):
         best,
     )
     return best[0], best[1]
+
+
+class _LowRank(ctypes.Structure):
+    _fields_ = [
+        *((name, _INT) for name in ("in_features", "rank", "outputs")),
+        ("a", _POINTER),
+        ("b", _POINTER),
+    ]
+
+
+def low_rank(instruction_set, x, a, b, base):
+    """Base [N] + (x A^T) B of x [K], A [rank, K], B [rank, N]."""
+    layer = _LowRank(a.shape[1], len(a), b.shape[1], _address(a), _address(b))
+    inner, y = np.empty(len(a), np.float32), np.empty(b.shape[1], np.float32)
+    pointers = (ctypes.c_void_p(_address(array)) for array in (x, inner, base, y))
+    _call("edgellm_low_rank", instruction_set.encode(), ctypes.byref(layer), *pointers)
+    return y

@@ -17,6 +17,7 @@ from edgellm.build.check import Verdict, require_alike, run_passes
 from edgellm.build.costs import measure
 from edgellm.build.lowering.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.onnxruntime_cpu.adapters import write_adapted_layers
 from edgellm.build.onnxruntime_cpu.commit import compile_commit
 from edgellm.build.onnxruntime_cpu.expert_check import check_experts
 from edgellm.build.onnxruntime_cpu.lower import lower
@@ -30,6 +31,7 @@ from edgellm.build.plan import Compiled, Estimate, Plan, Report
 from edgellm.build.reference import Numbers, Source, make_reference
 from edgellm.build.rounding import Rounds
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.device_runtime.adapted_layers import MAX_LORA_RANK
 from edgellm.device_runtime.kernels.pack import VERSION
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, KERNELS, LAYOUT
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
@@ -75,6 +77,8 @@ def compile_bundle(
             verdicts.append(compiler.check(opened[role]))
         if commit is not None:
             opened[COMMIT] = commit
+    if plan.max_lora_rank:
+        write_adapted_layers(source / bundle.graphs[DECODER].path, folder)
     dtype, pages = (cache.dtype, cache.pages) if cache is not None else ("", None)
     report("measuring the cost of a pass")
     costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype, pages), plan)
@@ -90,7 +94,8 @@ def _what_runs(plan: Plan) -> dict[str, Any]:
     """Options of the engine, see `runners.onnxruntime_cpu`."""
     kernels = kernels_of(plan)
     layout = {LAYOUT: VERSION} if kernels == EDGELLM else {}
-    return {KERNELS: kernels, "threads": plan.threads, **layout}
+    rank = {MAX_LORA_RANK: plan.max_lora_rank} if plan.max_lora_rank else {}
+    return {KERNELS: kernels, "threads": plan.threads, **layout, **rank}
 
 
 def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
@@ -133,6 +138,7 @@ class _Compiler:
     def __init__(self, source: Source, plan: Plan, folder: Path, report: Report) -> None:
         self._source, self._plan, self._folder, self._report = source, plan, folder, report
         self._variants = variants_of(source.role, ir.load(source.path), source.bundle, plan)
+        self._takes_adapters = bool(plan.max_lora_rank) and source.role == DECODER
         report(f"computing a few rows of the portable {source.role} graph")
         self._engine = Rounds(tuple(each.kernel for each in self._variants))
         self._reference = make_reference(source, plan.kv_capacity, self._engine, wanted=plan.checks)
@@ -206,7 +212,7 @@ class _Compiler:
         weights = WeightFile(path.with_suffix(".data"), told)
         lower(
             model, variant.kernel, weights, self._source.cache, self._plan.kv_capacity,
-            needs_mask=variant.needs_mask,
+            needs_mask=variant.needs_mask, takes_adapters=self._takes_adapters,
         )  # fmt: skip
         weights.close()
         ir.save(model, path)

@@ -30,6 +30,7 @@ from edgellm.build.lowering.weights import (
     constant_array,
     parameter_name,
 )
+from edgellm.build.onnxruntime_cpu.adapters import Marks
 from edgellm.build.onnxruntime_cpu.grouped_attention import lower_attention, narrow_cache
 from edgellm.build.onnxruntime_cpu.own_attention import lower_attention as lower_own_attention
 from edgellm.build.onnxruntime_cpu.own_embedding import lower_embeddings
@@ -51,6 +52,7 @@ def lower(
     capacity: int = 0,
     *,
     needs_mask: bool = True,
+    takes_adapters: bool = False,
     own_kernels: bool = False,
 ) -> None:
     """Rewrite `model` in place for one way to compute linear layers.
@@ -62,6 +64,7 @@ def lower(
         cache: of a graph that has one; int8 takes one scale for each tensor.
         capacity: rows of the cache.
         needs_mask: False for a graph that only ever computes one row, which sees all before it.
+        takes_adapters: linear layers add what LoRA adapters do; with edgellm's own kernels.
         own_kernels: edgellm's compute what is recurrent, as with its linear layers.
     """
     own_kernels = own_kernels or isinstance(kernel, OwnLinears)
@@ -71,6 +74,7 @@ def lower(
     own_recurrent = RECURRENCES if own_kernels else ()
     inline(model, keep=(*READ_BY_LOWERINGS, *own_recurrent))
     _lower_signature(model.graph)
+    marks = Marks(graph) if takes_adapters else None
     lower_inputs(graph)
     if isinstance(kernel, OwnLinears):
         lower_embeddings(graph, kernel)
@@ -78,7 +82,7 @@ def lower(
     look_up_blocks(graph)
     if isinstance(kernel, OwnLinears):
         lower_experts(graph, kernel)
-        lower_own_linears(graph, kernel)
+        lower_own_linears(graph, kernel, marks)
         _lower_candidates(graph)
     else:
         lower_linears(graph, kernel)

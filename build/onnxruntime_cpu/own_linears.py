@@ -10,13 +10,15 @@ import onnx_ir as ir
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding, lower_linears
 from edgellm.build.lowering.linear_weights import LinearWeight, layer_name
+from edgellm.build.onnxruntime_cpu.adapters import LOW_RANK, Marks
 from edgellm.build.onnxruntime_cpu.linears import ALL_INPUTS, DenseKernel
 from edgellm.build.onnxruntime_cpu.packed_weights import form_of, keeps_codes, packed_bytes
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.kernels.pack import STRIP, PackedForm, gated_order
 
 _OPERATOR = "QuantLinear"
-_GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and their number
+_GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and their number; one more
+# is what adapters add, and gamma stands there in their operator, too
 
 
 class OwnLinears:
@@ -107,14 +109,19 @@ def _product(graph: GraphEditor, x: ir.Value, form: PackedForm, packed: ir.Value
     )
 
 
-def lower_own_linears(graph: GraphEditor, kernel: OwnLinears) -> None:
-    """Rewrite every linear layer, with biases, gates, residuals and norms around it."""
+def lower_own_linears(graph: GraphEditor, kernel: OwnLinears, marks: Marks | None = None) -> None:
+    """Rewrite every linear layer, with biases, gates, residuals and norms around it.
+
+    `marks`: of layers that adapters change.
+    """
     for node in graph.find("Mul"):
         _lower_gate(graph, kernel, node)
     gates = graph.find(_OPERATOR)
     lower_linears(graph, kernel, key=_stored_alike)
+    if marks is not None:
+        marks.attach(graph.find(_OPERATOR, "MatMul"), gates)
     for node in graph.find(_OPERATOR):
-        node.resize_inputs(_INPUTS)
+        node.resize_inputs(max(_INPUTS, len(node.inputs)))
         if node in gates:
             continue
         _take_sum(graph, node, _BIAS, _is_bias)
@@ -204,7 +211,7 @@ def _take_norm(norm: ir.Node) -> None:
     is_last = "axis" not in norm.attributes or norm.attributes["axis"].as_int() == -1
     if not uses or not is_last or norm.outputs[0].is_graph_output():
         return
-    if any(use.node.op_type != _OPERATOR or use.idx != 0 for use in uses):
+    if any(use.node.op_type not in (_OPERATOR, LOW_RANK) or use.idx != 0 for use in uses):
         return
     epsilon = norm.attributes["epsilon"].as_float()
     for use in uses:

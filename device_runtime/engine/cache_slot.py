@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence as Sized
 
+from edgellm.contract import RequestError
 from edgellm.device_runtime.engine.prefix_cache import KeptContexts, KeptRows, RowCache
 from edgellm.device_runtime.engine.profile import RESTORE
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
-from edgellm.device_runtime.sessions import ImageRows
+from edgellm.device_runtime.sessions import ImageRows, LoadedAdapter
 from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 
@@ -117,7 +118,9 @@ class CacheSlot:
                 self.session.close(sequence.context)
 
     def _begin(self, sequence: Sequence) -> None:
-        self.set_images(sequence.prompt)
+        self.set_up(sequence.prompt)
+        if sequence.drafter is not None:
+            sequence.drafter.set_adapter(sequence.prompt.adapter)
         if sequence.drafter is not None and self._no_images is not None:
             sequence.drafter.set_images(sequence.prompt.images or self._no_images)
         sequence.reused = sequence.num_rows = self._reuse(sequence)
@@ -128,8 +131,14 @@ class CacheSlot:
         """The answer is complete, all rows of which a sequence has that has just stepped."""
         self.session.end_text(len(sequence.keys))
 
-    def set_images(self, prompt: Prompt) -> None:
-        """Tell the base what image rows of a prompt stand for, before it is read."""
+    def set_up(self, prompt: Prompt) -> None:
+        """Tell the base what image rows of a prompt stand for, and its adapter, before it is read.
+
+        Raises:
+            RequestError: see `require_loaded`.
+        """
+        require_loaded(prompt.adapter)
+        self.session.context.adapter = prompt.adapter
         if self._no_images is not None:
             self.session.set_images(prompt.images or self._no_images)
 
@@ -186,3 +195,9 @@ class CacheSlot:
                 kept.restore(usable, caches)
             held = usable
         return self.session.begin_text(len(keys), min(held, len(keys) - 1), sequence.marks)
+
+
+def require_loaded(adapter: LoadedAdapter | None) -> None:
+    """Raises `RequestError` for an adapter that was unloaded since somebody asked for it."""
+    if adapter is not None and not adapter.is_loaded:
+        raise RequestError(f"the adapter {adapter.name!r} was unloaded")

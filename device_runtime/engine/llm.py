@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Sized
 from dataclasses import replace
@@ -13,8 +14,10 @@ from numpy.typing import NDArray
 
 from edgellm.contract import RequestError
 from edgellm.device_runtime.engine import arguments
+from edgellm.device_runtime.engine.adapters import open_adapters
 from edgellm.device_runtime.engine.answer import Answer
 from edgellm.device_runtime.engine.batch import Batch, Entry
+from edgellm.device_runtime.engine.bounds import bounds_of
 from edgellm.device_runtime.engine.cache_slot import CacheSlot
 from edgellm.device_runtime.engine.endings import Endings
 from edgellm.device_runtime.engine.messages import Formatter
@@ -22,7 +25,6 @@ from edgellm.device_runtime.engine.prefix_cache import count_common
 from edgellm.device_runtime.engine.profile import IMAGES, Profile
 from edgellm.device_runtime.engine.prompt import Prompt, fit
 from edgellm.device_runtime.engine.reading import Reader
-from edgellm.device_runtime.engine.scheduler import Bounds
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.engine.together import News, together
 from edgellm.device_runtime.engine.turns import Turns
@@ -30,14 +32,12 @@ from edgellm.device_runtime.sampling.guidance import Guidance
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.sessions import ImageRows
-from edgellm.device_runtime.sessions.decoder import DecoderSession, costs, open_decoder
-from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.device_runtime.speculate.open_drafter import Drafters, settled
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher
 from edgellm.integrity import FileCheck
 from edgellm.manifest import LLM_ENGINE, load_engine
-from edgellm.roles import PASS
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.engine.images import ImageReader, Seen
@@ -92,18 +92,19 @@ class LLM:
             session = open_decoder(folder, self.manifest)
         self.formatter = Formatter(self.tokenizer, allow_special_tokens)
         self._drafters: Drafters | None = None
-        spec = settled(spec, folder, self.manifest) if spec is not None else None
-        if spec is not None:
-            self._drafters = Drafters(folder, self.manifest, session, spec, verify=verify)
+        if spec is not None and (how := settled(spec, folder, self.manifest)) is not None:
+            self._drafters = Drafters(folder, self.manifest, session, how, verify=verify)
         decoder, no_images = self.manifest.decoder, None
         if decoder.images is not None:
             no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
-        slot = CacheSlot(
+        self._slot: CacheSlot | None = (slot := CacheSlot(
             session, self.manifest.prefill_rows, self._drafters.caches if self._drafters else (),
             no_images=no_images, reuses_context=context_reuse,
-        )  # fmt: skip
-        self._slot: CacheSlot | None = slot
-        self._turns = Turns(Batch(slot, self._bounds(slot, max_stall_ms)))
+        ))  # fmt: skip
+        tree_rows = self.manifest.max_verify_tree_size if self._drafters is not None else 1
+        bounds = bounds_of(self.manifest, slot, max_stall_ms, self.batch_size, tree_rows)
+        self._turns = Turns(Batch(slot, bounds))
+        self._adapters = open_adapters(folder, self.manifest, session, self._turns.visiting)
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
             from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
@@ -111,20 +112,6 @@ class LLM:
             self.images = ImageReader(Path(multimodal_engine_dir), decoder, verify=verify)
             self.formatter = replace(self.formatter, film_text=self.images.film_text)
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
-
-    def _bounds(self, slot: CacheSlot, most_stall_ms: float) -> Bounds:
-        """What passes are held to."""
-        manifest, tree_rows = self.manifest, 1
-        if self._drafters is not None:
-            tree_rows = manifest.max_verify_tree_size
-        bounds = Bounds(self.batch_size, manifest.prefill_rows, tree_rows)
-        if self.batch_size == 1:
-            return bounds
-        pass_ms = (manifest.cost_ms or costs(slot.session, manifest.decoder))[PASS]
-        return replace(
-            bounds, page_rows=slot.page_rows, most_stall_ms=most_stall_ms,
-            pass_ms=Costs.of(pass_ms).verify,
-        )  # fmt: skip
 
     @property
     def batch_size(self) -> int:
@@ -169,6 +156,33 @@ class LLM:
         self._turns.close()
         self._slot = self._drafters = self.images = None
 
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The LoRA adapters that are loaded, by name: their folders."""
+        return self._adapters.folders
+
+    def load_adapter(self, name: str, folder: Path | str) -> None:
+        """Take up a LoRA adapter, which answers of `lora=name` are computed with.
+
+        Others go on meanwhile, and wait for no more than a pass.
+
+        Args:
+            name: a new one, or one that stands for the same weights.
+            folder: as PEFT saves adapters.
+
+        Raises:
+            EdgeLLMError: the engine takes none, or not this one; nothing has changed.
+        """
+        arguments.require_kind("name", name, str, "a text")
+        arguments.require_kind("folder", folder, (str, os.PathLike), "a path")
+        self._turns.require_open()
+        self._adapters.load(name, Path(folder).expanduser())
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; raises `RequestError` where it is unknown, or answers use it."""
+        self._turns.require_open()
+        self._adapters.unload(name, self._turns.count_using)
+
     def generate(
         self,
         prompt: str | list[dict[str, Any]],
@@ -178,6 +192,7 @@ class LLM:
         stop: Sized[str] = (),
         speculative: bool = True,
         priority: int = 0,
+        lora: str | None = None,
         **template_flags: Any,
     ) -> Answer:
         """Start an answer; nothing is computed before it is iterated over.
@@ -191,6 +206,7 @@ class LLM:
             stop: strings that end the answer and do not appear in it.
             speculative: False decodes plainly although `spec` was given.
             priority: where answers wait, smaller goes first.
+            lora: the name of a loaded adapter that changes the model for this answer.
             template_flags: variables of the chat template, see `Formatter.format`.
 
         Raises:
@@ -212,6 +228,7 @@ class LLM:
             stop=stop,
             speculative=speculative,
             priority=priority,
+            lora=lora,
         )
 
     def generate_batch(
@@ -264,6 +281,7 @@ class LLM:
         system_prompt: str | None = None,
         shown_tokens: Sized[str] = (),
         priority: int = 0,
+        lora: str | None = None,
     ) -> Answer:
         """As `generate`, for a formatted text, or its token ids; images are encoded at once.
 
@@ -278,7 +296,9 @@ class LLM:
         max_tokens = arguments.require_length("max_generate_length", max_generate_length)
         sampling.require_fit(self.manifest.decoder.vocab_size, max_tokens)
         profile = Profile()
+        adapter = None if lora is None else self._adapters.find(lora)
         prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
+        prompt = replace(prompt, adapter=adapter)
         max_tokens, warnings = fit(len(prompt.token_ids), max_tokens, self.manifest)
         sampler = self.sampler(sampling, prompt)
         stream = self.tokenizer.stream(shown_tokens)
@@ -301,6 +321,7 @@ class LLM:
         token_ids: Sized[int],
         num_top: int = 0,
         before_pass: Callable[[], object] = lambda: None,
+        lora: str | None = None,
     ) -> list[TokenLogprobs]:
         """Log-probabilities of all tokens of a text but the first, as the model itself sees them.
 
@@ -308,11 +329,12 @@ class LLM:
             token_ids: of the text.
             num_top: of the likeliest tokens in each place, which are told of, too.
             before_pass: asked before every pass; what it raises ends the reading.
+            lora: see `generate`.
 
         Raises:
             RequestError: the text is empty or too long.
         """
-        return self._reader(token_ids, before_pass).logprobs(token_ids, num_top)
+        return self._reader(token_ids, before_pass, lora).logprobs(token_ids, num_top)
 
     def embed(
         self, token_ids: Sized[int], before_pass: Callable[[], object] = lambda: None
@@ -330,10 +352,13 @@ class LLM:
             )
         return self._reader(token_ids, before_pass).pooled(token_ids, self.manifest.pooling)
 
-    def _reader(self, token_ids: Sized[int], before_pass: Callable[[], object]) -> Reader:
+    def _reader(
+        self, token_ids: Sized[int], before_pass: Callable[[], object], lora: str | None = None
+    ) -> Reader:
         ids = self._ids(token_ids, add_special_tokens=False)
         fit(len(ids), 0, self.manifest)
-        return Reader(self.slot, self._turns, before_pass)
+        adapter = None if lora is None else self._adapters.find(lora)
+        return Reader(self.slot, self._turns, before_pass, adapter)
 
     def _prompt(
         self,

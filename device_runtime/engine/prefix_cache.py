@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.sessions import RowKey
+from edgellm.device_runtime.sessions import LoadedAdapter, RowKey
 
 KEPT_BYTES = 256 << 20  # of system prompts' rows
 
@@ -23,6 +23,13 @@ KEPT_BYTES = 256 << 20  # of system prompts' rows
 def row_keys(token_ids: Iterable[int], image_keys: Mapping[int, RowKey]) -> list[RowKey]:
     """What tokens stand for: themselves, or the images that `image_keys` says."""
     return [image_keys.get(token_id, token_id) for token_id in token_ids]
+
+
+def marked(keys: Sequence[RowKey], adapter: LoadedAdapter | None) -> list[RowKey]:
+    """The keys of a text from its beginning as those of an adapter: all rows follow the first."""
+    if adapter is None or not keys:
+        return [*keys]
+    return [f"{adapter.mark} {keys[0]}", *keys[1:]]
 
 
 def count_common(ones: Sequence[RowKey], others: Sequence[RowKey]) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.engine.prefix_cache import row_keys
-from edgellm.device_runtime.sessions import ImageRows, RowKey
+from edgellm.device_runtime.engine.prefix_cache import marked, row_keys
+from edgellm.device_runtime.sessions import ImageRows, LoadedAdapter, RowKey
 from edgellm.manifest import Engine
 
 
@@ -16,11 +16,17 @@ class Prompt:
 
     token_ids: list[int]
     images: ImageRows | None = None  # None: text only
+    adapter: LoadedAdapter | None = None  # None: the base alone answers
 
     @property
     def keys(self) -> list[RowKey]:
         """What the rows stand for; equal token ids of two prompts may be rows of other images."""
-        return row_keys(self.token_ids, self.images.keys if self.images is not None else {})
+        return self.keys_of(self.token_ids)
+
+    def keys_of(self, token_ids: list[int]) -> list[RowKey]:
+        """The same of a text that begins so."""
+        images = self.images.keys if self.images is not None else {}
+        return marked(row_keys(token_ids, images), self.adapter)
 
 
 def fit(prompt_tokens: int, wanted_tokens: int, engine: Engine) -> tuple[int, list[str]]:

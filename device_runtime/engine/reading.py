@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.engine.cache_slot import CacheSlot
+from edgellm.device_runtime.engine.cache_slot import CacheSlot, require_loaded
 from edgellm.device_runtime.engine.turns import Turns
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
-from edgellm.device_runtime.sessions import F32
+from edgellm.device_runtime.sessions import F32, LoadedAdapter
 from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import PassResult
 
@@ -20,9 +20,16 @@ _ROWS = 64  # of a pass whose rows all get logits
 class Reader:
     """Reads texts between the passes of answers, a piece at a time."""
 
-    def __init__(self, slot: CacheSlot, turns: Turns, before_pass: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        slot: CacheSlot,
+        turns: Turns,
+        before_pass: Callable[[], object],
+        adapter: LoadedAdapter | None = None,
+    ) -> None:
         """`before_pass` is asked before every pass; what it raises ends the reading."""
         self._slot, self._turns, self._before_pass = slot, turns, before_pass
+        self._adapter = adapter
 
     def logprobs(self, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
         """How likely each token but the first was behind those before it.
@@ -63,6 +70,7 @@ class Reader:
     ) -> Iterator[tuple[int, PassResult]]:
         """Passes over a text, each while nobody else computes; a result is read before the next."""
         session, own = self._slot.session, Context()
+        own.adapter = self._adapter
         ids, rows = np.array(token_ids, np.int64), min(rows, self._slot.prefill_rows)
         try:
             for begin in range(0, len(ids), rows):
@@ -70,6 +78,7 @@ class Reader:
                 wanted = np.arange(len(piece)) if all_logits else np.array([len(piece) - 1])
                 self._before_pass()
                 with self._turns.visiting():
+                    require_loaded(own.adapter)
                     others = session.context
                     session.use(own)
                     try:

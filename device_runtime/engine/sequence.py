@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.endings import Endings, Taken
-from edgellm.device_runtime.engine.prefix_cache import row_keys
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
@@ -72,8 +71,7 @@ class Sequence:
     @property
     def keys(self) -> list[RowKey]:
         """What its tokens stand for."""
-        images = self.prompt.images.keys if self.prompt.images is not None else {}
-        return row_keys([*self.prompt.token_ids, *self.token_ids], images)
+        return self.prompt.keys_of([*self.prompt.token_ids, *self.token_ids])
 
     def take(self, found: Round | None) -> tuple[Step, ...]:
         """Add what a pass gave, up to an end; the steps of the answer."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.batch import Batch, Entry
 from edgellm.device_runtime.engine.sequence import Step
+from edgellm.device_runtime.sessions import LoadedAdapter
 
 PATIENCE_S = 30.0  # nobody waits longer for an answer that is not iterated over
 
@@ -87,6 +88,11 @@ class Turns:
             yield
         finally:
             self._end_of_pass()
+
+    def count_using(self, adapter: LoadedAdapter) -> int:
+        """Answers in the works that are computed with an adapter."""
+        found = [entry.sequence for entry in self._batch.entries]
+        return sum(not one.is_over and one.prompt.adapter is adapter for one in found)
 
     def close(self) -> None:
         """Wait for the end of a pass and let nobody compute again."""

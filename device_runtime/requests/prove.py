@@ -143,7 +143,7 @@ def logits_behind(
     """The logits [V] behind a prompt and the first tokens of its answer, penalties applied."""
     slot, ids = llm.slot, [*prompt.token_ids, *taken]
     slot.evict()
-    slot.set_images(prompt)
+    slot.set_up(prompt)
     result, rows = read_piece(slot.session, ids, 0, slot.prefill_rows)
     while rows < len(ids):
         result, rows = read_piece(slot.session, ids, rows, slot.prefill_rows)

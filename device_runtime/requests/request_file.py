@@ -24,8 +24,6 @@ LogitBias = Annotated[  # by token id; JSON's keys are strings
     dict[Annotated[int, msgspec.Meta(ge=0)], Bias], msgspec.Meta(max_length=MOST_BIASES)
 ]
 _NOT_SUPPORTED = {
-    "lora_name": "LoRA adapters",
-    "available_lora_weights": "LoRA adapters",
     "num_logprobs": "log-probabilities",
 }
 
@@ -110,6 +108,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     min_tokens: Count = 0
     ignore_eos: bool = False
     stop_token_ids: list[Count] = []
+    available_lora_weights: dict[str, str] = {}  # folders of adapters by name
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -118,6 +117,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     save_system_prompt_kv_cache: bool = False  # its rows are kept for all later requests
     disable_spec_decode: bool = False
+    lora_name: str | None = None  # of `available_lora_weights`; None: the base alone
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None

@@ -76,6 +76,7 @@ def start_request(
         stop=[own.stop] if isinstance(own.stop, str) else own.stop,
         speculative=speculative and not request.disable_spec_decode,
         system_prompt=system if request.save_system_prompt_kv_cache else None,
+        lora=request.lora_name,
     )
     shown = llm.tokenizer.shown
     return Started(request, answer, shown(system), shown(text))

@@ -135,6 +135,15 @@ class SharedRunner(Runner, Protocol):
         ...
 
 
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """A runner whose graphs add what LoRA adapters do; which of them, a pass says by `ADAPTER`."""
+
+    def hold_adapters(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
+        """All adapters of the passes to come, as `ADAPTER_WEIGHTS` and `ADAPTER_TABLE`."""
+        ...
+
+
 class Backend(Protocol):
     """The functions that a backend's package has."""
 

@@ -41,6 +41,16 @@ class ImageRows:
         return cls(*zeros, keys={})
 
 
+@dataclass(slots=True, eq=False)
+class LoadedAdapter:
+    """A LoRA adapter that a decoder holds."""
+
+    name: str
+    slot: int  # in `ADAPTER_TABLE`
+    mark: str  # of what it computes: the same for equal weights, and no other's
+    is_loaded: bool = True  # False: others have its place
+
+
 def require_room(capacity: int, write_index: int, rows: int, pass_rows: int = 0) -> None:
     """Refuse rows that do not fit into a KV cache, or into a pass; raises `LimitError`."""
     if write_index + rows > capacity:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.contract import LimitError
 from edgellm.device_runtime.runners import Cache, Outputs, Runner, SharedRunner, require_cache
-from edgellm.device_runtime.sessions import ImageRows, RowKey
+from edgellm.device_runtime.sessions import ImageRows, LoadedAdapter, RowKey
 from edgellm.device_runtime.sessions.states import Memory
 
 
@@ -28,6 +28,7 @@ class Context:
         self.written: list[RowKey] = []  # by the last pass
         self.num_rows = 0  # that are to be kept
         self.images: ImageRows | None = None  # of the prompt
+        self.adapter: LoadedAdapter | None = None  # that its rows are computed with
         self.cache: Cache | None = None  # that holds the rows
         self.saved: NDArray[Any] | None = None  # a copy of them, while nothing does
         # The fewest of its rows that can be gone on from, but for none: windows have no more

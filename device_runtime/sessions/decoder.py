@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.engine.prefix_cache import count_common, row_keys
+from edgellm.device_runtime.engine.prefix_cache import count_common, marked, row_keys
 from edgellm.device_runtime.pass_costs import fastest_each_ms, measured_rows
-from edgellm.device_runtime.runners import Outputs, Runner
+from edgellm.device_runtime.runners import Outputs, Runner, TakesAdapters
 from edgellm.device_runtime.runners.rounds import GrowsTrees, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
 from edgellm.device_runtime.sessions.contexts import Context, Contexts
@@ -224,7 +224,7 @@ class DecoderSession:
 
     def end_round(self, token_ids: I64, outputs: Outputs) -> PassResult:
         """It did, with these tokens; as `run` with a mask, before `compact`."""
-        self.context.written = _keys(self.context, token_ids)
+        self.context.written = _keys(self.context, token_ids, self.context.num_rows)
         self.context.num_rows += len(token_ids)
         return PassResult(outputs, len(token_ids))
 
@@ -236,6 +236,12 @@ class DecoderSession:
     def set_images(self, images: ImageRows) -> None:
         """Say what image rows of the next prompt stand for; holds until it is said again."""
         self.context.images = images
+
+    def hold_adapters(self, weights: F32, table: I64) -> None:
+        """The adapters of the passes to come, see `runners.TakesAdapters`; of engines with any."""
+        assert isinstance(self._runner, TakesAdapters)
+        self._runner.hold_adapters(weights, table)
+        self._inputs.takes_adapters = True
 
     def compact(self, length: int, rows: I64) -> None:
         """Compact the cache: the rows `length + rows` become `length`, `length + 1`, ...
@@ -333,7 +339,7 @@ def _record(part: Part, outputs: Outputs) -> PassResult:
     """What a pass has written, and gave."""
     context, rows = part.context, len(part.token_ids)
     context.num_rows = part.write_index + rows
-    context.written = _keys(context, part.token_ids)
+    context.written = _keys(context, part.token_ids, part.write_index)
     if part.position_ids is None and part.tree_mask is None:
         _append(context, part.write_index, context.written)
     return PassResult(outputs, rows)
@@ -344,9 +350,11 @@ def _append(context: Context, length: int, keys: list[RowKey]) -> None:
         context.keys += keys
 
 
-def _keys(context: Context, token_ids: I64) -> list[RowKey]:
+def _keys(context: Context, token_ids: I64, begin: int) -> list[RowKey]:
+    """What the rows from row `begin` on stand for."""
     ids = token_ids.tolist()
-    return ids if context.images is None else row_keys(ids, context.images.keys)
+    keys = ids if context.images is None else row_keys(ids, context.images.keys)
+    return keys if begin or context.adapter is None else marked(keys, context.adapter)
 
 
 def open_decoder(folder: Path, engine: Engine) -> DecoderSession:

@@ -29,6 +29,7 @@ class PassInputs:
         self._none: ImageRows | None = None
         if self._images is not None:
             self._none = ImageRows.none(spec.hidden_size, self._images.num_deepstack)
+        self.takes_adapters = False
         self._held: list[ImageRows] = []  # of the pass before
         self._starts: list[int] = []  # where the images of each sequence begin
 
@@ -86,6 +87,9 @@ class PassInputs:
             contract.WRITE_INDEX: np.array([write_index]),
             contract.LOGITS_INDEX: output_rows,
         }
+        if self.takes_adapters:
+            slot = 0 if context.adapter is None else context.adapter.slot
+            inputs[contract.ADAPTER] = np.array([slot])
         if tree_mask is not None:
             inputs[contract.TREE_MASK] = tree_mask
         if self._has_parents:

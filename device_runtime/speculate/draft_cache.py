@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.engine.prefix_cache import count_common, row_keys
-from edgellm.device_runtime.sessions import F32, I64, ImageRows, RowKey
+from edgellm.device_runtime.engine.prefix_cache import count_common, marked, row_keys
+from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter, RowKey
 from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.draft import DraftResult, DraftSession
 
@@ -124,11 +124,12 @@ class CommittedRows:
         waiting = itertools.chain.from_iterable(pairs.keys for pairs in self._waiting)
         return max(count_common([*self._keys, *waiting], keys) - 1, 0)
 
-    def begin(self, token_ids: Sequence[int]) -> None:
+    def begin(self, token_ids: Sequence[int], adapter: LoadedAdapter | None = None) -> None:
         """Forget the answer before, but for the rows of these tokens, as many as they pair up to.
 
         Args:
             token_ids: the prompt's beginning: the tokens of rows that are `held`, and the next.
+            adapter: of the base, whose features the rows are made of.
         """
         rows, known = len(token_ids) - 1, self._skipped + self.length
         room, kept = rows - known, []
@@ -137,7 +138,8 @@ class CommittedRows:
                 kept.append(pairs.head(room))
                 room -= len(pairs)
         self._waiting = kept
-        self._keys = row_keys(token_ids, self._image_keys)[: 1 + min(rows, known)]
+        keys = marked(row_keys(token_ids, self._image_keys), adapter)
+        self._keys = keys[: 1 + min(rows, known)]
         self._skipped = min(self._skipped, len(self._keys) - 1)
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:

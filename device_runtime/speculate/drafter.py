@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.sessions import F32, I64, ImageRows
+from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
 from edgellm.device_runtime.speculate.accept import Accepted
 from edgellm.device_runtime.speculate.controller import Controller
@@ -54,6 +54,10 @@ class Drafter(Protocol):
 
     def set_images(self, images: ImageRows) -> None:
         """The images of the answer that begins; only of bases that take images."""
+        ...
+
+    def set_adapter(self, adapter: LoadedAdapter | None) -> None:
+        """The base's adapter in the answer that begins."""
         ...
 
     def remember(self, token_ids: list[int]) -> None:
@@ -193,6 +197,9 @@ class TreeDrafter:
 
     def set_images(self, images: ImageRows) -> None:
         """Text alone does not see them."""
+
+    def set_adapter(self, adapter: LoadedAdapter | None) -> None:
+        """Nor what was computed with one."""
 
     def remember(self, token_ids: list[int]) -> None:
         """Committed text for the lookups."""

@@ -241,7 +241,7 @@ def test_a_lora_adapter(checkpoint):
         for read in (lambda: open_checkpoint(str(checkpoint)), lambda: inspect(checkpoint)):
             with pytest.raises(UnsupportedModelError, match="is a LoRA adapter of some") as caught:
                 read()
-            assert "merge_and_unload" in caught.value.hint
+            assert "--lora_dir" in caught.value.hint
 
 
 @pytest.mark.parametrize(

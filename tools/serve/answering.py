@@ -33,10 +33,24 @@ class Server:
 
     def require_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 for another model than the one there is."""
-        if name not in (None, self.settings.model):
+        self._require(name, [self.settings.model])
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The LoRA adapter that a request names as its model; None: it names the base.
+
+        Raises:
+            ApiError: 404 for neither.
+        """
+        if name in (None, self.settings.model):
+            return None
+        self._require(name, [self.settings.model, *sorted(self.llm.adapters)])
+        return name
+
+    def _require(self, name: str | None, models: Sequence[str]) -> None:
+        if name is not None and name not in models:
             raise ApiError(
                 404,
-                f"there is no model {name!r} here, only {self.settings.model!r}",
+                f"there is no model {name!r} here, only {', '.join(map(repr, models))}",
                 code="model_not_found",
                 param="model",
             )
@@ -66,12 +80,18 @@ class Server:
         ignored = body.ignored(self.llm.tokenizer.chat_template or "")
         return await self.respond(request, asks, writer, streams=body.streams(), ignored=ignored)
 
-    def model_card(self) -> dict[str, Any]:
-        """The model, in OpenAI's form."""
+    def model_cards(self) -> list[dict[str, Any]]:
+        """The base and its adapters, in OpenAI's form."""
+        return [self.model_card(), *map(self.model_card, sorted(self.llm.adapters))]
+
+    def model_card(self, adapter: str | None = None) -> dict[str, Any]:
+        """The base, or an adapter."""
+        parent = {} if adapter is None else {"parent": self.settings.model}
         return {
-            "id": self.settings.model,
+            "id": adapter or self.settings.model,
             "object": "model",
             "created": self.created,
             "owned_by": "edgellm",
             "max_model_len": self.llm.manifest.max_kv_cache_capacity,
+            **parent,
         }

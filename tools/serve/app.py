@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from edgellm.tools.serve import chat, completions, errors
+from edgellm.tools.serve.adapters import add_adapters
 from edgellm.tools.serve.answering import Server
 from edgellm.tools.serve.dialects.routes import add_dialects
 from edgellm.tools.serve.embeddings import (
@@ -37,6 +38,7 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
     server = Server(worker, metrics, settings)
     app.state.server = server
     _add_openai(app, server)
+    add_adapters(app, server)
     add_dialects(app, server, version)
     _add_triton(app, server)
     add_kserve(app, server, version)
@@ -63,18 +65,20 @@ def _add_openai(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        server.require_model(body.model)
-        ask = await chat.ask_of(body, server.llm, server.settings.images)
+        lora = server.adapter_of(body.model)
+        ask = await chat.ask_of(body, server.llm, server.settings.images, lora)
         end = await chat.prompt_end(ask, body, server.llm)
-        writer = chat.ChatWriter(body, server.llm, server.settings.model, prompt_end=end)
+        model = lora or server.settings.model
+        writer = chat.ChatWriter(body, server.llm, model, prompt_end=end)
         return await server.respond_openai(request, body, ask.times(body.n), writer)
 
     @app.post("/v1/completions")
     async def text_completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text, or several."""
-        server.require_model(body.model)
-        asks = completions.asks_of(body)
-        writer = completions.CompletionWriter(body, server.llm, server.settings.model)
+        lora = server.adapter_of(body.model)
+        asks = completions.asks_of(body, lora)
+        model = lora or server.settings.model
+        writer = completions.CompletionWriter(body, server.llm, model)
         return await server.respond_openai(request, body, asks, writer)
 
     @app.post("/v1/embeddings")
@@ -94,14 +98,13 @@ def _add_openai(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
-        """The one model."""
-        return JSONResponse({"object": "list", "data": [server.model_card()]})
+        """The base, and the adapters that are loaded."""
+        return JSONResponse({"object": "list", "data": server.model_cards()})
 
     @app.get("/v1/models/{name}")
     async def model(name: str) -> JSONResponse:
-        """The one model, by its name."""
-        server.require_model(name)
-        return JSONResponse(server.model_card())
+        """One of them, by its name."""
+        return JSONResponse(server.model_card(server.adapter_of(name)))
 
 
 def _add_triton(app: FastAPI, server: Server) -> None:
@@ -138,13 +141,13 @@ def _add_tokens(app: FastAPI, server: Server, version: str) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> JSONResponse:
         """The tokens of a text or of messages."""
-        server.require_model(body.model)
+        server.adapter_of(body.model)
         return JSONResponse(await tokenized(body, server.llm))
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> JSONResponse:
         """The text of tokens."""
-        server.require_model(body.model)
+        server.adapter_of(body.model)
         return JSONResponse(await detokenized(body, server.llm))
 
     @app.get("/version")

@@ -26,6 +26,7 @@ class Ask:
     template_flags: Mapping[str, Any] = field(default_factory=dict)
     shown_tokens: tuple[str, ...] = ()  # special tokens that are to be read in the answer
     priority: int = 0  # smaller goes first
+    lora: str | None = None  # the adapter that answers
     prompt_logprobs: int | None = None  # of the prompt, with so many of the likeliest tokens
 
     def times(self, count: int | None) -> list[Ask]:
@@ -83,4 +84,5 @@ def start(llm: LLM, ask: Ask) -> Answer:
         stop=ask.stop,
         shown_tokens=ask.shown_tokens,
         priority=ask.priority,
+        lora=ask.lora,
     )

@@ -40,7 +40,7 @@ _Event = dict[str, Any]
 _END_CHARACTERS = 100  # of a prompt: more than any mark and the white space behind it
 
 
-async def ask_of(body: ChatRequest, llm: LLM, rules: ImageRules) -> Ask:
+async def ask_of(body: ChatRequest, llm: LLM, rules: ImageRules, lora: str | None = None) -> Ask:
     """What the engine is asked.
 
     Raises:
@@ -57,7 +57,7 @@ async def ask_of(body: ChatRequest, llm: LLM, rules: ImageRules) -> Ask:
         tool_calls.placed(template, messages, flags.get("tools", ())),
         body.sampling(_num_logprobs(body), _form(body, llm)),
         body.max_completion_tokens or body.max_tokens, body.stops(), images, flags,
-        body.answer_form(llm).shown_tokens, body.priority or 0,
+        body.answer_form(llm).shown_tokens, body.priority or 0, lora,
     )  # fmt: skip
 
 

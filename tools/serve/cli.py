@@ -30,6 +30,8 @@ from edgellm.tools.serve.flags import (
     Host,
     ImageFolders,
     ImageHosts,
+    LoraFolders,
+    LoraModules,
     MaxBodyBytes,
     MaxStall,
     MetricsPort,
@@ -71,6 +73,8 @@ def edgellm_serve(
     max_body_bytes: MaxBodyBytes = None,
     image_folders: ImageFolders = None,
     image_hosts: ImageHosts = None,
+    lora_modules: LoraModules = None,
+    lora_folders: LoraFolders = None,
     allow_origins: AllowOrigins = None,
     context_reuse: ContextReuse = True,
     slot_save_path: SlotSavePath = None,
@@ -90,10 +94,12 @@ def edgellm_serve(
         queue_size, request_timeout, total_timeout, max_body_bytes=max_body_bytes or most,
         origins=sites.read_origins(allow_origins or ()),
         images=settings.ImageRules(
-            _folders(image_folders), frozenset(map(str.lower, image_hosts or ()))
+            _folders("--allowImageFolder", image_folders),
+            frozenset(map(str.lower, image_hosts or ())),
         ),
+        lora_folders=_folders("--allowLoraFolder", lora_folders),
     )  # fmt: skip
-    from edgellm.tools.serve import asks
+    from edgellm.tools.serve import adapters, asks
 
     engines = (engine_dir, multimodal_engine_dir, how and how.draft_engine_dir)
     contexts = kept_contexts.prepared(slot_save_path, *engines, reuses=context_reuse)
@@ -104,6 +110,7 @@ def edgellm_serve(
         context_reuse=context_reuse, allow_special_tokens=allow_special_tokens, verify=verify,
         max_stall_ms=max_stall,
     )  # fmt: skip
+    adapters.load_given(llm, lora_modules or (), wanted.model)
     with kept_contexts.outlasting(contexts, llm):
         _run(llm, wanted, listeners, grpc_port, host, drain_timeout)
 
@@ -168,10 +175,10 @@ def _require_grpc() -> None:
         )
 
 
-def _folders(paths: list[Path] | None) -> tuple[Path, ...]:
+def _folders(flag: str, paths: list[Path] | None) -> tuple[Path, ...]:
     for path in paths or ():
         if not path.is_dir():
-            raise EdgeLLMError(f"--allowImageFolder {path} is not a folder")
+            raise EdgeLLMError(f"{flag} {path} is not a folder")
     return tuple(path.resolve() for path in paths or ())
 
 

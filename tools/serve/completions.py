@@ -18,7 +18,7 @@ from edgellm.tools.serve.usage import timing, together, usage
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-def asks_of(body: CompletionRequest) -> list[Ask]:
+def asks_of(body: CompletionRequest, lora: str | None = None) -> list[Ask]:
     """What the engine is asked, prompt by prompt; raises `ApiError` for several forms."""
     sampling = body.sampling(body.logprobs, body.form())
     most = body.max_tokens or DEFAULT_TOKENS
@@ -32,6 +32,7 @@ def asks_of(body: CompletionRequest) -> list[Ask]:
             body.stops(),
             priority=body.priority or 0,
             prompt_logprobs=of_prompt,
+            lora=lora,
         )
         for prompt in prompts
     )

@@ -65,6 +65,14 @@ ImageHosts = Annotated[
     list[str] | None,
     typer.Option("--allowImageHost", help="Take http(s) URLs of this host; repeatable."),
 ]
+LoraModules = Annotated[
+    list[str] | None,
+    typer.Option("--loraModule", help="NAME=FOLDER: a LoRA adapter, a model by name; repeatable."),
+]
+LoraFolders = Annotated[
+    list[Path] | None,
+    typer.Option("--allowLoraFolder", help="Clients may load adapters from within; repeatable."),
+]
 AllowOrigins = Annotated[
     list[str] | None,
     typer.Option("--allowOrigin", help="Let web pages of this origin in, * of all; repeatable."),

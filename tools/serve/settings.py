@@ -35,6 +35,7 @@ class Settings:
     max_body_bytes: int = TEXT_BODY_BYTES
     origins: frozenset[str] = frozenset()  # whose pages may use the server; "*": all
     images: ImageRules = field(default_factory=ImageRules)
+    lora_folders: tuple[Path, ...] = ()  # resolved; clients may load adapters from within
 
 
 def read_keys(path: Path) -> frozenset[bytes]:

@@ -179,7 +179,8 @@ class Worker:
         if ask.prompt_logprobs is None:
             return Started(answer.prompt_token_count)
         ids = answer.prompt.token_ids
-        found = self.llm.read_logprobs(ids, ask.prompt_logprobs, answer.before_pass or _goes_on)
+        goes_on = answer.before_pass or _goes_on
+        found = self.llm.read_logprobs(ids, ask.prompt_logprobs, goes_on, ask.lora)
         return Started(len(ids), tuple(ids), tuple(found))
 
     def _embed(self, job: Job, token_ids: list[int], began: float) -> None:

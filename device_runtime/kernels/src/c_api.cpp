@@ -83,6 +83,14 @@ EDGELLM_EXPORT const char* edgellm_attention(const char* instruction_set, Attent
   return nullptr;
 }
 
+EDGELLM_EXPORT const char* edgellm_low_rank(const char* instruction_set, const LowRank* layer, const float* x, float* inner, const float* base, float* y) {
+  const Kernels* set = find_kernels(instruction_set);
+  if (!set) return "this processor lacks the instruction set";
+  set->shrink(*layer, x, 0, layer->rank, inner);
+  set->widen(*layer, inner, 0, (layer->outputs + kStrip - 1) / kStrip, kStrip, base, y);
+  return nullptr;
+}
+
 EDGELLM_EXPORT const char* edgellm_survey(const char* instruction_set, const float* logits, int64_t count, Best* best) {
   const Kernels* set = find_kernels(instruction_set);
   if (!set) return "this processor lacks the instruction set";

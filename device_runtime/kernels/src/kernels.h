@@ -99,6 +99,14 @@ struct Product {
   float* y;               // [M, outputs]
   // Of gated weights: swish(gate) * up, or within a limit > 0 gate * sigmoid(alpha * gate) * (up + offset).
   float alpha = 1, limit = 0, offset = 0;
+  const float* delta = nullptr;  // [M, N] that is added first
+};
+
+// What an adapter adds to a linear layer for a row: (x A^T) B.
+struct LowRank {
+  int64_t in_features, rank, outputs;
+  const float* a;  // [rank, in_features]
+  const float* b;  // [rank, outputs], times the adapter's scale
 };
 
 enum class CacheType : uint32_t { kFloat32, kFloat16, kInt8 };
@@ -170,6 +178,9 @@ struct Kernels {
   Best (*survey)(const float* logits, int64_t count, bool with_exponentials);
   void (*recall)(const DeltaRow&);
   void (*advance)(const DeltaRow&);
+  void (*shrink)(const LowRank&, const float* x, int64_t first, int64_t last, float* inner);  // of [rank]
+  // Strips of 16 outputs, `step` floats from one to the next in base (or nullptr) and y.
+  void (*widen)(const LowRank&, const float* inner, int64_t first, int64_t last, int64_t step, const float* base, float* y);
 };
 
 // Best first; the last is the scalar reference. Those that this processor lacks are left out.

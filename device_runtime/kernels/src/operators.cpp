@@ -31,10 +31,10 @@ Weight packed_input(const ort::Info* info, const std::string& name) {
 }
 
 // y = epilogue(W prologue(x)). Inputs: x [..., K], packed uint8, gamma [K], skip like x, bias [N],
-// residual like y. Outputs: y [..., N] or [..., N / 2], x + skip.
+// residual like y, delta [..., N] or [0]: what is added before all else. Outputs: y [..., N] or [..., N / 2], x + skip.
 struct QuantLinear {
   static constexpr const char* kName = "QuantLinear";
-  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kUInt8, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kUInt8, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
   static constexpr ort::Type kOutputs[] = {ort::kFloat, ort::kFloat};
   static constexpr unsigned kNeeded = 0b11, kNeededOutputs = 1;
 
@@ -52,13 +52,15 @@ struct QuantLinear {
   void run(ort::Context* context) const {
     const int64_t K = weight.in_features, N = weight.out_features;
     const Tensor x = ort::input(context, 0), gamma = ort::input(context, 2), skip = ort::input(context, 3),
-                 bias = ort::input(context, 4), residual = ort::input(context, 5);
+                 bias = ort::input(context, 4), residual = ort::input(context, 5), delta = ort::input(context, 6);
     require(!x.dims.empty() && x.last() == K, "QuantLinear: x is not as wide as the weight");
     require(!gamma || gamma.count() == K, "QuantLinear: gamma is not as wide as x");
     require(!skip || skip.dims == x.dims, "QuantLinear: skip is not shaped like x");
     require(!bias || bias.count() == N, "QuantLinear: the bias is not as wide as the weight");
     const int64_t rows = x.count(0, 1);
     require(!residual || (!weight.is_gated && residual.count() == rows * N), "QuantLinear: the residual is not shaped like y");
+    const bool is_more = delta && delta.count();
+    require(!is_more || delta.count() == rows * N, "QuantLinear: what is added is not as wide as the weight");
     std::vector<int64_t> dims = x.dims;
     const Tensor sum = ort::output(context, 1, dims);
     require(!sum || skip, "QuantLinear: a sum needs a skip");
@@ -71,7 +73,8 @@ struct QuantLinear {
       kernels().prepare(before, 0, rows);
     else
       ort::parallel(context, rows, [&](int64_t row) { kernels().prepare(before, row, row + 1); });
-    const Product product{&weight, prepared, rows, bias.as<float>(), residual.as<float>(), y.as<float>()};
+    Product product{&weight, prepared, rows, bias.as<float>(), residual.as<float>(), y.as<float>()};
+    if (is_more) product.delta = delta.as<float>();
     const int64_t groups = weight.groups(), fitting = groups * weight.group_bytes() * rows / kPartBytes;
     const int64_t parts = std::max<int64_t>(1, std::min({groups, fitting, kMostParts}));
     ort::parallel(context, parts, [&](int64_t part) {
@@ -193,7 +196,7 @@ extern "C" __attribute__((visibility("default"))) edgellm::ort::Status* Register
     static ort::Domain* const domain = [] {  // for all sessions, which may outlive any owner but the process
       ort::Domain* made = nullptr;
       ort::call(ort::kCreateDomain, "edgellm.kernels", &made);
-      for (const ort::Operator* one : {ort::describe<QuantLinear>(), ort::describe<LookUp>(), ort::describe<Picks>(), experts_operator()})
+      for (const ort::Operator* one : {ort::describe<QuantLinear>(), ort::describe<LookUp>(), ort::describe<Picks>(), experts_operator(), low_rank_operator()})
         ort::call(ort::kAddOperator, made, one);
       for (const ort::Operator* one : attention_operators()) ort::call(ort::kAddOperator, made, one);
       for (const ort::Operator* one : delta_operators()) ort::call(ort::kAddOperator, made, one);

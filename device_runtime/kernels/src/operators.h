@@ -10,6 +10,7 @@ namespace edgellm {
 constexpr int64_t kRowsApart = 8;  // rows that are prepared on threads
 
 const ort::Operator* experts_operator();
+const ort::Operator* low_rank_operator();
 std::vector<const ort::Operator*> attention_operators();  // of each type of cache
 std::vector<const ort::Operator*> delta_operators();      // of linear attention
 

@@ -9,6 +9,7 @@ namespace {
 void write_strip(const Product& p, F sum, int64_t row, int64_t channel) {
   const int64_t N = p.weight->out_features, rest = N - channel;
   if (rest <= 0) return;
+  if (p.delta) sum = Set::add(sum, load_up_to(p.delta + row * N + channel, rest));
   if (p.bias) sum = Set::add(sum, load_up_to(p.bias + channel, rest));
   if (p.residual) sum = Set::add(sum, load_up_to(p.residual + row * N + channel, rest));
   store_up_to(p.y + row * N + channel, sum, rest);
@@ -30,6 +31,11 @@ void write_group(const Product& p, int64_t group, int64_t row, F low, F high) {
     write_strip(p, low, row, channel);
     write_strip(p, high, row, channel + kStrip);
     return;
+  }
+  if (p.delta) {
+    const float* delta = p.delta + row * p.weight->out_features + channel;
+    low = Set::add(low, Set::load(delta));
+    high = Set::add(high, Set::load(delta + kStrip));
   }
   if (p.bias) {
     low = Set::add(low, Set::load(p.bias + channel));

@@ -6,6 +6,7 @@
 #include "attention.inl"
 #include "picks.inl"
 #include "recurrent.inl"
+#include "low_rank.inl"
 
 #define EDGELLM_JOIN_(a, b) a##b
 #define EDGELLM_JOIN(a, b) EDGELLM_JOIN_(a, b)
@@ -15,6 +16,6 @@
 namespace edgellm {
 extern const Kernels EDGELLM_JOIN(k_, EDGELLM_SET);
 const Kernels EDGELLM_JOIN(k_, EDGELLM_SET) = {
-    EDGELLM_TEXT(EDGELLM_SET), prepare, product, append, attend_chunk, attend_rows, merge, survey, recall, advance,
+    EDGELLM_TEXT(EDGELLM_SET), prepare, product, append, attend_chunk, attend_rows, merge, survey, recall, advance, shrink, widen,
 };
 }  // namespace edgellm

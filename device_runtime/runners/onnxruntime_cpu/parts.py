@@ -59,6 +59,9 @@ def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
         found[contract.TOP_K] = found[contract.TOP_K].max(keepdims=True)
     found[contract.SEQUENCES] = np.array(sequences)
     found[contract.TREE_MASKS] = _behind_each_other(masks)
+    if contract.ADAPTER in parts[0][1]:
+        own = [inputs[contract.ADAPTER][0] for _, inputs in parts]
+        found[contract.ADAPTER_ROWS] = np.repeat(own, [rows for _, rows, _ in sequences])
     if contract.PARENT_ROWS in parts[0][1]:  # with states, of one sequence
         given = parts[0][1]
         found |= {name: given[name] for name in given if name.startswith(_RECURRENT)}

@@ -61,12 +61,14 @@ class OnnxRuntimeRunner:
         self.cache: Cache | None = own
         self._caches: HostCache | Pages | None = own  # what passes bind
         self._graphs, self._held, self._scratch = graphs, Held(), _Scratch()
+        self._images: dict[str, NDArray[Any]] = {}
         self._bound: dict[tuple[object, ...], _BoundPass] = {}
         self._latest: FetchedOutputs | None = None
 
     def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         """See `runners.Runner`."""
-        self._held.replace({name: np.asarray(array, np.float32) for name, array in inputs.items()})
+        self._images = {name: np.asarray(array, np.float32) for name, array in inputs.items()}
+        self._held.replace(self._images)
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
         """See `runners.Runner`; outputs lie in memory that all passes share."""
@@ -108,6 +110,27 @@ class PagedRunner(OnnxRuntimeRunner):
         super().__init__(graphs)
         self._caches = self._pages = pages
         self._own = self.cache = pages.new_cache()
+        self._adapters: dict[str, NDArray[Any]] = {}
+        layers = _adapted_layers(graphs[0].session)
+        if layers:
+            none = np.zeros((1, layers, 3), np.int64)
+            self.hold_adapters(np.zeros(1, np.float32), none)
+
+    def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """See `runners.Runner`."""
+        super().hold(inputs)
+        self._held.replace({**self._images, **self._adapters})
+
+    def hold_adapters(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
+        """See `runners.TakesAdapters`."""
+        self._adapters = {contract.ADAPTER_WEIGHTS: weights, contract.ADAPTER_TABLE: table}
+        self._held.replace({**self._images, **self._adapters})
+
+    def _run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
+        if self._adapters and contract.ADAPTER_ROWS not in inputs:
+            none = np.zeros(inputs[contract.INPUT_IDS].shape[1], np.int64)
+            inputs = {**inputs, contract.ADAPTER_ROWS: none}
+        return super()._run(inputs)
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
         """See `runners.Runner`: of the sequence whose rows are in `cache`."""
@@ -163,6 +186,12 @@ class PagedRunner(OnnxRuntimeRunner):
         """See `runners.SharedRunner`."""
         found = self._run(joined(parts))
         return [found] if len(parts) == 1 else share(found, [inputs for _, inputs in parts])
+
+
+def _adapted_layers(session: ort.InferenceSession) -> int:
+    """Layers that adapters may change."""
+    tables = (each.shape for each in session.get_inputs() if each.name == contract.ADAPTER_TABLE)
+    return next((int(shape[1]) for shape in tables), 0)
 
 
 def _paged(cache: Cache) -> PagedCache:

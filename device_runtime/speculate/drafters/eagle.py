@@ -13,7 +13,7 @@ import numpy as np
 
 from edgellm.contract import LimitError
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.sessions import F32, I64, ImageRows
+from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.sessions.draft import DraftResult, costs, open_draft
 from edgellm.device_runtime.sessions.rounds import RoundSession, open_rounds
@@ -101,12 +101,17 @@ class EagleDrafter(TreeDrafter):
         self._root: Callable[[], DraftResult] | None = None  # what gives its children
         self._rounds, self._sizes = rounds, learned.sizes
         self._images: ImageRows | None = None
+        self._adapter: LoadedAdapter | None = None
         self._saved: SavedRows | None = None  # while another answer has the cache
 
     def begin(self, token_ids: Sequence[int]) -> None:
         """See `CommittedRows.begin`."""
         super().begin(token_ids)
-        self._rows.begin(token_ids)
+        self._rows.begin(token_ids, self._adapter)
+
+    def set_adapter(self, adapter: LoadedAdapter | None) -> None:
+        """See `Drafter.set_adapter`."""
+        self._adapter = adapter
 
     def set_images(self, images: ImageRows) -> None:
         """The images of the answer that begins."""

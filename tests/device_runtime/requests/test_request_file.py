@@ -45,7 +45,7 @@ def test_a_request_overrides_the_file():
         ('{"requests": [{"seed": 1, "seed": 2}]}', r"the key \$\.requests\[0\]\.seed is there"),
         ('{"requests": [1], "temprature": 1}', r"unknown field `temprature`"),
         ('{"requests": [1], "batch_size": "two"}', r"\$\.batch_size: expected `int`, got `str`"),
-        ('{"requests": [1], "available_lora_weights": {"a": "b"}}', "LoRA adapters"),
+        ('{"requests": [1], "available_lora_weights": {"a": 1}}', "expected `str`, got `int`"),
     ],
 )
 def test_faulty_files(tmp_path, text, message):
@@ -92,7 +92,8 @@ def test_missing_and_undecodable_files(tmp_path):
             {"messages": [USER], "max_generate_length": 0},
             "max_generate_length: expected `int` >= 1",
         ),
-        ({"messages": [USER], "lora_name": "a"}, "LoRA adapters are not supported"),
+        ({"messages": [USER], "lora_name": 1}, r"lora_name: expected `str \| null`"),
+        ({"messages": [USER], "num_logprobs": 2}, "log-probabilities are not supported"),
         ({"messages": [USER], "temperature": True}, "temperature: expected `float"),
         ({"messages": [USER], "min_p": 1.5}, "min_p: expected `float` <= 1"),
         ({"messages": [USER], "repetition_penalty": 0}, "repetition_penalty: expected `float` > 0"),

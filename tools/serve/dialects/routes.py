@@ -36,13 +36,14 @@ class _Asked:
     """A conversation that goes its way through the server."""
 
     def __init__(self, server: Server, body: ChatRequest) -> None:
-        server.require_model(body.model)
+        self._lora = server.adapter_of(body.model)
+        self.model = self._lora or server.settings.model
         self._server, self._body = server, body
 
     async def answer(self) -> ChatAnswer:
         """What reads it; raises as `chat.ask_of`."""
         server, body = self._server, self._body
-        self._ask = await chat.ask_of(body, server.llm, server.settings.images)
+        self._ask = await chat.ask_of(body, server.llm, server.settings.images, self._lora)
         end = await chat.prompt_end(self._ask, body, server.llm)
         return ChatAnswer(body, server.llm, prompt_end=end)
 
@@ -62,14 +63,14 @@ def _add_messages(app: FastAPI, server: Server) -> None:
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation, in Anthropic's form."""
         asked = _Asked(server, body.as_chat())
-        writer = MessagesWriter(await asked.answer(), server.settings.model)
+        writer = MessagesWriter(await asked.answer(), asked.model)
         return await asked.respond(request, writer)
 
     @app.post(f"{MESSAGES}/count_tokens")
     async def count_tokens(body: CountRequest) -> JSONResponse:
         """The tokens of a conversation."""
         given = ChatRequest.model_validate(body.conversation())
-        server.require_model(given.model)
+        server.adapter_of(given.model)
         ask = await chat.ask_of(given, server.llm, server.settings.images)
         return JSONResponse({"input_tokens": await count_of(ask, server.llm)})
 
@@ -80,7 +81,7 @@ def _add_responses(app: FastAPI, server: Server) -> None:
         """Answer a conversation, in the form of OpenAI's Responses."""
         asked = _Asked(server, body.as_chat())
         answer = await asked.answer()
-        writer = ResponsesWriter(body, answer, server.llm, server.settings.model)
+        writer = ResponsesWriter(body, answer, server.llm, asked.model)
         return await asked.respond(request, writer, body.ignored())
 
 
@@ -89,21 +90,21 @@ def _add_ollama(app: FastAPI, server: Server) -> None:
     async def ollama_chat(body: OllamaChat, request: Request) -> Response:
         """Answer a conversation, in Ollama's form."""
         asked = _Asked(server, body.as_chat())
-        writer = OllamaWriter(await asked.answer(), server.settings.model, chats=True)
+        writer = OllamaWriter(await asked.answer(), asked.model, chats=True)
         return await asked.respond(request, writer, body.ignored())
 
     @app.post("/api/generate")
     async def ollama_generate(body: OllamaGenerate, request: Request) -> Response:
         """Answer one turn, or continue a text, in Ollama's form."""
-        model = server.settings.model
         if not body.raw:
             asked = _Asked(server, body.as_chat())
-            writer = OllamaWriter(await asked.answer(), model, chats=False)
+            writer = OllamaWriter(await asked.answer(), asked.model, chats=False)
             return await asked.respond(request, writer, body.ignored())
         given = body.as_completion()
-        server.require_model(given.model)
-        asks = [replace(ask, max_tokens=given.max_tokens) for ask in completions.asks_of(given)]
-        writer = OllamaWriter(None, model, chats=False)
+        lora = server.adapter_of(given.model)
+        asks = completions.asks_of(given, lora)
+        asks = [replace(ask, max_tokens=given.max_tokens) for ask in asks]
+        writer = OllamaWriter(None, lora or server.settings.model, chats=False)
         streams, ignored = body.stream, body.ignored()
         return await server.respond(request, asks, writer, streams=streams, ignored=ignored)
 
