@@ -55,8 +55,9 @@ def _change(tensors: dict[str, np.ndarray], heads: int, kv_heads: int) -> None:
     layers = {match[0] for name in tensors if (match := re.match(r"blk\.\d+\.", name))}
     for layer in sorted(layers, key=lambda name: int(name[4:-1])):
         for norm, readers in {
-            "attn_norm": ("attn_q", "attn_k", "attn_v"), "ffn_norm": ("ffn_gate", "ffn_up"),
-        }.items():  # fmt: skip
+            "attn_norm": ("attn_q", "attn_k", "attn_v"),
+            "ffn_norm": ("ffn_gate", "ffn_up"),
+        }.items():
             own = factors(len(tensors[f"{layer}{norm}.weight"]))
             tensors[f"{layer}{norm}.weight"] *= own
             for name in readers:

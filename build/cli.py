@@ -112,8 +112,7 @@ def llm_build(
         max_batch_size=max_batch_size,
         max_lora_rank=max_lora_rank,
     )
-    product = "draft" if eagle_draft else "llm"
-    _run(product, onnx_dir, engine_dir, plan, name, dry_run=dry_run)
+    _run("draft" if eagle_draft else "llm", onnx_dir, engine_dir, plan, name, dry_run=dry_run)
 
 
 def own_flags(

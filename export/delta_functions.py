@@ -149,9 +149,7 @@ def _inverse(op: Op, below: ir.Value) -> ir.Value:
     needed = op.Cast(op.Less(halves, count), to=int(ir.DataType.INT64))
     steps = op.ReduceSum(needed, keepdims=0)
     going = op.Constant(value=ir.tensor(np.array(True)))
-    found = op.outputs(
-        4, "Loop", steps, going, unit, below, rows, one, body=_doubling()
-    )  # fmt: skip
+    found = op.outputs(4, "Loop", steps, going, unit, below, rows, one, body=_doubling())
     return found[0]
 
 

@@ -146,9 +146,11 @@ class ImageReader:
             )
         processor = cast(FilmProcessor, self.processor)
         film = open_film(
-            source, folder, lambda total, rate: processor.pick_frames(total, rate, room),
+            source,
+            folder,
+            lambda total, rate: processor.pick_frames(total, rate, room),
             rules.frame_rate,
-        )  # fmt: skip
+        )
         most = self.manifest.max_image_tokens_per_image
         key = f"{film.content()} in {room}"  # a later film in a request has less room
         if key in self._kept:

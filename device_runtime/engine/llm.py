@@ -97,10 +97,10 @@ class LLM:
         decoder, no_images = self.manifest.decoder, None
         if decoder.images is not None:
             no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
-        self._slot: CacheSlot | None = (slot := CacheSlot(
-            session, self.manifest.prefill_rows, self._drafters.caches if self._drafters else (),
-            no_images=no_images, reuses_context=context_reuse,
-        ))  # fmt: skip
+        caches = self._drafters.caches if self._drafters else ()
+        rows = self.manifest.prefill_rows
+        slot = CacheSlot(session, rows, caches, no_images=no_images, reuses_context=context_reuse)
+        self._slot: CacheSlot | None = slot
         tree_rows = self.manifest.max_verify_tree_size if self._drafters is not None else 1
         bounds = bounds_of(self.manifest, slot, max_stall_ms, self.batch_size, tree_rows)
         self._turns = Turns(Batch(slot, bounds))

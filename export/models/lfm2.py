@@ -34,9 +34,12 @@ TINY = {
 }
 # Of the tool that trained the models, and how it began.
 _UNREAD = (
-    "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init",
-    "conv_use_xavier_init", "num_heads",
-)  # fmt: skip
+    "block_mlp_init_scale",
+    "block_out_init_scale",
+    "block_use_xavier_init",
+    "conv_use_xavier_init",
+    "num_heads",
+)
 
 
 @dataclass(frozen=True, slots=True)

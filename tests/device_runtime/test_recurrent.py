@@ -114,9 +114,12 @@ def test_rows_of_any_tree_have_the_bits_of_single_rows(engine, seed):
     depths = np.array([len(path) - 1 for path in paths])
     for _ in range(2):  # a pass leaves the states as they were
         found = session.run(
-            tokens, len(prompt), np.arange(nodes),
-            position_ids=len(prompt) + depths, tree_mask=mask,
-        ).logits.copy()  # fmt: skip
+            tokens,
+            len(prompt),
+            np.arange(nodes),
+            position_ids=len(prompt) + depths,
+            tree_mask=mask,
+        ).logits.copy()
     deepest = max(paths, key=len)
     session.compact(len(prompt), np.array(deepest))
     following = len(prompt) + len(deepest)

@@ -22,8 +22,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def floats(tmp_path_factory):
     folder = tmp_path_factory.mktemp("floats")
-    return {kind: make_checkpoint(folder / kind, **models.find(kind).TINY)
-            for kind in ("qwen3", "qwen3_moe", "granitemoe")}  # fmt: skip
+    return {
+        kind: make_checkpoint(folder / kind, **models.find(kind).TINY)
+        for kind in ("qwen3", "qwen3_moe", "granitemoe")
+    }
 
 
 def with_experts_apart(source, folder):

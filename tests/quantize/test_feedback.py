@@ -134,8 +134,10 @@ def test_floats_of_eight_and_four_bits(place, tmp_path, scheme):
     wanted = load(place / "model")[f"{layer}.weight"].astype("float32")
     error = np.linalg.norm(decode(found, layer) - wanted) / np.linalg.norm(wanted)
     assert error < {"fp8": 0.05, "nvfp4": 0.2}[scheme]
-    said = [json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
-            for folder in (job.output_dir, tmp_path / "nearest")]  # fmt: skip
+    said = [
+        json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
+        for folder in (job.output_dir, tmp_path / "nearest")
+    ]
     assert said[0]["quant_algo"] == said[1]["quant_algo"]
     export_llm(open_checkpoint(str(job.output_dir)), tmp_path / "bundle", ExportOptions("fp32"))
 
@@ -168,8 +170,15 @@ def test_tokens_that_do_not_count_are_not_fitted_to(place):
     for each, count in ((states, 0.0), (changed, 0.0), (changed, 1.0)):
         weights = torch.ones(4, states.shape[1])
         weights[:, -9:] = count
-        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-                 "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+        names = (
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "self_attn.o_proj",
+            "mlp.gate_proj",
+            "mlp.up_proj",
+            "mlp.down_proj",
+        )
         model = plan.subject.layer_model(0, source, plan.task.device)
         found = round_layer(
             model, plan.recipe, [each], plan.subject.family, dict.fromkeys(names, weights)
