@@ -202,6 +202,8 @@ class StopMatcher:
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Add text; returns what may be shown, and the stop string that was completed, if any."""
+        if not self._stops:
+            return text, None
         self._held += text
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:

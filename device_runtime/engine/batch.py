@@ -50,9 +50,10 @@ class Entry:
 
     def ask(self) -> None:
         """Ask whether it may go on."""
+        if self.before_pass is None or self.is_over:
+            return
         try:
-            if self.before_pass is not None and not self.is_over:
-                self.before_pass()
+            self.before_pass()
         except Exception as error:  # noqa: BLE001 - its reader is told
             self.failure = error
 
@@ -113,12 +114,13 @@ class Batch:
 
     def sweep(self) -> bool:
         """End those that may not go on; whether there were any."""
+        any_ended = False
         for entry in self.entries:
             entry.ask()
-        ended = [entry for entry in self.entries if entry.is_over and not entry.is_done]
-        for entry in ended:
-            self._finish(entry)
-        return bool(ended)
+            if entry.is_over and not entry.is_done:
+                self._finish(entry)
+                any_ended = True
+        return any_ended
 
     def plan(self, patience_s: float) -> Plan | None:
         """The next step; None while it has nothing for any reader who waits.
@@ -141,7 +143,7 @@ class Batch:
             return None
         (entry,) = self.entries
         sequence = entry.sequence
-        if not (entry.is_wanted and entry.is_admitted) or entry.is_over or sequence.is_reading:
+        if not (entry.is_wanted and entry.is_admitted) or entry.is_done or sequence.is_reading:
             return None
         rows = 1 if sequence.drafter is None else self.bounds.tree_rows
         return Plan({entry.number: rows}) if not entry.saved_rows else None
@@ -176,11 +178,12 @@ class Batch:
         self._num_preempted = 0
         if self.slot.steps_together:
             return self._step(stepping)
-        return [steps for entry in stepping for steps in self._step_alone(entry)]
-
-    def _step_alone(self, entry: Entry) -> list[tuple[Step, ...]]:
-        entry.ask()
-        return [()] if entry.is_over else self._step([entry])
+        found: list[tuple[Step, ...]] = []
+        for entry in stepping:
+            if found:  # since it was asked, others have stepped
+                entry.ask()
+            found += [()] if entry.is_over else self._step([entry])
+        return found
 
     def _step(self, entries: list[Entry]) -> list[tuple[Step, ...]]:
         try:

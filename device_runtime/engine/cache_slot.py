@@ -38,15 +38,12 @@ class CacheSlot:
         self.session, self.prefill_rows = session, prefill_rows
         self._draft_caches, self._no_images = tuple(draft_caches), no_images
         self._reuses_context, self.kept = reuses_context, KeptContexts()
+        # Whether sequences that step side by side share a pass
+        self.steps_together = session.most_parts > 1
         # Rows that a sequence gets at a time
-        self.page_rows = session.page_rows if session.most_parts > 1 else 1
+        self.page_rows = session.page_rows if self.steps_together else 1
         self._holder: Sequence | None = None  # whose rows session and draft are about
         self._begun: list[Sequence] = []  # whose rows are somewhere
-
-    @property
-    def steps_together(self) -> bool:
-        """Whether sequences that step side by side share a pass."""
-        return self.session.most_parts > 1
 
     @property
     def free_rows(self) -> int:

@@ -29,22 +29,18 @@ class RoundCounts:
 class _Stage:
     """Times a block; a generator would take twice as long, five times a round."""
 
-    __slots__ = ("_continues", "_name", "_stages_ms", "_start")
+    __slots__ = ("_continues", "_name", "_profile", "_start")
 
-    def __init__(self, stages_ms: dict[str, list[float]], name: str, continues: bool) -> None:
-        self._stages_ms, self._name, self._continues = stages_ms, name, continues
+    def __init__(self, profile: Profile, name: str, continues: bool) -> None:
+        self._profile, self._name, self._continues = profile, name, continues
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # what failed is no sample
-            return
-        ms = (time.perf_counter() - self._start) * 1e3
-        if self._continues:
-            self._stages_ms[self._name][-1] += ms
-        else:
-            self._stages_ms.setdefault(self._name, []).append(ms)
+        if kind is None:  # what failed is no sample
+            ms = (time.perf_counter() - self._start) * 1e3
+            self._profile.book(self._name, ms, continues=self._continues)
 
 
 @dataclass(slots=True)
@@ -61,7 +57,14 @@ class Profile:
 
     def stage(self, name: str, *, continues: bool = False) -> _Stage:
         """Time the block as one run of a stage, or as more of the latest run."""
-        return _Stage(self.stages_ms, name, continues)
+        return _Stage(self, name, continues)
+
+    def book(self, name: str, ms: float, *, continues: bool = False) -> None:
+        """The same of what was timed elsewhere."""
+        if continues:
+            self.stages_ms[name][-1] += ms
+        else:
+            self.stages_ms.setdefault(name, []).append(ms)
 
     def total_ms(self, name: str) -> float:
         """Milliseconds that a stage took in all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Sized
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.sessions import F32, I64
 from edgellm.device_runtime.sessions.contexts import Context
-from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
+from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, PassResult
 from edgellm.device_runtime.sessions.draft import DraftResult, DraftSession
 from edgellm.device_runtime.speculate.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.controller import Controller
@@ -48,12 +49,13 @@ class _ReadyBase:
             LOGITS: np.zeros((1, 16, 1), np.float32),
         }
 
-    def run(self, token_ids: I64, *_: Any, **__: Any) -> PassResult:
+    def run_many(self, parts: Sized[Part]) -> list[PassResult]:
         start = time.perf_counter()
         self._weights.sum()
         self.spent_s += time.perf_counter() - start
-        taps = self._taps[:, : len(token_ids)]
-        return PassResult({**self._outputs, HIDDEN_TAPS: taps}, len(token_ids))
+        (part,) = parts
+        rows = len(part.token_ids)
+        return [PassResult({**self._outputs, HIDDEN_TAPS: self._taps[:, :rows]}, rows)]
 
     def use(self, context: Context) -> None:
         self.context = context

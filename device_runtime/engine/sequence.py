@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.endings import Endings, Taken
@@ -21,8 +21,7 @@ FinishReason = Literal["stop", "length"]  # "stop": end token or stop string
 ANY_ROWS = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What one pass added to the answer."""
 
     token_ids: tuple[int, ...]
@@ -79,8 +78,9 @@ class Sequence:
         """Add what a pass gave, up to an end; the steps of the answer."""
         if found is None:
             return ()
-        taken = Taken(list(found.token_ids), [])
-        if self.endings is not None:
+        if self.endings is None:
+            taken = Taken(list(found.token_ids), [])
+        else:
             taken = self.endings.take(found.token_ids)
         begin, count = len(self.token_ids), len(taken.token_ids)
         self.token_ids += taken.token_ids

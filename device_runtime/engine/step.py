@@ -6,10 +6,9 @@ the row of its next pass or the root of its next tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,9 +34,12 @@ from edgellm.device_runtime.speculate.tree import Tree
 _FIRST = np.zeros(1, np.int64)  # the only row; where none is wanted: not every kernel takes none
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """What a sequence asks of a pass of the base."""
+class _Turn(NamedTuple):
+    """What a sequence asks of a pass of the base.
+
+    A tuple, as all that is made for each token: behind a pass, which takes the processor's caches,
+    a frozen dataclass takes three times as long.
+    """
 
     sequence: Sequence
     part: Part | None  # None: a device has run the round already
@@ -60,26 +62,24 @@ def step(slot: CacheSlot, sequences: Iterable[Sequence]) -> list[tuple[Step, ...
     going, most = list(sequences), slot.session.most_parts
     found: dict[Sequence, tuple[Step, ...]] = dict.fromkeys(going, ())
     for at in range(0, len(going), most):
-        turns: list[_Turn] = []
-        for sequence in going[at : at + most]:
-            with _failing(sequence):
-                turns.append(_ask(slot, sequence))
-        found |= _take(slot, turns)
+        asked = [_asked(slot, sequence) for sequence in going[at : at + most]]
+        found |= _take(slot, [turn for turn in asked if turn is not None])
     return list(found.values())
 
 
-@contextmanager
-def _failing(sequence: Sequence) -> Iterator[None]:
+def _asked(slot: CacheSlot, sequence: Sequence) -> _Turn | None:
     """What goes wrong ends one answer only."""
     try:
-        yield
+        return _ask(slot, sequence)
     except EdgeLLMError as error:
         sequence.fail(error)
+        return None
 
 
 def _take(slot: CacheSlot, turns: list[_Turn]) -> dict[Sequence, tuple[Step, ...]]:
     """Run a pass for all, and see what becomes of each."""
     found: dict[Sequence, tuple[Step, ...]] = {}
+    begin = time.perf_counter()
     try:
         results = _run(slot.session, turns)
     except EdgeLLMError as error:
@@ -89,30 +89,36 @@ def _take(slot: CacheSlot, turns: list[_Turn]) -> dict[Sequence, tuple[Step, ...
         else:
             turns[0].sequence.fail(error)
         return found
+    end = time.perf_counter()
+    pass_ms = (end - begin) * 1e3
     for turn, result in zip(turns, results, strict=True):
-        with _failing(turn.sequence):
-            slot.admit(turn.sequence)
-            found[turn.sequence] = turn.sequence.take(_settle(slot.session, turn, result))
+        sequence, begin = turn.sequence, end
+        try:
+            slot.admit(sequence)
+            settled = _settle(slot.session, turn, result)
+            end = time.perf_counter()
+            _book(turn, pass_ms, (end - begin) * 1e3)
+            found[sequence] = sequence.take(settled)
+        except EdgeLLMError as error:
+            sequence.fail(error)
     return found
+
+
+def _book(turn: _Turn, pass_ms: float, settling_ms: float) -> None:
+    """Note the time of a pass and of what came of it."""
+    profile = turn.sequence.profile
+    if turn.tree is None:
+        profile.book(turn.stage, pass_ms + settling_ms, continues=turn.continues)
+        return
+    if turn.part is not None:
+        profile.book(turn.stage, pass_ms, continues=turn.continues)
+    profile.book(SETTLE, settling_ms)
 
 
 def _run(session: DecoderSession, turns: list[_Turn]) -> list[PassResult]:
     """The results of all turns, one pass."""
-    (parts, results) = [turn.part for turn in turns if turn.part is not None], []
-    with ExitStack() as stages:
-        for turn in turns:
-            if turn.part is not None:
-                profile = turn.sequence.profile
-                stages.enter_context(profile.stage(turn.stage, continues=turn.continues))
-        if len(parts) > 1:
-            results = session.run_many(parts)
-        elif parts:
-            (one,) = parts
-            more = {"position_ids": one.position_ids, "tree_mask": one.tree_mask}
-            more = more if one.tree_mask is not None else {}
-            session.use(one.context)
-            results = [session.run(one.token_ids, one.write_index, one.logits_index, **more)]
-    left = iter(results)
+    parts = [turn.part for turn in turns if turn.part is not None]
+    left = iter(session.run_many(parts) if parts else ())
     return [turn.verified.result if turn.verified is not None else next(left) for turn in turns]
 
 
@@ -195,18 +201,16 @@ def _settle(session: DecoderSession, turn: _Turn, result: PassResult) -> Round |
     """New tokens of an answer; None while its prompt is read."""
     sequence = turn.sequence
     if turn.tree is not None:
-        with sequence.profile.stage(SETTLE):
-            accepted = None if turn.verified is None else turn.verified.accepted
-            return _accept(session, sequence, turn.tree, result, accepted)
-    with sequence.profile.stage(turn.stage, continues=True):
-        if turn.stage == PREFILL:
-            assert turn.part is not None
-            return _settle_piece(sequence, turn.part.end, result)
-        token_id = draw(result, 0, sequence.sampler)
-        sequence.num_rows += 1
-        if sequence.drafter is None:
-            return Round((token_id,))
-        sequence.drafter.pass_by(token_id, result.taps)
+        accepted = None if turn.verified is None else turn.verified.accepted
+        return _accept(session, sequence, turn.tree, result, accepted)
+    if turn.stage == PREFILL:
+        assert turn.part is not None
+        return _settle_piece(sequence, turn.part.end, result)
+    token_id = draw(result, 0, sequence.sampler)
+    sequence.num_rows += 1
+    if sequence.drafter is None:
+        return Round((token_id,))
+    sequence.drafter.pass_by(token_id, result.taps)
     return Round((token_id,), Tree.of_root(sequence.newest), (0,), (1.0,))
 
 

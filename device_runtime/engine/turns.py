@@ -28,7 +28,8 @@ class Turns:
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # wakes those who wait
         self._readers: dict[Entry, object] = {}
         self._computes = 0  # the thread that does; 0: none
         self._visitors: set[int] = set()  # threads that wait for the end of a pass
@@ -66,7 +67,7 @@ class Turns:
         """
         self._ask(entries)
         while True:
-            with self._changed:
+            with self._lock:
                 self.require_open()
                 if found := self._read(entries):
                     return found
@@ -102,13 +103,15 @@ class Turns:
 
     def _ask(self, entries: Sequence[Entry]) -> None:
         """A reader waits for these, and so for no other answer of its own."""
-        with self._changed:
-            readers = {self._readers[entry] for entry in entries}
-            for entry, reader in self._readers.copy().items():
-                if reader in readers:
-                    entry.is_turned_away = entry not in entries
+        with self._lock:
             for entry in entries:
-                entry.is_wanted = True
+                entry.is_wanted, entry.is_turned_away = True, False
+            if len(self._readers) == len(entries):
+                return
+            readers = {self._readers[entry] for entry in entries}
+            for entry, reader in self._readers.items():
+                if reader in readers and entry not in entries:
+                    entry.is_turned_away = True
             self._changed.notify_all()
 
     def _read(self, entries: Sequence[Entry]) -> list[tuple[Entry, list[Step]]]:
@@ -131,7 +134,7 @@ class Turns:
         stepping: list[Entry] = []
         found: list[tuple[Step, ...]] = []
         try:
-            with self._changed:
+            with self._lock:
                 planned = None
                 if self._may_compute():
                     if self._batch.sweep():
@@ -145,7 +148,7 @@ class Turns:
                 stepping = self._batch.begin(planned)
             found = self._batch.run(stepping)
         finally:
-            with self._changed:
+            with self._lock:
                 if stepping:
                     self._batch.end(stepping, found)
                 self._end_of_pass()
@@ -159,7 +162,7 @@ class Turns:
         return max(min(paused, default=time.monotonic()) + PATIENCE_S - time.monotonic(), 0.01)
 
     def _may_compute(self) -> bool:
-        return self._is_free() and not self._visitors - {threading.get_ident()}
+        return self._is_free() and self._visitors <= {threading.get_ident()}
 
     def _is_free(self) -> bool:
         """Whether the calling thread may compute; an interrupt may have cut a pass of its own."""
@@ -168,7 +171,7 @@ class Turns:
     def _end_of_pass(self) -> None:
         """Of the calling thread, if it has begun one."""
         thread = threading.get_ident()
-        with self._changed:
+        with self._lock:
             self._visitors.discard(thread)
             if self._computes == thread:
                 self._computes = 0

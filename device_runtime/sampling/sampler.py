@@ -194,26 +194,16 @@ class Sampler:
         self.ends = params.ends(eos_token_ids)
         self._constraint = constraint
         self._penalties = None if params.rules.do_nothing else Penalties(params.rules, prompt)
+        has_rules = self._penalties is not None or constraint is not None
+        # Whether logits depend on the text before.
+        self._adjusts = has_rules or params.min_tokens > 0
+        # Whether a row's largest logits and random numbers decide, and nothing is recorded.
+        self.needs_picks_only = not self._adjusts and params.num_logprobs is None
+        # Whether more than the argmax counts.
+        self.needs_logits = not (params.is_greedy and self.needs_picks_only)
         self._num_taken = 0
         self.logprobs: list[TokenLogprobs] = []  # of the tokens of the answer, if asked for
         self._random = np.random.Generator(np.random.Philox(params.seed))
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether more than the argmax counts."""
-        is_plain = self.params.is_greedy and not self._adjusts
-        return not (is_plain and self.params.num_logprobs is None)
-
-    @property
-    def _adjusts(self) -> bool:
-        """Whether logits depend on the text before."""
-        has_rules = self._penalties is not None or self._constraint is not None
-        return has_rules or self.params.min_tokens > 0
-
-    @property
-    def needs_picks_only(self) -> bool:
-        """Whether a row's largest logits and random numbers decide, and nothing is recorded."""
-        return not self._adjusts and self.params.num_logprobs is None
 
     def foresee(self, count: int) -> NDArray[np.float64]:
         """The random numbers of the next draws, which are not spent by that."""

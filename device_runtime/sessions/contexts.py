@@ -8,7 +8,6 @@ are copied out. They are, too, where no page is free.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,13 +37,10 @@ class Contexts:
     def __init__(self, runner: Runner) -> None:
         self._runner, self._only = runner, require_cache(runner)
         self._shared = runner if isinstance(runner, SharedRunner) else None
+        # Sequences of a pass
+        self.most_together = self._shared.num_sequences if self._shared is not None else 1
         self._is_begun = False
         self._resident: list[Context] = []  # with caches; the least recently used first
-
-    @property
-    def most_together(self) -> int:
-        """Sequences of a pass."""
-        return self._shared.num_sequences if self._shared is not None else 1
 
     @property
     def page_rows(self) -> int:
@@ -69,20 +65,24 @@ class Contexts:
         Raises:
             LimitError: all others copied out, the pages do not suffice.
         """
-        staying = [context for context, _, _ in parts]
+        staying: tuple[Context, ...]
+        staying, _, _ = zip(*parts, strict=True)
         for context, begin, rows in parts:
             cache = self._bring_in(context, staying)
             if self._shared is not None:
-                reserve = partial(self._shared.reserve, cache, begin, rows)
-                self._with_room(reserve, staying)
+                self._with_room(staying, self._shared.reserve, cache, begin, rows)
             context.num_rows = begin
 
     def run(self, parts: Sequence[tuple[Context, dict[str, NDArray[Any]]]]) -> list[Outputs]:
-        """A pass for all of them, or one for each; what it gives is to be read before the next."""
+        """A pass for all of them, or one for each; what it gives is to be read before the next.
+
+        Args:
+            parts: contexts with reserved rows, and inputs by contract name.
+        """
         if self._shared is None and len(parts) == 1:
             return [self._runner.run(parts[0][1])]
         if self._shared is not None:
-            return self._shared.run_many([(self.admit(one), given) for one, given in parts])
+            return self._shared.run_many([(_cache(one), given) for one, given in parts])
         found: list[Outputs] = []
         for context, inputs in parts:
             self.admit(context)
@@ -122,8 +122,9 @@ class Contexts:
 
     def _bring_in(self, context: Context, staying: Sequence[Context]) -> Cache:
         if context.cache is not None:
-            self._resident.remove(context)
-            self._resident.append(context)
+            if self._resident[-1] is not context:
+                self._resident.remove(context)
+                self._resident.append(context)
             return context.cache
         if self._shared is None:
             for other in list(self._resident):
@@ -131,7 +132,7 @@ class Contexts:
         cache = context.cache = self._new_cache()
         self._resident.append(context)
         if (rows := context.saved) is not None:
-            self._with_room(lambda: cache.write_rows(rows), [*staying, context])
+            self._with_room([*staying, context], cache.write_rows, rows)
             context.saved = None
         return cache
 
@@ -141,16 +142,18 @@ class Contexts:
             return self._only
         return self._shared.new_cache()
 
-    def _with_room(self, action: Callable[[], None], staying: Sequence[Context]) -> None:
-        """Copy others out until pages suffice."""
+    def _with_room(
+        self, staying: Sequence[Context], action: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Copy others out until pages suffice for `action`."""
         try:
-            return action()
+            return action(*arguments)
         except LimitError:
             others = [one for one in self._resident if one not in staying]
             if self._shared is None or not others:
                 raise
             self._evict(others[0])
-        return self._with_room(action, staying)
+        return self._with_room(staying, action, *arguments)
 
     def _evict(self, context: Context) -> None:
         assert context.cache is not None
@@ -160,3 +163,8 @@ class Contexts:
         if self._shared is not None:
             self._shared.release(context.cache)
         context.cache = None
+
+
+def _cache(context: Context) -> Cache:
+    assert context.cache is not None
+    return context.cache

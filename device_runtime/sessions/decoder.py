@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +28,19 @@ class PassResult:
 
     def __init__(self, outputs: Outputs, rows: int) -> None:
         self._outputs, self._rows = outputs, rows
+        self._token_ids: I64 | None = None  # until it is asked for
 
-    @functools.cached_property
+    @property
     def token_ids(self) -> I64:
         """[R], the likeliest token behind each row."""
-        if contract.TOKEN_IDS in self._outputs:
-            return self._outputs[contract.TOKEN_IDS][0]
-        # numpy finds the largest logit of a row in a fifth of an operator's time
-        return self.logits.argmax(axis=-1)
+        found = self._token_ids
+        if found is None:
+            if contract.TOKEN_IDS in self._outputs:
+                found = self._outputs[contract.TOKEN_IDS][0]
+            else:  # numpy finds the largest logit of a row in a fifth of an operator's time
+                found = self.logits.argmax(axis=-1)
+            self._token_ids = found
+        return found
 
     def highest_of(self, row: int) -> float:
         """The logit of a row's token of `token_ids`, which are the argmax."""
@@ -58,8 +61,7 @@ class PassResult:
         return self._outputs[contract.HIDDEN_TAPS][0]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """What a sequence computes in a pass; see `DecoderSession.run`."""
 
     context: Context
@@ -85,13 +87,9 @@ class DecoderSession:
     def __init__(self, runner: Runner, spec: DecoderSpec, capacity: int) -> None:
         self.capacity = capacity
         self._runner, self._contexts = runner, Contexts(runner)
+        self.most_parts = self._contexts.most_together  # sequences that one pass serves
         self._inputs = PassInputs(runner, spec, capacity)
         self.context = Context()  # whose rows all methods but `run_many` are about
-
-    @property
-    def most_parts(self) -> int:
-        """Sequences that one pass serves."""
-        return self._contexts.most_together
 
     @property
     def free_rows(self) -> int | None:
@@ -161,24 +159,21 @@ class DecoderSession:
             LimitError: rows do not fit into the cache; nothing is computed.
         """
         starts = self._inputs.hold([part.context for part in parts])
-        inputs = [
-            self._inputs.of(
-                part.context, part.token_ids, part.write_index, part.logits_index,
-                part.position_ids, part.tree_mask, first_image=start,
-            )
-            for part, start in zip(parts, starts, strict=True)
-        ]  # fmt: skip
-        for part in parts:
-            del part.context.keys[part.write_index :]
-        self._contexts.reserve([(p.context, p.write_index, len(p.token_ids)) for p in parts])
-        pairs = zip(parts, inputs, strict=True)
-        found = self._contexts.run([(part.context, given) for part, given in pairs])
-        for part in parts:
-            _record(part)
-        return [
-            PassResult(outputs, len(part.token_ids))
-            for part, outputs in zip(parts, found, strict=True)
-        ]
+        asked: list[tuple[Context, dict[str, NDArray[Any]]]] = []
+        places: list[tuple[Context, int, int]] = []
+        for part, start in zip(parts, starts, strict=True):
+            context, token_ids, begin = part.context, part.token_ids, part.write_index
+            inputs = self._inputs.of(
+                context, token_ids, begin, part.logits_index, part.position_ids, part.tree_mask,
+                first_image=start,
+            )  # fmt: skip
+            asked.append((context, inputs))
+            places.append((context, begin, len(token_ids)))
+        for context, begin, _ in places:
+            del context.keys[begin:]
+        self._contexts.reserve(places)
+        found = self._contexts.run(asked)
+        return [_record(part, outputs) for part, outputs in zip(parts, found, strict=True)]
 
     def begin_round(self, length: int, nodes: int) -> tuple[int, int]:
         """A device is about to run a tree of `nodes` nodes behind `length` rows.
@@ -197,7 +192,7 @@ class DecoderSession:
 
     def end_round(self, token_ids: I64, outputs: Outputs) -> PassResult:
         """It did, with these tokens; as `run` with a mask, before `compact`."""
-        self.context.written = row_keys(token_ids.tolist(), _image_keys(self.context))
+        self.context.written = _keys(self.context, token_ids)
         self.context.num_rows += len(token_ids)
         return PassResult(outputs, len(token_ids))
 
@@ -244,13 +239,14 @@ class DecoderSession:
         return count_common(self.context.keys, keys)
 
 
-def _record(part: Part) -> None:
-    """What a pass has written."""
-    context = part.context
-    context.num_rows = part.end
-    context.written = row_keys(part.token_ids.tolist(), _image_keys(context))
+def _record(part: Part, outputs: Outputs) -> PassResult:
+    """What a pass has written, and gave."""
+    context, rows = part.context, len(part.token_ids)
+    context.num_rows = part.write_index + rows
+    context.written = _keys(context, part.token_ids)
     if part.position_ids is None and part.tree_mask is None:
         _append(context, part.write_index, context.written)
+    return PassResult(outputs, rows)
 
 
 def _append(context: Context, length: int, keys: list[RowKey]) -> None:
@@ -258,8 +254,9 @@ def _append(context: Context, length: int, keys: list[RowKey]) -> None:
         context.keys += keys
 
 
-def _image_keys(context: Context) -> Mapping[int, RowKey]:
-    return {} if context.images is None else context.images.keys
+def _keys(context: Context, token_ids: I64) -> list[RowKey]:
+    ids = token_ids.tolist()
+    return ids if context.images is None else row_keys(ids, context.images.keys)
 
 
 def open_decoder(folder: Path, engine: Engine) -> DecoderSession:

@@ -107,7 +107,8 @@ class _Table:
     def __init__(self, pool: _Pool) -> None:
         self.pool = pool
         self.pages: list[int] = []
-        self.row = np.full(pool.table_pages, _NOWHERE)  # the same, as graphs take them
+        # The same, as graphs take them; written in place, others look at it
+        self.row = np.full(pool.table_pages, _NOWHERE)
 
     def reserve(self, begin: int, end: int) -> None:
         """Pages of its own for the rows [begin, end), and none behind."""
@@ -147,6 +148,10 @@ class PagedCache:
 
     def __init__(self, tables: list[_Table], num_layers: int) -> None:
         self._tables, self._num_layers = tables, num_layers
+        # Page tables [1, P] by their names.
+        self.tables = {
+            contract.page_table_name(table.pool.window): table.row[None] for table in tables
+        }
 
     def reserve(self, write_index: int, rows: int) -> None:
         """Before a pass that writes `rows` rows; raises `LimitError` where no page is free."""
@@ -161,10 +166,6 @@ class PagedCache:
         """Give all pages back."""
         for table in self._tables:
             table.reserve(0, 0)
-
-    def tables(self) -> dict[str, NDArray[np.int64]]:
-        """Page tables [P] by their names."""
-        return {contract.page_table_name(table.pool.window): table.row for table in self._tables}
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
         """See `runners.Cache`."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,8 @@ _LEAST_MASK = 64  # values; passes with masks of nearly one size share what they
 _NO_MASK = np.zeros(_LEAST_MASK, np.bool_)
 
 
-_side_by_side = partial(np.concatenate, axis=1)
+# Inputs whose rows stand side by side; others' stand one below the other.
+_AXES = {contract.INPUT_IDS: 1, contract.POSITION_IDS: 1, contract.DRAFT_HIDDEN: 1}
 
 
 def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]]:
@@ -30,38 +29,34 @@ def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]
     Args:
         parts: sequences, each with inputs by contract name; pages are there for their rows.
     """
-    each = [inputs for _, inputs in parts]
+    columns: dict[str, list[NDArray[Any]]] = {}
+    sequences: list[tuple[int, int, int]] = []
+    masks: list[NDArray[np.bool_]] = []
+    start = 0
+    for cache, inputs in parts:
+        rows, index = inputs[contract.INPUT_IDS].shape[1], inputs[contract.LOGITS_INDEX]
+        for name in _AXES:
+            if name in inputs:
+                columns.setdefault(name, []).append(inputs[name])
+        columns.setdefault(contract.LOGITS_INDEX, []).append(index + start if start else index)
+        for name, table in cache.tables.items():
+            columns.setdefault(name, []).append(table)
+        mask = inputs.get(contract.TREE_MASK)
+        if mask is not None:
+            masks.append(mask)
+        width = 0 if mask is None else mask.shape[1]
+        sequences.append((inputs[contract.WRITE_INDEX][0], rows, width))
+        start += rows
     found = {
-        name: _one_or_all([inputs[name] for inputs in each], _side_by_side)
-        for name in (contract.INPUT_IDS, contract.POSITION_IDS, contract.DRAFT_HIDDEN)
-        if name in each[0]
+        # Most passes are of one sequence, whose time counts.
+        name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=_AXES.get(name, 0))
+        for name, arrays in columns.items()
     }
-    rows = [inputs[contract.INPUT_IDS].shape[1] for inputs in each]
-    wanted = [inputs[contract.LOGITS_INDEX] for inputs in each]
-    starts = itertools.accumulate(rows[:-1])
-    wanted[1:] = [start + index for start, index in zip(starts, wanted[1:], strict=True)]
-    found[contract.LOGITS_INDEX] = _one_or_all(wanted, np.concatenate)
-    if contract.TOP_K in each[0]:
-        found[contract.TOP_K] = max(inputs[contract.TOP_K] for inputs in each)
-    masks = [inputs.get(contract.TREE_MASK) for inputs in each]
-    found[contract.SEQUENCES] = np.array(
-        [
-            (inputs[contract.WRITE_INDEX][0], count, 0 if mask is None else mask.shape[1])
-            for inputs, count, mask in zip(each, rows, masks, strict=True)
-        ]
-    )
-    found[contract.TREE_MASKS] = _behind_each_other([one for one in masks if one is not None])
-    tables = [cache.tables() for cache, _ in parts]
-    for name in tables[0]:
-        found[name] = _one_or_all([pages[name][None] for pages in tables], np.concatenate)
+    if contract.TOP_K in parts[0][1]:
+        found[contract.TOP_K] = max(inputs[contract.TOP_K] for _, inputs in parts)
+    found[contract.SEQUENCES] = np.array(sequences)
+    found[contract.TREE_MASKS] = _behind_each_other(masks)
     return found
-
-
-def _one_or_all(
-    arrays: list[NDArray[Any]], join: Callable[[list[NDArray[Any]]], NDArray[Any]]
-) -> NDArray[Any]:
-    """Most passes are of one sequence, whose time counts."""
-    return arrays[0] if len(arrays) == 1 else join(arrays)
 
 
 def _behind_each_other(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:

@@ -78,10 +78,8 @@ class OnnxRuntimeRunner:
         """One pass over inputs by the graph's own names."""
         if self._latest is not None:
             self._latest.expire()
-        key = (
-            *(array.shape for array in inputs.values()),
-            inputs[contract.TOP_K][0] if contract.TOP_K in inputs else 0,
-        )
+        top_k = inputs[contract.TOP_K][0] if contract.TOP_K in inputs else 0
+        key = (top_k, *[array.shape for array in inputs.values()])
         bound = self._bound.get(key)
         if bound is None:
             bound = _BoundPass(self._graph(inputs), self._caches, self._scratch, inputs)
@@ -137,7 +135,8 @@ class PagedRunner(OnnxRuntimeRunner):
 
     def reserve(self, cache: Cache, write_index: int, rows: int) -> None:
         """See `runners.SharedRunner`."""
-        _paged(cache).reserve(write_index, rows)
+        assert isinstance(cache, PagedCache)
+        cache.reserve(write_index, rows)
 
     def fork(self, cache: Cache) -> PagedCache:
         """See `runners.SharedRunner`."""

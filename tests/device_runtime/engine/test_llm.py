@@ -34,13 +34,14 @@ class ScriptedSession:
 
     def close(self, context): ...
 
-    def run(self, token_ids, write_index, logits_index):
-        assert write_index == self.length
-        self.length += len(token_ids)
+    def run_many(self, parts):
+        (part,) = parts
+        assert part.write_index == self.length
+        self.length += len(part.token_ids)
         assert self.length <= self.capacity
-        logits = np.zeros((len(logits_index), self.vocab_size), np.float32)
+        logits = np.zeros((len(part.logits_index), self.vocab_size), np.float32)
         logits[:, self.script.pop(0)] = 9
-        return PassResult({LOGITS: logits[None]}, len(logits))
+        return [PassResult({LOGITS: logits[None]}, len(logits))]
 
 
 @pytest.fixture
@@ -268,7 +269,7 @@ def test_first_rows_must_count_from_zero(tiny_bundle):
 def test_numbers_that_are_none_end_the_answer(llm, monkeypatch):
     session = ScriptedSession([9])
     nan = PassResult({LOGITS: np.full((1, 1, 96), np.nan, np.float32)}, 1)
-    monkeypatch.setattr(session, "run", lambda *_, **__: nan)
+    monkeypatch.setattr(session, "run_many", lambda _: [nan])
     monkeypatch.setattr(llm, "session", session)
     with pytest.raises(EdgeLLMError, match="computed nan"):
         list(llm.generate("w20"))

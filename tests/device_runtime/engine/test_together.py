@@ -113,11 +113,11 @@ class _Spoiling:
     def __init__(self, session, happens):
         self.session, self.happens, self.capacity = session, happens, session.capacity
 
-    def run(self, token_ids, *arguments, **options):
-        result = self.session.run(token_ids, *arguments, **options)
-        if len(token_ids) == 3 and token_ids[0] == self.spoilt:
-            return self.happens(result)
-        return result
+    def run_many(self, parts):
+        results, (part,) = self.session.run_many(parts), parts
+        if len(part.token_ids) == 3 and part.token_ids[0] == self.spoilt:
+            return [self.happens(result) for result in results]
+        return results
 
     def __getattr__(self, name):
         return getattr(self.session, name)

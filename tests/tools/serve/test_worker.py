@@ -28,11 +28,11 @@ class _Passes:
         self.session, self.capacity, self.count = session, session.capacity, 0
         self.at, self.happens = None, None
 
-    def run(self, *arguments, **options):
+    def run_many(self, parts):
         self.count += 1
         if self.count == self.at:
             self.happens()
-        return self.session.run(*arguments, **options)
+        return self.session.run_many(parts)
 
     def __getattr__(self, name):
         return getattr(self.session, name)
