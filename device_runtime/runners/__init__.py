@@ -91,6 +91,10 @@ class SharedRunner(Runner, Protocol):
         """Rows for which pages are free."""
         ...
 
+    def free_rows_without(self, caches: Sequence[Cache]) -> int:
+        """Rows for which pages were free if these caches gave theirs back."""
+        ...
+
     def new_cache(self) -> Cache:
         """Of another sequence, without rows."""
         ...

@@ -7,7 +7,7 @@ are copied out. They are, too, where no page is free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.contract import LimitError
+from edgellm.device_runtime.engine.prefix_cache import count_common
 from edgellm.device_runtime.runners import Cache, Outputs, Runner, SharedRunner, require_cache
 from edgellm.device_runtime.sessions import ImageRows, RowKey
 
@@ -29,6 +30,16 @@ class Context:
         self.images: ImageRows | None = None  # of the prompt
         self.cache: Cache | None = None  # that holds the rows
         self.saved: NDArray[Any] | None = None  # a copy of them, while nothing does
+        self.is_spare = False  # no answer goes on behind the rows; whoever comes may have them
+
+    def held(self, keys: Sequence[RowKey]) -> int:
+        """See `prefix_cache.RowContext`."""
+        return count_common(self.keys, keys)
+
+    def cut(self, length: int) -> None:
+        """Rows behind the first `length` need not be kept."""
+        del self.keys[length:]
+        self.num_rows = min(self.num_rows, length)
 
 
 class Contexts:
@@ -41,6 +52,8 @@ class Contexts:
         self.most_together = self._shared.num_sequences if self._shared is not None else 1
         self._is_begun = False
         self._resident: list[Context] = []  # with caches; the least recently used first
+        # Asked before others are copied out: gives rows back that nobody goes on with, if it can.
+        self.forget_one: Callable[[], bool] = lambda: False
 
     @property
     def page_rows(self) -> int:
@@ -51,6 +64,13 @@ class Contexts:
     def free_rows(self) -> int | None:
         """Rows for which pages are free; None where there are no pages."""
         return self._shared.free_rows if self._shared is not None else None
+
+    def free_rows_without(self, contexts: Iterable[Context]) -> int:
+        """Rows for which pages were free if these gave theirs back."""
+        assert self._shared is not None
+        return self._shared.free_rows_without(
+            [one.cache for one in contexts if one.cache is not None]
+        )
 
     def admit(self, context: Context) -> Cache:
         """Its cache, with its rows."""
@@ -149,10 +169,13 @@ class Contexts:
         try:
             return action(*arguments)
         except LimitError:
-            others = [one for one in self._resident if one not in staying]
-            if self._shared is None or not others:
+            if self._shared is None:
                 raise
-            self._evict(others[0])
+            if not self.forget_one():
+                others = [one for one in self._resident if one not in staying]
+                if not others:
+                    raise
+                self._evict(others[0])
         return self._with_room(staying, action, *arguments)
 
     def _evict(self, context: Context) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,6 +90,7 @@ class DecoderSession:
         self.most_parts = self._contexts.most_together  # sequences that one pass serves
         self._inputs = PassInputs(runner, spec, capacity)
         self.context = Context()  # whose rows all methods but `run_many` are about
+        self.context.is_spare = True
 
     @property
     def free_rows(self) -> int | None:
@@ -101,19 +102,26 @@ class DecoderSession:
         """Rows that a sequence gets at a time."""
         return self._contexts.page_rows
 
+    def free_rows_without(self, contexts: Iterable[Context]) -> int:
+        """Rows that further sequences might have if these gave theirs back."""
+        return self._contexts.free_rows_without(contexts)
+
+    def on_shortage(self, forget_one: Callable[[], bool]) -> None:
+        """See `prefix_cache.RowCache`."""
+        self._contexts.forget_one = forget_one
+
     def use(self, context: Context) -> None:
         """Turn to the rows of another sequence."""
         self._contexts.admit(context)
         self.context = context
 
-    def cut(self, length: int) -> None:
-        """Rows behind the first `length` need not be kept."""
-        del self.context.keys[length:]
-        self.context.num_rows = min(self.context.num_rows, length)
+    def new_context(self) -> Context:
+        """Of another sequence, without rows."""
+        return Context()
 
-    def fork(self) -> Context:
-        """Another context with the rows of this one."""
-        return self._contexts.fork(self.context)
+    def fork(self, context: Context) -> Context:
+        """Another with the same rows."""
+        return self._contexts.fork(context)
 
     def save(self, context: Context) -> None:
         """Copy the rows of a context out: others want the memory."""

@@ -20,6 +20,7 @@ from edgellm.device_runtime.speculate.costs import ALONE, Company, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.growth import Sizes
 from edgellm.device_runtime.speculate.lookup import LearnedLookup, LookupSource
+from edgellm.device_runtime.speculate.passes import Passes
 from edgellm.device_runtime.speculate.policy import Policy, TreeLimits
 from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
 
@@ -64,8 +65,8 @@ class Drafter(Protocol):
         """Committed rows of the base: features [M, T*H] and the token after each, int64 [M]."""
         ...
 
-    def catch_up(self) -> None:
-        """Compute what the committed text asks for, before a tree is proposed."""
+    def catch_up(self) -> Passes[None]:
+        """Ask for what the committed text needs computed, before a tree is proposed."""
         ...
 
     def ask_round(
@@ -95,7 +96,7 @@ class Drafter(Protocol):
         """What was asked for."""
         ...
 
-    def propose(self, root: int, room: int, levels: int) -> Tree:
+    def propose(self, root: int, room: int, levels: int) -> Passes[Tree]:
         """A tree of at most `room` drafted nodes and `levels` levels under `root`.
 
         `root` is the newest committed token. A tree of the root alone is plain decoding.
@@ -119,16 +120,8 @@ class Drafter(Protocol):
         """While it rests: a token of plain decoding, and the features of the row before it."""
         ...
 
-    def swap_out(self) -> None:
-        """Step aside with the rows of the draft's cache: another answer is about to draft."""
-        ...
-
-    def swap_in(self) -> None:
-        """Go on with them."""
-        ...
-
     def drop(self) -> None:
-        """Nobody will swap them in."""
+        """Nobody goes on with rows that are its alone."""
         ...
 
     def end(self) -> None:
@@ -175,14 +168,8 @@ class TreeDrafter:
         self._controller.look_away()
         self._sources = [lookup.begin() for lookup in self._learned_lookups]
 
-    def swap_out(self) -> None:
-        """Text alone has no rows."""
-
-    def swap_in(self) -> None:
-        """The same."""
-
     def drop(self) -> None:
-        """The same."""
+        """Text alone has no rows."""
 
     def end(self) -> None:
         """What was said may be looked up by later requests."""
@@ -202,11 +189,11 @@ class TreeDrafter:
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Text alone has no use for features."""
 
-    def catch_up(self) -> None:
+    def catch_up(self) -> Passes[None]:
         """Let the network read what was committed, unless it pauses."""
         self._controller.company = self.company
         if not self._controller.is_pausing and self._controller.opens(self._foreseen):
-            self._read()
+            yield from self._read() or ()
 
     def _book_reading(self, rows: int, prices: F64) -> None:
         """The network read `rows` rows, at `prices` of passes."""
@@ -221,8 +208,8 @@ class TreeDrafter:
         """Tokens that the text foresees."""
         return max((source.expected() for source in self._sources), default=0.0)
 
-    def _read(self) -> None:
-        """Bring a network's cache up to the committed text."""
+    def _read(self) -> Passes[None] | None:
+        """Bring a network's cache up to the committed text; None: without passes in company."""
 
     def ask_round(
         self,
@@ -241,7 +228,7 @@ class TreeDrafter:
         """See `Drafter.finish_round`; nobody asks for rounds here."""
         raise NotImplementedError
 
-    def propose(self, root: int, room: int, levels: int) -> Tree:
+    def propose(self, root: int, room: int, levels: int) -> Passes[Tree]:
         """See `Drafter.propose`."""
         self._controller.company = self.company
         deepest = min(levels, self._limits.text_steps)
@@ -254,7 +241,8 @@ class TreeDrafter:
         most = sum(source.lookup.most for source in self._sources)
         pool = self._pool = Pool(root, self._limits.pool_size + most)
         if self._is_networked:
-            self._grow(pool, levels)
+            yield from self._grow(pool, levels) or ()
+            self._controller.company = self.company  # others may have gone on meanwhile
         self._ends = [pool.count]
         for source in self._sources:
             source.merge(pool, deepest)
@@ -266,8 +254,8 @@ class TreeDrafter:
         """Whether this round drafts."""
         return not self._controller.is_pausing
 
-    def _grow(self, pool: Pool, levels: int) -> None:
-        """Fill the pool with a network's candidates."""
+    def _grow(self, pool: Pool, levels: int) -> Passes[None] | None:
+        """Fill the pool with a network's candidates; None: without passes in company."""
 
     def learn(self, tree: Tree, path: list[int], emitted: int) -> None:
         """Tell policy and lookups what became of their candidates."""

@@ -129,6 +129,10 @@ class PagedRunner(OnnxRuntimeRunner):
         """See `runners.SharedRunner`."""
         return self._pages.free_rows
 
+    def free_rows_without(self, caches: Sequence[Cache]) -> int:
+        """See `runners.SharedRunner`."""
+        return self._pages.free_rows_without([_paged(cache) for cache in caches])
+
     def new_cache(self) -> PagedCache:
         """See `runners.SharedRunner`."""
         return self._pages.new_cache()
