@@ -197,6 +197,10 @@ class Controller:
         self._kind = self._kinds[bisect.bisect(_FORESEEN, foreseen)]
         return self._kind.choose()
 
+    def pays_host(self, foreseen: Callable[[], float]) -> bool:
+        """Whether a tree of so many tokens is worth its host's time; alone it may be tried."""
+        return self.company.answers == 1 or foreseen() > self._costs.host_ms * self.rate
+
     def look_away(self) -> None:
         """The clock is no judge of this round: it does what others left."""
         self._opened_at = None

@@ -280,9 +280,12 @@ class TreeDrafter:
 
     @property
     def rests(self) -> bool:
-        """See `Drafter.rests`; text costs nothing, and may be looked up while a network does."""
-        self._controller.company = self.company
-        return self._controller.is_pausing and not self._controller.adapts
+        """See `Drafter.rests`; while a network does, text may be looked up where that pays."""
+        controller = self._controller
+        controller.company = self.company
+        if not controller.is_pausing:
+            return False
+        return not controller.adapts or not controller.pays_host(self._foreseen)
 
     def pass_by(self, token_id: int, taps: F32) -> None:
         """See `Drafter.pass_by`."""

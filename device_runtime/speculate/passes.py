@@ -29,12 +29,13 @@ class Session(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
     """A part of a pass."""
 
     session: Session
     part: Any
+    answers: int = 1  # that shared the pass; known when the result is
 
 
 Passes = Generator[Wanted, Any, T]  # what is sent is read before the next part is yielded
@@ -119,6 +120,8 @@ def _run_together(session: Session, work: list[_Work]) -> None:
                 _run_together(session, [one])
         return
     for one, result in zip(work, results, strict=True):
+        if one.wanted is not None:
+            one.wanted.answers = len(work)
         one.send(result)
 
 

@@ -19,14 +19,14 @@ from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.sessions.draft import DraftPart, DraftResult, costs, open_draft
 from edgellm.device_runtime.sessions.rounds import RoundSession, open_rounds
 from edgellm.device_runtime.speculate.accept import Accepted
-from edgellm.device_runtime.speculate.costs import Costs, price
+from edgellm.device_runtime.speculate.costs import Costs, price, shared
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS, Learned, TreeDrafter, Verified
 from edgellm.device_runtime.speculate.growth import growth_of
 from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
 from edgellm.device_runtime.speculate.passes import Passes, Wanted
 from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.device_runtime.speculate.tree import F64, Pool
 from edgellm.integrity import FileCheck
 from edgellm.manifest import Engine
 from edgellm.roles import DRAFT, EXTEND, STEP
@@ -99,7 +99,8 @@ class EagleDrafter(TreeDrafter):
         self._rows, self._costs, self._max_tree_rows = rows, costs, max_tree_rows
         self._hidden_store = np.zeros((1 + max_tree_rows, 0), np.float32)
         self._unrelated = np.eye(1 + max_tree_rows, dtype=np.bool_)
-        self._step_ms = price(costs.step, np.arange(1, max_tree_rows + 1))  # of 1, 2, ... rows
+        self._shares: dict[int, tuple[F64, F64]] = {}  # prices by the answers that share passes
+        self._sharing = 1  # answers that shared the latest pass
         self._root: Callable[[], DraftResult] | None = None  # what gives its children
         self._own = rows.context  # its rows; others may be current
         self._rounds, self._sizes = rounds, learned.sizes
@@ -127,9 +128,21 @@ class EagleDrafter(TreeDrafter):
             if self._rounds is not None:
                 self._root = session.ask(part)
             else:
-                result = yield Wanted(session, part)
-                self._root = partial(_itself, result.copy())
-            self._book_reading(len(part.token_ids), self._costs.extend)
+                wanted = Wanted(session, part)
+                result = yield wanted
+                self._root, self._sharing = partial(_itself, result.copy()), wanted.answers
+            self._book_reading(len(part.token_ids), self._prices()[1])
+
+    def _prices(self) -> tuple[F64, F64]:
+        """Milliseconds of growing by 1, 2, ... rows, and of extending by rows (index)."""
+        answers = self._sharing
+        if answers not in self._shares:
+            step, extend = (
+                shared(table, answers) for table in (self._costs.step, self._costs.extend)
+            )
+            grown = price(step, np.arange(1, self._max_tree_rows + 1))
+            self._shares[answers] = grown, extend
+        return self._shares[answers]
 
     def ask_round(
         self,
@@ -194,7 +207,7 @@ class EagleDrafter(TreeDrafter):
         newest = self._add(pool, np.zeros(1, np.int64), root)
         used, most = 0, min(self._max_tree_rows, self._rows.session.capacity - committed)
         for level in range(1, levels):
-            nodes = policy.frontier(pool, newest, self._step_ms[: most - used])
+            nodes = policy.frontier(pool, newest, self._prices()[0][: most - used])
             if not len(nodes):
                 return
             above = slots[pool.parents[nodes]]
@@ -210,10 +223,12 @@ class EagleDrafter(TreeDrafter):
                 position_ids=np.full(len(nodes), committed + level - 1),
                 tree_mask=seen[own, 1 : own[-1] + 1],
             )
-            result = yield Wanted(self._rows.session, part)
+            wanted = Wanted(self._rows.session, part)
+            result = yield wanted
+            self._sharing = wanted.answers
             self._controller.company = self.company  # others may have gone on meanwhile
             used += len(nodes)
-            self._spent_ms += float(self._step_ms[len(nodes) - 1])
+            self._spent_ms += float(self._prices()[0][len(nodes) - 1])
             self._hidden_store[own] = result.hidden
             newest = self._add(pool, nodes, result)
 
