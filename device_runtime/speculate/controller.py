@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 
 from edgellm.device_runtime.speculate.costs import ALONE, Company, Costs
 
-# What a trial may lose, and what an account holds at most, in tokens of plain decoding. The first
+# What a trial may lose, and what an account holds at most, in tokens of plain decoding of every
+# answer that shares the passes, as all of them take part and wait for each other. The first
 # trial finds acceptance rates that nobody knows yet; a full account outlasts a stretch of text that
 # is hard to foresee (8 did not: HumanEval then lost all of its gain in every tenth answer).
 _FIRST_CREDIT, _CREDIT, _FULL = 4.0, 2.0, 16.0
@@ -37,16 +38,21 @@ _OUTLIER = 4  # times a side's mean; slower rounds are the machine's doing
 class _Pace:
     """What decoding reaches by the costs, and pauses of drafting."""
 
-    def __init__(self, costs: Costs) -> None:
-        self._verify, self._host_ms = costs.verify.tolist(), costs.host_ms
+    def __init__(self, costs: Costs, answers: int = 1) -> None:
+        self._verify, self._host_ms, self._answers = costs.verify.tolist(), costs.host_ms, answers
         self.plain_ms = self._verify[1]
-        self.pause, self._pause_length = 0, _SHORTEST_PAUSE  # tokens
+        self.pause, self._pause_length = 0, _SHORTEST_PAUSE * answers  # tokens
         self._begin_trial(_FIRST_CREDIT)
         self.is_retrial = False
 
     def _begin_trial(self, credit: float) -> None:
         self.tokens, self.ms, self._rounds = 1.2, self.plain_ms, 0
-        self.account_ms, self.is_retrial = credit * self.plain_ms, True
+        self.account_ms, self.is_retrial = credit * self._round_ms, True
+
+    @property
+    def _round_ms(self) -> float:
+        """Of plain decoding: a token of every answer."""
+        return self._answers * self.plain_ms
 
     @property
     def rate(self) -> float:
@@ -63,7 +69,7 @@ class _Pace:
                 self._begin_trial(_CREDIT)
             return
         cost = drafted_ms + self._verify[min(rows, len(self._verify) - 1)]
-        if rows > 1:
+        if rows > 1 or (networked and self._answers > 1):  # the others wait while one proposes
             cost += self._host_ms
         weight = max(_RATE_MEMORY, 1 / (self._rounds + 2))
         self.tokens += weight * (emitted - self.tokens)
@@ -73,13 +79,13 @@ class _Pace:
             self._book(emitted * self.plain_ms - cost - read_ms)
 
     def _book(self, won_ms: float) -> None:
-        full_ms = _FULL * self.plain_ms
+        full_ms = _FULL * self._round_ms
         self.account_ms = min(self.account_ms + won_ms, full_ms)
         if self.account_ms == full_ms:
-            self.is_retrial, self._pause_length = False, _SHORTEST_PAUSE
+            self.is_retrial, self._pause_length = False, _SHORTEST_PAUSE * self._answers
         elif self.account_ms < 0:
             self.pause = self._pause_length
-            self._pause_length = min(2 * self._pause_length, _LONGEST_PAUSE)
+            self._pause_length = min(2 * self._pause_length, _LONGEST_PAUSE * self._answers)
 
 
 @dataclass(slots=True)
@@ -166,7 +172,7 @@ class Controller:
         answers = self.company.answers
         if answers not in self._paces:
             verify = Company(answers, answers - 1).share(self._costs.verify)
-            self._paces[answers] = _Pace(replace(self._costs, verify=verify))
+            self._paces[answers] = _Pace(replace(self._costs, verify=verify), answers)
         return self._paces[answers]
 
     @property
@@ -196,10 +202,6 @@ class Controller:
         """As `opens`, without a look at the clock."""
         self._kind = self._kinds[bisect.bisect(_FORESEEN, foreseen)]
         return self._kind.choose()
-
-    def pays_host(self, foreseen: Callable[[], float]) -> bool:
-        """Whether a tree of so many tokens is worth its host's time; alone it may be tried."""
-        return self.company.answers == 1 or foreseen() > self._costs.host_ms * self.rate
 
     def look_away(self) -> None:
         """The clock is no judge of this round: it does what others left."""

@@ -24,7 +24,8 @@ from edgellm.device_runtime.speculate.passes import Passes
 from edgellm.device_runtime.speculate.policy import Policy, TreeLimits
 from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
 
-RETRIAL_ROWS = 64  # that a network reads at most when it is tried again
+RETRIAL_ROWS = 64  # that a network reads at most when it is tried again, of all answers together
+LEAST_RETRIAL_ROWS = 16  # of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,7 @@ class TreeDrafter:
         self._pool: Pool | None = None
         self._spent_ms = self._read_ms = 0.0  # this round's; see `Controller.end_round`
         self._is_networked = False  # whether the network drafted in this round
+        self._passed: list[tuple[int, F32]] = []  # while it rested: tokens, features before each
 
     def begin(self, token_ids: Sequence[int]) -> None:
         """See `Drafter.begin`; text is remembered whole."""
@@ -173,6 +175,7 @@ class TreeDrafter:
 
     def end(self) -> None:
         """What was said may be looked up by later requests."""
+        self._wake()
         for source in self._sources:
             source.lookup.end()
 
@@ -184,13 +187,14 @@ class TreeDrafter:
         if self._image_ids is not None:  # nobody says an image
             token_ids = [token for token in token_ids if token < self._image_ids.first]
         for source in self._sources:
-            source.lookup.extend(token_ids)
+            source.extend(token_ids)
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Text alone has no use for features."""
 
     def catch_up(self) -> Passes[None]:
         """Let the network read what was committed, unless it pauses."""
+        self._wake()
         self._controller.company = self.company
         if not self._controller.is_pausing and self._controller.opens(self._foreseen):
             yield from self._read() or ()
@@ -230,6 +234,7 @@ class TreeDrafter:
 
     def propose(self, root: int, room: int, levels: int) -> Passes[Tree]:
         """See `Drafter.propose`."""
+        self._wake()
         self._controller.company = self.company
         deepest = min(levels, self._limits.text_steps)
         levels = min(levels, self._limits.steps)
@@ -280,19 +285,24 @@ class TreeDrafter:
 
     @property
     def rests(self) -> bool:
-        """See `Drafter.rests`; while a network does, text may be looked up where that pays."""
+        """See `Drafter.rests`; alone, text may be looked up while a network rests."""
         controller = self._controller
         controller.company = self.company
-        if not controller.is_pausing:
-            return False
-        return not controller.adapts or not controller.pays_host(self._foreseen)
+        return controller.is_pausing and not (controller.adapts and self.company.answers == 1)
 
     def pass_by(self, token_id: int, taps: F32) -> None:
-        """See `Drafter.pass_by`."""
+        """See `Drafter.pass_by`; what is to be done for the token waits until it wakes."""
         self._controller.company = self.company
-        self.observe(np.array([token_id]), taps)
-        self.remember([token_id])
+        self._passed.append((token_id, taps.copy()))
         self._controller.end_round(1, 0.0, 1, networked=False)
+
+    def _wake(self) -> None:
+        """Take in what passed by."""
+        if self._passed:
+            token_ids, taps = zip(*self._passed, strict=True)
+            self._passed = []
+            self.observe(np.array(token_ids), np.concatenate(taps))
+            self.remember([*token_ids])
 
     def confidences(self, tree: Tree) -> list[float]:
         """See `Drafter.confidences`."""

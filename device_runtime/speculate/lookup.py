@@ -50,30 +50,40 @@ class LearnedLookup:
         return LookupSource(self.start(), self.calibration)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LookupSource:
     """The lookup of a request."""
 
     lookup: Lookup
     calibration: Calibration
+    _found: list[Continuation] | None = None  # behind the text as it is
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """See `Lookup.extend`."""
+        self.lookup.extend(token_ids)
+        self._found = None
+
+    def _continuations(self) -> list[Continuation]:
+        if self._found is None:
+            self._found = self.lookup.continuations()
+        return self._found
 
     def expected(self) -> float:
         """Tokens that the base will accept of the likeliest continuation."""
-        for found in self.lookup.continuations()[:1]:
+        for found in self._continuations()[:1]:
             rates = self.calibration.log_rates(np.array(found.confidences))
             return float(np.exp(np.cumsum(rates)).sum())
         return 0.0
 
     def merge(self, pool: Pool, levels: int) -> None:
         """Hang the continuations into the pool; tokens that are there already stay."""
-        for found in self.lookup.continuations():
-            parent = 0
-            guesses = zip(found.token_ids, found.confidences, strict=True)
-            for token_id, confidence in list(guesses)[:levels]:
-                known = pool.find(parent, token_id)
+        for found in self._continuations():
+            parent, at, token_ids = 0, 0, found.token_ids[:levels]
+            while at < len(token_ids):
+                known = pool.find(parent, token_ids[at])
                 if known is None:
-                    row = np.array([[confidence]])
-                    scores = self.calibration.log_rates(row)
-                    added = pool.add(np.array([parent]), np.array([[token_id]]), scores, row)
-                    known = int(added[0])
-                parent = known
+                    confidences = np.array(found.confidences[at:levels])
+                    scores = self.calibration.log_rates(confidences)
+                    pool.add_chain(parent, token_ids[at:], scores, confidences)
+                    break
+                parent, at = known, at + 1

@@ -21,7 +21,13 @@ from edgellm.device_runtime.sessions.rounds import RoundSession, open_rounds
 from edgellm.device_runtime.speculate.accept import Accepted
 from edgellm.device_runtime.speculate.costs import Costs, price, shared
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
-from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS, Learned, TreeDrafter, Verified
+from edgellm.device_runtime.speculate.drafter import (
+    LEAST_RETRIAL_ROWS,
+    RETRIAL_ROWS,
+    Learned,
+    TreeDrafter,
+    Verified,
+)
 from edgellm.device_runtime.speculate.growth import growth_of
 from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
 from edgellm.device_runtime.speculate.passes import Passes, Wanted
@@ -123,7 +129,7 @@ class EagleDrafter(TreeDrafter):
         """Write the committed rows that wait; the last gives the root's children."""
         session = self._rows.session
         if self._controller.is_retrial:
-            self._own.skip(RETRIAL_ROWS)
+            self._own.skip(max(RETRIAL_ROWS // self.company.answers, LEAST_RETRIAL_ROWS))
         for part in self._own.parts(self._limits.top_k):
             if self._rounds is not None:
                 self._root = session.ask(part)
