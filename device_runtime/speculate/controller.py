@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from edgellm.device_runtime.speculate.costs import ALONE, Company, Costs
+from edgellm.device_runtime.speculate.costs import ALONE, Costs, shared
 
 # What a trial may lose, and what an account holds at most, in tokens of plain decoding of every
 # answer that shares the passes, as all of them take part and wait for each other. The first
@@ -27,6 +27,7 @@ from edgellm.device_runtime.speculate.costs import ALONE, Company, Costs
 # is hard to foresee (8 did not: HumanEval then lost all of its gain in every tenth answer).
 _FIRST_CREDIT, _CREDIT, _FULL = 4.0, 2.0, 16.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 192, 1024  # tokens
+_OPTIMISM, _LONGEST_CHAIN = 0.8, 6  # rate of acceptance, tokens
 _RATE_MEMORY = 0.03  # weight of the newest round in the running rates
 _FORESEEN = (0.3, 1.0, 2.5)  # tokens; edges between the kinds of rounds
 _MEMORY = 0.02  # weight of the newest round of a side
@@ -43,7 +44,9 @@ class _Pace:
         self.plain_ms = self._verify[1]
         self.pause, self._pause_length = 0, _SHORTEST_PAUSE * answers  # tokens
         self._begin_trial(_FIRST_CREDIT)
-        self.is_retrial = False
+        self.is_retrial = answers > 1 and not _may_pay(costs)
+        if self.is_retrial:
+            self.pause = _LONGEST_PAUSE * answers
 
     def _begin_trial(self, credit: float) -> None:
         self.tokens, self.ms, self._rounds = 1.2, self.plain_ms, 0
@@ -86,6 +89,18 @@ class _Pace:
         elif self.account_ms < 0:
             self.pause = self._pause_length
             self._pause_length = min(2 * self._pause_length, _LONGEST_PAUSE * self._answers)
+
+
+def _may_pay(costs: Costs) -> bool:
+    """Whether chains pay of which the base accepts more than of any draft that we know."""
+    plain_ms, tokens = costs.verify[1], 0.0
+    drafting_ms = costs.host_ms + costs.extend[1]
+    for rows in range(2, min(_LONGEST_CHAIN + 2, len(costs.verify))):
+        tokens += _OPTIMISM ** (rows - 1)
+        if tokens * plain_ms > costs.verify[rows] - plain_ms + drafting_ms:
+            return True
+        drafting_ms += costs.step[1]
+    return False
 
 
 @dataclass(slots=True)
@@ -171,8 +186,10 @@ class Controller:
         """What decoding reaches in this company."""
         answers = self.company.answers
         if answers not in self._paces:
-            verify = Company(answers, answers - 1).share(self._costs.verify)
-            self._paces[answers] = _Pace(replace(self._costs, verify=verify), answers)
+            tables = self._costs.verify, self._costs.step, self._costs.extend
+            verify, step, extend = (shared(table, answers) for table in tables)
+            shares = replace(self._costs, verify=verify, step=step, extend=extend)
+            self._paces[answers] = _Pace(shares, answers)
         return self._paces[answers]
 
     @property
