@@ -223,6 +223,9 @@ class Bundle(_OfANetwork):
     provenance: dict[str, Any]
     eos_token_ids: tuple[int, ...] = ()
     hidden_taps: tuple[int, ...] = ()  # see DraftSpec; empty: no draft can be attached
+    pooling: str = (
+        ""  # "last" or "mean": rows of the tap that stand for a text; "": it is no text's
+    )
     files: dict[str, FileRecord] = field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
 
@@ -245,6 +248,7 @@ class Engine(_OfANetwork):
     provenance: dict[str, Any]
     eos_token_ids: tuple[int, ...] = ()
     hidden_taps: tuple[int, ...] = ()
+    pooling: str = ""  # see Bundle
     max_input_len: int = 0  # tokens of a prompt
     max_kv_cache_capacity: int = 0
     max_batch_size: int = 1  # sequences of a pass; the cache has room for all rows of as many

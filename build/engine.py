@@ -88,6 +88,7 @@ def _manifest(
         provenance=_provenance(source, bundle.provenance),
         eos_token_ids=bundle.eos_token_ids,
         hidden_taps=bundle.hidden_taps,
+        pooling=bundle.pooling,
         prefill_rows=compiled.prefill_rows,
         cost_ms=compiled.cost_ms,
     )

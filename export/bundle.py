@@ -49,6 +49,7 @@ class ExportOptions:
     is_eagle_base: bool = False  # give hidden taps to a draft, as the next two imply
     hidden_taps: tuple[int, ...] = ()
     draft_model_dir: str | None = None  # the draft whose config names the taps
+    pooling: str = ""  # "last" or "mean": the model embeds texts
 
 
 def export_llm(
@@ -100,6 +101,7 @@ def export_llm(
                 **versions(),
             },
             hidden_taps=taps,
+            pooling=options.pooling,
             files=records,
         )
         return publish(folder, output, manifest)
@@ -142,6 +144,13 @@ def _choose_taps(
 ) -> tuple[tuple[int, ...], dict[str, str]]:
     """The taps that the options ask for, and for the provenance who chose them."""
     num_layers = config.num_hidden_layers
+    if options.pooling:
+        if options.hidden_taps or options.draft_model_dir is not None or options.is_eagle_base:
+            raise UnsupportedModelError(
+                "--pooling: a model that embeds texts is no base of a draft",
+                hint="give --pooling, or the flags of an EAGLE base",
+            )
+        return (num_layers,), {"hidden_taps": "--pooling"}
     if options.hidden_taps:
         return check_taps(options.hidden_taps, num_layers, "--hidden_taps"), {
             "hidden_taps": "--hidden_taps"

@@ -15,6 +15,7 @@ from edgellm.manifest import Bundle, DraftSpec
 app = App(SNAKE_CASE, no_args_is_help=True)
 
 DType = Annotated[str, typer.Option("--dtype", help="Activations: fp16 or fp32.")]
+_POOLED = {"last": "the last row", "mean": "the mean of all rows"}
 Quantization = Annotated[
     str, typer.Option("--quantization", help="Rounds weights of linear layers: fp8, int8 or none.")
 ]
@@ -48,6 +49,9 @@ def llm(
     draft_model_dir: Annotated[
         str | None, typer.Option("--draft_model_dir", help="Take the taps that this draft wants.")
     ] = None,
+    pooling: Annotated[
+        str, typer.Option("--pooling", help="The model embeds texts: by its last row, or the mean.")
+    ] = "",
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with transformers (needs edgellm[host]).")
     ] = False,
@@ -58,6 +62,8 @@ def llm(
     from edgellm.export.source import open_checkpoint
 
     _expect_dtype(dtype)
+    if pooling not in ("", "last", "mean"):
+        raise EdgeLLMError(f"--pooling {pooling}: give last or mean")
     if verify:
         from edgellm.export.verify import require_host
 
@@ -70,6 +76,7 @@ def llm(
         is_eagle_base,
         numbers("--hidden_taps", hidden_taps),
         draft_model_dir,
+        pooling,
     )
     checkpoint = open_checkpoint(model_dir)
     with byte_progress("exporting") as progress:
@@ -191,7 +198,9 @@ def _cost(manifest: Bundle, start: float) -> str:
 
 
 def _say_taps(manifest: Bundle) -> None:
-    if manifest.hidden_taps:
+    if manifest.pooling:
+        typer.echo(f"embeds texts: by {_POOLED[manifest.pooling]} of the last layer")
+    elif manifest.hidden_taps:
         typer.echo(f"hidden taps for a draft: {', '.join(map(str, manifest.hidden_taps))}")
 
 

@@ -77,7 +77,8 @@ class TextTower:
         """What a tensor or a module of the language model is called in the whole checkpoint."""
         for own, stored in (("lm_head", self.head_prefix), ("model.", self.prefix)):
             if name.startswith(own):
-                return stored.removesuffix(".") + name.removeprefix(own.removesuffix("."))
+                found = stored.removesuffix(".") + name.removeprefix(own.removesuffix("."))
+                return found.lstrip(".")
         return name
 
 
@@ -88,7 +89,7 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
         UnsupportedModelError: the config of the whole does not say what is needed.
     """
     if not is_vlm(checkpoint) and checkpoint.config.get("model_type") not in _TEXT_ONLY:
-        return TextTower(checkpoint)
+        return _bare(checkpoint) if _is_bare(checkpoint) else TextTower(checkpoint)
     config, infos = checkpoint.config, checkpoint.tensors.infos()
     reader = ConfigReader(config)
     images = None
@@ -110,6 +111,17 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
         quant_config=_renamed_layers(checkpoint.quant_config, prefix, head),
     )
     return TextTower(tower, images, prefix, head)
+
+
+def _is_bare(checkpoint: Checkpoint) -> bool:
+    """Whether the model was saved without its head, as those that embed texts are."""
+    infos = checkpoint.tensors.infos()
+    return "embed_tokens.weight" in infos and "model.embed_tokens.weight" not in infos
+
+
+def _bare(checkpoint: Checkpoint) -> TextTower:
+    names = {f"model.{name}": name for name in checkpoint.tensors.infos()}
+    return TextTower(replace(checkpoint, tensors=Renamed(checkpoint.tensors, names)), prefix="")
 
 
 def _present(names: Iterable[str], choices: list[tuple[str, str]]) -> str:

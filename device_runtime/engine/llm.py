@@ -8,6 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgellm.contract import RequestError
 from edgellm.device_runtime.engine import arguments
 from edgellm.device_runtime.engine.answer import Answer
@@ -18,11 +21,13 @@ from edgellm.device_runtime.engine.messages import Formatter
 from edgellm.device_runtime.engine.prefix_cache import count_common
 from edgellm.device_runtime.engine.profile import IMAGES, Profile
 from edgellm.device_runtime.engine.prompt import Prompt, fit
+from edgellm.device_runtime.engine.reading import Reader
 from edgellm.device_runtime.engine.scheduler import Bounds
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.engine.together import News, together
 from edgellm.device_runtime.engine.turns import Turns
 from edgellm.device_runtime.sampling.guidance import Guidance
+from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.sessions import ImageRows
 from edgellm.device_runtime.sessions.decoder import DecoderSession, costs, open_decoder
@@ -288,6 +293,37 @@ class LLM:
             ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
             kept = count_common(ids, prompt.token_ids)
         return Answer(Entry(sequence, kept, priority), self._turns)
+
+    def read_logprobs(self, token_ids: Sized[int], num_top: int = 0) -> list[TokenLogprobs]:
+        """Log-probabilities of all tokens of a text but the first, as the model itself sees them.
+
+        Args:
+            token_ids: of the text.
+            num_top: of the likeliest tokens in each place, which are told of, too.
+
+        Raises:
+            RequestError: the text is empty or too long.
+        """
+        return self._reader(token_ids).logprobs(token_ids, num_top)
+
+    def embed(self, token_ids: Sized[int]) -> NDArray[np.float32]:
+        """float32 [H] of length 1: what a text stands for.
+
+        Raises:
+            RequestError: the engine is not of a model exported with --pooling; the text is empty
+                or too long.
+        """
+        if not self.manifest.pooling:
+            raise RequestError(
+                "this engine answers and does not embed",
+                hint="export a model for embeddings with --pooling last or mean",
+            )
+        return self._reader(token_ids).pooled(token_ids, self.manifest.pooling)
+
+    def _reader(self, token_ids: Sized[int]) -> Reader:
+        ids = self._ids(token_ids, add_special_tokens=False)
+        fit(len(ids), 0, self.manifest)
+        return Reader(self.slot, self._turns)
 
     def _prompt(
         self,

@@ -44,6 +44,7 @@ def inspect_bundle(folder: Path, check: Check) -> Report:
             **_graph_facts(manifest),
             "end tokens": listed(manifest.eos_token_ids),
             "hidden taps": listed(manifest.hidden_taps),
+            "embeds texts by": manifest.pooling,
         },
         description=described(manifest),
         graphs=(read_graph(folder / _main(manifest), _FLOAT_BYTES[manifest.dtype]),),

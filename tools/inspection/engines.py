@@ -51,6 +51,7 @@ def inspect_engine(folder: Path, check: Check) -> Report:
             "prompts in passes of": f"{manifest.prefill_rows} rows",
             "end tokens": listed(manifest.eos_token_ids),
             "hidden taps": listed(manifest.hidden_taps),
+            "embeds texts by": manifest.pooling,
             "largest verified tree": _nodes(manifest.max_verify_tree_size),
         },
         description=described(manifest),
