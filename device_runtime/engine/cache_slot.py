@@ -69,18 +69,6 @@ class CacheSlot:
         if not self.steps_together:
             return sys.maxsize
         self._retire()
-        return self._room
-
-    @property
-    def usage(self) -> float:
-        """Share of the rows that are in use."""
-        session = self.session
-        if not self.steps_together:
-            return session.num_rows / session.capacity
-        return 1 - self._room / (session.capacity * session.most_parts)
-
-    @property
-    def _room(self) -> int:
         free = self.session.free_rows or 0
         if not self._finished.all:
             return free
@@ -88,6 +76,18 @@ class CacheSlot:
             contexts = [one.contexts[0] for one in self._finished.all]
             self._spare_rows = self.session.free_rows_without(contexts) - free
         return free + self._spare_rows
+
+    @property
+    def usage(self) -> float:
+        """Share of the rows that are in use by answers that are not over; from any thread."""
+        session = self.session
+        if not self.steps_together:
+            return session.num_rows / session.capacity
+        over = [one.contexts[0] for one in self._finished.all]
+        over += [contexts[0] for one, contexts in list(self._begun.items()) if one.is_over]
+        page, most = session.page_rows, session.most_parts
+        rows = -(-session.capacity // page) * page * most
+        return 1 - session.free_rows_without(over) / rows
 
     def _forget_one(self) -> bool:
         self._spare_rows = None

@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from edgellm.device_runtime.engine.prefix_cache import RowCache, RowContext
+from edgellm.device_runtime.engine.prefix_cache import RowCache
 from edgellm.device_runtime.sessions import RowKey
 
 MOST_FINISHED = 64  # each is compared with every prompt
@@ -21,7 +22,7 @@ class Finished:
     """One of them."""
 
     keys: list[RowKey]  # of its rows, and of the token behind
-    contexts: tuple[RowContext, ...]  # in the base's cache, and in the draft's
+    contexts: tuple[Any, ...]  # `RowContext`s in the base's cache, and in the draft's
     used: int = 0  # the number of the answer that was the last to use it
 
 
@@ -53,7 +54,7 @@ class FinishedAnswers:
         self.all.remove(one)
         self.all.append(one)
 
-    def take(self, one: Finished) -> tuple[RowContext, ...]:
+    def take(self, one: Finished) -> tuple[Any, ...]:
         """Its rows are another answer's now."""
         self.all.remove(one)
         return one.contexts
