@@ -69,6 +69,29 @@ def page_table_name(window: int) -> str:
     return f"page_table.{window}"
 
 
+# Of a decoder with recurrent layers. What such layers keep of a sequence stands for all committed
+# rows; a pass reads it and leaves it as it was. It also gives what the recurrence takes of each
+# row, and the graph of the role "commit" takes that of accepted rows to make the next states.
+PARENT_ROWS = "parent_rows"  # int64 [S]; the new row before each row, ascending; -1: none is new
+COMMIT_ROWS = "commit_rows"  # int64 [M]; the accepted rows of a pass, each the next one's parent
+STATE, STATE_ROWS, NEXT_STATE = STATES = "state.", "state_rows.", "next_state."  # how names begin
+
+
+def state_name(layer: int, part: str) -> str:
+    """Name of the input that holds a part of a layer's state, in both graphs: [1, ...]."""
+    return f"{STATE}{layer}.{part}"
+
+
+def state_rows_name(layer: int, part: str) -> str:
+    """Name of what a pass gives of its rows, and a commit takes: [1, S, numbers]."""
+    return f"{STATE_ROWS}{layer}.{part}"
+
+
+def next_state_name(state: str) -> str:
+    """Name of a commit's output that takes the place of the state of this name."""
+    return NEXT_STATE + state.removeprefix(STATE)
+
+
 # A visual encoder. One image is one run; its patches come in merge-block order: the M * M patches
 # of a block one after another, row by row, then the next block of the row of blocks.
 PIXEL_VALUES = "pixel_values"  # activations [P, patch_values], or of tiles [N, 3, E, E]
@@ -106,6 +129,9 @@ SINK_ATTENTION = "CachedAttentionWithSinks"  # the same, with a score for each h
 ROTARY_TABLES = "RotaryTables"  # of all positions
 VISIBLE_SLOTS = "VisibleSlots"  # of every row: those before it, and its ancestors in a tree
 VISIBLE_IN_WINDOW = "VisibleSlotsInWindow"
+CONVOLUTION = "RecurrentConvolution"  # of each row with its ancestors
+DELTA_RULE = "GatedDeltaRule"  # of each row with its ancestors
+DELTA_UPDATE = "GatedDeltaUpdate"  # of a state by accepted rows
 LINEAR = "Linear"  # x, weight [out, in]
 QUANTIZED_LINEAR = "QuantizedLinear"  # x, codes [in, out], scales
 SHIFTED_LINEAR = "ShiftedLinear"  # the same, and zero points

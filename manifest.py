@@ -52,11 +52,12 @@ class PageSpec:
 
     rows: int  # of a page
     windows: tuple[int, ...]  # by layer: rows that a row sees, its own included; 0: all
+    pass_rows: int = 0  # of a sequence in a pass at most, so that windows bound pages; 0: any
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Per layer one key and one value tensor [1, num_kv_heads, C, head_dim], or of pages."""
+    """Keys and values [1, num_kv_heads, C, head_dim] of each layer that attends, or of pages."""
 
     num_layers: int
     num_kv_heads: int
@@ -82,6 +83,14 @@ class ImageSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """What recurrent layers keep of a sequence, and what a pass gives of its rows, by name."""
+
+    states: dict[str, tuple[int, ...]]  # shapes; of zeros before the first row
+    rows: dict[str, int]  # numbers of a row
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """The facts about a decoder that a builder or a runtime needs."""
 
@@ -94,6 +103,7 @@ class DecoderSpec:
     sliding_window: int | None = None
     position_axes: int = 1  # 3: time, row and column (M-RoPE)
     images: ImageSpec | None = None  # None: text only
+    recurrent: RecurrentSpec | None = None  # None: all layers attend
 
 
 @dataclass(frozen=True, slots=True)

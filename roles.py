@@ -14,6 +14,7 @@ from edgellm.contract import DRAFT_HIDDEN, HIDDEN_TAPS, TOP_K
 
 DECODER = "decoder"  # a language model
 DRAFT = "draft"  # a draft network with a cache of its own
+COMMIT = "commit"  # moves the states of a decoder's recurrent layers on; reads no weights
 FUSE = "fuse"  # makes a draft's hidden rows of a base's features
 HEADS = "heads"  # foresee tokens from the feature of the newest committed row: a row for each head
 ENCODER = "encoder"  # a visual encoder
@@ -32,6 +33,7 @@ class Rows(Enum):
     TEXT = "a prompt, the newest token, or a tree to verify"
     DRAFTED = "a prompt, what a round committed, or a level of a drafted tree"
     ONE = "one"
+    ACCEPTED = "of a decoder's pass, which its text goes on with"
     IMAGE = "the patches or tiles of an image, of any size"
 
 
@@ -57,6 +59,7 @@ ROLES = {
         inputs=(DRAFT_HIDDEN, TOP_K),
         measured={STEP: "a draft step", EXTEND: "fusing and committing"},
     ),
+    COMMIT: Role(Rows.ACCEPTED),
     FUSE: Role(Rows.DRAFTED, inputs=(HIDDEN_TAPS,)),
     HEADS: Role(Rows.ONE, inputs=(HIDDEN_TAPS, TOP_K), measured={ALL_HEADS: "a pass of all heads"}),
     ENCODER: Role(Rows.IMAGE),

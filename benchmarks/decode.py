@@ -176,17 +176,23 @@ def main() -> None:
             f"{name:32} {1e3 / step:13.1f} {step:7.2f} {CONTEXT / prompt * 1e3:14.0f} {share:>9} "
             f"{imports:9.2f} {ready:8.2f} {anonymous / 1e6:9.0f}"
         )
-    if arguments.shape:
-        ours = {q: f"{q}, edgellm's kernels" for q in ("int4", "int8")}
-        pairs = [(name, f"{q}, onnxruntime's kernels") for q, name in ours.items()]
-        pairs += [(ours["int4"], peer) for peer in ("onnxruntime-genai int4 b32", "llama.cpp Q4_0")]
-        pairs.append((ours["int8"], "llama.cpp Q8_0"))
-    else:
-        ours = "edgellm int4 b32"
-        peers = (f"{ours}{THEIRS}", "onnxruntime-genai int4 b32", "llama.cpp Q4_0")
-        pairs = [(ours, peer) for peer in peers]
-        pairs.append(("edgellm int4 b128", f"edgellm int4 b128{THEIRS}"))
-    _ratios(decode, prefill, pairs)
+    _ratios(decode, prefill, pairs_of_shape() if arguments.shape else pairs_of_smollm2())
+
+
+def pairs_of_shape() -> list[tuple[str, str]]:
+    """What is compared, of random weights."""
+    ours = {q: f"{q}, edgellm's kernels" for q in ("int4", "int8")}
+    pairs = [(name, f"{q}, onnxruntime's kernels") for q, name in ours.items()]
+    pairs += [(ours["int4"], peer) for peer in ("onnxruntime-genai int4 b32", "llama.cpp Q4_0")]
+    return [*pairs, (ours["int8"], "llama.cpp Q8_0")]
+
+
+def pairs_of_smollm2() -> list[tuple[str, str]]:
+    """What is compared, of real weights."""
+    ours = "edgellm int4 b32"
+    peers = (f"{ours}{THEIRS}", "onnxruntime-genai int4 b32", "llama.cpp Q4_0")
+    coarse = "edgellm int4 b128", f"edgellm int4 b128{THEIRS}"
+    return [*((ours, peer) for peer in peers), coarse]
 
 
 def _ratios(

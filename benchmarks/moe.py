@@ -127,7 +127,7 @@ def make(name: str, layers: int, folder: Path) -> None:
     config = config_of(name, layers)
     architecture = models.find(config["model_type"])
     facts: DecoderConfig = architecture.Config.from_hf(ConfigReader(config))
-    model, op = build_decoder(architecture, facts, DeclaredWeights(Declared()), DTYPES["fp32"])
+    model, op, _ = build_decoder(architecture, facts, DeclaredWeights(Declared()), DTYPES["fp32"])
     for value, stored in op.parameters.values():
         value.const_value = ir.LazyTensor(
             lambda stored=stored: ir.tensor(contents(stored.name, stored.shape)),

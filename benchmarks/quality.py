@@ -9,8 +9,8 @@ the same windows of code, sums and prose, and all as engines run: with the kerne
 activations. Megabytes are those of a bundle (of the engine where the build rounds), a GGUF file or
 genai's model. With `--max_kl` the
 command fails (exit code 2) when an engine of edgellm differs more. Its weights were on a 4-bit
-grid before anybody here touched them, and a model of 135 M parameters suffers more from rounding
-than one of 8 B: compare rows, do not carry figures over to other models.
+grid before anybody here touched them (`--off_grid`: `off_grid.py`), and a model of 135 M parameters
+suffers more from rounding than one of 8 B: compare rows, do not carry figures over to other models.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import off_grid
 import prompts
 import weights
 from tokenizers import Tokenizer
@@ -40,6 +41,8 @@ from edgellm.scripts import smollm2
 Logits = Callable[[np.ndarray], np.ndarray]  # int64 [S] -> float32 [S, V]
 PIECE = 64  # rows of a pass when prompts are read
 LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0")
+TIED = ("--lm_head_quantization", "int8_tied")  # as llama.cpp's files have it, or nearly
+OFF_GRID = "off-grid.gguf"
 # Name -> (quantize flags, llm_build --quantize)
 RECIPES: dict[str, tuple[list[str], str]] = {
     "fp32": ([], "none"),
@@ -49,19 +52,25 @@ RECIPES: dict[str, tuple[list[str], str]] = {
     "int8_sq": (["--quantization", "int8_sq"], "none"),
     "int8_sq, 8 rows": (["--quantization", "int8_sq", "--num_samples", "8"], "none"),
     "int4_awq": (["--quantization", "int4_awq"], "none"),
-    "int4_awq, gptq, block 32": (
-        ["--quantization", "int4_awq", "--algo", "gptq", "--block_size", "32"],
+    "int4_awq, block 32": (
+        ["--quantization", "int4_awq", "--block_size", "32", *TIED],
         "none",
     ),
+    "int4_awq, gptq, block 32": (
+        ["--quantization", "int4_awq", "--algo", "gptq", "--block_size", "32", *TIED],
+        "none",
+    ),
+    "fp8, gptq": (["--quantization", "fp8", "--algo", "gptq"], "none"),
     "nvfp4": (["--quantization", "nvfp4"], "none"),
+    "nvfp4, gptq": (["--quantization", "nvfp4", "--algo", "gptq"], "none"),
     "int4_awq, autoround": (["--quantization", "int4_awq", "--algo", "autoround"], "none"),
     "int4_awq, autoround, block 32": (
         ["--quantization", "int4_awq", "--algo", "autoround", "--block_size", "32"],
         "none",
     ),
     **{
-        f"mixed, {bits} bits": (["--quantization", "mixed", "--target_bits", bits], "none")
-        for bits in ("4.5", "5.5", "6.5", "7.5")
+        f"mixed, {bits} bits": (["--quantization", "mixed", "--target_bits", bits, *TIED], "none")
+        for bits in ("4.7", "5.2", "5.7", "6.2", "7", "8")
     },
     "nvfp4_awq": (["--quantization", "nvfp4_awq"], "none"),
     "int8_sq, int8 cache": (
@@ -75,7 +84,7 @@ def checkpoint(work: Path, name: str) -> Path:
     """SmolLM2 in that precision; made unless it is there."""
     flags, source = RECIPES[name][0], work / "fp32"
     if not source.exists():
-        weights.float_checkpoint(str(smollm2.fetch()), source)
+        weights.float_checkpoint(str(_source(work)), source)
     if not flags:
         return source
     folder = work / f"quality-{_slug(name)}"
@@ -93,15 +102,21 @@ def _bundle(work: Path, name: str) -> Path:
     """What is exported of a recipe, or of llama.cpp's file of that name."""
     bundle = work / f"quality-{_slug(name)}-bundle"
     if not bundle.exists():
-        from_gguf = name in LLAMA_CPP
-        source = _gguf(work, name) if from_gguf else checkpoint(work, name)
-        options = ExportOptions("fp16" if from_gguf else "fp32")
+        source = _gguf(work, name) if name in LLAMA_CPP else checkpoint(work, name)
+        is_float = RECIPES.get(name, (["of llama.cpp"], ""))[0] == []
+        options = ExportOptions("fp32" if is_float else "fp16")
         export_llm(open_checkpoint(str(source)), bundle, options)
     return bundle
 
 
 def _gguf(work: Path, kind: str) -> Path:
-    return weights.gguf(smollm2.fetch(), work, kind, sys.executable, mixed=True)
+    return weights.gguf(_source(work), work, kind, sys.executable, mixed=True)
+
+
+def _source(work: Path) -> Path:
+    """What all are made of."""
+    changed = work / OFF_GRID
+    return changed if changed.exists() else smollm2.fetch()
 
 
 def open_engine(work: Path, name: str, threads: int) -> DecoderSession:
@@ -208,11 +223,17 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
     parser.add_argument("--gguf", nargs="*", default=list(LLAMA_CPP), help="llama.cpp's formats")
+    parser.add_argument("--off_grid", action="store_true", help="equal weights off the 4-bit grid")
     parser.add_argument("--no_peers", action="store_true")
     parser.add_argument("--max_kl", type=float, default=float("inf"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
+    if arguments.off_grid:
+        arguments.work /= "off-grid"
+        arguments.work.mkdir(exist_ok=True)
+        if not (arguments.work / OFF_GRID).exists():
+            off_grid.write(smollm2.fetch(), arguments.work / OFF_GRID)
     windows = _windows(arguments.work, arguments.windows, arguments.window)
     references: dict[str, list[np.ndarray]] = {}
     scores: Scores = {}

@@ -22,6 +22,7 @@ class Backend(Protocol):
 
     LABEL: str  # the library's name, for people
     DEVICE: str  # that engines run on
+    TAKES_STATES: bool  # whether it computes recurrent layers
     Options: type[Options]  # its own flags
 
     def origin(self, options: Options) -> Origin:

@@ -14,10 +14,13 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from edgellm import contract
 from edgellm.build.reference import Numbers, Reference, Source, as_floats
 from edgellm.build.samples import Inputs, held_inputs
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.runners import Runner
+from edgellm.device_runtime.runners import Outputs, Runner
+from edgellm.device_runtime.sessions.pass_inputs import parent_rows
+from edgellm.device_runtime.sessions.states import States
 
 # Errors of rounding are sums of many small ones with random signs: two roundings of one model
 # leave errors of one size, but not the same. A normal error exceeds three deviations in 0.3 %.
@@ -36,12 +39,35 @@ def run_passes(runner: Runner, source: Source, passes: Sequence[Inputs]) -> Numb
     """What a runner gives for passes one behind the other, with all their rows."""
     runner.hold(held_inputs(source.role, source.bundle))
     found: list[Numbers] = []
+    states = _Moved(source) if source.commit is not None else None
     for inputs in passes:
-        outputs = runner.run(inputs)
+        outputs = runner.run(inputs if states is None else states.begin(inputs))
         found.append(as_floats({name: np.array(outputs[name]) for name in outputs}))
+        if states is not None:
+            states.end(inputs, outputs)
     if len(found) == 1:
         return found[0]
     return {name: np.concatenate([each[name] for each in found], axis=1) for name in found[0]}
+
+
+class _Moved:
+    """The states of a decoder over several passes."""
+
+    def __init__(self, source: Source) -> None:
+        spec = source.bundle.decoder.recurrent
+        assert source.commit is not None
+        assert spec is not None
+        self._states = States(source.commit, spec)
+        self._memory = self._states.new()
+
+    def begin(self, inputs: Inputs) -> Inputs:
+        rows, mask = inputs[contract.INPUT_IDS].shape[1], inputs.get(contract.TREE_MASK)
+        states = self._states.begin(self._memory, int(inputs[contract.WRITE_INDEX][0]))
+        return {**inputs, **states, contract.PARENT_ROWS: parent_rows(rows, mask)}
+
+    def end(self, inputs: Inputs, outputs: Outputs) -> None:
+        rows = 0 if contract.TREE_MASK in inputs else inputs[contract.INPUT_IDS].shape[1]
+        self._states.ran(self._memory, outputs, rows)
 
 
 def row_errors(

@@ -46,11 +46,13 @@ def _best_prefill_rows(session: DecoderSession, vocab_size: int, plan: Plan) -> 
     """
     prompt = np.arange(min(CONTEXT_ROWS, plan.max_input_len)) % vocab_size
     smaller = [rows for rows in _PREFILL_ROWS if rows < len(prompt)]
+    most = session.pass_rows or len(prompt)
 
     def prefill(rows: int) -> None:
         for begin in range(0, len(prompt), rows):
             session.run(prompt[begin : begin + rows], begin, np.array([0]))
 
-    costs = {rows: fastest_ms(partial(prefill, rows), 3) for rows in (*smaller, len(prompt))}
+    measured = [rows for rows in (*smaller, len(prompt)) if rows <= most]
+    costs = {rows: fastest_ms(partial(prefill, rows), 3) for rows in measured}
     best = min(costs, key=costs.__getitem__)
     return plan.max_input_len if best == len(prompt) else best

@@ -19,6 +19,7 @@ from edgellm.build.machine import (
 from edgellm.build.plan import Estimate, Origin, Plan
 from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.manifest import Bundle
+from edgellm.roles import DECODER
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,24 @@ def predict(
             "unless edgellm's kernels compute it",
             hint="give --backend onnxruntime --kernels edgellm, or leave --maxBatchSize out",
         )
+    if bundle.main_role == DECODER and bundle.decoder.recurrent is not None:
+        _require_states(backend, plan)
     origin = backend.origin(plan.options)
     estimate = backend.estimate(source, bundle, plan)
     return Prediction(origin, estimate, tuple(_needs(estimate, engine)))
+
+
+def _require_states(backend: backends.Backend, plan: Plan) -> None:
+    if not backend.TAKES_STATES:
+        raise EdgeLLMError(
+            f"{backend.LABEL} on {backend.DEVICE} does not compute recurrent layers yet",
+            hint="give --backend onnxruntime --device cpu",
+        )
+    if plan.max_batch_size > 1:
+        raise EdgeLLMError(
+            f"--maxBatchSize {plan.max_batch_size}: recurrent layers take one request in a pass",
+            hint="leave --maxBatchSize out",
+        )
 
 
 def _needs(estimate: Estimate, engine: Path) -> list[Need]:

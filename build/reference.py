@@ -33,6 +33,8 @@ from edgellm.build.plain_versions import plain_versions
 from edgellm.build.rounding import Rounds
 from edgellm.build.samples import Inputs, held_inputs, sample_passes
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.runners import Runner
+from edgellm.device_runtime.sessions.pass_inputs import parent_rows
 from edgellm.manifest import Bundle, KVCacheSpec
 
 Numbers = dict[str, NDArray[Any]]
@@ -54,6 +56,7 @@ class Source:
     rounded: WeightFile | None  # where the build keeps weights that it rounds
     cache: KVCacheSpec | None  # of the engine's graph, where it has one
     capacity: int  # rows of that cache, which may decide how ropes turn
+    commit: Runner | None = None  # of the engine, where its layers keep states
 
     def load(self) -> tuple[ir.Model, dict[str, str]]:
         """The graph with what its norms read as outputs; the norms' names by these."""
@@ -142,10 +145,14 @@ def _inputs(source: Source, passes: Sequence[Inputs], model: ir.Model) -> dict[s
     """Of all passes as one."""
     inputs, rows = joined(passes), sum(map(_rows, passes))
     for value in model.graph.inputs:
+        if str(value.name).startswith(contract.STATE):
+            inputs[str(value.name)] = np.zeros(value.shape.numpy(), np.float32)  # type: ignore[union-attr]
         if str(value.name).startswith(contract.PAST):
             assert value.shape is not None
             heads, width = int(value.shape[1]), int(value.shape[3])  # type: ignore[arg-type]
             inputs[str(value.name)] = np.zeros((1, heads, rows, width), np.float32)
+    if source.commit is not None:
+        inputs[contract.PARENT_ROWS] = parent_rows(rows, inputs[contract.TREE_MASK])
     return {**inputs, **held_inputs(source.role, source.bundle)}
 
 
@@ -187,7 +194,8 @@ def as_floats(outputs: Mapping[str, NDArray[Any]]) -> Numbers:
         order = np.argsort(ids, axis=-1, kind="stable")
         scores = found[contract.CANDIDATE_LOG_PROBS]
         found[contract.CANDIDATE_LOG_PROBS] = np.take_along_axis(scores, order, -1)
-    return {name: each for name, each in found.items() if not name.startswith(contract.PRESENT)}
+    inner = contract.PRESENT, contract.STATE_ROWS  # what later rows make of it is looked at
+    return {name: each for name, each in found.items() if not name.startswith(inner)}
 
 
 # -------------------------------------------------------------------------------------- graphs

@@ -21,6 +21,7 @@ from edgellm.contract import BrokenArtifactError, RequestError
 from edgellm.strict_json import parse
 
 _CUT = "\ufdd0"  # a noncharacter, which no text may hold: what stands around it is no one token
+_PROBE = "is this text written?"
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -62,6 +63,7 @@ class ChatTokenizer:
         self._template_text = template.read_text("utf-8") if template.exists() else None
         self._environment: ImmutableSandboxedEnvironment | None = None
         self._compiled: tuple[str, Template] | None = None  # the template's text, and itself
+        self._wants_items: tuple[str | None, bool] | None = None  # the template's text, and it
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token.content: index for index, token in added if token.special}
         special = (content for content in self._special_ids if len(content) > 1)
@@ -159,6 +161,24 @@ class ChatTokenizer:
             return self._compiled[1].render(messages=messages, **self._special, **flags)
         except (TemplateError, TypeError) as error:
             raise RequestError(f"the chat template refuses the messages: {error}") from None
+
+    def wants_items(self) -> bool:
+        """Whether the template writes texts that are items of a list, and no others.
+
+        Idefics3's does so, and drops a content that is a text, without a word.
+        """
+        if self._wants_items is None or self._wants_items[0] != self._template_text:
+            items = [{"type": "text", "text": _PROBE}]
+            wants = not self._writes(_PROBE) and self._writes(items)
+            self._wants_items = self._template_text, wants
+        return self._wants_items[1]
+
+    def _writes(self, content: object) -> bool:
+        probe = [{"role": "user", "content": content}]
+        try:
+            return _PROBE in self.render(probe, add_generation_prompt=True)
+        except RequestError:
+            return False
 
     def stream(self, shown: Iterable[str] = ()) -> TextStream:
         """A decoder for one answer, whose text holds no special tokens but the `shown`."""

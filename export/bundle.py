@@ -13,7 +13,7 @@ from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export import drafts, models
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.config import ConfigReader
-from edgellm.export.decoder import build_decoder
+from edgellm.export.decoder import build_commit, build_decoder
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.draft_config import read_draft
 from edgellm.export.graph_files import (
@@ -33,9 +33,9 @@ from edgellm.export.taps import check_taps, default_taps
 from edgellm.export.vlm import text_tower
 from edgellm.export.weights import Weights
 from edgellm.manifest import LLM_BUNDLE, Bundle, GraphSpec
-from edgellm.roles import DECODER
+from edgellm.roles import COMMIT, DECODER
 
-_GRAPH = "model"
+_GRAPH, _ROLES = "model", (DECODER, COMMIT)
 _JSON_FILES = "config.json", "generation_config.json"
 
 
@@ -62,14 +62,17 @@ def export_llm(
         BrokenArtifactError: missing, superfluous or damaged tensors.
         EdgeLLMError: `output` cannot be written.
     """
-    names = [*file_names((_GRAPH,)), *_JSON_FILES, *checkpoint.tokenizer_files]
+    names = [*file_names((_GRAPH, COMMIT)), *_JSON_FILES, *checkpoint.tokenizer_files]
     check_output(output, LLM_BUNDLE, names)
     tower, architecture, config = read_architecture(checkpoint, options)
     taps, tap_source = _choose_taps(config, options)
     weights = _weights(tower, options)
     dtype = DTYPES[options.dtype]
-    model, op = build_decoder(architecture, config, weights, dtype, taps)
-    ranges = read_ranges(weights, config.num_hidden_layers)
+    model, op, recurrences = build_decoder(architecture, config, weights, dtype, taps)
+    recurrent, graphs = None, {_GRAPH: (model, op)}
+    if recurrences is not None:
+        recurrent, graphs[COMMIT] = recurrences.spec, build_commit(recurrences)
+    ranges = read_ranges(weights, config.attending_layers)
     _refuse_unused(weights, tower, config)
     quantization, contradiction = judge(checkpoint, weights.layouts, options.ignore_config_keys)
     if ranges is not None:
@@ -78,17 +81,19 @@ def export_llm(
     configs = (checkpoint.generation_config, checkpoint.config, tower.config)
     eos_token_ids = _eos_token_ids(configs, config.vocab_size)
     with temporary_folder(output) as folder:
-        records = write_graphs(folder, {_GRAPH: (model, op)}, progress)
+        records = write_graphs(folder, graphs, progress)
         for name, content in checkpoint.tokenizer_files.items():
             (folder / name).write_bytes(content)
         contents = checkpoint.config, checkpoint.generation_config
         for name, content in zip(_JSON_FILES, contents, strict=True):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-        decoder = decoder_spec(config, tower.config["model_type"], [op], tower.tensors)
+        decoder = decoder_spec(
+            config, tower.config["model_type"], [op], tower.tensors, recurrent=recurrent
+        )
         manifest = Bundle(
             kind=LLM_BUNDLE,
             spec=replace(decoder, kv=replace(decoder.kv, ranges=ranges)),
-            graphs={DECODER: GraphSpec(f"{_GRAPH}.onnx")},
+            graphs=dict(zip(_ROLES, [GraphSpec(f"{name}.onnx") for name in graphs], strict=False)),
             dtype=dtype.numpy().name,
             quantization=quantization,
             opset=OPSET,
@@ -117,7 +122,7 @@ def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:
     tower, architecture, config = read_architecture(checkpoint, options)
     weights = _weights(tower, options)
     build_decoder(architecture, config, weights, DTYPES[options.dtype])
-    read_ranges(weights, config.num_hidden_layers)
+    read_ranges(weights, config.attending_layers)
     _refuse_unused(weights, tower, config)
     judge(checkpoint, weights.layouts, options.ignore_config_keys)
     return config
@@ -145,6 +150,8 @@ def _choose_taps(
     """The taps that the options ask for, and for the provenance who chose them."""
     num_layers = config.num_hidden_layers
     if options.pooling:
+        if options.pooling not in ("last", "mean"):
+            raise UnsupportedModelError(f"--pooling {options.pooling}: give last or mean")
         if options.hidden_taps or options.draft_model_dir is not None or options.is_eagle_base:
             raise UnsupportedModelError(
                 "--pooling: a model that embeds texts is no base of a draft",
@@ -183,6 +190,10 @@ def read_architecture(
                 f"--num_layers {options.num_layers}: the model has {config.num_hidden_layers}"
             )
         config = replace(config, num_hidden_layers=options.num_layers)
+        if not config.attending_layers:
+            raise UnsupportedModelError(
+                f"--num_layers {options.num_layers}: none of these layers attends"
+            )
     return tower, architecture, config
 
 
@@ -196,6 +207,7 @@ def _refuse_unused(weights: Weights, tower: Checkpoint, config: DecoderConfig) -
         name
         for name in unused
         if name not in others
+        and not name.startswith("mtp.")  # heads that foresee tokens, beside the model
         and not name.startswith(cut)
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
     ]

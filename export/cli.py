@@ -15,6 +15,9 @@ from edgellm.manifest import Bundle, DraftSpec
 app = App(SNAKE_CASE, no_args_is_help=True)
 
 DType = Annotated[str, typer.Option("--dtype", help="Activations: fp16 or fp32.")]
+Pooling = Annotated[
+    str, typer.Option("--pooling", help="The model embeds texts: by its last row, or the mean.")
+]
 _POOLED = {"last": "the last row", "mean": "the mean of all rows"}
 Quantization = Annotated[
     str, typer.Option("--quantization", help="Rounds weights of linear layers: fp8, int8 or none.")
@@ -49,9 +52,7 @@ def llm(
     draft_model_dir: Annotated[
         str | None, typer.Option("--draft_model_dir", help="Take the taps that this draft wants.")
     ] = None,
-    pooling: Annotated[
-        str, typer.Option("--pooling", help="The model embeds texts: by its last row, or the mean.")
-    ] = "",
+    pooling: Pooling = "",
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with transformers (needs edgellm[host]).")
     ] = False,
@@ -62,21 +63,14 @@ def llm(
     from edgellm.export.source import open_checkpoint
 
     _expect_dtype(dtype)
-    if pooling not in ("", "last", "mean"):
-        raise EdgeLLMError(f"--pooling {pooling}: give last or mean")
     if verify:
         from edgellm.export.verify import require_host
 
         require_host()
     start = time.perf_counter()
+    taps, ignored = numbers("--hidden_taps", hidden_taps), _split(ignore_config_keys)
     options = ExportOptions(
-        dtype,
-        num_layers,
-        _split(ignore_config_keys),
-        is_eagle_base,
-        numbers("--hidden_taps", hidden_taps),
-        draft_model_dir,
-        pooling,
+        dtype, num_layers, ignored, is_eagle_base, taps, draft_model_dir, pooling
     )
     checkpoint = open_checkpoint(model_dir)
     with byte_progress("exporting") as progress:

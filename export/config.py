@@ -113,6 +113,10 @@ class ConfigReader:
         for key, value in values.items():
             self._config.setdefault(key, value)
 
+    def replace(self, **values: Any) -> None:
+        """What keys come to that others explain."""
+        self._config.update(values)
+
     def skip(self, *keys: str) -> None:
         """Keys of these names change nothing, whatever they say."""
         self._used.update(keys)

@@ -1,22 +1,34 @@
 """The decoder graph: one graph serves prefill, decode and tree verification.
 
 Inputs and outputs are those of `edgellm.contract`; opset 24. Rows are gathered before the head, so
-that a long prefill computes one row of logits.
+that a long prefill computes one row of logits. A decoder with recurrent layers has a second graph,
+which moves their states on.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
 from edgellm import contract
 from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.graph import HEAD_ROWS, ROWS, PassInputs, cache_shape, finish, typed
+from edgellm.export.graph import HEAD_ROWS, ROWS, PassInputs, cache_shape, declare, finish, typed
 from edgellm.export.layers.attention import PassState
+from edgellm.export.layers.recurrent import Recurrences
 from edgellm.export.op import Op
 from edgellm.export.weights import Weights
+
+_ACCEPTED = "accepted_rows"
+
+
+class Decoder(NamedTuple):
+    """A recorded decoder."""
+
+    model: ir.Model
+    op: Op  # knows which weights the graph needs
+    recurrences: Recurrences | None = None
 
 
 def build_decoder(
@@ -25,7 +37,7 @@ def build_decoder(
     weights: Weights,
     dtype: ir.DataType,
     hidden_taps: tuple[int, ...] = (),
-) -> tuple[ir.Model, Op]:
+) -> Decoder:
     """Record the whole graph without touching weight data.
 
     Args:
@@ -34,29 +46,56 @@ def build_decoder(
         weights: the checkpoint's tensors.
         dtype: activation type, FLOAT or FLOAT16.
         hidden_taps: residual streams that leave the graph for a draft, see `manifest.DraftSpec`.
-
-    Returns:
-        The model, and the recorder that knows which weights the graph needs.
     """
     op = Op(dtype)
     inputs = PassInputs.declare(config, dtype)
     state = inputs.begin(op, config)
-    model = architecture.Model(config, weights)
-    hidden = model.forward(op, inputs.input_ids, state)
+    network = architecture.Model(config, weights)
+    hidden = network.forward(op, inputs.input_ids, state)
     with op.scope("head"):
         rows = op.Gather(hidden, inputs.logits_index, axis=1)
-        logits = op.Cast(model.head(op, rows), to=int(ir.DataType.FLOAT), name=contract.LOGITS)
+        logits = op.Cast(network.head(op, rows), to=int(ir.DataType.FLOAT), name=contract.LOGITS)
         picks = op.ArgMax(logits, axis=-1, keepdims=0, name=contract.TOKEN_IDS)
     outputs = [
         typed(logits, ir.DataType.FLOAT, [1, HEAD_ROWS, config.vocab_size]),
         typed(picks, ir.DataType.INT64, [1, HEAD_ROWS]),
     ]
     if hidden_taps:
-        outputs.append(_taps(op, model, hidden, state, hidden_taps, config.hidden_size))
+        outputs.append(_taps(op, network, hidden, state, hidden_taps, config.hidden_size))
     outputs += [typed(value, dtype, cache_shape(config)) for value in state.present.values()]
     own = [inputs.input_ids, inputs.position_ids, inputs.write_index, inputs.tree_mask,
            inputs.logits_index, *inputs.images]  # fmt: skip
-    return finish(op, "decoder", [*own, *inputs.past.values()], outputs), op
+    found = state.recurrences
+    recurrences = found if found is not None and found.layers else None
+    if recurrences is not None:
+        own += [recurrences.parents, *recurrences.inputs]
+        outputs += recurrences.outputs
+    model = finish(op, "decoder", [*own, *inputs.past.values()], outputs)
+    return Decoder(model, op, recurrences)
+
+
+def build_commit(recurrences: Recurrences) -> tuple[ir.Model, Op]:
+    """The graph that moves states on by accepted rows, and its recorder, which has no weights."""
+    op = Op(recurrences.op.dtype)
+    chosen = declare(contract.COMMIT_ROWS, ir.DataType.INT64, [_ACCEPTED])
+    inputs, outputs = [chosen], []
+    for layer in recurrences.layers:
+        states = {part: _copied(value) for part, value in layer.states.items()}
+        rows = {part: _copied(value) for part, value in layer.rows.items()}
+        inputs += [*states.values(), *rows.values()]
+        with op.scope(f"layers.{layer.layer}"):
+            accepted = {part: op.Gather(each, chosen, axis=1) for part, each in rows.items()}
+            for part, value in layer.advance(op, states, accepted).items():
+                state = states[part]
+                value.name = contract.next_state_name(str(state.name))
+                value.type, value.shape = state.type, state.shape
+                outputs.append(value)
+    return finish(op, "commit", inputs, outputs), op
+
+
+def _copied(value: ir.Value) -> ir.Value:
+    """An input of the same name."""
+    return ir.Value(name=value.name, shape=value.shape, type=value.type)
 
 
 def _taps(

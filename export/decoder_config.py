@@ -28,7 +28,7 @@ class DecoderConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     activation: str
-    layer_kinds: tuple[AttentionKind, ...]
+    layer_kinds: tuple[AttentionKind | None, ...]  # None: a layer that does not attend
     qkv_bias: bool = False
     o_proj_bias: bool = False
     mlp_bias: bool = False
@@ -36,21 +36,27 @@ class DecoderConfig:
     attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # what bounds them
     images: ImageSpec | None = None  # of the text tower of a vision-language model
+    is_recurrent: bool = False  # layers keep states
 
     @property
-    def kinds(self) -> tuple[AttentionKind, ...]:
+    def kinds(self) -> tuple[AttentionKind | None, ...]:
         """How each layer attends; `layer_kinds` less those of layers that were cut."""
         return self.layer_kinds[: self.num_hidden_layers]
 
     @property
+    def attending_layers(self) -> tuple[int, ...]:
+        """Those that have a cache."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind is not None)
+
+    @property
     def sliding_window(self) -> int | None:
         """The window of the layers that have one."""
-        return next((kind.window for kind in self.kinds if kind.window is not None), None)
+        return next((kind.window for kind in self.kinds if kind and kind.window is not None), None)
 
     @property
     def position_axes(self) -> int:
         """Positions of a token: 1, or 3 for M-RoPE."""
-        return 3 if any(kind.rope and kind.rope.axes for kind in self.kinds) else 1
+        return 3 if any(kind and kind.rope and kind.rope.axes for kind in self.kinds) else 1
 
     @classmethod
     def read(
@@ -108,9 +114,9 @@ class DecoderConfig:
         kind = AttentionKind(read_rope(reader, head_dim, longest, rope), window)
         return config.attending((kind,) * layers)
 
-    def attending(self, kinds: tuple[AttentionKind, ...]) -> DecoderConfig:
+    def attending(self, kinds: tuple[AttentionKind | None, ...]) -> DecoderConfig:
         """The same with layers of these kinds."""
-        for window in {kind.window for kind in kinds} - {None}:
+        for window in {kind.window for kind in kinds if kind} - {None}:
             if window < 1:  # type: ignore[operator]
                 raise UnsupportedModelError(f"config.json: sliding_window = {window}")
         return replace(self, layer_kinds=kinds)

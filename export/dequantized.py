@@ -9,22 +9,23 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.contract import EdgeLLMError
 from edgellm.export import quantized
 from edgellm.export.bundle import ExportOptions, quantized_layers
 from edgellm.export.checkpoint import Checkpoint, TensorInfo
+from edgellm.export.dequantized_experts import BLOCKS, FP4_VALUES, Dense, fp4_stack, joined
 from edgellm.export.quantized.operand import QuantizedLinear
 from edgellm.export.weights import StoredTensor, Weights, as_bytes
 
 F32 = np.ndarray  # float32
+_FP4_BLOCK = 16
 _COMPANIONS = ("bias",)  # of a layer's tensors, what its codes are not
-_HINT = "the bundle is written; llm_build compares what it makes of it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class Input:
     """What a layer does to its input before it multiplies."""
 
     smooth: F32 | None  # [in]
-    dtype: ir.DataType | None = None  # INT8 or FLOAT8E4M3FN; None: it is not rounded
+    # INT8, FLOAT8E4M3FN, or FLOAT4E2M1 in blocks; None: it is not rounded
+    dtype: ir.DataType | None = None
     scale: float = 1.0
 
 
@@ -41,22 +43,14 @@ def write_floats(checkpoint: Checkpoint, options: ExportOptions, folder: Path) -
 
     Returns:
         What layers do to their inputs, by their names.
-
-    Raises:
-        EdgeLLMError: weights that ONNX Runtime cannot decode on a CPU, or that transformers holds
-            otherwise.
     """
     tower, shapes = quantized_layers(checkpoint, options)
     weights, inputs = Weights(tower.tensors, tower.quant_config), {}
-    dense: dict[str, Callable[[], F32]] = {}
+    dense: dict[str, Dense] = {}
     for prefix, shape in shapes.items():
         layer = weights / prefix
         found = quantized.find(layer, shape, ir.DataType.FLOAT)
-        if not isinstance(found, QuantizedLinear) or found.global_scale is not None:
-            raise EdgeLLMError(
-                f"--verify: ONNX Runtime does not decode the weights of {prefix} on CPUs",
-                hint=_HINT,
-            )
+        assert isinstance(found, QuantizedLinear)  # GGUF files are decoded by transformers
         smooth = None
         if layer.info("pre_quant_scale") is not None:
             stored = layer.take("pre_quant_scale", shape[1:], ir.DataType.FLOAT)
@@ -64,8 +58,18 @@ def write_floats(checkpoint: Checkpoint, options: ExportOptions, folder: Path) -
         if smooth is not None or found.input is not None:
             how = found.input
             inputs[prefix] = Input(smooth) if how is None else Input(smooth, how.dtype, how.scale)
-        dense[f"{prefix}.weight"] = lambda found=found, shape=shape: decoded(found, shape)
-    _write(tower, shapes, dense, folder / "model.safetensors")
+        load = partial(decoded, found, shape)
+        dense[f"{prefix}.weight"] = Dense(shape, load)
+    own = {
+        name: info
+        for name, info in tower.tensors.infos().items()
+        if name.rpartition(".")[0] not in shapes or name.endswith(_COMPANIONS)
+    }
+    for name in [name for name in own if name.endswith(BLOCKS)]:
+        found = fp4_stack(weights, name, own.pop(name).shape)
+        own.pop(found.scales)
+        dense[found.name] = found.dense
+    _write(tower, own, joined(dense), folder / "model.safetensors")
     config = {key: value for key, value in tower.config.items() if key != "quantization_config"}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     return inputs
@@ -74,6 +78,9 @@ def write_floats(checkpoint: Checkpoint, options: ExportOptions, folder: Path) -
 def decoded(linear: QuantizedLinear, shape: tuple[int, int]) -> F32:
     """The weight [out, in] that codes [in, out] stand for."""
     codes, scales = _values(linear.codes).astype(np.float32), _values(linear.scales)
+    if linear.global_scale is not None:  # NVFP4, [out, in]
+        floats = scales.astype(np.float32) * np.float32(linear.global_scale)
+        return codes * np.repeat(floats, linear.block_size, 1)
     repeats = linear.block_size if scales.ndim > 1 else 1
 
     def spread(values: np.ndarray) -> F32:
@@ -107,9 +114,25 @@ def _hook(facts: Input) -> Callable[[Any, tuple[Any, ...]], tuple[Any]]:
         if facts.dtype == ir.DataType.FLOAT8E4M3FN:
             codes = torch.clamp(x / facts.scale, -448, 448).to(torch.float8_e4m3fn)
             return (codes.to(x.dtype) * facts.scale,)
+        if facts.dtype == ir.DataType.FLOAT4E2M1:
+            return (_through_fp4(x, facts.scale),)
         return (x,)
 
     return before
+
+
+def _through_fp4(x: Any, scale: float) -> Any:
+    """A tensor of torch as NVFP4 holds it: the nearest value of sixteen, times a block's scale."""
+    import torch
+
+    table = torch.tensor(FP4_VALUES)
+    blocks = x.unflatten(-1, (-1, _FP4_BLOCK)).float()
+    wanted = (blocks.abs().amax(-1, keepdim=True) / table[-1] / scale).clamp(2.0**-9, 448)
+    steps = wanted.to(torch.float8_e4m3fn).float() * scale
+    above = torch.bucketize(blocks.abs() / steps, (table[1:] + table[:-1]) / 2, right=True)
+    below = torch.bucketize(blocks.abs() / steps, (table[1:] + table[:-1]) / 2)
+    nearest = torch.where(above % 2 == 0, above, below)  # in the middle the even code
+    return (table[nearest] * blocks.sign() * steps).flatten(-2).to(x.dtype)
 
 
 def _values(stored: StoredTensor) -> np.ndarray:
@@ -123,17 +146,12 @@ def _values(stored: StoredTensor) -> np.ndarray:
 
 def _write(
     tower: Checkpoint,
-    shapes: Mapping[str, tuple[int, int]],
-    dense: Mapping[str, Callable[[], F32]],
+    own: Mapping[str, TensorInfo],
+    dense: Mapping[str, Dense],
     path: Path,
 ) -> None:
     """Safetensors: floats as they are, and decoded weights, one at a time."""
-    own = {
-        name: info
-        for name, info in tower.tensors.infos().items()
-        if name.rpartition(".")[0] not in shapes or name.endswith(_COMPANIONS)
-    }
-    decoded = {f"{name}.weight": TensorInfo("F32", shape) for name, shape in shapes.items()}
+    decoded = {name: TensorInfo("F32", each.shape) for name, each in dense.items()}
     header, position = {}, 0
     for name, info in (infos := {**own, **decoded}).items():
         header[name] = {"dtype": info.dtype, "shape": list(info.shape),
@@ -144,7 +162,7 @@ def _write(
     def pieces() -> Iterator[memoryview]:
         for name in infos:
             if name in dense:
-                yield as_bytes(dense[name]())
+                yield as_bytes(dense[name].load())
             else:
                 yield from tower.tensors.stream(name)
 

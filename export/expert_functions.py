@@ -125,8 +125,19 @@ def _integer(op: Op, x: ir.Value, block: str, *stored: ir.Value) -> ir.Value:
 
 
 def _fp4(op: Op, x: ir.Value, block: str, codes: ir.Value, scales: ir.Value) -> ir.Value:
-    """Pairs of codes by a table: not every runtime dequantizes FP4."""
     del block
+    return fp4_weights(op, x, codes, scales)
+
+
+def fp4_weights(op: Op, x: ir.Value, codes: ir.Value, scales: ir.Value) -> ir.Value:
+    """Weights [E, in, out] in the type of x, by a table: not every runtime dequantizes FP4.
+
+    Args:
+        op: the recorder.
+        x: any value of the type.
+        codes: pairs of codes [E, out, in / 2].
+        scales: [E, out, blocks].
+    """
     table = op.Constant(value_floats=[*_E2M1, *(-value for value in _E2M1)])
     four, fifteen = (op.CastLike(op.Constant(value_int=number), codes) for number in (4, 15))
     halves = op.BitwiseAnd(codes, fifteen), op.BitShift(codes, four, direction="RIGHT")

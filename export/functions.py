@@ -17,7 +17,7 @@ from edgellm import contract
 from edgellm.export.op import CALLED, OPSET, Op
 
 FP4_BLOCK = 16
-_LARGEST_FP4 = 6.0
+LARGEST_FP4 = 6.0
 _SMALLEST_FP8, _LARGEST_FP8 = 2.0**-9, 448.0
 _MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
 _INT, _FLOAT = ir.AttributeType.INT, ir.AttributeType.FLOAT
@@ -359,6 +359,24 @@ def round_input_fp4() -> ir.Function:
     return local_function(contract.ROUND_INPUT_FP4, "x global_scale", body)
 
 
+def block_scales(
+    op: Op, x: ir.Value, global_scale: ir.Value
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """The shape of x [..., K], its blocks float32 [..., K / 16, 16] and FP8 scales [..., 1]."""
+
+    def number(value: float) -> ir.Value:
+        return op.Constant(value_float=value)
+
+    floats = op.Cast(x, to=int(ir.DataType.FLOAT))
+    extent = op.Shape(floats)
+    leading = op.Slice(extent, integers(op, 0), integers(op, -1), integers(op, 0))
+    blocks = op.Reshape(floats, op.Concat(leading, integers(op, -1, FP4_BLOCK), axis=0))
+    amax = op.ReduceMax(op.Abs(blocks), integers(op, -1), keepdims=1)
+    wanted = op.Div(op.Div(amax, number(LARGEST_FP4)), global_scale)
+    limited = op.Min(op.Max(wanted, number(_SMALLEST_FP8)), number(_LARGEST_FP8))
+    return extent, blocks, op.Cast(limited, to=int(ir.DataType.FLOAT8E4M3FN))
+
+
 def dynamic_quantize() -> ir.Function:
     """X [..., K] to FLOAT4E2M1 codes [..., K] and FLOAT8E4M3FN scales [..., K / 16].
 
@@ -369,17 +387,10 @@ def dynamic_quantize() -> ir.Function:
         def number(value: float) -> ir.Value:
             return op.Constant(value_float=value)
 
-        floats = op.Cast(x, to=int(ir.DataType.FLOAT))
-        extent = op.Shape(floats)
-        leading = op.Slice(extent, integers(op, 0), integers(op, -1), integers(op, 0))
-        blocks = op.Reshape(floats, op.Concat(leading, integers(op, -1, FP4_BLOCK), axis=0))
-        amax = op.ReduceMax(op.Abs(blocks), integers(op, -1), keepdims=1)
-        wanted = op.Div(op.Div(amax, number(_LARGEST_FP4)), global_scale)
-        limited = op.Min(op.Max(wanted, number(_SMALLEST_FP8)), number(_LARGEST_FP8))
-        scales = op.Cast(limited, to=int(ir.DataType.FLOAT8E4M3FN))
+        extent, blocks, scales = block_scales(op, x, global_scale)
         effective = op.Mul(op.Cast(scales, to=int(ir.DataType.FLOAT)), global_scale)
         ratio = op.Div(blocks, effective)
-        ratio = op.Min(op.Max(ratio, number(-_LARGEST_FP4)), number(_LARGEST_FP4))
+        ratio = op.Min(op.Max(ratio, number(-LARGEST_FP4)), number(LARGEST_FP4))
         codes = op.Cast(op.Reshape(ratio, extent), to=int(ir.DataType.FLOAT4E2M1))
         return codes, op.Squeeze(scales, integers(op, -1))
 

@@ -11,6 +11,7 @@ from edgellm import contract
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.images import ImageRows
+from edgellm.export.layers.recurrent import Recurrences
 from edgellm.export.op import IR_VERSION, OPSET, Op
 
 ROWS, CAPACITY, HEAD_ROWS, IMAGE_ROWS = "rows", "kv_capacity", "head_rows", "image_rows"
@@ -27,6 +28,7 @@ class PassInputs:
     logits_index: ir.Value  # int64 [R]
     past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, head_dim]
     images: tuple[ir.Value, ...]  # the encoder's outputs
+    parents: ir.Value | None  # int64 [S]; of recurrent layers
 
     @classmethod
     def declare(
@@ -42,10 +44,11 @@ class PassInputs:
             declare(contract.LOGITS_INDEX, integer, [HEAD_ROWS]),
             {
                 name: declare(name, dtype, cache_shape(config))
-                for layer in range(config.num_hidden_layers)
+                for layer in range(len(config.attending_layers))
                 for name in (contract.past_name(layer, "key"), contract.past_name(layer, "value"))
             },
             tuple(_image_inputs(config, dtype)),
+            declare(contract.PARENT_ROWS, integer, [ROWS]) if config.is_recurrent else None,
         )
 
     def begin(self, op: Op, config: DecoderConfig) -> PassState:
@@ -57,10 +60,12 @@ class PassInputs:
             config.kinds,
             self.position_ids,
             self.write_index,
+            self.tree_mask,
             self.past,
             self._image_rows(config),
+            None if self.parents is None else Recurrences(op, self.parents),
         )
-        state.prepare(self.tree_mask)
+        state.prepare()
         return state
 
     def _image_rows(self, config: DecoderConfig) -> ImageRows | None:

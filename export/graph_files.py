@@ -16,7 +16,7 @@ from edgellm.export.checkpoint import TensorSource
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.op import Op
 from edgellm.export.weights import write_weights
-from edgellm.manifest import DecoderSpec, FileRecord, KVCacheSpec
+from edgellm.manifest import DecoderSpec, FileRecord, KVCacheSpec, RecurrentSpec
 
 DTYPES = {"fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
 
@@ -33,7 +33,7 @@ def file_names(graphs: Graphs | tuple[str, ...]) -> list[str]:
 
 
 def write_graphs(folder: Path, graphs: Graphs, progress: Progress | None) -> dict[str, FileRecord]:
-    """Write `name.onnx` and `name.weights` of every graph into `folder`.
+    """Write `name.onnx` and `name.weights`, where it has some, of every graph into `folder`.
 
     Returns:
         The records of the weight files, hashed while they were written.
@@ -55,8 +55,9 @@ def write_graphs(folder: Path, graphs: Graphs, progress: Progress | None) -> dic
 
     records = {}
     for name, (model, op) in graphs.items():
-        file = f"{name}.weights"
-        records[file] = write_weights(folder / file, op.parameters.values(), advance)
+        if op.parameters:
+            file = f"{name}.weights"
+            records[file] = write_weights(folder / file, op.parameters.values(), advance)
         ir.save(model, folder / f"{name}.onnx")
     return records
 
@@ -71,7 +72,12 @@ def versions() -> dict[str, str]:
 
 
 def decoder_spec(
-    config: DecoderConfig, model_type: str, ops: list[Op], tensors: TensorSource
+    config: DecoderConfig,
+    model_type: str,
+    ops: list[Op],
+    tensors: TensorSource,
+    *,
+    recurrent: RecurrentSpec | None = None,
 ) -> DecoderSpec:
     """The facts of a decoder; parameters are those of all its graphs that a checkpoint holds."""
     return DecoderSpec(
@@ -81,7 +87,7 @@ def decoder_spec(
         max_positions=config.max_position_embeddings,
         num_parameters=count_parameters(ops, tensors),
         kv=KVCacheSpec(
-            config.num_hidden_layers,
+            len(config.attending_layers),
             config.num_key_value_heads,
             config.head_dim,
             ops[0].dtype.numpy().name,
@@ -89,6 +95,7 @@ def decoder_spec(
         sliding_window=config.sliding_window,
         position_axes=config.position_axes,
         images=config.images,
+        recurrent=recurrent,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgellm.contract import BrokenArtifactError
@@ -16,12 +16,12 @@ _LARGEST = {"fp8": 448.0, "int8": 127.0}
 _NAMES = {"key": ("k_proj.k_scale", "k_scale"), "value": ("v_proj.v_scale", "v_scale")}
 
 
-def read_ranges(weights: Weights, num_layers: int) -> CacheRanges | None:
+def read_ranges(weights: Weights, layers: Sequence[int]) -> CacheRanges | None:
     """The ranges that the checkpoint has scales for, None when it has no scales.
 
     Args:
         weights: of the whole checkpoint; the scales count as taken.
-        num_layers: that are exported.
+        layers: that are exported and attend.
 
     Raises:
         BrokenArtifactError: scales for some layers only, or that are not positive numbers.
@@ -29,7 +29,7 @@ def read_ranges(weights: Weights, num_layers: int) -> CacheRanges | None:
     kind = _kind(weights.quantization)
     found: dict[str, list[float]] = {"key": [], "value": []}
     missing = ""
-    for layer in range(num_layers):
+    for layer in layers:
         attention = weights / f"model.layers.{layer}.self_attn"
         for part, names in _NAMES.items():
             name = next((name for name in names if attention.info(name) is not None), None)

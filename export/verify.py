@@ -16,7 +16,9 @@ from edgellm.contract import EdgeLLMError
 from edgellm.export.bundle import ExportOptions
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.dequantized import round_inputs, write_floats
+from edgellm.export.plain_fp4 import has_fp4, open_fp4
 from edgellm.manifest import Bundle, DecoderSpec
+from edgellm.roles import COMMIT, DECODER
 
 PROMPT = (
     "A speculative decoder drafts a few tokens with a small network and lets the large one check "
@@ -24,6 +26,7 @@ PROMPT = (
 )
 _DECODED_TOKENS = 8
 _FIRST_WITH_OPSET_24 = (1, 24)
+_WEIGHTS_OF_BYTES = "session.model_external_initializers_file_folder_path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +92,14 @@ def _expected(
     checkpoint: Checkpoint, bundle: Path, manifest: Bundle, token_ids: NDArray[np.int64]
 ) -> Outputs:
     """Those of transformers; of a quantized checkpoint with what its codes stand for."""
-    source = Path(checkpoint.label)
+    source, options = Path(checkpoint.label), ExportOptions(**manifest.options)
     if manifest.quantization == "none" or source.suffix == ".gguf":
-        return _transformers_outputs(_load(source, manifest.decoder), manifest, token_ids)
-    options = ExportOptions(**manifest.options)
+        return _transformers_outputs(
+            _load(source, manifest.decoder, options.num_layers), manifest, token_ids
+        )
     with tempfile.TemporaryDirectory(dir=bundle.parent) as folder:
         inputs = write_floats(checkpoint, options, Path(folder))
-        model = _load(Path(folder), manifest.decoder)
+        model = _load(Path(folder), manifest.decoder, options.num_layers)
         round_inputs(model, inputs)
         return _transformers_outputs(model, manifest, token_ids)
 
@@ -110,7 +114,7 @@ def _transformers_outputs(model: Any, manifest: Bundle, token_ids: NDArray[np.in
     return Outputs(result.logits[0].numpy(), torch.cat(taps, -1).numpy() if taps else None)
 
 
-def _load(source: Path, spec: DecoderSpec) -> Any:
+def _load(source: Path, spec: DecoderSpec, num_layers: int | None) -> Any:
     """The checkpoint in transformers, float32, cut to the exported number of layers.
 
     Raises:
@@ -132,9 +136,9 @@ def _load(source: Path, spec: DecoderSpec) -> Any:
         text = config.get_text_config()
         is_whole = spec.images is not None or text is not config  # with an encoder, used or not
         kind: Any = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
-        text.num_hidden_layers = spec.kv.num_layers
+        text.num_hidden_layers = num_layers or text.num_hidden_layers
         if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[: spec.kv.num_layers]
+            text.layer_types = text.layer_types[: text.num_hidden_layers]
         model, info = kind.from_pretrained(
             where, config=config, dtype=torch.float32, local_files_only=True,
             output_loading_info=True, **extra,
@@ -176,15 +180,8 @@ def run_outputs(
     bundle: Path, manifest: Bundle, token_ids: NDArray[np.int64], prefill_tokens: int
 ) -> Outputs:
     """Logits and hidden taps of the portable graph: one prefill, then one token at a time."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    if manifest.quantization != "none":  # fused, products would round their inputs
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(
-        str(bundle / "model.onnx"), options, providers=["CPUExecutionProvider"]
-    )
+    session = _opened(bundle / manifest.graphs[DECODER].path, manifest)
+    states = _States(bundle, manifest)
     spec, kv = manifest.decoder, manifest.decoder.kv
     shape = (1, kv.num_kv_heads, len(token_ids), kv.head_dim)
     images = _no_images(spec)
@@ -211,10 +208,59 @@ def run_outputs(
             contract.LOGITS_INDEX: np.arange(rows),
             **images,
             **cache,
+            **states.inputs(rows),
         }
-        outputs = [np.asarray(array) for array in session.run([*names, *presents], feed)]
-        cache = dict(zip(cache, outputs[len(names) :], strict=True))
+        wanted = [*names, *presents, *states.rows]
+        outputs = [np.asarray(array) for array in session.run(wanted, feed)]
+        states.advance(outputs[len(wanted) - len(states.rows) :], rows)
+        cache = dict(zip(cache, outputs[len(names) :], strict=False))
         results.append([array[0] for array in outputs[: len(names)]])
         begin = end
     logits, *taps = (np.concatenate(arrays) for arrays in zip(*results, strict=True))
     return Outputs(logits, taps[0] if taps else None)
+
+
+def _opened(graph: Path, manifest: Bundle) -> Any:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    if manifest.quantization != "none":  # fused, products would round their inputs
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    opened: str | bytes = str(graph)
+    if has_fp4(graph):
+        options.add_session_config_entry(_WEIGHTS_OF_BYTES, str(graph.parent))
+        opened = open_fp4(graph)
+    return ort.InferenceSession(opened, options, providers=["CPUExecutionProvider"])
+
+
+class _States:
+    """Those of recurrent layers over several passes, if there are any."""
+
+    def __init__(self, bundle: Path, manifest: Bundle) -> None:
+        spec = manifest.decoder.recurrent
+        self.rows = [*spec.rows] if spec is not None else []  # outputs that a pass must give
+        self._arrays: dict[str, NDArray[np.floating]] = {}
+        if spec is not None:
+            self._commit = _opened(bundle / manifest.graphs[COMMIT].path, manifest)
+            kinds = {value.name: value.type for value in self._commit.get_inputs()}
+            half = "tensor(float16)"
+            self._arrays = {
+                name: np.zeros(shape, np.float16 if kinds[name] == half else np.float32)
+                for name, shape in spec.states.items()
+            }
+
+    def inputs(self, rows: int) -> dict[str, NDArray[Any]]:
+        """Of a pass of so many rows."""
+        if not self._arrays:
+            return {}
+        return {**self._arrays, contract.PARENT_ROWS: np.arange(-1, rows - 1)}
+
+    def advance(self, found: list[NDArray[Any]], rows: int) -> None:
+        """Go on behind what a pass gave of all of its rows."""
+        if not self._arrays:
+            return
+        given = dict(zip(self.rows, found, strict=True))
+        feed = {**self._arrays, **given, contract.COMMIT_ROWS: np.arange(rows)}
+        names = [contract.next_state_name(name) for name in self._arrays]
+        self._arrays = dict(zip(self._arrays, self._commit.run(names, feed), strict=True))

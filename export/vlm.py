@@ -40,7 +40,7 @@ _FAMILIES = {
     "idefics3": _Family(),
     "smolvlm": _Family(),
 }
-_TEXT_ONLY = ("gemma3", "mistral3")  # whose encoders are not supported
+_TEXT_ONLY = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")  # whose encoders are not supported
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 _HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.")
 _NOT_TEXT_PREFIXES = (

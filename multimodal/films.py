@@ -28,10 +28,12 @@ class Film:
     frames: tuple[Image.Image, ...]
     seconds: tuple[float, ...]  # when each of them is
     frame_rate: float  # of the frames that are shown, in Hz
+    duration: float  # of the whole film, in seconds; a list of frames ends with its last
 
     def content(self) -> str:
         """SHA-256 (hexadecimal) of pixels and times."""
-        digest = hashlib.sha256(f"{self.seconds} {self.frame_rate}".encode())
+        times = f"{self.seconds} {self.frame_rate} {self.duration}"
+        digest = hashlib.sha256(times.encode())
         for frame in self.frames:
             digest.update(content_hash(frame).encode())
         return digest.hexdigest()
@@ -57,7 +59,7 @@ def open_film(video: Video, folder: Path, pick: Pick, usual_rate: float) -> Film
     if len({frame.size for frame in frames}) > 1:
         raise RequestError("the frames of a video have several sizes", hint="make them alike")
     seconds = tuple(index / usual_rate for index in range(len(frames)))
-    return Film(frames, seconds, usual_rate)
+    return Film(frames, seconds, usual_rate, seconds[-1])
 
 
 def _decoded(source: str, folder: Path, pick: Pick) -> Film:
@@ -83,7 +85,8 @@ def _decoded(source: str, folder: Path, pick: Pick) -> Film:
             f"{name} ends early: {len(frames)} of {len(places)} frames can be read",
             hint="the copy was cut short; copy or save the video again",
         )
-    return Film(tuple(frames), tuple(place / rate for place in places), len(places) / total * rate)
+    seconds = tuple(place / rate for place in places)
+    return Film(tuple(frames), seconds, len(places) / total * rate, total / rate)
 
 
 def _length(av: Any, data: bytes) -> tuple[int, float]:

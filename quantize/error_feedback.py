@@ -2,14 +2,13 @@
 
 The procedure is GPTQ's (arXiv 2210.17323): columns in descending order of what they weigh, each
 rounded, its error spread over those not yet rounded by the inverse of the inputs' second moments.
-What is aimed at may be what the float model computes from its own inputs, so that errors of earlier
-layers are made up for, too (as in arXiv 2504.02692).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -18,16 +17,9 @@ _SLICE = 128  # columns between two updates of all that follow
 _RATIOS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of the largest weight, as scales
 _TINY = 1e-8
 
-Round = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # weights [out], their column
 
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Whole numbers times a scale for each block of inputs of each output."""
-
-    lowest: int
-    highest: int
-    block: int  # 0: one scale for all inputs
+class Grid(Protocol):
+    """Codes times a scale for each block of inputs of each output."""
 
     def scales(self, weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
         """The scales [out, blocks] with the least error of `weight` [out, in].
@@ -36,47 +28,78 @@ class Grid:
             weight: floats.
             importance: of each input [in], a factor of its squared error.
         """
-        block = self.block or weight.shape[1]
-        blocks = weight.unflatten(1, (-1, block))
-        factors = importance.view(-1, block)
-        largest = blocks.abs().amax(-1, keepdim=True).clamp(min=_TINY) / self.highest
-        best, least = largest, torch.full_like(largest, torch.inf)
-        for ratio in _RATIOS:
-            scale = largest * ratio
-            error = ((self.nearest(blocks, scale) * scale - blocks).square() * factors).sum(
-                -1, True
-            )
-            best = torch.where(error < least, scale, best)
-            least = torch.minimum(error, least)
-        return best.squeeze(-1)
+        ...
 
     def nearest(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Codes, as floats."""
+        """What the codes of weights stand for before their scales."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WholeNumbers:
+    """Codes of integer types."""
+
+    lowest: int
+    highest: int
+    block: int  # 0: one scale for all inputs
+
+    def scales(self, weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+        """See `Grid`."""
+        block = self.block or weight.shape[1]
+        blocks = weight.unflatten(1, (-1, block))
+        largest = blocks.abs().amax(-1, keepdim=True).clamp(min=_TINY) / self.highest
+        tried = (largest * ratio for ratio in _RATIOS)
+        return search_scales(blocks, tried, importance.view(-1, block), self)
+
+    def nearest(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """See `Grid`."""
         return torch.clamp(torch.round(weight / scale), self.lowest, self.highest)
 
-    def spread(self, scales: torch.Tensor, width: int) -> torch.Tensor:
-        """A scale for each weight [out, in] of scales [out, blocks]."""
-        return scales.repeat_interleave(width // scales.shape[1], 1)
+
+def search_scales(
+    blocks: torch.Tensor, tried: Iterable[torch.Tensor], factors: torch.Tensor, grid: Grid
+) -> torch.Tensor:
+    """Of each block the scale with the least error, [out, blocks].
+
+    Args:
+        blocks: of a weight [out, blocks, n].
+        tried: scales [out, blocks, 1], one after another.
+        factors: of squared errors [blocks, n].
+        grid: what they scale.
+    """
+    best = least = None
+    for scale in tried:
+        lost = grid.nearest(blocks, scale) * scale - blocks
+        error = (lost.square() * factors).sum(-1, keepdim=True)
+        if best is None or least is None:
+            best, least = scale, error
+            continue
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    assert best is not None
+    return best.squeeze(-1)
+
+
+def spread(scales: torch.Tensor, width: int) -> torch.Tensor:
+    """A scale for each weight [out, in] of scales [out, blocks]."""
+    return scales.repeat_interleave(width // scales.shape[1], 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
     """Codes and scales of a weight."""
 
-    codes: torch.Tensor  # whole numbers as floats [out, in]
+    codes: torch.Tensor  # what they stand for, as floats [out, in]
     scales: torch.Tensor  # [out, blocks]
 
     def values(self) -> torch.Tensor:
         """The weight that they stand for [out, in]."""
-        return self.codes * self.scales.repeat_interleave(
-            self.codes.shape[1] // self.scales.shape[1], 1
-        )
+        return self.codes * spread(self.scales, self.codes.shape[1])
 
 
 def round_nearest(weight: torch.Tensor, importance: torch.Tensor, grid: Grid) -> Rounded:
     """Every weight for itself, with scales that weigh errors by `importance` [in]."""
     scales = grid.scales(weight, importance)
-    return Rounded(grid.nearest(weight, grid.spread(scales, weight.shape[1])), scales)
+    return Rounded(grid.nearest(weight, spread(scales, weight.shape[1])), scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +108,7 @@ class Feedback:
 
     importance: torch.Tensor  # of each input [in]
     order: torch.Tensor  # of rounding [in]
-    spread: torch.Tensor  # from a column to those behind it, in that order: upper [in, in]
+    shares: torch.Tensor  # from a column to those behind it, in that order: upper [in, in]
 
     @classmethod
     def of(cls, moments: torch.Tensor) -> Feedback:
@@ -98,8 +121,8 @@ class Feedback:
 def round_with_feedback(weight: torch.Tensor, feedback: Feedback, grid: Grid) -> Rounded:
     """Columns of `weight` [out, in] one by one."""
     scales = grid.scales(weight, feedback.importance)
-    steps = grid.spread(scales, weight.shape[1])
-    order, spread = feedback.order, feedback.spread
+    steps = spread(scales, weight.shape[1])
+    order, shares = feedback.order, feedback.shares
     left, steps = weight[:, order], steps[:, order]
     codes = torch.empty_like(left)
     for begin in range(0, left.shape[1], _SLICE):
@@ -109,9 +132,9 @@ def round_with_feedback(weight: torch.Tensor, feedback: Feedback, grid: Grid) ->
             column = begin + at
             codes[:, column] = grid.nearest(own[:, at], steps[:, column])
             lost = own[:, at] - codes[:, column] * steps[:, column]
-            errors[:, at] = lost / spread[column, column]
-            own[:, at:] -= errors[:, at, None] * spread[column, column:end]
-        left[:, end:] -= errors @ spread[begin:end, end:]
+            errors[:, at] = lost / shares[column, column]
+            own[:, at:] -= errors[:, at, None] * shares[column, column:end]
+        left[:, end:] -= errors @ shares[begin:end, end:]
     return Rounded(codes[:, torch.argsort(order)], scales)
 
 
@@ -124,22 +147,3 @@ def _upper_inverse(moments: torch.Tensor) -> torch.Tensor:
         if not failed:
             return torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
         damping *= 10
-
-
-def aimed(
-    weight: torch.Tensor, moments: torch.Tensor, crossed: torch.Tensor, trust: float
-) -> torch.Tensor:
-    """The float weight that makes of rounded inputs what `weight` makes of the float ones.
-
-    Args:
-        weight: [out, in].
-        moments: of the rounded inputs, the mean of y y^T [in, in].
-        crossed: the mean of x y^T, of float and rounded inputs [in, in].
-        trust: the larger, the further the result may go from `weight`; 0: it stays.
-    """
-    if not trust:
-        return weight
-    damping = moments.diagonal().mean() / trust + _TINY
-    eye = torch.eye(len(moments), device=moments.device)
-    wanted = weight @ (crossed - moments)
-    return weight + torch.linalg.solve(moments + damping * eye, wanted.T).T

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgellm.export.checkpoint import TensorSource
-from edgellm.quantize.checkpointing import CALIBRATION, FLOAT, HEAD_PART, QUANTIZED
+from edgellm.quantize.checkpointing import CALIBRATION, FLOAT, HEAD_PART, QUANTIZED, ROUNDED
 from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
 from edgellm.quantize.logits import Quality, float_head, measure, quantized_head
 from edgellm.quantize.modelopt_adapter import quantize
 from edgellm.quantize.plan import Plan
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import read_below, read_tensor
+from edgellm.quantize.tied_table import decode_table, store_table
 
 _HEAD_TOKENS = 1024  # with which a head is calibrated whose smoothing is searched
 
@@ -27,11 +28,16 @@ def evaluate(plan: Plan, streams: Mapping[str, States]) -> Quality:
     """
     subject, task = plan.subject, plan.task
     if plan.head is not None and not task.work.has(HEAD_PART):
-        _quantize_head(plan, streams[CALIBRATION])
+        if plan.head.scheme.is_table:
+            store_table(plan)
+        else:
+            _quantize_head(plan, streams.get(CALIBRATION) or streams[ROUNDED])
     head = read_tensor(subject.tensors, subject.head_name)
     heads = [float_head(head, task.device, subject.finish)] * 2
     if plan.head is not None:
-        decoded = _decoded_head(plan, task.work.tensors(HEAD_PART))
+        is_table = plan.head.scheme.is_table
+        stored = task.work.tensors(HEAD_PART)
+        decoded = decode_table(plan) if is_table else _decoded_head(plan, stored)
         heads[1] = quantized_head(decoded, task.device, subject.finish)
     return measure(
         subject.targets(task),

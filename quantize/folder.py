@@ -13,7 +13,7 @@ from edgellm.disk import require_space
 from edgellm.export.checkpoint import Renamed, TensorSource, write_safetensors
 from edgellm.quantize import compressed_tensors
 from edgellm.quantize.checkpointing import HEAD_PART, layer_part
-from edgellm.quantize.checks import linear_shapes
+from edgellm.quantize.checks import EMBEDDING, linear_shapes
 from edgellm.quantize.mixing import quantized_modules
 from edgellm.quantize.modelopt_adapter import hf_config
 from edgellm.quantize.page import render
@@ -56,7 +56,8 @@ def write_folder(plan: Plan, report: Report) -> None:
         _write_tensors(plan, folder)
         is_modelopt = plan.job.format != compressed_tensors.NAME
         described = _described(plan) if is_modelopt else {}
-        checkpoint, own_head = plan.subject.whole, plan.head is not None
+        checkpoint = plan.subject.whole
+        own_head = plan.head is not None and not plan.head.scheme.is_table
         quantization = hf_config(described) if is_modelopt else _compressed(plan)
         config = plan.subject.new_config(quantization, own_head=own_head)
         _write_json(folder / "config.json", config)
@@ -176,7 +177,7 @@ def _described(plan: Plan) -> dict[str, Any]:
         "kv_cache_quant_algo": body.get("kv_cache_quant_algo"),
         "quantized_layers": {
             plan.subject.stored_name(name): value
-            for name, value in {**layers, "lm_head": _format(head)}.items()
+            for name, value in {**layers, _head_module(plan): _format(head)}.items()
         },
     }
     return {**described, "quantization": mixed}
@@ -186,7 +187,7 @@ def _described_mixture(plan: Plan, producer: Mapping[str, Any]) -> dict[str, Any
     """The same, where each linear layer has a form of its own."""
     layers = quantized_modules(plan)
     if plan.head is not None:
-        layers["lm_head"] = _format(plan.task.work.facts(HEAD_PART)["quantization"])
+        layers[_head_module(plan)] = _format(plan.task.work.facts(HEAD_PART)["quantization"])
     stored = plan.subject.stored_name
     mixed = {
         "quant_algo": plan.recipe.scheme.algorithm,
@@ -194,6 +195,11 @@ def _described_mixture(plan: Plan, producer: Mapping[str, Any]) -> dict[str, Any
         "quantized_layers": {stored(name): form for name, form in layers.items()},
     }
     return {"producer": producer, "quantization": mixed}
+
+
+def _head_module(plan: Plan) -> str:
+    assert plan.head is not None
+    return EMBEDDING.removesuffix(".weight") if plan.head.scheme.is_table else "lm_head"
 
 
 def _compressed(plan: Plan) -> dict[str, Any]:
@@ -207,7 +213,7 @@ def _compressed(plan: Plan) -> dict[str, Any]:
 def _excluded(plan: Plan) -> list[str]:
     """Modules that stay floats."""
     subject = plan.subject
-    head = None if plan.head is None else subject.stored_name("lm_head")
+    head = None if plan.head is None else subject.stored_name(_head_module(plan))
     around = [name for name in subject.float_modules if name != head]
     own = [*_kept_modules(plan), *_choosing(plan)]
     return [*around, *(subject.stored_name(name) for name in own)]

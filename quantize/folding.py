@@ -42,11 +42,12 @@ def fold_smoothing(
     layer = _Layer(dict(tensors), source)
     for norm, readers in family.readers.items():
         layer.fold_into_norm(norm, readers, family.norm_shift)
+    # What is rounded again takes no factor with it: makers of inputs come before their readers.
+    layer.drop_factors(kept=(*_UP, _O_PROJ))
     for down, ups in _UP.items():
         layer.fold_into_rows(down, next((up for up in ups if layer.has(up)), None))
     layer.fold_into_values(head_dim)
-    for name in layer.smoothed():
-        layer.set_factor(name, np.ones_like(layer.factor(name)))
+    layer.drop_factors()
     return layer.tensors
 
 
@@ -72,6 +73,12 @@ class _Layer:
         if not np.array_equal(before, factor):
             weight = self._source[f"{name}.weight"] / factor
             self.tensors |= _rounded(name, weight, self.tensors)
+
+    def drop_factors(self, kept: tuple[str, ...] = ()) -> None:
+        """Round again, without smoothing, what nothing takes the factors of."""
+        for name in self.smoothed():
+            if name not in kept:
+                self.set_factor(name, np.ones_like(self.factor(name)))
 
     def fold_into_norm(self, norm: str, readers: tuple[str, ...], shift: float) -> None:
         found = [name for name in readers if name + SMOOTHING in self.tensors]

@@ -44,6 +44,8 @@ from edgellm.quantize.rotation import rotate_values
 from edgellm.quantize.smoothing import smooth
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor
+from edgellm.quantize.tied_table import enter_rounded
+from edgellm.quantize.token_weights import layer_weights, weigh_tokens, weighs_tokens
 
 Progress = Callable[[str, int, int], None]  # what was finished, parts done, parts in all
 _FULL_HINT = "free some space and run it again: finished layers are kept"
@@ -91,16 +93,23 @@ def refuse_far(job: Job, quality: Quality) -> None:
 def _quantize(plan: Plan, progress: Progress) -> Quality:
     """All layers that are not finished yet, and the comparison of the two models."""
     work, subject = plan.task.work, plan.subject
-    prepared, layers = subject.num_preparations, len(subject.layers)
+    weighs = weighs_tokens(plan)
+    prepared, layers = subject.num_preparations + weighs, len(subject.layers)
     parts = prepared + layers + 1
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.job.seed)
+        if weighs:
+            weigh_tokens(plan)
+            progress("weights of tokens", 1, parts)
         for index in range(layers):
             if not work.has(layer_part(index)):
                 if index == 0:
+                    streams = _streams(plan, 0)
                     subject.enter(
-                        plan.task, _streams(plan, 0), lambda what, done: progress(what, done, parts)
+                        plan.task, streams, lambda what, done: progress(what, done, parts)
                     )
+                    if plan.head is not None and plan.head.scheme.is_table:
+                        enter_rounded(plan, streams)
                 _quantize_layer(plan, index)
             progress(f"layer {index}", prepared + index + 1, parts)
         quality = evaluate(plan, _streams(plan, layers))
@@ -111,7 +120,8 @@ def _quantize(plan: Plan, progress: Progress) -> Quality:
 def _streams(plan: Plan, layer: int) -> dict[str, States]:
     """The streams of hidden states that enter `layer`."""
     task = plan.task
-    names = [CALIBRATION, FLOAT, QUANTIZED]
+    names = [FLOAT, QUANTIZED]
+    names += [] if plan.recipe.scheme.form else [CALIBRATION]
     names += [ROUNDED] if plan.recipe.scheme.follows_rounded else []
     return {
         name: States(
@@ -200,12 +210,13 @@ def _exported(
     device = plan.task.device
     model = plan.subject.layer_model(index, source, device)
     names = [FLOAT]
-    if index + 1 < len(plan.subject.layers) or plan.head is not None:
+    is_read = index + 1 < len(plan.subject.layers) or plan.head is not None
+    if is_read and CALIBRATION in before:
         names.append(CALIBRATION)
     for name in names:
         before[name].advance(after[name], lambda x: run_layer(model, x), device)
 
-    log, states = plan.task.work.log, before[CALIBRATION]
+    log, states = plan.task.work.log, before.get(CALIBRATION) or before[ROUNDED]
     own, scheme, kv_cache = _Own({}, {}), plan.recipe.scheme, plan.recipe.kv_cache
     if kv_cache is not None and (kv_cache == "int8" or not scheme.config):
         own.tensors.update(cache_scales(model, states.batches(device), kv_cache))
@@ -214,11 +225,12 @@ def _exported(
     if scheme.is_smoothed:
         return smooth(model, plan.recipe, states.batches(device), family, head_dim), own
     if scheme.follows_rounded:
-        pair = states.batches(device), before[ROUNDED].batches(device)
+        rounded = before[ROUNDED].batches(device)
         if scheme.is_autoround:
-            return autoround(model, plan.recipe, *pair, log), own
+            return autoround(model, plan.recipe, states.batches(device), rounded, log), own
+        weights = layer_weights(plan, index) if weighs_tokens(plan) else None
         forms = mix(plan).modules[index] if scheme.is_mixed else None
-        return round_layer(model, plan.recipe, *pair, family, forms), own
+        return round_layer(model, plan.recipe, rounded, family, weights, forms), own
 
     def loop(spoiled: Any) -> None:
         for batch in states.batches(device):

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.quantize.allocation import Point, choose_point, curve
 from edgellm.quantize.checkpointing import layer_part
-from edgellm.quantize.feedback import FORMS, grid_of
+from edgellm.quantize.error_feedback import WholeNumbers
 from edgellm.quantize.plan import Plan
 from edgellm.quantize.sensitivity import estimate
 
@@ -30,9 +30,11 @@ def mix(plan: Plan) -> Mixture:
     """The forms for the target of the job; an interrupted run keeps those that it began with."""
     work = plan.task.work
     if not work.has(PART):
-        units = estimate(
-            plan.subject, plan.task, {name: grid_of(name, plan.recipe) for name in FORMS}
-        )
+        grids = {
+            "int4": WholeNumbers(-8, 7, plan.recipe.block_size),
+            "int8": WholeNumbers(-127, 127, 0),
+        }
+        units = estimate(plan.subject, plan.task, grids)
         points = curve(units)
         chosen = choose_point(points, plan.job.target_bits, plan.job.target_kl)
         modules: list[dict[str, str]] = [{} for _ in plan.subject.layers]

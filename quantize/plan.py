@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from edgellm.contract import EdgeLLMError
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.quantize import checks
 from edgellm.quantize.autoround import is_there
 from edgellm.quantize.calibration import load_tokenizer, read_calibration
@@ -22,6 +22,7 @@ from edgellm.quantize.modelopt_adapter import Recipe
 from edgellm.quantize.schemes import (
     HEAD_SCHEMES,
     KV_SCHEMES,
+    TABLE_BLOCKS,
     TARGETS,
     Scheme,
     block_size,
@@ -97,7 +98,7 @@ def _amounts(scheme: Scheme, device: torch.device) -> _Amounts:
     """AWQ's search costs a dozen passes, AutoRound learns from rows again and again."""
     searches = scheme.is_awq or scheme.is_autoround
     if device.type == "cpu":
-        rows = 8 if scheme.is_awq else 16 if searches else 32
+        rows = 48 if scheme.form else 8 if scheme.is_awq else 16 if searches else 32
         return _Amounts(rows, 256, 8, 0.2, 2048)
     return _Amounts(128 if searches else 512, 512, 32, 0.1, 8192)
 
@@ -200,6 +201,8 @@ def _recipes(
         return Recipe(scheme, block, alpha_step, job.kv_cache_quantization, job.target), None
     # The layout has one block size for all INT4 layers.
     shared = scheme.is_int4 and head_scheme.is_int4
+    if head_scheme.is_table:
+        _check_table(subject, width)
     head = {"lm_head": (out, width)}
     body_block = block_size(scheme, {**body, **head} if shared else body, job.block_size)
     head_block = body_block if shared else block_size(head_scheme, head, job.block_size)
@@ -207,6 +210,21 @@ def _recipes(
         Recipe(scheme, body_block, alpha_step, job.kv_cache_quantization, job.target),
         Recipe(head_scheme, head_block, alpha_step),
     )
+
+
+def _check_table(subject: Subject, width: int) -> None:
+    """Raise `EdgeLLMError` unless the embedding is the head, in rows of whole blocks."""
+    if subject.head_name != checks.EMBEDDING or subject is not subject.reader:
+        raise EdgeLLMError(
+            "--lm_head_quantization int8_tied: head and embedding are two matrices here",
+            hint="choose int8, which rounds the head alone",
+        )
+    if width % TABLE_BLOCKS[-1]:
+        raise UnsupportedModelError(
+            f"--lm_head_quantization int8_tied: rows of {width} are no multiple of "
+            f"{TABLE_BLOCKS[-1]}",
+            hint="leave it out",
+        )
 
 
 def _check_resources(plan: Plan, batch_tokens: int) -> None:

@@ -24,7 +24,7 @@ def _limits() -> Tensor:
 
 
 _LIMITS = _limits()
-_VALUES = torch.from_numpy(E2M1[:8].copy())
+E2M1_VALUES = torch.from_numpy(E2M1[:8].copy())
 
 
 def round_input(x: Tensor, kind: str, scale: float) -> Tensor:
@@ -59,7 +59,7 @@ def round_nvfp4(x: Tensor, global_scale: float | Tensor) -> Tensor:
     limited = torch.clamp(wanted, _SMALLEST_E4M3, LARGEST_E4M3)
     effective = limited.to(torch.float8_e4m3fn).float() * global_scale
     ratio = blocks / effective
-    magnitudes = _VALUES.to(x.device)[nearest_e2m1(ratio.abs())]
+    magnitudes = E2M1_VALUES.to(x.device)[nearest_e2m1(ratio.abs())]
     return (torch.copysign(magnitudes, ratio) * effective).flatten(-2).to(x.dtype)
 
 

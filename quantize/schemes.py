@@ -13,6 +13,7 @@ from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.quantize.formats import NVFP4_BLOCK
 
 INT4_BLOCKS = (128, 64, 32)
+TABLE_BLOCKS = (64, 32)  # of embeddings in INT8
 MIXED_BLOCK = 32  # unless the user says otherwise
 
 
@@ -27,8 +28,9 @@ class Scheme:
     is_awq: bool = False  # searches a smoothing, which costs a dozen forward passes
     is_int4: bool = False
     is_nvfp4: bool = False
-    is_fed_back: bool = False  # rounds with error feedback of ours
+    form: str = ""  # of error feedback of ours, which rounds it (see `forms`)
     is_smoothed: bool = False  # by a search of ours
+    is_table: bool = False  # the embedding, which is the head
     is_mixed: bool = False  # each linear layer in a form of its own
     rounds_tokens: bool = False  # to int8, with a scale of each token found at run time
     is_autoround: bool = False  # learns how to round, which costs a hundred passes and gradients
@@ -36,7 +38,7 @@ class Scheme:
     @property
     def follows_rounded(self) -> bool:
         """Whether a layer is fitted to what the rounded layers before it give."""
-        return self.is_autoround or self.is_fed_back
+        return self.is_autoround or bool(self.form)
 
     @property
     def layer_copies(self) -> int:
@@ -54,19 +56,25 @@ SCHEMES = {
         Scheme("nvfp4_awq", "NVFP4_AWQ_LITE_CFG", "NVFP4_AWQ", True, is_awq=True, is_nvfp4=True),
     )
 }
-MIXED = Scheme("mixed", "", "MIXED_PRECISION", False, is_int4=True, is_fed_back=True, is_mixed=True)
+MIXED = Scheme("mixed", "", "MIXED_PRECISION", False, is_int4=True, is_mixed=True, form="int4")
 AUTOROUND = Scheme(
     "int4_autoround", "", SCHEMES["int4_awq"].algorithm, False, is_int4=True, is_autoround=True
 )
-FEEDBACK = replace(AUTOROUND, name="int4_gptq", is_autoround=False, is_fed_back=True)
-# For INT4; "auto" tries the others, so that what it asks of a model is theirs.
-ALGORITHMS = {"awq": SCHEMES["int4_awq"], "gptq": FEEDBACK, "autoround": AUTOROUND,
-              "auto": FEEDBACK}  # fmt: skip
+FEEDBACK = replace(AUTOROUND, name="int4_gptq", is_autoround=False, form="int4")
+# Beside ModelOpt's own; "auto" tries the others, so that what it asks of a model is theirs.
+ALGORITHMS = {
+    "int4_awq": {
+        "awq": SCHEMES["int4_awq"], "gptq": FEEDBACK, "autoround": AUTOROUND, "auto": FEEDBACK,
+    },
+    "fp8": {"gptq": replace(SCHEMES["fp8"], name="fp8_gptq", form="fp8")},
+    "nvfp4": {"gptq": replace(SCHEMES["nvfp4"], name="nvfp4_gptq", form="nvfp4")},
+}  # fmt: skip
 HEAD_SCHEMES = {
     "fp8": SCHEMES["fp8"],
     "nvfp4": SCHEMES["nvfp4"],
     "int8": Scheme("int8", "INT8_WEIGHT_ONLY_CFG", "W8A16", False),
     "int4": SCHEMES["int4_awq"],
+    "int8_tied": Scheme("int8_tied", "", "W8A16", False, is_table=True),
 }
 TARGETS = ("cpu", "gpu")
 COMPRESSED_TENSORS = "compressed-tensors"
@@ -91,13 +99,13 @@ def choose_scheme(quantization: str, algo: str | None) -> Scheme:
     scheme = known[choose("--quantization", quantization, known)]
     if algo is None:
         return scheme
-    choose("--algo", algo, ALGORITHMS)
-    if not scheme.is_int4 or scheme.is_mixed:
+    own = ALGORITHMS.get(quantization)
+    if own is None:
         raise EdgeLLMError(
             f"--algo {algo}: --quantization {quantization} has no choice of algorithms",
-            hint="--algo is for int4_awq",
+            hint=f"--algo is for {', '.join(ALGORITHMS)}",
         )
-    return ALGORITHMS[algo]
+    return own[choose(f"--quantization {quantization} --algo", algo, own)]
 
 
 def check_targets(

@@ -82,11 +82,10 @@ def smooth(
         for name, weight in zip(inputs.names, weights, strict=True):
             found[f"{name}.weight"] = weight * choice.scales
             outputs[f"{name}.input_scale"] = plain_tensor(np.array(choice.step, np.float32))
-        # A cache of bytes has scales of the values as they are; and what is smoothed itself may be
-        # rounded anew, by a format that folds all that is left.
-        stays = recipe.kv_cache is not None or f"{_V}.pre_quant_scale" in outputs
-        folds = inputs.names != (_O,) or not stays
-        if not (folds and _fold(found, inputs.names, choice.scales, family, shared)):
+        if not (
+            _may_fold(inputs.names, outputs, recipe)
+            and _fold(found, inputs.names, choice.scales, family, shared)
+        ):
             for name in inputs.names:
                 outputs[f"{name}.pre_quant_scale"] = plain_tensor((1 / choice.scales).cpu().numpy())
     names = {name.rpartition(".")[0] for name in outputs}
@@ -99,6 +98,18 @@ def smooth(
     prefix = LAYER.format(0)
     tensors = {prefix + name: tensor for name, tensor in outputs.items()}
     return Exported(tensors, _described(recipe), own_producer())
+
+
+def _may_fold(names: tuple[str, ...], outputs: Mapping[str, Tensor], recipe: Recipe) -> bool:
+    """Whether what makes an input may be scaled.
+
+    A cache of bytes has scales of the values as they are; and what is smoothed itself may be
+    rounded anew, by a format that folds all that is left.
+    """
+    if names not in ((_O,), (_DOWN,)):
+        return True
+    maker = _V if names == (_O,) else _UP
+    return f"{maker}.pre_quant_scale" not in outputs and (maker != _V or recipe.kv_cache is None)
 
 
 def _choose(inputs: Inputs, weight: torch.Tensor, target: str, shared: tuple[int, int]) -> _Choice:

@@ -9,6 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from edgellm.export import models
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.activations import ACTIVATIONS
 
 # Sizes are always given: those that a class assumes are gigabytes.
@@ -69,6 +71,8 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     "max_window_layers": st.sampled_from([1, 28]),
     "layer_types": st.none() | st.lists(_TYPES, min_size=2, max_size=4),
     "no_rope_layers": st.none() | st.lists(st.integers(0, 1), min_size=2, max_size=4),
+    "full_attn_idxs": st.none() | st.lists(st.integers(0, 3), max_size=2),
+    "full_attention_interval": st.sampled_from([1, 2, 3]),
     "no_rope_layer_interval": st.sampled_from([1, 2, 4]),
     "mlp_only_layers": st.none() | st.lists(st.integers(0, 4), max_size=2),
     "decoder_sparse_step": st.sampled_from([1, 2, 3, 0]),
@@ -88,7 +92,7 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     "query_pre_attn_scalar": st.sampled_from([8, 256, 0]),
     **dict.fromkeys(("hidden_act", "hidden_activation"),
                     st.sampled_from([*ACTIVATIONS, "relu", "gelu_new", None])),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon"),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps"),
                     st.sampled_from([1e-6, 1e-2, None])),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"),
                     st.sampled_from([None, 2.0, 30, 0.0])),
@@ -102,6 +106,16 @@ _OTHERS = frozenset(
 )  # fmt: skip
 _LEGACY = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
            "sliding_window", "layer_types", "attention_bias")  # fmt: skip
+
+
+def attending() -> list[str]:
+    """Architectures without recurrent layers, which only engines for the CPU take."""
+    return [name for name in models.supported() if not _facts(name).is_recurrent]
+
+
+def _facts(model_type: str) -> DecoderConfig:
+    architecture = models.find(model_type)
+    return architecture.Config.from_hf(ConfigReader(copy.deepcopy(architecture.TINY)))
 
 
 def configs(model_type: str, config_class: type) -> st.SearchStrategy[dict[str, Any]]:

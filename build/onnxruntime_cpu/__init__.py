@@ -13,9 +13,19 @@ from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction_sets
 from edgellm.manifest import Bundle
 
-__all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin", "takes_batches"]
+__all__ = [
+    "DEVICE",
+    "LABEL",
+    "TAKES_STATES",
+    "Options",
+    "compile",
+    "estimate",
+    "origin",
+    "takes_batches",
+]
 LABEL = "ONNX Runtime"
 DEVICE = "cpu"
+TAKES_STATES = True
 
 
 def origin(options: AnyOptions) -> Origin:

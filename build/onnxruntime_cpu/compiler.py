@@ -13,13 +13,15 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from edgellm import contract
-from edgellm.build.check import Verdict, largest_error, require_alike, run_passes
+from edgellm.build.check import Verdict, require_alike, run_passes
 from edgellm.build.costs import measure
 from edgellm.build.lowering.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.onnxruntime_cpu.commit import compile_commit
 from edgellm.build.onnxruntime_cpu.expert_check import check_experts
 from edgellm.build.onnxruntime_cpu.lower import lower
 from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
+from edgellm.build.onnxruntime_cpu.optimize import optimize
 from edgellm.build.onnxruntime_cpu.options import kernels_of, notes_of
 from edgellm.build.onnxruntime_cpu.own_attention import page_spec
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
@@ -28,7 +30,6 @@ from edgellm.build.plan import Compiled, Estimate, Plan, Report
 from edgellm.build.reference import Numbers, Source, make_reference
 from edgellm.build.rounding import Rounds
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
-from edgellm.device_runtime.kernels.library import register
 from edgellm.device_runtime.kernels.pack import VERSION
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, KERNELS, LAYOUT
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
@@ -36,11 +37,9 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
     OnnxRuntimeRunner,
     open_runner,
 )
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, set_threads
+from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 from edgellm.manifest import Bundle, GraphSpec, KVCacheSpec, with_kv_dtype
-from edgellm.roles import DECODER, ENCODER, ROLES
-
-_SAVED = 1e-3  # relative; one graph, loaded twice
+from edgellm.roles import COMMIT, DECODER, ENCODER, ROLES
 
 
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
@@ -59,18 +58,29 @@ def compile_bundle(
     opened: dict[str, OnnxRuntimeRunner] = {}
     verdicts: list[Verdict] = []
     with rounded_weights(folder, plan.quantize) as rounded:
-        for role, graph in bundle.graphs.items():
+        portables = {**bundle.graphs}
+        one, commit, moving = portables.pop(COMMIT, None), None, {}
+        if one is not None:
+            commit, spec = compile_commit(
+                source / one.path, folder, plan.threads, own_kernels=kernels_of(plan) == EDGELLM
+            )
+            moving = {COMMIT: (spec,)}
+        for role, graph in portables.items():
             own = cache if ROLES[role].has_cache else None
-            portable = Source(role, bundle, source / graph.path, rounded, own, plan.kv_capacity)
+            portable = Source(
+                role, bundle, source / graph.path, rounded, own, plan.kv_capacity, commit
+            )
             compiler = _Compiler(portable, plan, folder, report)
             opened[role], graphs[role] = compiler.compile()
             verdicts.append(compiler.check(opened[role]))
+        if commit is not None:
+            opened[COMMIT] = commit
     dtype, pages = (cache.dtype, cache.pages) if cache is not None else ("", None)
     report("measuring the cost of a pass")
     costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype, pages), plan)
     own = ENCODER not in bundle.graphs  # whose layers stay with ONNX Runtime
     return Compiled(
-        graphs, dtype, costs, prefill_rows, notes_of(plan) if own else (),
+        {**graphs, **moving}, dtype, costs, prefill_rows, notes_of(plan) if own else (),
         _what_runs(plan) if own else {}, tuple(each.said for each in verdicts),
         sum(each.seconds for each in verdicts), pages,
     )  # fmt: skip
@@ -102,8 +112,7 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     if kernels_of(plan) == EDGELLM:
         cached = next(graph for role, graph in bundle.graphs.items() if ROLES[role].has_cache)
         graph = ir.load(source / cached.path).graph
-        pages = page_spec(graph, plan.kv_capacity, plan.max_batch_size)
-        spec = dataclasses.replace(spec, pages=pages)
+        spec = dataclasses.replace(spec, pages=page_spec(graph, plan))
     if DECODER not in bundle.graphs:
         return dataclasses.replace(spec, dtype="float32")
     if plan.kv_cache == "int8" and spec.ranges is None:
@@ -205,54 +214,3 @@ class _Compiler:
 def _is_own(variant: Variant) -> bool:
     """Whether its graph has operators of `device_runtime.kernels`."""
     return isinstance(variant.kernel, OwnLinears)
-
-
-def optimize(
-    lowered: Path,
-    output: Path,
-    threads: int,
-    *,
-    prepacks: bool,
-    probe: Callable[[ort.InferenceSession], Numbers] | None = None,
-    own_kernels: bool = False,
-) -> ort.InferenceSession:
-    """Let ONNX Runtime fold, fuse and prepack once, keep what it made, and load that.
-
-    Prepacked weights are mapped from the file when the engine is loaded, not copied.
-
-    Args:
-        lowered: a graph with its weights in `.data`; both are used up.
-        output: the saved graph.
-        threads: 0 takes all cores.
-        prepacks: keep the weights as the kernels read them, too.
-        probe: numbers that show what a graph computes, where nothing else will.
-        own_kernels: it has operators of `device_runtime.kernels`.
-
-    Raises:
-        EdgeLLMError: the saved graph does not compute what the lowered one does.
-    """
-    options = ort.SessionOptions()
-    set_threads(options, threads)
-    options.log_severity_level = 3
-    if own_kernels:
-        register(options)
-    options.optimized_model_filepath = str(output)
-    for key, value in (
-        ("optimized_model_external_initializers_file_name", f"{output.stem}.data"),
-        ("optimized_model_external_initializers_min_size_in_bytes", "1024"),
-        ("save_external_prepacked_constant_initializers", "1" if prepacks else "0"),
-    ):
-        options.add_session_config_entry(f"session.{key}", value)
-    saving = ort.InferenceSession(str(lowered), options, providers=["CPUExecutionProvider"])
-    expected = probe(saving) if probe is not None else {}
-    del saving
-    lowered.unlink()
-    lowered.with_suffix(".data").unlink()
-    saved = load_graph(output, threads=threads, optimize=False, own_kernels=own_kernels)
-    if probe is not None and largest_error(probe(saved), expected) > _SAVED:
-        raise EdgeLLMError(
-            f"ONNX Runtime {ort.__version__} saved a {output.stem} graph that computes "
-            "something else than the one it was made from",
-            hint="install another onnxruntime and report this",
-        )
-    return saved

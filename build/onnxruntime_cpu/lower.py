@@ -35,6 +35,7 @@ from edgellm.build.onnxruntime_cpu.own_attention import lower_attention as lower
 from edgellm.build.onnxruntime_cpu.own_embedding import lower_embeddings
 from edgellm.build.onnxruntime_cpu.own_experts import lower_experts
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears, lower_own_linears
+from edgellm.build.onnxruntime_cpu.own_recurrent import RECURRENCES, lower_recurrences
 from edgellm.contract import FUNCTIONS
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.manifest import KVCacheSpec
@@ -50,6 +51,7 @@ def lower(
     capacity: int = 0,
     *,
     needs_mask: bool = True,
+    own_kernels: bool = False,
 ) -> None:
     """Rewrite `model` in place for one way to compute linear layers.
 
@@ -60,11 +62,14 @@ def lower(
         cache: of a graph that has one; int8 takes one scale for each tensor.
         capacity: rows of the cache.
         needs_mask: False for a graph that only ever computes one row, which sees all before it.
+        own_kernels: edgellm's compute what is recurrent, as with its linear layers.
     """
+    own_kernels = own_kernels or isinstance(kernel, OwnLinears)
     graph = GraphEditor(model.graph, weights)
     if cache is not None:
         bind_capacity(model.graph, capacity)
-    inline(model, keep=READ_BY_LOWERINGS)
+    own_recurrent = RECURRENCES if own_kernels else ()
+    inline(model, keep=(*READ_BY_LOWERINGS, *own_recurrent))
     _lower_signature(model.graph)
     lower_inputs(graph)
     if isinstance(kernel, OwnLinears):
@@ -77,6 +82,7 @@ def lower(
         _lower_candidates(graph)
     else:
         lower_linears(graph, kernel)
+    lower_recurrences(graph)
     lower_rotations(graph)
     if cache is None:
         lower_encoder_attention(graph)
@@ -88,7 +94,7 @@ def lower(
     lower_norms(graph)
     lower_activations(graph)
     finish(model)
-    if isinstance(kernel, OwnLinears):
+    if own_kernels:
         model.graph.opset_imports[DOMAIN] = 1
 
 

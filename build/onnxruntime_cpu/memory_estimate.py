@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import onnx_ir as ir
@@ -17,9 +18,10 @@ from edgellm.build.onnxruntime_cpu.own_experts import forms_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
+from edgellm.cache_sizes import cache_bytes
 from edgellm.contract import ROUTER
 from edgellm.manifest import Bundle, KVCacheSpec
-from edgellm.roles import DECODER
+from edgellm.roles import COMMIT, DECODER
 
 
 def estimate_graphs(
@@ -29,6 +31,8 @@ def estimate_graphs(
     sizes: list[int] = []
     read = largest = 0
     for role, graph in bundle.graphs.items():
+        if role == COMMIT:
+            continue
         model = ir.load(source / graph.path)
         linears = _linear_sizes(model, plan.quantize)
         variants = variants_of(role, model, bundle, plan)
@@ -54,16 +58,19 @@ def estimate_graphs(
     loaded = 2 * sum(sizes[:-1]) if DECODER in bundle.graphs else sum(sizes)
     return Estimate(
         engine_bytes=sum(sizes),
-        kv_bytes=cache_bytes(cache, plan.kv_capacity, plan.max_batch_size) if cache else 0,
+        kv_bytes=_cached_bytes(bundle, cache, plan),
         peak_build_bytes=RUNTIME_BYTES + loaded + max(sizes[-1], 3 * largest),
         decode_bytes=read,
     )
 
 
-def cache_bytes(cache: KVCacheSpec, capacity: int, num_sequences: int) -> int:
-    """Of the KV caches of some sequences, of whole pages."""
-    rows = cache.pages.rows if cache.pages is not None else 1
-    return cache.bytes_per_token * -(-capacity // rows) * rows * num_sequences
+def _cached_bytes(bundle: Bundle, cache: KVCacheSpec | None, plan: Plan) -> int:
+    """Of keys and values, and of states twice: a commit reads one and writes the other."""
+    if cache is None:
+        return 0
+    recurrent = bundle.decoder.recurrent
+    states = sum(map(math.prod, recurrent.states.values())) if recurrent is not None else 0
+    return cache_bytes(cache, plan.kv_capacity, plan.max_batch_size) + 2 * 4 * states
 
 
 def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,8 @@ from edgellm.build.lowering.contrib_ops import CACHE_NAMES, row_tables
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.weights import constant_array, parameter_name
 from edgellm.build.onnxruntime_cpu.grouped_attention import packed_rows
+from edgellm.build.plan import Plan
+from edgellm.cache_sizes import is_bounded
 from edgellm.contract import (
     SEQUENCES,
     TREE_MASKS,
@@ -21,6 +24,8 @@ from edgellm.contract import (
     BrokenArtifactError,
     UnsupportedModelError,
     page_table_name,
+    past_name,
+    present_name,
 )
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.runners.onnxruntime_cpu.parts import (
@@ -32,15 +37,18 @@ from edgellm.manifest import KVCacheSpec, PageSpec
 
 # Of a page: small ones waste less on short sequences, and make a pass of one 4 % slower.
 _SHARED_ROWS, _ALONE_ROWS = 64, (256, 128)
+_PASS_ROWS = 256  # for which windows have room; longer passes read prompts no faster
 
 
-def page_spec(graph: ir.Graph, capacity: int, num_sequences: int) -> PageSpec:
+def page_spec(graph: ir.Graph, plan: Plan) -> PageSpec:
     """The pages that the caches of a portable graph are cut into; raises as `lower_attention`."""
     layers = CachedAttention.all_of(graph, takes_sinks=True)
     rows = _SHARED_ROWS
-    if num_sequences == 1:
-        rows = next((each for each in _ALONE_ROWS if capacity % each == 0), rows)
-    return PageSpec(rows, tuple(_window(layer) or 0 for layer in layers))
+    if plan.max_batch_size == 1:
+        rows = next((each for each in _ALONE_ROWS if plan.kv_capacity % each == 0), rows)
+    windows = tuple(_window(layer) or 0 for layer in layers)
+    pages = PageSpec(rows, windows, max(_PASS_ROWS, plan.max_verify_tree_size))
+    return pages if is_bounded(pages, plan.kv_capacity) else PageSpec(rows, windows)
 
 
 def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> None:
@@ -66,10 +74,14 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> No
             rotation = tables[layer.cos]
         _emit(graph, layer, passes, rotation, _scales(graph, cache, index))
     _settle_capacity(graph, capacity)
-    for value in (*graph.graph.inputs, *graph.graph.outputs):
-        if str(value.name).startswith(CACHE_NAMES):
+    values = {str(value.name): value for value in (*graph.graph.inputs, *graph.graph.outputs)}
+    for layer, window in enumerate(cache.pages.windows):
+        for name, part in itertools.product((past_name, present_name), ("key", "value")):
+            value = values[name(layer, part)]
             assert value.shape is not None
-            value.shape = ir.Shape(["pages", value.shape[1], cache.pages.rows, value.shape[3]])
+            # Windows have pages of their own, whose number is another.
+            pages = [f"pages{window or ''}", value.shape[1], cache.pages.rows, value.shape[3]]
+            value.shape = ir.Shape(pages)
             if cache.dtype == "int8":
                 value.type = ir.TensorType(ir.DataType.INT8)
 

@@ -11,9 +11,19 @@ from edgellm.build.plan import Compiled, Estimate, Options, Origin, Plan, Report
 from edgellm.device_runtime.runners import onnxruntime_cuda
 from edgellm.manifest import Bundle
 
-__all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin", "takes_batches"]
+__all__ = [
+    "DEVICE",
+    "LABEL",
+    "TAKES_STATES",
+    "Options",
+    "compile",
+    "estimate",
+    "origin",
+    "takes_batches",
+]
 LABEL = "ONNX Runtime"
 DEVICE = "cuda"
+TAKES_STATES = False
 
 
 def origin(options: Options) -> Origin:

@@ -18,7 +18,8 @@ from edgellm.build.lowering.attention import CachedAttention
 from edgellm.build.lowering.calls import find_calls, require_known
 from edgellm.build.lowering.contrib_ops import LOWERED_OPSET, MASKED, rotate, row_tables
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.contract import UnsupportedModelError
+from edgellm.build.lowering.weights import constant_array, parameter_name
+from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.device_runtime.runners.onnxruntime_cuda.slots import (
     KEPT,
     SLOTS,
@@ -33,7 +34,7 @@ _CONTRIB = "com.microsoft"
 def lower_cached_attention(graph: GraphEditor, dtype: ir.DataType, capacity: int) -> None:
     """Rewrite all cached attention of a decoder or draft, and what its layers share."""
     _lower_tables(graph, dtype, capacity)
-    layers = CachedAttention.all_of(graph.graph)
+    layers = CachedAttention.all_of(graph.graph, takes_sinks=True)
     kv_num_heads = layers[0].kv_num_heads
     if any(layer.kv_num_heads != kv_num_heads for layer in layers):
         raise UnsupportedModelError("layers with other key heads are not lowered for CUDA")
@@ -158,11 +159,46 @@ def _attend(
     if layer.softcap:
         bound = graph.constant(f"softcap_{cap}", np.array(cap, dtype.numpy()))
         scores = graph.node("Mul", [graph.node("Tanh", [scores]), bound])
-    weights = graph.node("Softmax", [graph.node("Add", [scores, mask])], axis=-1)
+    weights = _shares(graph, graph.node("Add", [scores, mask]), live, layer, dtype)
     y = graph.node("MatMul", [weights, values])  # [1, K, S * G, D]
     back = graph.node("Reshape", [y, shape(f"rows_apart_{group}", 0, keys_heads, -1, group, size)])
     merged = graph.node("Transpose", [back], perm=[0, 2, 1, 3, 4])  # [1, S, K, G, D]
     return graph.node("Reshape", [merged, shape("heads_merged", 0, 0, -1)])
+
+
+def _shares(
+    graph: GraphEditor, scores: ir.Value, live: ir.Value, layer: CachedAttention, dtype: ir.DataType
+) -> ir.Value:
+    """Softmax over the slots, [1, K, S * G, T]; a sink is a further slot that gives nothing."""
+    if layer.sinks is None:
+        return graph.node("Softmax", [scores], axis=-1)
+
+    def numbers(name: str, *values: int) -> ir.Value:
+        return graph.constant(name, np.array(values, np.int64))
+
+    keys_heads, group = layer.kv_num_heads, layer.num_heads // layer.kv_num_heads
+    sinks = _sinks(graph, layer, dtype)
+    zero, one, axis = numbers("first_slot", 0), numbers("second_slot", 1), numbers("last_axis", 3)
+    first = graph.node("Slice", [scores, zero, one, axis])
+    apart = graph.node(
+        "Reshape", [first, numbers(f"heads_of_keys_{group}", 0, keys_heads, -1, group)]
+    )
+    each = graph.node("Add", [graph.node("Sub", [apart, apart]), sinks])
+    column = graph.node("Reshape", [each, numbers("sink_of_rows", 0, keys_heads, -1, 1)])
+    both = graph.node("Concat", [scores, column], axis=-1)
+    return graph.node("Slice", [graph.node("Softmax", [both], axis=-1), zero, live, axis])
+
+
+def _sinks(graph: GraphEditor, layer: CachedAttention, dtype: ir.DataType) -> ir.Value:
+    """[1, K, 1, G]."""
+    assert layer.sinks is not None
+    array = constant_array(layer.sinks)
+    if array is None:
+        raise BrokenArtifactError(
+            f"{layer.call.name}: the sinks are not a stored weight", hint="export the bundle again"
+        )
+    rows = array.reshape(1, layer.kv_num_heads, 1, -1).astype(dtype.numpy())
+    return graph.weight(f"{parameter_name(layer.sinks)}.sinks", lambda: rows)
 
 
 def rows_graph(spec: KVCacheSpec, capacity: int) -> ir.Model:

@@ -13,12 +13,13 @@ import onnx_ir as ir
 
 from edgellm.build.check import Verdict, require_alike
 from edgellm.build.costs import measure
-from edgellm.build.lowering.experts import refuse_experts
+from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.linear_weights import LinearWeight, linear_layers, weight_kinds
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.round_int4 import check_quantize, load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile, parameter_name
 from edgellm.build.onnxruntime_cuda.attention import rows_graph
+from edgellm.build.onnxruntime_cuda.experts import EXPERTS_VERSION, expert_bytes
 from edgellm.build.onnxruntime_cuda.linears import CudaKernel, dense_name
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
 from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report, most_rows
@@ -27,7 +28,11 @@ from edgellm.build.rounding import Rounds
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners import Runner
-from edgellm.device_runtime.runners.onnxruntime_cuda import open_graphs, provider
+from edgellm.device_runtime.runners.onnxruntime_cuda import (
+    MINIMUM_VERSION,
+    open_graphs,
+    provider,
+)
 from edgellm.device_runtime.runners.onnxruntime_cuda.slots import ROWS_GRAPH
 from edgellm.manifest import Bundle, GraphSpec, KVCacheSpec, with_kv_dtype
 from edgellm.roles import DECODER, ROLES
@@ -37,7 +42,7 @@ PREFILL_ROWS = 256  # where nothing is measured: scores of a pass are a matrix
 _NOT_MEASURED = "there is no CUDA here: the engine was not run and nothing was measured"
 _NOT_COMPARED = "not compared with the portable graph: there is no CUDA here"
 _NO_FP8 = "FP8 weights became int8 in blocks of 32: ONNX Runtime's CUDA products do not take FP8"
-_NO_EXPERTS = "--device cuda", "build for --device cpu"
+_FLOAT_EXPERTS = "experts have the activations' type, also where the checkpoint has fewer bits"
 _NAMES = {DECODER: "llm"}  # of files, where they are not the role's
 
 
@@ -48,10 +53,13 @@ def compile_bundle(
     cache = _cache(bundle, plan)
     quantize = _quantize(bundle, plan)
     portable = ir.load(source / next(iter(bundle.graphs.values())).path)
-    refuse_experts(portable.graph, *_NO_EXPERTS)
+    has_experts = bool(ExpertLayer.all_of(portable.graph))
     kinds = weight_kinds(portable)
     check_quantize(kinds, quantize)
     device, notes = _device()
+    options = {MINIMUM_VERSION: EXPERTS_VERSION} if has_experts else {}
+    if device:
+        provider.require_version(options)
     verdicts = [] if device else [Verdict(_NOT_COMPARED)]
     with rounded_weights(folder, quantize) as rounded:
         compiler = _Compiler(source, bundle, plan, folder, rounded, quantize)
@@ -71,7 +79,12 @@ def compile_bundle(
         cache.dtype if cache is not None else "",
         costs,
         prefill_rows,
-        notes=(*([_NO_FP8] if "fp8" in kinds else []), *notes),
+        notes=(
+            *([_NO_FP8] if "fp8" in kinds else []),
+            *([_FLOAT_EXPERTS] if has_experts else []),
+            *notes,
+        ),
+        options=options,
         checks=tuple(each.said for each in verdicts),
         check_s=sum(each.seconds for each in verdicts),
     )
@@ -180,10 +193,12 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     rope = int(dtype.itemsize * capacity * cache.head_dim) if cache is not None else 0
     linears: dict[str, int] = {}
     tables: dict[str, int] = {}
-    largest = 0
+    largest = experts = taken = 0
     for role, graph in bundle.graphs.items():
         portable = ir.load(source / graph.path).graph
-        refuse_experts(portable, *_NO_EXPERTS)
+        for layer in ExpertLayer.all_of(portable):
+            size = expert_bytes(layer, dtype)
+            experts, taken = experts + size, taken + size * layer.top_k // layer.count
         for node, weight in linear_layers(portable):
             key, size = _stored(weight, f"{role}.{node.name}", dtype, plan.quantize)
             linears[key] = size
@@ -194,12 +209,12 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
             if table is not None and tensor is not None and tensor.dtype.is_floating_point():
                 key = f"{parameter_name(table)}.{dtype.name.lower()}"
                 tables[key] = int(tensor.size * dtype.itemsize)
-    engine = sum({**tables, **linears}.values())
+    engine = sum({**tables, **linears}.values()) + experts
     return Estimate(
         engine_bytes=engine + rope,
         kv_bytes=cache.bytes_per_token * capacity if cache is not None else 0,
         peak_build_bytes=RUNTIME_BYTES + 12 * largest,
-        decode_bytes=sum(linears.values()),
+        decode_bytes=sum(linears.values()) + taken,
         runs_on_cpu=False,
         device_bytes=memory_bytes(),
     )

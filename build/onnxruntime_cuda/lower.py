@@ -24,6 +24,7 @@ from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.lowering.tables import widen_tables
 from edgellm.build.lowering.weights import WeightFile, constant_array, keep_apart, parameter_name
 from edgellm.build.onnxruntime_cuda.attention import lower_cached_attention
+from edgellm.build.onnxruntime_cuda.experts import lower_experts
 from edgellm.build.onnxruntime_cuda.kernels import check_kernels
 from edgellm.contract import FUNCTIONS
 
@@ -56,6 +57,7 @@ def lower_for_cuda(
     _lower_constants(graph, dtype)
     widen_tables(graph, dtype)
     lower_linears(graph, kernel)
+    lower_experts(graph, dtype)
     if capacity:
         lower_cached_attention(graph, dtype, capacity)
     else:

@@ -11,9 +11,19 @@ from edgellm.build.tensorrt.target import find_target
 from edgellm.contract import EdgeLLMError
 from edgellm.manifest import Bundle
 
-__all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin", "takes_batches"]
+__all__ = [
+    "DEVICE",
+    "LABEL",
+    "TAKES_STATES",
+    "Options",
+    "compile",
+    "estimate",
+    "origin",
+    "takes_batches",
+]
 LABEL = "TensorRT"
 DEVICE = "cuda"
+TAKES_STATES = False
 
 
 def origin(options: plans.Options) -> Origin:

@@ -23,7 +23,7 @@ class Entry:
     """An answer in the works, between its reader and the passes."""
 
     sequence: Sequence
-    kept: int | None = None  # rows of it that are kept for later prompts
+    kept: int | None = None  # rows of it that are to be kept for later prompts
     priority: int = 0  # smaller goes first
     # Asked before every pass, by any thread; what it raises ends the answer.
     before_pass: Callable[[], object] | None = None
@@ -122,14 +122,24 @@ class Batch:
                 any_ended = True
         return any_ended
 
-    def plan(self, patience_s: float) -> Plan | None:
-        """The next step; None while it has nothing for any reader who waits.
+    def begin(self, patience_s: float) -> list[Entry]:
+        """Move the line; those that step, none while that is nothing for any reader who waits.
 
         Args:
             patience_s: for which an answer keeps its place though nobody asks for its next step.
         """
-        if (lone := self._lone()) is not None:
-            return lone
+        stepping = self._lone()
+        if not stepping:
+            found = self._plan(patience_s)
+            if found is None:
+                return []
+            stepping = self._move(found)
+        self.stepping = frozenset(stepping)
+        if self.slot.steps_together:
+            _share(stepping)
+        return stepping
+
+    def _plan(self, patience_s: float) -> Plan | None:
         now_s, rows = time.monotonic(), self.bounds.tree_rows
         going = [entry for entry in self.entries if not entry.is_done]
         standings = [entry.standing(now_s, patience_s, rows) for entry in going]
@@ -137,18 +147,20 @@ class Batch:
         is_wanted = any(entry.is_wanted and entry.number in found.rows for entry in going)
         return found if is_wanted else None
 
-    def _lone(self) -> Plan | None:
-        """The step of the only answer, which decodes and is waited for: nothing is to plan."""
+    def _lone(self) -> list[Entry]:
+        """The only answer, if it decodes and is waited for: nothing is to plan."""
         if len(self.entries) != 1:
-            return None
+            return []
         (entry,) = self.entries
         sequence = entry.sequence
         if not (entry.is_wanted and entry.is_admitted) or entry.is_done or sequence.is_reading:
-            return None
-        rows = 1 if sequence.drafter is None else self.bounds.tree_rows
-        return Plan({entry.number: rows}) if not entry.saved_rows else None
+            return []
+        if entry.saved_rows:
+            return []
+        sequence.most_rows = 1 if sequence.drafter is None else self.bounds.tree_rows
+        return [entry]
 
-    def begin(self, found: Plan) -> list[Entry]:
+    def _move(self, found: Plan) -> list[Entry]:
         """Move the line as planned; those that step."""
         by_number = {entry.number: entry for entry in self.entries}
         for number in found.admitted:
@@ -161,9 +173,6 @@ class Batch:
         stepping = [by_number[number] for number in found.rows]
         for entry in stepping:
             entry.sequence.most_rows, entry.saved_rows = found.rows[entry.number], 0
-        self.stepping = frozenset(stepping)
-        if self.slot.steps_together:
-            _share(stepping)
         return stepping
 
     def _release(self, entry: Entry) -> None:
@@ -189,8 +198,7 @@ class Batch:
         try:
             found = step(self.slot, [entry.sequence for entry in entries])
             for entry in entries:
-                if entry.kept is not None and entry.sequence.finish_reason is not None:
-                    entry.sequence.warnings += self.slot.keep(entry.sequence, entry.kept)
+                self._keep(entry)
         except BaseException as error:
             is_interrupt = not isinstance(error, Exception)
             for entry in entries:
@@ -201,6 +209,11 @@ class Batch:
         for entry in entries:
             entry.failure = entry.failure or entry.sequence.failure
         return found
+
+    def _keep(self, entry: Entry) -> None:
+        if entry.kept is not None and self.slot.is_to_keep(entry.sequence, entry.kept):
+            entry.sequence.warnings += self.slot.keep(entry.sequence, entry.kept)
+            entry.kept = None
 
     def end(self, stepping: list[Entry], found: list[tuple[Step, ...]]) -> None:
         """Hand out what the pass gave."""

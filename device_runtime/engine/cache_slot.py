@@ -183,7 +183,8 @@ class CacheSlot:
         best: tuple[int, Finished | tuple[Any, ...] | None] = (-1, None)
         for found in (*self._finished.all, *self._begun.values()):
             contexts = found.contexts if isinstance(found, Finished) else found
-            held = min(context.held(keys) for context in contexts[:needed])
+            pairs = zip(self._caches[:needed], contexts, strict=False)
+            held = min(cache.held_by(context, keys) for cache, context in pairs)
             if held > best[0] or (held == best[0] and isinstance(found, Finished)):
                 best = held, found
         return max(best[0], 0), best[1]
@@ -199,10 +200,19 @@ class CacheSlot:
         for cache, context in zip(self._caches, contexts, strict=True):
             cache.close(context)
 
+    def end(self, sequence: Sequence) -> None:
+        """The answer is complete, all rows of which a sequence has that has just stepped."""
+        self.session.end_text(len(sequence.keys))
+
     def set_images(self, prompt: Prompt) -> None:
         """Tell the base what image rows of a prompt stand for, before it is read."""
         if self._no_images is not None:
             self.session.set_images(prompt.images or self._no_images)
+
+    def is_to_keep(self, sequence: Sequence, length: int) -> bool:
+        """Whether `keep` is due: at the end, or before windows give rows back."""
+        is_last_chance = self.session.pass_rows and sequence.num_rows >= length
+        return sequence.finish_reason is not None or bool(is_last_chance)
 
     def keep(self, sequence: Sequence, length: int) -> list[str]:
         """Keep the first `length` rows of a sequence that has just stepped for later prompts.
@@ -212,10 +222,19 @@ class CacheSlot:
         """
         if not length:
             return ["nothing was kept: there is no system prompt of its own"]
-        self._holder = sequence
-        if not self._copy(self._begun[sequence], sequence.prompt.keys[: length + 1]):
+        contexts = self._turn_to(sequence)
+        if length < self.session.least_rows and not self.kept.knows(sequence.prompt.keys[:length]):
+            return ["the system prompt is not kept: the answer went on behind a longer text"]
+        if not self._copy(contexts, sequence.prompt.keys[: length + 1]):
             return [f"the system prompt takes more than {self.kept.limit_bytes} bytes: not kept"]
         return []
+
+    def _turn_to(self, sequence: Sequence) -> tuple[Any, ...]:
+        """Make its rows the current ones of all caches."""
+        self._holder, contexts = sequence, self._begun[sequence]
+        for cache, context in zip(self._caches, contexts, strict=True):
+            cache.use(context)
+        return contexts
 
     def _copy(self, contexts: tuple[Any, ...], keys: list[RowKey]) -> bool:
         """Keep copies of rows, see `KeptContexts.keep`."""
@@ -259,4 +278,9 @@ class CacheSlot:
             with sequence.profile.stage(RESTORE):
                 kept.restore(usable, caches)
             held = usable
-        return min(held, len(keys) - 1)
+        begun = self.session.begin_text(len(keys), min(held, len(keys) - 1), sequence.marks)
+        return self._usable(begun)
+
+    def _usable(self, length: int) -> int:
+        """As many rows, if windows still have what the next row sees; if not, none."""
+        return length if length and length >= self.session.least_rows else 0

@@ -22,7 +22,7 @@ class Finished:
     """One of them."""
 
     keys: list[RowKey]  # of its rows, and of the token behind
-    contexts: tuple[Any, ...]  # `RowContext`s in the base's cache, and in the draft's
+    contexts: tuple[Any, ...]  # in the base's cache, and in the draft's
     used: int = 0  # the number of the answer that was the last to use it
 
 

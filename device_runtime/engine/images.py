@@ -17,12 +17,11 @@ from edgellm.device_runtime.sessions.encoder import open_encoder
 from edgellm.integrity import FileCheck
 from edgellm.manifest import VISUAL_ENGINE, DecoderSpec, Engine, load_engine
 from edgellm.multimodal import processors
-from edgellm.multimodal.films import Film, open_film
+from edgellm.multimodal.films import open_film
 from edgellm.multimodal.grids import grid_inputs
 from edgellm.multimodal.images import content_hash, open_image
 from edgellm.multimodal.positions import Grid, rotary_positions
-from edgellm.multimodal.processors import Prepared, PreparedFilm
-from edgellm.multimodal.processors.qwen_film import FilmRules
+from edgellm.multimodal.processors import FilmProcessor, FilmRules, Prepared
 from edgellm.multimodal.sources import Source, Video
 
 CACHE_BYTES = 256 << 20  # of features that are kept for further questions
@@ -47,13 +46,6 @@ class Seen:
 @runtime_checkable
 class _Merges(Protocol):
     def merged(self, grid: tuple[int, int]) -> tuple[int, int]: ...
-
-
-class _Films(Protocol):
-    film: FilmRules
-    temporal_patch_size: int
-
-    def prepare_film(self, film: Film, most: int, most_per_pass: int) -> PreparedFilm: ...
 
 
 class ImageReader:
@@ -82,6 +74,16 @@ class ImageReader:
         self._decoder, self._token_id = decoder, decoder.images.token_id
         self._kept: OrderedDict[str, Seen] = OrderedDict()
         self._room = cache_bytes
+
+    @property
+    def film_text(self) -> str:
+        """What stands for a film in messages; "": the chat template writes it, or none is taken."""
+        rules = self._film_rules
+        return rules.placeholder if rules is not None and rules.is_text else ""
+
+    @property
+    def _film_rules(self) -> FilmRules | None:
+        return getattr(self.processor, "film", None)
 
     def see(self, sources: Sequence[Source], folder: Path) -> list[Seen]:
         """Features of images and films; those that were seen lately are not computed again.
@@ -135,17 +137,18 @@ class ImageReader:
         return self._kept[key]
 
     def _watch(self, source: Video, folder: Path, room: int) -> Seen:
-        """A film: the encoder sees one patch in time after the other."""
-        if getattr(self.processor, "film", None) is None:
+        """A film: the encoder sees one frame, or patch in time, after the other."""
+        rules = self._film_rules
+        if rules is None:
             raise RequestError(
                 f"{self.manifest.vision.model_type} takes no video here",
-                hint="Qwen2.5-VL and Qwen3-VL do; others take frames as images",
+                hint="Qwen2.5-VL, Qwen3-VL and SmolVLM2 do; others take frames as images",
             )
-        processor = cast(_Films, self.processor)
-        rules, together = processor.film, processor.temporal_patch_size
+        processor = cast(FilmProcessor, self.processor)
         film = open_film(
-            source, folder, lambda total, rate: rules.pick(total, rate, together), rules.frame_rate
-        )
+            source, folder, lambda total, rate: processor.pick_frames(total, rate, room),
+            rules.frame_rate,
+        )  # fmt: skip
         most = self.manifest.max_image_tokens_per_image
         key = f"{film.content()} in {room}"  # a later film in a request has less room
         if key in self._kept:

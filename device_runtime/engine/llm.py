@@ -109,6 +109,7 @@ class LLM:
             from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
 
             self.images = ImageReader(Path(multimodal_engine_dir), decoder, verify=verify)
+            self.formatter = replace(self.formatter, film_text=self.images.film_text)
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
 
     def _bounds(self, slot: CacheSlot, most_stall_ms: float) -> Bounds:
@@ -292,22 +293,31 @@ class LLM:
         if system_prompt is not None:
             ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
             kept = count_common(ids, prompt.token_ids)
+            sequence.marks = (kept,)
         return Answer(Entry(sequence, kept, priority), self._turns)
 
-    def read_logprobs(self, token_ids: Sized[int], num_top: int = 0) -> list[TokenLogprobs]:
+    def read_logprobs(
+        self,
+        token_ids: Sized[int],
+        num_top: int = 0,
+        before_pass: Callable[[], object] = lambda: None,
+    ) -> list[TokenLogprobs]:
         """Log-probabilities of all tokens of a text but the first, as the model itself sees them.
 
         Args:
             token_ids: of the text.
             num_top: of the likeliest tokens in each place, which are told of, too.
+            before_pass: asked before every pass; what it raises ends the reading.
 
         Raises:
             RequestError: the text is empty or too long.
         """
-        return self._reader(token_ids).logprobs(token_ids, num_top)
+        return self._reader(token_ids, before_pass).logprobs(token_ids, num_top)
 
-    def embed(self, token_ids: Sized[int]) -> NDArray[np.float32]:
-        """float32 [H] of length 1: what a text stands for.
+    def embed(
+        self, token_ids: Sized[int], before_pass: Callable[[], object] = lambda: None
+    ) -> NDArray[np.float32]:
+        """float32 [H] of length 1: what a text stands for; see `read_logprobs`.
 
         Raises:
             RequestError: the engine is not of a model exported with --pooling; the text is empty
@@ -318,12 +328,12 @@ class LLM:
                 "this engine answers and does not embed",
                 hint="export a model for embeddings with --pooling last or mean",
             )
-        return self._reader(token_ids).pooled(token_ids, self.manifest.pooling)
+        return self._reader(token_ids, before_pass).pooled(token_ids, self.manifest.pooling)
 
-    def _reader(self, token_ids: Sized[int]) -> Reader:
+    def _reader(self, token_ids: Sized[int], before_pass: Callable[[], object]) -> Reader:
         ids = self._ids(token_ids, add_special_tokens=False)
         fit(len(ids), 0, self.manifest)
-        return Reader(self.slot, self._turns)
+        return Reader(self.slot, self._turns, before_pass)
 
     def _prompt(
         self,

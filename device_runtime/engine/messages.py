@@ -25,6 +25,7 @@ class Formatter:
 
     tokenizer: ChatTokenizer
     allow_special_tokens: bool = False
+    film_text: str = ""  # what stands for a film in the messages; "": the template writes it
 
     def format(self, messages: Sequence[Message], flags: Mapping[str, Any] | None = None) -> str:
         """The chat template applied to messages; `ChatTokenizer.encode` reads the marks in it.
@@ -48,6 +49,10 @@ class Formatter:
                 variables.setdefault("thinking", True)  # the name in Granite's templates
             if not self.allow_special_tokens:
                 turns, variables = self._as_text(turns), self._as_text(variables)
+            if self.tokenizer.wants_items():
+                turns = [{**turn, "content": _items(turn["content"])} for turn in turns]
+            if self.film_text:
+                turns = [_with_films(turn, self.film_text) for turn in turns]
             return self.tokenizer.render(turns, **variables)
         except RecursionError:
             raise RequestError("the messages are nested too deeply") from None
@@ -92,6 +97,20 @@ def _content(content: Any) -> str | list[dict[str, str]]:
         {"type": "text", "text": item["text"]} if item["type"] == "text" else {"type": item["type"]}
         for item in content
     ]
+
+
+def _items(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _with_films(turn: dict[str, Any], text: str) -> dict[str, Any]:
+    if isinstance(turn["content"], str):
+        return turn
+    items = [
+        {"type": "text", "text": text} if item["type"] == "video" else item
+        for item in turn["content"]
+    ]
+    return {**turn, "content": items}
 
 
 def _call(call: Any, at: int) -> Any:

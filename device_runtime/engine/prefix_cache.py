@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -32,14 +32,6 @@ def count_common(ones: Sequence[RowKey], others: Sequence[RowKey]) -> int:
         return most
     pairs = enumerate(zip(ones, others, strict=False))
     return next((at for at, (one, other) in pairs if one != other), most)
-
-
-class RowContext(Protocol):
-    """The rows of one sequence in a cache."""
-
-    def held(self, keys: Sequence[RowKey]) -> int:
-        """Rows that are those of a prompt with these keys."""
-        ...
 
 
 class RowCache(Protocol):
@@ -77,12 +69,43 @@ class RowCache(Protocol):
         """Rows that are those of a prompt with these keys."""
         ...
 
+    def held_by(self, context: Any, keys: Sequence[RowKey], /) -> int:
+        """The same of any sequence, none where a prompt could not go on behind so many."""
+        ...
+
     def read_rows(self, length: int) -> NDArray[Any]:
         """See `runners.Cache`."""
         ...
 
-    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
-        """Make `rows`, which `read_rows` gave, the only ones; `keys` of a prompt that begins so."""
+    @property
+    def least_rows(self) -> int:
+        """The fewest rows that a prompt can go on behind, but for none.
+
+        Behind fewer than these windows see rows that were given back.
+        """
+        ...
+
+    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey], least_rows: int = 0) -> None:
+        """Make `rows`, which `read_rows` gave, the only ones.
+
+        Args:
+            rows: the first ones of what was read.
+            keys: of a prompt that begins so.
+            least_rows: of the cache when it was read.
+        """
+        ...
+
+
+@runtime_checkable
+class StatefulCache(RowCache, Protocol):
+    """That of a base, whose recurrent layers may have states besides."""
+
+    def read_states(self, length: int) -> tuple[NDArray[Any], ...]:
+        """Copies of those behind the first `length` rows; () where no layer has any."""
+        ...
+
+    def write_states(self, states: tuple[NDArray[Any], ...], length: int) -> None:
+        """Those that `read_states` gave, behind as many rows, which are written."""
         ...
 
 
@@ -92,27 +115,38 @@ class KeptRows:
 
     keys: tuple[RowKey, ...]  # and that of the token behind them
     rows: tuple[NDArray[Any], ...]  # of the base, and of the draft if there is one
+    states: tuple[NDArray[Any], ...] = ()  # of recurrent layers, behind all rows of the base
+    least_rows: int = 0  # fewer of them cannot be gone on from
 
     @property
     def num_bytes(self) -> int:
         """Of all rows."""
-        return sum(rows.nbytes for rows in self.rows)
+        return sum(array.nbytes for array in (*self.rows, *self.states))
 
     def holds(self, other: KeptRows) -> bool:
-        """Whether it begins with the rows of another."""
+        """Whether it serves wherever another does, which it begins with."""
+        if self.states:  # which cannot go back to fewer
+            return False
         own = other.keys[:-1]
-        return len(self.rows) == len(other.rows) and self.keys[: len(own)] == own != self.keys[:-1]
+        if len(self.rows) != len(other.rows) or self.least_rows > other.least_rows:
+            return False
+        return self.keys[: len(own)] == own != self.keys[:-1]
 
     def usable(self, keys: Sequence[RowKey], num_caches: int) -> int:
         """Rows that are those of a prompt, in the first `num_caches`."""
         # A row of the draft holds the token behind it, too.
         common = max(count_common(self.keys, keys) - (num_caches - 1), 0)
-        return min(common, *(rows.shape[-2] for rows in self.rows[:num_caches]))
+        found = min(common, *(rows.shape[-2] for rows in self.rows[:num_caches]))
+        if found < self.least_rows or (self.states and found < self.rows[0].shape[-2]):
+            return 0
+        return found
 
     def restore(self, length: int, caches: Sequence[RowCache]) -> None:
-        """Write the first `length` rows into the caches."""
+        """Write the first `length` rows into the caches, the base's first."""
         for cache, rows in zip(caches, self.rows, strict=False):
-            cache.write_rows(rows[..., :length, :], self.keys)
+            cache.write_rows(rows[..., :length, :], self.keys, self.least_rows)
+        if self.states and isinstance(caches[0], StatefulCache):
+            caches[0].write_states(self.states, length)
 
 
 class KeptContexts:
@@ -126,15 +160,27 @@ class KeptContexts:
         """Keep what the caches hold of the rows of all `keys` but the last; forget the oldest.
 
         Returns:
-            False if these rows alone exceed the limit: nothing is kept, nothing is forgotten.
+            False if these rows alone exceed the limit, or are not all there: nothing is kept,
+            nothing is forgotten.
         """
         name, length = tuple(keys[:-1]), len(keys) - 1
         known = self._kept.get(name)
         if known is not None and min(rows.shape[-2] for rows in known.rows) == length:
             self._kept.move_to_end(name)
             return True
-        saved = tuple(cache.read_rows(min(length, cache.held(keys))) for cache in caches)
-        return self.add(KeptRows(tuple(keys), saved))
+        least_rows = max(cache.least_rows for cache in caches)
+        base, *drafts = caches
+        held = base.held(name)
+        if held < least_rows:
+            return False
+        drafted = (cache.read_rows(min(length, cache.held(keys))) for cache in drafts)
+        saved = base.read_rows(held), *drafted
+        states = base.read_states(held) if isinstance(base, StatefulCache) else ()
+        return self.add(KeptRows(tuple(keys), saved, states, least_rows))
+
+    def knows(self, name: Sequence[RowKey]) -> bool:
+        """Whether rows of this beginning are kept."""
+        return tuple(name) in self._kept
 
     def add(self, kept: KeptRows) -> bool:
         """Keep rows that somebody read; as `keep`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -20,8 +20,9 @@ _ROWS = 64  # of a pass whose rows all get logits
 class Reader:
     """Reads texts between the passes of answers, a piece at a time."""
 
-    def __init__(self, slot: CacheSlot, turns: Turns) -> None:
-        self._slot, self._turns = slot, turns
+    def __init__(self, slot: CacheSlot, turns: Turns, before_pass: Callable[[], object]) -> None:
+        """`before_pass` is asked before every pass; what it raises ends the reading."""
+        self._slot, self._turns, self._before_pass = slot, turns, before_pass
 
     def logprobs(self, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
         """How likely each token but the first was behind those before it.
@@ -67,6 +68,7 @@ class Reader:
             for begin in range(0, len(ids), rows):
                 piece = ids[begin : begin + rows]
                 wanted = np.arange(len(piece)) if all_logits else np.array([len(piece) - 1])
+                self._before_pass()
                 with self._turns.visiting():
                     others = session.context
                     session.use(own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sized
 from typing import cast
 
@@ -67,6 +67,13 @@ class _ReadyBase:
         pass
 
     def on_shortage(self, forget_one: object) -> None:
+        pass
+
+    def begin_text(self, prompt_rows: int, held: int, marks: Iterable[int]) -> int:
+        del prompt_rows, marks
+        return held
+
+    def end_text(self, length: int) -> None:
         pass
 
     def compact(self, length: int, rows: I64) -> None:

@@ -78,12 +78,14 @@ class ContextFolder:
         for context in contexts:
             head = {
                 "engines": dict(self.engines), "keys": context.keys,
-                "rows": [{"dtype": rows.dtype.name, "shape": rows.shape} for rows in context.rows],
+                "least_rows": context.least_rows,
+                "rows": [*map(_form, context.rows)], "states": [*map(_form, context.states)],
             }  # fmt: skip
             line = json.dumps(head).encode() + b"\n"
             name = hashlib.sha256(line).hexdigest()[:32] + _SUFFIX
             names.add(name)
-            self._write(name, line, [np.ascontiguousarray(rows) for rows in context.rows])
+            arrays = (*context.rows, *context.states)
+            self._write(name, line, [np.ascontiguousarray(array) for array in arrays])
         for path in self.folder.glob(f"*{_SUFFIX}"):
             if path.name not in names and self._is_own(path):
                 path.unlink()
@@ -114,15 +116,16 @@ class ContextFolder:
 
     def _read(self, path: Path, num_caches: int) -> KeptRows:
         head, payload = self._open(path)
-        rows, begin = [], 0
-        for one in head["rows"]:
+        arrays, begin, count = [], 0, len(head["rows"])
+        for one in (*head["rows"], *head.get("states", ())):
             dtype, shape = np.dtype(one["dtype"]), tuple(one["shape"])
             array = np.frombuffer(payload, dtype, math.prod(shape), begin)
-            rows.append(array.reshape(shape))
+            arrays.append(array.reshape(shape))
             begin += array.nbytes
-        if len(rows) != num_caches:
+        if count != num_caches:
             raise _UnfitError("it was saved with other flags of speculation")
-        return KeptRows(tuple(head["keys"]), tuple(rows))
+        saved = tuple(arrays[:count]), tuple(arrays[count:])
+        return KeptRows(tuple(head["keys"]), *saved, head.get("least_rows", 0))
 
     def _open(self, path: Path) -> tuple[dict[str, Any], bytes]:
         """Header and rows; raises `_UnfitError`."""
@@ -147,6 +150,10 @@ class ContextFolder:
         except _UnfitError:
             return False
         return True
+
+
+def _form(array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    return {"dtype": array.dtype.name, "shape": array.shape}
 
 
 class _UnfitError(Exception):

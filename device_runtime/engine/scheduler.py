@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,10 +55,11 @@ class Standing:
         return self.priority - math.floor(self.waited_s / AGING_S), self.number
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Plan:
     """The next step, answers by their numbers."""
 
-    rows: dict[int, int]  # that each which steps may write at most
+    rows: dict[int, int] = field(default_factory=dict)  # that each which steps may write at most
     admitted: tuple[int, ...] = ()  # newly
     overtaken: tuple[int, ...] = ()  # others have their place
     released: tuple[int, ...] = ()  # give their rows back

@@ -48,6 +48,7 @@ class Sequence:
     stop_string: str | None = None  # that ended it
     num_rows: int = 0  # of the base's cache that are its own
     reused: int = 0  # of these, rows that were there before
+    marks: tuple[int, ...] = ()  # numbers of its first rows that later prompts may begin with
     is_over: bool = False  # finished, failed or dropped: its rows are nobody's
     context: Context | None = None  # its rows in the base's caches
     most_rows: int = ANY_ROWS  # of its next pass: of a prompt's piece, or a tree

@@ -110,6 +110,8 @@ def _take(slot: CacheSlot, turns: list[_Turn]) -> dict[Sequence, tuple[Step, ...
             end = time.perf_counter()
             _book(turn, pass_ms, (end - begin) * 1e3)
             found[sequence] = sequence.take(settled)
+            if sequence.finish_reason is not None:
+                slot.end(sequence)
         except EdgeLLMError as error:
             sequence.fail(error)
     return found
@@ -139,10 +141,10 @@ def _ask(slot: CacheSlot, sequence: Sequence) -> _Turn | None:
     slot.admit(sequence)
     if sequence.is_reading:
         return _read(sequence, min(slot.prefill_rows, sequence.most_rows))
-    if sequence.drafter is None or sequence.drafter.rests:
-        newest = np.array([sequence.newest])
-        stage = GENERATION if sequence.drafter is None else VERIFY
-        return _Turn(sequence, _part(sequence, newest, _FIRST), stage)
+    drafter = sequence.drafter
+    if drafter is None or drafter.rests:
+        part = _part(sequence, np.array([sequence.newest]), _FIRST)
+        return _Turn(sequence, part, GENERATION if drafter is None else VERIFY)
     return None
 
 

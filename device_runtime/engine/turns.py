@@ -29,7 +29,7 @@ class Turns:
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # wakes those who wait
+        self._changed, self._num_waiting = threading.Condition(self._lock), 0
         self._readers: dict[Entry, object] = {}
         self._computes = 0  # the thread that does; 0: none
         self._visitors: set[int] = set()  # threads that wait for the end of a pass
@@ -41,13 +41,13 @@ class Turns:
 
     def enter(self, entry: Entry, reader: object = None) -> None:
         """An answer is about to be read; without `reader` by this thread."""
-        with self._changed:
+        with self._lock:
             self._readers[entry] = threading.get_ident() if reader is None else reader
             self._batch.add(entry)
 
     def leave(self, entry: Entry) -> None:
         """Nobody reads on; from any thread, also while a pass runs."""
-        with self._changed:
+        with self._lock:
             self._readers.pop(entry, None)
             self._batch.remove(entry)
             self._changed.notify_all()
@@ -78,9 +78,10 @@ class Turns:
         """Compute something between two passes, whosever turn it is; raises if it was closed."""
         thread = threading.get_ident()
         try:
-            with self._changed:
+            with self._lock:
                 self._visitors.add(thread)
-                self._changed.wait_for(self._is_free)
+                while not self._is_free():
+                    self._wait()
                 self.require_open()
                 self._computes = thread
             yield
@@ -89,8 +90,9 @@ class Turns:
 
     def close(self) -> None:
         """Wait for the end of a pass and let nobody compute again."""
-        with self._changed:
-            self._changed.wait_for(self._is_free)
+        with self._lock:
+            while not self._is_free():
+                self._wait()
             if not self._closed:
                 self._closed = True
                 self._batch.close()
@@ -135,17 +137,15 @@ class Turns:
         found: list[tuple[Step, ...]] = []
         try:
             with self._lock:
-                planned = None
                 if self._may_compute():
                     if self._batch.sweep():
                         self._changed.notify_all()
                         return
-                    planned = self._batch.plan(PATIENCE_S)
-                if planned is None:
-                    self._changed.wait(self._wait_s())
+                    stepping = self._batch.begin(PATIENCE_S)
+                if not stepping:
+                    self._wait(self._patience_s())
                     return
                 self._computes = threading.get_ident()
-                stepping = self._batch.begin(planned)
             found = self._batch.run(stepping)
         finally:
             with self._lock:
@@ -153,8 +153,16 @@ class Turns:
                     self._batch.end(stepping, found)
                 self._end_of_pass()
 
-    def _wait_s(self) -> float:
-        """Seconds until somebody's patience may be over."""
+    def _wait(self, most_s: float | None = None) -> None:
+        """Let others have the lock until something has changed."""
+        self._num_waiting += 1
+        try:
+            self._changed.wait(most_s)
+        finally:
+            self._num_waiting -= 1
+
+    def _patience_s(self) -> float:
+        """Until somebody's may be over."""
         paused = [
             entry.paused_s for entry in self._batch.entries
             if entry.is_admitted and not entry.is_wanted
@@ -175,4 +183,5 @@ class Turns:
             self._visitors.discard(thread)
             if self._computes == thread:
                 self._computes = 0
-                self._changed.notify_all()
+                if self._num_waiting:  # most often nobody does
+                    self._changed.notify_all()

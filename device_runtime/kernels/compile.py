@@ -23,7 +23,7 @@ _COMMON = (
 )  # fmt: skip
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
-_OPERATORS = ("operators", "attention_operator", "experts")  # for ONNX Runtime
+_OPERATORS = ("operators", "attention_operator", "delta_operator", "experts")  # for ONNX Runtime
 _ANY = ("scalar", "layout", "dispatch", "c_api", *_OPERATORS)
 _UNITS = {
     "x86_64": {

@@ -16,8 +16,7 @@ from edgellm.device_runtime.engine.step import read_piece
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
 from edgellm.device_runtime.requests.responses import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.device_runtime.sessions import I64
-from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
+from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, PassResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +86,17 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
-    def run(self, token_ids: I64, write_index: int, logits_index: I64, **more: Any) -> PassResult:
-        """See `DecoderSession.run`."""
-        result = self._session.run(token_ids, write_index, logits_index, **more)
-        positions = more.get("position_ids")
-        if positions is None:
-            positions = write_index + np.arange(len(token_ids))
-        for row, logits in zip(logits_index, result.logits, strict=True):
-            seen = self.rows.setdefault(int(positions[row]), set())
-            seen.add(hashlib.sha256(logits.tobytes()).digest())
-        return result
+    def run_many(self, parts: Sequence[Part]) -> list[PassResult]:
+        """See `DecoderSession.run_many`."""
+        results = self._session.run_many(parts)
+        for part, result in zip(parts, results, strict=True):
+            positions = part.position_ids
+            if positions is None:
+                positions = np.arange(part.write_index, part.end)
+            for row, logits in zip(part.logits_index, result.logits, strict=True):
+                seen = self.rows.setdefault(int(positions[row]), set())
+                seen.add(hashlib.sha256(logits.tobytes()).digest())
+        return results
 
 
 def _watched(llm: LLM, decode: Callable[[], list[int]]) -> tuple[list[int], dict[int, set[bytes]]]:

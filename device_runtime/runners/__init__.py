@@ -95,12 +95,28 @@ class SharedRunner(Runner, Protocol):
         """Rows for which pages were free if these caches gave theirs back."""
         ...
 
+    @property
+    def pass_rows(self) -> int:
+        """Rows of a sequence in a pass at most, where windows bound its pages; 0: any number."""
+        ...
+
     def new_cache(self) -> Cache:
         """Of another sequence, without rows."""
         ...
 
     def reserve(self, cache: Cache, write_index: int, rows: int) -> None:
-        """Before a pass: pages for its rows; raises `LimitError` where none is free."""
+        """Before a pass: pages for its rows; raises `LimitError` where none is free.
+
+        Pages that are before all windows are given back.
+        """
+        ...
+
+    def least_rows(self, cache: Cache) -> int:
+        """The fewest rows behind which it can be gone on; 0: any number that was written."""
+        ...
+
+    def write_rows(self, cache: Cache, rows: NDArray[Any], least_rows: int) -> None:
+        """See `Cache`; fewer than `least_rows` of them cannot be gone on from."""
         ...
 
     def fork(self, cache: Cache) -> Cache:
@@ -146,6 +162,8 @@ class Backend(Protocol):
 
 class FetchedOutputs(Mapping[str, NDArray[Any]]):
     """See `Outputs`; reading what is gone is a `ValueError`."""
+
+    __slots__ = ("_fetch", "_fetched", "_is_latest", "_names")
 
     def __init__(self, names: Collection[str], fetch: Callable[[str], NDArray[Any]]) -> None:
         self._names, self._fetch = names, fetch

@@ -41,10 +41,15 @@ class ImageRows:
         return cls(*zeros, keys={})
 
 
-def require_room(capacity: int, write_index: int, rows: int) -> None:
-    """Refuse rows that do not fit into a KV cache; raises `LimitError`."""
+def require_room(capacity: int, write_index: int, rows: int, pass_rows: int = 0) -> None:
+    """Refuse rows that do not fit into a KV cache, or into a pass; raises `LimitError`."""
     if write_index + rows > capacity:
         raise LimitError(f"{write_index} + {rows} rows exceed the KV capacity of {capacity}")
+    if pass_rows and rows > pass_rows:
+        raise LimitError(
+            f"a pass of {rows} rows: the cache keeps windows only, with room for {pass_rows}",
+            hint="give them in pieces",
+        )
 
 
 class Module(Protocol):

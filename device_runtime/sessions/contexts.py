@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.contract import LimitError
-from edgellm.device_runtime.engine.prefix_cache import count_common
 from edgellm.device_runtime.runners import Cache, Outputs, Runner, SharedRunner, require_cache
 from edgellm.device_runtime.sessions import ImageRows, RowKey
+from edgellm.device_runtime.sessions.states import Memory
 
 
 class Context:
@@ -30,11 +30,9 @@ class Context:
         self.images: ImageRows | None = None  # of the prompt
         self.cache: Cache | None = None  # that holds the rows
         self.saved: NDArray[Any] | None = None  # a copy of them, while nothing does
+        self.memory: Memory | None = None  # what recurrent layers keep of them
+        self.saved_least = 0  # of these, the fewest that can be gone on from
         self.is_spare = False  # no answer goes on behind the rows; whoever comes may have them
-
-    def held(self, keys: Sequence[RowKey]) -> int:
-        """See `prefix_cache.RowContext`."""
-        return count_common(self.keys, keys)
 
     def cut(self, length: int) -> None:
         """Rows behind the first `length` need not be kept."""
@@ -71,6 +69,17 @@ class Contexts:
         return self._shared.free_rows_without(
             [one.cache for one in contexts if one.cache is not None]
         )
+
+    @property
+    def pass_rows(self) -> int:
+        """Rows of a sequence in a pass at most; 0: any number."""
+        return self._shared.pass_rows if self._shared is not None else 0
+
+    def least_rows(self, context: Context) -> int:
+        """The fewest of its rows that can be gone on from, but for none; 0: any number."""
+        if self._shared is None or context.cache is None:
+            return context.saved_least if context.saved is not None else 0
+        return self._shared.least_rows(context.cache)
 
     def admit(self, context: Context) -> Cache:
         """Its cache, with its rows."""
@@ -111,6 +120,20 @@ class Contexts:
             context.num_rows += inputs[contract.INPUT_IDS].shape[1]
         return found
 
+    def write_rows(self, context: Context, rows: NDArray[Any], least_rows: int = 0) -> None:
+        """See `runners.Cache` and `least_rows`; others make way."""
+        cache, context.num_rows = self._bring_in(context, [context]), 0
+        self._write(cache, rows, least_rows, [context])
+        context.num_rows = rows.shape[-2]
+
+    def _write(
+        self, cache: Cache, rows: NDArray[Any], least_rows: int, staying: Sequence[Context]
+    ) -> None:
+        if self._shared is None:
+            cache.write_rows(rows)
+        else:
+            self._with_room(staying, self._shared.write_rows, cache, rows, least_rows)
+
     def fork(self, context: Context) -> Context:
         """Another with the same rows, which both may go on from."""
         new = Context()
@@ -123,7 +146,7 @@ class Contexts:
             new.cache = self._only
             self._resident.append(new)
         else:
-            new.saved = context.saved
+            new.saved, new.saved_least = context.saved, context.saved_least
         return new
 
     def close(self, context: Context) -> None:
@@ -132,7 +155,7 @@ class Contexts:
             self._resident.remove(context)
             if self._shared is not None and context.cache is not None:
                 self._shared.release(context.cache)
-        context.cache = context.saved = None
+        context.cache = context.saved = context.memory = None
         context.keys, context.num_rows = [], 0
 
     def save(self, context: Context) -> None:
@@ -152,7 +175,7 @@ class Contexts:
         cache = context.cache = self._new_cache()
         self._resident.append(context)
         if (rows := context.saved) is not None:
-            self._with_room([*staying, context], cache.write_rows, rows)
+            self._write(cache, rows, context.saved_least, [*staying, context])
             context.saved = None
         return cache
 
@@ -181,6 +204,7 @@ class Contexts:
     def _evict(self, context: Context) -> None:
         assert context.cache is not None
         if context.num_rows:
+            context.saved_least = self.least_rows(context)
             context.saved = context.cache.read_rows(context.num_rows)
         self._resident.remove(context)
         if self._shared is not None:

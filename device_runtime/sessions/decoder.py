@@ -19,12 +19,15 @@ from edgellm.device_runtime.runners.rounds import GrowsTrees, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
 from edgellm.device_runtime.sessions.contexts import Context, Contexts
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
+from edgellm.device_runtime.sessions.states import CHECKPOINT_ROWS, Memory, States
 from edgellm.manifest import DecoderSpec, Engine
-from edgellm.roles import DECODER, PASS
+from edgellm.roles import COMMIT, DECODER, PASS
 
 
 class PassResult:
     """Outputs of one pass; a device's are fetched when they are read, before the next pass."""
+
+    __slots__ = ("_outputs", "_rows", "_token_ids")
 
     def __init__(self, outputs: Outputs, rows: int) -> None:
         self._outputs, self._rows = outputs, rows
@@ -84,8 +87,14 @@ class DecoderSession:
     are written, so that it is true whatever fails in between and whoever runs the passes.
     """
 
-    def __init__(self, runner: Runner, spec: DecoderSpec, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(
+        self, runner: Runner, spec: DecoderSpec, capacity: int, commit: Runner | None = None
+    ) -> None:
+        """`commit`: of a decoder with recurrent layers."""
+        self.capacity, self._states = capacity, None
+        if spec.recurrent is not None:
+            assert commit is not None
+            self._states = States(commit, spec.recurrent)
         self._runner, self._contexts = runner, Contexts(runner)
         self.most_parts = self._contexts.most_together  # sequences that one pass serves
         self._inputs = PassInputs(runner, spec, capacity)
@@ -110,10 +119,21 @@ class DecoderSession:
         """See `prefix_cache.RowCache`."""
         self._contexts.forget_one = forget_one
 
+    @property
+    def pass_rows(self) -> int:
+        """Rows of a sequence in a pass at most, where windows bound its cache; 0: any number."""
+        return self._contexts.pass_rows
+
     def use(self, context: Context) -> None:
         """Turn to the rows of another sequence."""
         self._contexts.admit(context)
         self.context = context
+
+    def cut(self, length: int) -> None:
+        """Rows behind the first `length` need not be kept."""
+        if self._states is not None and self.context.memory is not None:
+            self._states.cut(self.context.memory, length)
+        self.context.cut(length)
 
     def new_context(self) -> Context:
         """Of another sequence, without rows."""
@@ -121,7 +141,10 @@ class DecoderSession:
 
     def fork(self, context: Context) -> Context:
         """Another with the same rows."""
-        return self._contexts.fork(context)
+        new = self._contexts.fork(context)
+        if self._states is not None and context.memory is not None:
+            new.memory = self._states.fork(context.memory)
+        return new
 
     def save(self, context: Context) -> None:
         """Copy the rows of a context out: others want the memory."""
@@ -152,7 +175,7 @@ class DecoderSession:
                 stand for is known when `compact` has chosen a path.
 
         Raises:
-            LimitError: the rows do not fit into the cache.
+            LimitError: the rows do not fit into the cache, or are more than `pass_rows`.
         """
         part = Part(self.context, token_ids, write_index, logits_index, position_ids, tree_mask)
         return self.run_many([part])[0]
@@ -175,13 +198,21 @@ class DecoderSession:
                 context, token_ids, begin, part.logits_index, part.position_ids, part.tree_mask,
                 first_image=start,
             )  # fmt: skip
+            if self._states is not None:
+                inputs |= self._states.begin(self._memory(context), begin)
             asked.append((context, inputs))
             places.append((context, begin, len(token_ids)))
         for context, begin, _ in places:
             del context.keys[begin:]
         self._contexts.reserve(places)
         found = self._contexts.run(asked)
-        return [_record(part, outputs) for part, outputs in zip(parts, found, strict=True)]
+        results: list[PassResult] = []
+        for part, outputs in zip(parts, found, strict=True):
+            if self._states is not None:
+                accepted = len(part.token_ids) if part.tree_mask is None else 0
+                self._states.ran(self._memory(part.context), outputs, accepted)
+            results.append(_record(part, outputs))
+        return results
 
     def begin_round(self, length: int, nodes: int) -> tuple[int, int]:
         """A device is about to run a tree of `nodes` nodes behind `length` rows.
@@ -221,6 +252,8 @@ class DecoderSession:
             rows: int64, ascending; the accepted rows of the last pass.
         """
         context = self.context
+        if self._states is not None:
+            self._states.accept(self._memory(context), rows)
         del context.keys[length:]
         self._contexts.admit(context).compact(length, rows)
         context.num_rows = length + len(rows)
@@ -230,12 +263,27 @@ class DecoderSession:
         """See `runners.Cache`."""
         return self._contexts.admit(self.context).read_rows(length)
 
-    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey] = ()) -> None:
+    def write_rows(
+        self, rows: NDArray[Any], keys: Sequence[RowKey] = (), least_rows: int = 0
+    ) -> None:
         """See `prefix_cache.RowCache`."""
-        self.context.keys, count = [], rows.shape[-2]
-        self._contexts.reserve([(self.context, 0, count)])
-        self._contexts.admit(self.context).write_rows(rows)
-        self.context.keys, self.context.num_rows = list(keys[:count]), count
+        self.context.keys = []
+        self._contexts.write_rows(self.context, rows, least_rows)
+        self.context.keys = list(keys[: rows.shape[-2]])
+        if self._states is not None:
+            self.context.memory = self._states.new()
+
+    def read_states(self, length: int) -> tuple[NDArray[Any], ...]:
+        """See `prefix_cache.BaseCache`."""
+        memory = self.context.memory
+        if self._states is None or memory is None:
+            return ()
+        return self._states.read(memory, length)
+
+    def write_states(self, states: tuple[NDArray[Any], ...], length: int) -> None:
+        """See `prefix_cache.BaseCache`."""
+        if self._states is not None:
+            self._states.write(self._memory(self.context), states, length)
 
     @property
     def num_rows(self) -> int:
@@ -244,7 +292,49 @@ class DecoderSession:
 
     def held(self, keys: Sequence[RowKey]) -> int:
         """See `prefix_cache.RowCache`."""
-        return count_common(self.context.keys, keys)
+        return self._reach(self.context, count_common(self.context.keys, keys))
+
+    def held_by(self, context: Context, keys: Sequence[RowKey]) -> int:
+        """See `prefix_cache.RowCache`."""
+        found = self._reach(context, count_common(context.keys, keys))
+        return found if found and found >= self._contexts.least_rows(context) else 0
+
+    def _reach(self, context: Context, length: int) -> int:
+        """Rows, up to `length`, that a pass may begin behind: recurrent layers cannot go back."""
+        memory = context.memory
+        return length if memory is None else memory.reach(length)
+
+    def begin_text(self, prompt_rows: int, held: int, marks: Iterable[int] = ()) -> int:
+        """A prompt is about to be read; rows that it may begin behind.
+
+        Args:
+            prompt_rows: of the prompt, the last of which is always computed.
+            held: of these, rows that are there; states may not be.
+            marks: numbers of rows that later prompts may begin behind, besides the usual ones.
+        """
+        if self._states is not None:
+            every = range(CHECKPOINT_ROWS, prompt_rows, CHECKPOINT_ROWS)
+            self._memory(self.context).marks = {*marks, *every, prompt_rows - 1}
+        return self._reach(self.context, held)
+
+    def end_text(self, length: int) -> None:
+        """A text ends; rows of a tree may have been accepted behind its `length` tokens.
+
+        Recurrent layers cannot go back behind the next pass.
+        """
+        if self._states is not None and length < self.context.num_rows:
+            self.cut(length)
+
+    def _memory(self, context: Context) -> Memory:
+        assert self._states is not None
+        if context.memory is None:
+            context.memory = self._states.new()
+        return context.memory
+
+    @property
+    def least_rows(self) -> int:
+        """See `prefix_cache.RowCache`."""
+        return self._contexts.least_rows(self.context)
 
 
 def _record(part: Part, outputs: Outputs) -> PassResult:
@@ -275,7 +365,7 @@ def open_decoder(folder: Path, engine: Engine) -> DecoderSession:
 
 def session(opened: Mapping[str, Runner], spec: DecoderSpec, capacity: int) -> DecoderSession:
     """See `sessions.Module`."""
-    return DecoderSession(opened[DECODER], spec, capacity)
+    return DecoderSession(opened[DECODER], spec, capacity, opened.get(COMMIT))
 
 
 def costs(

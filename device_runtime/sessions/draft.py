@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,7 @@ from edgellm.roles import DRAFT, EXTEND, FUSE, STEP
 _BASE_HEADS, _CACHES_BYTES = 64, 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class DraftResult:
+class DraftResult(NamedTuple):
     """Outputs of one draft pass; arrays are valid until the session runs again."""
 
     token_ids: I64  # [R, K], of the base's vocabulary, best first
@@ -207,14 +206,12 @@ class DraftSession:
 
     def write_rows(self, rows: NDArray[Any]) -> None:
         """See `runners.Cache`."""
-        self._contexts.reserve([(self.context, 0, rows.shape[-2])])
-        self._contexts.admit(self.context).write_rows(rows)
-        self.context.num_rows = rows.shape[-2]
+        self._contexts.write_rows(self.context, rows)
 
 
 def _result(found: Outputs) -> DraftResult:
-    names = contract.CANDIDATE_IDS, contract.CANDIDATE_LOG_PROBS, contract.RECYCLED_HIDDEN
-    return DraftResult(*(found[name][0] for name in names))
+    ids, log_probs = found[contract.CANDIDATE_IDS], found[contract.CANDIDATE_LOG_PROBS]
+    return DraftResult(ids[0], log_probs[0], found[contract.RECYCLED_HIDDEN][0])
 
 
 def open_draft(folder: Path, engine: Engine) -> DraftSession:

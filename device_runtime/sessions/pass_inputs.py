@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.device_runtime.runners import Runner
+from edgellm.device_runtime.runners import Runner, SharedRunner
 from edgellm.device_runtime.sessions import I64, Bool, ImageRows, require_room
 from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.manifest import DecoderSpec
@@ -19,11 +19,13 @@ class PassInputs:
 
     def __init__(self, runner: Runner, spec: DecoderSpec, capacity: int) -> None:
         self._runner, self._capacity = runner, capacity
+        self._pass_rows = runner.pass_rows if isinstance(runner, SharedRunner) else 0
         self._axes, self._images, self._vocab_size = (
             spec.position_axes,
             spec.images,
             spec.vocab_size,
         )
+        self._has_parents = spec.recurrent is not None
         self._none: ImageRows | None = None
         if self._images is not None:
             self._none = ImageRows.none(spec.hidden_size, self._images.num_deepstack)
@@ -73,17 +75,21 @@ class PassInputs:
         if first_image:
             is_image = token_ids >= self._vocab_size
             token_ids = np.where(is_image, token_ids + first_image, token_ids)
-        require_room(self._capacity, write_index, rows)
+        require_room(self._capacity, write_index, rows, self._pass_rows)
         if position_ids is None:
             position_ids = np.arange(write_index, write_index + rows)
         inputs = {
             contract.INPUT_IDS: token_ids[None],
-            contract.POSITION_IDS: self._positions(context, position_ids),
+            contract.POSITION_IDS: (
+                position_ids[None] if self._axes == 1 else self._positions(context, position_ids)
+            ),
             contract.WRITE_INDEX: np.array([write_index]),
             contract.LOGITS_INDEX: output_rows,
         }
         if tree_mask is not None:
             inputs[contract.TREE_MASK] = tree_mask
+        if self._has_parents:
+            inputs[contract.PARENT_ROWS] = parent_rows(rows, tree_mask)
         return inputs
 
     def start(self, context: Context, row: int, rows: int) -> tuple[int, int]:
@@ -93,12 +99,12 @@ class PassInputs:
             LimitError: they do not fit into the cache.
         """
         require_room(self._capacity, row, rows)
+        if self._axes == 1:
+            return row, row
         return row, int(self._positions(context, np.array([row])).flat[0])
 
     def _positions(self, context: Context, rows: I64) -> I64:
         """[A, S], for A axes, of rows counted as in text."""
-        if self._axes == 1:
-            return rows[None]
         places = None if context.images is None else context.images.positions
         if places is None:
             return np.broadcast_to(rows, (self._axes, len(rows)))
@@ -106,3 +112,12 @@ class PassInputs:
         known = places[:, np.minimum(rows, prompt - 1)]
         behind = rows + (places.max() + 1 - prompt)
         return np.where(rows < prompt, known, behind)
+
+
+def parent_rows(rows: int, tree_mask: Bool | None) -> I64:
+    """The new row before each, int64 [S]; -1 where none is new. A mask [S, S] is of a tree."""
+    if tree_mask is None:
+        return np.arange(-1, rows - 1)
+    before = np.tril(tree_mask, -1)
+    newest = rows - 1 - before[:, ::-1].argmax(axis=1)
+    return np.where(before.any(axis=1), newest, -1)

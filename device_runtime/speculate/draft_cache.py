@@ -243,12 +243,22 @@ class CommittedRows:
         """See `RowCache.held`; rows that wait count."""
         return self.context.held(keys)
 
+    def held_by(self, context: DraftRows, keys: Sequence[RowKey]) -> int:
+        """See `RowCache.held_by`."""
+        return context.held(keys)
+
+    @property
+    def least_rows(self) -> int:
+        """See `RowCache`: drafts have no windows."""
+        return 0
+
     def read_rows(self, length: int) -> NDArray[Any]:
         """See `RowCache.read_rows`."""
         return self.context.read_rows(length)
 
-    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
+    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey], least_rows: int = 0) -> None:
         """See `RowCache.write_rows`."""
+        del least_rows
         self.context.write_rows(rows, keys)
 
 

@@ -24,6 +24,7 @@ from edgellm.export.functions import (
 )
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.images import ImageRows
+from edgellm.export.layers.recurrent import Recurrences
 from edgellm.export.op import Op
 from edgellm.export.rope import Rope
 
@@ -35,11 +36,13 @@ class PassState:
     op: Op
     head_dim: int
     num_kv_heads: int
-    kinds: tuple[AttentionKind, ...]  # of each layer
+    kinds: tuple[AttentionKind | None, ...]  # of each layer; None: it does not attend
     position_ids: ir.Value  # int64 [1, S]; [3, S] for M-RoPE
     write_index: ir.Value  # int64 [1]
+    tree_mask: ir.Value  # bool [S, M]
     past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, D]
     images: ImageRows | None = None
+    recurrences: Recurrences | None = None  # of recurrent layers
     visible: dict[int | None, ir.Value] = field(default_factory=dict)  # by window, bool [S, C]
     # By id of a rope, cos and sin [C, R / 2]; of M-RoPE [1, S, R / 2].
     tables: dict[int, tuple[ir.Value, ir.Value]] = field(default_factory=dict)
@@ -47,15 +50,15 @@ class PassState:
     present: dict[str, ir.Value] = field(default_factory=dict)
     residuals: list[ir.Value] = field(default_factory=list)  # [1, S, H], entering each layer
 
-    def prepare(self, tree_mask: ir.Value) -> None:
+    def prepare(self) -> None:
         """Append the nodes that layers share: rope tables and masks."""
-        op = self.op
+        op, tree_mask = self.op, self.tree_mask
         with op.scope("shared"):
             capacity = op.Shape(self.past[past_name(0, "key")], start=2, end=3)
             slots = op.Range(
                 op.constant(np.int64(0)), op.Squeeze(capacity), op.constant(np.int64(1))
             )
-            for kind in self.kinds:
+            for kind in filter(None, self.kinds):
                 rope, window = kind.rope, kind.window
                 if rope is not None and id(rope) not in self.tables:
                     self.tables[id(rope)] = self._rope_tables(rope, slots, capacity)
@@ -100,9 +103,9 @@ class PassState:
         `is_rotated`: queries and keys come from `rotate`; `sinks` [num_heads]: scores that take
         weight and give nothing, of layers that turn.
         """
-        rope, op = self.kinds[layer].rope, self.op
-        past = [self.past[past_name(layer, part)] for part in ("key", "value")]
-        seen = self.visible[self.kinds[layer].window]
+        kind, op, cache = self._kind(layer), self.op, self._cache(layer)
+        past = [self.past[past_name(cache, part)] for part in ("key", "value")]
+        rope, seen = kind.rope, self.visible[kind.window]
         given = {
             "num_heads": num_heads,
             "kv_num_heads": self.num_kv_heads,
@@ -118,17 +121,26 @@ class PassState:
             given |= self._rotation_flags(rope)
         y, *present = call(op, function, q, k, v, *past, self.write_index, seen, *turned, **given)
         for part, value in zip(("key", "value"), present, strict=True):
-            value.name = present_name(layer, part)
+            value.name = present_name(cache, part)
             self.present[value.name] = value
         return y
 
     def rotate(self, layer: int, x: ir.Value, num_heads: int) -> ir.Value:
         """X [1, S, num_heads*D] turned, for layers that do something before they `attend`."""
-        rope = self.kinds[layer].rope
+        rope = self._kind(layer).rope
         if rope is None:
             return x
         flags = {name: flag for name, flag in self._rotation_flags(rope).items() if flag}
         return self.op.RotaryEmbedding(x, *self._rotation(rope), num_heads=num_heads, **flags)
+
+    def _kind(self, layer: int) -> AttentionKind:
+        kind = self.kinds[layer]
+        assert kind is not None
+        return kind
+
+    def _cache(self, layer: int) -> int:
+        """Caches are counted without the layers that have none."""
+        return layer - self.kinds[:layer].count(None)
 
     def _rotation(self, rope: Rope) -> tuple[ir.Value | None, ...]:
         return *self.tables[id(rope)], None if rope.axes else self.position_ids

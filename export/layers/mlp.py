@@ -25,11 +25,19 @@ class GatedMLP:
     """`down_proj(activation(gate_proj(x)) * up_proj(x))`."""
 
     def __init__(
-        self, weights: Weights, size: int, inner_size: int, *, bias: bool, activation: str = "silu"
+        self,
+        weights: Weights,
+        size: int,
+        inner_size: int,
+        *,
+        bias: bool,
+        activation: str = "silu",
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        self.gate_proj = Linear(weights / "gate_proj", size, inner_size, bias=bias)
-        self.up_proj = Linear(weights / "up_proj", size, inner_size, bias=bias)
-        self.down_proj = Linear(weights / "down_proj", inner_size, size, bias=bias)
+        gate, up, down = names
+        self.gate_proj = Linear(weights / gate, size, inner_size, bias=bias)
+        self.up_proj = Linear(weights / up, size, inner_size, bias=bias)
+        self.down_proj = Linear(weights / down, inner_size, size, bias=bias)
         self.activation = activation
 
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:

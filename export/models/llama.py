@@ -5,6 +5,8 @@ Parameter names are those of transformers' LlamaForCausalLM; S is the number of 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import onnx_ir as ir
 
 from edgellm.export.config import ConfigReader
@@ -45,6 +47,8 @@ class Config(DecoderConfig):
 class Attention:
     """Grouped-query self-attention."""
 
+    output_name = "o_proj"
+
     def __init__(
         self, config: DecoderConfig, weights: Weights, input_size: int | None = None
     ) -> None:
@@ -57,7 +61,7 @@ class Attention:
         self.q_proj = Linear(weights / "q_proj", width, q_size, bias=config.qkv_bias)
         self.k_proj = Linear(weights / "k_proj", width, kv_size, bias=config.qkv_bias)
         self.v_proj = Linear(weights / "v_proj", width, kv_size, bias=config.qkv_bias)
-        self.o_proj = Linear(weights / "o_proj", q_size, hidden, bias=config.o_proj_bias)
+        self.o_proj = Linear(weights / self.output_name, q_size, hidden, bias=config.o_proj_bias)
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
         """X [1, S, input size] -> [1, S, H]."""
@@ -87,12 +91,12 @@ class DecoderLayer:
 
     attention: type[Attention] = Attention
     norm: type[RMSNorm | LayerNorm] = RMSNorm
-    mlp_name = "mlp"
+    attention_name, mlp_name = "self_attn", "mlp"
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         hidden, epsilon = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = self.norm(weights / "input_layernorm", hidden, epsilon)
-        self.self_attn = self.attention(config, weights / "self_attn")
+        self.self_attn = self.attention(config, weights / self.attention_name)
         self.post_attention_layernorm = self.norm(
             weights / "post_attention_layernorm", hidden, epsilon
         )
@@ -114,11 +118,20 @@ class DecoderLayer:
         return op.Add(x, self.mlp(op, self.post_attention_layernorm(op, x)))
 
 
+class Layer(Protocol):
+    """What a model is made of."""
+
+    def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
+        """X [1, S, H] -> [1, S, H]."""
+        ...
+
+
 class Model:
     """Embedding, decoder layers, final norm and lm_head."""
 
     layer: type[DecoderLayer] = DecoderLayer
     norm_behind: type[RMSNorm | LayerNorm] = RMSNorm
+    norm_name = "norm"
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         model = weights / "model"
@@ -127,14 +140,21 @@ class Model:
             model / "embed_tokens", config.vocab_size, config.hidden_size, config.embedding_scale
         )
         self.layers = [
-            self.layer(config, model / f"layers.{index}")
+            self.make_layer(config, model / f"layers.{index}", index)
             for index in range(config.num_hidden_layers)
         ]
-        self.norm = self.norm_behind(model / "norm", config.hidden_size, config.rms_norm_eps)
+        self.norm = self.norm_behind(
+            model / self.norm_name, config.hidden_size, config.rms_norm_eps
+        )
         # A quantized head is written beside the float table even where the config says "tied".
         tied = config.tie_word_embeddings and (weights / "lm_head").info("weight") is None
         head = model / "embed_tokens" if tied else weights / "lm_head"
         self.lm_head = Linear(head, config.hidden_size, config.vocab_size, bias=False)
+
+    def make_layer(self, config: DecoderConfig, weights: Weights, index: int) -> Layer:
+        """Hook for architectures whose layers are of several kinds."""
+        del index
+        return self.layer(config, weights)
 
     def forward(self, op: Op, input_ids: ir.Value, state: PassState) -> ir.Value:
         """input_ids int64 [1, S] -> residual stream [1, S, H] before the final norm."""

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 import onnx_ir as ir
 
 from edgellm.contract import UnsupportedModelError
-from edgellm.export.quantized import gguf
+from edgellm.export.quantized import gguf, modelopt
 from edgellm.export.quantized.operand import BlockWeight, QuantizedLinear
 from edgellm.export.quantized.rounded import round_linear
 from edgellm.export.weights import Weights
@@ -68,10 +68,10 @@ def find(
 
 def find_table(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> BlockWeight | None:
     """How an embedding [rows, in] at `weights` is stored in blocks; None where it is not."""
-    found = gguf.read(weights, shape, dtype)
-    if found is not None:
+    if (found := gguf.read(weights, shape, dtype)) is not None:
         weights.layouts.add("gguf")
-    return found
+        return found
+    return modelopt.read_table(weights, shape)
 
 
 def _expect_float(weights: Weights) -> None:

@@ -14,6 +14,8 @@ import onnx_ir as ir
 
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.quantized.operand import (
+    BlockFactors,
+    BlockWeight,
     InputRounding,
     QuantizedLinear,
     finite_fp8,
@@ -28,12 +30,16 @@ _BLOCK_NVFP4 = 16
 _EIGHT_BITS = {"F8_E4M3": ir.DataType.FLOAT8E4M3FN, "I8": ir.DataType.INT8}
 
 
-def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear | None:
+def read(
+    weights: Weights, shape: tuple[int, int], dtype: ir.DataType
+) -> QuantizedLinear | BlockWeight | None:
     """See `edgellm.export.quantized.Layout`."""
     info, scale = weights.info("weight"), weights.info("weight_scale")
     if info is None or scale is None:
         return None
     _refuse_zero_points(weights)
+    if (table := read_table(weights, shape)) is not None:
+        return table
     if info.dtype in _EIGHT_BITS:
         return _eight_bits(weights, shape, dtype, info.dtype)
     if info.dtype != "U8":
@@ -46,6 +52,25 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
             hint="quantize with int4_awq, whose inputs stay floats",
         )
     return _int4(weights, shape, dtype)
+
+
+def read_table(weights: Weights, shape: tuple[int, int]) -> BlockWeight | None:
+    """INT8 [out, in] with float16 scales [out, blocks], whose rows may be looked up."""
+    info, scale = weights.info("weight"), weights.info("weight_scale")
+    if info is None or scale is None or (info.dtype, scale.dtype) != ("I8", "F16"):
+        return None
+    if len(scale.shape) != 2 or scale.shape[1] == 1 or shape[1] % scale.shape[1]:
+        return None
+    name, blocks = f"{weights.prefix}weight", (shape[0], scale.shape[1])
+    codes, scales = (
+        weights.array("weight", shape, "I8"),
+        weights.array("weight_scale", blocks, "F16"),
+    )
+    return BlockWeight(
+        stored(name, ir.DataType.INT8, shape, codes),
+        shape[1] // blocks[1],
+        BlockFactors(stored(f"{name}_scale", ir.DataType.FLOAT16, blocks, scales)),
+    )
 
 
 def _refuse_zero_points(weights: Weights) -> None:

@@ -21,6 +21,8 @@ from edgellm.contract import RequestError, UnsupportedModelError
 if TYPE_CHECKING:
     from PIL import Image
 
+    from edgellm.multimodal.films import Film
+
 _FAMILIES = {
     "idefics3": "idefics3",
     "internvl": "internvl",
@@ -47,8 +49,8 @@ class PreparedFilm:
     """A film, ready for the encoder, which sees one patch in time after the other."""
 
     whole: Prepared  # without pixels; its grid is that of each pass
-    passes: tuple[NDArray[np.float32], ...]  # pixels [P, 3*T*p*p] of each
-    runs: tuple[tuple[int, int, int, float], ...]  # see `rotary_positions`
+    passes: tuple[NDArray[np.float32], ...]  # pixels of each: [P, 3*T*p*p] or [1, 3, S, S]
+    runs: tuple[tuple[int, int, int, float], ...]  # see `rotary_positions`; () on one axis
 
 
 class ImageProcessor(Protocol):
@@ -74,6 +76,55 @@ class ImageProcessor(Protocol):
         Raises:
             RequestError: a shape that the family cannot take.
             LimitError: even the smallest picture has more tokens.
+        """
+        ...
+
+
+class FilmRules(Protocol):
+    """What is asked of a family's rules of films."""
+
+    @property
+    def frame_rate(self) -> float:
+        """Frames that are shown of a second; of a list of frames, where each is."""
+        ...
+
+    @property
+    def placeholder(self) -> str:
+        """What stands for a film in a rendered prompt."""
+        ...
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the placeholder is put into the messages: templates do not write it."""
+        ...
+
+
+class FilmProcessor(Protocol):
+    """What a family that takes films has besides."""
+
+    @property
+    def film(self) -> FilmRules | None:
+        """None: this checkpoint takes none."""
+        ...
+
+    def pick_frames(self, total: int, rate: float, most: int) -> list[int]:
+        """Places, ascending, of the frames that are shown of `total`, `rate` in a second.
+
+        `most`: image tokens that the film may have.
+        """
+        ...
+
+    def prepare_film(self, film: Film, most: int, most_per_pass: int) -> PreparedFilm:
+        """The passes of the encoder over a film, and its prompt.
+
+        Args:
+            film: its frames.
+            most: image tokens of all of it.
+            most_per_pass: of one pass.
+
+        Raises:
+            RequestError: a shape that the family cannot take.
+            LimitError: even the smallest frames have more tokens.
         """
         ...
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 from PIL import Image
 
 from edgellm.contract import LimitError
-from edgellm.multimodal.processors import Prepared
+from edgellm.multimodal.films import Film
+from edgellm.multimodal.processors import Prepared, PreparedFilm
 from edgellm.multimodal.processors.pixels import HALF, PixelRules, num_tiles, require_class
 from edgellm.multimodal.processors.settings import Checkpoint
+from edgellm.multimodal.processors.smolvlm_film import FilmRules
 
 MAX_EDGE = 4096
 
@@ -31,6 +34,7 @@ class Processor:
     image_token: str
     fence_token: str
     whole_token: str
+    film: FilmRules | None = None  # None: no films
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Processor:
@@ -52,6 +56,8 @@ class Processor:
             raise checkpoint.processor.fault(
                 "image_seq_len", tokens_per_tile, f"does not fit tiles of {tile_size} pixels"
             )
+        has_films = checkpoint.model_type == "smolvlm"
+        film = FilmRules.read(checkpoint, rules, longest_edge, tile_size) if has_films else None
         return cls(
             rules,
             longest_edge,
@@ -61,6 +67,7 @@ class Processor:
             tokens.read("image_token", str, "<image>"),
             tokens.read("fake_image_token", str, "<fake_token_around_image>"),
             tokens.read("global_image_token", str, "<global-img>"),
+            film,
         )
 
     def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
@@ -77,6 +84,31 @@ class Processor:
         pixels = self.rules.tiles(canvas, side, whole=canvas)
         num_tokens = len(pixels) * self.tokens_per_tile
         return Prepared(pixels, plan.grid, num_tokens, self._prompt(rows, columns))
+
+    def pick_frames(self, total: int, rate: float, most: int) -> list[int]:
+        """Places of frames, see `FilmProcessor`; so many that `most` tokens suffice."""
+        assert self.film is not None
+        return self.film.pick(total, rate, most // self.tokens_per_tile)
+
+    def prepare_film(self, film: Film, most: int, most_per_pass: int) -> PreparedFilm:
+        """One tile for each frame, and the prompt; see `FilmProcessor`."""
+        assert self.film is not None
+        count, rules = len(film.frames) * self.tokens_per_tile, self.film
+        if count > most or self.tokens_per_tile > most_per_pass:
+            raise LimitError(
+                f"a video of {len(film.frames)} frames has {count} tokens, and {most} are allowed",
+                hint="show fewer frames, or build with a larger --maxImageTokens",
+            )
+        edge, side = min(rules.longest_edge, MAX_EDGE), self.tile_size
+        passes = []
+        for frame in film.frames:
+            fitted = rules.pixels.resized(frame, *_fitted(*frame.size, edge, even=True))
+            tile = rules.pixels.resized(fitted, side, side)
+            passes.append(rules.pixels.tiles(tile, side, whole=tile))
+        prompt = rules.prompt(self._prompt(1, 1), film.seconds, film.duration)
+        nothing = np.zeros(0, np.float32)
+        whole = Prepared(nothing, (1, 1), count, prompt, rules.placeholder)
+        return PreparedFilm(whole, tuple(passes), ())
 
     def _prompt(self, rows: int, columns: int) -> str:
         features = self.image_token * self.tokens_per_tile

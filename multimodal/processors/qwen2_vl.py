@@ -81,6 +81,12 @@ class Processor:
             self.image_token * (rows * columns),
         )
 
+    def pick_frames(self, total: int, rate: float, most: int) -> list[int]:
+        """Places of frames, see `FilmProcessor`; however many, they become smaller."""
+        del most
+        assert self.film is not None
+        return self.film.pick(total, rate, self.temporal_patch_size)
+
     def prepare_film(self, film: Film, most: int, most_per_pass: int) -> PreparedFilm:
         """The passes of the encoder over a film, and its prompt.
 

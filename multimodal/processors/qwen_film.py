@@ -38,6 +38,8 @@ class FilmRules:
     pad: str  # the token that the template puts for a film
     pixels: PixelRules
 
+    is_text = False  # templates write what stands for a film
+
     @classmethod
     def read(
         cls,

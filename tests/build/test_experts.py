@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import cuda_on_cpu
 import numpy as np
 import onnx
 import pytest
 from conftest import make_checkpoint
 from cuda_on_cpu import CUDA
+from portable import open_portable
 from weights import round_checkpoint
 
 from edgellm.build.engine import build_engine
@@ -18,6 +20,7 @@ from edgellm.build.onnxruntime_cpu import own_experts
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.device_runtime.runners.onnxruntime_cuda import provider
 from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
@@ -104,9 +107,37 @@ def test_a_prediction_counts_the_experts_that_a_token_takes(bundle):
 def test_what_has_no_experts_says_so(bundle, tmp_path):
     with pytest.raises(UnsupportedModelError, match="--kernels onnxruntime does not compute mix"):
         build(bundle, tmp_path / "engine", options=CpuOptions("onnxruntime"))
-    with pytest.raises(UnsupportedModelError, match="--device cuda does not compute mixtures"):
-        build(bundle, tmp_path / "engine", CUDA, options=Plan().options, prefill="auto")
     assert not (tmp_path / "engine").exists()
+
+
+FOR_CUDA = {"options": Plan().options, "prefill": "auto"}
+
+
+def test_cuda_takes_experts_from_a_version_on(bundle, tmp_path, monkeypatch):
+    """Older kernels would compute another gate without a word."""
+    manifest = build(bundle, tmp_path / "engine", CUDA, **FOR_CUDA)
+    assert manifest.options["minimum_onnxruntime"] == "1.28"
+    cuda_on_cpu.open_base(tmp_path / "engine")
+    monkeypatch.setattr(provider.ort, "__version__", "1.27.1")
+    with pytest.raises(EdgeLLMError, match=r"1\.27\.1 computes experts as gpt-oss has them"):
+        cuda_on_cpu.open_base(tmp_path / "engine")
+
+
+def test_cuda_keeps_experts_as_floats(checkpoint, tmp_path):
+    """In halves every node has a kernel; their bytes are counted, those of a token apart."""
+    round_checkpoint(str(checkpoint), tmp_path / "int4", 16)
+    for source, dtype in ((checkpoint, "fp16"), (tmp_path / "int4", "fp32")):
+        folder = tmp_path / dtype
+        export_llm(open_checkpoint(str(source)), folder, ExportOptions(dtype))
+        plan = dataclasses.replace(PLAN, **FOR_CUDA)
+        estimate = predict(folder, load_bundle(folder, LLM_BUNDLE), plan, CUDA, tmp_path).estimate
+        build(folder, tmp_path / f"{dtype}.engine", CUDA, **FOR_CUDA)
+        stored = (tmp_path / f"{dtype}.engine" / "llm.data").stat().st_size
+        assert estimate.engine_bytes == pytest.approx(stored, rel=0.05)
+        assert estimate.decode_bytes < 0.7 * estimate.engine_bytes
+    exact = open_portable(tmp_path / "fp32", 64, tmp_path / "fp32" / "model.onnx")  # not fused
+    found = logits(cuda_on_cpu.open_base(tmp_path / "fp32.engine"), [20, 1, 9])
+    np.testing.assert_allclose(found, logits(exact, [20, 1, 9]), atol=2e-4)
 
 
 def test_tensorrt_says_so_before_it_begins(bundle, tmp_path):

@@ -24,7 +24,7 @@ from edgellm.build.plan import Compiled, Estimate, Options, Origin
 from edgellm.device_runtime.runners import copying
 from edgellm.manifest import GraphSpec
 
-LABEL, DEVICE = "Copying", "cpu"
+LABEL, DEVICE, TAKES_STATES = "Copying", "cpu", False
 __all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin"]
 
 

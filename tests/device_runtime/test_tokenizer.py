@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgellm.contract import BrokenArtifactError, RequestError
+from edgellm.device_runtime.engine.messages import Formatter
 from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher
 
 
@@ -74,6 +75,21 @@ def test_templates_that_fail_or_reach_out(tmp_path, template, message):
 def test_templates_have_what_transformers_gives_them(tmp_path, template, expected):
     tokenizer = _with_template(tmp_path, template)
     assert tokenizer.render([{"role": "user", "content": "hi"}]) == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% for i in m.content %}{{ i.text }}{% endfor %}{% endfor %}",
+    ],
+)
+def test_texts_are_items_where_templates_write_no_others(tmp_path, template):
+    """As those of Idefics3 and SmolVLM2, which drop a plain text without a word."""
+    formatter = Formatter(_with_template(tmp_path, template))
+    items = [{"type": "text", "text": "w2"}]
+    turns = [{"role": "user", "content": "w1"}, {"role": "user", "content": items}]
+    assert formatter.format(turns) == "w1w2"
 
 
 def test_messages_are_data_not_templates(tokenizer):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from model_configs import configs
+from portable import open_commit
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -24,7 +25,7 @@ from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.export import models
 from edgellm.export.checkpoint import TensorInfo
 from edgellm.export.config import ConfigReader
-from edgellm.export.decoder import build_decoder
+from edgellm.export.decoder import build_commit, build_decoder
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.graph_files import DTYPES, decoder_spec, write_graphs
 from edgellm.export.weights import Weights
@@ -74,12 +75,20 @@ def reference(config: dict[str, Any]) -> PreTrainedModel | None:
 def exported(config: dict[str, Any], model: PreTrainedModel, folder: Path) -> DecoderSession:
     facts, architecture = read(config)
     weights = Weights(Tensors(model))
-    graph, op = build_decoder(architecture, facts, weights, DTYPES["fp32"])
+    graph, op, recurrences = build_decoder(architecture, facts, weights, DTYPES["fp32"])
     assert not weights.unused()
-    write_graphs(folder, {"model": (graph, op)}, None)
-    spec = decoder_spec(facts, config["model_type"], [op], Tensors(model))
+    commit = {} if recurrences is None else {"commit": build_commit(recurrences)}
+    write_graphs(folder, {"model": (graph, op), **commit}, None)
+    spec = decoder_spec(
+        facts,
+        config["model_type"],
+        [op],
+        Tensors(model),
+        recurrent=None if recurrences is None else recurrences.spec,
+    )
     loaded = LoadedGraph(load_graph(folder / "model.onnx", threads=1))
-    return DecoderSession(OnnxRuntimeRunner([loaded], spec.kv, CAPACITY), spec, CAPACITY)
+    runner = OnnxRuntimeRunner([loaded], spec.kv, CAPACITY)
+    return DecoderSession(runner, spec, CAPACITY, open_commit(folder) if commit else None)
 
 
 def read(config: dict[str, Any]) -> tuple[DecoderConfig, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ from image_checkpoints import (
 )
 from image_checkpoints import reference as transformers_processor
 
-from edgellm.contract import LimitError, RequestError
+from edgellm.contract import LimitError, RequestError, UnsupportedModelError
 from edgellm.multimodal import processors
+from edgellm.multimodal.films import Film
 from edgellm.multimodal.processors import expand
+from edgellm.multimodal.processors.smolvlm_film import in_words
 
 SIZES = [(1, 1), (28, 28), (1, 150), (199, 1), (31, 57), (333, 77), (64, 512), (640, 480)]
 SIZE = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(
@@ -201,6 +204,56 @@ def test_prompts_by_hand(pairs):
         f"{fence}<row_1_col_1>{features}{fence}<row_1_col_2>{features}\n\n"
         f"{fence}<global-img>{features}{fence}"
     )
+
+
+def test_smolvlms_films_are_introduced(pairs, monkeypatch):
+    """The text about a film, and its frames as pictures that are not split."""
+    from transformers.models.smolvlm import processing_smolvlm
+    from transformers.video_utils import VideoMetadata
+
+    ours, theirs = pairs("smolvlm")
+    monkeypatch.setattr(processing_smolvlm, "num2words", {3: "three"}.get)
+    frames = tuple(picture(90, 40, seed) for seed in range(3))
+    at = [25, 1600, 90005]
+    metadata = VideoMetadata(100000, fps=25.0, duration=4000.0, frames_indices=at)
+    seconds = tuple(place / 25 for place in at)
+    found = ours.prepare_film(Film(frames, seconds, 1.0, 4000.0), 100, 100)
+    inputs = {"pixel_values": np.zeros((1, 3)), "video_metadata": [metadata]}
+    assert found.whole.prompt == theirs.replace_video_token(inputs, 0)
+    for frame, tile in zip(frames, found.passes, strict=True):
+        alone = theirs.image_processor(frame, do_image_splitting=False, return_tensors="np")
+        assert np.array_equal(tile, alone["pixel_values"][0])
+    with pytest.raises(LimitError, match="3 frames has 12 tokens, and 11 are allowed"):
+        ours.prepare_film(Film(frames, seconds, 1.0, 4000.0), 11, 100)
+
+
+def test_numbers_of_frames_are_words():
+    words = {0: "zero", 19: "nineteen", 40: "forty", 64: "sixty-four", 100: "one hundred"}
+    words |= {101: "one hundred and one", 768: "seven hundred and sixty-eight"}
+    words |= {1003: "one thousand and three", 2110: "two thousand, one hundred and ten"}
+    assert {number: in_words(number) for number in words} == words
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"video_sampling": {"fps": 0, "max_frames": 4}}, "fps = 0.0 is not positive"),
+        ({"num_frames": 4, "fps": 2, "max_image_size": {"longest_edge": 99}}, "should be 32"),
+        ({"num_frames": 4, "fps": 2, "crops": True}, "does not understand: crops"),
+    ],
+)
+def test_settings_of_smolvlms_films(tmp_path, changes, message):
+    """A file of their own says all; without sampling there are no films."""
+    folder = write_processor(tmp_path, "smolvlm", video_sampling=None)
+    assert processors.load(folder).film is None
+    own = {"max_image_size": {"longest_edge": 32}, **changes}
+    file = folder / "video_preprocessor_config.json"
+    file.write_text(json.dumps(own))
+    with pytest.raises(UnsupportedModelError, match=message):
+        processors.load(folder)
+    file.write_text(json.dumps({"max_image_size": {"longest_edge": 32}, "num_frames": 4, "fps": 2}))
+    film = processors.load(folder).film
+    assert (film.frame_rate, film.max_frames, film.longest_edge) == (2.0, 4, 1456)
 
 
 def test_tokens_survive_the_tokenizer():

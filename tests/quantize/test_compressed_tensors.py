@@ -30,7 +30,8 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
 CASES = [
     ("llama", "int4_awq"), ("llama", "int8_sq"), ("llama", "fp8"), ("llama", "nvfp4"),
     ("qwen2", "int8_sq"), ("gemma2", "int8_sq"), ("phi3", "int4_awq"),
-    ("arcee", "int8_sq"), ("olmo2", "int4_awq"), ("granitemoehybrid", "int8_sq"),
+    ("arcee", "int8_sq"), ("olmo2", "int4_awq"), ("olmo2", "int8_sq"),
+    ("granitemoehybrid", "int8_sq"),
 ]  # fmt: skip
 
 

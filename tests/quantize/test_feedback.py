@@ -1,28 +1,32 @@
-"""`edgellm-quantize llm --algo gptq`: error feedback, and what it aims at."""
+"""`edgellm-quantize llm --algo gptq`: error feedback, and what it is fitted to."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from quantize_cases import decode, load, make_job, make_model, write_text
 
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
+from edgellm.quantize import gradients
 from edgellm.quantize.error_feedback import (
     Feedback,
-    Grid,
-    aimed,
+    WholeNumbers,
     round_nearest,
     round_with_feedback,
 )
+from edgellm.quantize.feedback import round_layer
 from edgellm.quantize.layerwise_run import run_job
+from edgellm.quantize.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GRID = Grid(-8, 7, 32)
+GRID = WholeNumbers(-8, 7, 32)
 
 
 @pytest.fixture
@@ -75,17 +79,6 @@ def test_channels_that_are_never_used(inputs, weight, dead):
     assert (found - weight).norm() < 0.3 * weight.norm()
 
 
-def test_what_is_aimed_at_makes_up_for_rounded_inputs(inputs, weight):
-    chance = torch.Generator().manual_seed(2)
-    rounded = inputs * 0.9 + 0.05 * torch.randn(inputs.shape, generator=chance)
-    moments, crossed = (x.T @ rounded / len(inputs) for x in (rounded, inputs))
-    wanted = inputs @ weight.T
-    errors = [_error(rounded, aimed(weight, moments, crossed, trust), wanted)
-              for trust in (0.0, 10.0, 1000.0)]  # fmt: skip
-    assert errors[1] < 0.8 * errors[0]
-    assert errors[2] < errors[1]
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("feedback")
@@ -120,3 +113,64 @@ def test_a_model_and_an_interrupt(place, tmp_path):
     assert decode(found, layer).shape == (96, 96)
     assert "model.layers.1.self_attn.k_proj.k_scale" in found
     export_llm(open_checkpoint(str(job.output_dir)), tmp_path / "bundle", ExportOptions("fp32"))
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
+def test_floats_of_eight_and_four_bits(place, tmp_path, scheme):
+    """Less is lost than by rounding to the nearest; codes and scales are those of the layout."""
+    job = make_job(place / "model", place / "text.jsonl", tmp_path / "out", scheme, num_samples=64)
+    nearest = run_job(replace(job, output_dir=tmp_path / "nearest"), lambda *_: None)
+    report = run_job(replace(job, algo="gptq"), lambda *_: None)
+    assert report.quality.kl_divergence < 0.9 * nearest.quality.kl_divergence
+    assert report.bytes_after == nearest.bytes_after
+    found, theirs = load(job.output_dir), load(tmp_path / "nearest")
+    assert {name: each.shape for name, each in found.items()} == {
+        name: each.shape for name, each in theirs.items()
+    }
+    layer = "model.layers.1.mlp.up_proj"
+    wanted = load(place / "model")[f"{layer}.weight"].astype("float32")
+    error = np.linalg.norm(decode(found, layer) - wanted) / np.linalg.norm(wanted)
+    assert error < {"fp8": 0.05, "nvfp4": 0.2}[scheme]
+    said = [json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
+            for folder in (job.output_dir, tmp_path / "nearest")]  # fmt: skip
+    assert said[0]["quant_algo"] == said[1]["quant_algo"]
+    export_llm(open_checkpoint(str(job.output_dir)), tmp_path / "bundle", ExportOptions("fp32"))
+
+
+def test_rows_pass_some_at_a_time(place, monkeypatch):
+    """Gradients of a row are the same whichever rows are with it."""
+    job = make_job(place / "model", place / "text.jsonl", place / "none", "fp8", num_samples=5)
+    plan = make_plan(job)
+    rows, found = plan.task.calibration.rows, []
+    for kept in (1 << 29, 1):
+        monkeypatch.setattr(gradients, "_KEPT_BYTES", kept)
+        traced = gradients.trace(plan.subject, rows, plan.task.device)
+        found.append({(each.layer, each.row): each.gradients["mlp.up_proj"] for each in traced})
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0]) == len(rows) * len(plan.subject.layers)
+    for key, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][key])
+
+
+def test_tokens_that_do_not_count_are_not_fitted_to(place):
+    """A layer is rounded alike whatever stands in tokens of no weight."""
+    plan = make_plan(
+        make_job(place / "model", place / "text.jsonl", place / "none", "int4_awq", algo="gptq")
+    )
+    source = {name: each.floats() for name, each in plan.subject.layer_source(0).items()}
+    states = next(plan.subject.reader.embedded(plan.task.calibration.rows[:4], 4))
+    changed = states.clone()
+    changed[:, -9:] *= 30  # nothing before them reads them
+    results = []
+    for each, count in ((states, 0.0), (changed, 0.0), (changed, 1.0)):
+        weights = torch.ones(4, states.shape[1])
+        weights[:, -9:] = count
+        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+                 "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+        model = plan.subject.layer_model(0, source, plan.task.device)
+        found = round_layer(
+            model, plan.recipe, [each], plan.subject.family, dict.fromkeys(names, weights)
+        )
+        results.append(found.tensors["model.layers.0.mlp.down_proj.weight"].data)
+    assert results[0] == results[1]
+    assert results[0] != results[2]

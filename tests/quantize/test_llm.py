@@ -32,7 +32,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 # Relative errors of a weight that was rounded to nearest; normal values, blocks of 16 and 32.
 WORST = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11, "nvfp4_awq": 0.12}
 # ONNX Runtime has no FP4 on the CPU.
-RUNS_ON_ORT = ("fp8", "int8_sq", "int4_awq", "int8", "int4")
+RUNS_ON_ORT = ("fp8", "int8_sq", "int4_awq", "int8", "int4", "int8_tied")
 FOLDED = {"self_attn.q_proj": "input_layernorm", "mlp.up_proj": "post_attention_layernorm"}
 
 

@@ -18,7 +18,7 @@ from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.quantize import mixing
 from edgellm.quantize.allocation import Form, Unit, choose_point, curve
-from edgellm.quantize.error_feedback import Grid, round_nearest
+from edgellm.quantize.error_feedback import WholeNumbers, round_nearest
 from edgellm.quantize.layerwise_run import run_job
 from edgellm.quantize.one_layer_model import linears, run_layer
 from edgellm.quantize.plan import make_plan
@@ -70,7 +70,7 @@ def test_the_estimate_is_the_divergence(mixed):
     """Rounding one unit alone, measured with the whole model, against what was foretold."""
     plan = make_plan(replace(mixed, target_bits=4.5, num_samples=4))
     torch.manual_seed(0)
-    grid = Grid(-8, 7, 32)
+    grid = WholeNumbers(-8, 7, 32)
     units = estimate(plan.subject, plan.task, {"int4": grid})
     foretold = [unit.forms[1].divergence for unit in units]
     measured = [_divergence(plan, unit, grid) for unit in units]
@@ -79,7 +79,7 @@ def test_the_estimate_is_the_divergence(mixed):
     assert 0.4 < sum(foretold) / sum(measured) < 2.5
 
 
-def _divergence(plan, unit: Unit, grid: Grid) -> float:
+def _divergence(plan, unit: Unit, grid: WholeNumbers) -> float:
     subject, task = plan.subject, plan.task
     weight = load(Path(plan.job.model_dir))["model.embed_tokens.weight"]  # which is the head
     head = torch.from_numpy(weight.astype(np.float32))

@@ -34,7 +34,7 @@ def report_json(report: Report, context: int) -> dict[str, Any]:
             "read_for_one_token": report.read_bytes if report.is_decoder else None,
             "kv_cache_per_token": report.kv_bytes_per_token,
             "kv_cache_capacity_tokens": report.capacity,
-            "kv_cache": report.capacity * report.kv_bytes_per_token,
+            "kv_cache": report.kv_bytes,
         },
         "measured": [dataclasses.asdict(costs) for costs in report.costs],
         "predictions": {

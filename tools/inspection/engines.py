@@ -11,6 +11,7 @@ from edgellm.manifest import (
     MANIFEST_NAME,
     VISUAL_ENGINE,
     Engine,
+    KVCacheSpec,
     load_engine,
 )
 from edgellm.roles import measured_name
@@ -47,7 +48,7 @@ def inspect_engine(folder: Path, check: Check) -> Report:
             **decoder_facts(spec),
             **_build_facts(manifest),
             "longest prompt": f"{manifest.max_input_len} tokens",
-            "KV cache": f"{manifest.max_kv_cache_capacity} tokens, {spec.kv.dtype}",
+            "KV cache": _cache_fact(manifest, spec.kv),
             "prompts in passes of": f"{manifest.prefill_rows} rows",
             "end tokens": listed(manifest.eos_token_ids),
             "hidden taps": listed(manifest.hidden_taps),
@@ -61,6 +62,7 @@ def inspect_engine(folder: Path, check: Check) -> Report:
         files=manifest.files,
         kv=spec.kv,
         capacity=manifest.max_kv_cache_capacity,
+        num_sequences=manifest.max_batch_size,
         is_decoder=True,
         costs=_costs(manifest),
         draft=draft,
@@ -88,8 +90,17 @@ def inspect_draft_engine(folder: Path, check: Check) -> Report:
         files=manifest.files,
         kv=spec.decoder.kv,
         capacity=manifest.max_kv_cache_capacity,
+        num_sequences=manifest.max_batch_size,
         costs=_costs(manifest),
     )
+
+
+def _cache_fact(manifest: Engine, kv: KVCacheSpec) -> str:
+    fact = f"{manifest.max_kv_cache_capacity} tokens, {kv.dtype}"
+    if kv.pages is None or not kv.pages.pass_rows:
+        return fact
+    windows = ", ".join(str(window) for window in sorted({*kv.pages.windows} - {0}))
+    return f"{fact}; layers with a window ({windows}) keep little more than that"
 
 
 def _growth_facts(manifest: Engine) -> dict[str, str]:

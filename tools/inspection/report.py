@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgellm.cache_sizes import cache_bytes, held_bytes
 from edgellm.manifest import FileRecord, KVCacheSpec
 from edgellm.tools.inspection.tensors import Tensor
 
@@ -67,6 +68,7 @@ class Report:
     files: dict[str, FileRecord] = field(default_factory=dict)
     kv: KVCacheSpec | None = None
     capacity: int = 0  # tokens that the cache can hold: an engine's, or the model's positions
+    num_sequences: int = 1  # for which it has room
     is_decoder: bool = False
     costs: tuple[Costs, ...] = ()
     draft: Report | None = None
@@ -98,6 +100,17 @@ class Report:
         """Of the cache, and of the draft's."""
         own = self.kv.bytes_per_token if self.kv is not None else 0
         return own + (self.draft.kv_bytes_per_token if self.draft is not None else 0)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of the whole cache, and of the draft's."""
+        own = cache_bytes(self.kv, self.capacity, self.num_sequences) if self.kv is not None else 0
+        return own + (self.draft.kv_bytes if self.draft is not None else 0)
+
+    def held_kv_bytes(self, length: int) -> int:
+        """Of a sequence of this length, in both."""
+        own = held_bytes(self.kv, length) if self.kv is not None else 0
+        return own + (self.draft.held_kv_bytes(length) if self.draft is not None else 0)
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgellm.cache_sizes import seen_bytes
 from edgellm.tools.inspection.report import Report
 
 FORMULA = "tokens/s <= bandwidth / (weight bytes + context x KV bytes per token)"
@@ -63,6 +64,6 @@ def predict(report: Report, context: int) -> tuple[Prediction, ...]:
     """Predictions for a language model behind `context` tokens; none where weights are unknown."""
     if not report.is_decoder or report.kv is None or not report.read_bytes:
         return ()
-    read = report.read_bytes + context * report.kv.bytes_per_token
-    needed = report.loaded_bytes + context * report.kv_bytes_per_token
+    read = report.read_bytes + seen_bytes(report.kv, context)
+    needed = report.loaded_bytes + report.held_kv_bytes(context)
     return tuple(Prediction(board, board.bandwidth_bytes_per_s / read, needed) for board in BOARDS)

@@ -154,12 +154,13 @@ def _memory(report: Report, context: int) -> Iterator[Table]:
     if report.kv is None:
         return
     per_token = report.kv_bytes_per_token
-    whole = report.capacity * per_token
+    whole = report.kv_bytes
+    several = f" of {report.num_sequences} sequences" if report.num_sequences > 1 else ""
     rows = [
         ("weights", size(report.loaded_bytes)),
         ("KV cache, a token", size(per_token)),
-        (f"KV cache, {context} tokens", size(context * per_token)),
-        (f"KV cache, {report.capacity} tokens (all)", size(whole)),
+        (f"KV cache, {context} tokens", size(report.held_kv_bytes(context))),
+        (f"KV cache, {report.capacity} tokens{several} (all)", size(whole)),
         ("weights and all of the cache", size(report.loaded_bytes + whole)),
     ]
     rows += [("weights that a token reads", size(report.read_bytes))] if report.is_decoder else []

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from edgellm.tools.serve.asks import Ask
+from edgellm.tools.serve.asks import Ask, Embed
 from edgellm.tools.serve.client_request import Call
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.metrics import Metrics
@@ -44,7 +44,7 @@ class Server:
     async def respond(
         self,
         request: Request,
-        asks: Sequence[Ask],
+        asks: Sequence[Ask] | Sequence[Embed],
         writer: Writer,
         *,
         streams: bool,

@@ -10,6 +10,12 @@ from starlette.responses import JSONResponse, Response
 from edgellm.tools.serve import chat, completions, errors
 from edgellm.tools.serve.answering import Server
 from edgellm.tools.serve.dialects.routes import add_dialects
+from edgellm.tools.serve.embeddings import (
+    EmbeddingRequest,
+    EmbeddingWriter,
+    RerankRequest,
+    RerankWriter,
+)
 from edgellm.tools.serve.guard import Guard
 from edgellm.tools.serve.kserve.routes import add_kserve
 from edgellm.tools.serve.metrics import Metrics
@@ -70,6 +76,21 @@ def _add_openai(app: FastAPI, server: Server) -> None:
         asks = completions.asks_of(body)
         writer = completions.CompletionWriter(body, server.llm, server.settings.model)
         return await server.respond_openai(request, body, asks, writer)
+
+    @app.post("/v1/embeddings")
+    async def embed(body: EmbeddingRequest, request: Request) -> Response:
+        """Vectors of texts."""
+        server.require_model(body.model)
+        writer = EmbeddingWriter(body, server.settings.model)
+        return await server.respond(request, body.asks(server.llm), writer, streams=False)
+
+    @app.post("/v1/rerank")
+    @app.post("/rerank")
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        """Documents in the order of their nearness to a query."""
+        server.require_model(body.model)
+        writer = RerankWriter(body, server.settings.model)
+        return await server.respond(request, body.asks(), writer, streams=False)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:

@@ -26,6 +26,20 @@ class Ask:
     template_flags: Mapping[str, Any] = field(default_factory=dict)
     shown_tokens: tuple[str, ...] = ()  # special tokens that are to be read in the answer
     priority: int = 0  # smaller goes first
+    prompt_logprobs: int | None = None  # of the prompt, with so many of the likeliest tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """A text that is to be embedded."""
+
+    text: str | tuple[int, ...]
+
+    def token_ids(self, llm: LLM) -> list[int]:
+        """Of the text, special tokens as the tokenizer has them."""
+        if isinstance(self.text, str):
+            return llm.tokenizer.encode(self.text, add_special_tokens=True)
+        return [*self.text]
 
 
 def load(

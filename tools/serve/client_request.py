@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from starlette.types import Receive
 
-from edgellm.tools.serve.asks import Ask
+from edgellm.tools.serve.asks import Ask, Embed
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Event, Failed, Finished
 from edgellm.tools.serve.worker import Job, Worker
@@ -37,7 +37,11 @@ class Call:
     """A job with what comes back from it; closing it ends the job before its next pass."""
 
     def __init__(
-        self, worker: Worker, asks: Sequence[Ask], request: Connection, total_timeout_s: float
+        self,
+        worker: Worker,
+        asks: Sequence[Ask] | Sequence[Embed],
+        request: Connection,
+        total_timeout_s: float,
     ) -> None:
         """Put the job into the queue; its answers come one after the other.
 
@@ -47,7 +51,7 @@ class Call:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         deadline = request.scope.get("arrived", self._loop.time()) + total_timeout_s
-        priority = min((ask.priority for ask in asks), default=0)
+        priority = min((ask.priority for ask in asks if isinstance(ask, Ask)), default=0)
         self._worker, self._job = worker, Job(tuple(asks), self._post, deadline, priority)
         worker.submit(self._job)
         self._left = len(asks)

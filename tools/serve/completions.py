@@ -9,7 +9,6 @@ from typing import Any
 from edgellm.device_runtime.engine.llm import LLM, Step
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.tools.serve.asks import Ask
-from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished, Started
 from edgellm.tools.serve.logprobs import completion_logprobs
 from edgellm.tools.serve.schemas import CompletionRequest, StreamOptions
@@ -20,22 +19,22 @@ DEFAULT_TOKENS = 16  # OpenAI's
 
 
 def asks_of(body: CompletionRequest) -> list[Ask]:
-    """What the engine is asked, prompt by prompt.
-
-    Raises:
-        ApiError: log-probabilities of the prompt, or several forms.
-    """
-    if body.echo and body.logprobs is not None:
-        raise ApiError(
-            400,
-            "echo: log-probabilities of prompts are not computed; give echo or logprobs",
-            param="echo",
-        )
+    """What the engine is asked, prompt by prompt; raises `ApiError` for several forms."""
     sampling = body.sampling(body.logprobs, body.form())
     most = body.max_tokens or DEFAULT_TOKENS
+    of_prompt = body.logprobs if body.echo else None
     prompts = (p if isinstance(p, str) else tuple(p) for p in body.prompts())
-    priority = body.priority or 0
-    return [Ask(prompt, sampling, most, body.stops(), priority=priority) for prompt in prompts]
+    return [
+        Ask(
+            prompt,
+            sampling,
+            most,
+            body.stops(),
+            priority=body.priority or 0,
+            prompt_logprobs=of_prompt,
+        )
+        for prompt in prompts
+    ]
 
 
 class CompletionWriter:
@@ -62,9 +61,11 @@ class CompletionWriter:
         self._begin()
 
     def begin(self, started: Started) -> list[dict[str, Any]]:
-        """Nothing comes before the first token."""
-        del started
-        return []
+        """The prompt with its log-probabilities, if they are wanted."""
+        self._started = started
+        if not started.prompt_ids:
+            return []
+        return [self._event([self._choice(self._new(), (), 0, None, started)])]
 
     def step(self, step: Step) -> list[dict[str, Any]]:
         """One event with the text of a step."""
@@ -87,7 +88,7 @@ class CompletionWriter:
 
     def whole(self, figures: Finished) -> dict[str, Any]:
         """The completions in one piece."""
-        choice = self._choice(self._text, self._entries, 0, figures.finish_reason)
+        choice = self._choice(self._text, self._entries, 0, figures.finish_reason, self._started)
         self._choices.append({**choice, **({"token_ids": self._ids} if self._wants_ids else {})})
         self._next(figures)
         return {**self._event(self._choices), **self._usage()}
@@ -125,11 +126,18 @@ class CompletionWriter:
         return {**self._head, "choices": choices}
 
     def _choice(
-        self, text: str, entries: tuple[TokenLogprobs, ...], offset: int, reason: str | None
+        self,
+        text: str,
+        entries: tuple[TokenLogprobs, ...],
+        offset: int,
+        reason: str | None,
+        started: Started | None = None,
     ) -> dict[str, Any]:
         logprobs = None
         if self._wants_logprobs:
-            logprobs = completion_logprobs(entries, self._tokenizer, offset)
+            first = started.prompt_ids[0] if started is not None and started.prompt_ids else None
+            read = started.prompt_logprobs if started is not None else ()
+            logprobs = completion_logprobs((*read, *entries), self._tokenizer, offset, first)
         return {
             "index": len(self._figures),
             "text": text,

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgellm.device_runtime.engine.llm import Step
 from edgellm.device_runtime.engine.profile import RoundCounts
+from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt was accepted; nothing is computed yet."""
+    """The prompt was accepted, and read if its log-probabilities are wanted."""
 
     prompt_tokens: int
+    prompt_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all of them but the first
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The figures of a complete answer."""
+    """The figures of a complete answer, or of a text that was embedded."""
 
     finish_reason: str  # "stop" or "length"
     prompt_tokens: int
@@ -28,6 +34,7 @@ class Finished:
     first_token_ms: float  # from the arrival of the request
     generation_ms: float  # from the first token to the last
     stop_string: str | None = None  # that ended it
+    embedding: NDArray[np.float32] | None = None  # [H], of a text
 
 
 @dataclass(frozen=True, slots=True)

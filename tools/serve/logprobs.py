@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
@@ -28,17 +29,30 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    entries: tuple[TokenLogprobs, ...], tokenizer: ChatTokenizer, offset: int
+    entries: Sequence[TokenLogprobs],
+    tokenizer: ChatTokenizer,
+    offset: int,
+    first_id: int | None = None,
 ) -> dict[str, Any]:
-    """`logprobs` of completions; `offset` is the length of the text before."""
-    tokens = [tokenizer.token_text(entry.token_id) for entry in entries]
+    """`logprobs` of completions.
+
+    Args:
+        entries: tokens and their log-probabilities.
+        tokenizer: of the model.
+        offset: length of the text before.
+        first_id: of a token before them that has no log-probability: nothing was before it.
+    """
+    first = [] if first_id is None else [first_id]
+    before = [None for _ in first]
+    tokens = [tokenizer.token_text(one) for one in (*first, *(each.token_id for each in entries))]
     offsets = [offset + sum(map(len, tokens[:index])) for index in range(len(tokens))]
     return {
         "tokens": tokens,
-        "token_logprobs": [max(entry.logprob, _LEAST) for entry in entries],
-        "top_logprobs": [
-            {tokenizer.token_text(token_id): max(value, _LEAST) for token_id, value in entry.top}
-            for entry in entries
-        ],
+        "token_logprobs": [*before, *(max(entry.logprob, _LEAST) for entry in entries)],
+        "top_logprobs": [*before, *(_likeliest(entry, tokenizer) for entry in entries)],
         "text_offset": offsets,
     }
+
+
+def _likeliest(entry: TokenLogprobs, tokenizer: ChatTokenizer) -> dict[str, float]:
+    return {tokenizer.token_text(one): max(value, _LEAST) for one, value in entry.top}

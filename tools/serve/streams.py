@@ -51,7 +51,7 @@ class Writer(Protocol):
     last: bytes  # what follows the last event of a stream
 
     def begin(self, started: Started) -> list[dict[str, Any]]:
-        """Events before the first token."""
+        """Events before the first token of a text."""
         ...
 
     def step(self, step: Step) -> list[dict[str, Any]]:
@@ -109,7 +109,9 @@ async def collect(call: Call, writer: Writer, first: Sequence[Event] = ()) -> di
     try:
         async for events in _all(call, first):
             for event in events:
-                if isinstance(event, Step):
+                if isinstance(event, Started):
+                    writer.begin(event)
+                elif isinstance(event, Step):
                     writer.step(event)
                 elif isinstance(event, Finished):
                     content = writer.whole(event)
@@ -133,7 +135,6 @@ class EventStream(Response):
         super().__init__()
         self._own = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._call, self._writer, self._first, self._path = call, writer, first, path
-        self._is_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; see ASGI."""
@@ -169,6 +170,5 @@ class EventStream(Response):
         if isinstance(event, Step):
             return self._writer.step(event)
         if isinstance(event, Started):
-            is_first, self._is_begun = not self._is_begun, True
-            return self._writer.begin(event) if is_first else []
+            return self._writer.begin(event)
         return self._writer.end(event) if isinstance(event, Finished) else []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import LLM, Answer
 from edgellm.device_runtime.engine.scheduler import AGING_S
-from edgellm.tools.serve.asks import Ask, start
+from edgellm.tools.serve.asks import Ask, Embed, start
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Event, Failed, Finished, Started
 from edgellm.tools.serve.metrics import Metrics
@@ -29,7 +29,7 @@ class AbandonedError(Exception):
 class Job:
     """One request between the task that serves a client and the worker."""
 
-    asks: tuple[Ask, ...]
+    asks: tuple[Ask | Embed, ...]
     post: Callable[[Event], object]  # hands an event to the client's task; from any thread
     deadline: float  # of time.monotonic()
     priority: int = 0  # smaller goes first
@@ -165,13 +165,32 @@ class Worker:
     def _run(self, job: Job, began: float) -> None:
         self._check(job)
         # A faulty prompt is told of before the work on the others begins.
-        answers = [start(self.llm, ask) for ask in job.asks]
-        for answer in answers:
+        asks = [ask for ask in job.asks if isinstance(ask, Ask)]
+        answers = [start(self.llm, ask) for ask in asks]
+        for ask, answer in zip(asks, answers, strict=True):
             answer.before_pass = functools.partial(self._check, job)
+            job.post(self._started(ask, answer))
             self._answer(job, answer, began)
+        texts = [ask.token_ids(self.llm) for ask in job.asks if isinstance(ask, Embed)]
+        for token_ids in texts:
+            self._embed(job, token_ids, began)
+
+    def _started(self, ask: Ask, answer: Answer) -> Started:
+        if ask.prompt_logprobs is None:
+            return Started(answer.prompt_token_count)
+        ids = answer.prompt.token_ids
+        found = self.llm.read_logprobs(ids, ask.prompt_logprobs, answer.before_pass or _goes_on)
+        return Started(len(ids), tuple(ids), tuple(found))
+
+    def _embed(self, job: Job, token_ids: list[int], began: float) -> None:
+        vector = self.llm.embed(token_ids, functools.partial(self._check, job))
+        queue_ms, now = (began - job.arrived) * 1e3, time.monotonic()
+        times = queue_ms, (now - job.arrived) * 1e3, 0.0
+        found = Finished("stop", len(token_ids), 0, 0, (), *times, embedding=vector)
+        self._metrics.finished(found, now - job.arrived)
+        job.post(found)
 
     def _answer(self, job: Job, answer: Answer, began: float) -> None:
-        job.post(Started(answer.prompt_token_count))
         first = latest = 0.0
         try:
             for step in answer:
@@ -188,6 +207,10 @@ class Worker:
         finished = _figures(answer, job, began, first or time.monotonic())
         self._metrics.finished(finished, time.monotonic() - job.arrived)
         job.post(finished)
+
+
+def _goes_on() -> None:
+    """Nothing ends it."""
 
 
 def _stopped() -> ApiError:

@@ -148,6 +148,17 @@ struct Best {
   float top, exponentials;  // the largest logit of a segment, and the sum of exp(logit - top)
 };
 
+// A row of a head of linear attention, whose matrices are [keys, values]; see `recurrent.inl`.
+struct DeltaRow {
+  int64_t keys, values;
+  const float* from;   // N, of the row before
+  float* to;           // M
+  const float *q, *k;  // [keys]; without q nothing is read
+  const float* v;      // [values]
+  float decay, rate;
+  float *delta, *y;    // [values]
+};
+
 struct Kernels {
   const char* name;
   void (*prepare)(const Prologue&, int64_t first_row, int64_t last_row);
@@ -157,6 +168,8 @@ struct Kernels {
   void (*attend_rows)(const Attention&, int64_t kv_head, int64_t first_row, int64_t last_row, float* work);
   void (*merge)(const Attention&, int64_t row);
   Best (*survey)(const float* logits, int64_t count, bool with_exponentials);
+  void (*recall)(const DeltaRow&);
+  void (*advance)(const DeltaRow&);
 };
 
 // Best first; the last is the scalar reference. Those that this processor lacks are left out.

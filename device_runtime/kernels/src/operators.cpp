@@ -196,6 +196,7 @@ extern "C" __attribute__((visibility("default"))) edgellm::ort::Status* Register
       for (const ort::Operator* one : {ort::describe<QuantLinear>(), ort::describe<LookUp>(), ort::describe<Picks>(), experts_operator()})
         ort::call(ort::kAddOperator, made, one);
       for (const ort::Operator* one : attention_operators()) ort::call(ort::kAddOperator, made, one);
+      for (const ort::Operator* one : delta_operators()) ort::call(ort::kAddOperator, made, one);
       return made;
     }();
     ort::call(ort::kAddDomain, options, domain);

@@ -5,6 +5,7 @@
 #include "product.inl"
 #include "attention.inl"
 #include "picks.inl"
+#include "recurrent.inl"
 
 #define EDGELLM_JOIN_(a, b) a##b
 #define EDGELLM_JOIN(a, b) EDGELLM_JOIN_(a, b)
@@ -14,6 +15,6 @@
 namespace edgellm {
 extern const Kernels EDGELLM_JOIN(k_, EDGELLM_SET);
 const Kernels EDGELLM_JOIN(k_, EDGELLM_SET) = {
-    EDGELLM_TEXT(EDGELLM_SET), prepare, product, append, attend_chunk, attend_rows, merge, survey,
+    EDGELLM_TEXT(EDGELLM_SET), prepare, product, append, attend_chunk, attend_rows, merge, survey, recall, advance,
 };
 }  // namespace edgellm

@@ -11,6 +11,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm import contract
+from edgellm.cache_sizes import SPARE_ROWS, pool_pages, table_pages
 from edgellm.contract import LimitError
 from edgellm.manifest import KVCacheSpec
 
@@ -23,13 +24,12 @@ class Pages:
     def __init__(self, kv: KVCacheSpec, capacity: int, num_sequences: int = 1) -> None:
         """Room for so many sequences of `capacity` rows."""
         assert kv.pages is not None
-        self.num_sequences, self.page_rows = num_sequences, kv.pages.rows
-        table_pages = -(-capacity // kv.pages.rows)
+        self.num_sequences, self.page_rows, self._capacity = num_sequences, kv.pages.rows, capacity
         layers: dict[int, list[int]] = {}
         for layer, window in enumerate(kv.pages.windows):
             layers.setdefault(window, []).append(layer)
-        self._pools = [_Pool(kv, *kind, table_pages, num_sequences) for kind in layers.items()]
-        self._num_layers = kv.num_layers
+        self._pools = [_Pool(kv, *kind, capacity, num_sequences) for kind in layers.items()]
+        self._num_layers, self.pass_rows = kv.num_layers, kv.pages.pass_rows
 
     def new_cache(self) -> PagedCache:
         """Of a sequence; without rows it takes no memory."""
@@ -37,15 +37,17 @@ class Pages:
 
     @property
     def free_rows(self) -> int:
-        """Rows for which pages are free."""
-        return min(pool.free_rows for pool in self._pools)
+        """Rows for which pages are free; windows that bound them have pages for everybody."""
+        whole = [pool.free_rows for pool in self._pools if not pool.is_bounded]
+        return min(whole, default=self.num_sequences * self._capacity)
 
     def free_rows_without(self, caches: Sequence[PagedCache]) -> int:
         """The same if these gave their pages back."""
-        return min(
+        whole = [
             pool.free_rows_without(page for cache in caches for page in cache.pages_in(at))
-            for at, pool in enumerate(self._pools)
-        )
+            for at, pool in enumerate(self._pools) if not pool.is_bounded
+        ]  # fmt: skip
+        return min(whole, default=self.num_sequences * self._capacity)
 
     def bind(self, binding: ort.IOBinding) -> None:
         """All pages as inputs, and in the same place as outputs."""
@@ -57,11 +59,13 @@ class _Pool:
     """Pages of some layers, and in how many tables each is."""
 
     def __init__(
-        self, kv: KVCacheSpec, window: int, layers: Sequence[int], table_pages: int, tables: int
+        self, kv: KVCacheSpec, window: int, layers: Sequence[int], capacity: int, tables: int
     ) -> None:
         assert kv.pages is not None
-        self.window, self.page_rows, self.table_pages = window, kv.pages.rows, table_pages
-        count = tables * table_pages
+        self.window, self.page_rows = window, kv.pages.rows
+        self.table_pages = table_pages(kv.pages, 0, capacity)
+        self.is_bounded = table_pages(kv.pages, window, capacity) < self.table_pages
+        count = pool_pages(kv.pages, window, capacity, tables)
         self.parts = [(layer, part) for layer in layers for part in ("key", "value")]
         shape = (len(self.parts), count, kv.num_kv_heads, self.page_rows, kv.head_dim)
         # ONNX Runtime does not keep the array alive that it is given. What nobody has written
@@ -83,6 +87,12 @@ class _Pool:
     def free_rows_without(self, pages: Iterable[int]) -> int:
         freed = sum(self._uses[page] == count for page, count in Counter(pages).items())
         return self.free_rows + freed * self.page_rows
+
+    def first_page(self, row: int, spare_rows: int = 0) -> int:
+        """Of those that a pass sees which writes from `row` on, and of rows before its window."""
+        if not self.is_bounded:
+            return 0
+        return max(row - self.window - spare_rows, 0) // self.page_rows
 
     def take(self) -> int:
         if not self._free:
@@ -118,27 +128,67 @@ class _Table:
 
     def __init__(self, pool: _Pool) -> None:
         self.pool = pool
-        self.pages: list[int] = []
-        # The same, as graphs take them; written in place, others look at it
+        self.first = 0  # page of the sequence; those before were given back, or never taken
+        self.pages: list[int] = []  # from it on
+        # Of all, as graphs take them; written in place, others look at it
         self.row = np.full(pool.table_pages, _NOWHERE)
 
+    @property
+    def first_row(self) -> int:
+        """Of those that are there."""
+        return self.first * self.pool.page_rows
+
+    @property
+    def least_rows(self) -> int:
+        """The fewest rows behind which a pass may write, but for none."""
+        return self.first_row + self.pool.window if self.first else 0
+
     def reserve(self, begin: int, end: int) -> None:
-        """Pages of its own for the rows [begin, end), and none behind."""
+        """Pages of its own for the rows [begin, end), none behind, and none before the window."""
+        if begin == 0 < self.first:
+            self.release()
+        if begin < self.least_rows:
+            raise ValueError(f"rows that row {begin} sees were given back")
+        self._reach(begin, end)
+
+    def renew(self, length: int, least_rows: int) -> None:
+        """Other pages, for as many rows, which are to be written; see `least_rows`."""
+        self.release()
+        self.first = self.pool.first_page(least_rows)
+        self._reach(length, length)
+
+    def release(self) -> None:
+        """Give all pages back."""
+        self._drop_behind(self.first)
+        self.first = 0
+
+    def _reach(self, begin: int, end: int) -> None:
         rows = self.pool.page_rows
-        count = -(-end // rows)
-        while len(self.pages) > count:
-            self.pool.give_back(self.pages.pop())
-            self.row[len(self.pages)] = _NOWHERE
-        for at in range(begin // rows, len(self.pages)):
-            self.row[at] = self.pages[at] = self.pool.own(self.pages[at])
-        while len(self.pages) < count:
-            self.row[len(self.pages)] = page = self.pool.take()
+        first, count = self.pool.first_page(begin, SPARE_ROWS), -(-end // rows)
+        while self.pages and self.first < first:
+            self.pool.give_back(self.pages.pop(0))
+            self.row[self.first] = _NOWHERE
+            self.first += 1
+        if not self.pages:
+            self.first = max(self.first, first)
+        self._drop_behind(count)
+        for at in range(max(begin // rows, self.first), self.first + len(self.pages)):
+            page = self.pool.own(self.pages[at - self.first])
+            self.row[at] = self.pages[at - self.first] = page
+        for at in range(self.first + len(self.pages), count):
+            self.row[at] = page = self.pool.take()
             self.pages.append(page)
+
+    def _drop_behind(self, count: int) -> None:
+        """Give those back that are not among the sequence's first `count`."""
+        while self.pages and self.first + len(self.pages) > count:
+            self.pool.give_back(self.pages.pop())
+            self.row[self.first + len(self.pages)] = _NOWHERE
 
     def fork(self) -> _Table:
         """Another with the same pages."""
         new = _Table(self.pool)
-        new.pages = [self.pool.share(page) for page in self.pages]
+        new.first, new.pages = self.first, [self.pool.share(page) for page in self.pages]
         new.row[:] = self.row
         return new
 
@@ -151,7 +201,7 @@ class _Table:
         self.pool.pages[self._places(rows)] = values.transpose(2, 0, 1, 3)
 
     def _places(self, rows: NDArray[np.int64]) -> tuple[Any, ...]:
-        pages = np.array(self.pages, np.int64)[rows // self.pool.page_rows]
+        pages = self.row[rows // self.pool.page_rows]
         return slice(None), pages, slice(None), rows % self.pool.page_rows
 
 
@@ -181,7 +231,12 @@ class PagedCache:
     def release(self) -> None:
         """Give all pages back."""
         for table in self._tables:
-            table.reserve(0, 0)
+            table.release()
+
+    @property
+    def least_rows(self) -> int:
+        """The fewest rows behind which a pass may write, but for none."""
+        return max(table.least_rows for table in self._tables)
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
         """See `runners.Cache`."""
@@ -190,20 +245,22 @@ class PagedCache:
                 table.write(np.arange(length, length + len(rows)), table.read(length + rows))
 
     def read_rows(self, length: int) -> NDArray[Any]:
-        """See `runners.Cache`."""
+        """See `runners.Cache`; zeros for rows that were given back."""
         pages = self._tables[0].pool.pages
         shape = (2 * self._num_layers, 1, pages.shape[2], length, pages.shape[4])
-        found = np.empty(shape, pages.dtype)
+        found = np.zeros(shape, pages.dtype)  # what nobody writes takes no memory
         for table in self._tables:
-            found[_places(table), 0] = table.read(np.arange(length))
+            there = np.arange(table.first_row, length)
+            found[_places(table), 0, :, table.first_row :] = table.read(there)
         return found
 
-    def write_rows(self, rows: NDArray[Any]) -> None:
-        """See `runners.Cache`."""
+    def write_rows(self, rows: NDArray[Any], least_rows: int = 0) -> None:
+        """See `runners.Cache`; fewer than `least_rows` are not all there."""
         count = rows.shape[-2]
-        self.reserve(0, count)
         for table in self._tables:
-            table.write(np.arange(count), rows[_places(table), 0])
+            table.renew(count, least_rows)
+            there = np.arange(table.first_row, count)
+            table.write(there, rows[_places(table), 0, :, table.first_row :])
 
 
 def _places(table: _Table) -> list[int]:

@@ -9,21 +9,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.device_runtime.runners import Outputs
+from edgellm.device_runtime.runners import Cache, Outputs
 from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PagedCache
 
 Inputs = Mapping[str, NDArray[Any]]
 # Symbols in the shapes of a graph's inputs that are no numbers of rows
 NUM_SEQUENCES, TABLE_PAGES, MASK_VALUES = NOT_ROWS = "sequences", "table_pages", "mask_values"
 _LEAST_MASK = 64  # values; passes with masks of nearly one size share what they bind
+_RECURRENT = contract.PARENT_ROWS, contract.STATE
 _NO_MASK = np.zeros(_LEAST_MASK, np.bool_)
 
 
-# Inputs whose rows stand side by side; others' stand one below the other.
-_AXES = {contract.INPUT_IDS: 1, contract.POSITION_IDS: 1, contract.DRAFT_HIDDEN: 1}
+# Along which axis sequences stand one behind the other
+_AXES = {
+    contract.INPUT_IDS: 1, contract.POSITION_IDS: 1, contract.DRAFT_HIDDEN: 1, contract.TOP_K: 0
+}  # fmt: skip
 
 
-def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]]:
+def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
     """Inputs of one pass for all parts, by the names that graphs of edgellm's kernels have.
 
     Args:
@@ -34,6 +37,7 @@ def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]
     masks: list[NDArray[np.bool_]] = []
     start = 0
     for cache, inputs in parts:
+        assert isinstance(cache, PagedCache)
         rows, index = inputs[contract.INPUT_IDS].shape[1], inputs[contract.LOGITS_INDEX]
         for name in _AXES:
             if name in inputs:
@@ -52,17 +56,22 @@ def joined(parts: Sequence[tuple[PagedCache, Inputs]]) -> dict[str, NDArray[Any]
         name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=_AXES.get(name, 0))
         for name, arrays in columns.items()
     }
-    if contract.TOP_K in parts[0][1]:
-        found[contract.TOP_K] = max(inputs[contract.TOP_K] for _, inputs in parts)
+    if contract.TOP_K in found:
+        found[contract.TOP_K] = found[contract.TOP_K].max(keepdims=True)
     found[contract.SEQUENCES] = np.array(sequences)
     found[contract.TREE_MASKS] = _behind_each_other(masks)
+    if contract.PARENT_ROWS in parts[0][1]:  # with states, of one sequence
+        given = parts[0][1]
+        found |= {name: given[name] for name in given if name.startswith(_RECURRENT)}
     return found
 
 
 def _behind_each_other(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
     if not masks:
         return _NO_MASK
-    size = sum(mask.size for mask in masks)
+    size = 0
+    for mask in masks:
+        size += mask.size
     values = np.zeros(max(_LEAST_MASK, 1 << (size - 1).bit_length()), np.bool_)
     at = 0
     for mask in masks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ class OnnxRuntimeRunner:
         if self._latest is not None:
             self._latest.expire()
         top_k = inputs[contract.TOP_K][0] if contract.TOP_K in inputs else 0
-        key = (top_k, *[array.shape for array in inputs.values()])
+        key = (top_k, *[array.shape for name, array in inputs.items() if not _is_bound(name)])
         bound = self._bound.get(key)
         if bound is None:
             bound = _BoundPass(self._graph(inputs), self._caches, self._scratch, inputs)
@@ -133,6 +133,11 @@ class PagedRunner(OnnxRuntimeRunner):
         """See `runners.SharedRunner`."""
         return self._pages.free_rows_without([_paged(cache) for cache in caches])
 
+    @property
+    def pass_rows(self) -> int:
+        """See `runners.SharedRunner`."""
+        return self._pages.pass_rows
+
     def new_cache(self) -> PagedCache:
         """See `runners.SharedRunner`."""
         return self._pages.new_cache()
@@ -141,6 +146,14 @@ class PagedRunner(OnnxRuntimeRunner):
         """See `runners.SharedRunner`."""
         assert isinstance(cache, PagedCache)
         cache.reserve(write_index, rows)
+
+    def least_rows(self, cache: Cache) -> int:
+        """See `runners.SharedRunner`."""
+        return _paged(cache).least_rows
+
+    def write_rows(self, cache: Cache, rows: NDArray[Any], least_rows: int) -> None:
+        """See `runners.SharedRunner`."""
+        _paged(cache).write_rows(rows, least_rows)
 
     def fork(self, cache: Cache) -> PagedCache:
         """See `runners.SharedRunner`."""
@@ -152,8 +165,7 @@ class PagedRunner(OnnxRuntimeRunner):
 
     def run_many(self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]) -> list[Outputs]:
         """See `runners.SharedRunner`."""
-        paged = [(_paged(cache), inputs) for cache, inputs in parts]
-        found = self._run(joined(paged))
+        found = self._run(joined(parts))
         return [found] if len(parts) == 1 else share(found, [inputs for _, inputs in parts])
 
 
@@ -169,6 +181,11 @@ def _check_positions(inputs: Mapping[str, NDArray[Any]]) -> None:
         return
     if not np.array_equal(positions[0], np.arange(positions.shape[1])):
         raise ValueError("the first rows of a cache must have the positions 0, 1, 2, ...")
+
+
+def _is_bound(name: str) -> bool:
+    """Whether a pass takes an array where it lies: what recurrent layers keep is large."""
+    return name.startswith(contract.STATES)
 
 
 class _Scratch:
@@ -204,8 +221,10 @@ class _BoundPass:
             caches.bind(self._binding)
         self.outputs: dict[str, NDArray[Any] | None] = {}  # None: ONNX Runtime allocates it
         self._order = [output.name for output in session.get_outputs()]
+        taken = [value.name for value in session.get_inputs()]
+        self._bound_inputs = {name for name in (*taken, *self._order) if _is_bound(name)}
         for output in session.get_outputs():
-            if not output.name.startswith(contract.PRESENT):
+            if not output.name.startswith((contract.PRESENT, contract.NEXT_STATE)):
                 self._bind_output(output, sizes, scratch)
 
     def _bind_inputs(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, int]:
@@ -218,7 +237,7 @@ class _BoundPass:
             given[contract.TREE_MASK] = np.tri(inputs[contract.INPUT_IDS].shape[1], dtype=np.bool_)
         self._inputs: dict[str, NDArray[Any]] = {}
         for value in self._session.get_inputs():
-            if value.name in given:
+            if value.name in given and not _is_bound(value.name):
                 array = np.array(given[value.name], dtype_of(value.type), order="C")
                 sizes |= {
                     symbol: size
@@ -249,8 +268,20 @@ class _BoundPass:
         for name, array in inputs.items():
             if name in self._inputs:
                 self._inputs[name][...] = array
+        lent = [*self._lend(inputs)]
         self._version = held.bind(self._binding, self._version)
         self._session.run_with_iobinding(self._binding)
+        del lent
+
+    def _lend(self, inputs: Mapping[str, NDArray[Any]]) -> Iterator[ort.OrtValue]:
+        """Bind what is taken where it lies; must live until the end of the pass."""
+        for name in self._bound_inputs & inputs.keys():
+            value = ort.OrtValue.ortvalue_from_numpy(inputs[name])
+            if name.startswith(contract.NEXT_STATE):
+                self._binding.bind_ortvalue_output(name, value)
+            else:
+                self._binding.bind_ortvalue_input(name, value)
+            yield value
 
     def fetch(self, name: str) -> NDArray[Any]:
         """An output."""

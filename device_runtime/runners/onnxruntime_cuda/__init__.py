@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
 
+MINIMUM_VERSION = "minimum_onnxruntime"  # option of an engine, where an operator wants a newer one
+
+
 def available() -> str:
     """See `onnxruntime_cpu.available`: engines are built, and not run, without a GPU."""
     return onnxruntime_cpu.available()
@@ -37,13 +40,14 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     Raises:
         BrokenArtifactError: ONNX Runtime refuses a graph.
         LimitError: the device's memory does not suffice.
-        EdgeLLMError: CUDA does not run here.
+        EdgeLLMError: CUDA does not run here, or ONNX Runtime is older than an operator wants.
     """
     available()
     from edgellm.device_runtime.runners.onnxruntime_cuda import provider
 
     threads, capacity = int(engine.options["threads"]), engine.max_kv_cache_capacity
     device = provider.require_cuda()
+    provider.require_version(engine.options)
     return open_graphs(folder, engine.graphs, engine.spec, capacity, threads, device)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -13,6 +15,7 @@ from onnx import TensorProto, helper
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
+from edgellm.device_runtime.runners import onnxruntime_cuda
 from edgellm.device_runtime.runners.onnxruntime_graphs import CUDA
 
 PROVIDER = "CUDAExecutionProvider"
@@ -53,6 +56,24 @@ def require_cuda() -> str:
             "for Orin and Thor): take NVIDIA's build for the board, or --backend tensorrt",
         )
     return CUDA
+
+
+def require_version(options: Mapping[str, Any]) -> None:
+    """Refuse a version that would compute an engine's operators wrongly; raises `EdgeLLMError`.
+
+    Args:
+        options: of the engine.
+    """
+    least = options.get(onnxruntime_cuda.MINIMUM_VERSION, "0.0")
+    found, wanted = (
+        tuple(int(part) for part in version.split(".")[:2]) for version in (ort.__version__, least)
+    )
+    if found < wanted:
+        raise EdgeLLMError(
+            f"onnxruntime-gpu {ort.__version__} computes experts as gpt-oss has them, whatever the "
+            f"model says; {least} does not",
+            hint="pip install --upgrade onnxruntime-gpu",
+        )
 
 
 def _fault_of_a_kernel() -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.contract import BrokenArtifactError
+from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
 from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, costs, open_decoder
@@ -38,6 +38,11 @@ def open(order: Order) -> Opened:
     assert folder is not None
     check_tree_size(order)
     manifest = load_engine(folder, LLM_ENGINE)
+    if manifest.decoder.recurrent is not None:
+        raise EdgeLLMError(
+            f"{folder}: a model with recurrent layers cannot draft: it takes no token back",
+            hint="give a model that attends in all layers",
+        )
     with FileCheck(folder, manifest.files, order.verify):
         if manifest.files.get(_TOKENIZER) != base.files.get(_TOKENIZER):
             require_same_tokens(order.engine, folder)

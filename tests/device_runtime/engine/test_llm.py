@@ -32,7 +32,16 @@ class ScriptedSession:
     def use(self, context):
         self.context = context
 
+    def new_context(self):
+        return Context()
+
     def close(self, context): ...
+
+    def begin_text(self, prompt_rows, held, marks):
+        del prompt_rows, marks
+        return held
+
+    def end_text(self, length): ...
 
     def run_many(self, parts):
         (part,) = parts

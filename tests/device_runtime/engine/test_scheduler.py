@@ -102,14 +102,13 @@ def take(batch: Batch, readers: list[Entry]) -> int:
     for entry in readers:
         entry.is_wanted = True
     batch.sweep()
-    found = batch.plan(30)
-    if found is None:
+    stepping = batch.begin(30)
+    if not stepping:
         return 0
-    stepping = batch.begin(found)
     before = {entry: entry.sequence.num_rows for entry in stepping}
     batch.end(stepping, batch.run(stepping))
     for entry in stepping:
-        assert entry.sequence.num_rows <= before[entry] + found.rows[entry.number]
+        assert entry.sequence.num_rows <= before[entry] + entry.sequence.most_rows
         entry.steps.clear()
     return len(stepping)
 

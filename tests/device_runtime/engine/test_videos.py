@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ EAGLE3 = Layout({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 40})
 RATE = 2.0  # frames a second of a list
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "smolvlm"])
 def engines(request, tmp_path_factory) -> Engines:
     return build_vlm(tmp_path_factory.mktemp(request.param), request.param, draft=EAGLE3)
 
@@ -89,6 +90,15 @@ def _patches(paths: list[str], rows: int, columns: int, side: int) -> np.ndarray
     return np.stack(found)
 
 
+def _tiles(checkpoint: Path, path: str) -> np.ndarray:
+    """[1, 3, S, S]: a frame as transformers makes a picture of it that is not split."""
+    from transformers import AutoImageProcessor
+
+    pictures = AutoImageProcessor.from_pretrained(checkpoint, backend="pil")
+    found = pictures(Image.open(path), do_image_splitting=False, return_tensors="np")
+    return found["pixel_values"][0]
+
+
 def _pixels(llm: LLM, paths: list[str], grid: tuple[int, int]) -> np.ndarray:
     rules = llm.images.processor.rules
     side = llm.images.processor.patch_size
@@ -106,6 +116,7 @@ def test_answers_equal_transformers(engines, llm, reference, frames, tmp_path, k
     picture(40, 40, seed=9).save(image)
     if kind == "film_and_image":
         items = [{"type": "image", "image": str(image)}, TEXT, _film(frames), TEXT]
+    is_tiles = engines.model_type == "smolvlm"
     used = llm
     if kind == "spec":
         used = LLM(
@@ -122,11 +133,17 @@ def test_answers_equal_transformers(engines, llm, reference, frames, tmp_path, k
     grid = seen.prepared.grid
     stills = [used.images.processor.prepare(Image.open(image), 200)] if len(items) == 4 else []
     first = sum(one.num_tokens for one in stills)
+    film_id = config.image_token_id if is_tiles else config.video_token_id
     ids = []
     for token in answer.prompt.token_ids:
         row = token - vocabulary
-        pad = config.image_token_id if row < first else config.video_token_id
-        ids.append(token if row < 0 else pad)
+        ids.append(token if row < 0 else config.image_token_id if row < first else film_id)
+    if is_tiles:
+        tiles = [_tiles(engines.checkpoint, path) for path in frames]
+        assert ids.count(film_id) == first + len(tiles) * len(seen.embeds) // len(frames)
+        together = [*(one.pixels for one in stills), *tiles]
+        assert answer.token_ids == reference.answer(ids, together, [], 12)
+        return
     passes = (len(frames) + 1) // 2
     assert ids.count(config.video_token_id) == passes * grid[0] * grid[1] // 4
     film = {
@@ -156,14 +173,16 @@ def test_features_are_kept_by_content(llm, frames, monkeypatch, tmp_path):
 
 
 def test_tokens_keep_to_the_limit(llm, tmp_path):
-    """Many large frames become small ones; too many are refused."""
+    """Many large frames become small ones, tiles do not; too many are refused."""
     paths = []
     for index in range(40):
         paths.append(str(tmp_path / f"{index}.png"))
         Image.new("RGB", (240, 160), (index, 0, 0)).save(paths[-1])
     seen = llm.images.see([Video.of(paths)], Path())[0]
-    assert 200 < len(seen.embeds) <= llm.images.manifest.max_image_tokens
-    with pytest.raises((LimitError, RequestError), match=r"more pairs of frames|tokens"):
+    least = 39 if llm.manifest.decoder.images.model_type == "smolvlm" else 200
+    assert least < len(seen.embeds) <= llm.images.manifest.max_image_tokens
+    message = r"more pairs of frames|840 frames has \d+ tokens"
+    with pytest.raises((LimitError, RequestError), match=message):
         llm.images.see([Video.of(paths * 21)], Path())
 
 
@@ -182,11 +201,22 @@ def test_a_request_of_a_file(llm, frames):
             start_request(llm, Options(), {"messages": _messages(wrong)}, 0)
 
 
-def test_sampling_of_both_families(llm, engines):
+def test_sampling_of_each_family(llm, engines):
     """From transformers' rules: 10 s at 25 frames a second, and shorter films."""
     rules = llm.images.processor.film
-    found = {total: rules.pick(total, 25.0, 2) for total in (250, 30, 5, 1)}
-    if engines.model_type == "qwen3_vl":
+    pick = llm.images.processor.pick_frames
+    found = {total: pick(total, 25.0, 400) for total in (250, 30, 5, 1)}
+    if engines.model_type == "smolvlm":
+        from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
+        from transformers.video_utils import VideoMetadata
+
+        for total in (*found, 20000):
+            film = VideoMetadata(total_num_frames=total, fps=25.0, duration=total / 25)
+            for most in (400, 10):  # tokens, of which a tile has one
+                own = SimpleNamespace(num_frames=min(rules.max_frames, most), fps=1)
+                theirs = SmolVLMVideoProcessor.sample_frames(own, film)
+                assert theirs.tolist() == pick(total, 25.0, most)
+    elif engines.model_type == "qwen3_vl":
         assert (rules.min_pixels, rules.max_pixels) == (4096, 25165824)  # of its own file
         assert found[250] == np.linspace(0, 249, 20).round().astype(int).tolist()
         assert found[30] == [0, 10, 19, 29]

@@ -88,7 +88,6 @@ def test_the_prompt_is_repeated_when_asked(client, texts, stream):
 @pytest.mark.parametrize(
     ("changed", "fragment"),
     [
-        ({"echo": True, "logprobs": 1}, "log-probabilities of prompts are not computed"),
         ({"suffix": "w3"}, "it cannot fill a gap before a suffix"),
         ({"prompt": []}, "a list of either"),
         ({"prompt": [[]]}, "a list of either"),

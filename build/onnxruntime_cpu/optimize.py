@@ -1,0 +1,67 @@
+"""What ONNX Runtime makes of a lowered graph, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnxruntime as ort
+
+from edgellm.build.check import largest_error
+from edgellm.build.reference import Numbers
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.kernels.library import register
+from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, set_threads
+
+_SAVED = 1e-3  # relative; one graph, loaded twice
+
+
+def optimize(
+    lowered: Path,
+    output: Path,
+    threads: int,
+    *,
+    prepacks: bool,
+    probe: Callable[[ort.InferenceSession], Numbers] | None = None,
+    own_kernels: bool = False,
+) -> ort.InferenceSession:
+    """Let ONNX Runtime fold, fuse and prepack once, keep what it made, and load that.
+
+    Prepacked weights are mapped from the file when the engine is loaded, not copied.
+
+    Args:
+        lowered: a graph with its weights in `.data`; both are used up.
+        output: the saved graph.
+        threads: 0 takes all cores.
+        prepacks: keep the weights as the kernels read them, too.
+        probe: numbers that show what a graph computes, where nothing else will.
+        own_kernels: it has operators of `device_runtime.kernels`.
+
+    Raises:
+        EdgeLLMError: the saved graph does not compute what the lowered one does.
+    """
+    options = ort.SessionOptions()
+    set_threads(options, threads)
+    options.log_severity_level = 3
+    if own_kernels:
+        register(options)
+    options.optimized_model_filepath = str(output)
+    for key, value in (
+        ("optimized_model_external_initializers_file_name", f"{output.stem}.data"),
+        ("optimized_model_external_initializers_min_size_in_bytes", "1024"),
+        ("save_external_prepacked_constant_initializers", "1" if prepacks else "0"),
+    ):
+        options.add_session_config_entry(f"session.{key}", value)
+    saving = ort.InferenceSession(str(lowered), options, providers=["CPUExecutionProvider"])
+    expected = probe(saving) if probe is not None else {}
+    del saving
+    lowered.unlink()
+    lowered.with_suffix(".data").unlink()
+    saved = load_graph(output, threads=threads, optimize=False, own_kernels=own_kernels)
+    if probe is not None and largest_error(probe(saved), expected) > _SAVED:
+        raise EdgeLLMError(
+            f"ONNX Runtime {ort.__version__} saved a {output.stem} graph that computes "
+            "something else than the one it was made from",
+            hint="install another onnxruntime and report this",
+        )
+    return saved

@@ -1,0 +1,143 @@
+"""Mixtures of experts by ONNX Runtime's operator MoE, which reads those that a row takes.
+
+The operator chooses experts itself: the K largest of a row's logits, with shares that are their
+softmax. Given the logarithms of the shares that a router gave, it takes the same experts, with the
+same shares but for their sum, which is multiplied in behind it. Experts have the activations'
+type: how the operator for integers lays them out on a GPU is its own affair.
+
+Source: the operator's schema in ONNX Runtime 1.32. Its CUDA kernel reads alpha, offset and limit
+since microsoft/onnxruntime#28467 (1.28); before it computed gpt-oss's for every model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.build.lowering.calls import find_calls, require_known
+from edgellm.build.lowering.experts import ExpertLayer
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.weights import constant_array
+from edgellm.contract import ROUTER, BrokenArtifactError
+
+EXPERTS_VERSION = "1.28"  # of ONNX Runtime, the first that computes what is asked for
+_LEAST = 1e-30  # of a share whose logarithm is taken
+
+
+def lower_experts(graph: GraphEditor, dtype: ir.DataType) -> None:
+    """Rewrite all routers and experts; activations are of type `dtype`."""
+    for call in find_calls(graph.graph, ROUTER):
+        graph.cursor = call
+        graph.replace(call.outputs[0], _route(graph, call, dtype))
+    for layer in ExpertLayer.all_of(graph.graph):
+        graph.cursor = layer.call
+        graph.replace(layer.call.outputs[0], _emit(graph, layer, dtype))
+
+
+def expert_bytes(layer: ExpertLayer, dtype: ir.DataType) -> int:
+    """Of all experts of a layer in the engine."""
+    return int(dtype.itemsize) * sum(math.prod(stack.shape) for stack in layer.stacks)
+
+
+def _route(graph: GraphEditor, call: ir.Node, dtype: ir.DataType) -> ir.Value:
+    """In float32: rounding would choose other experts."""
+    require_known(call)
+    x, weight = call.inputs
+    array = constant_array(weight) if weight is not None else None
+    if x is None or weight is None or array is None:
+        raise BrokenArtifactError(
+            f"{call.name}: the router is not a stored weight", hint="export the bundle again"
+        )
+    table = graph.weight(f"{weight.name}.float", lambda: array.astype(np.float32))
+    rows = x if dtype == ir.DataType.FLOAT else _as(graph, x, ir.DataType.FLOAT)
+    return graph.node("FusedMatMul", [rows, table], domain="com.microsoft", transB=1)
+
+
+def _emit(graph: GraphEditor, layer: ExpertLayer, dtype: ir.DataType) -> ir.Value:
+    is_float = dtype == ir.DataType.FLOAT
+    shares = layer.shares if is_float else _as(graph, layer.shares, ir.DataType.FLOAT)
+    total = graph.node("ReduceSum", [shares, _axes(graph, -1)], keepdims=1)
+    logits = _logits(graph, layer, shares)
+    if not is_float:
+        total, logits = _as(graph, total, dtype), _as(graph, logits, dtype)
+    count, hidden, inner = layer.gate.shape
+    both, downs = (count, 2 * inner, hidden), (count, hidden, inner)
+    weights = [
+        graph.streamed_weight(
+            f"{layer.name}.{name}.{dtype.name.lower()}",
+            int(dtype.itemsize) * math.prod(shape),
+            make,
+            dtype,
+            shape,
+        )
+        for name, shape, make in (
+            ("gate_up", both, lambda: _pairs(layer, dtype)),
+            ("down", downs, lambda: _downs(layer, dtype)),
+        )
+    ]
+    inner_bias, bias = _biases(graph, layer, dtype)
+    limit = {} if layer.limit is None else {"swiglu_limit": layer.limit}
+    y = graph.node(
+        "MoE",
+        [layer.x, logits, weights[0], inner_bias, weights[1], bias],
+        domain="com.microsoft",
+        k=layer.top_k,
+        activation_type="swiglu",
+        swiglu_fusion=1,
+        activation_alpha=layer.alpha,
+        activation_beta=layer.offset,
+        normalize_routing_weights=1,
+        **limit,
+    )
+    return graph.node("Mul", [y, total])
+
+
+def _logits(graph: GraphEditor, layer: ExpertLayer, shares: ir.Value) -> ir.Value:
+    """[S, E] float32: logarithms of the shares, far less for experts that a row does not take."""
+    depth = graph.constant(f"experts_{layer.count}", np.array(layer.count))
+    values = graph.constant("absent_present", np.array([0, 1], np.float32))
+    present = graph.node("OneHot", [layer.ids, depth, values], axis=-1)
+    each = graph.node("Mul", [graph.node("Unsqueeze", [shares, _axes(graph, 3)]), present])
+    dense = graph.node("ReduceSum", [each, _axes(graph, 2)], keepdims=0)
+    least = graph.constant("least_share", np.array(_LEAST, np.float32))
+    logits = graph.node("Log", [graph.node("Max", [dense, least])])
+    return graph.node("Squeeze", [logits, _axes(graph, 0)])
+
+
+def _axes(graph: GraphEditor, axis: int) -> ir.Value:
+    return graph.constant(f"axis_{axis}", np.array([axis]))
+
+
+def _as(graph: GraphEditor, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    return graph.node("Cast", [value], to=int(dtype))
+
+
+def _pairs(layer: ExpertLayer, dtype: ir.DataType) -> Iterator[bytes]:
+    """[2 I, H] of each expert: a gate, its up, the next gate."""
+    for index in range(layer.count):
+        gate, up = (stack.expert(index).dense().T for stack in (layer.gate, layer.up))
+        rows = np.stack([gate, up], 1).reshape(-1, gate.shape[1])
+        yield rows.astype(dtype.numpy()).tobytes()
+
+
+def _downs(layer: ExpertLayer, dtype: ir.DataType) -> Iterator[bytes]:
+    """[H, I] of each expert."""
+    for index in range(layer.count):
+        yield layer.down.expert(index).dense().T.astype(dtype.numpy()).tobytes()
+
+
+def _biases(
+    graph: GraphEditor, layer: ExpertLayer, dtype: ir.DataType
+) -> tuple[ir.Value | None, ir.Value | None]:
+    """[E, 2 I] of gates and ups by turns, and [E, H]."""
+    gate, up, down = layer.biases
+    if gate is None or up is None or down is None:
+        return None, None
+    both = np.stack([gate, up], -1).reshape(len(gate), -1).astype(dtype.numpy())
+    return (
+        graph.weight(f"{layer.name}.inner_bias", lambda: both),
+        graph.weight(f"{layer.name}.bias", lambda: down.astype(dtype.numpy())),
+    )

@@ -1,0 +1,143 @@
+// The gated delta rule over rows that may be a tree, and what accepted rows make of a state.
+//
+// A head's rows are computed one by one, each from the matrix of its parent, so that a row has the same bits in any
+// company. A matrix is kept as long as rows will begin with it: of a chain there is one.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels.h"
+#include "operators.h"
+
+namespace edgellm {
+namespace {
+
+using ort::require;
+using ort::Tensor;
+
+// Where the matrices of rows go, and whose they were: `from` of -1 is the state.
+struct Places {
+  struct Row { int64_t from, to; };
+  std::vector<Row> rows;
+  int64_t count = 0;
+
+  Places(const int64_t* parents, int64_t num_rows) : rows(num_rows) {
+    std::vector<int64_t> last(num_rows, -1), free;
+    for (int64_t row = 0; row < num_rows; row++) {
+      require(parents[row] >= -1 && parents[row] < row, "GatedDelta: a parent is not before its row");
+      if (parents[row] >= 0) last[parents[row]] = row;
+    }
+    for (int64_t row = 0; row < num_rows; row++) {
+      const int64_t parent = parents[row], from = parent < 0 ? -1 : rows[parent].to;
+      int64_t to = from;
+      if (parent < 0 || last[parent] != row) {
+        if (free.empty()) free.push_back(count++);
+        to = free.back();
+        free.pop_back();
+      }
+      rows[row] = {from, to};
+      if (last[row] < 0) free.push_back(to);  // nothing begins with it
+    }
+  }
+};
+
+// What both operators read: k [1, S, J * dk], g [1, S, H] and the state [1, H, dk, dv].
+struct Heads {
+  int64_t rows, heads, keys, values, key_heads;
+  const float *k, *g;
+
+  Heads(const Tensor& k, const Tensor& g, const Tensor& state) : k(k.as<float>()), g(g.as<float>()) {
+    require(state.dims.size() == 4 && k.dims.size() == 3, "GatedDelta: the state is not [1, H, dk, dv], or k not [1, S, J * dk]");
+    rows = k.dims[1], heads = state.dims[1], keys = state.dims[2], values = state.dims[3];
+    key_heads = keys ? k.dims[2] / keys : 0;
+    require(key_heads && heads % key_heads == 0 && key_heads * keys == k.dims[2], "GatedDelta: heads do not share keys evenly");
+    require(g.count() == rows * heads, "GatedDelta: g is not [1, S, H]");
+  }
+
+  int64_t matrix() const { return keys * values; }
+  int64_t key_at(int64_t row, int64_t head) const { return row * key_heads * keys + head / (heads / key_heads) * keys; }
+  int64_t value_at(int64_t row, int64_t head) const { return (row * heads + head) * values; }
+
+  DeltaRow row(int64_t row, int64_t head) const {
+    DeltaRow found{};
+    found.keys = keys, found.values = values;
+    found.k = k + key_at(row, head);
+    found.decay = std::exp(g[row * heads + head]);
+    return found;
+  }
+};
+
+// Inputs: q, k [1, S, J * dk], v [1, S, H * dv], g, b [1, S, H], state [1, H, dk, dv], parents int64 [S].
+// Outputs: y and d [1, S, H * dv].
+struct GatedDelta {
+  static constexpr const char* kName = "GatedDelta";
+  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64};
+  static constexpr ort::Type kOutputs[] = {ort::kFloat, ort::kFloat};
+  static constexpr unsigned kNeeded = 0b1111111, kNeededOutputs = 2;
+
+  explicit GatedDelta(const ort::Info*) {}
+
+  void run(ort::Context* context) const {
+    const Tensor q = ort::input(context, 0), k = ort::input(context, 1), v = ort::input(context, 2), g = ort::input(context, 3),
+                 b = ort::input(context, 4), state = ort::input(context, 5), parents = ort::input(context, 6);
+    const Heads heads(k, g, state);
+    require(q.dims == k.dims && b.dims == g.dims, "GatedDelta: q is not shaped like k, or b like g");
+    require(v.count() == heads.rows * heads.heads * heads.values, "GatedDelta: v is not [1, S, H * dv]");
+    require(parents.count() == heads.rows, "GatedDelta: not a parent for each row");
+    const Tensor y = ort::output(context, 0, v.dims), delta = ort::output(context, 1, v.dims);
+    if (!heads.rows) return;
+    const Places places(parents.as<int64_t>(), heads.rows);
+    ort::parallel(context, heads.heads, [&](int64_t head) {
+      float* const matrices = static_cast<float*>(ort::scratch(places.count * heads.matrix() * sizeof(float)));
+      const auto at = [&](int64_t place) { return matrices + place * heads.matrix(); };
+      for (int64_t row = 0; row < heads.rows; row++) {
+        const Places::Row place = places.rows[row];
+        DeltaRow one = heads.row(row, head);
+        one.from = place.from < 0 ? state.as<float>() + head * heads.matrix() : at(place.from);
+        one.to = at(place.to);
+        one.q = q.as<float>() + heads.key_at(row, head);
+        one.rate = b.as<float>()[row * heads.heads + head];
+        one.v = v.as<float>() + heads.value_at(row, head);
+        one.delta = delta.as<float>() + heads.value_at(row, head);
+        one.y = y.as<float>() + heads.value_at(row, head);
+        kernels().recall(one);
+        kernels().advance(one);
+      }
+    });
+  }
+};
+
+// The state behind rows one after the other. Inputs: state [1, H, dk, dv], k [1, M, J * dk], d [1, M, H * dv],
+// g [1, M, H]. Output: [1, H, dk, dv].
+struct GatedDeltaUpdate {
+  static constexpr const char* kName = "GatedDeltaUpdate";
+  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+  static constexpr ort::Type kOutputs[] = {ort::kFloat};
+  static constexpr unsigned kNeeded = 0b1111, kNeededOutputs = 1;
+
+  explicit GatedDeltaUpdate(const ort::Info*) {}
+
+  void run(ort::Context* context) const {
+    const Tensor state = ort::input(context, 0), k = ort::input(context, 1), d = ort::input(context, 2), g = ort::input(context, 3);
+    const Heads heads(k, g, state);
+    require(d.count() == heads.rows * heads.heads * heads.values, "GatedDeltaUpdate: d is not [1, M, H * dv]");
+    const Tensor next = ort::output(context, 0, state.dims);
+    ort::parallel(context, heads.heads, [&](int64_t head) {
+      const float* from = state.as<float>() + head * heads.matrix();
+      float* const to = next.as<float>() + head * heads.matrix();
+      if (!heads.rows) std::copy(from, from + heads.matrix(), to);
+      for (int64_t row = 0; row < heads.rows; row++, from = to) {
+        DeltaRow one = heads.row(row, head);
+        one.from = from;
+        one.to = to;
+        one.delta = d.as<float>() + heads.value_at(row, head);
+        kernels().advance(one);
+      }
+    });
+  }
+};
+
+}  // namespace
+
+std::vector<const ort::Operator*> delta_operators() { return {ort::describe<GatedDelta>(), ort::describe<GatedDeltaUpdate>()}; }
+
+}  // namespace edgellm

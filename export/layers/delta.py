@@ -1,0 +1,140 @@
+"""Gated delta net (arXiv 2412.06464): linear attention whose states forget, and take back.
+
+S rows, H value heads, J key heads, H / J of which share a key; dk and dv numbers of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.export.config import ConfigReader
+from edgellm.export.delta_functions import delta_update, gated_delta_rule
+from edgellm.export.functions import call
+from edgellm.export.layers.attention import PassState, split_heads
+from edgellm.export.layers.recurrent import Parts, Recurrence, convolve
+from edgellm.export.op import Op
+from edgellm.export.weights import Weights
+
+_FLOAT = ir.DataType.FLOAT
+_EPSILON = 1e-6  # of a key's and a query's length
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSizes:
+    """Of a layer."""
+
+    key_heads: int  # J
+    value_heads: int  # H
+    key_dim: int  # dk
+    value_dim: int  # dv
+    window: int  # rows of the convolution before
+
+    @classmethod
+    def read(cls, reader: ConfigReader) -> DeltaSizes:
+        """Those of Qwen's configs; raises `UnsupportedModelError` where heads do not fit."""
+        found = cls(
+            reader.positive("linear_num_key_heads", 16),
+            reader.positive("linear_num_value_heads", 32),
+            reader.positive("linear_key_head_dim", 128),
+            reader.positive("linear_value_head_dim", 128),
+            reader.positive("linear_conv_kernel_dim", 4),
+        )
+        if found.value_heads % found.key_heads or found.window < 2:
+            raise UnsupportedModelError(f"config.json: linear attention of {found}")
+        return found
+
+    @property
+    def keys(self) -> int:
+        """J * dk."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """H * dv."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def convolved(self) -> int:
+        """Queries, keys and values of a row."""
+        return 2 * self.keys + self.values
+
+
+class DeltaRule:
+    """What stands between the projections: convolution, rule and states."""
+
+    def __init__(self, sizes: DeltaSizes, weights: Weights, rows: str) -> None:
+        """`rows`: the symbol of S."""
+        self.sizes, self.weights, self.rows = sizes, weights, rows
+
+    def __call__(
+        self, op: Op, mixed: ir.Value, a: ir.Value, b: ir.Value, state: PassState, layer: int
+    ) -> ir.Value:
+        """Mixed [1, S, (2 J dk + H dv)], a and b [1, S, H] -> [1, S, H * dv]."""
+        sizes, recurrences = self.sizes, state.recurrences
+        assert recurrences is not None
+        weight = self._parameter(op, "conv1d.weight", (sizes.convolved, 1, sizes.window))
+        convolved = op.Swish(convolve(recurrences, layer, mixed, weight, sizes.window, self.rows))
+        parts = op.constant(np.array([sizes.keys, sizes.keys, sizes.values]))
+        q, k, v = op.outputs(3, "Split", _floats(op, convolved), parts, axis=-1)
+        q = op.Mul(_unit(op, q, sizes.key_dim), op.constant(np.float32(sizes.key_dim**-0.5)))
+        k = _unit(op, k, sizes.key_dim)
+        g = self._log_decay(op, _floats(op, a))
+        matrix = recurrences.state(
+            layer, "matrix", (1, sizes.value_heads, sizes.key_dim, sizes.value_dim), _FLOAT
+        )
+        y, deltas = call(
+            op,
+            gated_delta_rule(),
+            q,
+            k,
+            v,
+            g,
+            op.Sigmoid(_floats(op, b)),
+            matrix,
+            state.tree_mask,
+            recurrences.parents,
+        )
+        rows = {"key": k, "delta": deltas, "decay": g}
+        for value in rows.values():
+            value.type = ir.TensorType(_FLOAT)
+        found = Recurrence(layer, {"matrix": matrix}, rows, _advance)
+        widths: Mapping[str, int] = {
+            "key": sizes.keys,
+            "delta": sizes.values,
+            "decay": sizes.value_heads,
+        }
+        recurrences.keep(found, widths, self.rows)
+        return y if op.dtype == _FLOAT else op.Cast(y, to=int(op.dtype))
+
+    def _log_decay(self, op: Op, a: ir.Value) -> ir.Value:
+        shape = (self.sizes.value_heads,)
+        rate = op.Neg(op.Exp(_floats(op, self._parameter(op, "A_log", shape))))
+        bias = _floats(op, self._parameter(op, "dt_bias", shape))
+        return op.Mul(rate, op.Softplus(op.Add(a, bias)))
+
+    def _parameter(self, op: Op, name: str, shape: tuple[int, ...]) -> ir.Value:
+        value = op.cast(op.parameter(self.weights.take(name, shape, op.dtype)), op.dtype)
+        value.shape = ir.Shape(shape)
+        return value
+
+
+def _floats(op: Op, x: ir.Value) -> ir.Value:
+    return x if op.dtype == _FLOAT else op.Cast(x, to=int(_FLOAT))
+
+
+def _unit(op: Op, x: ir.Value, head_dim: int) -> ir.Value:
+    """[1, S, J * dk], each head of length 1."""
+    apart = split_heads(op, x, head_dim)
+    squares = op.ReduceSum(op.Mul(apart, apart), op.constant([-1]), keepdims=1)
+    length = op.Sqrt(op.Add(squares, op.constant(np.float32(_EPSILON))))
+    return op.Reshape(op.Div(apart, length), op.constant([0, 0, -1]))
+
+
+def _advance(op: Op, states: Parts, rows: Parts) -> Parts:
+    given = states["matrix"], rows["key"], rows["delta"], rows["decay"]
+    return {"matrix": call(op, delta_update(), *given)}

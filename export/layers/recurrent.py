@@ -1,0 +1,144 @@
+"""Recurrent layers: what they keep of a sequence, and how a commit moves it on.
+
+A pass leaves the states as they were and gives what the recurrence takes of its rows; a second
+graph, which has no weights, makes the next states of the rows that were accepted. So rows of a
+prompt, single tokens and trees are one form: what a row sees is told by its parents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from edgellm import contract
+from edgellm.export.functions import call, local_function
+from edgellm.export.op import Op
+from edgellm.manifest import RecurrentSpec
+
+Parts = Mapping[str, ir.Value]
+_END = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """What one layer keeps."""
+
+    layer: int
+    states: dict[str, ir.Value]  # by part, inputs of the decoder
+    rows: dict[str, ir.Value]  # by part, outputs of the decoder, [1, S, numbers]
+    advance: Callable[[Op, Parts, Parts], Parts]  # records the states behind accepted rows
+
+
+@dataclass(slots=True)
+class Recurrences:
+    """Those of a pass."""
+
+    op: Op
+    parents: ir.Value  # int64 [S], see `contract.PARENT_ROWS`
+    layers: list[Recurrence] = field(default_factory=list)
+
+    def state(
+        self, layer: int, part: str, shape: tuple[int, ...], dtype: ir.DataType | None = None
+    ) -> ir.Value:
+        """The state of a layer; of activations' type where none is given."""
+        return ir.Value(
+            name=contract.state_name(layer, part),
+            shape=ir.Shape(shape),
+            type=ir.TensorType(dtype or self.op.dtype),
+        )
+
+    def keep(self, recurrence: Recurrence, widths: Mapping[str, int], rows: str) -> None:
+        """Note a layer's; `rows` is the symbol of their number.
+
+        Each of its rows becomes an output and is of the type that its value has, or activations.
+        """
+        for part, value in recurrence.rows.items():
+            value.name = contract.state_rows_name(recurrence.layer, part)
+            value.type = value.type or ir.TensorType(self.op.dtype)
+            value.shape = ir.Shape([1, rows, widths[part]])
+        self.layers.append(recurrence)
+
+    @property
+    def inputs(self) -> list[ir.Value]:
+        """Of the decoder, besides `parents`."""
+        return [value for layer in self.layers for value in layer.states.values()]
+
+    @property
+    def outputs(self) -> list[ir.Value]:
+        """Of the decoder."""
+        return [value for layer in self.layers for value in layer.rows.values()]
+
+    @property
+    def spec(self) -> RecurrentSpec:
+        """For the manifest."""
+        return RecurrentSpec(
+            {str(value.name): tuple(value.shape.numpy()) for value in self.inputs},  # type: ignore[union-attr]
+            {str(value.name): int(value.shape[2]) for value in self.outputs},  # type: ignore[index, arg-type]
+        )
+
+
+def convolve(
+    recurrences: Recurrences, layer: int, x: ir.Value, weight: ir.Value, size: int, rows: str
+) -> ir.Value:
+    """A causal convolution of each channel over a row and its ancestors.
+
+    Args:
+        recurrences: of the pass.
+        layer: whose window it keeps.
+        x: [1, S, W].
+        weight: [W, 1, `size`], the last is the row's own.
+        size: rows that a row sees, its own included.
+        rows: the symbol of S.
+
+    Returns:
+        [1, S, W].
+    """
+    op, width = recurrences.op, _width(weight)
+    window = recurrences.state(layer, "window", (1, size - 1, width))
+    y = call(op, convolution(size), x, window, weight, recurrences.parents)
+    found = Recurrence(layer, {"window": window}, {"window": x}, _shift)
+    recurrences.keep(found, {"window": width}, rows)
+    return y
+
+
+def _width(weight: ir.Value) -> int:
+    assert weight.shape is not None
+    return int(weight.shape[0])  # type: ignore[arg-type]
+
+
+def _shift(op: Op, states: Parts, rows: Parts) -> Parts:
+    """The newest rows stay in the window."""
+    window = states["window"]
+    assert window.shape is not None
+    size = int(window.shape[1])  # type: ignore[arg-type]
+    joined = op.Concat(window, rows["window"], axis=1)
+    ends = (op.constant([each]) for each in (-size, _END, 1))
+    return {"window": op.Slice(joined, *ends)}
+
+
+def convolution(size: int) -> ir.Function:
+    """Y of `convolve` from x [1, S, W], window [1, size - 1, W], weight [W, 1, size], parents [S].
+
+    Sums run from the newest row to the oldest, whatever rows are beside it.
+    """
+
+    def body(
+        op: Op, x: ir.Value, window: ir.Value, weight: ir.Value, parents: ir.Value
+    ) -> ir.Value:
+        kept = op.Constant(value_int=size - 1)
+        rows = op.Concat(window, x, axis=1)  # the window's rows are their next one's parents
+        before = op.Constant(value_ints=[max(at - 1, 0) for at in range(size - 1)])
+        behind = op.Add(parents, kept)
+        parent_of = op.Concat(before, behind, axis=0)
+        taps = op.outputs(
+            size, "Split", op.Transpose(weight, perm=[2, 1, 0]), axis=0, num_outputs=size
+        )
+        y, places = op.Mul(x, taps[-1]), behind
+        for tap in taps[-2::-1]:
+            y = op.Add(y, op.Mul(op.Gather(rows, places, axis=1), tap))
+            places = op.Gather(parent_of, places)
+        return y
+
+    return local_function(f"{contract.CONVOLUTION}{size}", "x window weight parents", body)

@@ -1,0 +1,184 @@
+"""LFM2: gated short convolutions, and attention with normed queries and keys in some layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.export.attention_kinds import FULL, AttentionKind, check_length
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.graph import ROWS
+from edgellm.export.layers.attention import PassState
+from edgellm.export.layers.linear import Linear
+from edgellm.export.layers.mlp import MLP, GatedMLP
+from edgellm.export.layers.norm import RMSNorm
+from edgellm.export.layers.recurrent import convolve
+from edgellm.export.models import llama, qwen3
+from edgellm.export.op import Op
+from edgellm.export.rope import RopeTraits, read_rope
+from edgellm.export.weights import Weights
+
+CONV = "conv"
+TINY = {
+    **{key: value for key, value in llama.TINY.items() if key != "rms_norm_eps"},
+    "model_type": "lfm2",
+    "norm_eps": 1e-5,
+    "num_hidden_layers": 4,
+    "full_attn_idxs": [1],
+    "block_auto_adjust_ff_dim": False,
+}
+# Of the tool that trained the models, and how it began.
+_UNREAD = (
+    "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init",
+    "conv_use_xavier_init", "num_heads",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Config(DecoderConfig):
+    """LFM2's config."""
+
+    conv_size: int = 3  # rows that a convolution sees
+    conv_bias: bool = False
+
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
+        """Read config.json, in the words of transformers or of those who trained the model."""
+        reader.skip(*_UNREAD)
+        reader.assume(
+            tie_word_embeddings=reader.read("tie_embedding", bool, True),
+            norm_eps=1e-5,
+            max_position_embeddings=128000,
+            vocab_size=65536,
+        )
+        if (inner := reader.optional("block_ff_dim", int)) is not None:
+            reader.replace(intermediate_size=inner)
+        reader.expect("block_use_swiglu", True)
+        reader.expect("use_pos_enc", True)
+        hidden, bias = reader.positive("hidden_size"), reader.read("conv_bias", bool, False)
+        for key in ("block_dim", "conv_dim", "conv_dim_out"):
+            reader.expect(key, hidden)
+        return cls._of(reader, conv_size=_conv_size(reader), conv_bias=bias)
+
+    @classmethod
+    def _of(cls, reader: ConfigReader, **traits: Any) -> DecoderConfig:
+        """The facts of what convolves besides; `traits` are its own."""
+        reader.replace(intermediate_size=_inner_size(reader))
+        reader.expect("block_norm_eps", reader.read("norm_eps", float))
+        config = cls.read(reader, rope=None, epsilon_key="norm_eps", is_recurrent=True, **traits)
+        rope = read_rope(
+            reader, config.head_dim, config.max_position_embeddings, RopeTraits(theta=1e6)
+        )
+        attends = AttentionKind(rope)
+        types = _layer_types(reader, config.num_hidden_layers)
+        return config.attending(tuple(attends if kind == FULL else None for kind in types))
+
+
+def _conv_size(reader: ConfigReader) -> int:
+    size = reader.positive("conv_L_cache", 3)
+    if size < 2:
+        raise UnsupportedModelError(f"config.json: conv_L_cache = {size}: nothing to convolve")
+    return size
+
+
+def _inner_size(reader: ConfigReader) -> int:
+    """The width of the network, which may be two thirds of what the config says, rounded up."""
+    size = reader.positive("intermediate_size", 12288)
+    adjusts = reader.read("block_auto_adjust_ff_dim", bool, True)
+    multiplier = reader.read("block_ffn_dim_multiplier", float, 1.0)
+    step = reader.positive("block_multiple_of", 256)
+    if not adjusts:
+        return size
+    return -(-int(multiplier * int(2 * size / 3)) // step) * step
+
+
+def _layer_types(reader: ConfigReader, layers: int) -> list[str]:
+    attending = reader.read("full_attn_idxs", list, [*range(layers)])
+    types = reader.read(
+        "layer_types", list, [FULL if at in attending else CONV for at in range(layers)]
+    )
+    if unknown := [kind for kind in types if kind not in (FULL, CONV)]:
+        raise UnsupportedModelError(
+            f"config.json: layer_types names {unknown[0]!r}, which is not supported",
+            hint=f"supported: {FULL}, {CONV}",
+        )
+    check_length(reader, "layer_types", types)
+    if FULL not in types:
+        raise UnsupportedModelError("config.json: no layer attends, which is not supported")
+    return types
+
+
+class Attention(qwen3.Attention):
+    """Qwen3's under other names."""
+
+    names = "q_layernorm", "k_layernorm"
+    output_name = "out_proj"
+
+
+class ShortConvolution:
+    """`out_proj(c * convolve(b * x))` of three projections."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+        assert isinstance(config, Config)
+        hidden, bias = config.hidden_size, config.conv_bias
+        self.config, self.conv = config, weights / "conv"
+        self.in_proj = Linear(weights / "in_proj", hidden, 3 * hidden, bias=bias)
+        self.out_proj = Linear(weights / "out_proj", hidden, hidden, bias=bias)
+
+    def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
+        """X [1, S, H] -> [1, S, H]."""
+        hidden, size = self.config.hidden_size, self.config.conv_size
+        sizes = op.constant(np.full(3, hidden, np.int64))
+        b, c, x = op.outputs(3, "Split", self.in_proj(op, x), sizes, axis=-1)
+        weight = self._parameter(op, "weight", (hidden, 1, size))
+        assert state.recurrences is not None
+        y = convolve(state.recurrences, layer, op.Mul(b, x), weight, size, ROWS)
+        if self.config.conv_bias:
+            y = op.Add(y, self._parameter(op, "bias", (hidden,)))
+        return self.out_proj(op, op.Mul(c, y))
+
+    def _parameter(self, op: Op, name: str, shape: tuple[int, ...]) -> ir.Value:
+        value = op.cast(op.parameter(self.conv.take(name, shape, op.dtype)), op.dtype)
+        value.shape = ir.Shape(shape)
+        return value
+
+
+class DecoderLayer:
+    """Pre-norm block that attends or convolves."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, *, attends: bool) -> None:
+        hidden, epsilon = config.hidden_size, config.rms_norm_eps
+        self.operator_norm = RMSNorm(weights / "operator_norm", hidden, epsilon)
+        self.mixer = (
+            Attention(config, weights / "self_attn")
+            if attends
+            else ShortConvolution(config, weights / "conv")
+        )
+        self.ffn_norm = RMSNorm(weights / "ffn_norm", hidden, epsilon)
+        self.feed_forward = self._feed_forward(config, weights / "feed_forward")
+
+    def _feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
+        names = "w1", "w3", "w2"
+        return GatedMLP(
+            weights, config.hidden_size, config.intermediate_size, bias=False, names=names
+        )
+
+    def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
+        """X [1, S, H] -> [1, S, H]."""
+        x = op.Add(x, self.mixer.forward(op, self.operator_norm(op, x), state, layer))
+        return op.Add(x, self.feed_forward(op, self.ffn_norm(op, x)))
+
+
+class Model(llama.Model):
+    """Llama's model with such blocks."""
+
+    norm_name = "embedding_norm"
+
+    def make_layer(self, config: DecoderConfig, weights: Weights, index: int) -> DecoderLayer:
+        """A block of the kind that the config names."""
+        return DecoderLayer(config, weights, attends=config.kinds[index] is not None)

@@ -1,0 +1,182 @@
+"""Qwen3.5, the language model: three layers of gated delta nets to one of gated attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.export.attention_kinds import FULL, AttentionKind, check_length
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.graph import ROWS
+from edgellm.export.layers.attention import PassState, merge_heads, split_heads
+from edgellm.export.layers.delta import DeltaRule, DeltaSizes
+from edgellm.export.layers.linear import Linear
+from edgellm.export.layers.norm import RMSNorm, ShiftedRMSNorm
+from edgellm.export.models import llama, qwen2_moe, qwen3
+from edgellm.export.op import Op
+from edgellm.export.rope import Rope, RopeTraits, read_parameters, rope_of
+from edgellm.export.weights import Weights
+
+LINEAR = "linear_attention"
+TINY = {
+    **llama.TINY,
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "tie_word_embeddings": False,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+_NO_SIZES = DeltaSizes(1, 1, 1, 1, 2)  # of a config that nobody has read
+
+
+@dataclass(frozen=True, slots=True)
+class Config(qwen2_moe.Config):
+    """The config of a Qwen with linear attention, and perhaps with experts."""
+
+    delta: DeltaSizes = _NO_SIZES
+
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
+        """Read config.json."""
+        return cls.hybrid(reader)
+
+    @classmethod
+    def hybrid(cls, reader: ConfigReader, **traits: Any) -> DecoderConfig:
+        """What all of them share; `traits` are their own."""
+        # How the heads of multi-token prediction, which are beside the model, are stored.
+        reader.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+        reader.expect("attn_output_gate", True)
+        reader.expect("mamba_ssm_dtype", "float32")
+        reader.expect("hidden_act", "silu", "swish")
+        reader.assume(head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=32768)
+        bias = reader.read("attention_bias", bool, False)
+        config = cls.read(
+            reader,
+            rope=None,
+            qkv_bias=bias,
+            o_proj_bias=bias,
+            is_recurrent=True,
+            delta=DeltaSizes.read(reader),
+            **traits,
+        )
+        attends = AttentionKind(_read_rope(reader, config))
+        types = _layer_types(reader, config.num_hidden_layers)
+        return config.attending(tuple(attends if kind == FULL else None for kind in types))
+
+
+def _read_rope(reader: ConfigReader, config: DecoderConfig) -> Rope:
+    """A text's positions are the same on all axes of M-RoPE."""
+    parameters = read_parameters(reader)
+    for key in ("mrope_section", "mrope_interleaved"):
+        parameters.pop(key, None)
+    theta = reader.read("rope_theta", float, 1e4)
+    parameters["rope_theta"] = parameters.get("rope_theta") or theta
+    traits = RopeTraits(partial=0.25)
+    return rope_of(reader, parameters, config.head_dim, config.max_position_embeddings, traits)
+
+
+def _layer_types(reader: ConfigReader, layers: int) -> list[str]:
+    interval = reader.positive("full_attention_interval", 4)
+    usual = [FULL if (at + 1) % interval == 0 else LINEAR for at in range(layers)]
+    types = reader.read("layer_types", list, usual)
+    if unknown := [kind for kind in types if kind not in (FULL, LINEAR)]:
+        raise UnsupportedModelError(
+            f"config.json: layer_types names {unknown[0]!r}, which is not supported",
+            hint=f"supported: {FULL}, {LINEAR}",
+        )
+    check_length(reader, "layer_types", types)
+    if FULL not in types:
+        raise UnsupportedModelError("config.json: no layer attends, which is not supported")
+    return types
+
+
+class Attention(qwen3.Attention):
+    """Self-attention times the sigmoid of a gate, which comes with the queries."""
+
+    norm = ShiftedRMSNorm
+
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, input_size: int | None = None
+    ) -> None:
+        super().__init__(config, weights, input_size)
+        size = 2 * config.num_attention_heads * config.head_dim
+        self.q_proj = Linear(weights / "q_proj", config.hidden_size, size, bias=config.qkv_bias)
+
+    def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
+        """X [1, S, H] -> [1, S, H]."""
+        both = split_heads(op, self.q_proj(op, x), 2 * self.config.head_dim)
+        q, gate = (
+            merge_heads(op, each) for each in op.outputs(2, "Split", both, axis=-1, num_outputs=2)
+        )
+        k, v = self.k_proj(op, x), self.v_proj(op, x)
+        q, k = self.normalize(op, q, k)
+        y = self.attend(op, state, layer, q, k, v)
+        return self.o_proj(op, op.Mul(y, op.Sigmoid(gate)))
+
+
+class GatedDeltaNet:
+    """The delta rule between projections, normed and gated."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+        assert isinstance(config, Config)
+        self.sizes = sizes = config.delta
+        hidden = config.hidden_size
+        self.rule = DeltaRule(sizes, weights, ROWS)
+        self.project(config, weights)
+        self.norm = RMSNorm(weights / "norm", sizes.value_dim, config.rms_norm_eps)
+        self.out_proj = Linear(weights / "out_proj", sizes.values, hidden, bias=False)
+
+    def project(self, config: DecoderConfig, weights: Weights) -> None:
+        """Make the layers that read the rows."""
+        for name, size in (
+            ("qkv", self.sizes.convolved),
+            ("z", self.sizes.values),
+            ("a", self.sizes.value_heads),
+            ("b", self.sizes.value_heads),
+        ):
+            layer = Linear(weights / f"in_proj_{name}", config.hidden_size, size, bias=False)
+            setattr(self, f"in_proj_{name}", layer)
+
+    def projected(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+        """Queries, keys and values side by side; gates z, a and b."""
+        return tuple(getattr(self, f"in_proj_{name}")(op, x) for name in ("qkv", "z", "a", "b"))  # type: ignore[return-value]
+
+    def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
+        """X [1, S, H] -> [1, S, H]."""
+        mixed, z, a, b = self.projected(op, x)
+        y = split_heads(op, self.rule(op, mixed, a, b, state, layer), self.sizes.value_dim)
+        normed = merge_heads(op, self.norm(op, y))
+        return self.out_proj(op, op.Mul(normed, op.Swish(z)))
+
+
+class DecoderLayer(llama.DecoderLayer):
+    """Pre-norm block of attention."""
+
+    attention = Attention
+    norm = ShiftedRMSNorm
+
+
+class LinearLayer(DecoderLayer):
+    """The same of a gated delta net."""
+
+    attention = GatedDeltaNet  # type: ignore[assignment]
+    attention_name = "linear_attn"
+
+
+class Model(llama.Model):
+    """Llama's model with such blocks."""
+
+    norm_behind = ShiftedRMSNorm
+    layers_of: tuple[type[llama.DecoderLayer], type[llama.DecoderLayer]] = LinearLayer, DecoderLayer
+
+    def make_layer(self, config: DecoderConfig, weights: Weights, index: int) -> llama.Layer:
+        """A block of the kind that the config names."""
+        return self.layers_of[config.kinds[index] is not None](config, weights)

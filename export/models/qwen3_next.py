@@ -1,0 +1,84 @@
+"""Qwen3-Next: Qwen3.5's layers with experts, and the projections of a key head side by side."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.layers.linear import Linear
+from edgellm.export.layers.norm import ShiftedRMSNorm
+from edgellm.export.models import qwen2_moe, qwen3_5_text
+from edgellm.export.models.qwen2_moe import read_mixture
+from edgellm.export.op import Op
+from edgellm.export.weights import Weights
+
+TINY = {
+    **qwen3_5_text.TINY,
+    "model_type": "qwen3_next",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
+    "mlp_only_layers": [1],
+}
+
+
+class Config(qwen3_5_text.Config):
+    """Qwen3-Next's config."""
+
+    @classmethod
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
+        """Read config.json."""
+        reader.assume(norm_topk_prob=True, intermediate_size=5632)
+        shared = reader.positive("shared_expert_intermediate_size", 512)
+        return cls.hybrid(reader, shared_size=shared, **read_mixture(reader))
+
+
+class GatedDeltaNet(qwen3_5_text.GatedDeltaNet):
+    """A gated delta net of two projections."""
+
+    def project(self, config: DecoderConfig, weights: Weights) -> None:
+        """Make the layers that read the rows."""
+        sizes, hidden = self.sizes, config.hidden_size
+        width = sizes.convolved + sizes.values
+        self.in_proj_qkvz = Linear(weights / "in_proj_qkvz", hidden, width, bias=False)
+        rates = 2 * sizes.value_heads
+        self.in_proj_ba = Linear(weights / "in_proj_ba", hidden, rates, bias=False)
+
+    def projected(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+        """Queries, keys and values side by side; gates z, a and b."""
+        sizes = self.sizes
+        shared = sizes.value_heads // sizes.key_heads
+        of_values = shared * sizes.value_dim
+        widths = sizes.key_dim, sizes.key_dim, of_values, of_values
+        *qkv, z = self._parts(op, self.in_proj_qkvz(op, x), widths)
+        b, a = self._parts(op, self.in_proj_ba(op, x), (shared, shared))
+        return op.Concat(*qkv, axis=-1), z, a, b
+
+    def _parts(self, op: Op, x: ir.Value, widths: tuple[int, ...]) -> list[ir.Value]:
+        """What every key head has one behind the other, each part of all heads together."""
+        apart = op.Reshape(x, op.constant([0, 0, self.sizes.key_heads, sum(widths)]))
+        found = op.outputs(len(widths), "Split", apart, op.constant(np.array(widths)), axis=-1)
+        return [op.Reshape(part, op.constant([0, 0, -1])) for part in found]
+
+
+class DecoderLayer(qwen2_moe.DecoderLayer):
+    """Block of attention with experts."""
+
+    attention = qwen3_5_text.Attention
+    norm = ShiftedRMSNorm
+
+
+class LinearLayer(DecoderLayer):
+    """The same of a gated delta net."""
+
+    attention = GatedDeltaNet  # type: ignore[assignment]
+    attention_name = "linear_attn"
+
+
+class Model(qwen3_5_text.Model):
+    """Qwen3.5's model with such blocks."""
+
+    layers_of = LinearLayer, DecoderLayer

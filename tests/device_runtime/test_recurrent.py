@@ -1,0 +1,210 @@
+"""Recurrent layers in an engine: trees, turns and answers side by side are as plain ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_checkpoint
+
+from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.engine.saved_contexts import ContextFolder
+from edgellm.device_runtime.requests.prove import prove
+from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.sessions import decoder, states
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
+from edgellm.export import models
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
+from edgellm.manifest import LLM_ENGINE, load_engine
+
+HYBRIDS = ("lfm2", "qwen3_5_text", "qwen3_next")
+GREEDY = SamplingParams(temperature=0)
+LOOKUPS = SpecOptions(None, lookups=("suffix", "ngram"), tree="fixed", verify_size=8)
+PLAN = Plan(96, 128, 1, max_verify_tree_size=12)
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def bundle(request, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    checkpoint = make_checkpoint(folder / "checkpoint", **models.find(request.param).TINY)
+    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions("fp32"))
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def engine(bundle) -> Path:
+    build_engine("llm", bundle, bundle.parent / "engine", PLAN, "onnxruntime", lambda _: None)
+    return bundle.parent / "engine"
+
+
+@pytest.fixture(scope="module")
+def plain(engine) -> LLM:
+    return LLM(engine)
+
+
+@pytest.fixture
+def reusing(engine, monkeypatch) -> LLM:
+    monkeypatch.setattr(decoder, "CHECKPOINT_ROWS", 16)
+    return LLM(engine, context_reuse=True)
+
+
+def ask(model: LLM, prompt: str, length: int = 8, **options):
+    answer = model.generate(prompt, max_generate_length=length, sampling=GREEDY, **options)
+    list(answer)
+    return answer
+
+
+def words(*numbers: int) -> str:
+    return " ".join(f"w{number}" for number in numbers)
+
+
+def test_it_is_refused_where_nothing_computes_it(bundle, tmp_path):
+    for backend, batch, said in (
+        ("tensorrt", 1, "TensorRT on cuda does not compute recurrent layers yet"),
+        ("onnxruntime_cuda", 1, "ONNX Runtime on cuda does not compute recurrent layers yet"),
+        ("onnxruntime", 2, "--maxBatchSize 2: recurrent layers take one request in a pass"),
+    ):
+        plan = dataclasses.replace(PLAN, max_batch_size=batch)
+        with pytest.raises(EdgeLLMError, match=said):
+            build_engine("llm", bundle, tmp_path / "engine", plan, backend, lambda _: None)
+    assert not (tmp_path / "engine").exists()
+
+
+# ---------------------------------------------------------------------------------- trees
+def _behind(session: DecoderSession, prompt: np.ndarray, tokens: list[int]) -> np.ndarray:
+    """Logits [V] behind a prompt and tokens, each computed alone."""
+    result = session.run(prompt, 0, np.array([len(prompt) - 1]))
+    for at, token in enumerate(tokens):
+        result = session.run(np.array([token]), len(prompt) + at, np.zeros(1, np.int64))
+    return result.logits[0].copy()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_any_tree_have_the_bits_of_single_rows(engine, seed):
+    """Also those behind a path of it that was committed."""
+    random = np.random.default_rng(seed)
+    prompt, nodes = random.integers(9, 96, 3 + 5 * seed), 3 + 3 * seed
+    tokens, parents = random.integers(9, 96, nodes), [-1]
+    parents += [int(random.integers(0, node)) for node in range(1, nodes)]
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if node else []), node])
+    mask = np.array([[column in path for column in range(nodes)] for path in paths])
+    session = open_decoder(engine, load_engine(engine, LLM_ENGINE))
+    session.run(prompt, 0, np.array([0]))
+    depths = np.array([len(path) - 1 for path in paths])
+    for _ in range(2):  # a pass leaves the states as they were
+        found = session.run(
+            tokens, len(prompt), np.arange(nodes),
+            position_ids=len(prompt) + depths, tree_mask=mask,
+        ).logits.copy()  # fmt: skip
+    deepest = max(paths, key=len)
+    session.compact(len(prompt), np.array(deepest))
+    following = len(prompt) + len(deepest)
+    behind = session.run(np.array([50]), following, np.zeros(1, np.int64)).logits[0].copy()
+    other = open_decoder(engine, load_engine(engine, LLM_ENGINE))
+    for node, path in enumerate(paths):
+        np.testing.assert_array_equal(
+            found[node], _behind(other, prompt, tokens[path].tolist()), f"node {node}"
+        )
+    expected = _behind(other, prompt, [*tokens[deepest].tolist(), 50])
+    np.testing.assert_array_equal(behind, expected)
+
+
+def test_speculated_answers_are_the_plain_ones(engine, plain):
+    model = LLM(engine, spec=LOOKUPS)
+    prompts = [words(20, 21, 22, 20, 21, 22, 20), words(*range(30, 60)), words(40, 40, 40)]
+    rounds = []
+    for prompt in prompts:
+        for length in (1, 5, 40):
+            answer = ask(model, prompt, length)
+            assert answer.token_ids == ask(plain, prompt, length).token_ids
+            rounds += answer.profile.rounds
+    assert any(one.tree_size > 1 for one in rounds)
+    requests = [{"messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
+    for comparison in prove(model, Options(max_generate_length=40), requests):
+        assert comparison.has_equal_bits, comparison.line()
+
+
+# ---------------------------------------------------------------------------------- turns
+@pytest.mark.parametrize("spec", [None, LOOKUPS], ids=["plain", "lookups"])
+def test_a_second_turn_computes_what_is_new(engine, plain, spec):
+    model = LLM(engine, spec=spec, context_reuse=True)
+    text, known = words(20, 21, 22), 0
+    for turn in range(3):
+        answer = ask(model, text, 9)
+        assert answer.token_ids == ask(plain, text, 9).token_ids
+        assert answer.timings()["reused_tokens"] == known
+        known = answer.prompt_token_count + len(answer.token_ids) - 1
+        text = f"{text} {answer.text} {words(60 + turn, 61)}"
+
+
+def test_prompts_begin_at_the_last_checkpoint_before_they_part(reusing, plain):
+    prompt = [*range(20, 60)]
+    for changed, expected in (
+        (prompt, 0),
+        (prompt, 39),  # asked again: all but the last row
+        ([*prompt[:39], 70, 71], 39),
+        ([*prompt[:37], 70], 32),
+        ([*prompt[:20], 70, 71, 72], 16),
+        ([*prompt[:9], 70], 0),
+    ):
+        answer = ask(reusing, words(*changed))
+        assert answer.token_ids == ask(plain, words(*changed)).token_ids
+        assert answer.timings()["reused_tokens"] == expected
+
+
+def test_no_more_checkpoints_than_their_memory(engine, reusing, plain, monkeypatch):
+    memory = states.States(None, load_engine(engine, LLM_ENGINE).decoder.recurrent)  # type: ignore[arg-type]
+    monkeypatch.setattr(states, "CHECKPOINT_BYTES", 2 * memory.num_bytes)
+    prompt = [*range(20, 90)]
+    ask(reusing, words(*prompt))
+    assert len(reusing.session.context.memory.checkpoints) == 2
+    answer = ask(reusing, words(*prompt, 5))
+    assert answer.timings()["reused_tokens"] == 69
+    assert answer.token_ids == ask(plain, words(*prompt, 5)).token_ids
+
+
+def test_answers_in_turn_keep_their_states(engine, plain):
+    for spec in (None, LOOKUPS):
+        model = LLM(engine, spec=spec, context_reuse=True)
+        prompts = [words(20, 21, 20, 21, 20), words(20, 21, 20, 33), words(50, 51)]
+        answers = [
+            model.generate(each, max_generate_length=12, sampling=GREEDY) for each in prompts
+        ]
+        for _ in model.together(answers, 3):
+            pass
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == ask(plain, prompt, 12).token_ids
+
+
+def test_kept_beginnings_have_their_states(engine, plain, tmp_path):
+    """Of system prompts, and in files."""
+    model = LLM(engine)
+    beginning, folder = words(20, 21, 22, 23), ContextFolder(tmp_path, {"base": "hash"})
+    options = {"add_special_tokens": False, "sampling": GREEDY, "stop": ()}
+
+    def turn(llm: LLM, text: str):
+        answer = llm.generate_text(text, max_generate_length=6, system_prompt=beginning, **options)
+        list(answer)
+        return answer.timings()["reused_tokens"], answer.token_ids
+
+    first = f"{beginning} w30 w31"
+    assert turn(model, first) == (0, turn(plain, first)[1])
+    turn(model, words(70, 71))
+    folder.prepare()
+    folder.save(model.slot.contexts())
+    restarted = LLM(engine)
+    for kept in folder.load(1).contexts:
+        restarted.slot.kept.add(kept)
+    for llm in (model, restarted):
+        for text in (f"{beginning} w40", f"{beginning} w41 w42", first):
+            reused, found = turn(llm, text)
+            assert reused >= 4
+            assert found == turn(LLM(engine), text)[1]

@@ -1,0 +1,86 @@
+"""Embeddings, reranking, and log-probabilities of prompts through a server."""
+
+from __future__ import annotations
+
+import numpy as np
+import openai
+import pytest
+from conftest import make_checkpoint
+from serve_process import serving
+
+from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
+from edgellm.device_runtime import LLM
+from edgellm.export import models
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
+
+TEXTS = ["w20 w30 w40", "w21", "w20 w30 w41"]
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("embedder")
+    source = make_checkpoint(folder / "checkpoint", **models.find("qwen3").TINY)
+    options = ExportOptions("fp32", pooling="last")
+    export_llm(open_checkpoint(str(source)), folder / "bundle", options)
+    plan = Plan(48, 64, 1, "auto")
+    build_engine("llm", folder / "bundle", folder / "engine", plan, "onnxruntime", lambda _: None)
+    llm = LLM(folder / "engine")
+    vectors = [llm.embed(llm.tokenizer.encode(text, add_special_tokens=True)) for text in TEXTS]
+    with serving(folder / "engine", "--modelName", "tiny") as server:
+        yield server, llm, vectors
+
+
+def test_embeddings_are_those_of_the_engine(embedder):
+    server, llm, expected = embedder
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    found = client.embeddings.create(model="tiny", input=TEXTS)  # as base64
+    for one, vector in zip(found.data, expected, strict=True):
+        np.testing.assert_array_equal(np.float32(one.embedding), vector)
+    ids = llm.tokenizer.encode(TEXTS[1], add_special_tokens=True)
+    (one,) = client.embeddings.create(model="tiny", input=ids, encoding_format="float").data
+    np.testing.assert_array_equal(np.float32(one.embedding), expected[1])
+    short = client.embeddings.create(model="tiny", input=TEXTS[0], dimensions=8).data[0].embedding
+    np.testing.assert_allclose(short, expected[0][:8] / np.linalg.norm(expected[0][:8]), rtol=1e-5)
+    with pytest.raises(openai.BadRequestError, match="dimensions: the model has"):
+        client.embeddings.create(model="tiny", input="w20", dimensions=1 << 20)
+    with pytest.raises(openai.BadRequestError, match="tokens, the engine takes"):
+        client.embeddings.create(model="tiny", input="w20 " * 60)
+
+
+def test_documents_come_by_their_nearness(embedder):
+    server, _, (query, *documents) = embedder
+    body = {"query": TEXTS[0], "documents": [{"text": TEXTS[1]}, TEXTS[2]], "top_n": 1}
+    status, found = server.json("/v1/rerank", body)
+    scores = [float(query @ vector) for vector in documents]
+    best = int(np.argmax(scores))
+    assert status == 200
+    (first,) = found["results"]
+    assert first["index"] == best
+    assert first["relevance_score"] == pytest.approx(scores[best])
+    assert first["document"] == {"text": TEXTS[1 + best]}
+
+
+def test_an_engine_that_answers_does_not_embed(server):
+    status, found = server.json("/v1/embeddings", {"input": "w20"})
+    assert status == 400
+    assert "answers and does not embed" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_log_probabilities_of_prompts(server, offline, streams):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    ids = [20, 30, 40, 21]
+    asked = {"model": "tiny", "prompt": ids, "max_tokens": 2, "temperature": 0}
+    found = client.completions.create(**asked, echo=True, logprobs=2, stream=streams)
+    chunks = [chunk.choices[0] for chunk in found] if streams else found.choices
+    expected = offline.read_logprobs(ids, 2)
+    values = [one for chunk in chunks for one in chunk.logprobs.token_logprobs]
+    tops = [one for chunk in chunks for one in chunk.logprobs.top_logprobs]
+    assert values[0] is tops[0] is None
+    assert values[1:4] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+    assert len(values) == len(tops) == 6
+    assert [len(top) for top in tops[1:]] == [2] * 5
+    plain = client.completions.create(**asked).choices[0].text
+    assert "".join(chunk.text for chunk in chunks).endswith(plain)
