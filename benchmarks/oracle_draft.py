@@ -16,6 +16,7 @@ from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter
 from edgellm.device_runtime.speculate.drafter import Drafter, Verified
 from edgellm.device_runtime.speculate.open_drafter import Drafters
+from edgellm.device_runtime.speculate.passes import Passes
 from edgellm.device_runtime.speculate.tree import Tree
 
 
@@ -62,8 +63,8 @@ class OracleDrafter:
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         self._within.observe(next_token_ids, taps)
 
-    def catch_up(self) -> None:
-        self._within.catch_up()
+    def catch_up(self) -> Passes[None]:
+        return self._within.catch_up()
 
     def ask_round(self, *_: Any, is_exact: bool) -> bool:
         """A device would verify its own tree: an oracle's rounds need the host."""
@@ -73,8 +74,8 @@ class OracleDrafter:
     def finish_round(self) -> Verified:
         raise NotImplementedError
 
-    def propose(self, root: int, room: int, levels: int) -> Tree:
-        self._own = tree = self._within.propose(root, room, levels)
+    def propose(self, root: int, room: int, levels: int) -> Passes[Tree]:
+        self._own = tree = yield from self._within.propose(root, room, levels)
         following = self._text[self._length :]
         self._due += self._foreseen
         count = min(int(self._due), levels, self._most_levels, len(tree) - 1, len(following))
@@ -98,12 +99,6 @@ class OracleDrafter:
 
     def pass_by(self, token_id: int, taps: F32) -> None:
         raise NotImplementedError
-
-    def swap_out(self) -> None:
-        self._within.swap_out()
-
-    def swap_in(self) -> None:
-        self._within.swap_in()
 
     def drop(self) -> None:
         self._within.drop()

@@ -1,10 +1,11 @@
 """`edgellm-serve` under load, and what it costs beside `llm_inference`'s loop.
 
     python benchmarks/serve.py --minutes 5 --clients 200 --queueSize 32      # SmolLM2
-    python benchmarks/serve.py --engineDir ENGINE --minutes 0.5 --server_flags=--eagle
+    python benchmarks/serve.py --engineDir ENGINE --minutes 0.5 --server_flags=--eagle --leave 0.2
 
 Load: so many streaming clients ask the server, wait as long as Retry-After says when they are
-refused, and compare every answer with the one that the engine gave offline. The server's memory is
+refused, and compare every answer with the one that the engine gave offline; some leave amid an
+answer. Behind them no answer may be in the works and no row in use. The server's memory is
 read every half second; its slope is that of the second half, by least squares.
 
 Cost: one client and `llm_inference`'s loop answer the same requests in turn, so that both see the
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import math
@@ -29,9 +31,9 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,7 +61,8 @@ class Question:
 class Report:
     """What clients and the watcher of the server saw."""
 
-    seen: Counter = field(default_factory=Counter)  # answered, refused, wrong, broken
+    seen: Counter = field(default_factory=Counter)  # answered, refused, wrong, broken, left
+    in_works: dict[str, float] = field(default_factory=dict)  # gauges behind all clients
     tokens: int = 0
     rss: list[tuple[float, int]] = field(default_factory=list)  # seconds, bytes
     open_before: tuple[int, int] = (0, 0)  # files and threads
@@ -105,7 +108,7 @@ def questions(llm: LLM, wanted: list[dict]) -> list[Question]:
     ]
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(engine: Path, *flags: str) -> Iterator[tuple[int, int]]:
     """A server process: its port and its process id."""
     command = [sys.executable, "-m", "edgellm.tools.serve", "--engineDir", str(engine), *flags]
@@ -161,6 +164,25 @@ async def ask(port: int, body: bytes) -> bytes:
         writer.close()
 
 
+async def leave(port: int, body: bytes, num_bytes: int) -> None:
+    """Ask, and go when so much of the answer has come."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(post(body))
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await reader.readexactly(num_bytes)
+    finally:
+        writer.transport.abort()
+
+
+def gauges(port: int) -> dict[str, float]:
+    """What the server says is in the works: requests, and the share of the cache's rows."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        page = answer.read().decode()
+    found = re.findall(r"^vllm:(num_requests_\w+|kv_cache_usage_perc){.*} (.*)$", page, re.M)
+    return {name: float(value) for name, value in found}
+
+
 def ask_and_wait(port: int, body: bytes) -> bytes:
     """The same without an event loop."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -169,12 +191,21 @@ def ask_and_wait(port: int, body: bytes) -> bytes:
 
 
 async def client(
-    port: int, pool: list[Question], end: float, report: Report, chance: random.Random
+    port: int,
+    pool: list[Question],
+    end: float,
+    report: Report,
+    chance: random.Random,
+    leaves: float = 0.0,
 ) -> None:
-    """Ask until the time is over."""
+    """Ask until the time is over, and leave amid this share of the answers."""
     while time.monotonic() < end:
         question = chance.choice(pool)
         try:
+            if chance.random() < leaves:
+                await leave(port, question.body, chance.randrange(1, 2000))
+                report.seen["left"] += 1
+                continue
             status, headers, text, events = read(await ask(port, question.body))
         except (OSError, ValueError, IndexError, KeyError) as error:
             report.seen["broken"] += 1
@@ -202,12 +233,14 @@ def files_and_threads(pid: int) -> tuple[int, int]:
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 
-async def load(port: int, pid: int, pool: list[Question], clients: int, seconds: float) -> Report:
+async def load(
+    port: int, pid: int, pool: list[Question], clients: int, seconds: float, leaves: float = 0.0
+) -> Report:
     """So many clients for so long."""
     report, begin = Report(open_before=files_and_threads(pid)), time.monotonic()
     end = begin + seconds
     tasks = [
-        asyncio.create_task(client(port, pool, end, report, random.Random(number)))
+        asyncio.create_task(client(port, pool, end, report, random.Random(number), leaves))
         for number in range(clients)
     ]
     while time.monotonic() < end:
@@ -216,6 +249,7 @@ async def load(port: int, pid: int, pool: list[Question], clients: int, seconds:
     await asyncio.gather(*tasks)
     await asyncio.sleep(1)  # for the server to close what clients have closed
     report.open_after = files_and_threads(pid)
+    report.in_works = await asyncio.to_thread(gauges, port)
     return report
 
 
@@ -306,6 +340,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--queueSize", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
+    parser.add_argument("--leave", type=float, default=0.0, help="share of answers left amid")
     parser.add_argument("--rounds", type=int, default=12, help="of the comparison; 0 leaves it out")
     parser.add_argument(
         "--server_flags", default="--noContextReuse", help="the loop does not reuse rows, either"
@@ -318,10 +353,11 @@ def main() -> None:
     with serving(engine, *flags) as (port, pid):
         if given.rounds:
             print_cost(cost(llm, (port, pid), wanted[:8], pool[:8], given.rounds))
-        report = asyncio.run(load(port, pid, pool, given.clients, given.minutes * 60))
+        report = asyncio.run(load(port, pid, pool, given.clients, given.minutes * 60, given.leave))
     print(f"{given.clients} clients, {given.minutes:g} minutes, a queue of {given.queueSize}")
     print_load(report)
-    raise SystemExit(1 if report.seen["wrong"] + report.seen["broken"] else 0)
+    faults = report.seen["wrong"] + report.seen["broken"] + any(report.in_works.values())
+    raise SystemExit(1 if faults else 0)
 
 
 def print_cost(found: Cost) -> None:
@@ -343,8 +379,9 @@ def print_load(report: Report) -> None:
     seen = report.seen
     print(
         f"right {seen['answered']} ({report.tokens} events), refused {seen['refused']}, "
-        f"wrong {seen['wrong']}, broken {seen['broken']}"
+        f"wrong {seen['wrong']}, broken {seen['broken']}, left {seen['left']}"
     )
+    print(f"in the works behind them: {report.in_works}")
     half, last = report.rss[len(report.rss) // 2][1], report.rss[-1][1]
     print(
         f"memory {report.rss[0][1] / 1e6:.1f} MB, {half / 1e6:.1f} at half time, "

@@ -237,6 +237,8 @@ class _Text:
     text: list[int] = field(default_factory=list)  # token 0, and the token of every committed row
     skipped: int = 0  # of these rows, the first, which a retrial did not read
     is_closed: bool = False
+    slots: list[_Slot] = field(default_factory=list)
+    recycled: dict[int, Context] = field(default_factory=dict)  # serial number -> its path
 
 
 class StrictDraft:
@@ -246,11 +248,10 @@ class StrictDraft:
     the committed rows and its ancestors, and must be given what its parent recycled.
     """
 
-    def __init__(self, capacity: int, draft: Draft) -> None:
-        self.capacity, self.draft = capacity, draft
+    def __init__(self, capacity: int, draft: Draft, most_parts: int = 1) -> None:
+        self.capacity, self.draft, self.most_parts = capacity, draft, most_parts
         self.context = _Text()
-        self.slots: list[_Slot] = []
-        self.recycled: dict[int, Context] = {}  # serial number -> path that it stands for
+        self.sizes: list[int] = []  # answers of every pass
         self.growth: list[int] = []  # rows of every growth pass of this round
         self.extensions: list[int] = []
 
@@ -275,13 +276,20 @@ class StrictDraft:
         """Rows of the cache."""
         return max(len(self.text) - 1 - self.skipped, 0)
 
-    def fork(self):
-        assert not self.context.is_closed
-        return _Text(list(self.context.text), self.context.skipped)
+    def fork(self, context):
+        assert not context.is_closed
+        return _Text(list(context.text), context.skipped)
+
+    @property
+    def slots(self) -> list[_Slot]:
+        return self.context.slots
+
+    def new_context(self):
+        return _Text()
 
     def use(self, context):
         assert not context.is_closed
-        self.context, self.slots = context, []
+        self.context = context
 
     def close(self, context):
         context.is_closed = True
@@ -290,6 +298,22 @@ class StrictDraft:
         hidden = np.full((len(taps), 2), _FUSED, np.float32)
         hidden[:, 1] = taps[:, 0]
         return hidden
+
+    def on_shortage(self, forget_one): ...
+
+    def run_many(self, parts):
+        assert 0 < len(parts) <= self.most_parts
+        self.sizes.append(len(parts))
+        assert len({id(part.context) for part in parts}) == len(parts)
+        return [self._run_part(part) for part in parts]
+
+    def _run_part(self, part):
+        self.use(part.context)
+        hidden = part.hidden if part.taps is None else self.fuse(part.taps)
+        return self.run(
+            part.token_ids, hidden, part.write_index, part.output_rows, top_k=part.top_k,
+            position_ids=part.position_ids, tree_mask=part.tree_mask,
+        )  # fmt: skip
 
     def run(
         self, token_ids, hidden, write_index, output_rows, *, top_k, position_ids=None,
@@ -319,14 +343,16 @@ class StrictDraft:
             assert kind == _FUSED, "a committed row takes the base's feature"
             assert list(FEATURES[int(feature)]) == self.text, "the feature of another token"
             self.text.append(token)
-        self.slots, self.recycled, self.growth = [], {}, []
+        self.slots.clear()
+        self.context.recycled.clear()
+        self.growth = []
         self.extensions.append(len(token_ids))
 
     def _grow(self, token_ids, hidden, write_index, position_ids, tree_mask) -> list[Context]:
         committed, used, count = self.committed, len(self.slots), len(token_ids)
         assert write_index == committed + used
         assert tree_mask.shape == (count, used + count)
-        self.slots += [_Slot(()) for _ in range(count)]
+        self.context.slots += [_Slot(()) for _ in range(count)]
         for row, token in enumerate(token_ids.tolist()):
             own, seen = used + row, set(np.flatnonzero(tree_mask[row]).tolist())
             assert own in seen
@@ -337,7 +363,7 @@ class StrictDraft:
             path = () if parent is None else self.slots[parent].path
             kind, serial = hidden[row].tolist()
             assert kind == _RECYCLED, "a grown row takes what its parent recycled"
-            assert self.recycled[int(serial)] == path, "another row's recycled hidden"
+            assert self.context.recycled[int(serial)] == path, "another row's recycled hidden"
             assert position_ids[row] == committed + len(path)
             self.slots[own] = _Slot((*path, token), seen)
         self.growth.append(count)
@@ -360,30 +386,6 @@ class StrictDraft:
             candidates, chances = self.draft((*self.text, *path))
             ids[row] = candidates[:top_k]
             log_probs[row] = np.log(chances[:top_k])
-            hidden[row, 1] = serial = len(self.recycled)
-            self.recycled[serial] = path
+            hidden[row, 1] = serial = len(self.context.recycled)
+            self.context.recycled[serial] = path
         return DraftResult(ids, log_probs, hidden)
-
-
-class StrictHeads:
-    """See `edgellm.device_runtime.sessions.heads.HeadsSession`.
-
-    The feature must be of the newest row of the base's cache. A head believes that the base will
-    take its likeliest tokens up to the head's own place.
-    """
-
-    def __init__(self, base: StrictBase, draft: Draft, num_heads: int) -> None:
-        self.base, self.draft, self.num_heads = base, draft, num_heads
-        self.passes = 0
-
-    def candidates(self, feature, top_k):
-        context = FEATURES[int(feature[0])]
-        assert context == tuple(token for token, _ in self.base.rows[: self.base.valid])
-        self.passes += 1
-        ids = np.zeros((self.num_heads, top_k), np.int64)
-        log_probs = np.zeros((self.num_heads, top_k), np.float32)
-        for head in range(self.num_heads):
-            context = (*context, int(self.base.logits_of(context).argmax()))
-            candidates, chances = self.draft(context)
-            ids[head], log_probs[head] = candidates[:top_k], np.log(chances[:top_k])
-        return ids, log_probs

@@ -26,9 +26,9 @@ class FixedSlot(CacheSlot):
         super().__init__(session if hasattr(session, "use") else recorded(session), prefill_rows)
         self.num_reused = reused
 
-    def _reuse(self, sequence) -> int:
+    def _contexts_for(self, sequence):
         del sequence
-        return self.num_reused
+        return self.num_reused, (self.session.context,)
 
 
 def generate(

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from collections.abc import Sequence as Sized
+from typing import Any
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.engine.prefix_cache import KeptContexts, KeptRows, RowCache
+from edgellm.device_runtime.engine.finished_answers import MOST_FINISHED, Finished, FinishedAnswers
+from edgellm.device_runtime.engine.prefix_cache import (
+    KeptContexts,
+    KeptRows,
+    RowCache,
+    count_common,
+)
 from edgellm.device_runtime.engine.profile import RESTORE
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
-from edgellm.device_runtime.sessions import ImageRows, LoadedAdapter
-from edgellm.device_runtime.sessions.contexts import Context
+from edgellm.device_runtime.sessions import ImageRows, LoadedAdapter, RowKey
 from edgellm.device_runtime.sessions.decoder import DecoderSession
+
+LEAST_SHARED = 16  # rows for which it is worth to wait until another has computed them
 
 
 class CacheSlot:
@@ -39,93 +48,160 @@ class CacheSlot:
         self.session, self.prefill_rows = session, prefill_rows
         self._draft_caches, self._no_images = tuple(draft_caches), no_images
         self._reuses_context, self.kept = reuses_context, KeptContexts()
-        # Whether sequences that step side by side share a pass
-        self.steps_together = session.most_parts > 1
         # Rows that a sequence gets at a time
-        self.page_rows = session.page_rows if self.steps_together else 1
-        self._holder: Sequence | None = None  # whose rows session and draft are about
-        self._begun: list[Sequence] = []  # whose rows are somewhere
+        self.page_rows = session.page_rows if session.most_parts > 1 else 1
+        self.steps_together = session.most_parts > 1  # a pass for all that step side by side
+        self._holder: Sequence | None = None  # whose rows the session is about
+        self._begun: dict[Sequence, tuple[Any, ...]] = {}  # their contexts in all caches
+        most = MOST_FINISHED if self.steps_together else 1  # in the one cache there are the latest
+        self._finished = FinishedAnswers((session, *self._draft_caches), most)
+        for cache in (session, *self._draft_caches):
+            cache.on_shortage(self._forget_one)
+        for cache in self._draft_caches:
+            cache.close(cache.context)  # rows of passes that were measured
+        self._spare_rows: int | None = None  # that are free but for finished answers; None: changed
 
     @property
     def free_rows(self) -> int:
-        """Rows that further sequences may have; any number where the host keeps copies."""
+        """Rows that further sequences may have; any number where the host keeps copies.
+
+        Those of finished answers are among them.
+        """
         if not self.steps_together:
             return sys.maxsize
         self._retire()
-        return self.session.free_rows or 0
+        free = self.session.free_rows or 0
+        if not self._finished.all:
+            return free
+        if self._spare_rows is None:
+            contexts = [one.contexts[0] for one in self._finished.all]
+            self._spare_rows = self.session.free_rows_without(contexts) - free
+        return free + self._spare_rows
 
     @property
     def usage(self) -> float:
-        """Share of the rows that are in use."""
+        """Share of the rows that are in use by answers that are not over; from any thread."""
         session = self.session
         if not self.steps_together:
             return session.num_rows / session.capacity
-        return 1 - (session.free_rows or 0) / (session.capacity * session.most_parts)
+        over = [one.contexts[0] for one in self._finished.all]
+        over += [contexts[0] for one, contexts in list(self._begun.items()) if one.is_over]
+        page, most = session.page_rows, session.most_parts
+        rows = -(-session.capacity // page) * page * most
+        return 1 - session.free_rows_without(over) / rows
+
+    def _forget_one(self) -> bool:
+        self._spare_rows = None
+        return self._finished.forget_one()
 
     def admit(self, sequence: Sequence) -> None:
         """Turn to the rows of a sequence; costs nothing where sequences share pages."""
         if self._holder is sequence:
             return
-        self.evict()
         if sequence.context is None:
-            self._take_context(sequence)
+            self._retire()
             self._begin(sequence)
         else:
             self.session.use(sequence.context)
-            if sequence.drafter is not None:
-                sequence.drafter.swap_in()
         self._holder = sequence
 
-    def evict(self) -> None:
-        """The sequence that drafts steps aside: others are about to."""
-        holder = self._holder
-        goes_on = holder is not None and (self.steps_together or not holder.is_over)
-        if holder is not None and holder.drafter is not None and goes_on:
-            holder.drafter.swap_out()
+    def stand_aside(self) -> None:
+        """Turn to rows of nobody: whoever computes now disturbs no answer."""
+        self.session.use(self.session.new_context())
         self._holder = None
 
     def release(self, sequence: Sequence) -> None:
         """Copy the rows of a sequence, so that others may have them."""
         if self._holder is sequence:
-            self.evict()
+            self._holder = None
         if sequence.context is not None:
             self.session.save(sequence.context)
 
-    def _take_context(self, sequence: Sequence) -> None:
-        """Where its rows go: those of the sequence before may be of use to it."""
-        session = self.session
-        before = next((one for one in self._begun if one.context is session.context), None)
-        if before is None:
-            sequence.context = session.context
-        elif before.is_over:
-            sequence.context, before.context = before.context, None
-        elif self._reuses_context:
-            sequence.context = session.fork()
-        else:
-            sequence.context = Context()
-        assert sequence.context is not None
-        self._retire()
-        session.use(sequence.context)
-        self._begun.append(sequence)
+    def waits(self, sequence: Sequence, beside: Iterable[Sequence]) -> bool:
+        """Whether the coming pass computes rows for others that a sequence can begin behind.
+
+        Args:
+            sequence: may have begun.
+            beside: that share the pass.
+        """
+        if not self._reuses_context or sequence.context is not None:
+            return False
+        reading = [one for one in beside if one.is_reading]
+        if not reading:
+            return False
+        keys = sequence.prompt.keys
+        common = max(count_common(one.prompt.keys, keys) for one in reading)
+        return common - self._best(sequence)[0] >= LEAST_SHARED
 
     def _retire(self) -> None:
-        """Give the rows of answers that are over back, but for those that the next may use."""
-        for sequence in [one for one in self._begun if one.is_over and one is not self._holder]:
-            self._begun.remove(sequence)
+        """Let go of answers that are over; the next may use their rows."""
+        for sequence in [one for one in self._begun if one.is_over]:
+            contexts, self._spare_rows = self._begun.pop(sequence), None
             if sequence.drafter is not None:
                 sequence.drafter.drop()
-            if sequence.context is not None:
-                self.session.close(sequence.context)
+            if self._reuses_context and sequence.num_rows:
+                keys = sequence.keys[: sequence.num_rows + 1]
+                self._finished.add(Finished(keys, contexts))
+            else:
+                self._close(contexts)
 
     def _begin(self, sequence: Sequence) -> None:
+        drafter, no_images = sequence.drafter, self._no_images
+        held, contexts = self._contexts_for(sequence)
+        self._begun[sequence] = contexts
+        sequence.context = contexts[0]
+        for cache, context in zip(self._caches, contexts, strict=True):
+            cache.use(context)
         self.set_up(sequence.prompt)
-        if sequence.drafter is not None:
-            sequence.drafter.set_adapter(sequence.prompt.adapter)
-        if sequence.drafter is not None and self._no_images is not None:
-            sequence.drafter.set_images(sequence.prompt.images or self._no_images)
-        sequence.reused = sequence.num_rows = self._reuse(sequence)
+        if drafter is not None:
+            drafter.set_adapter(sequence.prompt.adapter)
+        if drafter is not None and no_images is not None:
+            drafter.set_images(sequence.prompt.images or no_images)
+        sequence.reused = sequence.num_rows = self._restored(sequence, held)
         sequence.profile.prompt_tokens.append(len(sequence.prompt.token_ids))
         sequence.profile.reused_tokens.append(sequence.reused)
+
+    def _contexts_for(self, sequence: Sequence) -> tuple[int, tuple[Any, ...]]:
+        """Rows of the prompt that are there, and what goes on behind them."""
+        self._spare_rows = None
+        self._close_unknown()
+        held, found = self._best(sequence)
+        if isinstance(found, Finished):
+            if not self.steps_together or (held and held >= len(found.keys) - 1):
+                return held, self._finished.take(found)
+            if held:
+                self._finished.use(found)
+            found = found.contexts
+        if found is not None and held:
+            pairs = zip(self._caches, found, strict=True)
+            return held, tuple(cache.fork(context) for cache, context in pairs)
+        return 0, tuple(cache.new_context() for cache in self._caches)
+
+    def _best(self, sequence: Sequence) -> tuple[int, Finished | tuple[Any, ...] | None]:
+        """Rows of a prompt that others have, in all caches that it needs, and who has most."""
+        if not self._reuses_context:
+            return 0, None
+        keys = sequence.prompt.keys
+        needed = len(self._caches) if sequence.drafter is not None else 1
+        best: tuple[int, Finished | tuple[Any, ...] | None] = (-1, None)
+        for found in (*self._finished.all, *self._begun.values()):
+            contexts = found.contexts if isinstance(found, Finished) else found
+            pairs = zip(self._caches[:needed], contexts, strict=False)
+            held = min(cache.held_by(context, keys) for cache, context in pairs)
+            if held > best[0] or (held == best[0] and isinstance(found, Finished)):
+                best = held, found
+        return max(best[0], 0), best[1]
+
+    def _close_unknown(self) -> None:
+        """Rows that others than sequences have computed."""
+        known = [contexts[0] for contexts in self._begun.values()]
+        known += [one.contexts[0] for one in self._finished.all]
+        if self.session.context not in known:
+            self.session.close(self.session.context)
+
+    def _close(self, contexts: tuple[Any, ...]) -> None:
+        for cache, context in zip(self._caches, contexts, strict=True):
+            cache.close(context)
 
     def end(self, sequence: Sequence) -> None:
         """The answer is complete, all rows of which a sequence has that has just stepped."""
@@ -155,13 +231,29 @@ class CacheSlot:
         """
         if not length:
             return ["nothing was kept: there is no system prompt of its own"]
-        self.admit(sequence)
-        caches = self.session, *self._draft_caches
+        contexts = self._turn_to(sequence)
         if length < self.session.least_rows and not self.kept.knows(sequence.prompt.keys[:length]):
             return ["the system prompt is not kept: the answer went on behind a longer text"]
-        if not self.kept.keep(sequence.prompt.keys[: length + 1], caches):
+        if not self._copy(contexts, sequence.prompt.keys[: length + 1]):
             return [f"the system prompt takes more than {self.kept.limit_bytes} bytes: not kept"]
         return []
+
+    def _turn_to(self, sequence: Sequence) -> tuple[Any, ...]:
+        """Make its rows the current ones of all caches."""
+        self._holder, contexts = sequence, self._begun[sequence]
+        for cache, context in zip(self._caches, contexts, strict=True):
+            cache.use(context)
+        return contexts
+
+    def _copy(self, contexts: tuple[Any, ...], keys: list[RowKey]) -> bool:
+        """Keep copies of rows, see `KeptContexts.keep`."""
+        for cache, context in zip(self._caches, contexts, strict=True):
+            cache.use(context)
+        return self.kept.keep(keys, self._caches)
+
+    @property
+    def _caches(self) -> tuple[Any, ...]:
+        return self.session, *self._draft_caches
 
     @property
     def num_caches(self) -> int:
@@ -169,26 +261,27 @@ class CacheSlot:
         return 1 + len(self._draft_caches)
 
     def contexts(self) -> list[KeptRows]:
-        """What is kept, and the rows of the latest answer; no pass may run meanwhile.
+        """What is kept, and the rows of answers; no pass may run meanwhile.
 
         Beginnings of others are left out.
         """
-        if self._holder is not None and self._holder.num_rows:
-            keys = self._holder.keys[: self._holder.num_rows + 1]
-            self.kept.keep(keys, (self.session, *self._draft_caches))
+        self._retire()
+        for one in self._finished.all:
+            self._copy(one.contexts, one.keys)
+        for sequence, contexts in self._begun.items():
+            if sequence.num_rows:
+                self._copy(contexts, sequence.keys[: sequence.num_rows + 1])
+        self._holder = None
         found = self.kept.all
         return [
             one for one in found
             if not any(other is not one and other.holds(one) for other in found)
         ]  # fmt: skip
 
-    def _reuse(self, sequence: Sequence) -> int:
-        """Rows of the prompt that the caches hold or get back; its last is always computed."""
+    def _restored(self, sequence: Sequence, held: int) -> int:
+        """Rows of the prompt that are there, or come back; its last is always computed."""
         keys = sequence.prompt.keys
-        drafts = self._draft_caches if sequence.drafter is not None else ()
-        caches: list[RowCache] = [self.session, *drafts]
-        held = min(cache.held(keys) for cache in caches) if self._reuses_context else 0
-        held = held if held >= self.session.least_rows else 0
+        caches = self._caches if sequence.drafter is not None else (self.session,)
         usable, kept = self.kept.find(keys, len(caches))
         if kept is not None and usable > held:
             with sequence.profile.stage(RESTORE):

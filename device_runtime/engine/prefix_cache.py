@@ -9,7 +9,7 @@ what follows stand, is told by the rows before.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,15 +34,50 @@ def marked(keys: Sequence[RowKey], adapter: LoadedAdapter | None) -> list[RowKey
 
 def count_common(ones: Sequence[RowKey], others: Sequence[RowKey]) -> int:
     """Keys from the beginning that are equal."""
+    most = min(len(ones), len(others))
+    if ones[:most] == others[:most]:
+        return most
     pairs = enumerate(zip(ones, others, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(ones), len(others)))
+    return next((at for at, (one, other) in pairs if one != other), most)
 
 
 class RowCache(Protocol):
-    """A KV cache that knows what its rows stand for."""
+    """A KV cache of several sequences that knows what their rows stand for.
+
+    Rows are read, written and compared of the current one.
+    """
+
+    @property
+    def context(self) -> Any:
+        """The current sequence's."""
+        ...
+
+    def new_context(self) -> Any:
+        """Of another sequence, without rows."""
+        ...
+
+    def use(self, context: Any, /) -> None:
+        """Make it the current one."""
+        ...
+
+    def fork(self, context: Any, /) -> Any:
+        """Another with the same rows, which both may go on from."""
+        ...
+
+    def close(self, context: Any, /) -> None:
+        """Nobody goes on behind these rows."""
+        ...
+
+    def on_shortage(self, forget_one: Callable[[], bool]) -> None:
+        """Have somebody asked for room when there is none, who says whether he gave rows back."""
+        ...
 
     def held(self, keys: Sequence[RowKey]) -> int:
         """Rows that are those of a prompt with these keys, if it can go on behind them."""
+        ...
+
+    def held_by(self, context: Any, keys: Sequence[RowKey], /) -> int:
+        """The same of any sequence, none where a prompt could not go on behind so many."""
         ...
 
     def read_rows(self, length: int) -> NDArray[Any]:

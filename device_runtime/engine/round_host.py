@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sized
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -16,10 +16,10 @@ from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
-from edgellm.device_runtime.sessions import F32, I64
+from edgellm.device_runtime.sessions import I64
 from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, PassResult
-from edgellm.device_runtime.sessions.draft import DraftResult, DraftSession
+from edgellm.device_runtime.sessions.draft import DraftPart, DraftResult, DraftSession
 from edgellm.device_runtime.speculate.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.controller import Controller
 from edgellm.device_runtime.speculate.costs import Costs
@@ -61,6 +61,15 @@ class _ReadyBase:
     def use(self, context: Context) -> None:
         self.context = context
 
+    def new_context(self) -> Context:
+        return Context()
+
+    def close(self, context: Context) -> None:
+        pass
+
+    def on_shortage(self, forget_one: object) -> None:
+        pass
+
     def begin_text(self, prompt_rows: int, held: int, marks: Iterable[int]) -> int:
         del prompt_rows, marks
         return held
@@ -75,20 +84,19 @@ class _ReadyBase:
 class _ReadyDraft:
     """A `DraftSession` with the same candidates behind every row."""
 
-    capacity = _CAPACITY
+    capacity, most_parts = _CAPACITY, 1
 
     def __init__(self) -> None:
+        self.context = Context()
         self._ids = np.tile(np.arange(_LIMITS.top_k), (16, 1))
         chances = np.tile(0.5 ** np.arange(1, _LIMITS.top_k + 1), (16, 1))
         self._log_probs = np.log(chances).astype(np.float32)
         self._hidden = np.zeros((16, _HIDDEN), np.float32)
 
-    def fuse(self, taps: F32) -> F32:
-        return taps
-
-    def run(self, _: I64, __: F32, ___: int, output_rows: I64, **____: Any) -> DraftResult:
-        rows = len(output_rows)
-        return DraftResult(self._ids[:rows], self._log_probs[:rows], self._hidden[:rows])
+    def run_many(self, parts: Sized[DraftPart]) -> list[DraftResult]:
+        (part,) = parts
+        rows = len(part.output_rows)
+        return [DraftResult(self._ids[:rows], self._log_probs[:rows], self._hidden[:rows])]
 
 
 def _drafter() -> Drafter:

@@ -4,7 +4,8 @@ Answers are admitted in line, by priority and arrival, while there are places an
 room for their prompts; what they may generate beyond is given row by row. When the pool is full
 the last in line gives its rows back, and has them again when it is admitted again. The first
 in line therefore always goes on, and whoever waits becomes the first. A prompt is read in pieces
-that keep a pass below a bound, so that the answers beside it do not stall.
+that let a pass take twice as long as without them, so that the answers beside it do not stall.
+They are larger where more read than decode, and of a long prompt, but never is a bound exceeded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 AGING_S = 30.0  # of waiting outweigh one level of priority: nobody starves
 LEAST_PIECE = 16  # rows of a prompt that a pass takes, whatever the bound
+MOST_PIECES = 16  # of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,12 @@ class _Line:
         beside = sum(self.rows.values()) - len(readers)
         budget = self._bounds.prefill_rows
         if beside:
-            budget = min(budget, max(self._piece(beside), LEAST_PIECE))
+            table, most_ms = self._bounds.pass_ms, self._bounds.most_stall_ms
+            slower = 1 + max(1.0, len(readers) / beside)
+            calm_ms = slower * float(table[min(beside, len(table) - 1)])
+            share = sum(one.unread_rows for one in readers) // MOST_PIECES
+            piece = max(self._piece(beside, min(calm_ms, most_ms)), share)
+            budget = min(budget, max(min(piece, self._piece(beside, most_ms)), LEAST_PIECE))
         for one in readers:
             piece = min(one.unread_rows, budget)
             if not piece:
@@ -149,9 +156,9 @@ class _Line:
             self.rows[one.number] += self._take(one, piece - 1)
             budget -= self.rows[one.number]
 
-    def _piece(self, beside: int) -> int:
-        """Rows of prompts beside so many others, in a pass that keeps the bound."""
-        table, bound = self._bounds.pass_ms, self._bounds.most_stall_ms
+    def _piece(self, beside: int, bound: float) -> int:
+        """Rows of prompts beside so many others, in a pass that keeps a bound of milliseconds."""
+        table = self._bounds.pass_ms
         rows = int(np.searchsorted(table, bound, side="right")) - 1
         if rows == len(table) - 1 and table[-1] > 0:  # beyond its end time grows as before it
             rows = int(min(bound / table[-1] * rows, self._bounds.prefill_rows + beside))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,8 +29,10 @@ from edgellm.device_runtime.sessions import F32, I64
 from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, PassResult
 from edgellm.device_runtime.speculate.accept import Accepted, Round, accept_exactly
 from edgellm.device_runtime.speculate.drafter import Drafter, Verified
+from edgellm.device_runtime.speculate.passes import Passes, run_all
 from edgellm.device_runtime.speculate.tree import Tree
 
+T = TypeVar("T")
 _FIRST = np.zeros(1, np.int64)  # the only row; where none is wanted: not every kernel takes none
 
 
@@ -62,18 +64,27 @@ def step(slot: CacheSlot, sequences: Iterable[Sequence]) -> list[tuple[Step, ...
     going, most = list(sequences), slot.session.most_parts
     found: dict[Sequence, tuple[Step, ...]] = dict.fromkeys(going, ())
     for at in range(0, len(going), most):
-        asked = [_asked(slot, sequence) for sequence in going[at : at + most]]
-        found |= _take(slot, [turn for turn in asked if turn is not None])
+        found |= _take(slot, _turns(slot, going[at : at + most]))
     return list(found.values())
 
 
-def _asked(slot: CacheSlot, sequence: Sequence) -> _Turn | None:
-    """What goes wrong ends one answer only."""
-    try:
-        return _ask(slot, sequence)
-    except EdgeLLMError as error:
-        sequence.fail(error)
-        return None
+def _turns(slot: CacheSlot, sequences: list[Sequence]) -> list[_Turn]:
+    """What sequences ask of a pass; what goes wrong ends one answer only."""
+    found: list[_Turn] = []
+    drafting: list[Sequence] = []
+    for at, sequence in enumerate(sequences):
+        try:
+            if at and slot.waits(sequence, sequences[:at]):
+                continue
+            turn = _ask(slot, sequence)
+        except EdgeLLMError as error:
+            sequence.fail(error)
+            continue
+        if turn is None:
+            drafting.append(sequence)
+        else:
+            found.append(turn)
+    return found + _draft(slot.session, drafting) if drafting else found
 
 
 def _take(slot: CacheSlot, turns: list[_Turn]) -> dict[Sequence, tuple[Step, ...]]:
@@ -125,7 +136,8 @@ def _run(session: DecoderSession, turns: list[_Turn]) -> list[PassResult]:
 
 
 # ---------------------------------------------------------------------------- before the pass
-def _ask(slot: CacheSlot, sequence: Sequence) -> _Turn:
+def _ask(slot: CacheSlot, sequence: Sequence) -> _Turn | None:
+    """None: it drafts first."""
     slot.admit(sequence)
     if sequence.is_reading:
         return _read(sequence, min(slot.prefill_rows, sequence.most_rows))
@@ -133,7 +145,7 @@ def _ask(slot: CacheSlot, sequence: Sequence) -> _Turn:
     if drafter is None or drafter.rests:
         part = _part(sequence, np.array([sequence.newest]), _FIRST)
         return _Turn(sequence, part, GENERATION if drafter is None else VERIFY)
-    return _draft(slot.session, sequence, drafter)
+    return None
 
 
 def _part(sequence: Sequence, token_ids: I64, logits_index: I64, **more: Any) -> Part:
@@ -173,27 +185,70 @@ def read_piece(
     return session.run(piece, begin, row), begin + len(piece)
 
 
-def _draft(session: DecoderSession, sequence: Sequence, drafter: Drafter) -> _Turn:
-    """Propose a tree; a device may run the whole round."""
-    profile, length, left = sequence.profile, sequence.num_rows, sequence.left
-    if left > 1:
-        with profile.stage(DRAFT_EXTEND if len(sequence.token_ids) > 1 else DRAFT_PREFILL):
-            drafter.catch_up()
-    sampler = sequence.sampler
+def _draft(session: DecoderSession, sequences: list[Sequence]) -> list[_Turn]:
+    """Trees of several sequences, whose drafts share passes; a device may run a whole round."""
+    reading = [one for one in sequences if one.left > 1]
+    drafters = [(one, _drafter(one)) for one in reading]
+    _drafted([(one, drafter.catch_up()) for one, drafter in drafters], DRAFT_EXTEND)
+    turns: list[_Turn] = []
+    proposing: list[tuple[Sequence, Passes[Tree]]] = []
+    for sequence in (one for one in sequences if not one.is_over):
+        try:
+            turn = _on_device(session, sequence)
+        except EdgeLLMError as error:
+            sequence.fail(error)
+            continue
+        if turn is not None:
+            turns.append(turn)
+            continue
+        room = min(session.capacity - sequence.num_rows, sequence.most_rows) - 1
+        tree = _drafter(sequence).propose(sequence.newest, room, sequence.left - 1)
+        proposing.append((sequence, tree))
+    trees = _drafted(proposing, GROW)
+    return turns + [_verifying(sequence, tree) for sequence, tree in trees]
+
+
+def _on_device(session: DecoderSession, sequence: Sequence) -> _Turn | None:
+    """A whole round, if a device can run it."""
+    drafter, sampler, profile = _drafter(sequence), sequence.sampler, sequence.profile
     is_exact = sequence.accept is accept_exactly or sampler.params.is_greedy
-    with profile.stage(GROW):
-        newest, tree = (sequence.newest, length), None
-        if not drafter.ask_round(session, newest, left - 1, sampler, is_exact=is_exact):
-            room = min(session.capacity - length, sequence.most_rows) - 1
-            tree = drafter.propose(sequence.newest, room, left - 1)
-    if tree is None:
-        with profile.stage(VERIFY):
-            verified = drafter.finish_round()
-        return _Turn(sequence, None, VERIFY, tree=verified.tree, verified=verified)
+    newest, begin = (sequence.newest, sequence.num_rows), time.perf_counter()
+    if not drafter.ask_round(session, newest, sequence.left - 1, sampler, is_exact=is_exact):
+        return None
+    profile.book(GROW, (time.perf_counter() - begin) * 1e3)
+    with profile.stage(VERIFY):
+        verified = drafter.finish_round()
+    return _Turn(sequence, None, VERIFY, tree=verified.tree, verified=verified)
+
+
+def _drafter(sequence: Sequence) -> Drafter:
+    assert sequence.drafter is not None
+    return sequence.drafter
+
+
+def _drafted(work: list[tuple[Sequence, Passes[T]]], stage: str) -> list[tuple[Sequence, T]]:
+    """What comes of drafters' work, side by side; what fails ends its answer only."""
+    if not work:
+        return []
+    begin = time.perf_counter()
+    outcomes = run_all([passes for _, passes in work])
+    ms = (time.perf_counter() - begin) * 1e3
+    found: list[tuple[Sequence, T]] = []
+    for (sequence, _), outcome in zip(work, outcomes, strict=True):
+        if isinstance(outcome, EdgeLLMError):
+            sequence.fail(outcome)
+            continue
+        is_first = stage == DRAFT_EXTEND and len(sequence.token_ids) == 1
+        sequence.profile.book(DRAFT_PREFILL if is_first else stage, ms)
+        found.append((sequence, outcome))
+    return found
+
+
+def _verifying(sequence: Sequence, tree: Tree) -> _Turn:
     if len(tree) == 1:
         return _Turn(sequence, _part(sequence, tree.token_ids, _FIRST), VERIFY, tree=tree)
     depths, mask = tree.layout()
-    more = {"position_ids": length + depths, "tree_mask": mask}
+    more = {"position_ids": sequence.num_rows + depths, "tree_mask": mask}
     part = _part(sequence, tree.token_ids, np.arange(len(tree)), **more)
     return _Turn(sequence, part, VERIFY, tree=tree)
 

@@ -142,7 +142,7 @@ def logits_behind(
 ) -> NDArray[np.float64]:
     """The logits [V] behind a prompt and the first tokens of its answer, penalties applied."""
     slot, ids = llm.slot, [*prompt.token_ids, *taken]
-    slot.evict()
+    slot.stand_aside()
     slot.set_up(prompt)
     result, rows = read_piece(slot.session, ids, 0, slot.prefill_rows)
     while rows < len(ids):

@@ -91,6 +91,10 @@ class SharedRunner(Runner, Protocol):
         """Rows for which pages are free."""
         ...
 
+    def free_rows_without(self, caches: Sequence[Cache]) -> int:
+        """Rows for which pages were free if these caches gave theirs back."""
+        ...
+
     @property
     def pass_rows(self) -> int:
         """Rows of a sequence in a pass at most, where windows bound its pages; 0: any number."""

@@ -7,7 +7,7 @@ are copied out. They are, too, where no page is free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,12 @@ class Context:
         # The fewest of its rows that can be gone on from, but for none: windows have no more
         self.least_rows = 0
         self.memory: Memory | None = None  # what recurrent layers keep of them
+        self.is_spare = False  # no answer goes on behind the rows; whoever comes may have them
+
+    def cut(self, length: int) -> None:
+        """Rows behind the first `length` need not be kept."""
+        del self.keys[length:]
+        self.num_rows = min(self.num_rows, length)
 
 
 class Contexts:
@@ -48,6 +54,8 @@ class Contexts:
         self.pass_rows = self._shared.pass_rows if self._shared is not None else 0
         self._is_begun = False
         self._resident: list[Context] = []  # with caches; the least recently used first
+        # Asked before others are copied out: gives rows back that nobody goes on with, if it can.
+        self.forget_one: Callable[[], bool] = lambda: False
 
     @property
     def page_rows(self) -> int:
@@ -58,6 +66,13 @@ class Contexts:
     def free_rows(self) -> int | None:
         """Rows for which pages are free; None where there are no pages."""
         return self._shared.free_rows if self._shared is not None else None
+
+    def free_rows_without(self, contexts: Iterable[Context]) -> int:
+        """Rows for which pages were free if these gave theirs back."""
+        assert self._shared is not None
+        return self._shared.free_rows_without(
+            [one.cache for one in contexts if one.cache is not None]
+        )
 
     def admit(self, context: Context) -> Cache:
         """Its cache, with its rows."""
@@ -174,10 +189,13 @@ class Contexts:
         try:
             return action(*arguments)
         except LimitError:
-            others = [one for one in self._resident if one not in staying]
-            if self._shared is None or not others:
+            if self._shared is None:
                 raise
-            self._evict(others[0])
+            if not self.forget_one():
+                others = [one for one in self._resident if one not in staying]
+                if not others:
+                    raise
+                self._evict(others[0])
         return self._with_room(staying, action, *arguments)
 
     def _evict(self, context: Context) -> None:

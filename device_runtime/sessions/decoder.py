@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,6 +99,7 @@ class DecoderSession:
         self.most_parts = self._contexts.most_together  # sequences that one pass serves
         self._inputs = PassInputs(runner, spec, capacity)
         self.context = Context()  # whose rows all methods but `run_many` are about
+        self.context.is_spare = True
 
     @property
     def free_rows(self) -> int | None:
@@ -109,6 +110,14 @@ class DecoderSession:
     def page_rows(self) -> int:
         """Rows that a sequence gets at a time."""
         return self._contexts.page_rows
+
+    def free_rows_without(self, contexts: Iterable[Context]) -> int:
+        """Rows that further sequences might have if these gave theirs back."""
+        return self._contexts.free_rows_without(contexts)
+
+    def on_shortage(self, forget_one: Callable[[], bool]) -> None:
+        """See `prefix_cache.RowCache`."""
+        self._contexts.forget_one = forget_one
 
     @property
     def pass_rows(self) -> int:
@@ -124,14 +133,17 @@ class DecoderSession:
         """Rows behind the first `length` need not be kept."""
         if self._states is not None and self.context.memory is not None:
             self._states.cut(self.context.memory, length)
-        del self.context.keys[length:]
-        self.context.num_rows = min(self.context.num_rows, length)
+        self.context.cut(length)
 
-    def fork(self) -> Context:
-        """Another context with the rows of this one."""
-        new = self._contexts.fork(self.context)
-        if self._states is not None and self.context.memory is not None:
-            new.memory = self._states.fork(self.context.memory)
+    def new_context(self) -> Context:
+        """Of another sequence, without rows."""
+        return Context()
+
+    def fork(self, context: Context) -> Context:
+        """Another with the same rows."""
+        new = self._contexts.fork(context)
+        if self._states is not None and context.memory is not None:
+            new.memory = self._states.fork(context.memory)
         return new
 
     def save(self, context: Context) -> None:
@@ -291,16 +303,20 @@ class DecoderSession:
 
     def held(self, keys: Sequence[RowKey]) -> int:
         """See `prefix_cache.RowCache`."""
-        return self._reach(count_common(self.context.keys, keys))
+        return self._reach(self.context, count_common(self.context.keys, keys))
 
-    def _reach(self, length: int) -> int:
+    def held_by(self, context: Context, keys: Sequence[RowKey]) -> int:
+        """See `prefix_cache.RowCache`."""
+        return self._reach(context, count_common(context.keys, keys))
+
+    def _reach(self, context: Context, length: int) -> int:
         """Rows, up to `length`, that a pass may begin behind.
 
         Recurrent layers cannot go back; windows see no rows before those that they keep.
         """
-        memory = self.context.memory
+        memory = context.memory
         length = length if memory is None else memory.reach(length)
-        return length if length >= self.context.least_rows else 0
+        return length if length >= context.least_rows else 0
 
     def begin_text(self, prompt_rows: int, held: int, marks: Iterable[int] = ()) -> int:
         """A prompt is about to be read; rows that it may begin behind.
@@ -313,7 +329,7 @@ class DecoderSession:
         if self._states is not None:
             every = range(CHECKPOINT_ROWS, prompt_rows, CHECKPOINT_ROWS)
             self._memory(self.context).marks = {*marks, *every, prompt_rows - 1}
-        return self._reach(held)
+        return self._reach(self.context, held)
 
     def end_text(self, length: int) -> None:
         """A text ends; rows of a tree may have been accepted behind its `length` tokens.

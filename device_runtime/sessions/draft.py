@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,25 @@ class DraftResult(NamedTuple):
     log_probs: F32  # [R, K]
     hidden: F32  # [R, D], the `hidden` of these rows' children
 
+    def copy(self) -> DraftResult:
+        """One that stays valid."""
+        return DraftResult(self.token_ids.copy(), self.log_probs.copy(), self.hidden.copy())
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPart:
+    """What an answer's draft computes in a pass; see `DraftSession.run`."""
+
+    context: Context
+    token_ids: I64
+    write_index: int
+    output_rows: I64
+    top_k: int
+    taps: F32 | None = None  # [S, T*H], to be fused
+    hidden: F32 | None = None  # [S, D], where there are no taps
+    position_ids: I64 | None = None
+    tree_mask: Bool | None = None
+
 
 class DraftSession:
     """A loaded draft."""
@@ -47,18 +67,31 @@ class DraftSession:
         self._inputs = PassInputs(runner, spec, capacity)
         self.context = Context()  # whose rows they are
 
+    @property
+    def most_parts(self) -> int:
+        """Answers that one pass serves."""
+        return self._contexts.most_together
+
+    def new_context(self) -> Context:
+        """See `DecoderSession.new_context`."""
+        return Context()
+
     def use(self, context: Context) -> None:
         """See `DecoderSession.use`."""
         self._contexts.admit(context)
         self.context = context
 
-    def fork(self) -> Context:
+    def fork(self, context: Context) -> Context:
         """See `DecoderSession.fork`."""
-        return self._contexts.fork(self.context)
+        return self._contexts.fork(context)
 
     def close(self, context: Context) -> None:
         """See `DecoderSession.close`."""
         self._contexts.close(context)
+
+    def on_shortage(self, forget_one: Callable[[], bool]) -> None:
+        """See `prefix_cache.RowCache`."""
+        self._contexts.forget_one = forget_one
 
     def fuse(self, taps: F32) -> F32:
         """Features of the base [S, T*H] as the draft's hidden rows [S, D]."""
@@ -92,30 +125,66 @@ class DraftSession:
         Raises:
             LimitError: the rows do not fit into the cache, or the engine gives fewer candidates.
         """
-        context, kept = self.context, self.context.num_rows
-        self._inputs.hold([context])
-        inputs = self._inputs.of(
-            context, token_ids, write_index, output_rows, position_ids, tree_mask
-        )
-        inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = hidden[None], np.array([top_k])
-        self._contexts.reserve([(context, write_index, len(token_ids))])
-        (found,) = self._contexts.run([(context, inputs)])
-        # Rows of a tree are never kept.
-        is_tree = tree_mask is not None
-        context.num_rows = min(kept, write_index) if is_tree else write_index + len(token_ids)
-        return _result(found)
+        part = DraftPart(
+            self.context, token_ids, write_index, output_rows, top_k,
+            hidden=hidden, position_ids=position_ids, tree_mask=tree_mask,
+        )  # fmt: skip
+        return self.run_many([part])[0]
 
-    def ask(
-        self, token_ids: I64, hidden: F32, write_index: int, output_rows: I64, *, top_k: int
-    ) -> Callable[[], DraftResult]:
-        """As `run`, but a device need not be waited for before the result is called for."""
+    def run_many(self, parts: Sequence[DraftPart]) -> list[DraftResult]:
+        """As `run`, for several answers, each with a context of its own; raises as `run`.
+
+        Args:
+            parts: at most `most_parts`.
+        """
+        contexts, fused = [part.context for part in parts], self._fused(parts)
+        starts = self._inputs.hold(contexts)
+        inputs = [
+            self._inputs_of(part, hidden, start)
+            for part, hidden, start in zip(parts, fused, starts, strict=True)
+        ]
+        kept = [context.num_rows for context in contexts]
+        self._contexts.reserve([(p.context, p.write_index, len(p.token_ids)) for p in parts])
+        found = self._contexts.run(list(zip(contexts, inputs, strict=True)))
+        for part, rows in zip(parts, kept, strict=True):
+            # Rows of a tree are never kept.
+            end = part.write_index + len(part.token_ids)
+            is_tree = part.tree_mask is not None
+            part.context.num_rows = min(rows, part.write_index) if is_tree else end
+        return [_result(outputs) for outputs in found]
+
+    def _inputs_of(self, part: DraftPart, hidden: F32, first_image: int) -> dict[str, NDArray[Any]]:
+        inputs = self._inputs.of(
+            part.context, part.token_ids, part.write_index, part.output_rows,
+            part.position_ids, part.tree_mask, first_image=first_image,
+        )  # fmt: skip
+        inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = hidden[None], np.array([part.top_k])
+        return inputs
+
+    def _fused(self, parts: Sequence[DraftPart]) -> list[F32]:
+        """The hidden rows of each, features of all fused in one pass."""
+        taps = [part.taps for part in parts if part.taps is not None]
+        if not taps:
+            return [part.hidden for part in parts if part.hidden is not None]
+        fused, at = self.fuse(taps[0] if len(taps) == 1 else np.concatenate(taps)), 0
+        found: list[F32] = []
+        for part in parts:
+            if part.taps is None:
+                assert part.hidden is not None
+                found.append(part.hidden)
+            else:
+                found.append(fused[at : at + len(part.taps)])
+                at += len(part.taps)
+        return found
+
+    def ask(self, part: DraftPart) -> Callable[[], DraftResult]:
+        """As `run_many`, but a device need not be waited for before the result is called for."""
         assert isinstance(self._runner, Asked)
-        context = self.context
+        context, count = part.context, len(part.token_ids)
         self._inputs.hold([context])
-        inputs = self._inputs.of(context, token_ids, write_index, output_rows, None, None)
-        inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = hidden[None], np.array([top_k])
-        self._contexts.reserve([(context, write_index, len(token_ids))])
-        context.num_rows = write_index + len(token_ids)
+        inputs = self._inputs_of(part, self._fused([part])[0], 0)
+        self._contexts.reserve([(context, part.write_index, count)])
+        context.num_rows = part.write_index + count
         return partial(_result, self._runner.ask(inputs))
 
     def open_rounds(self, base: DecoderSession, growth: Growth) -> Rounds | None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from edgellm.device_runtime.runners.rounds import Draws, Growth, RoundOrder, RoundOutcome, Rounds
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
-from edgellm.device_runtime.sessions.draft import DraftSession
+from edgellm.device_runtime.sessions.draft import DraftPart, DraftSession
 from edgellm.manifest import DraftSpec
 
 _COMMITTED = (1, 2, 4, 8, 16, 24)  # rows; passes with others are padded to them
@@ -45,13 +45,11 @@ class RoundSession:
             count = min(rows, most_rows)
             taps = np.zeros((count, spec.taps_width), np.float32)
             for _ in range(2):
-                self._draft.ask(
-                    np.zeros(count, np.int64),
-                    self._draft.fuse(taps),
-                    0,
-                    np.array([count - 1]),
-                    top_k=self.growth.top_k,
-                )
+                part = DraftPart(
+                    self._draft.context, np.zeros(count, np.int64), 0, np.array([count - 1]),
+                    self.growth.top_k, taps=taps,
+                )  # fmt: skip
+                self._draft.ask(part)
 
     def ask(
         self,

@@ -19,14 +19,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from edgellm.device_runtime.speculate.costs import ALONE, Company, Costs
+from edgellm.device_runtime.speculate.costs import ALONE, Costs, shared
 
-# What a trial may lose, and what an account holds at most, in tokens of plain decoding. The first
+# What a trial may lose, and what an account holds at most, in tokens of plain decoding of every
+# answer that shares the passes, as all of them take part and wait for each other. The first
 # trial finds acceptance rates that nobody knows yet (4 did not last: MT-bench then began with a
 # pause); a full account outlasts a stretch of text that is hard to foresee (8 did not: HumanEval
 # then lost all of its gain in every tenth answer).
 _FIRST_CREDIT, _CREDIT, _FULL = 7.0, 2.0, 24.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 192, 1024  # tokens
+_OPTIMISM, _LONGEST_CHAIN = 0.8, 6  # rate of acceptance, tokens
 _RATE_MEMORY = 0.03  # weight of the newest round in the running rates
 _FORESEEN = (0.3, 1.0, 2.5)  # tokens; edges between the kinds of rounds
 _MEMORY = 0.02  # weight of the newest round of a side
@@ -38,16 +40,23 @@ _OUTLIER = 4  # times a side's mean; slower rounds are the machine's doing
 class _Pace:
     """What decoding reaches by the costs, and pauses of drafting."""
 
-    def __init__(self, costs: Costs) -> None:
-        self._verify, self._host_ms = costs.verify.tolist(), costs.host_ms
+    def __init__(self, costs: Costs, answers: int = 1) -> None:
+        self._verify, self._host_ms, self._answers = costs.verify.tolist(), costs.host_ms, answers
         self.plain_ms = self._verify[1]
-        self.pause, self._pause_length = 0, _SHORTEST_PAUSE  # tokens
+        self.pause, self._pause_length = 0, _SHORTEST_PAUSE * answers  # tokens
         self._begin_trial(_FIRST_CREDIT)
-        self.is_retrial = False
+        self.is_retrial = answers > 1 and not _may_pay(costs)
+        if self.is_retrial:
+            self.pause = _LONGEST_PAUSE * answers
 
     def _begin_trial(self, credit: float) -> None:
         self.tokens, self.ms, self._rounds = 1.2, self.plain_ms, 0
-        self.account_ms, self.is_retrial = credit * self.plain_ms, True
+        self.account_ms, self.is_retrial = credit * self._round_ms, True
+
+    @property
+    def _round_ms(self) -> float:
+        """Of plain decoding: a token of every answer."""
+        return self._answers * self.plain_ms
 
     @property
     def rate(self) -> float:
@@ -64,7 +73,8 @@ class _Pace:
                 self._begin_trial(_CREDIT)
             return
         cost = drafted_ms + self._verify[min(rows, len(self._verify) - 1)]
-        if rows > 1 or drafted_ms:  # also of what a network drafted in vain
+        # Also of what a network drafted in vain, and of what others waited for
+        if rows > 1 or drafted_ms or (networked and self._answers > 1):
             cost += self._host_ms
         weight = max(_RATE_MEMORY, 1 / (self._rounds + 2))
         self.tokens += weight * (emitted - self.tokens)
@@ -74,13 +84,25 @@ class _Pace:
             self._book(emitted * self.plain_ms - cost - read_ms)
 
     def _book(self, won_ms: float) -> None:
-        full_ms = _FULL * self.plain_ms
+        full_ms = _FULL * self._round_ms
         self.account_ms = min(self.account_ms + won_ms, full_ms)
         if self.account_ms == full_ms:
-            self.is_retrial, self._pause_length = False, _SHORTEST_PAUSE
+            self.is_retrial, self._pause_length = False, _SHORTEST_PAUSE * self._answers
         elif self.account_ms < 0:
             self.pause = self._pause_length
-            self._pause_length = min(2 * self._pause_length, _LONGEST_PAUSE)
+            self._pause_length = min(2 * self._pause_length, _LONGEST_PAUSE * self._answers)
+
+
+def _may_pay(costs: Costs) -> bool:
+    """Whether chains pay of which the base accepts more than of any draft that we know."""
+    plain_ms, tokens = costs.verify[1], 0.0
+    drafting_ms = costs.host_ms + costs.extend[1]
+    for rows in range(2, min(_LONGEST_CHAIN + 2, len(costs.verify))):
+        tokens += _OPTIMISM ** (rows - 1)
+        if tokens * plain_ms > costs.verify[rows] - plain_ms + drafting_ms:
+            return True
+        drafting_ms += costs.step[1]
+    return False
 
 
 @dataclass(slots=True)
@@ -166,8 +188,10 @@ class Controller:
         """What decoding reaches in this company."""
         answers = self.company.answers
         if answers not in self._paces:
-            verify = Company(answers, answers - 1).share(self._costs.verify)
-            self._paces[answers] = _Pace(replace(self._costs, verify=verify))
+            tables = self._costs.verify, self._costs.step, self._costs.extend
+            verify, step, extend = (shared(table, answers) for table in tables)
+            shares = replace(self._costs, verify=verify, step=step, extend=extend)
+            self._paces[answers] = _Pace(shares, answers)
         return self._paces[answers]
 
     @property

@@ -68,6 +68,11 @@ class Company:
 ALONE = Company()
 
 
+def shared(table: F64, answers: int) -> F64:
+    """What rows of one answer cost it of passes that so many share, each with one at least."""
+    return Company(answers, answers - 1).share(table)
+
+
 @overload
 def price(table: F64, rows: int) -> float: ...
 @overload

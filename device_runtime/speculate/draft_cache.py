@@ -1,7 +1,7 @@
 """The committed rows of a draft: those in its KV cache, and those that wait to be written there.
 
-Row i pairs the base's feature of token i with the embedding of token i + 1. All drafters of a
-draft share them, and they outlast an answer: a prompt that begins alike goes on behind them.
+Row i pairs the base's feature of token i with the embedding of token i + 1. They outlast an
+answer: a prompt that begins alike goes on behind them.
 
 A draft that is tried again behind a pause reads the newest rows only: those before are skipped,
 and the cache begins behind them, since rotary embeddings see distances alone.
@@ -13,7 +13,6 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from edgellm.device_runtime.engine.prefix_cache import count_common, marked, row_keys
 from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter, RowKey
 from edgellm.device_runtime.sessions.contexts import Context
-from edgellm.device_runtime.sessions.draft import DraftResult, DraftSession
+from edgellm.device_runtime.sessions.draft import DraftPart, DraftSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,41 +67,24 @@ class _Pairs:
         return _Pairs(self.keys[-count:], self.token_ids[-count:], self.taps[-count:])
 
 
-@dataclass(frozen=True, slots=True)
-class SavedRows:
-    """The rows of an answer, while another drafts."""
+class DraftRows:
+    """The rows of one answer; like the base's, the record is never ahead of what was written."""
 
-    keys: list[RowKey]
-    skipped: int
-    waiting: list[_Pairs]
-    context: Context
-
-
-class CommittedRows:
-    """See the module; like the base's, the record is never ahead of what was written."""
-
-    def __init__(
-        self,
-        session: DraftSession,
-        round_rows: int,
-        image_ids: ImageIds | None = None,
-        *,
-        most_rows: int = sys.maxsize,
-    ) -> None:
-        """Start with an empty cache.
-
-        Args:
-            session: the draft.
-            round_rows: a round commits as many at most; more together are a prompt's.
-            image_ids: of a base that takes images.
-            most_rows: of a pass.
-        """
-        self.session, self.image_ids = session, image_ids
-        self._round_rows, self._most_rows = round_rows, most_rows
+    def __init__(self, cache: CommittedRows, context: Context) -> None:
+        """Of an answer to come, in a context without rows."""
+        self.context = context
+        self._cache = cache
         self._image_keys: Mapping[int, RowKey] = {}
         self._keys: list[RowKey] = []  # of token 0, and of the token of every row up to the newest
         self._skipped = 0  # of these rows, the first, which the cache does not hold
         self._waiting: list[_Pairs] = []
+
+    def fork(self) -> DraftRows:
+        """Another with the same rows; both may go on from them."""
+        new = DraftRows(self._cache, self._cache.session.fork(self.context))
+        new._keys, new._skipped = list(self._keys), self._skipped
+        new._waiting = list(self._waiting)
+        return new
 
     @property
     def length(self) -> int:
@@ -117,7 +99,7 @@ class CommittedRows:
     def set_images(self, images: ImageRows) -> None:
         """The images of the answer that begins."""
         self._image_keys = images.keys
-        self.session.set_images(images)
+        self.context.images = images
 
     def held(self, keys: Sequence[RowKey]) -> int:
         """See `RowCache.held`; rows that wait count."""
@@ -145,8 +127,8 @@ class CommittedRows:
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Further rows: features [M, T*H] and the token that follows each, int64 [M]."""
         keys = row_keys(next_token_ids.tolist(), self._image_keys)
-        if self.image_ids is not None:
-            next_token_ids = self.image_ids.for_draft(next_token_ids)
+        if (image_ids := self._cache.image_ids) is not None:
+            next_token_ids = image_ids.for_draft(next_token_ids)
         self._waiting.append(_Pairs(keys, next_token_ids, taps.copy()))
 
     def skip(self, most: int) -> None:
@@ -162,44 +144,37 @@ class CommittedRows:
         self._skipped = len(self._keys) - 1
         self._waiting = [waiting.tail(most)]
 
-    def write(
-        self, top_k: int, *, asks: bool = False
-    ) -> Iterator[tuple[int, Callable[[], DraftResult]]]:
-        """Write what waits into the cache, as far as it has room.
+    def parts(self, top_k: int) -> Iterator[DraftPart]:
+        """What to compute so that all that waits is in the cache, as far as it has room.
 
         Args:
-            top_k: candidates of a row.
-            asks: the host does not wait for a pass before it calls for its result.
+            top_k: candidates behind the last row of a part.
 
         Yields:
-            The rows of a pass and its result, until the next pass: `top_k` candidates behind the
-            last of them.
+            A part; it counts as computed when the next is asked for.
         """
         waiting, self._waiting = self._batched(), []
         for at, pairs in enumerate(waiting):
             rows = len(pairs)
-            if self.length + rows > self.session.capacity:
+            if self.length + rows > self._cache.session.capacity:
                 self._waiting = waiting[at:]  # for good: this answer goes on without
                 return
-            hidden, last = self.session.fuse(pairs.taps), np.array([rows - 1])
-            if asks:
-                found = self.session.ask(pairs.token_ids, hidden, self.length, last, top_k=top_k)
-            else:
-                result = self.session.run(pairs.token_ids, hidden, self.length, last, top_k=top_k)
-                found = partial(_itself, result)
+            last = np.array([rows - 1])
+            yield DraftPart(
+                self.context, pairs.token_ids, self.length, last, top_k, taps=pairs.taps
+            )
             self._keys += pairs.keys
-            yield rows, found
 
     def _batched(self) -> list[_Pairs]:
         """What waits, rows of several rounds of plain decoding in one pass."""
-        if len(self._waiting) == 1 and len(self._waiting[0]) <= self._round_rows:
+        if len(self._waiting) == 1 and len(self._waiting[0]) <= self._cache.round_rows:
             return self._waiting  # of a round, as nearly always
         batches: list[_Pairs] = []
         for is_prompt, group in itertools.groupby(
-            self._waiting, lambda pairs: len(pairs) > self._round_rows
+            self._waiting, lambda pairs: len(pairs) > self._cache.round_rows
         ):
             batch = list(group)
-            batches += batch if is_prompt else _joined(batch).pieces(self._most_rows)
+            batches += batch if is_prompt else _joined(batch).pieces(self._cache.most_rows)
         return batches
 
     def read_rows(self, length: int) -> NDArray[Any]:
@@ -207,48 +182,86 @@ class CommittedRows:
 
         There are none of a text whose first rows were skipped.
         """
+        session = self._cache.session
         if length > self._skipped + self.length:
-            for _ in self.write(top_k=1):
-                pass
-        return self.session.read_rows(0 if self._skipped else min(length, self.length))
+            for part in self.parts(top_k=1):
+                session.run_many([part])
+        session.use(self.context)
+        return session.read_rows(0 if self._skipped else min(length, self.length))
+
+    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
+        """See `RowCache.write_rows`."""
+        session = self._cache.session
+        self._keys, self._waiting, self._skipped = [], [], 0
+        session.use(self.context)
+        session.write_rows(rows)
+        self._keys = list(keys[: rows.shape[-2] + 1])
+
+
+class CommittedRows:
+    """The draft's cache: the rows of an answer are the current ones when it begins."""
+
+    def __init__(
+        self,
+        session: DraftSession,
+        round_rows: int,
+        image_ids: ImageIds | None = None,
+        *,
+        most_rows: int = sys.maxsize,
+    ) -> None:
+        """Start with an empty cache.
+
+        Args:
+            session: the draft.
+            round_rows: a round commits as many at most; more together are a prompt's.
+            image_ids: of a base that takes images.
+            most_rows: of a pass.
+        """
+        self.session, self.image_ids = session, image_ids
+        self.round_rows, self.most_rows = round_rows, most_rows
+        self.context = DraftRows(self, session.context)
+
+    def new_context(self) -> DraftRows:
+        """See `RowCache.new_context`."""
+        return DraftRows(self, self.session.new_context())
+
+    def use(self, context: DraftRows) -> None:
+        """See `RowCache.use`."""
+        self.context = context
+
+    def fork(self, context: DraftRows) -> DraftRows:
+        """See `RowCache.fork`."""
+        return context.fork()
+
+    def close(self, context: DraftRows) -> None:
+        """See `RowCache.close`."""
+        self.session.close(context.context)
+
+    def on_shortage(self, forget_one: Callable[[], bool]) -> None:
+        """See `RowCache.on_shortage`."""
+        self.session.on_shortage(forget_one)
+
+    def held(self, keys: Sequence[RowKey]) -> int:
+        """See `RowCache.held`; rows that wait count."""
+        return self.context.held(keys)
+
+    def held_by(self, context: DraftRows, keys: Sequence[RowKey]) -> int:
+        """See `RowCache.held_by`."""
+        return context.held(keys)
 
     @property
     def least_rows(self) -> int:
         """See `RowCache`: drafts have no windows."""
         return 0
 
+    def read_rows(self, length: int) -> NDArray[Any]:
+        """See `RowCache.read_rows`."""
+        return self.context.read_rows(length)
+
     def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey], least_rows: int = 0) -> None:
         """See `RowCache.write_rows`."""
         del least_rows
-        self._keys, self._waiting, self._skipped = [], [], 0
-        self.session.write_rows(rows)
-        self._keys = list(keys[: rows.shape[-2] + 1])
-
-    def take_out(self) -> SavedRows:
-        """The rows of the answer that steps aside; what waits is not computed.
-
-        Another answer may go on behind the same rows.
-        """
-        waiting = list(self._waiting)
-        saved = SavedRows(list(self._keys), self._skipped, waiting, self.session.context)
-        self.session.use(self.session.fork())
-        return saved
-
-    def put_back(self, saved: SavedRows) -> None:
-        """Go on with the rows of an answer that stepped aside."""
-        self._keys, self._waiting = [], []
-        self.session.close(self.session.context)
-        self.session.use(saved.context)
-        self._keys, self._waiting = list(saved.keys), list(saved.waiting)
-        self._skipped = saved.skipped
-
-    def drop(self, saved: SavedRows) -> None:
-        """Nobody goes on with these rows."""
-        self.session.close(saved.context)
-
-
-def _itself(result: DraftResult) -> DraftResult:
-    return result
+        self.context.write_rows(rows, keys)
 
 
 def _joined(batch: list[_Pairs]) -> _Pairs:

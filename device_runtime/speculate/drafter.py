@@ -20,10 +20,12 @@ from edgellm.device_runtime.speculate.costs import ALONE, Company, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.growth import Sizes
 from edgellm.device_runtime.speculate.lookup import Continuation, LearnedLookup, LookupSource
+from edgellm.device_runtime.speculate.passes import Passes
 from edgellm.device_runtime.speculate.policy import Policy, TreeLimits
 from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
 
-RETRIAL_ROWS = 64  # that a network reads at most when it is tried again
+RETRIAL_ROWS = 64  # that a network reads at most when it is tried again, of all answers together
+LEAST_RETRIAL_ROWS = 16  # of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ class Drafter(Protocol):
         """Committed rows of the base: features [M, T*H] and the token after each, int64 [M]."""
         ...
 
-    def catch_up(self) -> None:
-        """Compute what the committed text asks for, before a tree is proposed."""
+    def catch_up(self) -> Passes[None]:
+        """Ask for what the committed text needs computed, before a tree is proposed."""
         ...
 
     def ask_round(
@@ -99,7 +101,7 @@ class Drafter(Protocol):
         """What was asked for."""
         ...
 
-    def propose(self, root: int, room: int, levels: int) -> Tree:
+    def propose(self, root: int, room: int, levels: int) -> Passes[Tree]:
         """A tree of at most `room` drafted nodes and `levels` levels under `root`.
 
         `root` is the newest committed token. A tree of the root alone is plain decoding.
@@ -123,16 +125,8 @@ class Drafter(Protocol):
         """While it rests: a token of plain decoding, and the features of the row before it."""
         ...
 
-    def swap_out(self) -> None:
-        """Step aside with the rows of the draft's cache: another answer is about to draft."""
-        ...
-
-    def swap_in(self) -> None:
-        """Go on with them."""
-        ...
-
     def drop(self) -> None:
-        """Nobody will swap them in."""
+        """Nobody goes on with rows that are its alone."""
         ...
 
     def end(self) -> None:
@@ -173,6 +167,7 @@ class TreeDrafter:
         self._pool: Pool | None = None
         self._spent_ms = self._read_ms = 0.0  # this round's; see `Controller.end_round`
         self._is_networked = False  # whether the network drafted in this round
+        self._passed: list[tuple[int, F32]] = []  # while it rested: tokens, features before each
 
     def begin(self, token_ids: Sequence[int]) -> None:
         """See `Drafter.begin`; text is remembered whole."""
@@ -181,17 +176,12 @@ class TreeDrafter:
         self._sources = [lookup.begin() for lookup in self._learned_lookups]
         self._foreseen = None
 
-    def swap_out(self) -> None:
-        """Text alone has no rows."""
-
-    def swap_in(self) -> None:
-        """The same."""
-
     def drop(self) -> None:
-        """The same."""
+        """Text alone has no rows."""
 
     def end(self) -> None:
         """What was said may be looked up by later requests."""
+        self._wake()
         for source in self._sources:
             source.lookup.end()
 
@@ -212,11 +202,12 @@ class TreeDrafter:
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Text alone has no use for features."""
 
-    def catch_up(self) -> None:
+    def catch_up(self) -> Passes[None]:
         """Let the network read what was committed, unless it pauses."""
+        self._wake()
         self._controller.company = self.company
         if not self._controller.is_pausing and self._controller.opens(self._expected):
-            self._read()
+            yield from self._read() or ()
 
     def _book_reading(self, rows: int, prices: F64) -> None:
         """The network read `rows` rows, at `prices` of passes."""
@@ -238,8 +229,8 @@ class TreeDrafter:
         pairs = zip(self._sources, self._foresee(), strict=True)
         return max((source.expected(found) for source, found in pairs), default=0.0)
 
-    def _read(self) -> None:
-        """Bring a network's cache up to the committed text."""
+    def _read(self) -> Passes[None] | None:
+        """Bring a network's cache up to the committed text; None: without passes in company."""
 
     def ask_round(
         self,
@@ -258,8 +249,9 @@ class TreeDrafter:
         """See `Drafter.finish_round`; nobody asks for rounds here."""
         raise NotImplementedError
 
-    def propose(self, root: int, room: int, levels: int) -> Tree:
+    def propose(self, root: int, room: int, levels: int) -> Passes[Tree]:
         """See `Drafter.propose`."""
+        self._wake()
         self._controller.company = self.company
         deepest = min(levels, self._limits.text_steps)
         levels = min(levels, self._limits.steps)
@@ -272,7 +264,8 @@ class TreeDrafter:
         most = sum(source.lookup.most for source in self._sources)
         pool = self._pool = Pool(root, self._limits.pool_size + most)
         if self._is_networked:
-            self._grow(pool, levels)
+            yield from self._grow(pool, levels) or ()
+            self._controller.company = self.company  # others may have gone on meanwhile
         self._ends = [pool.count]
         for source, continuations in zip(self._sources, foreseen, strict=True):
             source.merge(pool, deepest, continuations)
@@ -284,8 +277,8 @@ class TreeDrafter:
         """Whether this round drafts."""
         return not self._controller.is_pausing
 
-    def _grow(self, pool: Pool, levels: int) -> None:
-        """Fill the pool with a network's candidates."""
+    def _grow(self, pool: Pool, levels: int) -> Passes[None] | None:
+        """Fill the pool with a network's candidates; None: without passes in company."""
 
     def learn(self, tree: Tree, path: list[int], emitted: int) -> None:
         """Tell policy and lookups what became of their candidates."""
@@ -310,18 +303,27 @@ class TreeDrafter:
 
     @property
     def rests(self) -> bool:
-        """See `Drafter.rests`; while a network does, the text may foresee something."""
-        self._controller.company = self.company
-        if not self._controller.is_pausing:
+        """See `Drafter.rests`; alone, text that foresees something may be drafted meanwhile."""
+        controller = self._controller
+        controller.company = self.company
+        if not controller.is_pausing:
             return False
-        return not (self._controller.adapts and any(self._foresee()))
+        looks = controller.adapts and self.company.answers == 1
+        return not (looks and any(self._foresee()))
 
     def pass_by(self, token_id: int, taps: F32) -> None:
-        """See `Drafter.pass_by`."""
+        """See `Drafter.pass_by`; what is to be done for the token waits until it wakes."""
         self._controller.company = self.company
-        self.observe(np.array([token_id]), taps)
-        self.remember([token_id])
+        self._passed.append((token_id, taps.copy()))
         self._controller.end_round(1, 0.0, 1, networked=False)
+
+    def _wake(self) -> None:
+        """Take in what passed by."""
+        if self._passed:
+            token_ids, taps = zip(*self._passed, strict=True)
+            self._passed = []
+            self.observe(np.array(token_ids), np.concatenate(taps))
+            self.remember([*token_ids])
 
     def confidences(self, tree: Tree) -> list[float]:
         """See `Drafter.confidences`."""

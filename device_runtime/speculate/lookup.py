@@ -50,7 +50,7 @@ class LearnedLookup:
         return LookupSource(self.start(), self.calibration)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LookupSource:
     """The lookup of a request."""
 
@@ -67,13 +67,12 @@ class LookupSource:
     def merge(self, pool: Pool, levels: int, continuations: Sequence[Continuation]) -> None:
         """Hang the lookup's continuations into the pool; tokens that are there already stay."""
         for found in continuations:
-            parent = 0
-            guesses = zip(found.token_ids, found.confidences, strict=True)
-            for token_id, confidence in list(guesses)[:levels]:
-                known = pool.find(parent, token_id)
+            parent, at, token_ids = 0, 0, found.token_ids[:levels]
+            while at < len(token_ids):
+                known = pool.find(parent, token_ids[at])
                 if known is None:
-                    row = np.array([[confidence]])
-                    scores = self.calibration.log_rates(row)
-                    added = pool.add(np.array([parent]), np.array([[token_id]]), scores, row)
-                    known = int(added[0])
-                parent = known
+                    confidences = np.array(found.confidences[at:levels])
+                    scores = self.calibration.log_rates(confidences)
+                    pool.add_chain(parent, token_ids[at:], scores, confidences)
+                    break
+                parent, at = known, at + 1

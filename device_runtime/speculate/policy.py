@@ -22,6 +22,7 @@ from edgellm.device_runtime.speculate.costs import ALONE, Company, Costs
 from edgellm.device_runtime.speculate.tree import F64, Pool, top
 
 _MEMORY = 0.03  # weight of the newest round in the running mean
+_KEPT_SHARES = 256  # of companies
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +116,21 @@ class CostAwareTree:
     ) -> None:
         self._limits, self._costs, self._calibration = limits, costs, calibration
         self._controller = controller
+        self._shares: dict[Company, list[float]] = {}
         self._share: tuple[Company, list[float]] = ALONE, costs.verify.tolist()
         self._best_child = 0.6  # running mean of the likeliest child's acceptance rate
 
     def _verify(self) -> list[float]:
         """Milliseconds by rows, in the company of the round."""
         company = self._controller.company
-        if company is not self._share[0] and company != self._share[0]:
-            self._share = company, company.share(self._costs.verify).tolist()
-        return self._share[1]
+        if company is self._share[0]:
+            return self._share[1]
+        if (share := self._shares.get(company)) is None:
+            if len(self._shares) == _KEPT_SHARES:
+                self._shares.clear()
+            share = self._shares[company] = company.share(self._costs.verify).tolist()
+        self._share = company, share
+        return share
 
     def scores(self, log_probs: F64) -> F64:
         """Calibrated."""

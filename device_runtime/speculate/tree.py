@@ -6,6 +6,7 @@ parent has a smaller index than its children.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +95,17 @@ class Pool:
         self.scores[place] = (scores + self.scores[parents, None]).ravel()
         self.confidences[place] = confidences.ravel()
         return nodes
+
+    def add_chain(
+        self, parent: int, token_ids: Sequence[int], scores: F64, confidences: F64
+    ) -> None:
+        """Append a child of `parent`, a child of that, and so on, D in all; scores [D] as `add`."""
+        begin, end = self.count, self.count + len(token_ids)
+        self.token_ids[begin:end] = token_ids
+        self.parents[begin], self.parents[begin + 1 : end] = parent, np.arange(begin, end - 1)
+        self.scores[begin:end] = np.cumsum(scores) + self.scores[parent]
+        self.confidences[begin:end] = confidences
+        self.count = end
 
     def find(self, parent: int, token_id: int) -> int | None:
         """The child of `parent` with that token."""

@@ -108,7 +108,7 @@ def test_forks_share_rows_until_one_of_them_writes(engine):
     ids = np.arange(100) % 80 + 10
     session.run(ids, 0, np.array([99]))
     free, first = session.free_rows, session.context
-    second = session.fork()
+    second = session.fork(session.context)
     assert session.free_rows == free
     expected = [
         session.run(np.array([token]), 100, np.array([0])).logits.copy() for token in (7, 8)

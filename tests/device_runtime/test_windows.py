@@ -140,7 +140,7 @@ def test_a_copy_goes_on_where_the_window_is_there(engine, whole):
     least = session.least_rows
     assert 512 - PAGE - 64 <= least <= 512  # where the last piece began
     expected = {length: read(open_session(whole), 0, length) for length in (least + 1, 701, 740)}
-    saved, fork = session.read_rows(700), session.fork()
+    saved, fork = session.read_rows(700), session.fork(session.context)
     session.use(fork)
     assert (session.least_rows, read(session, 700, 740)) == (least, expected[740])
     session.write_rows(saved[..., : least + 20, :], IDS.tolist(), least)

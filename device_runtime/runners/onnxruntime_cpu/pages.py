@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,14 @@ class Pages:
         whole = [pool.free_rows for pool in self._pools if not pool.is_bounded]
         return min(whole, default=self.num_sequences * self._capacity)
 
+    def free_rows_without(self, caches: Sequence[PagedCache]) -> int:
+        """The same if these gave their pages back."""
+        whole = [
+            pool.free_rows_without(page for cache in caches for page in cache.pages_in(at))
+            for at, pool in enumerate(self._pools) if not pool.is_bounded
+        ]  # fmt: skip
+        return min(whole, default=self.num_sequences * self._capacity)
+
     def bind(self, binding: ort.IOBinding) -> None:
         """All pages as inputs, and in the same place as outputs."""
         for pool in self._pools:
@@ -74,6 +83,10 @@ class _Pool:
     @property
     def free_rows(self) -> int:
         return len(self._free) * self.page_rows
+
+    def free_rows_without(self, pages: Iterable[int]) -> int:
+        freed = sum(self._uses[page] == count for page, count in Counter(pages).items())
+        return self.free_rows + freed * self.page_rows
 
     def first_page(self, row: int, spare_rows: int = 0) -> int:
         """Of those that a pass sees which writes from `row` on, and of rows before its window."""
@@ -210,6 +223,10 @@ class PagedCache:
     def fork(self) -> PagedCache:
         """Another with the same rows, in the same pages until one of them writes there."""
         return PagedCache([table.fork() for table in self._tables], self._num_layers)
+
+    def pages_in(self, pool: int) -> list[int]:
+        """Of one of the pools."""
+        return self._tables[pool].pages
 
     def release(self) -> None:
         """Give all pages back."""

@@ -152,6 +152,10 @@ class PagedRunner(OnnxRuntimeRunner):
         """See `runners.SharedRunner`."""
         return self._pages.free_rows
 
+    def free_rows_without(self, caches: Sequence[Cache]) -> int:
+        """See `runners.SharedRunner`."""
+        return self._pages.free_rows_without([_paged(cache) for cache in caches])
+
     @property
     def pass_rows(self) -> int:
         """See `runners.SharedRunner`."""

@@ -14,11 +14,12 @@ import numpy as np
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
 from edgellm.device_runtime.sessions.contexts import Context
-from edgellm.device_runtime.sessions.decoder import DecoderSession, costs, open_decoder
+from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, costs, open_decoder
 from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
 from edgellm.device_runtime.speculate.opening import Opened, Order, check_tree_size
+from edgellm.device_runtime.speculate.passes import Passes, Wanted
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
 from edgellm.device_runtime.tokenizer import ChatTokenizer
@@ -116,26 +117,15 @@ class ModelDrafter(TreeDrafter):
         self._text: list[int] = []
         self._length = 0  # rows of the cache that hold the text
         self._grown = _NONE  # pool nodes of the rows behind
-        self._saved: Context | None = None  # its rows, while another answer drafts
-
-    def swap_out(self) -> None:
-        """See `Drafter.swap_out`."""
-        self._session.cut(self._length)
-        self._saved = self._session.context
-        self._session.use(self._session.fork())
-
-    def swap_in(self) -> None:
-        """See `Drafter.swap_in`."""
-        assert self._saved is not None
-        self._session.close(self._session.context)
-        self._session.use(self._saved)
-        self._saved = None
+        self._context: Context | None = None  # of its rows; None before it reads
 
     def drop(self) -> None:
-        """See `Drafter.drop`."""
-        if self._saved is not None:
-            self._session.close(self._saved)
-        self._saved = None
+        """See `Drafter.drop`; the next answer may go on behind the rows of the latest."""
+        if self._context is not None:
+            self._context.is_spare = True
+            if self._context is not self._session.context:
+                self._session.close(self._context)
+        self._context = None
 
     def remember(self, token_ids: list[int]) -> None:
         """Committed text, which the model reads as well."""
@@ -143,21 +133,32 @@ class ModelDrafter(TreeDrafter):
         ids = np.asarray(token_ids, np.int64)
         self._text += (ids if self._image_ids is None else self._image_ids.for_draft(ids)).tolist()
 
-    def _read(self) -> None:
+    def _read(self) -> Passes[None]:
         """Read the committed text; its last row gives the root's children."""
         if len(self._text) > self._session.capacity:
             return
-        if not self._length:
-            self._length = min(self._session.held(self._text), len(self._text) - 1)
+        context = self._turn_to_own()
         waiting = np.array(self._text[self._length :])
         if (waiting >= self._num_readable).any():
             return
         for begin in range(0, len(waiting), self._prefill_rows):
             piece = waiting[begin : begin + self._prefill_rows]
-            result = self._session.run(piece, self._length, np.array([len(piece) - 1]))
+            part = Part(context, piece, self._length, np.array([len(piece) - 1]))
+            result = yield Wanted(self._session, part)
             self._length += len(piece)
             self._root = self._candidates(result.logits)
         self._book_reading(len(waiting), self._costs.extend)
+
+    def _turn_to_own(self) -> Context:
+        """Its rows; at first those of the answer before that it begins with."""
+        session = self._session
+        if self._context is None:
+            latest = session.context
+            self._context = latest if latest.is_spare else session.fork(latest)
+            self._context.is_spare = False
+            session.use(self._context)
+            self._length = min(session.held(self._text), len(self._text) - 1)
+        return self._context
 
     def _candidates(self, logits: F32) -> tuple[I64, F64]:
         """The likeliest tokens of rows [R, V] and their log-probabilities, both [R, K]."""
@@ -174,7 +175,7 @@ class ModelDrafter(TreeDrafter):
         """While committed text waits, the tree is the root."""
         return self._length == len(self._text)
 
-    def _grow(self, pool: Pool, levels: int) -> None:
+    def _grow(self, pool: Pool, levels: int) -> Passes[None]:
         self._grown, self._is_chain = _NONE, True
         newest = self._add(pool, np.zeros(1, np.int64), self._root)
         for _ in range(1, levels):
@@ -182,7 +183,9 @@ class ModelDrafter(TreeDrafter):
             if not len(nodes):
                 return
             self._grown = np.concatenate([self._grown, nodes])
-            newest = self._add(pool, nodes, self._level(pool, len(nodes)))
+            result = yield Wanted(self._session, self._level(pool, len(nodes)))
+            self._controller.company = self.company  # others may have gone on meanwhile
+            newest = self._add(pool, nodes, self._candidates(result.logits))
 
     def _add(self, pool: Pool, parents: I64, candidates: tuple[I64, F64]) -> I64:
         token_ids, log_probs = candidates
@@ -197,35 +200,39 @@ class ModelDrafter(TreeDrafter):
             prices[:1] = price(self._costs.step, 1)
         return prices
 
-    def _level(self, pool: Pool, count: int) -> tuple[I64, F64]:
-        """Candidates of the `count` nodes grown last.
+    def _level(self, pool: Pool, count: int) -> Part:
+        """What gives the candidates of the `count` nodes grown last.
 
         The graph's mask rules the rows of one pass alone, so that a tree is computed anew with
         every level; a chain goes on from the rows before.
         """
+        assert self._context is not None
         tree, _ = pool.tree(self._grown)
         depths, mask = tree.layout()
         rows = len(self._grown)
         self._is_chain = int(depths[-1]) == rows
+        self._spent_ms += price(self._costs.step, 1 if self._is_chain else rows)
         if self._is_chain:
             last = tree.token_ids[-1:]
-            result = self._session.run(last, self._length + rows - 1, np.zeros(1, np.int64))
-        else:
-            result = self._session.run(
-                tree.token_ids[1:],
-                self._length,
-                np.arange(rows - count, rows),
-                position_ids=self._length + depths[1:] - 1,
-                tree_mask=mask[1:, 1:],
-            )
-        self._spent_ms += price(self._costs.step, 1 if self._is_chain else rows)
-        return self._candidates(result.logits)
+            return Part(self._context, last, self._length + rows - 1, np.zeros(1, np.int64))
+        return Part(
+            self._context,
+            tree.token_ids[1:],
+            self._length,
+            np.arange(rows - count, rows),
+            self._length + depths[1:] - 1,
+            mask[1:, 1:],
+        )
 
     def learn(self, tree: Tree, path: list[int], emitted: int) -> None:
         """Keep the rows of accepted nodes; see `TreeDrafter.learn`."""
         if self._pool is not None:
             accepted = np.flatnonzero(np.isin(self._grown, self._chosen[path]))
             if len(accepted) and not self._is_chain:
+                assert self._context is not None
+                self._session.use(self._context)
                 self._session.compact(self._length, accepted)
             self._length += len(accepted)
+        if self._context is not None:
+            self._context.cut(self._length)
         super().learn(tree, path, emitted)

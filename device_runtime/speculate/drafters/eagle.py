@@ -8,6 +8,7 @@ overwrites them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -15,16 +16,23 @@ from edgellm.contract import LimitError
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter
 from edgellm.device_runtime.sessions.decoder import DecoderSession
-from edgellm.device_runtime.sessions.draft import DraftResult, costs, open_draft
+from edgellm.device_runtime.sessions.draft import DraftPart, DraftResult, costs, open_draft
 from edgellm.device_runtime.sessions.rounds import RoundSession, open_rounds
 from edgellm.device_runtime.speculate.accept import Accepted
-from edgellm.device_runtime.speculate.costs import Costs, price
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows, SavedRows
-from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS, Learned, TreeDrafter, Verified
+from edgellm.device_runtime.speculate.costs import Costs, price, shared
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafter import (
+    LEAST_RETRIAL_ROWS,
+    RETRIAL_ROWS,
+    Learned,
+    TreeDrafter,
+    Verified,
+)
 from edgellm.device_runtime.speculate.growth import growth_of
 from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
+from edgellm.device_runtime.speculate.passes import Passes, Wanted
 from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.device_runtime.speculate.tree import F64, Pool
 from edgellm.integrity import FileCheck
 from edgellm.manifest import Engine
 from edgellm.roles import DRAFT, EXTEND, STEP
@@ -97,17 +105,18 @@ class EagleDrafter(TreeDrafter):
         self._rows, self._costs, self._max_tree_rows = rows, costs, max_tree_rows
         self._hidden_store = np.zeros((1 + max_tree_rows, 0), np.float32)
         self._unrelated = np.eye(1 + max_tree_rows, dtype=np.bool_)
-        self._step_ms = price(costs.step, np.arange(1, max_tree_rows + 1))  # of 1, 2, ... rows
+        self._shares: dict[int, tuple[F64, F64]] = {}  # prices by the answers that share passes
+        self._sharing = 1  # answers that shared the latest pass
         self._root: Callable[[], DraftResult] | None = None  # what gives its children
+        self._own = rows.context  # its rows; others may be current
         self._rounds, self._sizes = rounds, learned.sizes
-        self._images: ImageRows | None = None
         self._adapter: LoadedAdapter | None = None
-        self._saved: SavedRows | None = None  # while another answer has the cache
 
     def begin(self, token_ids: Sequence[int]) -> None:
-        """See `CommittedRows.begin`."""
+        """See `DraftRows.begin`; the current rows are its own from now on."""
         super().begin(token_ids)
-        self._rows.begin(token_ids, self._adapter)
+        self._own = self._rows.context
+        self._own.begin(token_ids, self._adapter)
 
     def set_adapter(self, adapter: LoadedAdapter | None) -> None:
         """See `Drafter.set_adapter`."""
@@ -115,39 +124,36 @@ class EagleDrafter(TreeDrafter):
 
     def set_images(self, images: ImageRows) -> None:
         """The images of the answer that begins."""
-        self._images = images
-        self._rows.set_images(images)
-
-    def swap_out(self) -> None:
-        """See `Drafter.swap_out`."""
-        self._saved = self._rows.take_out()
-
-    def swap_in(self) -> None:
-        """See `Drafter.swap_in`."""
-        if self._images is not None:
-            self._rows.set_images(self._images)
-        assert self._saved is not None
-        self._rows.put_back(self._saved)
-        self._saved = None
-
-    def drop(self) -> None:
-        """See `Drafter.drop`."""
-        if self._saved is not None:
-            self._rows.drop(self._saved)
-        self._saved = None
+        self._rows.context.set_images(images)
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Committed rows: features [M, T*H] and the token that follows each, int64 [M]."""
-        self._rows.observe(next_token_ids, taps)
+        self._own.observe(next_token_ids, taps)
 
-    def _read(self) -> None:
+    def _read(self) -> Passes[None]:
         """Write the committed rows that wait; the last gives the root's children."""
-        on_device = self._rounds is not None
+        session = self._rows.session
         if self._controller.is_retrial:
-            self._rows.skip(RETRIAL_ROWS)
-        for rows, root in self._rows.write(self._limits.top_k, asks=on_device):
-            self._root = root
-            self._book_reading(rows, self._costs.extend)
+            self._own.skip(max(RETRIAL_ROWS // self.company.answers, LEAST_RETRIAL_ROWS))
+        for part in self._own.parts(self._limits.top_k):
+            if self._rounds is not None:
+                self._root = session.ask(part)
+            else:
+                wanted = Wanted(session, part)
+                result = yield wanted
+                self._root, self._sharing = partial(_itself, result.copy()), wanted.answers
+            self._book_reading(len(part.token_ids), self._prices()[1])
+
+    def _prices(self) -> tuple[F64, F64]:
+        """Milliseconds of growing by 1, 2, ... rows, and of extending by rows (index)."""
+        answers = self._sharing
+        if answers not in self._shares:
+            step, extend = (
+                shared(table, answers) for table in (self._costs.step, self._costs.extend)
+            )
+            grown = price(step, np.arange(1, self._max_tree_rows + 1))
+            self._shares[answers] = grown, extend
+        return self._shares[answers]
 
     def ask_round(
         self,
@@ -168,10 +174,11 @@ class EagleDrafter(TreeDrafter):
         draft_rows = sum(rounds.growth.widths[: size.levels - 1])
         if length + size.nodes > session.capacity:
             return False
-        if self._rows.length + draft_rows > self._rows.session.capacity:
+        if self._own.length + draft_rows > self._rows.session.capacity:
             return False
+        self._rows.session.use(self._own.context)
         rounds.ask(
-            root, (length, self._rows.length), size, sampler,
+            root, (length, self._own.length), size, sampler,
             rates=self._policy.curve, is_exact=is_exact,
         )  # fmt: skip
         self._is_networked, self._root = True, None
@@ -197,11 +204,11 @@ class EagleDrafter(TreeDrafter):
 
     def _is_ready(self) -> bool:
         """While committed rows wait, the tree is the root."""
-        return not self._rows.is_behind
+        return not self._own.is_behind
 
-    def _grow(self, pool: Pool, levels: int) -> None:
+    def _grow(self, pool: Pool, levels: int) -> Passes[None]:
         assert self._root is not None
-        policy, root, committed = self._policy, self._root(), self._rows.length
+        policy, root, committed = self._policy, self._root(), self._own.length
         if self._hidden_store.shape[1] != root.hidden.shape[1]:
             shape = 1 + self._max_tree_rows, root.hidden.shape[1]
             self._hidden_store = np.zeros_like(root.hidden, shape=shape)
@@ -211,26 +218,35 @@ class EagleDrafter(TreeDrafter):
         newest = self._add(pool, np.zeros(1, np.int64), root)
         used, most = 0, min(self._max_tree_rows, self._rows.session.capacity - committed)
         for level in range(1, levels):
-            nodes = policy.frontier(pool, newest, self._step_ms[: most - used])
+            nodes = policy.frontier(pool, newest, self._prices()[0][: most - used])
             if not len(nodes):
                 return
             above = slots[pool.parents[nodes]]
             slots[nodes] = own = np.arange(used + 1, used + 1 + len(nodes))
             seen[own] |= seen[above]
-            result = self._rows.session.run(
+            part = DraftPart(
+                self._own.context,
                 pool.token_ids[nodes],
-                self._hidden_store[above],
                 committed + used,
                 own - own[0],
-                top_k=self._limits.top_k,
+                self._limits.top_k,
+                hidden=self._hidden_store[above],
                 position_ids=np.full(len(nodes), committed + level - 1),
                 tree_mask=seen[own, 1 : own[-1] + 1],
             )
+            wanted = Wanted(self._rows.session, part)
+            result = yield wanted
+            self._sharing = wanted.answers
+            self._controller.company = self.company  # others may have gone on meanwhile
             used += len(nodes)
-            self._spent_ms += float(self._step_ms[len(nodes) - 1])
+            self._spent_ms += float(self._prices()[0][len(nodes) - 1])
             self._hidden_store[own] = result.hidden
             newest = self._add(pool, nodes, result)
 
     def _add(self, pool: Pool, parents: I64, found: DraftResult) -> I64:
         log_probs = found.log_probs.astype(np.float64)
         return pool.add(parents, found.token_ids, self._policy.scores(log_probs), np.exp(log_probs))
+
+
+def _itself(result: DraftResult) -> DraftResult:
+    return result

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_heads import StrictHeads
 from scripted_sessions import (
     DRAFTS,
     VOCAB,
     StrictBase,
     StrictDraft,
-    StrictHeads,
     StrictModel,
     recorded,
 )

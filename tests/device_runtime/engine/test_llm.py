@@ -32,6 +32,9 @@ class ScriptedSession:
     def use(self, context):
         self.context = context
 
+    def new_context(self):
+        return Context()
+
     def close(self, context): ...
 
     def begin_text(self, prompt_rows, held, marks):

@@ -183,16 +183,28 @@ def test_a_prompt_is_read_in_pieces_beside_others_and_whole_alone():
     reading = Standing(3, unread_rows=400)
     assert plan([reading], 10**6, WIDE).rows == {3: 400}
     found = plan([_running(1), _running(2), reading], 10**6, WIDE)
-    assert found.rows == {1: 1, 2: 1, 3: 38}
+    assert found.rows == {1: 1, 2: 1, 3: 25}  # a sixteenth of it
+    longer = dataclasses.replace(reading, unread_rows=4000)
+    assert plan([_running(1), _running(2), longer], 10**6, WIDE).rows == {1: 1, 2: 1, 3: 38}
+    many = [_running(at) for at in range(1, 25)]
+    short = dataclasses.replace(reading, number=30, unread_rows=60)
+    wide = dataclasses.replace(WIDE, most_running=40)
+    assert plan([*many, short], 10**6, wide).rows[30] == 16  # 24 beside take 24 ms, the bound is 40
+    wide = dataclasses.replace(wide, most_stall_ms=100.0)
+    assert plan([*many, short], 10**6, wide).rows[30] == 24  # twice as long as without it
+    readers = [dataclasses.replace(short, number=30 + at) for at in range(4)]
+    assert plan([*many[:2], *readers], 10**6, wide).rows == {1: 1, 2: 1, 30: 16}
     slow = dataclasses.replace(WIDE, most_stall_ms=1.0)
     assert plan([_running(1), reading], 10**6, slow).rows == {1: 1, 3: LEAST_PIECE}
     loose = dataclasses.replace(WIDE, most_stall_ms=128.0)  # twice the table's end
-    assert plan([_running(1), reading], 10**6, loose).rows == {1: 1, 3: 127}
+    assert plan([_running(1), longer], 10**6, loose).rows == {1: 1, 3: 127}
 
 
 def test_the_first_prompt_is_read_first():
-    first, second = (Standing(at, unread_rows=30) for at in (1, 2))
+    first, second = Standing(1, unread_rows=30), Standing(2, unread_rows=600)
     assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 30, 2: 9, 3: 1}
+    second = dataclasses.replace(second, unread_rows=30)
+    assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 16, 3: 1}
 
 
 def test_priority_and_age_make_the_line():
@@ -233,4 +245,4 @@ def test_costs_that_nobody_measured_bound_nothing(rows):
 def test_costs_are_those_of_drafting():
     table = Costs.of({"1": 2.0, "64": 65.0}).verify
     bounds = dataclasses.replace(WIDE, pass_ms=table)
-    assert plan([_running(1), Standing(2, unread_rows=99)], 10**6, bounds).rows == {1: 1, 2: 38}
+    assert plan([_running(1), Standing(2, unread_rows=990)], 10**6, bounds).rows == {1: 1, 2: 38}

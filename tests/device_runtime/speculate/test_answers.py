@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,13 +32,13 @@ PROMPT = "w20 w21 w22"
 class Drafters:
     """As `open_drafter.Drafters`, around a scripted draft."""
 
-    drafter: EagleDrafter
+    make: Callable[[], EagleDrafter]
     caches: tuple[CommittedRows, ...]
     options: SpecOptions
 
     def start(self, *, greedy: bool) -> EagleDrafter:
         assert greedy
-        return self.drafter
+        return self.make()
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +62,15 @@ def scripted(request, llm, monkeypatch):
         fixed = request.param == "fixed"
         learned = learned_of(FixedTree(LIMITS)) if fixed else by_cost(LIMITS, FREE)
         rows = CommittedRows(session, LIMITS.steps + 1)
-        drafter = EagleDrafter(rows, learned, LIMITS, FREE, max_tree_rows=10)
+
+        def make():
+            return EagleDrafter(rows, learned, LIMITS, FREE, max_tree_rows=10)
+
         base = StrictBase(capacity, logits_of)
-        slot = CacheSlot(recorded(base), llm.manifest.prefill_rows)
+        slot = CacheSlot(recorded(base), llm.manifest.prefill_rows, (rows,))
         monkeypatch.setattr(llm, "_slot", slot)
         monkeypatch.setattr(llm, "_turns", Turns(Batch(slot, Bounds(1, slot.prefill_rows, 10))))
-        monkeypatch.setattr(llm, "_drafters", Drafters(drafter, (rows,), SpecOptions()))
+        monkeypatch.setattr(llm, "_drafters", Drafters(make, (rows,), SpecOptions()))
         return base
 
     return script

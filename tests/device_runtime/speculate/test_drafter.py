@@ -13,6 +13,7 @@ from edgellm.device_runtime.speculate.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafter import ImageIds, TreeDrafter
 from edgellm.device_runtime.speculate.lookup import Continuation, LearnedLookup
+from edgellm.device_runtime.speculate.passes import run
 from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
 
 
@@ -70,23 +71,23 @@ def tree_paths(tree) -> list[tuple[int, ...]]:
 
 
 def test_what_two_lookups_foresee_is_one_tree():
-    tree = drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 10)
+    tree = run(drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 10))
     assert tree.token_ids[0] == 9
     assert sorted(tree_paths(tree)) == [(), (1,), (1, 2), (1, 2, 3), (1, 4)]
-    assert sorted(tree_paths(drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 2))) == [
+    assert sorted(tree_paths(run(drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 2)))) == [
         (),
         (1,),
         (1, 2),
         (1, 4),
     ]
-    assert len(drafter_of([1, 2, 3], [1, 4]).propose(9, 0, 10)) == 1
-    assert len(drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 0)) == 1
+    assert len(run(drafter_of([1, 2, 3], [1, 4]).propose(9, 0, 10))) == 1
+    assert len(run(drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 0))) == 1
 
 
 def test_outcomes_are_told_to_whoever_guessed():
     """A token that was there already is the first one's; a child of a rejected one is nobody's."""
     drafter = drafter_of([1, 2, 3], [1, 4, 5], [6, 7])
-    tree = drafter.propose(9, 20, 10)
+    tree = run(drafter.propose(9, 20, 10))
     paths = tree_paths(tree)
     drafter.learn(tree, [paths.index(path) for path in [(), (1,), (1, 4)]], 3)
     first, second, third = (source.calibration.learned for source in drafter._sources)
@@ -112,7 +113,7 @@ def test_chains_are_as_long_as_they_pay(last_ms, size):
     limits = TreeLimits(4, 6, 20)
     learned = by_cost(limits, costs, lookups=[lambda: Saying([1, 2, 3, 4, 5, 6], 0.9)])
     drafter = begun(TreeDrafter(learned, limits))
-    assert len(drafter.propose(9, 20, 10)) == size
+    assert len(run(drafter.propose(9, 20, 10))) == size
 
 
 def test_a_losing_lookup_is_left_alone_for_a_while():
@@ -123,7 +124,7 @@ def test_a_losing_lookup_is_left_alone_for_a_while():
     drafter = begun(TreeDrafter(learned, limits))
     sizes = []
     for _ in range(234):  # rounds lose 2.2 ms; of the first 70 may be lost, of the next 20
-        tree = drafter.propose(9, 20, 10)
+        tree = run(drafter.propose(9, 20, 10))
         sizes.append(len(tree))
         drafter.learn(tree, [0], 1)
     assert [size > 1 for size in sizes] == [True] * 32 + [False] * 192 + [True] * 10

@@ -13,7 +13,8 @@ from eagle_reference import VOCAB as REAL_VOCAB
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from medusa_heads import log_probs, make_tensors
-from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictHeads
+from scripted_heads import StrictHeads
+from scripted_sessions import DRAFTS, VOCAB, StrictBase
 from stepping import by_cost, generate, learned_of, speculate
 
 from edgellm.contract import LimitError

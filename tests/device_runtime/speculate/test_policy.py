@@ -17,6 +17,7 @@ from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
 from edgellm.device_runtime.speculate.lookup import Continuation
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.speculate.passes import run
 from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
 from edgellm.device_runtime.speculate.static_tree import NAMED, StaticTree
 from edgellm.device_runtime.speculate.tree import Pool, Tree
@@ -37,8 +38,8 @@ def proposed(learned, limits, draft, context=(3, 1, 4), capacity=100, **options)
     drafter = EagleDrafter(committed, learned, limits, FREE, max_tree_rows=rows)
     drafter.begin(context[:1])
     drafter.observe(np.array(context[1:]), features)
-    drafter.catch_up()
-    tree = drafter.propose(context[-1], options.get("room", 99), options.get("levels", 99))
+    run(drafter.catch_up())
+    tree = run(drafter.propose(context[-1], options.get("room", 99), options.get("levels", 99)))
     assert sum(session.growth) <= rows
     return tree
 

@@ -184,12 +184,12 @@ def test_a_pause_of_drafting_loses_no_rows():
         tokens = chat.ask(prompt, speculates=True)
         assert tokens == alone(prompt)
         assert chat.reused == (len(prompt) - 2 if turn else 0)
-        assert (chat.rows.length, chat.rows.held(chat.text)) == (0, len(chat.text) - 1)
+        assert (chat.rows.context.length, chat.rows.held(chat.text)) == (0, len(chat.text) - 1)
         prompt = [*prompt, *tokens, 7]
     pace.pause = 0
     assert chat.ask(prompt, speculates=True) == alone(prompt)
     assert chat.reused == len(prompt) - 2
-    assert chat.rows.length > chat.reused
+    assert chat.rows.context.length > chat.reused
 
 
 def test_a_retrial_reads_the_newest_rows_only():
@@ -200,14 +200,14 @@ def test_a_retrial_reads_the_newest_rows_only():
     assert tokens == alone(prompt, count=6)
     assert chat.draft_session.extensions[0] == RETRIAL_ROWS
     assert chat.rows.held(chat.text) == len(chat.text) - 1
-    assert RETRIAL_ROWS <= chat.rows.length <= len(chat.text) - 1 - (75 - RETRIAL_ROWS)
+    assert RETRIAL_ROWS <= chat.rows.context.length <= len(chat.text) - 1 - (75 - RETRIAL_ROWS)
     assert len(chat.rows.read_rows(20)) == 0, "its first rows are not there"
-    saved = chat.rows.take_out()
-    chat.rows.begin([5, 6, 7])
-    chat.rows.put_back(saved)
-    assert chat.rows.held(chat.text) == len(chat.text) - 1
-    chat.rows.begin(prompt[:5])
-    assert (chat.rows.length, chat.rows.held(prompt)) == (0, 4)
+    rows = chat.rows.context
+    fork = chat.rows.fork(rows)
+    rows.begin([5, 6, 7])
+    assert fork.held(chat.text) == len(chat.text) - 1
+    fork.begin(prompt[:5])
+    assert (fork.length, fork.held(prompt)) == (0, 4)
 
 
 def test_one_first_token_tells_two_prompts_apart():
@@ -270,7 +270,7 @@ def test_a_draft_that_fails_forgets_only_what_it_did_not_write(breaks, monkeypat
     tokens = chat.ask(PROMPT, speculates=True)
     monkeypatch.setattr(chat.draft_session, "run", run)
     written = [0, 6, 9, 9][breaks]  # two pieces of the prompt, then rows of a tree
-    assert chat.rows.length == written
+    assert chat.rows.context.length == written
     turn = [*PROMPT, *tokens, 7]
     assert chat.ask(turn, speculates=True) == alone(turn)
     assert chat.reused == written
@@ -282,7 +282,7 @@ def test_kept_rows_come_back_in_both_caches():
     chat.ask(PROMPT, speculates=True)
     caches = [chat.session, chat.rows]
     assert kept.keep(PROMPT[:7], caches)
-    assert chat.rows.length >= 6, "what waits is written before it is kept"
+    assert chat.rows.context.length >= 6, "what waits is written before it is kept"
     for speculates in (False, True, True):
         chat.ask([20, 21, 22, 23, 20, 21, 22, 23], speculates=speculates)
         usable, found = kept.find([*PROMPT[:7], 11], 2)
@@ -343,7 +343,7 @@ def test_rows_that_waited_are_gone_when_others_are_loaded():
     saved = chat.rows.read_rows(2)
     chat.ask([8, 6, 7], speculates=True)
     chat.rows.write_rows(saved, [5, 6, 7])
-    assert not chat.rows.is_behind
+    assert not chat.rows.context.is_behind
     assert chat.rows.held([5, 6, 7, 6, 7]) == 2
 
 

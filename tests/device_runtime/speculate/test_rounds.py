@@ -84,7 +84,7 @@ def test_rounds_without_the_network_are_caught_up_with(is_model):
 def test_what_waits_is_read_in_passes_that_the_engine_takes():
     """Of a gate that was closed for long."""
     setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), adapts=True)
-    setup.rows._most_rows = 7
+    setup.rows.most_rows = 7
     closed = [*[True] * 9, *[False] * 30]
     setup.learned.controller.opens = lambda _: closed.pop()
     rounds = setup.rounds(max_tokens=60)

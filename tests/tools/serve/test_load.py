@@ -7,6 +7,8 @@ import asyncio
 import pytest
 import serve
 
+from edgellm.device_runtime import LLM
+
 FLAGS = ("--queueSize", "4", "--noContextReuse")
 
 
@@ -20,6 +22,19 @@ def test_every_answer_is_right_or_refused(roomy_engine, offline):
     assert report.seen["refused"] > 0
     assert report.open_after[1] == report.open_before[1]  # threads
     assert abs(report.open_after[0] - report.open_before[0]) <= 1  # files
+
+
+def test_answers_that_share_passes_while_clients_leave(shared_engine):
+    """With kept rows and drafts; behind all of them nothing is in the works and no row in use."""
+    pool = serve.questions(LLM(shared_engine), serve.requests(8, 12))
+    with serve.serving(shared_engine, "--queueSize", "64", "--spec", "auto") as (port, pid):
+        report = asyncio.run(serve.load(port, pid, pool, clients=24, seconds=3, leaves=0.3))
+    assert report.seen["wrong"] == report.seen["broken"] == 0, report.faults
+    assert report.seen["answered"] > 24
+    assert report.seen["left"] > 12
+    assert len(report.in_works) == 3
+    assert not any(report.in_works.values()), report.in_works
+    assert report.open_after[1] == report.open_before[1]  # threads
 
 
 def test_a_wrong_answer_would_be_noticed(roomy_engine, offline):

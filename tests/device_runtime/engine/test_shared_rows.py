@@ -1,0 +1,86 @@
+"""Rows that answers of an engine for several share: what is computed once, kept, and forgotten."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+
+GREEDY = SamplingParams(temperature=0)
+WAYS = {"plain": {}, "eagle": {"spec": SpecOptions(tree="fixed", top_k=2, steps=3, verify_size=8)}}
+SYSTEM = " ".join(f"w{20 + at}" for at in range(40))
+
+
+@pytest.fixture(params=WAYS)
+def llm(request, shared_engine) -> LLM:
+    return LLM(shared_engine, context_reuse=True, **WAYS[request.param])
+
+
+@pytest.fixture(scope="module")
+def fresh(shared_engine) -> LLM:
+    return LLM(shared_engine)
+
+
+def _ask(llm: LLM, *prompts: str, length: int = 6):
+    return llm.generate_batch(list(prompts), sampling=GREEDY, max_generate_length=length)
+
+
+def _reused(answers) -> list[int]:
+    return [answer.timings()["reused_tokens"] for answer in answers]
+
+
+def _same(answers, others) -> None:
+    assert [one.token_ids for one in answers] == [one.token_ids for one in others]
+
+
+def test_conversations_in_turn_keep_their_rows(llm, fresh):
+    prompts = ["w50 w51 w52 w53", "w60 w61 w62", "w70 w71 w72 w73 w74"]
+    known = [0, 0, 0]
+    for turn in range(3):
+        for at, prompt in enumerate(prompts):
+            found = _ask(llm, prompt)
+            _same(found, _ask(fresh, prompt))
+            spared = llm._drafters is not None and found[0].finish_reason == "stop"
+            assert known[at] - spared <= _reused(found)[0] <= known[at]
+            known[at] = found[0].prompt_token_count + len(found[0].token_ids) - 1
+            prompts[at] = f"{prompt} {found[0].text} w{80 + turn}"
+    assert min(known) > 16
+
+
+def test_what_prompts_of_a_batch_share_is_computed_once(llm, fresh):
+    """Also while the first of them still reads it, in pieces."""
+    prompts = [f"{SYSTEM} w{80 + at} w{70 + at}" for at in range(3)]
+    found = _ask(llm, *prompts)
+    _same(found, _ask(fresh, *prompts))
+    common = 40 - (llm._drafters is not None)
+    assert _reused(found) == [0, common, common]
+    later = _ask(llm, f"{SYSTEM} w90", f"{SYSTEM} w91")
+    assert _reused(later) == [common, common]
+    _same(later, _ask(fresh, f"{SYSTEM} w90", f"{SYSTEM} w91"))
+
+
+def test_rows_are_forgotten_when_others_need_them(llm, fresh):
+    """Three times what the pool holds; nothing is copied out for what is over."""
+    slot, everything = llm.slot, llm.slot.session.free_rows
+    prompts = [" ".join(f"w{(7 * at + word) % 86 + 9}" for word in range(50)) for at in range(24)]
+    found = _ask(llm, *prompts, length=12)
+    _same(found, _ask(fresh, *prompts, length=12))
+    assert 1 <= len(slot._finished.all) < len(prompts)
+    assert slot.free_rows == everything
+    assert slot.session.free_rows < everything
+    last = _ask(llm, prompts[-1])
+    assert _reused(last)[0] >= 48
+    while slot._finished.forget_one():
+        pass
+    slot._retire()
+    while slot._finished.forget_one():
+        pass
+    assert slot.session.free_rows == everything
+
+
+def test_without_the_flag_nothing_is_kept(shared_engine):
+    llm = LLM(shared_engine)
+    everything = llm.session.free_rows
+    assert _reused(_ask(llm, *[f"{SYSTEM} w80"] * 3)) == [0, 0, 0]
+    assert llm.slot.free_rows == everything
+    assert llm.session.free_rows == everything
