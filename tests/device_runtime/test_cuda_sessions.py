@@ -76,13 +76,8 @@ def test_greedy_answers_are_those_of_the_cpu_with_and_without_eagle(eagle_pair, 
 
 def test_half_precision_is_lossless_too(tmp_path):
     """float16 caches and activations; a tree's rows are rounded as single rows are."""
-    pair = export_pair(tmp_path, EAGLE3, dtype="float16")
-    from edgellm.export.bundle import ExportOptions, export_llm
-    from edgellm.export.source import open_checkpoint
-
-    options = ExportOptions("fp16", draft_model_dir=str(pair.draft_checkpoint))
-    export_llm(open_checkpoint(str(pair.base_checkpoint)), tmp_path / "half", options)
-    built = cuda_on_cpu.build_base(tmp_path / "half", tmp_path / "e", BASE_PLAN)
+    pair = export_pair(tmp_path, EAGLE3, dtype="fp16")
+    built = cuda_on_cpu.build_base(pair.bundle, tmp_path / "e", BASE_PLAN)
     assert (built.decoder.kv.dtype, built.main_graphs[0].precision) == ("float16", "fp16")
     cuda_on_cpu.build_its_draft(pair.draft_bundle, tmp_path / "e", draft_plan())
     llm = _llm(tmp_path / "e", TREES)
