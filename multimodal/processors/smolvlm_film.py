@@ -15,7 +15,7 @@ from edgellm.multimodal.processors.pixels import HALF, PixelRules
 from edgellm.multimodal.processors.settings import Checkpoint
 
 _SKIPPED_SECONDS = 1  # at either end of a long film
-_USUAL_EDGE, _USUAL_TILE = 4 * 364, 364
+_USUAL_EDGE, _USUAL_TILE, _USUAL_RATE, _USUAL_FRAMES = 4 * 364, 364, 1.0, 64
 _UNITS = [
     "zero",
     "one",
@@ -80,11 +80,11 @@ class FilmRules:
         if sampling.is_empty and settings.read("num_frames", int, 0) == 0:
             return None
         said, key = (settings, "num_frames") if sampling.is_empty else (sampling, "max_frames")
-        rate = said.read("fps", float)
+        rate = said.read("fps", float, _USUAL_RATE)
         if rate <= 0:
             raise said.fault("fps", rate, "is not positive")
         token = checkpoint.tokens.read("video_token", str, "<video>")
-        return cls(rate, said.positive(key), edge, token, pixels)
+        return cls(rate, said.positive(key, _USUAL_FRAMES), edge, token, pixels)
 
     def pick(self, total: int, rate: float, most: int) -> list[int]:
         """Places of at most `most` frames of `total`, `rate` in a second."""

@@ -72,7 +72,11 @@ def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path, precision):
     [
         (("--device", "gpu"), "--device gpu: give cpu or cuda", ""),
         (("--backend", "tensorrt", "--device", "cpu"), "--device cpu is not for", "onnxruntime"),
-        ((*CUDA, "--kvCache", "int8"), "--kvCache int8 is for the CPU", "leave out --kvCache"),
+        (
+            (*CUDA, "--kvCache", "int8"),
+            "--kvCache int8 is not for ONNX Runtime on CUDA",
+            "leave out --kvCache",
+        ),
         ((*CUDA, "--prefill", "int8"), "--prefill int8 is for the CPU", "leave out --prefill"),
         ((*CUDA, "--gpu", "8.9"), "--gpu is not for ONNX Runtime", "--backend tensorrt"),
     ],

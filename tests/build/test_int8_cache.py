@@ -134,7 +134,7 @@ def test_nobody_measured_the_ranges(command, tiny_bundle, tmp_path):
         "llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine",
         "--kvCache", "int4",
     )  # fmt: skip
-    assert_one_line_error(result, "--kvCache int4: give auto, float or int8")
+    assert_one_line_error(result, "--kvCache int4: give auto, float, int8 or fp8")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -238,7 +238,7 @@ def test_flags(command, tiny_bundle, tmp_path):
     sizes = ("--maxInputLen", 16, "--maxKVCacheCapacity", 32)
     build = ("llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "e", *sizes)
     result = command(*build, "--kernels", "ours")
-    assert_one_line_error(result, "--kernels ours: give auto, edgellm or onnxruntime")
+    assert_one_line_error(result, "--kernels ours: give auto, edgellm, onnxruntime or tensorrt")
     result = command(*build, "--kernels", "edgellm", "--prefill", "int8")
     assert_one_line_error(result, "--prefill int8 is made of ONNX Runtime's operators")
     result = command(*build, "--kernels", "edgellm", "--device", "cuda")

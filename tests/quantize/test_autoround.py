@@ -82,7 +82,7 @@ def test_an_interrupt_changes_nothing(rounding, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quantization": "fp8"}, "has no choice of algorithms"),
+        ({"quantization": "fp8"}, "--algo autoround: no such choice"),
         ({"algo": "autorounds"}, "did you mean autoround"),
         ({"base_model_dir": "base"}, "does not do drafts"),
     ],

@@ -42,14 +42,14 @@ def eagle_llm(eagle_pair) -> LLM:
 def passes(llm, monkeypatch):
     """Place and rows of every pass, which lasts half a millisecond, as what becomes of it."""
     found = []
-    run = llm.session.run
+    run_many = llm.session.run_many
 
-    def recorded(token_ids, write_index, logits_index, **options):
-        found.append((write_index, len(token_ids)))
-        return run(token_ids, write_index, logits_index, **options)
+    def recorded(parts):
+        found.extend((part.write_index, len(part.token_ids)) for part in parts)
+        return run_many(parts)
 
     clock = itertools.count()
-    monkeypatch.setattr(llm.session, "run", recorded)
+    monkeypatch.setattr(llm.session, "run_many", recorded)
     monkeypatch.setattr(profile.time, "perf_counter", lambda: next(clock) / 2e3)
     return found
 

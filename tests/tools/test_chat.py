@@ -146,13 +146,13 @@ def test_stopping_keeps_what_came(conversation, tiny_engine):
 
 
 def test_stopping_while_the_prompt_is_read_takes_it_back(conversation, monkeypatch):
-    run = conversation.llm.session.run
+    run_many = conversation.llm.session.run_many
 
-    def interrupted(*arguments, **options):
+    def interrupted(parts):
         os.kill(os.getpid(), signal.SIGINT)
-        return run(*arguments, **options)
+        return run_many(parts)
 
-    monkeypatch.setattr(conversation.llm.session, "run", interrupted)
+    monkeypatch.setattr(conversation.llm.session, "run_many", interrupted)
     screen = Script("w20 w21")
     repl.run(conversation, screen)
     assert screen.shown == ["note stopped; the message was taken back"]
@@ -183,7 +183,7 @@ def test_an_interrupt_that_nobody_stops(conversation, monkeypatch):
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(conversation.llm.session, "run", interrupted)
+    monkeypatch.setattr(conversation.llm.session, "run_many", interrupted)
     with pytest.raises(KeyboardInterrupt):
         repl.run(conversation, screen)
 

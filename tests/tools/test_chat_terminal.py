@@ -25,11 +25,11 @@ CTRL_C, CTRL_D, UP, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\x1b\r"
 _SLOWLY = """
 import time
 from edgellm.device_runtime.sessions.decoder import DecoderSession
-run = DecoderSession.run
-def slow(self, *arguments, **options):
+run_many = DecoderSession.run_many
+def slow(self, parts):
     time.sleep(0.05)
-    return run(self, *arguments, **options)
-DecoderSession.run = slow
+    return run_many(self, parts)
+DecoderSession.run_many = slow
 from edgellm.tools.chat.cli import main
 main()
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions import draft
 from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.speculate.passes import Passes
 from edgellm.device_runtime.speculate.tree import Tree
 from edgellm.manifest import DRAFT_ENGINE, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
@@ -231,7 +234,9 @@ class Knowing:
 
     def begin(self, *_) -> None: ...
     def set_adapter(self, *_) -> None: ...
-    def catch_up(self) -> None: ...
+    def catch_up(self) -> Iterator[None]:
+        yield from ()
+
     def learn(self, *_) -> None: ...
     def observe(self, *_) -> None: ...
 
@@ -246,7 +251,8 @@ class Knowing:
 
     def end(self) -> None: ...
 
-    def propose(self, root: int, room: int, levels: int) -> Tree:
+    def propose(self, root: int, room: int, levels: int) -> Passes[Tree]:
+        yield from ()
         assert root == self.answer[self.at - 1]
         right = self.answer[self.at : self.at + min(levels, self.random.integers(0, 7))]
         ids, parents, above = [root], [-1], 0
