@@ -26,7 +26,6 @@ class JetPack:
 _CPU = "CPU engines only"
 _CPU_BACKEND = "build with --backend onnxruntime"
 _UPGRADE = f"flash JetPack 7.2, or {_CPU_BACKEND}"
-_COPIES = "caches are copied in every pass"
 RELEASES = (
     JetPack(
         (35, 1), "JetPack 5", "Xavier, Orin", "8.4 to 8.5", "11.4", "3.8",
@@ -36,11 +35,11 @@ RELEASES = (
     JetPack((36, 2), "JetPack 6.0", "Orin", "8.6", "12.2", "3.10", _CPU, _UPGRADE),
     JetPack(
         (36, 4), "JetPack 6.1 or 6.2", "Orin", "10.3", "12.6", "3.10",
-        f"fp16, int8, int4; {_COPIES}", "",
+        "fp16, int8, int4; caches are copied in every pass", "",
     ),
     JetPack(
         (38, 2), "JetPack 7.0 or 7.1", "Thor", "10.13", "13.0", "3.12",
-        f"all precisions that the GPU has; {_COPIES}", "",
+        "all precisions that the GPU has; edgellm's attention", "",
     ),
     JetPack(
         (39, 2), "JetPack 7.2", "Orin, Thor", "10.16", "13.2", "3.12",

@@ -157,9 +157,10 @@ def test_rows_are_reused_for_the_same_adapter_only(engines, folders, tmp_path):
         found = [reused(llm, name) for name in ("all", "all", None, None, "qv", "all")]
         # The finished answer with "all" is still there for the last.
         assert [bool(rows) for rows in found] == [False, True, False, True, False, True]
-        kept = llm.slot.contexts()
+    with _open(engines["none"], folders, context_reuse=True) as llm:
+        reused(llm, "all")
         contexts = ContextFolder(tmp_path, {})
-        contexts.save(kept)
+        contexts.save(llm.slot.contexts())
     with _open(engines["none"], folders, context_reuse=True) as llm:
         for one in contexts.load(1).contexts:
             llm.slot.kept.add(one)
