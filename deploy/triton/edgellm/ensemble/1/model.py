@@ -15,8 +15,7 @@ from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.serve import asks
-from edgellm.tools.serve.errors import ApiError, as_api_error
-from edgellm.tools.serve.kserve.infer import as_api_error as as_refusal
+from edgellm.tools.serve.errors import ApiError, as_api_error, fault_of
 from edgellm.tools.serve.kserve.tensors import INPUTS, Tensor, read, request_of
 from edgellm.tools.serve.triton import GenerateWriter
 
@@ -41,7 +40,7 @@ class TritonPythonModel:
                 self._answer(request, sender)
                 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
             except Exception as error:  # noqa: BLE001 - the engine outlives every request
-                fault = as_refusal(error) if isinstance(error, ValidationError) else error
+                fault = fault_of(error.errors()) if isinstance(error, ValidationError) else error
                 if not isinstance(fault, (ApiError, EdgeLLMError)):
                     _log.exception("a request failed")
                 response = pb_utils.InferenceResponse(
