@@ -2,6 +2,7 @@
 
     python benchmarks/moe.py --layers 12 --work /somewhere/with/10GB
     python benchmarks/moe.py --layers 48 --threads 1 --work /dev/shm/moe --budget_s 450
+    python benchmarks/moe.py --layers 12 --threads 1 --llama_python /somewhere/bin/python
     python benchmarks/moe.py --operator
 
 The shape is that of Qwen3-30B-A3B (48 layers, 128 experts of which a token takes 8), the dense
@@ -11,7 +12,8 @@ are random, and so are the experts that they take. All 48 layers are 17 GB: on a
 most of the time, in memory (a tmpfs) it is a minute. Each round is printed when it is over, and
 none begins that would end beyond `--budget_s`. With `--threads 1` times are those of the CPU,
 which other programs on the machine do not change. `--operator` compares the experts of one layer
-with ONNX Runtime's QMoE.
+with ONNX Runtime's QMoE. With `--llama_python`, a python that has llama-cpp-python, llama.cpp
+decodes in the same rounds with random Q4_0 blocks of that shape; its times are the clock's.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import synthetic_gguf
+from engines import Process
 
 from edgellm.build.lowering.experts import touched
 from edgellm.build.lowering.weights import WeightFile
@@ -47,6 +51,7 @@ from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.graph_files import DTYPES
 from edgellm.export.weights import Weights
 from edgellm.manifest import DecoderSpec, KVCacheSpec, PageSpec
+from edgellm.scripts import smollm2
 
 CAPACITY, CONTEXT, ROWS, DECODED = 1024, 512, (1, 2, 4, 8, 16), 12
 _SHARED = {
@@ -186,7 +191,22 @@ def memory_kb(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def compare(layers: int, work: Path, threads: int, rounds: int, budget_s: float) -> None:
+def llama_cpp_ms(layers: int, work: Path, threads: int, python: str) -> float:
+    """Milliseconds of a token of the mixture in llama.cpp, behind `CONTEXT` tokens."""
+    path = work / f"mixture-{layers}.gguf"
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        synthetic_gguf.write_mixture(config_of("30B-A3B", layers), smollm2.fetch(), partial)
+        partial.replace(path)
+    process = Process(python, "llama.cpp", path, threads)
+    found = statistics.median(process.measure("decode", DECODED))
+    process.close()
+    return found
+
+
+def compare(
+    layers: int, work: Path, threads: int, rounds: int, budget_s: float, llama_python: str
+) -> None:
     """Both models, taking turns, each time in a new process."""
     begin = time.perf_counter()
     results: dict[str, list[dict[str, float]]] = {name: [] for name in SHAPES}
@@ -218,6 +238,10 @@ def compare(layers: int, work: Path, threads: int, rounds: int, budget_s: float)
             pairs = (line.split("=") for line in said.splitlines() if "=" in line)
             results[name].append({key: float(value) for key, value in pairs})
         _say(results)
+        if llama_python:
+            theirs = llama_cpp_ms(layers, work, threads, llama_python)
+            ours = results["30B-A3B"][-1]["ms_1"]
+            print(f"llama.cpp: a token of the mixture {theirs:.1f} ms, edgellm {ours:.1f} ms")
         longest = max(longest, time.perf_counter() - start)
 
 
@@ -246,6 +270,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget_s", type=float, default=450.0)
+    parser.add_argument("--llama_python", default="")
     parser.add_argument("--operator", action="store_true")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     flags = parser.parse_args()
@@ -257,7 +282,10 @@ def main() -> None:
         found = measure(flags.measure, flags.layers, flags.work, flags.threads)
         print(*(f"{key}={value}" for key, value in found.items()), sep="\n")
     else:
-        compare(flags.layers, flags.work, flags.threads, flags.rounds, flags.budget_s)
+        compare(
+            flags.layers, flags.work, flags.threads, flags.rounds, flags.budget_s,
+            flags.llama_python,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

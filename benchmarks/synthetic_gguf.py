@@ -1,9 +1,10 @@
-"""A checkpoint of random weights as a GGUF file, for llama.cpp to round."""
+"""Random weights as GGUF files: a checkpoint's for llama.cpp to round, or blocks of 4 bits."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -30,16 +31,7 @@ def write(checkpoint: Path, tokenizer: Path, output: Path) -> None:
         output: the file.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    writer = gguf.GGUFWriter(output, config["model_type"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    _add_tokens(writer, tokenizer, config["vocab_size"])
+    writer = _begun(output, config["model_type"], config, tokenizer)
     with safe_open(checkpoint / "model.safetensors", "np") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - it is no mapping
             array = tensors.get_tensor(name)
@@ -50,6 +42,93 @@ def write(checkpoint: Path, tokenizer: Path, output: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_mixture(config: dict[str, Any], tokenizer: Path, output: Path) -> None:
+    """Write a mixture of experts of the qwen3_moe family in Q4_0, tensor by tensor.
+
+    Args:
+        config: of the checkpoint.
+        tokenizer: see `write`.
+        output: the file.
+    """
+    writer = _begun(output, "qwen3moe", {"rope_theta": 1e6, **config}, tokenizer)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    shapes = _mixture_shapes(config)
+    for name, shape in shapes.items():
+        kind = gguf.GGMLQuantizationType.Q4_0 if _is_rounded(name) else None
+        stored, dtype = (_block_shape(shape), np.uint8) if kind else (shape, np.float32)
+        writer.add_tensor_info(name, stored, np.dtype(dtype), _size(stored, dtype), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    random = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        writer.write_tensor_data(_contents(name, shape, random))
+    writer.close()
+
+
+def _mixture_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """[out, in] of all tensors by their names."""
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    head, experts, vocab = config["head_dim"], config["num_experts"], config["vocab_size"]
+    queries, values = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes = {"token_embd.weight": (vocab, hidden), "output.weight": (vocab, hidden)}
+    shapes["output_norm.weight"] = (hidden,)
+    own = {
+        "attn_norm": (hidden,), "attn_q": (queries, hidden), "attn_k": (values, hidden),
+        "attn_v": (values, hidden), "attn_q_norm": (head,), "attn_k_norm": (head,),
+        "attn_output": (hidden, queries), "ffn_norm": (hidden,),
+        "ffn_gate_inp": (experts, hidden), "ffn_gate_exps": (experts, inner, hidden),
+        "ffn_up_exps": (experts, inner, hidden), "ffn_down_exps": (experts, hidden, inner),
+    }  # fmt: skip
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in own.items()}
+    return shapes
+
+
+def _is_rounded(name: str) -> bool:
+    return "norm" not in name and "ffn_gate_inp" not in name
+
+
+def _block_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """In bytes: 32 values are 18."""
+    return (*shape[:-1], shape[-1] // 32 * 18)
+
+
+def _size(shape: tuple[int, ...], dtype: type) -> int:
+    return int(np.prod(shape)) * np.dtype(dtype).itemsize
+
+
+def _contents(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    if not _is_rounded(name):
+        return (
+            np.ones(shape, np.float32) if "norm" in name else random.normal(size=shape).astype("f4")
+        )
+    some = random.integers(0, 256, (4096, 18), np.uint8)
+    some[:, :2] = np.full(1, 2.0**-9, np.float16).view(np.uint8)
+    stored = _block_shape(shape)
+    return np.resize(some.reshape(-1), int(np.prod(stored))).reshape(stored)
+
+
+def _begun(
+    output: Path, architecture: str, config: dict[str, Any], tokenizer: Path
+) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(output, architecture)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    _add_tokens(writer, tokenizer, config["vocab_size"])
+    return writer
 
 
 def _gguf_name(name: str) -> str:
@@ -64,6 +143,7 @@ def _add_tokens(writer: gguf.GGUFWriter, source: Path, size: int) -> None:
     fields = gguf.GGUFReader(source).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     kinds = fields["tokenizer.ggml.token_type"].contents()
+    tokens, kinds = tokens[:size], kinds[:size]
     missing = range(len(tokens), size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(fields["tokenizer.ggml.pre"].contents())
