@@ -308,13 +308,24 @@ class TreeDrafter:
         controller.company = self.company
         if not controller.is_pausing:
             return False
-        looks = controller.adapts and self.company.answers == 1
-        return not (looks and any(self._foresee()))
+        if not self._looks_on:
+            return True
+        self._wake()
+        return not any(self._foresee())
+
+    @property
+    def _looks_on(self) -> bool:
+        """Whether the text is looked up while the network rests: others would wait for it."""
+        return self._controller.adapts and self.company.answers == 1
 
     def pass_by(self, token_id: int, taps: F32) -> None:
-        """See `Drafter.pass_by`; what is to be done for the token waits until it wakes."""
+        """See `Drafter.pass_by`; what is to be done for the token may wait until it wakes."""
         self._controller.company = self.company
-        self._passed.append((token_id, taps.copy()))
+        if self._looks_on:
+            self.observe(np.array([token_id]), taps)
+            self.remember([token_id])
+        else:
+            self._passed.append((token_id, taps.copy()))
         self._controller.end_round(1, 0.0, 1, networked=False)
 
     def _wake(self) -> None:

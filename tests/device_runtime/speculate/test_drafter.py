@@ -6,12 +6,14 @@ import dataclasses
 import functools
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from stepping import by_cost, learned_of
 
 from edgellm.device_runtime.speculate.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafter import ImageIds, TreeDrafter
+from edgellm.device_runtime.speculate.drafters import ngram
 from edgellm.device_runtime.speculate.lookup import Continuation, LearnedLookup
 from edgellm.device_runtime.speculate.passes import run
 from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
@@ -128,3 +130,18 @@ def test_a_losing_lookup_is_left_alone_for_a_while():
         sizes.append(len(tree))
         drafter.learn(tree, [0], 1)
     assert [size > 1 for size in sizes] == [True] * 32 + [False] * 192 + [True] * 10
+
+
+def test_text_is_looked_up_while_a_network_rests():
+    """Also what was said since it does."""
+    limits, costs = TreeLimits(4, 6, 20), Costs.of({"1": 10, "7": 14})
+    learned = by_cost(limits, costs, lookups=[ngram.remember()], adapts=True)
+    learned.controller.pace.pause = 100
+    drafter, no_taps = begun(TreeDrafter(learned, limits)), np.zeros((1, 0), np.float32)
+    rests = []
+    for token_id in (1, 2, 3, 4, 9, 1, 2, 3):
+        rests.append(drafter.rests)
+        drafter.pass_by(token_id, no_taps)
+    assert all(rests[:6])
+    assert not drafter.rests
+    assert len(run(drafter.propose(3, 20, 10))) > 1
