@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -55,6 +57,20 @@ class Pages:
             pool.bind(binding)
 
 
+def _untouched(shape: tuple[int, ...], dtype: np.dtype[Any], *, is_shared: bool) -> NDArray[Any]:
+    """Zeros; what nobody has written takes no memory.
+
+    In numpy's arrays the system clears 2 MB (a huge page) in every layer where a sequence begins
+    to write in a new place: 0.4 s for SmolLM2, in the middle of others' answers. One sequence
+    alone does so once, and reads its rows 4 % faster.
+    """
+    if not is_shared or not hasattr(mmap, "MADV_NOHUGEPAGE"):
+        return np.zeros(shape, dtype)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
 class _Pool:
     """Pages of some layers, and in how many tables each is."""
 
@@ -68,9 +84,8 @@ class _Pool:
         count = pool_pages(kv.pages, window, capacity, tables)
         self.parts = [(layer, part) for layer in layers for part in ("key", "value")]
         shape = (len(self.parts), count, kv.num_kv_heads, self.page_rows, kv.head_dim)
-        # ONNX Runtime does not keep the array alive that it is given. What nobody has written
-        # takes no memory.
-        self.pages = np.zeros(shape, kv.dtype)
+        # ONNX Runtime does not keep the array alive that it is given.
+        self.pages = _untouched(shape, np.dtype(kv.dtype), is_shared=tables > 1)
         self._values = [ort.OrtValue.ortvalue_from_numpy(pages) for pages in self.pages]
         self._uses = [0] * count
         self._free = list(range(count - 1, -1, -1))  # those used last are taken first
