@@ -6,10 +6,8 @@ INT4 model for onnxruntime-genai. Round-to-nearest is no quality method; these m
 
 from __future__ import annotations
 
-import ctypes
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -20,6 +18,7 @@ from edgellm.export.checkpoint import Checkpoint, read_whole
 from edgellm.export.source import open_checkpoint
 from edgellm.quantize.formats import pack_int4
 
+_QUANTIZES = Path(__file__).with_name("llama_cpp_quantize.py")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROUTER = "mlp.gate.weight"  # of a mixture of experts, which nobody rounds
 
@@ -107,18 +106,8 @@ def gguf(source: Path, work: Path, kind: str, python: str, *, mixed: bool = Fals
         work.mkdir(parents=True, exist_ok=True)
         arguments = [str(source), str(path), kind, "mixed" if mixed else "alike"]
         quiet = {"stderr": subprocess.DEVNULL}
-        subprocess.run([python, __file__, *arguments], check=True, **quiet)
+        subprocess.run([python, _QUANTIZES, *arguments], check=True, **quiet)
     return path
-
-
-def _quantize_gguf(source: str, output: str, kind: str, which: str) -> None:
-    import llama_cpp
-
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
-    params.allow_requantize, params.pure = True, which == "alike"
-    if llama_cpp.llama_model_quantize(source.encode(), output.encode(), ctypes.byref(params)):
-        raise RuntimeError(f"llama.cpp could not write {output}")
 
 
 def genai(hf_folder: Path, output: Path, python: str) -> Path:
@@ -169,7 +158,3 @@ def _write(
         (output / name).write_text(json.dumps(content))
     for name, data in checkpoint.tokenizer_files.items():
         (output / name).write_bytes(data)
-
-
-if __name__ == "__main__":
-    _quantize_gguf(*sys.argv[1:])
