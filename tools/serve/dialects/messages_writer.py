@@ -9,19 +9,21 @@ from typing import Any
 
 from edgellm.device_runtime.engine.llm import Step
 from edgellm.tools.serve.chat_answer import ChatAnswer, call_id
+from edgellm.tools.serve.dialects.parts import PartWriter
 from edgellm.tools.serve.events import Finished, Started
 from edgellm.tools.serve.streams import NAMED_EVENTS
-from edgellm.tools.serve.tool_calls.call import Call, Item, Thought
+from edgellm.tools.serve.tool_calls.call import Call
 from edgellm.tools.serve.usage import timing
 
 _Event = dict[str, Any]
 _TEXTS = {"thinking": ("thinking", "thinking_delta"), "text": ("text", "text_delta")}
 
 
-class MessagesWriter:
+class MessagesWriter(PartWriter):
     """A message as it grows: blocks of reasoning, of text, and of calls."""
 
     framing, last = NAMED_EVENTS, b""
+    thought_kind, text_kind = "thinking", "text"
 
     def __init__(self, answer: ChatAnswer, model: str) -> None:
         self._answer, self._model = answer, model
@@ -74,17 +76,6 @@ class MessagesWriter:
         if figures.stop_string is not None:
             return "stop_sequence"
         return "max_tokens" if figures.finish_reason == "length" else "end_turn"
-
-    def _added(self, items: Sequence[Item]) -> list[_Event]:
-        found: list[_Event] = []
-        for item in items:
-            if isinstance(item, Call):
-                found += self._call(item)
-            elif isinstance(item, Thought):
-                found += self._text("thinking", item.text)
-            else:
-                found += self._text("text", item)
-        return found
 
     def _text(self, kind: str, text: str) -> list[_Event]:
         name, delta = _TEXTS[kind]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm.device_runtime.engine.llm import LLM, Step
 from edgellm.tools.serve.chat_answer import ChatAnswer, call_id
+from edgellm.tools.serve.dialects.parts import PartWriter
 from edgellm.tools.serve.dialects.responses import ResponsesRequest
 from edgellm.tools.serve.events import Finished, Started
 from edgellm.tools.serve.streams import NAMED_EVENTS
-from edgellm.tools.serve.tool_calls.call import Call, Item, Thought
+from edgellm.tools.serve.tool_calls.call import Call
 from edgellm.tools.serve.usage import timing, usage
 
 _Event = dict[str, Any]
@@ -55,10 +55,11 @@ class _Output:
     grows: _Text | None = None
 
 
-class ResponsesWriter:
+class ResponsesWriter(PartWriter):
     """A response as it grows."""
 
     framing, last = NAMED_EVENTS, b""
+    thought_kind, text_kind = "reasoning", "message"
 
     def __init__(self, body: ResponsesRequest, answer: ChatAnswer, llm: LLM, model: str) -> None:
         self._answer, self._llm, self._output = answer, llm, _Output()
@@ -126,17 +127,6 @@ class ResponsesWriter:
             "output_tokens_details": {"reasoning_tokens": len(thought)},
             "total_tokens": found["total_tokens"],
         } | speculation
-
-    def _added(self, items: Sequence[Item]) -> list[_Event]:
-        found: list[_Event] = []
-        for item in items:
-            if isinstance(item, Call):
-                found += self._call(item)
-            elif isinstance(item, Thought):
-                found += self._text("reasoning", item.text)
-            else:
-                found += self._text("message", item)
-        return found
 
     def _text(self, kind: str, text: str) -> list[_Event]:
         found: list[_Event] = []
