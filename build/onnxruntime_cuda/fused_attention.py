@@ -71,23 +71,23 @@ class FusedLayers:
         if layer.sinks is not None:
             sinks = stored_sinks(graph, layer, self._dtype, (layer.num_heads,))
         packed = packed_rows(q, k, layer.v)
+        rows = (packed, None, None) if packed is not None else (q, k, layer.v)
+        turning = tables[1:] if turns_inside else (None, None)
+        pasts = layer.past_key, layer.past_value
+        inputs = [*rows, *pasts, *self._of_lengths(), *turning, positions, bias, sinks]
         given = {"scale": layer.scale, "softcap": layer.softcap}
         given |= {"local_window_size": window if bias is None else None}
         given |= {"rotary_interleaved": layer.interleaved if turns_inside else None}
+        heads = {"num_heads": layer.num_heads, "kv_num_heads": layer.kv_num_heads}
         return graph.nodes(
             "GroupQueryAttention",
-            [
-                *((packed, None, None) if packed is not None else (q, k, layer.v)),
-                layer.past_key, layer.past_value, *self._of_lengths(),
-                *(tables[1:] if turns_inside else (None, None)), positions, bias, sinks,
-            ],
+            inputs,
             3,
             domain=CONTRIB,
-            num_heads=layer.num_heads,
-            kv_num_heads=layer.kv_num_heads,
             do_rotary=int(turns_inside),
+            **heads,
             **{name: value for name, value in given.items() if value},
-        )  # fmt: skip
+        )
 
     def _of_lengths(self) -> tuple[ir.Value, ir.Value]:
         if self._lengths is None:

@@ -79,6 +79,9 @@ def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path, precision):
         ),
         ((*CUDA, "--prefill", "int8"), "--prefill int8 is for the CPU", "leave out --prefill"),
         ((*CUDA, "--gpu", "8.9"), "--gpu is not for ONNX Runtime", "--backend tensorrt"),
+        (("--attention", "plain"), "--attention is not for cpu", "--device cuda"),
+        ((*CUDA, "--attention", "flash"), "--attention flash: give auto, fused, plain", ""),
+        ((*CUDA, "--intGemm", "on"), "--intGemm on: no layer has int4 or int8", "leave out"),
     ],
     ids=str,
 )

@@ -286,8 +286,8 @@ def test_tensor_cores_take_blocks_of_32(tmp_path, quantize):
     assert (
         "int_gemm" not in cuda_on_cpu.build_base(tmp_path / "bundle", tmp_path / "off", off).options
     )
-    found = [_logits(cuda_on_cpu.open_base(tmp_path / name)) for name in ("gemm", "off")]
-    np.testing.assert_array_equal(*found)
+    same, other = (_logits(cuda_on_cpu.open_base(tmp_path / name)) for name in ("gemm", "off"))
+    np.testing.assert_array_equal(same, other)
     on = dataclasses.replace(PLAN, options=CudaOptions(int_gemm="on"))
     with pytest.raises(EdgeLLMError, match="--intGemm on: no layer has int4 or int8"):
         cuda_on_cpu.build_base(tmp_path / "bundle", tmp_path / "on", on)
@@ -310,6 +310,7 @@ def test_blocks_are_split_without_a_change(bits, has_zeros):
     np.testing.assert_array_equal(split.scales, np.repeat(scales, 2, 1))
     if has_zeros:
         found = split.zero_points
+        assert found is not None
         if bits == 4:
             found = np.stack([found & 15, found >> 4], -1).reshape(outputs, -1)
         np.testing.assert_array_equal(found, np.repeat(points, 2, 1))

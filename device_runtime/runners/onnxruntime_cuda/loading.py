@@ -62,10 +62,8 @@ class Loader:
 
     def load(self, path: Path, **options: object) -> ort.InferenceSession:
         """A graph as it is; see `load_graph`."""
-        return load_graph(
-            path, threads=self._threads, optimize=False, device=self.device,
-            **options,  # type: ignore[arg-type]
-        )  # fmt: skip
+        given = {"threads": self._threads, "optimize": False, "device": self.device, **options}
+        return load_graph(path, **given)  # type: ignore[arg-type]
 
 
 def _shared_weights(paths: Sequence[Path]) -> dict[str, np.ndarray]:

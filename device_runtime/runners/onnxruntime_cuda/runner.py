@@ -169,10 +169,10 @@ class CudaRunner:
         if (bound := self._kept.get(key)) is not None:
             return bound
         arrays = self._arrays(inputs, taken, width, live, self._types[index])
-        bound = BoundPass(
-            self._graphs[index], self._loader.device, self.cache, arrays,
-            capture_id=len(self._kept) + 1 if recurs else -1 if self._captures else 0,
-        )  # fmt: skip
+        capture_id = -1 if self._captures else 0
+        if recurs:
+            capture_id = len(self._kept) + 1
+        bound = BoundPass(self._graphs[index], self._loader.device, self.cache, arrays, capture_id)
         if taken.rows <= KEPT_ROWS:
             self._kept[key] = bound
         return bound
