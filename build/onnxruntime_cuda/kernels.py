@@ -81,6 +81,7 @@ KERNELS: Mapping[tuple[str, str], Kernel] = {
     ("com.microsoft", "MatMulNBits"): Kernel(_FLOATS),
     ("com.microsoft", "MoE"): Kernel(_FLOATS),
     ("com.microsoft", "MultiHeadAttention"): Kernel(_FLOATS),
+    ("com.microsoft", "QMoE"): Kernel(frozenset({_T.FLOAT16})),
     ("com.microsoft", "QuickGelu"): Kernel(_FLOATS),
     ("com.microsoft", "RotaryEmbedding"): Kernel(_FLOATS),
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): Kernel(_FLOATS),

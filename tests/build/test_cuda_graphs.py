@@ -304,7 +304,8 @@ def test_blocks_are_split_without_a_change(bits, has_zeros):
     if bits == 4:
         even = np.pad(points, ((0, 0), (0, 1)))
         packed = even[:, 0::2] | even[:, 1::2] << np.uint8(4)
-    split = cuda_linears._split(Blocks(bits, size, codes, scales, packed if has_zeros else None))
+    whole = Blocks(bits, size, codes, scales, packed if has_zeros else None)
+    split = cuda_linears.split_blocks(whole)
     assert split.block_size == 128
     np.testing.assert_array_equal(split.codes.reshape(outputs, -1), codes.reshape(outputs, -1))
     np.testing.assert_array_equal(split.scales, np.repeat(scales, 2, 1))

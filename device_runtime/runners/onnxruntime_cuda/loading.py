@@ -13,6 +13,7 @@ from onnx import external_data_helper, helper
 from edgellm.device_runtime.runners.onnxruntime_graphs import CUDA, load_graph
 from edgellm.roles import ROLES, Rows
 
+_LAID_OUT = ("MatMulNBits",)  # operators whose weights a session lays out anew for tensor cores
 _INT_GEMM_ENTRY = "ep.cuda.fpa_intb_gemm"  # of a session; older versions ignore it
 
 
@@ -32,8 +33,9 @@ class Loader:
         """
         self.device, self._paths, self._threads = device, paths, threads
         self._entries = {_INT_GEMM_ENTRY: "1"} if has_int_gemm else {}
-        shares = len(paths) > 1 and not has_int_gemm
-        self._arrays = _shared_weights(paths) if shares else {}  # the CPU reads them where they are
+        own = _LAID_OUT if has_int_gemm else ()
+        # Mapped, for the CPU reads them where they are
+        self._arrays = _shared_weights(paths, own) if len(paths) > 1 else {}
         self._owned = {
             name: ort.OrtValue.ortvalue_from_numpy(array, device)
             for name, array in self._arrays.items()
@@ -66,8 +68,8 @@ class Loader:
         return load_graph(path, **given)  # type: ignore[arg-type]
 
 
-def _shared_weights(paths: Sequence[Path]) -> dict[str, np.ndarray]:
-    """Those that all graphs have, by name."""
+def _shared_weights(paths: Sequence[Path], but_of: Sequence[str]) -> dict[str, np.ndarray]:
+    """Those that all graphs have, by name, but for what nodes of some types read."""
     graphs = [onnx.load(path, load_external_data=False).graph for path in paths]
     stored = [
         {
@@ -78,7 +80,8 @@ def _shared_weights(paths: Sequence[Path]) -> dict[str, np.ndarray]:
         for graph in graphs
     ]
     common = set.intersection(*({*each} for each in stored))
-    return {name: _array(stored[0][name], paths[0].parent) for name in sorted(common)}
+    own = {name for node in graphs[0].node if node.op_type in but_of for name in node.input}
+    return {name: _array(stored[0][name], paths[0].parent) for name in sorted(common - own)}
 
 
 def _array(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
