@@ -28,6 +28,7 @@ from edgellm.export.graph_files import (
 from edgellm.export.kv_cache import read_ranges
 from edgellm.export.merged import merged
 from edgellm.export.op import OPSET
+from edgellm.export.rotation import refuse_rotated, rotation_name
 from edgellm.export.source import open_draft
 from edgellm.export.stated import judge
 from edgellm.export.taps import check_taps, default_taps
@@ -67,6 +68,8 @@ def export_llm(
     names = [*file_names((_GRAPH, COMMIT)), *_JSON_FILES, *checkpoint.tokenizer_files]
     check_output(output, LLM_BUNDLE, names)
     tower, architecture, config = read_architecture(checkpoint, options)
+    if options.pooling:
+        refuse_rotated(checkpoint, "--pooling")
     if options.lora_dir is not None:
         tower = merged(tower, options.lora_dir)
     taps, tap_source = _choose_taps(config, options)
@@ -92,7 +95,11 @@ def export_llm(
         )
         manifest = Bundle(
             kind=LLM_BUNDLE,
-            spec=replace(decoder, kv=replace(decoder.kv, ranges=ranges)),
+            spec=replace(
+                decoder,
+                kv=replace(decoder.kv, ranges=ranges),
+                rotation=rotation_name(checkpoint.config),
+            ),
             graphs=dict(zip(_ROLES, [GraphSpec(f"{name}.onnx") for name in graphs], strict=False)),
             dtype=dtype.numpy().name,
             quantization=quantization,
