@@ -102,10 +102,8 @@ def bases(tmp_path_factory) -> tuple[Path, Path]:
     return base, _write(rotated(LanguageModel.open(str(base), ()), 0, ()), base, folder / "turned")
 
 
-HEADLESS = Layout(
-    {"architectures": ["LlamaForCausalLMEagle3"]},
-    own_head=False, draft_vocab=VOCAB, d2t=False, t2d=False,
-)  # fmt: skip
+HEADLESS = Layout({"architectures": ["LlamaForCausalLMEagle3"]}, draft_vocab=VOCAB)
+HEADLESS = replace(HEADLESS, own_head=False, d2t=False, t2d=False)
 NORMED = Layout({"draft_vocab_size": 40, "fc_norm": True}, fc_norm=True)
 
 
