@@ -157,7 +157,7 @@ def test_cuda_takes_integer_experts(tmp_path, monkeypatch):
         assert [graph.path for graph in built.main_graphs] == ["llm.onnx"]
         assert any("operator QMoE" in note for note in built.options["notes"])
     stored = (tmp_path / "4" / "llm.data").stat().st_size
-    assert estimate.engine_bytes == pytest.approx(stored, rel=0.05)
+    assert estimate.engine_bytes == pytest.approx(stored, rel=0.1)
     found = {
         bits: logits(cuda_on_cpu.open_base(tmp_path / f"{bits}"), [20, 1, 9]) for bits in (4, 8)
     }
