@@ -12,6 +12,7 @@ import typer
 
 from edgellm.command import SNAKE_CASE, App, numbers, run_command
 from edgellm.contract import EdgeLLMError
+from edgellm.quantize.targets import FLOAT, form_of_draft, form_of_head, rounds_as
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 
@@ -19,7 +20,8 @@ Format = Annotated[
     str, typer.Option("--format", help="modelopt, or compressed-tensors, which vLLM reads.")
 ]
 Head = Annotated[
-    str | None, typer.Option("--lm_head_quantization", help="fp8, nvfp4, int8, int4, or int8_tied.")
+    str | None,
+    typer.Option("--lm_head_quantization", help="fp8, nvfp4, int8, int4, int8_tied, or float."),
 ]
 Cache = Annotated[
     str | None,
@@ -53,6 +55,13 @@ Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the resul
 Body = Annotated[
     str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq or mixed.")
 ]
+DraftBody = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization",
+        help="fp8, int8_sq, int4_awq, nvfp4 or nvfp4_awq; default: fp8, or what --target computes.",
+    ),
+]
 KeepLayers = Annotated[
     str, typer.Option("--keep_layers", help="Decoder layers that stay floats, such as 0,29.")
 ]
@@ -78,7 +87,9 @@ TargetKl = Annotated[
 Target = Annotated[
     str,
     typer.Option(
-        "--target", help="Of int8_sq: cpu (scales of inputs at run time) or gpu (calibrated)."
+        "--target",
+        help="What will run it: cpu (int8_sq: scales of inputs at run time), gpu (calibrated; the "
+        "head takes the form of the layers) or its compute capability (for a draft's form, too).",
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
@@ -147,7 +158,7 @@ def draft(
         str, typer.Option("--draft_model_dir", help="Folder of a float EAGLE draft.")
     ],
     output_dir: Output,
-    quantization: Body = "fp8",
+    quantization: DraftBody = None,
     lm_head_quantization: Head = None,
     calib_dataset: Dataset = "default",
     num_samples: NumSamples = None,
@@ -163,8 +174,9 @@ def draft(
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize an EAGLE draft, calibrated with its base's features; fc stays as it is."""
+    body = quantization or form_of_draft(target)
     _run(
-        draft_model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
+        draft_model_dir, output_dir, body, lm_head_quantization, ignore_config_keys,
         base_model_dir=base_model_dir,
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
@@ -176,6 +188,10 @@ def draft(
 def _run(
     model_dir: str, output_dir: Path, body: str, head: str | None, ignored: str, **options: Any
 ) -> None:
+    target, is_modelopt = options["target"], options.get("format", "modelopt") == "modelopt"
+    options["target"] = rounds_as(target)
+    default = form_of_head(target, body, is_modelopt=is_modelopt)
+    head = default if head is None else None if head == FLOAT else head
     _check_names(body, head, **options)
     _require_host()
     from edgellm.quantize.contest import run_contest

@@ -36,6 +36,8 @@ def print_summary(report: Report, output: Path) -> None:
         f"KL {quality.kl_divergence:.4f} nats, top-1 agreement {quality.top1_agreement:.1%} "
         f"over {quality.tokens} held-out tokens"
     )
+    if quality.kl_float_head is not None:
+        typer.echo(head_line(report))
     if report.tried:
         ways = ", ".join(f"{name} {kl:.4f}" for name, kl in report.tried.items())
         typer.echo(f"KL of what was tried: {ways}")
@@ -57,6 +59,15 @@ def print_summary(report: Report, output: Path) -> None:
         f"{output}: {report.quantization}, lm_head {report.lm_head}, KV cache {report.kv_cache}, "
         f"{report.seconds:.1f} s, peak memory {report.peak_memory_bytes / 1e6:.0f} MB; "
         "see edgellm_quant.html"
+    )
+
+
+def head_line(report: Report) -> str:
+    """What the rounding of the head costs."""
+    kl, without = report.quality.kl_divergence, report.quality.kl_float_head
+    return (
+        f"lm_head {report.lm_head}: KL {kl:.4f} nats, with a float head {without:.4f} "
+        "(--lm_head_quantization float)"
     )
 
 
