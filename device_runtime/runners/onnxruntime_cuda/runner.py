@@ -8,6 +8,7 @@ next pass overwrites it, and no row sees it.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -148,7 +149,9 @@ class CudaRunner:
 
     def _stop_recording(self, error: Exception) -> None:
         """A session that failed to record is not to be used again."""
-        reason = str(error).splitlines()[0][:_SHOWN]
+        line = str(error).splitlines()[0]
+        found = re.search(r"CUDA failure [^;]+", line)
+        reason = found[0].strip() if found is not None else line[:_SHOWN]
         _log.warning("passes cannot be recorded as CUDA graphs, which is slower: %s", reason)
         self._captures = False
         self._kept.clear()
