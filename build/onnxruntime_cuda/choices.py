@@ -10,13 +10,16 @@ from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.onnxruntime_cuda.attention import Form, forms_of
 from edgellm.build.onnxruntime_cuda.experts import EXPERTS_VERSION
-from edgellm.build.onnxruntime_cuda.fused_attention import FUSED_VERSION
 from edgellm.build.onnxruntime_cuda.integer_experts import INTEGER_EXPERTS_VERSION, integer_form
 from edgellm.build.onnxruntime_cuda.linears import takes_int_gemm
 from edgellm.build.onnxruntime_cuda.options import AUTO, FUSED, OFF, ON, PLAIN, options_of
 from edgellm.build.plan import Plan
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.runners.onnxruntime_cuda import INT_GEMM, MINIMUM_VERSION
+from edgellm.device_runtime.runners.onnxruntime_cuda import (
+    FUSED_VERSION,
+    INT_GEMM,
+    MINIMUM_VERSION,
+)
 
 GEMV_ROWS = 16  # that MatMulNBits multiplies without decoding the weights; more, and it does
 ROUNDED_BITS = {"int4": 4, "int8": 8}  # of what a build rounds floats to

@@ -5,8 +5,7 @@ A bias, which trees need, sends it to products with scores in float32: they read
 once, while the Attention of opset 24 with a mask writes them once more for every query head.
 
 Source: contrib_ops/cuda/bert/group_query_attention.cc. A bias is taken since
-microsoft/onnxruntime#29525, not beside sinks; `FUSED_VERSION` is the first release in whose library
-that was looked for and found.
+microsoft/onnxruntime#29525, not beside sinks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.onnxruntime_cuda.plain_attention import stored_sinks
 from edgellm.device_runtime.runners.onnxruntime_cuda.slots import LAST_ROW, LIVE_ROWS
 
-FUSED_VERSION = "1.31"  # of ONNX Runtime
 _HEAD_MULTIPLE = 8  # of numbers of a head
 
 
