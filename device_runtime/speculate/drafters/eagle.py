@@ -53,8 +53,8 @@ def open(order: Order) -> Opened:
     rounds = None if growth is None else open_rounds(order.session, session, growth)
     if rounds is not None:
         rounds.prepare(manifest.draft, manifest.max_draft_tree_size)
-    host_ms = 0.0 if rounds is not None else order.host_ms
-    prices = Costs.of(order.pass_costs(), measured[STEP], measured[EXTEND], host_ms)
+    host = (order.host_ms, order.tree_ms) if rounds is None else (0.0, 0.0)
+    prices = Costs.of(order.pass_costs(), measured[STEP], measured[EXTEND], *host)
     round_rows = order.limits.round_rows
     most_rows = max(manifest.main_graphs[-1].max_rows, round_rows)
     rows = CommittedRows(session, round_rows, image_ids, most_rows=most_rows)
@@ -237,7 +237,7 @@ class EagleDrafter(TreeDrafter):
             wanted = Wanted(self._rows.session, part)
             result = yield wanted
             self._sharing = wanted.answers
-            self._controller.company = self.company  # others may have gone on meanwhile
+            self._controller.turn_to(self.company)  # others may have gone on meanwhile
             used += len(nodes)
             self._spent_ms += float(self._prices()[0][len(nodes) - 1])
             self._hidden_store[own] = result.hidden

@@ -62,7 +62,7 @@ class Echo:
     def continuations(self):
         return [Continuation([self.newest] * 2, [0.5] * 2)]
 
-    def end(self):
+    def end(self, token_ids):
         pass
 '''
 
