@@ -51,6 +51,7 @@ def decoder_facts(spec: DecoderSpec) -> dict[str, str]:
         "vocabulary": str(spec.vocab_size),
         "positions": str(spec.max_positions),
         **({"sliding window": str(spec.sliding_window)} if spec.sliding_window else {}),
+        **({"residual stream": f"rotated, {spec.rotation}"} if spec.rotation else {}),
         **({"images": f"rows of a {images.model_type} encoder"} if images is not None else {}),
     }
 
