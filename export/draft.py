@@ -143,6 +143,8 @@ def _spec(config: DraftConfig, ops: list[Op], tensors: TensorSource) -> DraftSpe
         base_num_layers=config.base_num_layers,
         hidden_taps=config.hidden_taps,
         fuses=config.fuses,
+        num_heads=0 if config.mask_rows is None else config.mask_rows.depth,
+        mask_token_id=None if config.mask_rows is None else config.mask_rows.token_id,
     )
 
 

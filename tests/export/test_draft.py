@@ -31,7 +31,7 @@ from edgellm.manifest import DRAFT_BUNDLE, DRAFT_FOLDER, load_bundle
 EXPORTERS = {
     "safeailab": "SafeAILab", "angelslim": "AngelSlim", "specforge": "SpecForge",
     "modelopt": "ModelOpt", "speculators": "speculators", "eagle1": "SafeAILab",
-    "biases": "SafeAILab", "five": "SpecForge",
+    "biases": "SafeAILab", "five": "SpecForge", "peagle": "ModelOpt",
 }  # fmt: skip
 
 
@@ -63,7 +63,10 @@ def test_graphs_equal_the_reference(layout_name, draft_bases, tmp_path):
     layout = LAYOUTS[layout_name]
     run, reference = _export(tmp_path, draft_bases, layout)
     spec = run.manifest.draft
-    assert spec.method == ("eagle" if layout.eagle1 else "eagle3")
+    method = "peagle" if layout.mask_shape else "eagle3"
+    assert spec.method == ("eagle" if layout.eagle1 else method)
+    assert spec.mask_token_id == (95 if layout.mask_shape else None)
+    assert spec.num_heads == {"peagle": 8, "speculators_peagle": 5}.get(layout_name, 0)
     assert spec.fuses is not layout.eagle1
     assert spec.hidden_taps == layout.taps
     assert (spec.draft_vocab_size, spec.decoder.vocab_size) == (layout.draft_vocab, VOCAB)
