@@ -28,6 +28,7 @@ _MODELOPT = frozenset(
 )  # fmt: skip
 _NOTES = ("embed_requires_grad", "enable_sp_ulysses", "has_no_defaults_at_init", "modal_type",
           "speculators_config", "speculators_version", "target_model_type")  # fmt: skip
+_EAGLE4 = "efficient_lm_head."
 
 Infos = Mapping[str, TensorInfo]
 
@@ -147,6 +148,11 @@ def _read_eagle(
 
 
 def _refuse_other_models(checkpoint: Checkpoint, infos: Infos) -> None:
+    if any(name.startswith(_EAGLE4) for name in infos):
+        raise UnsupportedModelError(
+            f"{checkpoint.label} has {_EAGLE4}*, the head of EAGLE-4, whose form is not published",
+            hint="give a draft of EAGLE-1 to EAGLE-3.1, or of P-EAGLE",
+        )
     if "fc.weight" in infos:
         return
     whole = any(name.startswith("model.layers.") for name in infos)
