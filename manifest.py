@@ -109,6 +109,7 @@ class DecoderSpec:
     images: ImageSpec | None = None  # None: text only
     recurrent: RecurrentSpec | None = None  # None: all layers attend
     rotation: str = ""  # of the residual stream since it was trained; "": none
+    num_layers: int = 0  # 0: those of the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +120,16 @@ class DraftSpec:
     `hidden_states[i]`), i = num_layers is the output of the final norm.
     """
 
-    method: str  # "eagle3", "eagle", or "medusa", whose `decoder` has no layers and no cache
+    # "eagle3", "eagle", "mtp", "peagle", or "medusa", whose `decoder` has no layers and no cache
+    method: str
     decoder: DecoderSpec  # the draft's own sizes and KV cache; `vocab_size` is the base's
     draft_vocab_size: int
     base_hidden_size: int
     base_num_layers: int
     hidden_taps: tuple[int, ...]
     fuses: bool  # features pass through the `fuse` graph; if not, they are `draft_hidden`
-    num_heads: int = 0  # of "medusa": head d gives the candidates of a tree's level d + 1
+    num_heads: int = 0  # of "medusa": head d gives the candidates of a tree's level d + 1; so do
+    mask_token_id: int | None = None  # rows of this token of "peagle", d rows behind the newest
     base_rotation: str = ""  # of the base's residual stream, which fc reads as it is
 
     @property
@@ -239,9 +242,7 @@ class Bundle(_OfANetwork):
     provenance: dict[str, Any]
     eos_token_ids: tuple[int, ...] = ()
     hidden_taps: tuple[int, ...] = ()  # see DraftSpec; empty: no draft can be attached
-    pooling: str = (
-        ""  # "last" or "mean": rows of the tap that stand for a text; "": it is no text's
-    )
+    pooling: str = ""  # "last" or "mean": rows of the tap that stand for a text; "": none do
     files: dict[str, FileRecord] = field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
 

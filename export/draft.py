@@ -154,6 +154,8 @@ def _spec(
         hidden_taps=config.hidden_taps,
         fuses=config.fuses,
         base_rotation=base_rotation,
+        num_heads=0 if config.mask_rows is None else config.mask_rows.depth,
+        mask_token_id=None if config.mask_rows is None else config.mask_rows.token_id,
     )
 
 
