@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from edgellm.block_spec import BlockSpec
 from edgellm.contract import BrokenArtifactError
 from edgellm.roles import ROLES
 from edgellm.strict_json import parse
@@ -120,8 +121,7 @@ class DraftSpec:
     `hidden_states[i]`), i = num_layers is the output of the final norm.
     """
 
-    # "eagle3", "eagle", "mtp", "peagle", or "medusa", whose `decoder` has no layers and no cache
-    method: str
+    method: str  # as its authors call it; of "medusa" `decoder` has no layers and no cache
     decoder: DecoderSpec  # the draft's own sizes and KV cache; `vocab_size` is the base's
     draft_vocab_size: int
     base_hidden_size: int
@@ -131,6 +131,7 @@ class DraftSpec:
     num_heads: int = 0  # of "medusa": head d gives the candidates of a tree's level d + 1; so do
     mask_token_id: int | None = None  # rows of this token of "peagle", d rows behind the newest
     base_rotation: str = ""  # of the base's residual stream, which fc reads as it is
+    block: BlockSpec | None = None  # of drafts of blocks
 
     @property
     def taps_width(self) -> int:

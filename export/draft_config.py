@@ -64,7 +64,7 @@ class Norms:
 class DraftConfig:
     """What an EAGLE draft computes and which base it was trained for."""
 
-    method: str  # "eagle3", "peagle" or "eagle"
+    method: str  # "eagle3", "peagle" or "eagle"; within `BlockConfig` "dflash"
     exporter: str
     decoder: DecoderConfig  # `vocab_size` is the base's
     draft_vocab_size: int
@@ -143,7 +143,7 @@ def _read_eagle(
         )
     for reader in (outer, inner, eagle):
         reader.finish((*ignored, *_NOTES))
-    _check_against(base, config, infos["fc.weight"])
+    check_against(base, config, infos["fc.weight"])
     return config
 
 
@@ -271,7 +271,7 @@ def _taps(
     return check_taps(taps, num_layers, "the draft's config.json"), meaning
 
 
-def _check_against(base: DecoderConfig, config: DraftConfig, fc: TensorInfo) -> None:
+def check_against(base: DecoderConfig, config: DraftConfig, fc: TensorInfo) -> None:
     """Refuse a draft that was trained for another base."""
     hint = "give the base that the draft was trained for"
     size = config.base_hidden_size if config.fuses else config.decoder.hidden_size

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from block_reference import Blocks, make_blocks
 from conftest import make_checkpoint
 from eagle_reference import VOCAB, Layout, make_draft
 from medusa_heads import make_heads
@@ -127,6 +128,23 @@ def build_medusa(folder: Path, precision: str = "none") -> EaglePair:
         EAGLE1, base, heads, folder / "bundle", folder / "draft_bundle", folder / "engine"
     )
     return _built(pair, precision)
+
+
+def build_blocks(folder: Path, layout: Blocks, precision: str = "none") -> EaglePair:
+    """A base of eight layers with a draft of blocks."""
+    sizes = {**models.find("llama").TINY, "num_hidden_layers": 8}
+    base, draft = make_checkpoint(folder / "base", **sizes), make_blocks(folder / "draft", layout)
+    source = open_checkpoint(str(base))
+    export_llm(source, folder / "bundle", ExportOptions("fp32", draft_model_dir=str(draft)))
+    export_draft(open_draft(str(draft)), source, folder / "draft_bundle", DraftOptions("fp32"))
+    pair = EaglePair(
+        EAGLE1, base, draft, folder / "bundle", folder / "draft_bundle", folder / "engine"
+    )
+    build_engine("llm", pair.bundle, pair.engine, BASE_PLAN, "onnxruntime", _silent)
+    build_engine(
+        "draft", pair.draft_bundle, pair.engine, draft_plan(precision), "onnxruntime", _silent
+    )
+    return pair
 
 
 def with_int8_draft(pair: EaglePair, engine: Path) -> EaglePair:

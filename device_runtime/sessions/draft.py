@@ -33,11 +33,13 @@ class DraftResult(NamedTuple):
 
     token_ids: I64  # [R, K], of the base's vocabulary, best first
     log_probs: F32  # [R, K]
-    hidden: F32  # [R, D], the `hidden` of these rows' children
+    hidden: F32  # [R, D], the `hidden` of these rows' children; of blocks D = 0
+    links: F32 | None = None  # [R, L, L], see CANDIDATE_LINKS; of blocks only
 
     def copy(self) -> DraftResult:
         """One that stays valid."""
-        return DraftResult(self.token_ids.copy(), self.log_probs.copy(), self.hidden.copy())
+        links = None if self.links is None else self.links.copy()
+        return DraftResult(self.token_ids.copy(), self.log_probs.copy(), self.hidden.copy(), links)
 
 
 @dataclass(frozen=True, slots=True)
