@@ -36,7 +36,7 @@ class EmbeddingRequest(Body):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
 
-    def asks(self, llm: LLM) -> list[Embed]:
+    def asks(self, llm: LLM, lora: str | None) -> list[Embed]:
         """What the engine is asked.
 
         Raises:
@@ -45,11 +45,11 @@ class EmbeddingRequest(Body):
         if (self.dimensions or 0) > (most := llm.manifest.decoder.hidden_size):
             raise ApiError(400, f"dimensions: the model has {most}", param="dimensions")
         if isinstance(self.input, str):
-            return [Embed(self.input)]
+            return [Embed(self.input, lora)]
         if isinstance(self.input[0], int):
-            return [Embed(tuple(one for one in self.input if isinstance(one, int)))]
+            return [Embed(tuple(one for one in self.input if isinstance(one, int)), lora)]
         texts = [one for one in self.input if not isinstance(one, int)]
-        return [Embed(one if isinstance(one, str) else tuple(one)) for one in texts]
+        return [Embed(one if isinstance(one, str) else tuple(one), lora) for one in texts]
 
 
 class RerankText(Body):
@@ -71,9 +71,9 @@ class RerankRequest(Body):
         """Of the documents."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
-    def asks(self) -> list[Embed]:
+    def asks(self, lora: str | None) -> list[Embed]:
         """What the engine is asked: the query first."""
-        return [Embed(text) for text in (self.query, *self.texts())]
+        return [Embed(text, lora) for text in (self.query, *self.texts())]
 
 
 class _VectorWriter:

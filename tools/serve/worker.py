@@ -79,15 +79,10 @@ class Worker:
     def require_room(self) -> None:
         """Raises `ApiError` 503 after `drain`, 429 while the queue is full."""
         if not self.is_ready:
-            raise ApiError(503, "the server is about to stop", retry_after_s=10)
+            raise stopping()
         if len(self._waiting) >= self._size:
             self._metrics.refused.inc()
-            raise ApiError(
-                429,
-                f"{self._size} requests are waiting already",
-                code="queue_full",
-                retry_after_s=min(max(round(self._mean_s / len(self._threads)), 1), 60),
-            )
+            raise full(self._size, round(self._mean_s / len(self._threads)))
 
     def submit(self, job: Job) -> None:
         """Put a job into the queue; raises as `require_room`."""
@@ -171,9 +166,9 @@ class Worker:
             answer.before_pass = functools.partial(self._check, job)
             job.post(self._started(ask, answer))
             self._answer(job, answer, began)
-        texts = [ask.token_ids(self.llm) for ask in job.asks if isinstance(ask, Embed)]
-        for token_ids in texts:
-            self._embed(job, token_ids, began)
+        texts = [(ask.token_ids(self.llm), ask.lora) for ask in job.asks if isinstance(ask, Embed)]
+        for token_ids, lora in texts:
+            self._embed(job, token_ids, lora, began)
 
     def _started(self, ask: Ask, answer: Answer) -> Started:
         if ask.prompt_logprobs is None:
@@ -183,8 +178,8 @@ class Worker:
         found = self.llm.read_logprobs(ids, ask.prompt_logprobs, goes_on, ask.lora)
         return Started(len(ids), tuple(ids), tuple(found))
 
-    def _embed(self, job: Job, token_ids: list[int], began: float) -> None:
-        vector = self.llm.embed(token_ids, functools.partial(self._check, job))
+    def _embed(self, job: Job, token_ids: list[int], lora: str | None, began: float) -> None:
+        vector = self.llm.embed(token_ids, functools.partial(self._check, job), lora)
         queue_ms, now = (began - job.arrived) * 1e3, time.monotonic()
         times = queue_ms, (now - job.arrived) * 1e3, 0.0
         found = Finished("stop", len(token_ids), 0, 0, (), *times, embedding=vector)
@@ -216,6 +211,21 @@ def _goes_on() -> None:
 
 def _stopped() -> ApiError:
     return ApiError(503, "the server was stopped", retry_after_s=10)
+
+
+def stopping() -> ApiError:
+    """Told to those who come too late."""
+    return ApiError(503, "the server is about to stop", retry_after_s=10)
+
+
+def full(size: int, wait_s: int) -> ApiError:
+    """Told to those for whom there is no room in a queue."""
+    return ApiError(
+        429,
+        f"{size} requests are waiting already",
+        code="queue_full",
+        retry_after_s=min(max(wait_s, 1), 60),
+    )
 
 
 def _figures(answer: Answer, job: Job, began: float, first: float) -> Finished:
