@@ -16,7 +16,7 @@ from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished, Started
 from edgellm.tools.serve.forms import Body
 from edgellm.tools.serve.schemas import MOST_PROMPTS, TokenId
-from edgellm.tools.serve.streams import EVENTS
+from edgellm.tools.serve.streams import EVENTS, OneText
 
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
 _Event = dict[str, Any]
@@ -76,7 +76,7 @@ class RerankRequest(Body):
         return [Embed(text, lora) for text in (self.query, *self.texts())]
 
 
-class _VectorWriter:
+class _VectorWriter(OneText):
     """Gathers vectors; nothing streams."""
 
     framing, last = EVENTS, b""

@@ -20,7 +20,7 @@ from edgellm.tools.serve.events import Finished, Started
 from edgellm.tools.serve.forms import Body
 from edgellm.tools.serve.schemas import Penalty, Repetition, Stop, TokenId
 from edgellm.tools.serve.seeds import seed_or_any
-from edgellm.tools.serve.streams import EVENTS
+from edgellm.tools.serve.streams import EVENTS, OneText
 from edgellm.tools.serve.usage import acceptance
 
 TENSORRT_TOKENS, VLLM_TOKENS = 32, 16
@@ -154,7 +154,7 @@ def _stops(stop: Stop | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-class GenerateWriter:
+class GenerateWriter(OneText):
     """A generated text as it grows."""
 
     framing, last = EVENTS, b""

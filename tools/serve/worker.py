@@ -15,7 +15,7 @@ from edgellm.device_runtime.engine.llm import LLM, Answer
 from edgellm.device_runtime.engine.scheduler import AGING_S
 from edgellm.tools.serve.asks import Ask, Embed, start
 from edgellm.tools.serve.errors import ApiError
-from edgellm.tools.serve.events import Event, Failed, Finished, Started
+from edgellm.tools.serve.events import Event, Failed, Finished, Started, Turn
 from edgellm.tools.serve.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,14 @@ class Job:
     arrived: float = field(default_factory=time.monotonic)
     until: float = math.inf  # of its answers; known when they begin
     abandoned: bool = False
+    told_of: int = 0  # the text of which something was told last
+
+    def tell(self, at: int, event: Event) -> None:
+        """Post an event of one of its texts."""
+        if at != self.told_of:
+            self.told_of = at
+            self.post(Turn(at))
+        self.post(event)
 
     def rank(self, now: float) -> float:
         """Smaller goes first; waiting makes up for priority."""
@@ -162,10 +170,11 @@ class Worker:
         # A faulty prompt is told of before the work on the others begins.
         asks = [ask for ask in job.asks if isinstance(ask, Ask)]
         answers = [start(self.llm, ask) for ask in asks]
-        for ask, answer in zip(asks, answers, strict=True):
+        for at, answer in enumerate(answers):
             answer.before_pass = functools.partial(self._check, job)
-            job.post(self._started(ask, answer))
-            self._answer(job, answer, began)
+            job.tell(at, self._started(asks[at], answer))
+        if answers:
+            self._answer(job, answers, began)
         texts = [(ask.token_ids(self.llm), ask.lora) for ask in job.asks if isinstance(ask, Embed)]
         for token_ids, lora in texts:
             self._embed(job, token_ids, lora, began)
@@ -186,23 +195,39 @@ class Worker:
         self._metrics.finished(found, now - job.arrived)
         job.post(found)
 
-    def _answer(self, job: Job, answer: Answer, began: float) -> None:
-        first = latest = 0.0
+    def _answer(self, job: Job, answers: list[Answer], began: float) -> None:
+        """Tell of answers while they grow, side by side as far as the engine takes several."""
+        grown = {answer: _Grown(at) for at, answer in enumerate(answers)}
         try:
-            for step in answer:
-                now = time.monotonic()
-                if not first:
-                    first = now
-                    self._metrics.first_token(now - job.arrived, answer.prompt_token_count)
-                else:
-                    self._metrics.next_tokens(now - latest)
-                latest = now
-                job.post(step)
+            for answer, steps in self.llm.together(answers):
+                one = grown[answer]
+                for step in steps:
+                    self._book(job, one, answer)
+                    job.tell(one.at, step)
+                if answer.is_complete:
+                    finished = _figures(answer, job, began, one.first or time.monotonic())
+                    self._metrics.finished(finished, time.monotonic() - job.arrived)
+                    job.tell(one.at, finished)
         finally:
-            self._metrics.generated.inc(len(answer.token_ids))
-        finished = _figures(answer, job, began, first or time.monotonic())
-        self._metrics.finished(finished, time.monotonic() - job.arrived)
-        job.post(finished)
+            self._metrics.generated.inc(sum(len(answer.token_ids) for answer in answers))
+
+    def _book(self, job: Job, one: _Grown, answer: Answer) -> None:
+        now = time.monotonic()
+        if not one.first:
+            one.first = now
+            self._metrics.first_token(now - job.arrived, answer.prompt_token_count)
+        else:
+            self._metrics.next_tokens(now - one.latest)
+        one.latest = now
+
+
+@dataclass(slots=True)
+class _Grown:
+    """When steps of an answer came."""
+
+    at: int  # among those of its request
+    first: float = 0.0  # 0: none yet
+    latest: float = 0.0
 
 
 def _goes_on() -> None:
