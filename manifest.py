@@ -23,8 +23,7 @@ ENGINE_VERSION = 3  # of engines, whose form changes oftener than that of bundle
 MANIFEST_NAME = "manifest.json"
 DRAFT_FOLDER = "draft"  # of an engine: where its draft's engine lies
 
-# Types of a cache whose rows have a scale each, fp16, beside "float32", "float16" and "int8"
-ROW_CODES = ("int8_rows", "fp8_rows")
+ROW_CODES = ("int8_rows", "fp8_rows")  # types of a cache whose rows have a scale each, fp16
 DEVICES = ("cpu", "cuda")  # of libraries that have a backend for each, the usual one first
 
 LLM_BUNDLE, LLM_ENGINE = "llm_bundle", "llm_engine"
@@ -128,8 +127,8 @@ class DraftSpec:
     base_num_layers: int
     hidden_taps: tuple[int, ...]
     fuses: bool  # features pass through the `fuse` graph; if not, they are `draft_hidden`
-    num_heads: int = 0  # of "medusa": head d gives the candidates of a tree's level d + 1; so do
-    mask_token_id: int | None = None  # rows of this token of "peagle", d rows behind the newest
+    num_heads: int = 0  # of "medusa" and "peagle": head, or masked row, d gives level d + 1
+    mask_token_id: int | None = None  # of such rows
     base_rotation: str = ""  # of the base's residual stream, which fc reads as it is
     block: BlockSpec | None = None  # of drafts of blocks
 

@@ -78,8 +78,13 @@ class FusedLayers:
             "GroupQueryAttention",
             [
                 *((packed, None, None) if packed is not None else (q, k, layer.v)),
-                layer.past_key, layer.past_value, *self._of_lengths(),
-                *(tables[1:] if turns_inside else (None, None)), positions, bias, sinks,
+                layer.past_key,
+                layer.past_value,
+                *self._of_lengths(),
+                *(tables[1:] if turns_inside else (None, None)),
+                positions,
+                bias,
+                sinks,
             ],
             3,
             domain=CONTRIB,
@@ -87,7 +92,7 @@ class FusedLayers:
             kv_num_heads=layer.kv_num_heads,
             do_rotary=int(turns_inside),
             **{name: value for name, value in given.items() if value},
-        )  # fmt: skip
+        )
 
     def _of_lengths(self) -> tuple[ir.Value, ir.Value]:
         if self._lengths is None:

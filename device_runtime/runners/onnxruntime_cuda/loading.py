@@ -63,9 +63,12 @@ class Loader:
     def load(self, path: Path, **options: object) -> ort.InferenceSession:
         """A graph as it is; see `load_graph`."""
         return load_graph(
-            path, threads=self._threads, optimize=False, device=self.device,
+            path,
+            threads=self._threads,
+            optimize=False,
+            device=self.device,
             **options,  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
 
 
 def _shared_weights(paths: Sequence[Path]) -> dict[str, np.ndarray]:

@@ -170,9 +170,12 @@ class CudaRunner:
             return bound
         arrays = self._arrays(inputs, taken, width, live, self._types[index])
         bound = BoundPass(
-            self._graphs[index], self._loader.device, self.cache, arrays,
+            self._graphs[index],
+            self._loader.device,
+            self.cache,
+            arrays,
             capture_id=len(self._kept) + 1 if recurs else -1 if self._captures else 0,
-        )  # fmt: skip
+        )
         if taken.rows <= KEPT_ROWS:
             self._kept[key] = bound
         return bound
