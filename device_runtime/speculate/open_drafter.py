@@ -91,7 +91,7 @@ def _open(order: Order) -> Opened:
     check_tree_size(order)
     image_ids = order.image_ids(reads_rows=True)
     return Opened(
-        Costs.of(order.pass_costs(), tree_ms=order.tree_ms),
+        Costs.of(order.pass_costs(), None, None, *order.host_ms),
         lambda learned: TextDrafter(learned, order.limits, image_ids=image_ids),
     )
 
