@@ -78,7 +78,7 @@ def export_llm(
     if recurrences is not None:
         recurrent, graphs[COMMIT] = recurrences.spec, build_commit(recurrences)
     ranges = read_ranges(weights, config.attending_layers)
-    _refuse_unused(weights, tower, config)
+    _refuse_unused(weights, config)
     quantization, contradiction = judge(checkpoint, weights.layouts, options.ignore_config_keys)
     if ranges is not None:
         contradiction = {}  # it speaks of the cache
@@ -133,7 +133,7 @@ def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:
     weights = _weights(tower, options)
     build_decoder(architecture, config, weights, DTYPES[options.dtype])
     read_ranges(weights, config.attending_layers)
-    _refuse_unused(weights, tower, config)
+    _refuse_unused(weights, config)
     judge(checkpoint, weights.layouts, options.ignore_config_keys)
     return config
 
@@ -208,9 +208,9 @@ def read_architecture(
     return tower, architecture, config
 
 
-def _refuse_unused(weights: Weights, tower: Checkpoint, config: DecoderConfig) -> None:
+def _refuse_unused(weights: Weights, config: DecoderConfig) -> None:
     """Refuse what nobody took, but for cut layers, a tied head's second copy, drafts beside it."""
-    layers = tower.config["num_hidden_layers"]
+    layers = len(config.layer_kinds)
     cut = tuple(f"model.layers.{index}." for index in range(config.num_hidden_layers, layers))
     unused = weights.unused()
     others = {*drafts.own_names(unused)}
