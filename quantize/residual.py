@@ -60,6 +60,15 @@ def rotated(model: LanguageModel, seed: int, ignored_keys: tuple[str, ...]) -> L
     return LanguageModel.of(turned, ignored_keys)
 
 
+def rotates(model: LanguageModel) -> bool:
+    """Whether `rotated` takes it."""
+    try:
+        _recipes(model.whole.tensors, Rotation(1, 0), model.layers, is_tied=False)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
 def _recipes(
     source: TensorSource, rotation: Rotation, layers: tuple[str, ...], *, is_tied: bool
 ) -> dict[str, Recipe]:

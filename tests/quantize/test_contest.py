@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.quantize import contest
-from edgellm.quantize.contest import run_contest
+from edgellm.quantize.contest import run_contest, ways
 from edgellm.quantize.keeping import choose, run_keeping
 from edgellm.quantize.layerwise_run import run_job
 from edgellm.quantize.options import check_together, kept_layers
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("contest")
-    make_model(folder / "model", "qwen2", num_hidden_layers=2)
+    make_model(folder / "model", "qwen2", num_hidden_layers=2, tie_word_embeddings=True)
     write_text(folder / "text.jsonl")
     return folder
 
@@ -113,6 +113,11 @@ def test_rotated_values_compute_the_same(place, job):
 
 def test_a_model_without_values_of_its_own(place, job):
     fused = make_model(place / "fused", "phi3")
+    assert ways(replace(job, model_dir=str(fused))) == ["gptq", "awq"]
+    untied = make_model(place / "untied", "llama", tie_word_embeddings=False)
+    assert "gptq, all rotated" in ways(replace(job, model_dir=str(untied)))
+    behind = make_model(place / "behind", "olmo2", tie_word_embeddings=False)
+    assert ways(replace(job, model_dir=str(behind))) == ["gptq", "gptq, values rotated", "awq"]
     with pytest.raises(UnsupportedModelError, match="no v_proj of its own"):
         run_job(replace(job, model_dir=str(fused), algo="gptq", rotate="values"), _quiet)
 
