@@ -178,3 +178,22 @@ def test_flags_that_do_not_go_together(options, message):
     assert kept_layers("0,2", None) == {"keep_layers": (0, 2)}
     with pytest.raises(EdgeLLMError, match="--keep_budget is for"):
         kept_layers("0", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "changes", "message"),
+    [
+        (run_contest, {"model_dir": "nowhere"}, "no such folder"),
+        (run_keeping, {"keep_budget": 5.0, "kv_cache_quantization": "fp8"}, "scales of the cache"),
+        (
+            run_keeping,
+            {"keep_budget": 5.0, "quantization": "mixed", "target_bits": 5.0},
+            "decides itself what stays",
+        ),
+    ],
+)
+def test_what_is_refused_leaves_nothing(job, run, changes, message):
+    wrong = replace(job, algo="auto" if run is run_contest else None, **changes)
+    with pytest.raises(EdgeLLMError, match=message):
+        run(wrong, *((None, _quiet) if run is run_contest else (_quiet,)))
+    assert not wrong.work_dir.exists()
