@@ -126,6 +126,8 @@ def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Reco
         kind = drafts.kind(config.method)
         model, op, weights = kind.build(draft, base, config, dtype)
         graphs: Graphs = {_MODEL: (model, op)}
+        if (build_fuse_graph := getattr(kind, "build_fuse", None)) is not None:
+            graphs = {**graphs, _FUSE: build_fuse_graph(config, weights, dtype)}
         return _Recorded(config, kind.ROLE, graphs, weights.layouts, kind.spec(draft, config, op))
     config = _seeing(config, base_config)
     tensors: TensorSource = complete(draft.tensors, tower.tensors, config)
@@ -154,6 +156,8 @@ def _spec(
         hidden_taps=config.hidden_taps,
         fuses=config.fuses,
         base_rotation=base_rotation,
+        num_heads=0 if config.mask_rows is None else config.mask_rows.depth,
+        mask_token_id=None if config.mask_rows is None else config.mask_rows.token_id,
     )
 
 

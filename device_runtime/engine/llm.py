@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from edgellm.multimodal.sources import Source
 
 __all__ = ["LLM", "Answer", "Step"]
+BeforePass = Callable[[], object]
 
 
 class LLM:
@@ -154,6 +155,7 @@ class LLM:
     def close(self) -> None:
         """Give the memory back behind the pass that runs; unfinished answers end in an error."""
         self._turns.close()
+        self._adapters.close()
         self._slot = self._drafters = self.images = None
 
     @property
@@ -320,7 +322,7 @@ class LLM:
         self,
         token_ids: Sized[int],
         num_top: int = 0,
-        before_pass: Callable[[], object] = lambda: None,
+        before_pass: BeforePass = lambda: None,
         lora: str | None = None,
     ) -> list[TokenLogprobs]:
         """Log-probabilities of all tokens of a text but the first, as the model itself sees them.
@@ -337,7 +339,7 @@ class LLM:
         return self._reader(token_ids, before_pass, lora).logprobs(token_ids, num_top)
 
     def embed(
-        self, token_ids: Sized[int], before_pass: Callable[[], object] = lambda: None
+        self, token_ids: Sized[int], before_pass: BeforePass = lambda: None, lora: str | None = None
     ) -> NDArray[np.float32]:
         """float32 [H] of length 1: what a text stands for; see `read_logprobs`.
 
@@ -350,10 +352,10 @@ class LLM:
                 "this engine answers and does not embed",
                 hint="export a model for embeddings with --pooling last or mean",
             )
-        return self._reader(token_ids, before_pass).pooled(token_ids, self.manifest.pooling)
+        return self._reader(token_ids, before_pass, lora).pooled(token_ids, self.manifest.pooling)
 
     def _reader(
-        self, token_ids: Sized[int], before_pass: Callable[[], object], lora: str | None = None
+        self, token_ids: Sized[int], before_pass: BeforePass, lora: str | None = None
     ) -> Reader:
         ids = self._ids(token_ids, add_special_tokens=False)
         fit(len(ids), 0, self.manifest)

@@ -58,7 +58,7 @@ def decoder_facts(spec: DecoderSpec) -> dict[str, str]:
 
 def draft_facts(spec: DraftSpec) -> dict[str, str]:
     """The sizes of a draft, and of its base."""
-    if spec.num_heads:
+    if spec.num_heads and spec.mask_token_id is None:
         own = {
             "heads": str(spec.num_heads),
             "parameters": f"{spec.decoder.num_parameters:,}",
@@ -66,6 +66,8 @@ def draft_facts(spec: DraftSpec) -> dict[str, str]:
         }
     else:
         own = {**decoder_facts(spec.decoder), "draft vocabulary": str(spec.draft_vocab_size)}
+    if spec.mask_token_id is not None:
+        own["tokens of a pass"] = str(spec.num_heads)
     return {
         "method": spec.method,
         **own,
