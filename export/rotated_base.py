@@ -29,7 +29,7 @@ def missing_rotation(base: Checkpoint, draft: Checkpoint) -> Rotation | None:
         UnsupportedModelError: the draft was trained with a stream that the base does not have.
     """
     found, known = Rotation.of(base.config), draft.config.get(KEY)
-    if known is not None and (found is None or known != found.described):
+    if known is not None and found != Rotation.of({**base.config, KEY: known}):
         raise UnsupportedModelError(
             f"{draft.label} was trained with a base whose residual stream was rotated otherwise",
             hint="give that base as --base_model_dir",
