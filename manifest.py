@@ -109,6 +109,7 @@ class DecoderSpec:
     images: ImageSpec | None = None  # None: text only
     recurrent: RecurrentSpec | None = None  # None: all layers attend
     num_layers: int = 0  # 0: those of the cache
+    rotation: str = ""  # of the residual stream since it was trained; "": none
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ class DraftSpec:
     fuses: bool  # features pass through the `fuse` graph; if not, they are `draft_hidden`
     num_heads: int = 0  # of "medusa": head d gives the candidates of a tree's level d + 1; so do
     mask_token_id: int | None = None  # rows of this token of "peagle", d rows behind the newest
+    base_rotation: str = ""  # of the base's residual stream, which fc reads as it is
 
     @property
     def taps_width(self) -> int:
@@ -336,15 +338,13 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
         BrokenArtifactError: no such folder or manifest, another kind of artifact, a newer
             contract, or fields that do not parse.
     """
-    path = folder / MANIFEST_NAME
-    maker = _MAKERS[expected]
+    path, maker = folder / MANIFEST_NAME, _MAKERS[expected]
     if not folder.is_dir():
         fault = f"{folder} is not a folder" if folder.exists() else f"no such folder: {folder}"
         raise BrokenArtifactError(fault, hint=f"make it with {maker}")
     try:
         raw = parse(path.read_text("utf-8"))
-        found = raw["kind"]
-        version = raw["contract_version"]
+        found, version = raw["kind"], raw["contract_version"]
     except FileNotFoundError:
         raise BrokenArtifactError(
             f"{folder} holds no {MANIFEST_NAME}", hint=f"make the folder with {maker}"

@@ -28,12 +28,13 @@ from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
 from edgellm.export.models import qwen2_moe, qwen3_5_text
 from edgellm.export.op import Op
+from edgellm.export.rotation import refuse_rotated
 from edgellm.export.vlm import text_tower
 from edgellm.export.weights import Weights
 from edgellm.manifest import DraftSpec
 from edgellm.roles import DRAFT
 
-TITLE, ROLE = "a layer of multi-token prediction", DRAFT
+TITLE, ROLE = "multi-token prediction", DRAFT
 FILES = ()  # it stands among the weights of its model
 _PREFIX, _TABLE, _HEAD = "mtp.", "model.embed_tokens", "lm_head"
 
@@ -67,6 +68,7 @@ def read(checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] =
         UnsupportedModelError: a layer of another architecture, several, one with an embedding of
             its own, or one for a base of other sizes.
     """
+    refuse_rotated(checkpoint, TITLE)
     options = ExportOptions(ignore_config_keys=ignored)
     tower, architecture, config = read_architecture(checkpoint, options)
     if not issubclass(architecture.Model, qwen3_5_text.Model):

@@ -121,6 +121,12 @@ def test_other_models_and_other_bases(bases, tmp_path, tiny_checkpoint):
     save_file({**whole, **layer}, llama / "model.safetensors", {"format": "pt"})
     with pytest.raises(EdgeLLMError, match="multi-token prediction of llama is not supported"):
         exported(llama, llama, tmp_path / "bundle")
+    turned = shutil.copytree(bases["qwen3_5_text"], tmp_path / "turned")
+    config = json.loads((turned / "config.json").read_text())
+    config["edgellm_rotation"] = {"kind": "hadamard", "seed": 0}
+    (turned / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EdgeLLMError, match=r"stream of .* was rotated"):
+        exported(turned, turned, tmp_path / "bundle")
     tiny = models.find("qwen3_5_text").TINY
     for config, message in (({"hidden_size": 48}, "hidden size 96"), ({"vocab_size": 90}, "96")):
         other = make_checkpoint(tmp_path / message[-2:], **{**tiny, **config})
