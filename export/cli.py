@@ -100,7 +100,8 @@ def draft(
     draft_model_dir: Annotated[
         str,
         typer.Option(
-            "--draft_model_dir", help="EAGLE draft or Medusa heads: HF folder or cached hub id."
+            "--draft_model_dir",
+            help="EAGLE draft, Medusa heads, or a model with mtp.*: HF folder or cached hub id.",
         ),
     ],
     base_model_dir: Annotated[
@@ -110,7 +111,7 @@ def draft(
     dtype: DType = "fp16",
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
-    """Export an EAGLE draft or Medusa heads for a base exported with --draft_model_dir."""
+    """Export a draft, heads or a layer (mtp.*) for a base exported with --draft_model_dir."""
     from edgellm.export.draft import DraftOptions, export_draft
     from edgellm.export.progress import byte_progress
     from edgellm.export.source import open_checkpoint, open_draft
@@ -185,8 +186,10 @@ def visual(
 
 
 def _foresees(spec: DraftSpec) -> str:
-    if spec.num_heads:
+    if spec.num_heads and spec.mask_token_id is None:
         return f"{spec.num_heads} heads"
+    if spec.num_heads:
+        return f"{spec.num_heads} tokens a pass, each of {spec.draft_vocab_size}"
     return f"{spec.draft_vocab_size} of {spec.decoder.vocab_size} tokens"
 
 

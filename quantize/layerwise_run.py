@@ -33,6 +33,7 @@ from edgellm.quantize.folder import check_output, write_folder
 from edgellm.quantize.folding import fold_smoothing
 from edgellm.quantize.formats import F32
 from edgellm.quantize.kv_cache import cache_scales
+from edgellm.quantize.layer_costs import divergence, find_gradients, measures_layers
 from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, refuse_broken
 from edgellm.quantize.logits import Quality
 from edgellm.quantize.mixing import mix
@@ -41,6 +42,7 @@ from edgellm.quantize.one_layer_model import LAYER, quiet_transformers, run_laye
 from edgellm.quantize.plan import Job, Plan, make_plan
 from edgellm.quantize.report import Report, make_report
 from edgellm.quantize.rotation import rotate_values
+from edgellm.quantize.schemes import VALUES
 from edgellm.quantize.smoothing import smooth
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor
@@ -101,6 +103,8 @@ def _quantize(plan: Plan, progress: Progress) -> Quality:
         if weighs:
             weigh_tokens(plan)
             progress("weights of tokens", 1, parts)
+        if measures_layers(plan):
+            find_gradients(plan)
         for index in range(layers):
             if not work.has(layer_part(index)):
                 if index == 0:
@@ -144,7 +148,7 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     before, after = _streams(plan, index), _streams(plan, index + 1)
     raw = subject.layer_source(index)
     source = {name: tensor.floats() for name, tensor in raw.items()}
-    if plan.job.rotate_values:
+    if plan.job.rotate in VALUES:
         source = rotate_values(source, subject.config.head_dim)
     exported, own = _exported(plan, index, source, before, after)
     tensors = {**_kept(exported, raw, subject.family), **own.tensors}
@@ -164,7 +168,11 @@ def _quantize_layer(plan: Plan, index: int) -> None:
         quantized, before[FLOAT], (after[FLOAT], after[QUANTIZED]), task.device
     )
     bits = {name: linear.bits for name, linear in quantized.decoded.items()}
-    report = LayerReport(index, output, stream, errors, bits, time.perf_counter() - start, own.few)
+    added = 0.0
+    if measures_layers(plan):
+        added = divergence(plan, index, quantized, before[FLOAT], after[FLOAT])
+    seconds = time.perf_counter() - start
+    report = LayerReport(index, output, stream, errors, bits, seconds, own.few, added)
     stored = subject.family.stored_name
     named = {layer + stored(name): tensor for name, tensor in tensors.items()}
     facts = as_facts(report, quantization=exported.quantization, producer=exported.producer)

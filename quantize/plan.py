@@ -19,9 +19,12 @@ from edgellm.quantize.checkpointing import WorkFolder
 from edgellm.quantize.device import choose_device
 from edgellm.quantize.draft import Draft
 from edgellm.quantize.modelopt_adapter import Recipe
+from edgellm.quantize.residual import rotated
 from edgellm.quantize.schemes import (
     HEAD_SCHEMES,
     KV_SCHEMES,
+    RESIDUAL,
+    ROTATIONS,
     TABLE_BLOCKS,
     TARGETS,
     Scheme,
@@ -43,7 +46,7 @@ class Job:
     quantization: str
     base_model_dir: str | None = None  # of a draft; None: `model_dir` is a language model
     algo: str | None = None  # None: AWQ where there is a choice
-    rotate_values: bool = False  # of attention, which changes nothing in floats
+    rotate: str | None = None  # see `ROTATIONS`; changes nothing in floats
     format: str = "modelopt"
     lm_head_quantization: str | None = None
     kv_cache_quantization: str | None = None
@@ -54,6 +57,7 @@ class Job:
     alpha_step: float | None = None
     block_size: int | None = None  # of INT4
     keep_layers: tuple[int, ...] = ()  # that stay floats
+    keep_budget: float | None = None  # percent of the result's bytes, for layers yet to be found
     target_bits: float | None = None  # a weight, of mixed precision
     target_kl: float | None = None  # nats a token, an estimate
     target: str = "cpu"  # whose rounding of INT8 inputs is reckoned with
@@ -119,12 +123,14 @@ def make_plan(job: Job) -> Plan:
     if job.kv_cache_quantization is not None:
         choose("--kv_cache_quantization", job.kv_cache_quantization, KV_SCHEMES)
     choose("--target", job.target, TARGETS)
+    if job.rotate is not None:
+        choose("--rotate", job.rotate, ROTATIONS)
     check_targets(scheme, job.target_bits, job.target_kl, is_draft=job.base_model_dir is not None)
     if scheme.is_autoround:
         _check_autoround(job)
     device = choose_device(job.device)
     if job.base_model_dir is None:
-        subject: Subject = LanguageModel.open(job.model_dir, job.ignore_config_keys)
+        subject: Subject = _language_model(job)
     else:
         subject = Draft.open(job.model_dir, job.base_model_dir, job.ignore_config_keys)
     if subject.family.experts is not None and (scheme.is_autoround or scheme.is_mixed):
@@ -161,9 +167,26 @@ def make_plan(job: Job) -> Plan:
     return plan
 
 
+def _language_model(job: Job) -> LanguageModel:
+    model = LanguageModel.open(job.model_dir, job.ignore_config_keys)
+    if job.rotate not in RESIDUAL:
+        return model
+    return rotated(model, job.seed, job.ignore_config_keys)
+
+
 def _check_kept(job: Job, count: int) -> None:
     """Raise `EdgeLLMError` for layers that are not there, or if nothing else is left."""
     kept = {*job.keep_layers}
+    if job.keep_budget is not None and job.kv_cache_quantization is not None:
+        raise EdgeLLMError(
+            "--keep_layers auto: scales of the cache are found in layers that are quantized",
+            hint="leave out --keep_layers or --kv_cache_quantization",
+        )
+    if job.keep_budget is not None and job.quantization == "mixed":
+        raise EdgeLLMError(
+            "--quantization mixed decides itself what stays in 16 bits",
+            hint="leave out --keep_layers",
+        )
     if not kept:
         return
     flag = f"--keep_layers {','.join(map(str, job.keep_layers))}"

@@ -93,7 +93,7 @@ def make_checkpoint(
     hf_config = AutoConfig.for_model(**config, initializer_range=0.2, eos_token_id=2)
     model = AutoModelForCausalLM.from_config(hf_config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith(("bias", "sinks")):
@@ -181,6 +181,9 @@ def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Eag
         "int4": lambda folder: build(folder, int4=True),
         "eagle1": lambda folder: build(folder, eagle_engines.EAGLE1),
         "medusa": eagle_engines.build_medusa,
+        "mtp": eagle_engines.build_mtp,
+        "peagle": lambda folder: build(folder, eagle_engines.PEAGLE),
+        "hybrid": lambda folder: build(folder, model_type="qwen3_5_text"),
         "qwen3": lambda folder: build(folder, model_type="qwen3"),
     }
 

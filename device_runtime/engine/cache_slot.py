@@ -53,7 +53,8 @@ class CacheSlot:
         self.steps_together = session.most_parts > 1  # a pass for all that step side by side
         self._holder: Sequence | None = None  # whose rows the session is about
         self._begun: dict[Sequence, tuple[Any, ...]] = {}  # their contexts in all caches
-        most = MOST_FINISHED if self.steps_together else 1  # in the one cache there are the latest
+        # In the one cache there are the latest, and where its prompt ended.
+        most = MOST_FINISHED if self.steps_together else 2 if session.pass_rows else 1
         self._finished = FinishedAnswers((session, *self._draft_caches), most)
         for cache in (session, *self._draft_caches):
             cache.on_shortage(self._forget_one)
@@ -211,6 +212,19 @@ class CacheSlot:
     def end(self, sequence: Sequence) -> None:
         """The answer is complete, all rows of which a sequence has that has just stepped."""
         self.session.end_text(len(sequence.keys))
+
+    def end_prompt(self, sequence: Sequence) -> None:
+        """All rows of its prompt are there, and the answer's first token is known.
+
+        A later prompt may part here, as where a template leaves the reasoning of earlier turns
+        out. Windows give these rows back while the answer grows: they are kept apart.
+        """
+        if not (self._reuses_context and self.session.pass_rows):
+            return
+        contexts, self._spare_rows = self._begun[sequence], None
+        forks = zip(self._caches, contexts, strict=True)
+        ended = tuple(cache.fork(context) for cache, context in forks)
+        self._finished.add(Finished(sequence.keys, ended))
 
     def set_up(self, prompt: Prompt) -> None:
         """Tell the base what image rows of a prompt stand for, and its adapter, before it is read.

@@ -8,9 +8,10 @@ from pathlib import Path
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.speculate import drafters
 from edgellm.device_runtime.speculate.acceptance_rates import Calibration
+from edgellm.device_runtime.speculate.accounts import FIRST_CREDIT, FIRST_CREDIT_BESIDE
 from edgellm.device_runtime.speculate.controller import Controller
 from edgellm.device_runtime.speculate.costs import Costs
-from edgellm.device_runtime.speculate.drafter import Drafter, Learned, TreeDrafter
+from edgellm.device_runtime.speculate.drafter import Drafter, Learned, TextDrafter
 from edgellm.device_runtime.speculate.growth import FixedSize, Sizes, WorthwhileSize
 from edgellm.device_runtime.speculate.lookup import LearnedLookup
 from edgellm.device_runtime.speculate.opening import (
@@ -77,14 +78,14 @@ class Drafters:
 def _open(order: Order) -> Opened:
     name = order.options.network
     if name == OWN:
-        name = drafters.own(find_own(order)[1].main_role)
+        name = drafters.own(find_own(order)[1])
     if name is not None:
         return drafters.network(name).open(order)
     check_tree_size(order)
     image_ids = order.image_ids(reads_rows=True)
     return Opened(
-        Costs.of(order.pass_costs(), host_ms=order.host_ms),
-        lambda learned: TreeDrafter(learned, order.limits, image_ids=image_ids),
+        Costs.of(order.pass_costs(), tree_ms=order.tree_ms),
+        lambda learned: TextDrafter(learned, order.limits, image_ids=image_ids),
     )
 
 
@@ -92,7 +93,10 @@ def _nothing_learned(
     options: SpecOptions, limits: TreeLimits, opened: Opened, lookups: list[LearnedLookup]
 ) -> Learned:
     sized_by_cost, costs = options.tree == "cost" and not options.choices, opened.costs
-    controller = Controller(costs, pauses=sized_by_cost, adapts=options.adapts)
+    text_credit = FIRST_CREDIT if options.network is None else FIRST_CREDIT_BESIDE
+    controller = Controller(
+        costs, pauses=sized_by_cost, adapts=options.adapts, text_credit=text_credit
+    )
     policy: Policy = FixedTree(limits)
     if options.choices:
         policy = StaticTree(options.choices)

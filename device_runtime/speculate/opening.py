@@ -39,8 +39,18 @@ class Order:
 
     @property
     def host_ms(self) -> float:
-        """What the host does for a round; 0 where no build has measured it."""
-        return self.base.cost_ms.get(HOST, {}).get("1", 0.0)
+        """What the host does to ask a network for a tree; 0 where no build has measured it."""
+        return self._host.get("1", 0.0)
+
+    @property
+    def tree_ms(self) -> float:
+        """What it does for a tree that is verified, and not for a plain token."""
+        return max(self._host.get("2", 0.0) - self.host_ms, 0.0)
+
+    @property
+    def _host(self) -> Mapping[str, float]:
+        """By rows that a drafted round verifies."""
+        return self.base.cost_ms.get(HOST, {})
 
     def image_ids(self, *, reads_rows: bool) -> ImageIds | None:
         """Of a base that takes images, for a draft that takes their rows or does not."""
@@ -68,7 +78,7 @@ def open_own(order: Order, name: str) -> tuple[Path, Engine]:
         LimitError: as `check_tree_size`.
     """
     folder, manifest = find_own(order)
-    own = drafters.own(manifest.main_role)
+    own = drafters.own(manifest)
     if own != name:
         raise BrokenArtifactError(
             f"--spec {name}: the draft of {order.engine} is of {manifest.draft.method}",

@@ -29,10 +29,14 @@ class Loading:
     def load(self, model: Model) -> LLM:
         """An engine with the contexts that it had; raises what `LLM` raises."""
         llm = LLM(
-            model.folder, verify=self.verify, spec=self.spec, multimodal_engine_dir=model.visual,
-            context_reuse=self.context_reuse, allow_special_tokens=self.allow_special_tokens,
+            model.folder,
+            verify=self.verify,
+            spec=self.spec,
+            multimodal_engine_dir=model.visual,
+            context_reuse=self.context_reuse,
+            allow_special_tokens=self.allow_special_tokens,
             max_stall_ms=self.max_stall_ms,
-        )  # fmt: skip
+        )
         if self.contexts is not None:
             kept_contexts.give_back(self._contexts_of(model), llm)
         return llm

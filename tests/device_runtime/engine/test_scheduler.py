@@ -21,7 +21,7 @@ from edgellm.device_runtime.engine.scheduler import LEAST_PIECE, Bounds, Standin
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.costs import Costs
-from edgellm.device_runtime.speculate.drafter import TreeDrafter
+from edgellm.device_runtime.speculate.drafter import TextDrafter
 from edgellm.device_runtime.speculate.drafters import ngram, suffix
 from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
 
@@ -61,7 +61,7 @@ class Arrival:
     entry: Entry = field(init=False)
 
     def begin(self, lookups) -> Entry:
-        drafter = TreeDrafter(learned_of(FixedTree(LIMITS), lookups=lookups), LIMITS)
+        drafter = TextDrafter(learned_of(FixedTree(LIMITS), lookups=lookups), LIMITS)
         sequence = Sequence(
             Prompt(self.prompt), Sampler(self.sampling, self.prompt), self.tokens,
             drafter=drafter if self.drafts else None,
