@@ -41,7 +41,12 @@ def drafting(policy="fixed", draft="oracle", capacity=128, **block):
     rows = CommittedRows(session, limits.round_rows)
     made = StaticTree(CHOICES) if policy == "static" else FixedTree(limits)
     learned = by_cost(limits, COSTS) if policy == "cost" else learned_of(made, COSTS)
-    return (lambda: BlockDrafter(rows, session, learned, limits, COSTS)), session
+    count = session.block.links or limits.top_k
+
+    def start():
+        return BlockDrafter(rows, session, learned, limits, COSTS, num_candidates=count)
+
+    return start, session
 
 
 def ids_of(base, drafter, prompt, params, count=30) -> list[int]:
@@ -63,7 +68,7 @@ def plain(prompt, params, count=30) -> list[int]:
 def test_ids_are_those_of_plain_decoding(draft, policy, has_links):
     base = StrictBase(128)
     rules = {
-        "has_links": has_links,
+        "links": 16 * has_links,
         "from_newest": policy == "cost",
         "is_causal": draft == "oracle",
     }
@@ -88,7 +93,7 @@ def test_a_full_cache_ends_in_plain_decoding():
 def test_right_blocks_are_always_accepted(has_links):
     """With links also along paths that no place of the block believed in."""
     base = StrictBase(128)
-    start, session = drafting(has_links=has_links)
+    start, session = drafting(links=16 * has_links)
     assert ids_of(base, start(), PROMPTS[0], GREEDY, 61) == plain(PROMPTS[0], GREEDY, 61)
     assert session.passes <= 1 + 61 // 6 + 1
 
@@ -140,14 +145,15 @@ def test_an_engine_equals_torch(engines, name):
         places = np.searchsorted(reference.targets.numpy(), found.token_ids)
         own = np.take_along_axis(expected.numpy(), places, 1)
         np.testing.assert_allclose(found.log_probs, own, atol=5e-5)
-        assert found.links is None or found.links.shape == (6, 16, 16)
+        linked = min(64, layout.draft_vocab)
+        assert found.links is None or found.links.shape == (6, linked, linked)
     if found.links is None:
         return
     first = 0 if layout.from_newest else 1
     for row, rank in ((first, 3), (first + 1, 2), (4, 5)):
         before = 28 if row == first else int(found.token_ids[row - 1, rank])
         scores = expected[row] + 0
-        own = torch.from_numpy(places[row, :16])
+        own = torch.from_numpy(places[row, :linked])
         scores[own] += reference.pair_scores(rows, row, before)[own]
         links = scores.log_softmax(-1)[own]
         np.testing.assert_allclose(found.links[row, rank], links, atol=2e-4)
