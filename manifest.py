@@ -109,6 +109,7 @@ class DecoderSpec:
     position_axes: int = 1  # 3: time, row and column (M-RoPE)
     images: ImageSpec | None = None  # None: text only
     recurrent: RecurrentSpec | None = None  # None: all layers attend
+    rotation: str = ""  # of the residual stream since it was trained; "": none
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ class DraftSpec:
     base_num_layers: int
     hidden_taps: tuple[int, ...]
     fuses: bool  # features pass through the `fuse` graph; if not, they are `draft_hidden`
-    num_heads: int = 0  # of "medusa": head d gives the candidates of a tree's level d + 1
+    num_heads: int = 0  # of "medusa": head d is for the level d + 1 of a tree
+    base_rotation: str = ""  # of the base's residual stream, which fc reads as it is
     block: BlockSpec | None = None  # of drafts of blocks
 
     @property
@@ -239,9 +241,7 @@ class Bundle(_OfANetwork):
     provenance: dict[str, Any]
     eos_token_ids: tuple[int, ...] = ()
     hidden_taps: tuple[int, ...] = ()  # see DraftSpec; empty: no draft can be attached
-    pooling: str = (
-        ""  # "last" or "mean": rows of the tap that stand for a text; "": it is no text's
-    )
+    pooling: str = ""  # "last" or "mean": rows of the tap that are a text; "": it is no text's
     files: dict[str, FileRecord] = field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
 

@@ -57,7 +57,7 @@ class SeparateExperts:
         sizes: tuple[int, int],
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        """`sizes`: H and I; `names`: of gate, up and down."""
+        """`sizes`: H and I; `names`: of gate, up and down; the up may be the gate."""
         hidden, inner = sizes
         self.prefix = weights.prefix
         self._weights, self._experts, self._names = weights, experts, names
@@ -65,10 +65,9 @@ class SeparateExperts:
 
     def read(self, dtype: ir.DataType) -> Stored:
         """See `Stack`."""
-        parts = [
-            self._read_part(name, shape, dtype)
-            for name, shape in zip(self._names, self._shapes, strict=True)
-        ]
+        shapes = dict(zip(self._names, self._shapes, strict=True))
+        found = {name: self._read_part(name, shape, dtype) for name, shape in shapes.items()}
+        parts = [found[name] for name in self._names]
         functions = {part.function for part in parts}
         blocks = [tuple(part.blocks.values()) for part in parts]
         if len(functions) > 1 or blocks[0] != blocks[1]:

@@ -97,13 +97,13 @@ def _expected(
     """Those of transformers; of a quantized checkpoint with what its codes stand for."""
     source, options = Path(checkpoint.label), ExportOptions(**manifest.options)
     if manifest.quantization == "none" or source.suffix == ".gguf":
-        model = _load(source, manifest.decoder, options.num_layers)
+        model = load_reference(source, manifest.decoder, options.num_layers)
         if options.lora_dir is not None:
             _add_adapter(model, Path(options.lora_dir).expanduser())
         return _transformers_outputs(model, manifest, token_ids)
     with tempfile.TemporaryDirectory(dir=bundle.parent) as folder:
         inputs = write_floats(checkpoint, options, Path(folder))
-        model = _load(Path(folder), manifest.decoder, options.num_layers)
+        model = load_reference(Path(folder), manifest.decoder, options.num_layers)
         round_inputs(model, inputs)
         return _transformers_outputs(model, manifest, token_ids)
 
@@ -136,7 +136,7 @@ def _transformers_outputs(model: Any, manifest: Bundle, token_ids: NDArray[np.in
     return Outputs(result.logits[0].numpy(), torch.cat(taps, -1).numpy() if taps else None)
 
 
-def _load(source: Path, spec: DecoderSpec, num_layers: int | None) -> Any:
+def load_reference(source: Path, spec: DecoderSpec, num_layers: int | None) -> Any:
     """The checkpoint in transformers, float32, cut to the exported number of layers.
 
     Raises:
@@ -158,9 +158,10 @@ def _load(source: Path, spec: DecoderSpec, num_layers: int | None) -> Any:
         text = config.get_text_config()
         is_whole = spec.images is not None or text is not config  # with an encoder, used or not
         kind: Any = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
-        text.num_hidden_layers = num_layers or text.num_hidden_layers
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[: text.num_hidden_layers]
+        wanted = text.num_hidden_layers = num_layers or text.num_hidden_layers
+        types = getattr(text, "layer_types", None)
+        if types and len(types) > wanted:
+            text.layer_types = types[:wanted]
         model, info = kind.from_pretrained(
             where, config=config, dtype=torch.float32, local_files_only=True,
             output_loading_info=True, **extra,

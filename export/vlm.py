@@ -42,6 +42,7 @@ _FAMILIES = {
 }
 _TEXT_ONLY = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")  # whose encoders are not supported
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
+_BACKBONE = "backbone."  # of Nemotron-H
 _HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.")
 _NOT_TEXT_PREFIXES = (
     "model.visual.",
@@ -89,7 +90,7 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
         UnsupportedModelError: the config of the whole does not say what is needed.
     """
     if not is_vlm(checkpoint) and checkpoint.config.get("model_type") not in _TEXT_ONLY:
-        return _bare(checkpoint) if _is_bare(checkpoint) else TextTower(checkpoint)
+        return _plain(checkpoint)
     config, infos = checkpoint.config, checkpoint.tensors.infos()
     reader = ConfigReader(config)
     images = None
@@ -113,15 +114,30 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
     return TextTower(tower, images, prefix, head)
 
 
-def _is_bare(checkpoint: Checkpoint) -> bool:
-    """Whether the model was saved without its head, as those that embed texts are."""
+def _plain(checkpoint: Checkpoint) -> TextTower:
+    """A checkpoint without anything else, whose tensors may have other prefixes."""
     infos = checkpoint.tensors.infos()
-    return "embed_tokens.weight" in infos and "model.embed_tokens.weight" not in infos
+    if any(name.startswith(_BACKBONE) for name in infos):
+        prefix = _BACKBONE
+        names = {own_name(name): name for name in infos}
+    elif "embed_tokens.weight" in infos and "model.embed_tokens.weight" not in infos:
+        prefix = ""  # saved without its head, as models that embed texts are
+        names = {f"model.{name}": name for name in infos}
+    else:
+        return TextTower(checkpoint)
+    return TextTower(
+        replace(
+            checkpoint,
+            tensors=Renamed(checkpoint.tensors, names),
+            quant_config=_renamed_layers(checkpoint.quant_config, prefix, "lm_head."),
+        ),
+        prefix=prefix,
+    )
 
 
-def _bare(checkpoint: Checkpoint) -> TextTower:
-    names = {f"model.{name}": name for name in checkpoint.tensors.infos()}
-    return TextTower(replace(checkpoint, tensors=Renamed(checkpoint.tensors, names)), prefix="")
+def own_name(name: str) -> str:
+    """What a tensor of Nemotron-H is called here."""
+    return name.replace(_BACKBONE, "model.", 1) if name.startswith(_BACKBONE) else name
 
 
 def _present(names: Iterable[str], choices: list[tuple[str, str]]) -> str:

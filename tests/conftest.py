@@ -93,7 +93,7 @@ def make_checkpoint(
     hf_config = AutoConfig.for_model(**config, initializer_range=0.2, eos_token_id=2)
     model = AutoModelForCausalLM.from_config(hf_config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith(("bias", "sinks")):

@@ -34,13 +34,18 @@ _SIZES: dict[str, st.SearchStrategy[Any]] = {
     ),
     **dict.fromkeys(("num_experts_per_tok", "moe_k"), st.sampled_from([1, 2, 3, 4])),
     **dict.fromkeys(
-        ("moe_intermediate_size", "shared_expert_intermediate_size"), st.sampled_from([16, 40])
+        (
+            "moe_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "shared_expert_intermediate_size",
+        ),
+        st.sampled_from([16, 40]),
     ),
 }
 _OF_SOME_KINDS = ("moe", "head_dim", "q_lora", "kv_lora", "qk_", "v_head")
 _OF_SOME = frozenset(key for key in _SIZES if "expert" in key or key.startswith(_OF_SOME_KINDS))
 _FLOATS = st.sampled_from([0.25, 1.0, 3, 0.0, -1.5, None])
-_TYPES = st.sampled_from(["full_attention", "sliding_attention", "chunked_attention"])
+_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _WINDOWS = st.sampled_from([4, 7, 64, 1, 0, None])
 _SCALED: dict[str, tuple[str, ...]] = {  # what each type of rope wants
     "default": (),
@@ -69,7 +74,13 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     "sliding_window": _WINDOWS,
     "use_sliding_window": st.booleans(),
     "max_window_layers": st.sampled_from([1, 28]),
-    "layer_types": st.none() | st.lists(_TYPES, min_size=2, max_size=4),
+    "num_dense_layers": st.sampled_from([0, 1, 2, -1]),
+    "mamba_d_ssm": st.sampled_from([16, 64, None, 0]),
+    "mamba_d_head": st.sampled_from(["auto", 8, 16]),
+    "mlp_multipliers": st.none() | st.lists(st.sampled_from([0.5, 2]), min_size=1, max_size=2),
+    "ssm_multipliers": st.none() | st.lists(st.sampled_from([0.5, 1.0, 2]), min_size=4, max_size=5),
+    "hybrid_override_pattern": st.sampled_from(["M*-", "*ME-", "M*X-", None]),
+    "time_step_min": st.sampled_from([0.001, 0.0, 0.5]),
     "no_rope_layers": st.none() | st.lists(st.integers(0, 1), min_size=2, max_size=4),
     "full_attn_idxs": st.none() | st.lists(st.integers(0, 3), max_size=2),
     "full_attention_interval": st.sampled_from([1, 2, 3]),
@@ -90,13 +101,14 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     "partial_rotary_factor": _ROPE["partial_rotary_factor"],
     "rope_theta": _ROPE["rope_theta"], "rope_local_base_freq": _ROPE["rope_theta"],
     "query_pre_attn_scalar": st.sampled_from([8, 256, 0]),
-    **dict.fromkeys(("hidden_act", "hidden_activation"),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "mlp_hidden_act"),
                     st.sampled_from([*ACTIVATIONS, "relu", "gelu_new", None])),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps"),
-                    st.sampled_from([1e-6, 1e-2, None])),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps",
+                     "layer_norm_epsilon"), st.sampled_from([1e-6, 1e-2, None])),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"),
                     st.sampled_from([None, 2.0, 30, 0.0])),
 }  # fmt: skip
+_OF_LAYERS = ("layer_types", "layers_block_type")
 # Of all classes: of training, of storage, of other tasks.
 _OTHERS = frozenset(
     ["transformers_version", "architectures", "output_hidden_states", "return_dict", "dtype",
@@ -132,12 +144,14 @@ def configs(model_type: str, config_class: type) -> st.SearchStrategy[dict[str, 
         for key in (*fields, *_LEGACY)
         if key not in _OTHERS and key not in sizes
     }
+    kinds = st.lists(st.sampled_from(_layer_types(tiny)), min_size=2, max_size=4)
+    for key in _OF_LAYERS:
+        if key in optional or key in tiny:
+            optional[key] = st.none() | kinds
     if "sliding_window" in fields:
         optional["sliding_window_pattern"] = _KNOWN["sliding_window_pattern"]
         optional["rope_local_base_freq"] = _KNOWN["rope_local_base_freq"]
     own = {key: value for key, value in tiny.items() if key not in _SIZES or value == 0}
-    if len(set(own.get("layer_types", ()))) > 1:  # of as many layers as there are
-        del own["layer_types"]
     rope = own.get("rope_parameters", {})
     changed = st.builds(lambda change: {**rope, **change}, _one(_ROPE))
     ropes = {"rope_parameters": _ropes(), "rope_scaling": _ropes()}
@@ -159,6 +173,13 @@ def configs(model_type: str, config_class: type) -> st.SearchStrategy[dict[str, 
     )
 
 
+def _layer_types(tiny: dict[str, Any]) -> list[str]:
+    """What families say of layers, of which the last is nobody's."""
+    own = {each for key in _OF_LAYERS for each in tiny.get(key, ())} | set(_TYPES[:1])
+    others = own - {*_TYPES}
+    return [*sorted(own), *(["mamba"] if others else _TYPES[1:])]
+
+
 def _merged(
     own: dict[str, Any],
     sizes: dict[str, Any],
@@ -171,8 +192,9 @@ def _merged(
     merged = {**copy.deepcopy(kept), **sizes, **changes, **rope}
     if absent not in (None, "model_type"):
         merged.pop(absent, None)
-    if isinstance(kinds := merged.get("layer_types"), list):
-        merged["layer_types"] = (kinds * 2)[: merged["num_hidden_layers"]]
+    for key in _OF_LAYERS:
+        if isinstance(kinds := merged.get(key), list):
+            merged[key] = (kinds * 2)[: merged["num_hidden_layers"]]
     for rope in (merged.get("rope_parameters"), merged.get("rope_scaling")):
         if rope and "short_factor" in rope:
             _fit_factors(rope, merged)

@@ -101,6 +101,11 @@ class ExpertLayer:
     limit: float | None  # None: gates and ups are not limited
     offset: float
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether gates and ups are two weights; else the ups go through a squared ReLU."""
+        return self.alpha < _UNLIMITED
+
     @classmethod
     def all_of(cls, graph: ir.Graph) -> list[ExpertLayer]:
         """Those of a portable graph, in order.
@@ -145,10 +150,16 @@ class ExpertLayer:
         """The checkpoint's name of the experts."""
         return str(self.call.name).rpartition(".")[0]
 
-    def pairs(self) -> Iterator[LinearWeight]:
-        """Gate and up of each expert, side by side."""
+    @property
+    def first_inner(self) -> LinearWeight:
+        """That of `inner` of the first expert, which stands for all."""
+        return next(self.inner())
+
+    def inner(self) -> Iterator[LinearWeight]:
+        """Gate and up of each expert, side by side; where there are no gates, its up."""
+        stacks = (self.gate, self.up) if self.is_gated else (self.up,)
         for index in range(self.count):
-            yield LinearWeight((self.gate.expert(index), self.up.expert(index)))
+            yield LinearWeight(tuple(stack.expert(index) for stack in stacks))
 
     def downs(self) -> Iterator[LinearWeight]:
         """Down of each expert."""

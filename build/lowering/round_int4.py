@@ -104,7 +104,9 @@ def _round_experts(graph: GraphEditor) -> None:
         if layer.gate.kind != "dense" or not block or not down_block:
             continue
         graph.cursor = layer.call
-        weights = [each for stack in layer.stacks for each in _rounded_stack(graph, stack)]
+        stacks = {stack.parameter: stack for stack in layer.stacks}  # one may be two of them
+        codes = {name: _rounded_stack(graph, stack) for name, stack in stacks.items()}
+        weights = [each for stack in layer.stacks for each in codes[stack.parameter]]
         given = {name: attribute.value for name, attribute in layer.call.attributes.items()}
         rounded = graph.node(
             contract.QUANTIZED_EXPERTS,

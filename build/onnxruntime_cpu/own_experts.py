@@ -56,7 +56,7 @@ def _route(graph: GraphEditor, call: ir.Node) -> ir.Value:
 
 
 def forms_of(layer: ExpertLayer, kernel: OwnLinears) -> tuple[PackedForm, PackedForm]:
-    """How gate and up of an expert are packed, and its down.
+    """How gate and up of an expert are packed, or its up alone, and its down.
 
     Raises:
         UnsupportedModelError: networks whose width is no multiple of 16.
@@ -66,29 +66,28 @@ def forms_of(layer: ExpertLayer, kernel: OwnLinears) -> tuple[PackedForm, Packed
         raise UnsupportedModelError(
             f"{layer.name}: experts of width {width}; edgellm's kernels take multiples of {STRIP}"
         )
-    pair = LinearWeight((layer.gate.expert(0), layer.up.expert(0)))
     return (
-        kernel.expert_form(pair, layer.gate.name, is_gated=True),
+        kernel.expert_form(layer.first_inner, layer.gate.name, is_gated=layer.is_gated),
         kernel.expert_form(layer.down.first, layer.down.name),
     )
 
 
 def _emit(graph: GraphEditor, layer: ExpertLayer, kernel: OwnLinears) -> ir.Value:
-    pair, down = forms_of(layer, kernel)
-    order = gated_order(layer.gate.shape[2])
+    inner, down = forms_of(layer, kernel)
+    order = gated_order(layer.gate.shape[2]) if layer.is_gated else None
     packed = [
         graph.streamed_weight(
             f"{layer.name}.{part}.{form.kind}_packed", layer.count * form.num_bytes, make
         )
         for part, form, make in (
-            ("gate_up", pair, lambda: _stacked(pair, layer.pairs(), order)),
+            ("gate_up", inner, lambda: _stacked(inner, layer.inner(), order)),
             ("down", down, lambda: _stacked(down, layer.downs())),
         )
     ]
     gate_bias, up_bias, down_bias = layer.biases
     biases: list[ir.Value | None] = []
     if gate_bias is not None and up_bias is not None and down_bias is not None:
-        both = np.concatenate([gate_bias, up_bias], 1)[:, order]
+        both = up_bias if order is None else np.concatenate([gate_bias, up_bias], 1)[:, order]
         biases = [
             graph.weight(f"{layer.name}.inner_bias", lambda: both),
             graph.weight(f"{layer.name}.bias", lambda: down_bias),

@@ -6,7 +6,7 @@ Shapes: S rows, H hidden size, E experts, K chosen of them, I width between gate
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -32,6 +32,8 @@ class Routing:
     size: int  # I
     normalizes: bool = True  # the shares of those taken are divided by their sum
     smallest_sum: float = 0.0  # that shares are divided by
+    added: float = 0.0  # to that sum
+    scale: float = 1.0  # of the shares, in the end
 
     @classmethod
     def read(
@@ -41,10 +43,9 @@ class Routing:
         experts: str = "num_local_experts",
         top_k: str = "num_experts_per_tok",
         size: str = "intermediate_size",
-        normalizes: bool = True,
-        smallest_sum: float = 0.0,
+        **traits: Any,
     ) -> Routing:
-        """Read the keys of these names.
+        """Read the keys of these names; `traits` are the other facts.
 
         Raises:
             UnsupportedModelError: a row would take more experts than there are, or the networks
@@ -53,8 +54,7 @@ class Routing:
         reader.skip("router_aux_loss_coef", "output_router_logits")  # of training
         reader.expect("hidden_act", "silu", "swish")
         found = cls(
-            reader.positive(experts), reader.positive(top_k), reader.positive(size),
-            normalizes, smallest_sum,
+            reader.positive(experts), reader.positive(top_k), reader.positive(size), **traits
         )  # fmt: skip
         if found.top_k > found.experts:
             raise UnsupportedModelError(
@@ -70,12 +70,13 @@ NO_ROUTING = Routing(1, 1, 1)  # of a config that nobody has read
 class Gating:
     """What an expert does to its gates g and ups u: swish(g, alpha) * (u + offset)."""
 
-    alpha: float = 1.0
+    alpha: float | None = 1.0  # None: the largest number there is, which makes a ReLU of the gates
     limit: float | None = None  # of gates from above, of ups on both sides
     offset: float = 0.0
 
 
 SWISH = Gating()
+SQUARED_RELU = Gating(None)  # where the ups are the gates
 
 
 class Router:
@@ -87,7 +88,7 @@ class Router:
     def __call__(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
         """X [1, S, H] -> ids int64 [1, S, K] and their shares [1, S, K]."""
         with op.scope(self.weights.prefix.rstrip(".")):
-            shares = op.Softmax(self.logits(op, x), axis=-1)
+            shares = self.shares(op, self.logits(op, x))
             top_k = op.constant([self.routing.top_k])
             _, ids = op.outputs(2, "TopK", self.rank(op, shares), top_k, axis=-1)
             taken = op.GatherElements(shares, ids, axis=-1)
@@ -95,13 +96,21 @@ class Router:
                 total = op.ReduceSum(taken, op.constant([-1]), keepdims=1)
                 if self.routing.smallest_sum:
                     total = op.Max(total, op.constant(np.float32(self.routing.smallest_sum)))
+                if self.routing.added:
+                    total = op.Add(total, op.constant(np.float32(self.routing.added)))
                 taken = op.Div(taken, total)
+            if self.routing.scale != 1:
+                taken = op.Mul(taken, op.constant(np.float32(self.routing.scale)))
             return ids, op.cast(taken, op.dtype) if op.dtype != ir.DataType.FLOAT else taken
 
     def logits(self, op: Op, x: ir.Value) -> ir.Value:
         """X [1, S, H] -> float32 [1, S, E]."""
         shape = (self.routing.experts, self.hidden)
         return call(op, router(), x, op.parameter(self.weights.take("weight", shape, op.dtype)))
+
+    def shares(self, op: Op, logits: ir.Value) -> ir.Value:
+        """Of all experts [1, S, E] from their logits."""
+        return op.Softmax(logits, axis=-1)
 
     def rank(self, op: Op, shares: ir.Value) -> ir.Value:
         """Hook for routers that choose by something else than the shares [1, S, E]."""
@@ -117,6 +126,33 @@ class BiasedRouter(Router):
         stored = self.weights.take("bias", (self.routing.experts,), op.dtype)
         bias = op.Cast(op.parameter(stored), to=int(ir.DataType.FLOAT))
         return op.Add(super().logits(op, x), bias)
+
+
+class SigmoidRouter(Router):
+    """Shares are sigmoids; a bias may help to choose, which is no part of a share."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        hidden: int,
+        routing: Routing,
+        bias: tuple[Weights, str] | None = None,
+    ) -> None:
+        """`bias`: where the tensor [E] is, and its name."""
+        super().__init__(weights, hidden, routing)
+        self.bias = bias
+
+    def shares(self, op: Op, logits: ir.Value) -> ir.Value:
+        """Of all experts [1, S, E] from their logits."""
+        return op.Sigmoid(logits)
+
+    def rank(self, op: Op, shares: ir.Value) -> ir.Value:
+        """Shares [1, S, E] and the bias."""
+        if self.bias is None:
+            return shares
+        place, name = self.bias
+        stored = op.parameter(place.take(name, (self.routing.experts,), op.dtype))
+        return op.Add(shares, op.Cast(stored, to=int(ir.DataType.FLOAT)))
 
 
 class Chooses(Protocol):
@@ -141,13 +177,16 @@ class Mixture:
         *,
         gating: Gating = SWISH,
         shared: MLP | None = None,
+        latent: tuple[MLP, MLP] | None = None,
     ) -> None:
+        """`latent`: what makes the rows that experts take, and brings what they give back."""
         self.route, self.stack, self.routing = route, stack, routing
-        self.gating, self.shared = gating, shared
+        self.gating, self.shared, self.latent = gating, shared, latent
 
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:
         """Append the network; x [1, S, H] -> [1, S, H]."""
         ids, shares = self.route(op, x)
+        rows = x if self.latent is None else self.latent[0](op, x)
         with op.scope(self.stack.prefix.rstrip(".")):
             stored = self.stack.read(op.dtype)
             operands = [_operand(op, each) for each in stored.operands]
@@ -157,12 +196,17 @@ class Mixture:
                 else op.cast(op.parameter(bias), op.dtype)
                 for bias in stored.biases
             ]
-            limit = LARGEST[op.dtype] if self.gating.limit is None else self.gating.limit
+            alpha, limit = (
+                LARGEST[op.dtype] if bound is None else bound
+                for bound in (self.gating.alpha, self.gating.limit)
+            )
             y = call(
-                op, experts(stored.function), x, ids, shares, *operands, *biases,
-                alpha=self.gating.alpha, limit=limit, offset=self.gating.offset,
+                op, experts(stored.function), rows, ids, shares, *operands, *biases,
+                alpha=alpha, limit=limit, offset=self.gating.offset,
                 top_k=self.routing.top_k, **stored.blocks,
             )  # fmt: skip
+        if self.latent is not None:
+            y = self.latent[1](op, y)
         return y if self.shared is None else op.Add(y, self.shared(op, x))
 
 

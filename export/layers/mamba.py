@@ -35,27 +35,43 @@ class MambaSizes:
     state: int  # N
     window: int  # rows of the convolution before
     conv_bias: bool = True
-    proj_bias: bool = False
+    in_bias: bool = False  # of the first projection
+    out_bias: bool = False  # of the last
 
     @classmethod
-    def read(cls, reader: ConfigReader, hidden: int) -> MambaSizes:
-        """Those of Granite's configs; raises `UnsupportedModelError` where heads do not fit."""
-        reader.skip("mamba_chunk_size")
-        reader.expect("time_step_limit", *([0.0, most] for most in _UNBOUNDED))
-        heads, expand = reader.positive("mamba_n_heads", 128), reader.positive("mamba_expand", 2)
-        reader.expect("mamba_d_head", "auto", expand * hidden // heads)
+    def read(cls, reader: ConfigReader, inner: int, out_bias: str) -> MambaSizes:
+        """Those of Granite's configs and Falcon's.
+
+        Args:
+            reader: of config.json.
+            inner: H * P.
+            out_bias: the key that says whether the last projection has one.
+
+        Raises:
+            UnsupportedModelError: heads do not fit.
+        """
+        reader.skip("mamba_chunk_size", "mamba_expand")
+        expect_unbounded(reader)
+        heads = reader.positive("mamba_n_heads", 128)
+        reader.expect("mamba_d_head", "auto", inner // heads)
         found = cls(
             heads,
-            expand * hidden // heads,
+            inner // heads,
             reader.positive("mamba_n_groups", 1),
             reader.positive("mamba_d_state", 256),
             reader.positive("mamba_d_conv", 4),
             conv_bias=reader.read("mamba_conv_bias", bool, True),
-            proj_bias=reader.read("mamba_proj_bias", bool, False),
+            in_bias=reader.read("mamba_proj_bias", bool, False),
+            out_bias=reader.read(out_bias, bool, False),
         )
-        if found.inner != expand * hidden or heads % found.groups or found.window < 2:
-            raise UnsupportedModelError(f"config.json: a Mamba layer of {found}")
+        if found.inner != inner:
+            raise UnsupportedModelError(f"config.json: {heads} heads of a Mamba layer of {inner}")
         return found
+
+    def __post_init__(self) -> None:
+        """Raise `UnsupportedModelError` where groups do not fit."""
+        if self.heads % self.groups or self.window < 2:
+            raise UnsupportedModelError(f"config.json: a Mamba layer of {self}")
 
     @property
     def inner(self) -> int:
@@ -66,6 +82,11 @@ class MambaSizes:
     def shared(self) -> int:
         """G * N."""
         return self.groups * self.state
+
+
+def expect_unbounded(reader: ConfigReader) -> None:
+    """Steps may be of any size."""
+    reader.expect("time_step_limit", *([0.0, most] for most in _UNBOUNDED))
 
 
 NO_MAMBA = MambaSizes(1, 1, 1, 1, 2)  # of a config without
@@ -80,22 +101,29 @@ class Mamba2:
         """`rows`: the symbol of S."""
         self.sizes, self.weights, self.epsilon, self.rows = sizes, weights, epsilon, rows
         projected = 2 * sizes.inner + 2 * sizes.shared + sizes.heads
-        bias = sizes.proj_bias
-        self.in_proj = Linear(weights / "in_proj", hidden, projected, bias=bias)
-        self.out_proj = Linear(weights / "out_proj", sizes.inner, hidden, bias=bias)
+        self.in_proj = Linear(weights / "in_proj", hidden, projected, bias=sizes.in_bias)
+        self.out_proj = Linear(weights / "out_proj", sizes.inner, hidden, bias=sizes.out_bias)
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
         """X [1, S, hidden] -> [1, S, hidden]."""
         sizes = self.sizes
         convolved = sizes.inner + 2 * sizes.shared
         widths = op.constant(np.array([sizes.inner, convolved, sizes.heads]))
-        gate, mixed, steps = op.outputs(3, "Split", self.in_proj(op, x), widths, axis=-1)
+        gate, mixed, steps = op.outputs(3, "Split", self.project(op, x), widths, axis=-1)
         mixed = self._convolved(op, mixed, state, layer)
         widths = op.constant(np.array([sizes.inner, sizes.shared, sizes.shared]))
         values, k, q = op.outputs(3, "Split", floats(op, mixed), widths, axis=-1)
         y = self._scan(op, (values, k, q), floats(op, steps), state, layer)
         y = op.cast(y, op.dtype) if op.dtype != _FLOAT else y
-        return self.out_proj(op, self._normed(op, op.Mul(y, op.Swish(gate))))
+        return self.out_proj(op, self.gated(op, y, gate))
+
+    def project(self, op: Op, x: ir.Value) -> ir.Value:
+        """Gates, what is convolved and steps side by side."""
+        return self.in_proj(op, x)
+
+    def gated(self, op: Op, y: ir.Value, gate: ir.Value) -> ir.Value:
+        """What the last projection reads, [1, S, H * P] like both."""
+        return self.normed(op, op.Mul(y, op.Swish(gate)))
 
     def _convolved(self, op: Op, mixed: ir.Value, state: PassState, layer: int) -> ir.Value:
         sizes, recurrences = self.sizes, state.recurrences
@@ -133,7 +161,7 @@ class Mamba2:
         keep_matrix(recurrences, layer, matrix, (k, d, g), key_heads=sizes.groups, rows=self.rows)
         return op.Add(y, merge_heads(op, op.Mul(apart, op.Unsqueeze(skip, last))))
 
-    def _normed(self, op: Op, y: ir.Value) -> ir.Value:
+    def normed(self, op: Op, y: ir.Value) -> ir.Value:
         """Each group of heads by itself."""
         size = self.sizes.inner // self.sizes.groups
         ones = op.constant(np.ones(size), op.dtype)

@@ -17,14 +17,17 @@ from edgellm.export.rope import read_rope
 from edgellm.export.weights import Weights
 
 TINY = {
-    **{key: value for key, value in granite.TINY.items() if key != "intermediate_size"},
+    **granite.TINY,
     "model_type": "granitemoehybrid",
+    "intermediate_size": 48,
     "shared_intermediate_size": 80,
-    "num_local_experts": 0,
-    "num_experts_per_tok": 0,
-    "layer_types": ["attention"] * 3,
-    "position_embedding_type": "rope",
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "position_embedding_type": "nope",
     "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
 }
 _ATTENTION = ("attention", "full_attention")
 _RECURRENT = ("mamba", "linear_attention")
@@ -55,7 +58,8 @@ class Config(granitemoe.Config):
         rope = read_rope(reader, config.head_dim, config.max_position_embeddings)
         attends = AttentionKind(rope if kind == "rope" else None)
         if any(each in _RECURRENT for each in types):
-            sizes = MambaSizes.read(reader, config.hidden_size)
+            inner = reader.positive("mamba_expand", 2) * config.hidden_size
+            sizes = MambaSizes.read(reader, inner, "mamba_proj_bias")
             config = replace(config, mamba=sizes, is_recurrent=True)
         reader.skip(*(f"mamba_{name}" for name in _SIZES), "time_step_limit")
         return config.attending(tuple(attends if each in _ATTENTION else None for each in types))

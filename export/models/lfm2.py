@@ -63,17 +63,25 @@ class Config(DecoderConfig):
             reader.replace(intermediate_size=inner)
         reader.expect("block_use_swiglu", True)
         reader.expect("use_pos_enc", True)
-        hidden, bias = reader.positive("hidden_size"), reader.read("conv_bias", bool, False)
+        hidden = reader.positive("hidden_size")
         for key in ("block_dim", "conv_dim", "conv_dim_out"):
             reader.expect(key, hidden)
-        return cls._of(reader, conv_size=_conv_size(reader), conv_bias=bias)
-
-    @classmethod
-    def _of(cls, reader: ConfigReader, **traits: Any) -> DecoderConfig:
-        """The facts of what convolves besides; `traits` are its own."""
         reader.replace(intermediate_size=_inner_size(reader))
         reader.expect("block_norm_eps", reader.read("norm_eps", float))
-        config = cls.read(reader, rope=None, epsilon_key="norm_eps", is_recurrent=True, **traits)
+        return cls.convolving(reader)
+
+    @classmethod
+    def convolving(cls, reader: ConfigReader, **traits: Any) -> DecoderConfig:
+        """What all of them share; `traits` are their own."""
+        config = cls.read(
+            reader,
+            rope=None,
+            epsilon_key="norm_eps",
+            is_recurrent=True,
+            conv_size=_conv_size(reader),
+            conv_bias=reader.read("conv_bias", bool, False),
+            **traits,
+        )
         rope = read_rope(
             reader, config.head_dim, config.max_position_embeddings, RopeTraits(theta=1e6)
         )
@@ -154,18 +162,20 @@ class ShortConvolution:
 class DecoderLayer:
     """Pre-norm block that attends or convolves."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, *, attends: bool) -> None:
+    def __init__(self, config: DecoderConfig, weights: Weights, index: int) -> None:
         hidden, epsilon = config.hidden_size, config.rms_norm_eps
         self.operator_norm = RMSNorm(weights / "operator_norm", hidden, epsilon)
         self.mixer = (
             Attention(config, weights / "self_attn")
-            if attends
+            if config.kinds[index] is not None
             else ShortConvolution(config, weights / "conv")
         )
         self.ffn_norm = RMSNorm(weights / "ffn_norm", hidden, epsilon)
-        self.feed_forward = self._feed_forward(config, weights / "feed_forward")
+        self.feed_forward = self.network(config, weights / "feed_forward", index)
 
-    def _feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
+    def network(self, config: DecoderConfig, weights: Weights, index: int) -> MLP:
+        """The one behind."""
+        del index
         names = "w1", "w3", "w2"
         return GatedMLP(
             weights, config.hidden_size, config.intermediate_size, bias=False, names=names
@@ -181,7 +191,8 @@ class Model(llama.Model):
     """Llama's model with such blocks."""
 
     norm_name = "embedding_norm"
+    block = DecoderLayer
 
     def make_layer(self, config: DecoderConfig, weights: Weights, index: int) -> DecoderLayer:
         """A block of the kind that the config names."""
-        return DecoderLayer(config, weights, attends=config.kinds[index] is not None)
+        return self.block(config, weights, index)

@@ -131,13 +131,13 @@ class Model:
 
     layer: type[DecoderLayer] = DecoderLayer
     norm_behind: type[RMSNorm | LayerNorm] = RMSNorm
-    norm_name = "norm"
+    embedding_name, norm_name = "embed_tokens", "norm"
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         model = weights / "model"
-        self.config = config
+        self.config, table = config, model / self.embedding_name
         self.embed_tokens = Embedding(
-            model / "embed_tokens", config.vocab_size, config.hidden_size, config.embedding_scale
+            table, config.vocab_size, config.hidden_size, config.embedding_scale
         )
         self.layers = [
             self.make_layer(config, model / f"layers.{index}", index)
@@ -148,7 +148,7 @@ class Model:
         )
         # A quantized head is written beside the float table even where the config says "tied".
         tied = config.tie_word_embeddings and (weights / "lm_head").info("weight") is None
-        head = model / "embed_tokens" if tied else weights / "lm_head"
+        head = table if tied else weights / "lm_head"
         self.lm_head = Linear(head, config.hidden_size, config.vocab_size, bias=False)
 
     def make_layer(self, config: DecoderConfig, weights: Weights, index: int) -> Layer:

@@ -24,13 +24,7 @@ from edgellm.export.source import open_checkpoint
 from edgellm.manifest import LLM_ENGINE, load_engine
 from edgellm.quantize.checks import check_model
 
-HYBRIDS = {name: models.find(name).TINY for name in ("lfm2", "qwen3_5_text")} | {
-    "granite": {
-        **models.find("granitemoehybrid").TINY,
-        "layer_types": ["mamba", "attention", "mamba"],
-        "mamba_d_state": 16,
-    }
-}
+HYBRIDS = {name: models.find(name).TINY for name in ("lfm2", "qwen3_5_text", "falcon_h1")}
 GREEDY = SamplingParams(temperature=0)
 LOOKUPS = SpecOptions(None, lookups=("suffix", "ngram"), tree="fixed", verify_size=8)
 PLAN = Plan(96, 128, 1, max_verify_tree_size=12)

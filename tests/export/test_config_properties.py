@@ -28,6 +28,7 @@ from edgellm.export.config import ConfigReader
 from edgellm.export.decoder import build_commit, build_decoder
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.graph_files import DTYPES, decoder_spec, write_graphs
+from edgellm.export.vlm import own_name
 from edgellm.export.weights import Weights
 
 EXAMPLES = int(os.environ.get("CONFIG_EXAMPLES", "20"))  # of each architecture
@@ -43,7 +44,7 @@ class Tensors:
         tied = model.config.tie_word_embeddings
         stored = revert_weight_conversion(model, model.state_dict())
         self._arrays = {
-            name: value.numpy()
+            own_name(name): value.numpy()
             for name, value in stored.items()
             if not (tied and name == "lm_head.weight")
         }
@@ -62,7 +63,7 @@ def reference(config: dict[str, Any]) -> PreTrainedModel | None:
         hf_config = AutoConfig.for_model(**copy.deepcopy(config), initializer_range=0.2)
         model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in (*model.named_parameters(), *model.named_buffers()):
                 if name.endswith("norm.weight"):
                     parameter.uniform_(0.5, 1.5)
                 elif name.endswith(("bias", "sinks")):

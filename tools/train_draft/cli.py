@@ -192,15 +192,9 @@ def train_draft(
 ) -> None:
     """Train a draft; run the same command again after an interrupt to go on."""
     _require_data(data, self_prompts)
+    taps, blocks = hidden_taps or None, (block_size, num_layers)
     given = MethodFlags(
-        draft_vocab_size,
-        hidden_taps or None,
-        unrolls,
-        unroll_weight,
-        num_heads,
-        feature_noise,
-        block_size,
-        num_layers,
+        draft_vocab_size, taps, unrolls, unroll_weight, num_heads, feature_noise, *blocks
     )
     own = given.completed(method)
     _require_host()
@@ -209,12 +203,9 @@ def train_draft(
     from edgellm.tools.train_draft.training_run import Job, run
 
     job = Job(
-        base_model_dir=base_model_dir,
-        output_dir=output_dir,
-        data=tuple(data or ()),
-        self_prompts=self_prompts,
+        base_model_dir=base_model_dir, output_dir=output_dir, data=tuple(data or ()),
+        self_prompts=self_prompts, init_from=init_from,
         work_dir=work_dir or output_dir.parent / (output_dir.resolve().name + ".training"),
-        init_from=init_from,
         draft_vocab_size=own.draft_vocab_size or 0,
         hidden_taps=numbers("--hidden_taps", own.hidden_taps or ""),
         held_out=held_out, cache_features=cache_features, save_every=save_every, device=device,

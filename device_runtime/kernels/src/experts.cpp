@@ -56,6 +56,7 @@ Rows from_row(const Weight& w, const Rows& rows, int64_t first) {
 // y = sum over k of shares[k] * down(act(gate, up)) of expert ids[k]. Inputs: x [..., H], ids int64
 // and shares [..., K], gates and ups of all experts uint8, downs uint8, biases [E, 2 I] in the order
 // of the packed channels, and [E, H]. Attributes: experts; alpha, limit and offset of `Product`.
+// Without gates, act is the square of what is positive of the ups.
 struct Experts {
   static constexpr const char* kName = "Experts";
   static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kInt64, ort::kFloat, ort::kUInt8, ort::kUInt8, ort::kFloat, ort::kFloat};
@@ -91,7 +92,7 @@ struct Experts {
     const int64_t experts = ort::int_attribute(info, "experts", 0);
     gates = read_stack(info, 3, experts);
     downs = read_stack(info, 4, experts);
-    require(gates[0].is_gated && !downs[0].is_gated && downs[0].in_features == gates[0].outputs() &&
+    require(!downs[0].is_gated && downs[0].in_features == gates[0].outputs() &&
                 downs[0].out_features == gates[0].in_features,
             "Experts: gates, ups and downs do not fit each other");
   }
@@ -157,6 +158,7 @@ struct Experts {
     each(taken, [&](int64_t at) { gather(pass, prepared, gathered, at); });
     multiply(context, pass, gates, gathered, pass.inner_bias, h);
     each(taken, [&](int64_t at) {
+      if (!gates[0].is_gated) square_positive(h + at * I, I);
       const Prologue between{&downs[pass.ids[pass.sorted[at]]], h, nullptr, nullptr, 0, nullptr, inner_rows};
       kernels().prepare(between, at, at + 1);
     });
@@ -195,6 +197,10 @@ struct Experts {
                             nullptr, y + group.first * w.outputs(), alpha, limit, offset};
       kernels().product(product, tasks[i].first, tasks[i].last);
     });
+  }
+
+  static void square_positive(float* x, int64_t size) {
+    for (int64_t i = 0; i < size; i++) x[i] = x[i] < 0 ? 0 : x[i] * x[i];  // what is no number stays so
   }
 
   static void add_up(const Pass& pass, const float* parts, int64_t row, int64_t H) {
