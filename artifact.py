@@ -226,6 +226,12 @@ def defer_interrupt() -> Iterator[list[int]]:
         signal.raise_signal(pending[0])
 
 
+_PAIR_HINTS = {
+    "hidden taps": "export the base with --is_eagle_base --draft_model_dir, and build it again",
+    "rotation": "export the draft again, with the quantized base as --base_model_dir",
+}
+
+
 def require_pair(draft: DraftSpec, base: Bundle | Engine, where: str) -> None:
     """Refuse a draft that was trained for another base.
 
@@ -237,11 +243,10 @@ def require_pair(draft: DraftSpec, base: Bundle | Engine, where: str) -> None:
         ("number of layers", draft.base_num_layers, base.decoder.kv.num_layers),
         ("vocabulary size", draft.decoder.vocab_size, base.decoder.vocab_size),
         ("hidden taps", draft.hidden_taps, base.hidden_taps),
+        ("rotation", draft.base_rotation or "none", base.decoder.rotation or "none"),
     ):
         if wanted != found:
             raise BrokenArtifactError(
                 f"{where}: the draft is for a base with {what} {wanted}, this one has {found}",
-                hint="export the base with --is_eagle_base --draft_model_dir, and build it again"
-                if what == "hidden taps"
-                else "take the draft that was trained for this base",
+                hint=_PAIR_HINTS.get(what, "take the draft that was trained for this base"),
             )

@@ -108,6 +108,7 @@ class DecoderSpec:
     position_axes: int = 1  # 3: time, row and column (M-RoPE)
     images: ImageSpec | None = None  # None: text only
     recurrent: RecurrentSpec | None = None  # None: all layers attend
+    rotation: str = ""  # of the residual stream since it was trained; "": none
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class DraftSpec:
     hidden_taps: tuple[int, ...]
     fuses: bool  # features pass through the `fuse` graph; if not, they are `draft_hidden`
     num_heads: int = 0  # of "medusa": head d gives the candidates of a tree's level d + 1
+    base_rotation: str = ""  # of the base's residual stream, which fc reads as it is
 
     @property
     def taps_width(self) -> int:

@@ -3,8 +3,9 @@
     pip install -e '.[dev]' -r benchmarks/requirements.txt
     python benchmarks/precisions.py
 
-SmolLM2-135M-Instruct at a context of 512 tokens, engines of quality.py's recipes taking turns.
-"v(M)" is the time of a pass of M rows over that of one row.
+SmolLM2-135M-Instruct at a context of 512 tokens, engines of quality.py's recipes taking turns, or
+any engines that are there (`--engine DIR DIR`). "v(M)" is the time of a pass of M rows over that of
+one row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 import numpy as np
 from quality import RECIPES, open_engine
 
-from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
+from edgellm.manifest import LLM_ENGINE, load_engine
 from edgellm.scripts import smollm2
 
 ROWS, CONTEXT, REPEATS = (1, 2, 4, 8, 16, 32, 64), 512, 8
@@ -49,10 +51,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
+    parser.add_argument("--engine", type=Path, nargs="+", help="folders, instead of recipes")
     arguments = parser.parse_args()
-    sessions = {
-        name: open_engine(arguments.work, name, arguments.threads) for name in arguments.recipes
-    }
+    if arguments.engine:
+        sessions = {
+            at.name: open_decoder(at, load_engine(at, LLM_ENGINE)) for at in arguments.engine
+        }
+    else:
+        sessions = {
+            name: open_engine(arguments.work, name, arguments.threads) for name in arguments.recipes
+        }
     costs: dict[str, list[list[float]]] = {name: [] for name in sessions}
     prefill: dict[str, list[float]] = {name: [] for name in sessions}
     for _ in range(arguments.rounds):

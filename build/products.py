@@ -87,6 +87,11 @@ def _require_base(source: Path, bundle: Bundle, plan: Plan) -> None:
             "--maxLoraRank: adapters of models with recurrent layers are merged, not taken up",
             hint="edgellm-export llm --lora_dir, and leave --maxLoraRank out",
         )
+    if plan.max_lora_rank and bundle.decoder.rotation:
+        raise EdgeLLMError(
+            f"--maxLoraRank: the residual stream of {source} was rotated, adapters know another",
+            hint="quantize the base without --rotate residual",
+        )
 
 
 def _require_lengths(longest: int, plan: Plan) -> None:

@@ -28,6 +28,7 @@ from edgellm.export.graph_files import (
 from edgellm.export.kv_cache import read_ranges
 from edgellm.export.merged import merged
 from edgellm.export.op import OPSET
+from edgellm.export.rotation import refuse_rotated, rotation_name
 from edgellm.export.source import open_draft
 from edgellm.export.stated import judge
 from edgellm.export.taps import check_taps, default_taps
@@ -69,7 +70,7 @@ def export_llm(
     tower, architecture, config = read_architecture(checkpoint, options)
     if options.lora_dir is not None:
         tower = merged(tower, options.lora_dir)
-    taps, tap_source = _choose_taps(config, options)
+    taps, tap_source = _choose_taps(checkpoint, config, options)
     weights = _weights(tower, options)
     dtype = DTYPES[options.dtype]
     model, op, recurrences = build_decoder(architecture, config, weights, dtype, taps)
@@ -90,9 +91,10 @@ def export_llm(
         decoder = decoder_spec(
             config, tower.config["model_type"], [op], tower.tensors, recurrent=recurrent
         )
+        kv = replace(decoder.kv, ranges=ranges)
         manifest = Bundle(
             kind=LLM_BUNDLE,
-            spec=replace(decoder, kv=replace(decoder.kv, ranges=ranges)),
+            spec=replace(decoder, kv=kv, rotation=rotation_name(checkpoint.config)),
             graphs=dict(zip(_ROLES, [GraphSpec(f"{name}.onnx") for name in graphs], strict=False)),
             dtype=dtype.numpy().name,
             quantization=quantization,
@@ -153,11 +155,12 @@ def _weights(tower: Checkpoint, options: ExportOptions) -> Weights:
 
 
 def _choose_taps(
-    config: DecoderConfig, options: ExportOptions
+    checkpoint: Checkpoint, config: DecoderConfig, options: ExportOptions
 ) -> tuple[tuple[int, ...], dict[str, str]]:
     """The taps that the options ask for, and for the provenance who chose them."""
     num_layers = config.num_hidden_layers
     if options.pooling:
+        refuse_rotated(checkpoint, "--pooling")
         if options.pooling not in ("last", "mean"):
             raise UnsupportedModelError(f"--pooling {options.pooling}: give last or mean")
         if options.hidden_taps or options.draft_model_dir is not None or options.is_eagle_base:

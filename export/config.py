@@ -24,6 +24,7 @@ _HARMLESS = frozenset(
         "cache_implementation",
         "chunk_size_feed_forward",
         "dtype",
+        "edgellm_rotation",
         "embd_pdrop",
         "embedding_dropout",
         "eos_token_id",

@@ -27,6 +27,8 @@ from edgellm.export.graph_files import (
     write_graphs,
 )
 from edgellm.export.op import OPSET, Op
+from edgellm.export.rotated_base import facing, missing_rotation
+from edgellm.export.rotation import refuse_rotated, rotation_name
 from edgellm.export.stated import judge
 from edgellm.export.weights import Weights
 from edgellm.manifest import DRAFT_BUNDLE, Bundle, DraftSpec, GraphSpec
@@ -117,13 +119,18 @@ def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Reco
     keys, dtype = options.ignore_config_keys, DTYPES[options.dtype]
     tower, _, base_config = read_architecture(base, ExportOptions(ignore_config_keys=keys))
     config = read_draft(draft, base_config, keys)
+    rotation = missing_rotation(base, draft)
     if not isinstance(config, DraftConfig):
+        if rotation is not None:
+            refuse_rotated(base, f"a {config.method} draft")
         kind = drafts.kind(config.method)
         model, op, weights = kind.build(draft, base, config, dtype)
         graphs: Graphs = {_MODEL: (model, op)}
         return _Recorded(config, kind.ROLE, graphs, weights.layouts, kind.spec(draft, config, op))
     config = _seeing(config, base_config)
-    tensors = complete(draft.tensors, tower.tensors, config)
+    tensors: TensorSource = complete(draft.tensors, tower.tensors, config)
+    if rotation is not None:
+        tensors = facing(tensors, draft, config, rotation)
     weights = Weights(tensors, draft.quant_config or base.quant_config)
     target_ids = read_target_ids(weights, config, base_config)
     graphs = {_MODEL: build_draft(config, weights, target_ids, dtype)}
@@ -131,10 +138,13 @@ def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Reco
         graphs[_FUSE] = build_fuse(config, weights, dtype)
     refuse_leftovers(weights.unused(), "draft")
     ops = [op for _, op in graphs.values()]
-    return _Recorded(config, DRAFT, graphs, weights.layouts, _spec(config, ops, tensors))
+    spec = _spec(config, ops, tensors, rotation_name(base.config))
+    return _Recorded(config, DRAFT, graphs, weights.layouts, spec)
 
 
-def _spec(config: DraftConfig, ops: list[Op], tensors: TensorSource) -> DraftSpec:
+def _spec(
+    config: DraftConfig, ops: list[Op], tensors: TensorSource, base_rotation: str
+) -> DraftSpec:
     return DraftSpec(
         method=config.method,
         decoder=decoder_spec(config.decoder, config.method, ops, tensors),
@@ -143,6 +153,7 @@ def _spec(config: DraftConfig, ops: list[Op], tensors: TensorSource) -> DraftSpe
         base_num_layers=config.base_num_layers,
         hidden_taps=config.hidden_taps,
         fuses=config.fuses,
+        base_rotation=base_rotation,
     )
 
 

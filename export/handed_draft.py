@@ -31,6 +31,7 @@ from edgellm.export.checkpoint import (
 from edgellm.export.draft import DraftOptions, understand_draft
 from edgellm.export.draft_config import TAP_IDS, DraftConfig
 from edgellm.export.draft_tensors import complete, read_target_ids
+from edgellm.export.rotation import refuse_rotated
 from edgellm.export.source import open_checkpoint
 from edgellm.export.weights import Weights
 
@@ -96,6 +97,7 @@ def hand_over(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise EdgeLLMError(f"{output} is there already", hint="give another --output_dir")
     base = open_checkpoint(base_dir, tokenizer=False)
+    refuse_rotated(base, f"--for {name}")
     config = understand_draft(draft, base, DraftOptions(ignore_config_keys=ignored))
     if not isinstance(config, DraftConfig) or config.method != "eagle3":
         raise UnsupportedModelError(f"{draft.label}: only EAGLE-3 drafts are handed over")

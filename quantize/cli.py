@@ -66,7 +66,8 @@ TimeBudget = Annotated[
     typer.Option("--time_budget", min=0, help="Of --algo auto: minutes for trying further ways."),
 ]
 Rotate = Annotated[
-    bool, typer.Option("--rotate_values", help="Rotate attention's values: exact, no cost.")
+    str | None,
+    typer.Option("--rotate", help="residual, values or all: exact; residual unties the head."),
 ]
 TargetBits = Annotated[
     float | None, typer.Option("--target_bits", min=4, max=16, help="Of mixed: bits of a weight.")
@@ -103,7 +104,7 @@ def llm(
         typer.Option("--algo", help="int4_awq: awq, gptq, autoround or auto; fp8, nvfp4: gptq."),
     ] = None,
     time_budget: TimeBudget = None,
-    rotate_values: Rotate = False,
+    rotate: Rotate = None,
     format: Format = "modelopt",
     lm_head_quantization: Head = None,
     kv_cache_quantization: Cache = None,
@@ -126,7 +127,7 @@ def llm(
     """Quantize a language model; run the same command again after an interrupt to go on."""
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
-        time_budget=time_budget, algo=algo, rotate_values=rotate_values, format=format,
+        time_budget=time_budget, algo=algo, rotate=rotate, format=format,
         kv_cache_quantization=kv_cache_quantization,
         keep_layers=numbers("--keep_layers", keep_layers),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
@@ -234,12 +235,14 @@ def _check_names(
     algo: str | None = None,
     format: str = "modelopt",
     kv_cache_quantization: str | None = None,
+    rotate: str | None = None,
     **_: Any,
 ) -> None:
     """Before the imports, which take seconds."""
     from edgellm.quantize.schemes import (
         HEAD_SCHEMES,
         KV_SCHEMES,
+        ROTATIONS,
         check_block_size,
         check_format,
         choose,
@@ -251,6 +254,8 @@ def _check_names(
         choose("--lm_head_quantization", head, HEAD_SCHEMES)
     if kv_cache_quantization is not None:
         choose("--kv_cache_quantization", kv_cache_quantization, KV_SCHEMES)
+    if rotate is not None:
+        choose("--rotate", rotate, ROTATIONS)
     check_format(format, scheme, head, kv_cache_quantization)
     check_block_size(block_size, scheme, HEAD_SCHEMES[head] if head is not None else None)
 

@@ -25,14 +25,14 @@ class _Entry:
 
     name: str
     algo: str
-    rotates: bool = False
+    rotate: str | None = None
 
 
 # The likeliest to win stand first: a budget of time ends the row.
 _ENTRIES = (
     _Entry("gptq", "gptq"),
     _Entry("autoround", "autoround"),
-    _Entry("gptq, values rotated", "gptq", rotates=True),
+    _Entry("gptq, values rotated", "gptq", rotate="values"),
     _Entry("awq", "awq"),
 )
 
@@ -100,9 +100,7 @@ def _job_of(job: Job, name: str) -> Job:
     place = next(at for at, entry in enumerate(_ENTRIES) if entry.name == name)
     entry = _ENTRIES[place]
     folder: Path = job.work_dir / f"{_RESULT}{place}"
-    return replace(
-        job, algo=entry.algo, rotate_values=entry.rotates, output_dir=folder, max_kl=None
-    )
+    return replace(job, algo=entry.algo, rotate=entry.rotate, output_dir=folder, max_kl=None)
 
 
 def _until(name: str, seconds: float | None, progress: Progress) -> Any:

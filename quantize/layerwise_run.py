@@ -41,6 +41,7 @@ from edgellm.quantize.one_layer_model import LAYER, quiet_transformers, run_laye
 from edgellm.quantize.plan import Job, Plan, make_plan
 from edgellm.quantize.report import Report, make_report
 from edgellm.quantize.rotation import rotate_values
+from edgellm.quantize.schemes import VALUES
 from edgellm.quantize.smoothing import smooth
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor
@@ -144,7 +145,7 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     before, after = _streams(plan, index), _streams(plan, index + 1)
     raw = subject.layer_source(index)
     source = {name: tensor.floats() for name, tensor in raw.items()}
-    if plan.job.rotate_values:
+    if plan.job.rotate in VALUES:
         source = rotate_values(source, subject.config.head_dim)
     exported, own = _exported(plan, index, source, before, after)
     tensors = {**_kept(exported, raw, subject.family), **own.tensors}

@@ -19,9 +19,12 @@ from edgellm.quantize.checkpointing import WorkFolder
 from edgellm.quantize.device import choose_device
 from edgellm.quantize.draft import Draft
 from edgellm.quantize.modelopt_adapter import Recipe
+from edgellm.quantize.residual import rotated
 from edgellm.quantize.schemes import (
     HEAD_SCHEMES,
     KV_SCHEMES,
+    RESIDUAL,
+    ROTATIONS,
     TABLE_BLOCKS,
     TARGETS,
     Scheme,
@@ -43,7 +46,7 @@ class Job:
     quantization: str
     base_model_dir: str | None = None  # of a draft; None: `model_dir` is a language model
     algo: str | None = None  # None: AWQ where there is a choice
-    rotate_values: bool = False  # of attention, which changes nothing in floats
+    rotate: str | None = None  # see `ROTATIONS`; changes nothing in floats
     format: str = "modelopt"
     lm_head_quantization: str | None = None
     kv_cache_quantization: str | None = None
@@ -119,12 +122,14 @@ def make_plan(job: Job) -> Plan:
     if job.kv_cache_quantization is not None:
         choose("--kv_cache_quantization", job.kv_cache_quantization, KV_SCHEMES)
     choose("--target", job.target, TARGETS)
+    if job.rotate is not None:
+        choose("--rotate", job.rotate, ROTATIONS)
     check_targets(scheme, job.target_bits, job.target_kl, is_draft=job.base_model_dir is not None)
     if scheme.is_autoround:
         _check_autoround(job)
     device = choose_device(job.device)
     if job.base_model_dir is None:
-        subject: Subject = LanguageModel.open(job.model_dir, job.ignore_config_keys)
+        subject: Subject = _language_model(job)
     else:
         subject = Draft.open(job.model_dir, job.base_model_dir, job.ignore_config_keys)
     if subject.family.experts is not None and (scheme.is_autoround or scheme.is_mixed):
@@ -159,6 +164,13 @@ def make_plan(job: Job) -> Plan:
     if not task.work.is_there:
         checks.check_weights(subject.checkpoint.tensors)
     return plan
+
+
+def _language_model(job: Job) -> LanguageModel:
+    model = LanguageModel.open(job.model_dir, job.ignore_config_keys)
+    if job.rotate not in RESIDUAL:
+        return model
+    return rotated(model, job.seed, job.ignore_config_keys)
 
 
 def _check_kept(job: Job, count: int) -> None:

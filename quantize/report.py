@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
+from edgellm.export.rotation import KEY as ROTATION
 from edgellm.quantize.checkpointing import HEAD_PART, layer_part
+from edgellm.quantize.checks import HEAD
 from edgellm.quantize.layer_errors import LayerReport
 from edgellm.quantize.logits import Quality
 from edgellm.quantize.mixing import Mixture, mix
@@ -42,6 +44,7 @@ class Report:
     peak_memory_bytes: int
     device: str
     versions: dict[str, str]
+    untied_bytes: int = 0  # of the head that a rotation parted from the embedding
     mixture: Mixture | None = None  # of mixed precision
     tried: dict[str, float] | None = None  # divergences of all ways, where several were tried
 
@@ -96,6 +99,8 @@ def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
         )
     replaced = {name.removesuffix("_packed") for name in parts}
     kept = sum(info.num_bytes for name, info in before.items() if name not in replaced)
+    added = before[HEAD].num_bytes if _is_untied(subject.checkpoint.config) else 0
+    own_head = sum(info.num_bytes for name, info in parts.items() if name.startswith("lm_head."))
     return Report(
         subject=subject.kind,
         quantization=plan.recipe.scheme.name,
@@ -113,7 +118,7 @@ def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
         layers=tuple(_layer(work.facts(name)) for name in layers),
         quantized_modules=len(modules),
         bits_per_weight=8 * stored / weights,
-        bytes_before=sum(info.num_bytes for info in before.values()),
+        bytes_before=sum(info.num_bytes for info in before.values()) - added,
         bytes_after=kept + sum(info.num_bytes for info in parts.values()),
         seconds=seconds,
         peak_memory_bytes=_peak_memory(),
@@ -122,8 +127,14 @@ def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
             **{name: version(name) for name in _PACKAGES},
             "python": platform.python_version(),
         },
+        untied_bytes=(own_head or added) if added else 0,
         mixture=mix(plan) if plan.recipe.scheme.is_mixed else None,
     )
+
+
+def _is_untied(config: Mapping[str, Any]) -> bool:
+    """Whether a rotation parted the head from the embedding."""
+    return bool(config.get(ROTATION, {}).get("untied"))
 
 
 def as_json(report: Report) -> dict[str, Any]:

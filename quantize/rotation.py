@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from edgellm.contract import UnsupportedModelError
+from edgellm.export.rotation import mixed
 from edgellm.quantize.formats import F32
 
 _V, _O = "self_attn.v_proj", "self_attn.o_proj"
@@ -28,26 +29,17 @@ def rotate_values(source: Mapping[str, F32], head_dim: int) -> dict[str, F32]:
     """
     if f"{_V}.weight" not in source or f"{_O}.weight" not in source:
         raise UnsupportedModelError(
-            "--rotate_values: the model has no v_proj of its own", hint="leave out --rotate_values"
+            "--rotate: the model has no v_proj of its own",
+            hint="choose --rotate residual, or leave --rotate out",
         )
-    turn = _orthogonal(head_dim)
     found = dict(source)
     value, output = source[f"{_V}.weight"], source[f"{_O}.weight"]
     heads = value.reshape(-1, head_dim, value.shape[1])
-    found[f"{_V}.weight"] = np.ascontiguousarray((turn.T @ heads).reshape(value.shape))
-    found[f"{_O}.weight"] = (output.reshape(len(output), -1, head_dim) @ turn).reshape(output.shape)
+    turned = mixed(heads.swapaxes(-1, -2)).swapaxes(-1, -2)
+    found[f"{_V}.weight"] = np.ascontiguousarray(turned).reshape(value.shape)
+    by_head = output.reshape(len(output), -1, head_dim)
+    found[f"{_O}.weight"] = mixed(by_head).reshape(output.shape)
     if f"{_V}.bias" in source:
         bias = source[f"{_V}.bias"].reshape(-1, head_dim)
-        found[f"{_V}.bias"] = (bias @ turn).reshape(-1)
+        found[f"{_V}.bias"] = mixed(bias).reshape(-1)
     return found
-
-
-def _orthogonal(size: int) -> F32:
-    """Hadamard's matrix where there is one of that size by doubling, else one drawn by a seed."""
-    if size & (size - 1) == 0:
-        found = np.ones((1, 1))
-        while len(found) < size:
-            found = np.block([[found, found], [found, -found]])
-        return (found / np.sqrt(size)).astype(np.float32)
-    drawn = np.random.default_rng(size).standard_normal((size, size))
-    return np.linalg.qr(drawn)[0].astype(np.float32)

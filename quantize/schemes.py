@@ -77,6 +77,8 @@ HEAD_SCHEMES = {
     "int8_tied": Scheme("int8_tied", "", "W8A16", False, is_table=True),
 }
 TARGETS = ("cpu", "gpu")
+RESIDUAL, VALUES = ("residual", "all"), ("values", "all")  # what `--rotate` may turn
+ROTATIONS = ("residual", "values", "all")
 COMPRESSED_TENSORS = "compressed-tensors"
 FORMATS = ("modelopt", COMPRESSED_TENSORS)
 KV_SCHEMES = {"fp8": "FP8_KV_CFG", "int8": ""}  # int8: ModelOpt exports no scales, ours do

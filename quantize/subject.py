@@ -168,7 +168,11 @@ class LanguageModel:
     @classmethod
     def open(cls, model_dir: str, ignored_keys: tuple[str, ...]) -> LanguageModel:
         """Open and check it; raises what `check_model` does."""
-        whole = open_checkpoint(model_dir)
+        return cls.of(open_checkpoint(model_dir), ignored_keys)
+
+    @classmethod
+    def of(cls, whole: Checkpoint, ignored_keys: tuple[str, ...]) -> LanguageModel:
+        """Check one that is open; raises what `check_model` does."""
         config = check_model(whole, ignored_keys)
         tower = text_tower(whole)
         own = replace(tower.checkpoint, config=_plain_positions(tower.checkpoint.config))

@@ -48,6 +48,11 @@ def print_summary(report: Report, output: Path) -> None:
         f"{report.quantized_modules} layers at {report.bits_per_weight:.2f} bits a weight, "
         f"{report.bytes_before / 1e6:.1f} -> {report.bytes_after / 1e6:.1f} MB"
     )
+    if report.untied_bytes:
+        typer.echo(
+            "the head is no longer the embedding, since the residual stream is rotated: "
+            f"{report.untied_bytes / 1e6:.1f} MB more"
+        )
     typer.echo(
         f"{output}: {report.quantization}, lm_head {report.lm_head}, KV cache {report.kv_cache}, "
         f"{report.seconds:.1f} s, peak memory {report.peak_memory_bytes / 1e6:.0f} MB; "

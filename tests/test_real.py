@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct through the whole pipeline, against transformers."""
+"""SmolLM2-135M-Instruct through the whole pipeline, against transformers, and with its draft."""
 
 from __future__ import annotations
 
@@ -8,35 +8,41 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from real_cases import PROMPTS, build, make_bundles
 
 from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime.requests.prove import prove
+from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export.verify import run_portable
 from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 pytestmark = pytest.mark.real
-PREFILL, DECODED = 512, 64
+PREFILL, DECODED = 256, 32
 TEXT = (Path(__file__).parent.parent / "LICENSE").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
-def bundle(smollm2_gguf, tmp_path_factory) -> Path:
-    from edgellm.export.bundle import ExportOptions, export_llm
-    from edgellm.export.source import open_checkpoint
-
-    folder = tmp_path_factory.mktemp("smollm2") / "bundle"
-    export_llm(open_checkpoint(str(smollm2_gguf)), folder, ExportOptions("fp32"))
-    return folder
+def bundles(smollm2_gguf, tmp_path_factory) -> Path:
+    return make_bundles(smollm2_gguf, tmp_path_factory.mktemp("smollm2"))
 
 
 @pytest.fixture(scope="module")
-def engine(bundle) -> Path:
-    from edgellm.build.engine import build_engine
-    from edgellm.build.plan import Plan
+def bundle(bundles) -> Path:
+    return bundles / "base"
 
-    folder = bundle.parent / "engine"
-    build_engine("llm", bundle, folder, Plan(1024, 2048, 0, "auto"), "onnxruntime", lambda _: None)
-    return folder
+
+@pytest.fixture(scope="module")
+def engine(bundles) -> Path:
+    """Its products are ONNX Runtime's, whose last bits depend on the number of rows."""
+    return build(bundles, bundles / "engine", "none", "auto")
+
+
+@pytest.fixture(scope="module")
+def int4_engine(bundles) -> Path:
+    """By ONNX Runtime's products: prompts and trees in int8, single rows in INT4."""
+    return build(bundles, bundles / "int4", "int4", "onnxruntime")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +57,7 @@ def transformers_model(smollm2_gguf):
 
 @pytest.fixture(scope="module")
 def reference(bundle, transformers_model):
-    """512 tokens of text, 64 tokens that transformers decodes greedily, logits of them all.
+    """256 tokens of text, 32 tokens that transformers decodes greedily, logits of them all.
 
     The logits in float64: two float32 computations may lie twice as far apart as either is wrong.
     """
@@ -144,20 +150,14 @@ def test_python_interface(engine, transformers_model):
     assert answer.token_ids == expected[0, len(ids) :].tolist()
 
 
-def test_int4_engine_keeps_its_precision_switch_honest(bundle, tmp_path, reference):
+def test_int4_engine_keeps_its_precision_switch_honest(int4_engine, reference):
     """Prompts as int8 move the logits of an INT4 engine less than INT4 itself does.
 
     By ONNX Runtime's kernels; single rows are INT4 in the same engine. Our own have no switch.
     """
-    from edgellm.build.engine import build_engine
-    from edgellm.build.onnxruntime_cpu.options import CpuOptions
-    from edgellm.build.plan import Plan
-
     ids, expected = reference
     ids, expected = ids[:128], expected[:128]
-    plan = Plan(128, 256, 0, "int8", "int4", options=CpuOptions("onnxruntime"))
-    built = build_engine("llm", bundle, tmp_path / "e", plan, "onnxruntime", lambda _: None)
-    session = open_decoder(tmp_path / "e", built)
+    session = open_decoder(int4_engine, load_engine(int4_engine, LLM_ENGINE))
     in_int8 = session.run(ids, 0, np.arange(len(ids))).logits.copy()
     rows = [session.run(ids[at : at + 1], at, np.array([0])).logits[0].copy() for at in range(128)]
     in_int4 = np.stack(rows)
@@ -169,3 +169,43 @@ def test_int4_engine_keeps_its_precision_switch_honest(bundle, tmp_path, referen
     of_int4, of_int8 = divergence(expected, in_int4), divergence(in_int4, in_int8)
     assert 0.05 < of_int4 < 1
     assert of_int8 < of_int4 / 4
+
+
+def _requests(count: int) -> list[dict]:
+    return [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:count]]
+
+
+def test_speculated_answers_of_own_kernels_are_identical_to_the_bit(bundles, tmp_path):
+    llm = LLM(build(bundles, tmp_path / "own", "int4", "edgellm"), spec=SpecOptions(tree="cost"))
+    assert len(set(PROMPTS)) == 50
+    for comparison in prove(llm, Options(max_generate_length=64), _requests(50)):
+        assert comparison.line().endswith("tokens, identical, equal bits")
+
+
+def test_speculated_fp32_answers_are_identical(engine):
+    llm = LLM(engine, spec=SpecOptions(tree="cost"))
+    accepted = verified = 0
+    for request in _requests(5):
+        ids = []
+        for speculative in (False, True):
+            answer = llm.generate(
+                request["messages"],
+                sampling=SamplingParams(temperature=0),
+                max_generate_length=64,
+                speculative=speculative,
+            )
+            list(answer)
+            ids.append(answer.token_ids)
+        assert ids[0] == ids[1], request
+        accepted += sum(counts.accepted for counts in answer.profile.rounds)
+        verified += len(answer.profile.rounds)
+    assert accepted > 0.5 * verified  # the draft has learned something
+
+
+def test_int4_divergences_are_close_calls(int4_engine):
+    llm = LLM(int4_engine, spec=SpecOptions(tree="fixed"))
+    for comparison in prove(llm, Options(max_generate_length=64), _requests(3)):
+        if comparison.divergence is not None:
+            assert comparison.margin is not None
+            assert comparison.spread is not None
+            assert abs(comparison.margin) < 0.25 * comparison.spread, comparison.line()

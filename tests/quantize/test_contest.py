@@ -1,4 +1,4 @@
-"""`edgellm-quantize llm --algo auto` and `--rotate_values`."""
+"""`edgellm-quantize llm --algo auto` and `--rotate`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_too_far_is_refused_and_kept(job):
 
 def test_rotated_values_compute_the_same(place, job):
     """All of the float model stays, but the values and what reads them."""
-    rotated = replace(job, algo="gptq", rotate_values=True)
+    rotated = replace(job, algo="gptq", rotate="values")
     report = run_job(rotated, _quiet)
     found, source = load(rotated.output_dir), load(place / "model")
     layer = "model.layers.1.self_attn."
@@ -108,4 +108,4 @@ def test_rotated_values_compute_the_same(place, job):
 def test_a_model_without_values_of_its_own(place, job):
     fused = make_model(place / "fused", "phi3")
     with pytest.raises(UnsupportedModelError, match="no v_proj of its own"):
-        run_job(replace(job, model_dir=str(fused), algo="gptq", rotate_values=True), _quiet)
+        run_job(replace(job, model_dir=str(fused), algo="gptq", rotate="values"), _quiet)

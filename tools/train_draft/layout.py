@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.disk import require_space
+from edgellm.export.rotation import KEY as ROTATION
 from edgellm.strict_json import parse
 from edgellm.tools.train_draft.base import Base
 from edgellm.tools.train_draft.network import Draft, DraftShape, Layer
@@ -119,6 +120,7 @@ def draft_config(shape: DraftShape, base: PretrainedConfig, architecture: str) -
         "vocab_size": base.vocab_size,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
+        **({ROTATION: rotation} if (rotation := getattr(base, ROTATION, None)) else {}),
     }
 
 

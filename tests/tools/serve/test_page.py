@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import test_real_eagle
+import real_cases
 from serve_process import serving
 
 from edgellm.device_runtime import SamplingParams
@@ -185,8 +185,8 @@ def test_everything_can_be_reached_by_tab(page, server):
 @pytest.mark.real
 def test_a_real_answer(page, smollm2_gguf, tmp_path):
     """SmolLM2 with its draft: most of the answer was drafted. The README has the picture."""
-    bundles = test_real_eagle.make_bundles(smollm2_gguf, tmp_path)
-    engine = test_real_eagle.build(bundles, tmp_path / "engine", "none", "onnxruntime")
+    bundles = real_cases.make_bundles(smollm2_gguf, tmp_path)
+    engine = real_cases.build(bundles, tmp_path / "engine", "none", "onnxruntime")
     flags = ["--eagle", "--eagleTree", "fixed", "--eagleVerifyTreeSize", 16]
     with serving(engine, *flags, "--modelName", "SmolLM2-135M-Instruct") as server:
         _open(page, server)

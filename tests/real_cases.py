@@ -1,24 +1,17 @@
-"""SmolLM2-135M-Instruct with its EAGLE-3 draft: speculation says what plain decoding says."""
+"""SmolLM2-135M-Instruct with its EAGLE-3 draft: bundles, engines and prompts of tests."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-import pytest
-
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.requests.prove import prove
-from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
 
-pytestmark = pytest.mark.real
 DRAFT = Path(__file__).parent.parent / "examples" / "smollm2-135m-instruct-eagle3"
 PROMPTS = [
     "What is the capital of France?",
@@ -74,11 +67,6 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def bundles(smollm2_gguf, tmp_path_factory) -> Path:
-    return make_bundles(smollm2_gguf, tmp_path_factory.mktemp("eagle"))
-
-
 def make_bundles(smollm2_gguf: Path, folder: Path) -> Path:
     """Those of base and draft, and the draft's engine."""
     assert (DRAFT / "model.safetensors").exists(), f"the draft is missing: {DRAFT}"
@@ -98,49 +86,3 @@ def build(bundles: Path, engine: Path, quantize: str, kernels: str) -> Path:
     plan = Plan(256, 512, 0, "auto", quantize, max_verify_tree_size=60, options=options)
     build_engine("llm", bundles / "base", engine, plan, "onnxruntime", lambda _: None)
     return engine
-
-
-def _opened(bundles: Path, engine: Path, quantize: str, kernels: str, tree: str = "cost") -> LLM:
-    return LLM(build(bundles, engine, quantize, kernels), spec=SpecOptions(tree=tree))
-
-
-def _requests(count: int) -> list[dict]:
-    return [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:count]]
-
-
-def test_answers_of_own_kernels_are_identical_to_the_bit(bundles, tmp_path):
-    llm = _opened(bundles, tmp_path / "engine", "int4", "edgellm")
-    assert len(set(PROMPTS)) == 50
-    for comparison in prove(llm, Options(max_generate_length=64), _requests(50)):
-        assert comparison.line().endswith("tokens, identical, equal bits")
-
-
-def test_fp32_answers_are_identical(bundles, tmp_path):
-    """By ONNX Runtime's products, whose last bits depend on the number of rows."""
-    llm = _opened(bundles, tmp_path / "engine", "none", "onnxruntime")
-    accepted = verified = 0
-    for request in _requests(10):
-        ids = []
-        for speculative in (False, True):
-            answer = llm.generate(
-                request["messages"],
-                sampling=SamplingParams(temperature=0),
-                max_generate_length=64,
-                speculative=speculative,
-            )
-            list(answer)
-            ids.append(answer.token_ids)
-        assert ids[0] == ids[1], request
-        accepted += sum(counts.accepted for counts in answer.profile.rounds)
-        verified += len(answer.profile.rounds)
-    assert accepted > 0.5 * verified  # the draft has learned something
-
-
-def test_int4_divergences_are_close_calls(bundles, tmp_path):
-    """ONNX Runtime verifies trees in int8, single rows in INT4: what parts them is rounding."""
-    llm = _opened(bundles, tmp_path / "engine", "int4", "onnxruntime", tree="fixed")
-    for comparison in prove(llm, Options(max_generate_length=64), _requests(6)):
-        if comparison.divergence is not None:
-            assert comparison.margin is not None
-            assert comparison.spread is not None
-            assert abs(comparison.margin) < 0.25 * comparison.spread, comparison.line()
