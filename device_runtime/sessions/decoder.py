@@ -201,18 +201,8 @@ class DecoderSession:
         asked: list[tuple[Context, dict[str, NDArray[Any]]]] = []
         places: list[tuple[Context, int, int]] = []
         for part, start in zip(parts, starts, strict=True):
-            context, token_ids, begin = part.context, part.token_ids, part.write_index
-            inputs = self._inputs.of(
-                context,
-                token_ids,
-                begin,
-                part.logits_index,
-                part.position_ids,
-                part.tree_mask,
-                first_image=start,
-            )
-            asked.append((context, inputs))
-            places.append((context, begin, len(token_ids)))
+            asked.append((part.context, self._inputs.of(*part, first_image=start)))
+            places.append((part.context, part.write_index, len(part.token_ids)))
         if self._states is not None:
             rows = [(self._memory(part.context), part.write_index) for part in parts]
             self._states.give(rows, [inputs for _, inputs in asked])
