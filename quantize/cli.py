@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.command import SNAKE_CASE, App, numbers, run_command
+from edgellm.command import SNAKE_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.quantize.targets import FLOAT, form_of_draft, form_of_head, rounds_as
 
@@ -59,11 +59,21 @@ DraftBody = Annotated[
     str | None,
     typer.Option(
         "--quantization",
-        help="fp8, int8_sq, int4_awq, nvfp4 or nvfp4_awq; default: fp8, or what --target computes.",
+        help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq, or auto: the smallest that drafts as well; "
+        "default: fp8, or what --target computes.",
     ),
 ]
 KeepLayers = Annotated[
-    str, typer.Option("--keep_layers", help="Decoder layers that stay floats, such as 0,29.")
+    str,
+    typer.Option("--keep_layers", help="Decoder layers that stay floats, such as 0,29, or auto."),
+]
+KeepBudget = Annotated[
+    float | None,
+    typer.Option("--keep_budget", min=0, help="Of --keep_layers auto: percent more bytes; 10."),
+]
+MaxLoss = Annotated[
+    float | None,
+    typer.Option("--max_loss", min=0, help="Of auto: points of acceptance that may go; 0.5."),
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")]
 MaxKl = Annotated[
@@ -126,6 +136,7 @@ def llm(
     alpha_step: AlphaStep = None,
     block_size: BlockSize = None,
     keep_layers: KeepLayers = "",
+    keep_budget: KeepBudget = None,
     batch_tokens: BatchTokens = None,
     target: Target = "cpu",
     target_bits: TargetBits = None,
@@ -136,11 +147,13 @@ def llm(
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize a language model; run the same command again after an interrupt to go on."""
+    from edgellm.quantize.options import kept_layers
+
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
         time_budget=time_budget, algo=algo, rotate=rotate, format=format,
         kv_cache_quantization=kv_cache_quantization,
-        keep_layers=numbers("--keep_layers", keep_layers),
+        **kept_layers(keep_layers, keep_budget),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
         target_bits=target_bits, target_kl=target_kl,
@@ -159,6 +172,8 @@ def draft(
     ],
     output_dir: Output,
     quantization: DraftBody = None,
+    algo: Annotated[str | None, typer.Option("--algo", help="gptq, or awq for int4_awq.")] = None,
+    max_loss: MaxLoss = None,
     lm_head_quantization: Head = None,
     calib_dataset: Dataset = "default",
     num_samples: NumSamples = None,
@@ -177,7 +192,7 @@ def draft(
     body = quantization or form_of_draft(target)
     _run(
         draft_model_dir, output_dir, body, lm_head_quantization, ignore_config_keys,
-        base_model_dir=base_model_dir,
+        base_model_dir=base_model_dir, algo=algo, max_loss=max_loss,
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
         device=device,
@@ -188,22 +203,21 @@ def draft(
 def _run(
     model_dir: str, output_dir: Path, body: str, head: str | None, ignored: str, **options: Any
 ) -> None:
-    target, is_modelopt = options["target"], options.get("format", "modelopt") == "modelopt"
-    options["target"] = rounds_as(target)
-    default = form_of_head(target, body, is_modelopt=is_modelopt)
-    head = default if head is None else None if head == FLOAT else head
-    _check_names(body, head, **options)
+    from edgellm.quantize.options import check_names, check_together
+
+    head = _head(body, head, options)
+    minutes, points = options.pop("time_budget", None), options.pop("max_loss", None)
+    is_open = body == "auto" and "base_model_dir" in options
+    check_names("int4_awq" if is_open else body, head, **options)
+    check_together(is_open, minutes, points, **options)
     _require_host()
     from edgellm.quantize.contest import run_contest
+    from edgellm.quantize.draft_recipes import run_recipes
+    from edgellm.quantize.keeping import run_keeping
     from edgellm.quantize.layerwise_run import run_job
     from edgellm.quantize.plan import Job
     from edgellm.quantize.summary import print_summary
 
-    minutes = options.pop("time_budget", None)
-    if minutes is not None and options["algo"] != "auto":
-        raise EdgeLLMError(
-            "--time_budget is for --algo auto, which tries several ways", hint="leave it out"
-        )
     keys = tuple(key.strip() for key in ignored.split(",") if key.strip())
     job = Job(
         model_dir, output_dir, body, lm_head_quantization=head, ignore_config_keys=keys, **options
@@ -211,9 +225,22 @@ def _run(
     with _progress() as progress:
         if job.algo == "auto":
             report = run_contest(job, minutes, progress)
+        elif is_open:
+            report = run_recipes(job, 0.5 if points is None else points, progress)
+        elif job.keep_budget is not None:
+            report = run_keeping(job, progress)
         else:
             report = run_job(job, progress)
     print_summary(report, output_dir)
+
+
+def _head(body: str, given: str | None, options: dict[str, Any]) -> str | None:
+    """What the head becomes; of `--target` the options keep who rounds inputs."""
+    target, is_modelopt = options["target"], options.get("format", "modelopt") == "modelopt"
+    options["target"] = rounds_as(target)
+    if given is None:
+        return form_of_head(target, body, is_modelopt=is_modelopt)
+    return None if given == FLOAT else given
 
 
 @contextlib.contextmanager
@@ -242,38 +269,6 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
             bar.update(task, description=what, completed=done, total=total)
 
         yield show
-
-
-def _check_names(
-    body: str,
-    head: str | None,
-    block_size: int | None,
-    algo: str | None = None,
-    format: str = "modelopt",
-    kv_cache_quantization: str | None = None,
-    rotate: str | None = None,
-    **_: Any,
-) -> None:
-    """Before the imports, which take seconds."""
-    from edgellm.quantize.schemes import (
-        HEAD_SCHEMES,
-        KV_SCHEMES,
-        ROTATIONS,
-        check_block_size,
-        check_format,
-        choose,
-        choose_scheme,
-    )
-
-    scheme = choose_scheme(body, algo)
-    if head is not None:
-        choose("--lm_head_quantization", head, HEAD_SCHEMES)
-    if kv_cache_quantization is not None:
-        choose("--kv_cache_quantization", kv_cache_quantization, KV_SCHEMES)
-    if rotate is not None:
-        choose("--rotate", rotate, ROTATIONS)
-    check_format(format, scheme, head, kv_cache_quantization)
-    check_block_size(block_size, scheme, HEAD_SCHEMES[head] if head is not None else None)
 
 
 def _require_host() -> None:

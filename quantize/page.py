@@ -7,7 +7,7 @@ from pathlib import Path
 
 from edgellm.quantize.allocation import Point
 from edgellm.quantize.layer_errors import LayerReport
-from edgellm.quantize.logits import Quality
+from edgellm.quantize.notes import notes
 from edgellm.quantize.report import Report
 
 _PAGE = Path(__file__).with_name("report.html")
@@ -22,6 +22,7 @@ def render(report: Report) -> str:
         "@FACTS@": _facts(report),
         "@PLOT@": _plot(report),
         "@CURVE@": _curve(report),
+        "@NOTES@": "".join(f"<p>{html.escape(note)}</p>" for note in notes(report)),
         "@ROWS@": "".join(_row(layer) for layer in report.layers),
         "@FOOT@": html.escape(_foot(report)),
     }.items():
@@ -43,7 +44,6 @@ def _facts(report: Report) -> str:
         "perplexity": f"{quality.perplexity_float:.3f} → {quality.perplexity_quantized:.3f}",
         report.accuracy_means: accuracy,
         "KL divergence": f"{quality.kl_divergence:.4f} nats",
-        **_head_facts(quality),
         "top-1 agreement": f"{quality.top1_agreement:.1%}",
         "size": f"{report.bytes_before / 1e6:.1f} → {report.bytes_after / 1e6:.1f} MB",
         "quantized layers": f"{report.quantized_modules}",
@@ -52,12 +52,6 @@ def _facts(report: Report) -> str:
         "peak memory": f"{report.peak_memory_bytes / 1e6:.0f} MB",
     }
     return "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
-
-
-def _head_facts(quality: Quality) -> dict[str, str]:
-    if quality.kl_float_head is None:
-        return {}
-    return {"KL with a float head": f"{quality.kl_float_head:.4f} nats"}
 
 
 def _plot(report: Report) -> str:

@@ -77,20 +77,10 @@ def attention_alone(
     seen: np.ndarray,
     begin: int,
 ) -> np.ndarray:
-    """A layer in halves that turns nothing, as it is lowered.
+    """A layer in halves that turns nothing, as it is lowered: [1, S, heads * D].
 
-    Args:
-        form: of the lowering.
-        folder: for its weights.
-        q: [1, S, heads * D].
-        rows: new keys, and new values, [1, S, D].
-        keys: of the cache, [1, 1, C, D].
-        values: of the cache.
-        seen: bool [S, T].
-        begin: slot of the first new row.
-
-    Returns:
-        [1, S, heads * D].
+    `rows` are the new keys, and the new values, [1, S, D], the first in slot `begin`; q is
+    [1, S, heads * D], keys and values of the cache [1, 1, C, D], `seen` bool [S, T].
     """
     arrays = {"q": q, "k": rows, "v": rows, "past_key": keys, "past_value": values}
     graph, weights = _graph_of_one_layer(arrays), WeightFile(folder / "unused.data")
