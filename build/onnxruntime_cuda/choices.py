@@ -78,7 +78,6 @@ def choose(
 def _forms(graph: ir.Graph, dtype: ir.DataType, plan: Plan) -> tuple[tuple[Form, ...], str]:
     """The graphs, and what people should know of them."""
     wanted = options_of(plan).attention
-    _check_word("--attention", wanted, FUSED, PLAIN)
     if wanted == PLAIN:
         return (Form.PLAIN,), ""
     forms, against = forms_of(graph, dtype)
@@ -90,7 +89,6 @@ def _forms(graph: ir.Graph, dtype: ir.DataType, plan: Plan) -> tuple[tuple[Form,
 def _int_gemm(graph: ir.Graph, dtype: ir.DataType, plan: Plan, quantize: str) -> tuple[bool, str]:
     """Whether tensor cores take integer weights, and what people should know of it."""
     wanted = options_of(plan).int_gemm
-    _check_word("--intGemm", wanted, ON, OFF)
     layers = [weight for _, weight in linear_layers(graph)]
     some = [weight for weight in layers if weight.kind != "dense" or quantize in ("int4", "int8")]
     is_half = dtype == ir.DataType.FLOAT16
@@ -110,8 +108,3 @@ def _int_gemm(graph: ir.Graph, dtype: ir.DataType, plan: Plan, quantize: str) ->
         "(fpA_intB, from compute capability 7.5 on), in blocks of 32; two graphs hold integer "
         "weights apart, --intGemm off shares them"
     )
-
-
-def _check_word(flag: str, value: str, *allowed: str) -> None:
-    if value not in (AUTO, *allowed):
-        raise EdgeLLMError(f"{flag} {value}: give {', '.join((AUTO, *allowed))}")

@@ -77,8 +77,9 @@ def _distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("precision", DISTANCES)
-@pytest.mark.parametrize("kind", ["base", "eagle_base"])
+@pytest.mark.parametrize(
+    ("kind", "precision"), [*(("base", each) for each in DISTANCES), ("eagle_base", "int4_awq")]
+)
 def test_decoders_of_every_precision(bundles, tmp_path, kind, precision):
     exact = bundles.make(kind, precision, "fp32")
     cuda_on_cpu.build_base(exact, tmp_path / "cuda", PLAN)

@@ -149,6 +149,19 @@ def test_passes_that_recur_are_padded_and_recorded(halves, monkeypatch):
         assert _answer(llm, PROMPTS[0], speculative=False) == expected[0]
 
 
+def test_a_token_uploads_what_is_new(halves, monkeypatch):
+    with cuda_on_cpu.recording():
+        session = cuda_on_cpu.open_base(halves)
+    session.run(np.arange(9, 29), 0, np.array([19]))
+    session.run(np.array([50]), 20, np.array([0]))
+    sent, update = [], ort.OrtValue.update_inplace
+    monkeypatch.setattr(
+        ort.OrtValue, "update_inplace", lambda value, array: (sent.append(0), update(value, array))
+    )
+    session.run(np.array([51]), 21, np.array([0]))
+    assert len(sent) == 2  # the token, and where it goes
+
+
 def test_what_cannot_be_recorded_is_computed_piece_by_piece(halves, monkeypatch, caplog):
     expected = _answer(_llm(halves, TREES), PROMPTS[0], speculative=True)
     runs = _Runs(monkeypatch, fails=True)
