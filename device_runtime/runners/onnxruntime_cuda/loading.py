@@ -10,6 +10,7 @@ import onnx
 import onnxruntime as ort
 from onnx import external_data_helper, helper
 
+from edgellm.device_runtime.runners.onnxruntime_cuda.cache import allocate
 from edgellm.device_runtime.runners.onnxruntime_graphs import CUDA, load_graph
 from edgellm.roles import ROLES, Rows
 
@@ -30,16 +31,15 @@ class Loader:
             threads: of the host.
             device: where they run.
             has_int_gemm: integer weights become what tensor cores read, in each session apart.
+
+        Raises:
+            LimitError: the device is too small.
         """
         self.device, self._paths, self._threads = device, paths, threads
         self._entries = {_INT_GEMM_ENTRY: "1"} if has_int_gemm else {}
         own = _LAID_OUT if has_int_gemm else ()
-        # Mapped, for the CPU reads them where they are
-        self._arrays = _shared_weights(paths, own) if len(paths) > 1 else {}
-        self._owned = {
-            name: ort.OrtValue.ortvalue_from_numpy(array, device)
-            for name, array in self._arrays.items()
-        }
+        shared = _shared_weights(paths, own) if len(paths) > 1 else {}
+        self._owned = {name: _on_device(array, device) for name, array in shared.items()}
         # A session takes a weight where it lies, if that is its own device and nobody's but lent
         self._weights = {
             name: ort.OrtValue.from_dlpack(value) for name, value in self._owned.items()
@@ -82,6 +82,13 @@ def _shared_weights(paths: Sequence[Path], but_of: Sequence[str]) -> dict[str, n
     common = set.intersection(*({*each} for each in stored))
     own = {name for node in graphs[0].node if node.op_type in but_of for name in node.input}
     return {name: _array(stored[0][name], paths[0].parent) for name in sorted(common - own)}
+
+
+def _on_device(array: np.ndarray, device: str) -> ort.OrtValue:
+    """A copy; raises `LimitError` if there is no room."""
+    value = allocate(array.shape, array.dtype, device)
+    value.update_inplace(array)
+    return value
 
 
 def _array(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
