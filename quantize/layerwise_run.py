@@ -34,6 +34,7 @@ from edgellm.quantize.folder import check_output, write_folder
 from edgellm.quantize.folding import fold_smoothing
 from edgellm.quantize.formats import F32
 from edgellm.quantize.kv_cache import cache_scales
+from edgellm.quantize.layer_costs import divergence, find_gradients, measures_layers
 from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, refuse_broken
 from edgellm.quantize.logits import Quality
 from edgellm.quantize.mixing import mix
@@ -103,6 +104,8 @@ def _quantize(plan: Plan, progress: Progress) -> Quality:
         if weighs:
             weigh_tokens(plan)
             progress("weights of tokens", 1, parts)
+        if measures_layers(plan):
+            find_gradients(plan)
         for index in range(layers):
             if not work.has(layer_part(index)):
                 if index == 0:
@@ -169,7 +172,11 @@ def _quantize_layer(plan: Plan, index: int) -> None:
         quantized, before[FLOAT], (after[FLOAT], after[QUANTIZED]), task.device
     )
     bits = {name: linear.bits for name, linear in quantized.decoded.items()}
-    report = LayerReport(index, output, stream, errors, bits, time.perf_counter() - start, own.few)
+    added = 0.0
+    if measures_layers(plan):
+        added = divergence(plan, index, quantized, before[FLOAT], after[FLOAT])
+    seconds = time.perf_counter() - start
+    report = LayerReport(index, output, stream, errors, bits, seconds, own.few, added)
     stored = subject.family.stored_name
     named = {layer + stored(name): tensor for name, tensor in tensors.items()}
     facts = as_facts(report, quantization=exported.quantization, producer=exported.producer)

@@ -58,6 +58,7 @@ class Job:
     alpha_step: float | None = None
     block_size: int | None = None  # of INT4
     keep_layers: tuple[int, ...] = ()  # that stay floats
+    keep_budget: float | None = None  # percent of the result's bytes, for layers yet to be found
     target_bits: float | None = None  # a weight, of mixed precision
     target_kl: float | None = None  # nats a token, an estimate
     target: str = "cpu"  # whose rounding of INT8 inputs is reckoned with
@@ -178,6 +179,16 @@ def _language_model(job: Job) -> LanguageModel:
 def _check_kept(job: Job, count: int) -> None:
     """Raise `EdgeLLMError` for layers that are not there, or if nothing else is left."""
     kept = {*job.keep_layers}
+    if job.keep_budget is not None and job.kv_cache_quantization is not None:
+        raise EdgeLLMError(
+            "--keep_layers auto: scales of the cache are found in layers that are quantized",
+            hint="leave out --keep_layers or --kv_cache_quantization",
+        )
+    if job.keep_budget is not None and job.quantization == "mixed":
+        raise EdgeLLMError(
+            "--quantization mixed decides itself what stays in 16 bits",
+            hint="leave out --keep_layers",
+        )
     if not kept:
         return
     flag = f"--keep_layers {','.join(map(str, job.keep_layers))}"
