@@ -128,7 +128,10 @@ def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Reco
         graphs: Graphs = {_MODEL: (model, op)}
         if (build_fuse_graph := getattr(kind, "build_fuse", None)) is not None:
             graphs = {**graphs, _FUSE: build_fuse_graph(config, weights, dtype)}
-        return _Recorded(config, kind.ROLE, graphs, weights.layouts, kind.spec(draft, config, op))
+        spec = dataclasses.replace(
+            kind.spec(draft, config, op), base_rotation=rotation_name(base.config)
+        )
+        return _Recorded(config, kind.ROLE, graphs, weights.layouts, spec)
     config = _seeing(config, base_config)
     tensors: TensorSource = complete(draft.tensors, tower.tensors, config)
     if rotation is not None:
