@@ -141,6 +141,7 @@ def read_block(
         qk_norm="layers.0.self_attn.q_norm.weight" in infos,
         fc_bias="fc.bias" in infos,
         norms=Norms(before_residual=False, before_fc=False, fc_norm=False, output=False),
+        mask_rows=None,
     )
     block = BlockSpec(
         size=own.positive("block_size"),

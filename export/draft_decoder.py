@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.export import drafts
+from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.draft_config import DraftConfig
 from edgellm.export.graph import HEAD_ROWS, ROWS, PassInputs, cache_shape, declare, finish, typed
 from edgellm.export.op import Op
@@ -46,14 +47,23 @@ def build_draft(
     Returns:
         The model, and the recorder that knows which weights the graph needs.
     """
+    model = drafts.find(config.method).Model(config, weights)
+    return record(model, config.decoder, target_ids, dtype)
+
+
+def record(
+    model: drafts.Network,
+    decoder: DecoderConfig,
+    target_ids: NDArray[np.int64] | None,
+    dtype: ir.DataType,
+) -> tuple[ir.Model, Op]:
+    """The same of any network that continues hidden rows; `decoder` has its sizes."""
     op = Op(dtype)
-    decoder = config.decoder
     size = decoder.hidden_size
     inputs = PassInputs.declare(decoder, dtype, mask_columns="mask_columns")
     hidden = declare(contract.DRAFT_HIDDEN, dtype, [1, ROWS, size])
     top_k = declare(contract.TOP_K, ir.DataType.INT64, [1])
     state = inputs.begin(op, decoder)
-    model = drafts.find(config.method).Model(config, weights)
     x = model.forward(op, inputs.input_ids, hidden, state)
     with op.scope("head"):
         logits, recycled = model.head(op, op.Gather(x, inputs.logits_index, axis=1))

@@ -28,7 +28,7 @@ from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
-from edgellm.device_runtime.speculate.drafter import TreeDrafter
+from edgellm.device_runtime.speculate.drafter import TextDrafter
 from edgellm.device_runtime.speculate.drafters import ngram, suffix
 from edgellm.device_runtime.speculate.drafters.block import BlockDrafter
 from edgellm.device_runtime.speculate.drafters.draft import ModelDrafter
@@ -72,7 +72,7 @@ class Rig:
         heads = StrictHeads(self.base, draft, LIMITS.steps)
         self.start = {
             "plain": lambda: None,
-            "text": lambda: TreeDrafter(learned, LIMITS),
+            "text": lambda: TextDrafter(learned, LIMITS),
             "eagle": lambda: EagleDrafter(rows, learned, LIMITS, FAIR, max_tree_rows=12),
             "draft": lambda: ModelDrafter(
                 model, learned, LIMITS, FAIR, num_candidates=VOCAB, num_readable=VOCAB,
