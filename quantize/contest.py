@@ -6,9 +6,14 @@ import time
 from dataclasses import dataclass
 
 from edgellm.quantize.autoround import is_there
+from edgellm.quantize.checks import HEAD
 from edgellm.quantize.layerwise_run import Progress
 from edgellm.quantize.plan import Job
 from edgellm.quantize.report import Report
+from edgellm.quantize.residual import rotates
+from edgellm.quantize.rotation import has_values
+from edgellm.quantize.schemes import RESIDUAL, VALUES
+from edgellm.quantize.subject import LanguageModel
 from edgellm.quantize.trials import Trials, trials
 
 
@@ -27,6 +32,7 @@ _ENTRIES = (
     _Entry("autoround", "autoround"),
     _Entry("gptq, values rotated", "gptq", rotate="values"),
     _Entry("awq", "awq"),
+    _Entry("gptq, all rotated", "gptq", rotate="all"),
 )
 
 
@@ -53,10 +59,24 @@ def run_contest(job: Job, minutes: float | None, progress: Progress) -> Report:
         return found.publish(min(reports, key=lambda name: reports[name].quality.kl_divergence))
 
 
+def ways(job: Job) -> list[str]:
+    """The ways that the model can go, the likeliest to win first."""
+    model = LanguageModel.open(job.model_dir, job.ignore_config_keys)
+    return [entry.name for entry in _ENTRIES if _suits(entry, model)]
+
+
+def _suits(entry: _Entry, model: LanguageModel) -> bool:
+    if entry.algo == "autoround":
+        return is_there() and model.family.experts is None
+    if entry.rotate in VALUES and not has_values(model.tensors.infos(), model.layers[0]):
+        return False
+    # A tied head would become a matrix of its own, which is no fair comparison.
+    return entry.rotate not in RESIDUAL or (model.head_name == HEAD and rotates(model))
+
+
 def _try_all(found: Trials, minutes: float | None, progress: Progress) -> None:
-    for entry in _ENTRIES:
-        if entry.algo == "autoround" and not is_there():
-            continue
+    names = ways(found.job)
+    for entry in (each for each in _ENTRIES if each.name in names):
         spent = sum(report.seconds for report in found.reports.values())
         left = None if minutes is None or not found.reports else 60 * minutes - spent
         if left is not None and left <= 0:

@@ -85,4 +85,8 @@ def trials(job: Job) -> Iterator[Trials]:
     work.claim(json.loads(json.dumps({"contest": facts}, default=str)))
     busy = f"another edgellm-quantize works in {work.path}"
     with hold(work.path / LOCK, busy, "wait for it, or give another --output_dir"):
-        yield Trials(job, work)
+        try:
+            yield Trials(job, work)
+        finally:
+            if work.is_there and not work.has_begun:
+                work.remove()  # refused before anything was done

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.quantize import contest
-from edgellm.quantize.contest import run_contest
+from edgellm.quantize.contest import run_contest, ways
 from edgellm.quantize.keeping import choose, run_keeping
 from edgellm.quantize.layerwise_run import run_job
 from edgellm.quantize.options import check_together, kept_layers
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("contest")
-    make_model(folder / "model", "qwen2", num_hidden_layers=2)
+    make_model(folder / "model", "qwen2", num_hidden_layers=2, tie_word_embeddings=True)
     write_text(folder / "text.jsonl")
     return folder
 
@@ -113,6 +113,11 @@ def test_rotated_values_compute_the_same(place, job):
 
 def test_a_model_without_values_of_its_own(place, job):
     fused = make_model(place / "fused", "phi3")
+    assert ways(replace(job, model_dir=str(fused))) == ["gptq", "awq"]
+    untied = make_model(place / "untied", "llama", tie_word_embeddings=False)
+    assert "gptq, all rotated" in ways(replace(job, model_dir=str(untied)))
+    behind = make_model(place / "behind", "olmo2", tie_word_embeddings=False)
+    assert ways(replace(job, model_dir=str(behind))) == ["gptq", "gptq, values rotated", "awq"]
     with pytest.raises(UnsupportedModelError, match="no v_proj of its own"):
         run_job(replace(job, model_dir=str(fused), algo="gptq", rotate="values"), _quiet)
 
@@ -173,3 +178,22 @@ def test_flags_that_do_not_go_together(options, message):
     assert kept_layers("0,2", None) == {"keep_layers": (0, 2)}
     with pytest.raises(EdgeLLMError, match="--keep_budget is for"):
         kept_layers("0", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "changes", "message"),
+    [
+        (run_contest, {"model_dir": "nowhere"}, "no such folder"),
+        (run_keeping, {"keep_budget": 5.0, "kv_cache_quantization": "fp8"}, "scales of the cache"),
+        (
+            run_keeping,
+            {"keep_budget": 5.0, "quantization": "mixed", "target_bits": 5.0},
+            "decides itself what stays",
+        ),
+    ],
+)
+def test_what_is_refused_leaves_nothing(job, run, changes, message):
+    wrong = replace(job, algo="auto" if run is run_contest else None, **changes)
+    with pytest.raises(EdgeLLMError, match=message):
+        run(wrong, *((None, _quiet) if run is run_contest else (_quiet,)))
+    assert not wrong.work_dir.exists()

@@ -241,12 +241,12 @@ def test_the_command(command, make, tmp_path):
     result = command(
         "edgellm-quantize", "draft", "--draft_model_dir", job.model_dir, "--base_model_dir",
         job.base_model_dir, "--output_dir", tmp_path / "out", "--num_samples", 6, "--seq_len", 32,
-        "--calib_dataset", job.calib_dataset,
+        "--calib_dataset", job.calib_dataset, "--quantization", "auto", "--max_loss", 100,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "first candidates that the base takes" in result.stdout
-    assert "7 layers at 8." in result.stdout
-    assert "base layer 7 (8/11)" in result.stderr
-    assert "layer 0 (10/11)" in result.stderr
+    assert "8 layers at " in result.stdout
+    assert "int4, head int4: base layer 7 (8/11)" in result.stderr
+    assert "int4, head int4: layer 0 (10/11)" in result.stderr
     page = (tmp_path / "out" / "edgellm_quant.html").read_text()
-    assert "draft: fp8" in page
+    assert "draft: int4" in page
