@@ -26,18 +26,24 @@ from edgellm.build.onnxruntime_cuda.integer_experts import (
     emit_integer_experts,
     integer_form,
 )
-from edgellm.contract import ROUTER, BrokenArtifactError
+from edgellm.contract import ROUTER, BrokenArtifactError, UnsupportedModelError
 
 EXPERTS_VERSION = "1.28"  # of ONNX Runtime, the first that computes what is asked for
 _LEAST = 1e-30  # of a share whose logarithm is taken
 
 
 def lower_experts(graph: GraphEditor, dtype: ir.DataType, bits: int = 0) -> None:
-    """Rewrite all routers and experts; activations are of type `dtype`, see `integer_form`."""
+    """Rewrite all routers and experts; activations are of type `dtype`, see `integer_form`.
+
+    Raises:
+        UnsupportedModelError: experts without gates.
+    """
     for call in find_calls(graph.graph, ROUTER):
         graph.cursor = call
         graph.replace(call.outputs[0], _route(graph, call, dtype))
     for layer in ExpertLayer.all_of(graph.graph):
+        if not layer.is_gated:
+            raise UnsupportedModelError("experts without gates are not lowered for CUDA")
         graph.cursor = layer.call
         form = integer_form(layer, dtype, bits)
         graph.replace(layer.call.outputs[0], _emit(graph, layer, dtype, form))
