@@ -13,7 +13,7 @@ class BlockSpec:
     mask_token_id: int
     from_newest: bool  # row i foresees the token behind it; if not, its own, and row 0 none
     is_causal: bool  # rows see those before them; if not, all of the block
-    has_links: bool  # candidates have scores by the candidate before
+    links: int  # likeliest candidates of a row with scores by the candidate before; 0: none
     window: int | None = None  # tokens of the text that the draft was trained to see; None: all
 
     @property

@@ -103,22 +103,17 @@ def predict(
             hint="give --backend onnxruntime --kernels edgellm",
         )
     if bundle.main_role == DECODER and bundle.decoder.recurrent is not None:
-        _require_states(backend, plan)
+        _require_states(backend)
     origin = backend.origin(plan.options)
     estimate = backend.estimate(source, bundle, plan)
     return Prediction(origin, estimate, tuple(_needs(estimate, engine)))
 
 
-def _require_states(backend: backends.Backend, plan: Plan) -> None:
+def _require_states(backend: backends.Backend) -> None:
     if not backend.TAKES_STATES:
         raise EdgeLLMError(
             f"{backend.LABEL} on {backend.DEVICE} does not compute recurrent layers yet",
             hint="give --backend onnxruntime --device cpu",
-        )
-    if plan.max_batch_size > 1:
-        raise EdgeLLMError(
-            f"--maxBatchSize {plan.max_batch_size}: recurrent layers take one request in a pass",
-            hint="leave --maxBatchSize out",
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from edgellm.block_spec import BlockSpec
-from edgellm.contract import UnsupportedModelError
+from edgellm.contract import MOST_LINKED, UnsupportedModelError
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.config import ConfigReader
 from edgellm.export.decoder_config import DecoderConfig
@@ -125,7 +125,7 @@ def read_block(
     own.expect("output_multiplier", 1.0)
     own.expect("pure_draft_prefix_len", 1)
     own.expect("num_target_layers", base.num_hidden_layers)
-    rank, convolution = _additions(own, kind, infos)
+    rank, links, convolution = _additions(own, kind, infos)
     taps, meaning = _taps(own, base.num_hidden_layers, decoder.num_hidden_layers)
     exporter = "speculators" if layer is not None else _exporter(checkpoint.config)
     draft = DraftConfig(
@@ -148,7 +148,7 @@ def read_block(
         mask_token_id=own.require("mask_token_id", int),
         from_newest=_from_newest(own, exporter, kind),
         is_causal=is_causal,
-        has_links=rank > 0,
+        links=links,
         window=window,
     )
     for reader in {id(each): each for each in (outer, inner, own.nested)}.values():
@@ -226,22 +226,22 @@ def _kind(config: Mapping[str, Any], infos: Infos, *, is_causal: bool) -> str:
     return found
 
 
-def _additions(own: _Own, kind: str, infos: Infos) -> tuple[int, Convolution | None]:
-    """Rank of the scores by the candidate before, and DFlash2's convolution."""
+def _additions(own: _Own, kind: str, infos: Infos) -> tuple[int, int, Convolution | None]:
+    """Rank of the scores by the candidate before, how many have some, DFlash2's convolution."""
     own.expect("final_logit_softcapping")
     own.read("enable_confidence_head", bool)  # what it says is learned while running instead
     own.read("confidence_head_with_markov", bool)
     if kind == "dspark":
         own.expect("markov_head_type", "vanilla")
-        return own.positive("markov_rank"), None
+        return own.positive("markov_rank"), MOST_LINKED, None
     own.expect("markov_rank", 0)
     if kind != "dflash2":
-        return 0, None
-    own.positive("selector_top_k")  # how many candidates it was trained to choose from
+        return 0, 0, None
+    links = min(own.positive("selector_top_k"), MOST_LINKED)
     taps, group = own.positive("conv_kernel_size"), own.positive("conv_group_size")
     if "layers.0.attention_conv.base_kernel" not in infos:
         raise UnsupportedModelError("a dflash2 draft without convolutions is not understood")
-    return own.positive("selector_rank"), Convolution(taps, group)
+    return own.positive("selector_rank"), links, Convolution(taps, group)
 
 
 def _from_newest(own: _Own, exporter: str, kind: str) -> bool:

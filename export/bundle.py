@@ -244,12 +244,18 @@ def _check_tokens(checkpoint: Checkpoint, vocab_size: int) -> None:
 
 
 def _eos_token_ids(configs: Iterable[dict[str, Any]], vocab_size: int) -> tuple[int, ...]:
+    """All ids that end an answer, each a token of the model."""
+    found = end_ids(configs)
+    for token_id in found:
+        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise UnsupportedModelError(f"eos_token_id {token_id!r} is not a token of the model")
+    return tuple(sorted(found))
+
+
+def end_ids(configs: Iterable[dict[str, Any]]) -> set[Any]:
     """All ids that end an answer: those of the generation config and of the model's configs."""
     found: set[Any] = set()
     for source in configs:
         value = source.get("eos_token_id")
         found.update(value if isinstance(value, list) else [value] if value is not None else [])
-    for token_id in found:
-        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise UnsupportedModelError(f"eos_token_id {token_id!r} is not a token of the model")
-    return tuple(sorted(found))
+    return found

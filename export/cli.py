@@ -110,6 +110,10 @@ def draft(
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the bundle.")],
     dtype: DType = "fp16",
     ignore_config_keys: IgnoredKeys = "",
+    draft_vocab_size: Annotated[
+        int | None,
+        typer.Option("--draft_vocab_size", help="mtp.*: foresee the commonest N tokens only."),
+    ] = None,
 ) -> None:
     """Export a draft, heads or a layer (mtp.*) for a base exported with --draft_model_dir."""
     from edgellm.export.draft import DraftOptions, export_draft
@@ -120,7 +124,7 @@ def draft(
     start = time.perf_counter()
     checkpoint = open_draft(draft_model_dir)
     base = open_checkpoint(base_model_dir, tokenizer=False)
-    options = DraftOptions(dtype, _split(ignore_config_keys))
+    options = DraftOptions(dtype, _split(ignore_config_keys), draft_vocab_size)
     with byte_progress("exporting") as progress:
         manifest = export_draft(checkpoint, base, output_dir, options, progress)
     spec = manifest.draft

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoint import TensorInfo
@@ -42,6 +43,7 @@ class MaskRows:
         tokens = {*said.values()}
         is_parallel = reader.optional("parallel_drafting", bool)
         depths = [found for key in _DEPTH_KEYS if (found := reader.optional(key, int))]
+        depths += _proposed(reader.optional("speculators_config", dict) or {})
         if FEATURE not in infos:
             if tokens or is_parallel:
                 raise BrokenArtifactError(
@@ -57,3 +59,14 @@ class MaskRows:
                 hint=f"one of {', '.join(_TOKEN_KEYS)} names it",
             )
         return cls(token_id, max(depths, default=_USUAL_DEPTH))
+
+
+def _proposed(config: Mapping[str, Any]) -> list[int]:
+    """The tokens of a pass that speculators' config proposes."""
+    methods = config.get("proposal_methods")
+    found = (
+        method.get("speculative_tokens")
+        for method in (methods if isinstance(methods, list) else [])
+        if isinstance(method, dict)
+    )
+    return [tokens for tokens in found if isinstance(tokens, int) and tokens > 0]

@@ -25,6 +25,7 @@ from edgellm.quantize.checkpointing import (
     as_facts,
     layer_part,
 )
+from edgellm.quantize.equalizing import EVENED, Squares, even_columns, input_squares
 from edgellm.quantize.evaluation import evaluate
 from edgellm.quantize.experts import find_experts, round_experts, watch
 from edgellm.quantize.families import Family
@@ -150,6 +151,9 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     source = {name: tensor.floats() for name, tensor in raw.items()}
     if plan.job.rotate in VALUES:
         source = rotate_values(source, subject.config.head_dim)
+    if plan.recipe.scheme.form in EVENED:
+        squares = _input_squares(plan, index, source, before[ROUNDED])
+        source = even_columns(source, subject.family, subject.config.head_dim, squares)
     exported, own = _exported(plan, index, source, before, after)
     tensors = {**_kept(exported, raw, subject.family), **own.tensors}
     layer = subject.layers[index]
@@ -177,6 +181,18 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     named = {layer + stored(name): tensor for name, tensor in tensors.items()}
     facts = as_facts(report, quantization=exported.quantization, producer=exported.producer)
     task.work.store(layer_part(index), named, facts)
+
+
+def _input_squares(
+    plan: Plan, index: int, source: dict[str, F32], states: States
+) -> Squares | None:
+    """How large the layer's inputs are, where they are rounded in blocks."""
+    if not plan.recipe.scheme.is_nvfp4 or not weighs_tokens(plan):
+        return None
+    device = plan.task.device
+    model = plan.subject.layer_model(index, source, device)
+    batches = states.batches(device)
+    return input_squares(model, batches, plan.subject.family, layer_weights(plan, index))
 
 
 def _computing(

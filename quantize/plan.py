@@ -33,6 +33,7 @@ from edgellm.quantize.schemes import (
     check_targets,
     choose,
     choose_scheme,
+    smallest_bits,
 )
 from edgellm.quantize.subject import LanguageModel, Subject, Task
 
@@ -141,6 +142,7 @@ def make_plan(job: Job) -> Plan:
         )
     _check_kept(job, len(subject.layers))
     recipe, head = _recipes(job, scheme, head_scheme, subject, device)
+    _check_bits(job, recipe.block_size)
     amounts = _amounts(scheme, device)
     seq_len = job.seq_len or amounts.seq_len
     positions = subject.config.max_position_embeddings
@@ -198,6 +200,19 @@ def _check_kept(job: Job, count: int) -> None:
         raise EdgeLLMError(
             f"{flag}: scales of the cache are found in layers that are quantized, all of them",
             hint="leave out --keep_layers or --kv_cache_quantization",
+        )
+
+
+def _check_bits(job: Job, block_size: int) -> None:
+    """Raise `EdgeLLMError` for a size below that of the smallest form."""
+    if job.target_bits is None:
+        return
+    smallest = smallest_bits(block_size)
+    if job.target_bits < smallest:
+        raise EdgeLLMError(
+            f"--target_bits {job.target_bits:g}: INT4 in blocks of {block_size} has "
+            f"{smallest:g} bits a weight",
+            hint=f"give --target_bits {smallest:g} or more, or a larger --block_size",
         )
 
 

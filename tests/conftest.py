@@ -184,7 +184,6 @@ def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Eag
         "mtp": eagle_engines.build_mtp,
         "peagle": lambda folder: build(folder, eagle_engines.PEAGLE),
         "hybrid": lambda folder: build(folder, model_type="qwen3_5_text"),
-        "qwen3": lambda folder: build(folder, model_type="qwen3"),
     }
 
     def get(name: str) -> EaglePair:

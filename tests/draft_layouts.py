@@ -94,7 +94,8 @@ LAYOUTS = {
     ),
     "speculators_peagle": Layout(
         {**_SPECULATORS, "speculators_model_type": "peagle", "mask_token_id": 95,
-         "num_depths": 5, "down_sample_ratio": 0.7, "fc_norm": True},
+         "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]},
+         "down_sample_ratio": 0.7, "fc_norm": True},
         inner_config={}, first="layers.0", own_embedding=True, norm_before_residual=True,
         fc_norm=True, mask_shape=(1, 1),
     ),

@@ -82,7 +82,7 @@ class Reference:
         x = x + (self._experts(y) if has_experts else self._glu("mlp", y))
         normed = self._norm("norm", x)
         head = self.tensors.get("lm_head.weight", embedding)
-        return (normed @ head.T).log_softmax(-1), normed
+        return (normed @ head[self.targets].T).log_softmax(-1), normed
 
     def drop_to(self, rows: int) -> None:
         """Forget all rows of the cache but the first."""

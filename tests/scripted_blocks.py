@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from scripted_sessions import VOCAB, Draft, StrictDraft
+from scripted_sessions import Draft, StrictDraft
 
 from edgellm.block_spec import BlockSpec
-from edgellm.contract import MOST_LINKED, LimitError
+from edgellm.contract import LimitError
 from edgellm.device_runtime.sessions.draft import DraftResult
 
 
@@ -25,10 +25,10 @@ class StrictBlocks(StrictDraft):
         *,
         from_newest: bool = False,
         is_causal: bool = False,
-        has_links: bool = False,
+        links: int = 0,
     ) -> None:
         super().__init__(capacity - size, draft)
-        self.block = BlockSpec(size, 0, from_newest, is_causal, has_links)
+        self.block = BlockSpec(size, 0, from_newest, is_causal, links)
         self.passes = 0
 
     def _run_part(self, part):
@@ -43,7 +43,7 @@ class StrictBlocks(StrictDraft):
     def _foresee(self, rows, top_k):
         shape = rows, top_k
         ids, log_probs = np.zeros(shape, np.int64), np.full(shape, -9, np.float32)
-        width = min(top_k, MOST_LINKED)
+        width = min(top_k, max(self.block.links, 1))
         links = np.full((rows, width, width), -9, np.float32)
         context, before = tuple(self.text), None
         for row in range(0 if self.block.from_newest else 1, rows):
@@ -55,7 +55,4 @@ class StrictBlocks(StrictDraft):
                 links[row, rank] = np.log([known.get(int(one), 1e-9) for one in ids[row, :width]])
             context, before = (*context, candidates[0]), ids[row]
         none = np.zeros((rows, 0), np.float32)
-        return DraftResult(ids, log_probs, none, links if self.block.has_links else None)
-
-
-assert VOCAB > MOST_LINKED
+        return DraftResult(ids, log_probs, none, links if self.block.links else None)

@@ -10,6 +10,7 @@ from typing import Any
 from edgellm.contract import RequestError
 from edgellm.device_runtime.engine.finished_answers import MOST_FINISHED, Finished, FinishedAnswers
 from edgellm.device_runtime.engine.prefix_cache import (
+    KEPT_BYTES,
     KeptContexts,
     KeptRows,
     RowCache,
@@ -53,9 +54,7 @@ class CacheSlot:
         self.steps_together = session.most_parts > 1  # a pass for all that step side by side
         self._holder: Sequence | None = None  # whose rows the session is about
         self._begun: dict[Sequence, tuple[Any, ...]] = {}  # their contexts in all caches
-        # In the one cache there are the latest, and where its prompt ended.
-        most = MOST_FINISHED if self.steps_together else 2 if session.pass_rows else 1
-        self._finished = FinishedAnswers((session, *self._draft_caches), most)
+        self._finished = FinishedAnswers((session, *self._draft_caches), _most_finished(session))
         for cache in (session, *self._draft_caches):
             cache.on_shortage(self._forget_one)
         for cache in self._draft_caches:
@@ -307,6 +306,16 @@ class CacheSlot:
                 kept.restore(usable, caches)
             held = usable
         return self.session.begin_text(len(keys), min(held, len(keys) - 1), sequence.marks)
+
+
+def _most_finished(session: DecoderSession) -> int:
+    """Answers whose rows stay; the states of recurrent layers take memory that no page counts."""
+    if session.most_parts == 1:  # in the one cache there are the latest, and where its prompt ended
+        return 2 if session.pass_rows else 1
+    states = session.state_bytes
+    return min(
+        MOST_FINISHED, max(session.most_parts, KEPT_BYTES // states if states else sys.maxsize)
+    )
 
 
 def require_loaded(adapter: LoadedAdapter | None) -> None:

@@ -19,6 +19,7 @@ from edgellm.device_runtime.engine.answer import Answer
 from edgellm.device_runtime.engine.batch import Batch, Entry
 from edgellm.device_runtime.engine.bounds import bounds_of
 from edgellm.device_runtime.engine.cache_slot import CacheSlot
+from edgellm.device_runtime.engine.driver import Driver
 from edgellm.device_runtime.engine.endings import Endings
 from edgellm.device_runtime.engine.messages import Formatter
 from edgellm.device_runtime.engine.prefix_cache import count_common
@@ -120,11 +121,7 @@ class LLM:
         return self.manifest.max_batch_size
 
     def on_pass(self, told: Callable[[int, int], object]) -> None:
-        """Have somebody told of every pass, by any thread.
-
-        Args:
-            told: takes the answers that share the pass, and those that gave their rows back.
-        """
+        """Have `told` called before passes: answers that share it, others that gave rows back."""
         self._turns.on_pass(told)
 
     @property
@@ -258,6 +255,10 @@ class LLM:
         for _ in self.together(answers, batch_size):
             pass
         return answers
+
+    def driver(self) -> Driver:
+        """What computes for many threads in one."""
+        return Driver(self._turns)
 
     def together(self, answers: Iterable[Answer], batch_size: int | None = None) -> Iterator[News]:
         """Iterate over several answers side by side, see `together.together`.

@@ -14,32 +14,44 @@ from typing import NamedTuple
 
 from edgellm.device_runtime.speculate.costs import Costs
 
-# What an account may lose at first, and holds at most, in tokens of plain decoding of every answer
-# that shares the passes, as all of them take part and wait for each other. The first trial of a
-# network finds acceptance rates that nobody knows yet (4 did not last: MT-bench then began with a
-# pause); a full account outlasts a stretch of text that is hard to foresee (8 did not: HumanEval
-# then lost all of its gain in every tenth answer).
-FIRST_CREDIT, FIRST_CREDIT_BESIDE = 7.0, 2.0  # the latter: of text beside a network
-_CREDIT, _FULL = 2.0, 24.0
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 192, 1024  # tokens
+# What an account holds at most, in tokens of plain decoding of every answer that shares the passes,
+# as all of them take part and wait for each other. It outlasts a stretch of text that is hard to
+# foresee (8 did not: HumanEval then lost all of its gain in every tenth answer).
+_FULL = 24.0
 _OPTIMISM, _LONGEST_CHAIN = 0.8, 6  # rate of acceptance, tokens
 _RATE_MEMORY = 0.03  # weight of the newest round in the running rates
+
+
+class Terms(NamedTuple):
+    """What trials may lose, in such tokens, and pauses behind them, in tokens."""
+
+    first: float
+    again: float = 2.0
+    shortest: int = 192
+    longest: int = 1024
+
+
+# A network's first trial finds acceptance rates that nobody knows yet: 4 did not last, MT-bench
+# then began with a pause. Sampled answers are harder to foresee, so that less is risked there; and
+# looking a text up, beside a network, costs little: a little credit lasts, and it is tried sooner.
+GREEDY, SAMPLED = Terms(7.0), Terms(3.0, 1.5, 384)
+GREEDY_BESIDE, SAMPLED_BESIDE = Terms(2.0, longest=384), Terms(1.5, 1.5, longest=384)
 
 
 class Account:
     """Of a network, or of what text foresees."""
 
-    def __init__(self, round_ms: float, answers: int, first_credit: float) -> None:
+    def __init__(self, round_ms: float, answers: int, terms: Terms) -> None:
         """Begin with a trial.
 
         Args:
             round_ms: of plain decoding: a token of every answer.
             answers: that share the passes.
-            first_credit: what the trial may lose, see the module.
+            terms: of trials.
         """
-        self._round_ms, self._answers = round_ms, answers
-        self.pause, self._pause_length = 0, _SHORTEST_PAUSE * answers  # tokens
-        self._begin_trial(first_credit)
+        self._round_ms, self._answers, self._terms = round_ms, answers, terms
+        self.pause, self._pause_length = 0, terms.shortest * answers  # tokens
+        self._begin_trial(terms.first)
 
     def _begin_trial(self, credit: float) -> None:
         self.ms, self.is_retrial = credit * self._round_ms, True
@@ -49,20 +61,20 @@ class Account:
         full_ms = _FULL * self._round_ms
         self.ms = min(self.ms + won_ms, full_ms)
         if self.ms == full_ms:
-            self.is_retrial, self._pause_length = False, _SHORTEST_PAUSE * self._answers
+            self.is_retrial, self._pause_length = False, self._terms.shortest * self._answers
         elif self.ms < 0:
             self.pause = self._pause_length
-            self._pause_length = min(2 * self._pause_length, _LONGEST_PAUSE * self._answers)
+            self._pause_length = min(2 * self._pause_length, self._terms.longest * self._answers)
 
     def rest(self) -> None:
         """There is nothing to win: no trial before the longest pause is over."""
-        self.pause = _LONGEST_PAUSE * self._answers
+        self.pause = self._terms.longest * self._answers
 
     def pass_by(self, tokens: int) -> bool:
         """So many were decoded during its pause; whether that ended, and a trial begins."""
         self.pause = max(self.pause - tokens, 0)
         if not self.pause:
-            self._begin_trial(_CREDIT)
+            self._begin_trial(self._terms.again)
         return not self.pause
 
 
@@ -78,20 +90,25 @@ class Pace:
     """What decoding reaches where so many answers share the passes, and who drafts there."""
 
     def __init__(
-        self, costs: Costs, answers: int = 1, text_credit: float = FIRST_CREDIT_BESIDE
+        self,
+        costs: Costs,
+        answers: int = 1,
+        network: Terms = GREEDY,
+        text: Terms = GREEDY_BESIDE,
     ) -> None:
         """Begin with the costs alone.
 
         Args:
             costs: of an answer, of passes that all share.
             answers: of them.
-            text_credit: what the text may lose at first.
+            network: terms of its account.
+            text: of the text's.
         """
         self._verify, self._costs, self._answers = costs.verify.tolist(), costs, answers
         self.plain_ms = self._verify[1]
         round_ms = answers * self.plain_ms
-        self.network = Account(round_ms, answers, FIRST_CREDIT)
-        self.text = Account(round_ms, answers, text_credit)
+        self.network = Account(round_ms, answers, network)
+        self.text = Account(round_ms, answers, text)
         self._forget_rate()
         if answers > 1:
             if not _may_pay(costs, costs.host_ms + costs.extend[1]):
@@ -109,13 +126,18 @@ class Pace:
 
     def pass_by(self, looked_ms: float) -> None:
         """A token of plain decoding; looking the text up took so long, for nothing."""
-        if self.network.pause and self.network.pass_by(1):
+        network, text = self.network, self.text
+        if network.pause > 1 and text.pause > 1:
+            network.pause -= 1
+            text.pause -= 1
+            return
+        if network.pause and network.pass_by(1):
             self._forget_rate()
-        if self.text.pause:
-            self.text.pass_by(1)
+        if text.pause:
+            text.pass_by(1)
         elif looked_ms:
             self._learn_rate(1, self.plain_ms + looked_ms)
-            self.text.book(-looked_ms)
+            text.book(-looked_ms)
 
     def end_round(
         self,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from edgellm.device_runtime.speculate.accounts import FIRST_CREDIT_BESIDE, Pace, TextShare
+from edgellm.device_runtime.speculate.accounts import GREEDY, GREEDY_BESIDE, Pace, Terms, TextShare
 from edgellm.device_runtime.speculate.costs import ALONE, Company, Costs, shared
 from edgellm.device_runtime.speculate.lookup import Foresight
 
@@ -91,7 +91,8 @@ class Controller:
         *,
         pauses: bool = False,
         adapts: bool = False,
-        text_credit: float = FIRST_CREDIT_BESIDE,
+        network: Terms = GREEDY,
+        text: Terms = GREEDY_BESIDE,
     ) -> None:
         """Begin with the costs alone.
 
@@ -99,10 +100,11 @@ class Controller:
             costs: of the engine.
             pauses: leave drafting alone for a while when it loses.
             adapts: rounds may go without the network.
-            text_credit: see `Pace`.
+            network: terms of its accounts.
+            text: of the text's.
         """
         self._costs, self._pauses, self.adapts = costs, pauses, adapts
-        self._text_credit, self._looked_ms = text_credit, _LOOKED_MS
+        self._terms, self._looked_ms = (network, text), _LOOKED_MS
         self._paces: dict[int, Pace] = {}  # by the answers that share a pass
         self.company = ALONE  # of the answer whose round it is
         self.pace = self._pace_of(1)
@@ -126,7 +128,7 @@ class Controller:
             tables = self._costs.verify, self._costs.step, self._costs.extend
             verify, step, extend = (shared(table, answers) for table in tables)
             shares = replace(self._costs, verify=verify, step=step, extend=extend)
-            self._paces[answers] = Pace(shares, answers, self._text_credit)
+            self._paces[answers] = Pace(shares, answers, *self._terms)
         return self._paces[answers]
 
     @property
@@ -173,7 +175,9 @@ class Controller:
     def pass_by(self, foresight: Foresight) -> None:
         """A token of plain decoding; the text may have been looked up in vain."""
         if self._pauses:
-            self.pace.pass_by(self.looked_up(foresight))
+            self.pace.pass_by(self.looked_up(foresight) if foresight.looked_s else 0.0)
+        if self._opened_at is not None:
+            self._judge(networked=False, tokens=1)
 
     def end_round(
         self,
@@ -201,9 +205,13 @@ class Controller:
                 emitted, drafted_ms, rows, networked=networked, read_ms=read_ms, text=text
             )
         if self._opened_at is not None:
-            ms = (time.perf_counter() - self._opened_at) * 1e3
-            self.learn(networked=networked, tokens=emitted, ms=ms)
-            self._opened_at = None
+            self._judge(networked=networked, tokens=emitted)
+
+    def _judge(self, *, networked: bool, tokens: int) -> None:
+        assert self._opened_at is not None
+        ms = (time.perf_counter() - self._opened_at) * 1e3
+        self.learn(networked=networked, tokens=tokens, ms=ms)
+        self._opened_at = None
 
     def learn(self, *, networked: bool, tokens: int, ms: float) -> None:
         """What a round of a side gave by the clock."""

@@ -166,6 +166,7 @@ class TreeDrafter:
         self._foresight = Foresight()  # by the text
         self._pool: Pool | None = None
         self._spent_ms = self._read_ms = 0.0  # this round's; see `Controller.end_round`
+        self._opened: bool | None = None  # whether this round asks the network; None: undecided
         self._is_networked = False  # whether the network drafted in this round
         self._passed: list[tuple[int, F32]] = []  # while it rested: tokens, features before each
 
@@ -208,7 +209,8 @@ class TreeDrafter:
         """Let the network read what was committed, unless it rests."""
         self._wake()
         self._controller.turn_to(self.company)
-        if self._asks_network and self._controller.opens(self._expected):
+        opened, self._opened = self._opened, None
+        if self._opens() if opened is None else opened:
             yield from self._read() or ()
 
     def _book_reading(self, rows: int, prices: F64) -> None:
@@ -223,7 +225,10 @@ class TreeDrafter:
     @property
     def _asks_network(self) -> bool:
         """Whether there is one that does not rest."""
-        return not self._controller.is_pausing
+        return not self._controller.pace.network.pause
+
+    def _opens(self) -> bool:
+        return self._asks_network and self._controller.opens(self._expected)
 
     @property
     def _looks_up(self) -> bool:
@@ -308,19 +313,18 @@ class TreeDrafter:
             tokens = sum(chosen[index] >= self._ends[0] for index in path)
         looked_ms = self._controller.looked_up(self._foresight)
         text = TextShare(looked_ms, rows, tokens) if looked_ms or rows else None
+        networked, read_ms = self._is_networked, self._read_ms
         self._controller.end_round(
-            emitted, self._spent_ms, len(tree),
-            networked=self._is_networked, read_ms=self._read_ms, text=text,
-        )  # fmt: skip
+            emitted, self._spent_ms, len(tree), networked=networked, read_ms=read_ms, text=text
+        )
         self._spent_ms = self._read_ms = 0.0
 
     @property
     def rests(self) -> bool:
         """See `Drafter.rests`; what the text foresees may pay while a network rests."""
-        self._controller.turn_to(self.company)
-        if self._asks_network:
-            return False
-        return not self._foresees_enough()
+        pace = self._controller.turn_to(self.company)
+        self._opened = self._opens()
+        return not self._opened and (pace.text.pause > 0 or not self._foresees_enough())
 
     def pass_by(self, token_id: int, taps: F32) -> None:
         """See `Drafter.pass_by`; what is to be done for the token may wait until it wakes."""

@@ -38,19 +38,16 @@ class Order:
         return (self.base.cost_ms or costs(self.session, self.base.decoder, most))[PASS]
 
     @property
-    def host_ms(self) -> float:
-        """What the host does to ask a network for a tree; 0 where no build has measured it."""
-        return self._host.get("1", 0.0)
+    def host_ms(self) -> tuple[float, float]:
+        """What the host does to ask a network for a tree, and for a tree that is verified.
 
-    @property
-    def tree_ms(self) -> float:
-        """What it does for a tree that is verified, and not for a plain token."""
-        return max(self._host.get("2", 0.0) - self.host_ms, 0.0)
-
-    @property
-    def _host(self) -> Mapping[str, float]:
-        """By rows that a drafted round verifies."""
-        return self.base.cost_ms.get(HOST, {})
+        Zeros where no build has measured it.
+        """
+        measured = self.base.cost_ms.get(HOST, {})  # by rows that a drafted round verifies
+        vain = measured.get("1", 0.0)
+        if "2" not in measured:  # an older build measured both together
+            return vain / 2, vain / 2
+        return vain, max(measured["2"] - vain, 0.0)
 
     def image_ids(self, *, reads_rows: bool) -> ImageIds | None:
         """Of a base that takes images, for a draft that takes their rows or does not."""

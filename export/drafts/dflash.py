@@ -237,7 +237,7 @@ def _candidates(
         typed(ids, ir.DataType.INT64, shape, contract.CANDIDATE_IDS),
         typed(log_probs, ir.DataType.FLOAT, shape, contract.CANDIDATE_LOG_PROBS),
     ]
-    if not model.config.block.has_links:
+    if not model.config.block.links:
         return outputs
     zero, axis = op.constant([0]), op.constant([2])
     most = op.constant([contract.MOST_LINKED])

@@ -13,27 +13,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import ModuleType
 
+import numpy as np
 import onnx_ir as ir
 
 from edgellm.contract import UnsupportedModelError
-from edgellm.export.bundle import ExportOptions, read_architecture
-from edgellm.export.checkpoint import Checkpoint, Renamed
+from edgellm.export.bundle import ExportOptions, end_ids, read_architecture
+from edgellm.export.checkpoint import Checkpoint, Renamed, TensorSource
 from edgellm.export.config import ConfigReader
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.draft_decoder import record
 from edgellm.export.draft_tensors import DraftTensors
 from edgellm.export.graph_files import decoder_spec, refuse_leftovers
+from edgellm.export.head_rows import HeadRows, commonest
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
 from edgellm.export.models import qwen2_moe, qwen3_5_text
 from edgellm.export.op import Op
+from edgellm.export.rotation import refuse_rotated
 from edgellm.export.vlm import text_tower
 from edgellm.export.weights import Weights
 from edgellm.manifest import DraftSpec
 from edgellm.roles import DRAFT
 
-TITLE, ROLE = "a layer of multi-token prediction", DRAFT
+TITLE, ROLE = "multi-token prediction", DRAFT
 FILES = ()  # it stands among the weights of its model
 _PREFIX, _TABLE, _HEAD = "mtp.", "model.embed_tokens", "lm_head"
 
@@ -45,6 +48,7 @@ class MtpConfig:
     architecture: ModuleType  # of that model
     decoder: DecoderConfig  # the layer alone
     base_num_layers: int
+    target_ids: tuple[int, ...] | None = None  # that it foresees, ascending; None: all
     exporter: str = "Qwen"
     method: str = "mtp"
     taps_meaning: str = "multi-token prediction: output of the final norm"
@@ -53,6 +57,11 @@ class MtpConfig:
     def hidden_taps(self) -> tuple[int, ...]:
         """The output of the base's final norm, see `manifest.DraftSpec`."""
         return (self.base_num_layers,)
+
+    @property
+    def num_foreseen(self) -> int:
+        """Tokens that it may propose."""
+        return self.decoder.vocab_size if self.target_ids is None else len(self.target_ids)
 
 
 def own_names(names: Iterable[str]) -> list[str]:
@@ -67,6 +76,7 @@ def read(checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] =
         UnsupportedModelError: a layer of another architecture, several, one with an embedding of
             its own, or one for a base of other sizes.
     """
+    refuse_rotated(checkpoint, TITLE)
     options = ExportOptions(ignore_config_keys=ignored)
     tower, architecture, config = read_architecture(checkpoint, options)
     if not issubclass(architecture.Model, qwen3_5_text.Model):
@@ -92,6 +102,13 @@ def read(checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] =
         dense_layers=() if has_experts else (0,),
     )
     return MtpConfig(architecture, layer, base.num_hidden_layers)
+
+
+def with_vocabulary(config: MtpConfig, base: Checkpoint, size: int) -> MtpConfig:
+    """The same that foresees only `size` of the base's tokens; raises `UnsupportedModelError`."""
+    ends = end_ids((base.generation_config, base.config, text_tower(base).checkpoint.config))
+    ids = commonest(size, config.decoder.vocab_size, ends)
+    return replace(config, target_ids=tuple(ids.tolist()))
 
 
 def _check_against(base: DecoderConfig, own: DecoderConfig) -> None:
@@ -122,7 +139,7 @@ class Model:
         self.layer = attending(decoder, own / "layers.0")
         has_head = any(name.startswith(_HEAD) for name in weights.unused())
         self.lm_head = Linear(
-            weights / (_HEAD if has_head else _TABLE), size, decoder.vocab_size, bias=False
+            weights / (_HEAD if has_head else _TABLE), size, config.num_foreseen, bias=False
         )
 
     def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
@@ -143,17 +160,24 @@ def build(
     draft: Checkpoint, base: Checkpoint, config: MtpConfig, dtype: ir.DataType
 ) -> tuple[ir.Model, Op, Weights]:
     """The graph, as that of an EAGLE draft."""
-    weights = Weights(_tensors(draft, base), draft.quant_config or base.quant_config)
-    model, op = record(Model(config, weights), config.decoder, None, dtype)
+    tensors = _tensors(draft, base, config)
+    weights = Weights(tensors, draft.quant_config or base.quant_config)
+    ids = None if config.target_ids is None else np.array(config.target_ids)
+    model, op = record(Model(config, weights), config.decoder, ids, dtype)
     refuse_leftovers(weights.unused(), "draft")
     return model, op, weights
 
 
-def _tensors(draft: Checkpoint, base: Checkpoint) -> DraftTensors:
+def _tensors(draft: Checkpoint, base: Checkpoint, config: MtpConfig) -> DraftTensors:
     """The layer's, and the base's embedding and head."""
     there = text_tower(base).checkpoint.tensors
-    shared = (name for name in there.infos() if name.startswith((f"{_TABLE}.", f"{_HEAD}.")))
-    return DraftTensors(_own(draft), {name: (there, name) for name in shared})
+    shared = [name for name in there.infos() if name.startswith((f"{_TABLE}.", f"{_HEAD}."))]
+    borrowed: dict[str, tuple[TensorSource, str]] = {name: (there, name) for name in shared}
+    if config.target_ids is not None:
+        head, ids = f"{_HEAD}.weight", np.array(config.target_ids)
+        name = head if any(name.startswith(_HEAD) for name in shared) else f"{_TABLE}.weight"
+        borrowed[head] = HeadRows(there, name, ids, head), head
+    return DraftTensors(_own(draft), borrowed)
 
 
 def _own(draft: Checkpoint) -> Renamed:
@@ -166,7 +190,7 @@ def spec(draft: Checkpoint, config: MtpConfig, op: Op) -> DraftSpec:
     return DraftSpec(
         method=config.method,
         decoder=decoder_spec(decoder, config.method, [op], _own(draft)),
-        draft_vocab_size=decoder.vocab_size,
+        draft_vocab_size=config.num_foreseen,
         base_hidden_size=decoder.hidden_size,
         base_num_layers=config.base_num_layers,
         hidden_taps=config.hidden_taps,

@@ -32,6 +32,7 @@ class Fuse(eagle3.Fuse):
         stored = self.weights.take(FEATURE, (*width[1:], self.width), op.dtype)
         learned = op.cast(op.parameter(stored), op.dtype)
         row = op.Reshape(learned, op.constant([1, 1, self.width]))
-        largest = op.ReduceMax(op.Abs(x), op.constant([2]), keepdims=1)  # [1, S, 1]
-        is_mask = op.Equal(largest, op.constant(0, op.dtype))
+        zero = op.constant(0, op.dtype)
+        magnitudes = op.Max(x, op.Sub(zero, x))  # every device has these
+        is_mask = op.GreaterOrEqual(zero, op.ReduceMax(magnitudes, op.constant([2]), keepdims=1))
         return super().__call__(op, op.Where(is_mask, row, x))

@@ -147,7 +147,7 @@ class CudaRun(EngineRun):
 
 @pytest.mark.parametrize("lowered", [EngineRun, CudaRun])
 @pytest.mark.parametrize(
-    "name", ["biases", "eagle1", "eagle1_without_bias", "modelopt_base_head", "speculators_qwen3"]
+    "name", ["biases", "eagle1", "modelopt_base_head", "speculators_peagle", "speculators_qwen3"]
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", TOLERANCE), ("fp16", 0.2)])
 def test_lowered_graphs_equal_the_reference(name, dtype, tolerance, lowered, draft_bases, tmp_path):

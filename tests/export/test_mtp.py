@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import make_checkpoint
 from draft_runs import DraftRun, drive
 from eagle_reference import BASE_HIDDEN, VOCAB
 from mtp_reference import HYBRIDS, Reference, make_base
 from safetensors.torch import load_file, save_file
 
+from edgellm import safetensors_files
 from edgellm.contract import EdgeLLMError
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, read_architecture
@@ -60,6 +62,24 @@ def test_a_tied_head_is_stored_once(tmp_path):
     names = ir.load(tmp_path / "bundle" / "model.onnx").graph.initializers
     assert "lm_head.weight" not in names
     drive(DraftRun(tmp_path / "bundle", manifest), Reference(base))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_commonest_tokens_alone(tmp_path, monkeypatch, is_tied):
+    """In pieces of any size; those that end an answer are kept."""
+    monkeypatch.setattr(safetensors_files, "CHUNK_BYTES", 1000)
+    base = make_base(tmp_path / "base", tie_word_embeddings=is_tied, vocab_size=VOCAB)
+    (base / "generation_config.json").write_text('{"eos_token_id": [60, 93]}')
+    options = DraftOptions("fp32", draft_vocab_size=40)
+    opened = open_draft(str(base)), open_checkpoint(str(base), tokenizer=False)
+    manifest = export_draft(*opened, tmp_path / "bundle", options)
+    assert manifest.draft.draft_vocab_size == 40
+    reference = Reference(base)
+    reference.targets = torch.tensor([*range(38), 60, 93])
+    drive(DraftRun(tmp_path / "bundle", manifest), reference)
+    for size in (2, VOCAB + 1):
+        with pytest.raises(EdgeLLMError, match=f"--draft_vocab_size {size}: give 4 to {VOCAB}"):
+            export_draft(*opened, tmp_path / "b", DraftOptions(draft_vocab_size=size))
 
 
 def test_in_the_folder_of_a_model_with_images(bases, tmp_path):
@@ -121,6 +141,12 @@ def test_other_models_and_other_bases(bases, tmp_path, tiny_checkpoint):
     save_file({**whole, **layer}, llama / "model.safetensors", {"format": "pt"})
     with pytest.raises(EdgeLLMError, match="multi-token prediction of llama is not supported"):
         exported(llama, llama, tmp_path / "bundle")
+    turned = shutil.copytree(bases["qwen3_5_text"], tmp_path / "turned")
+    config = json.loads((turned / "config.json").read_text())
+    config["edgellm_rotation"] = {"kind": "hadamard", "seed": 0}
+    (turned / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EdgeLLMError, match=r"stream of .* was rotated"):
+        exported(turned, turned, tmp_path / "bundle")
     tiny = models.find("qwen3_5_text").TINY
     for config, message in (({"hidden_size": 48}, "hidden size 96"), ({"vocab_size": 90}, "96")):
         other = make_checkpoint(tmp_path / message[-2:], **{**tiny, **config})

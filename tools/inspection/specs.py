@@ -68,6 +68,9 @@ def draft_facts(spec: DraftSpec) -> dict[str, str]:
         own = {**decoder_facts(spec.decoder), "draft vocabulary": str(spec.draft_vocab_size)}
     if spec.mask_token_id is not None:
         own["tokens of a pass"] = str(spec.num_heads)
+    if spec.block is not None:
+        rule = "causal" if spec.block.is_causal else "sees itself whole"
+        own["block"] = f"{spec.block.size} rows, {spec.block.levels} foreseen, {rule}"
     return {
         "method": spec.method,
         **own,

@@ -1,4 +1,4 @@
-"""The threads that wait for answers, as many as the engine computes at a time, and their queue."""
+"""The threads that begin answers, as many as the engine computes at a time, and their queue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.device_runtime.engine.llm import LLM, Answer, Step
 from edgellm.device_runtime.engine.scheduler import AGING_S
 from edgellm.tools.serve.asks import Ask, Embed, start
 from edgellm.tools.serve.errors import ApiError
@@ -51,7 +51,7 @@ class Job:
 
 
 class Worker:
-    """Runs jobs side by side, each in a thread; the passes are shared, see `engine.turns`."""
+    """Runs jobs side by side, each begun in a thread; one computes all, see `engine.driver`."""
 
     def __init__(
         self, llm: LLM, metrics: Metrics, queue_size: int, request_timeout_s: float
@@ -67,12 +67,13 @@ class Worker:
             threading.Thread(target=self._work, name=f"answer-{number}", daemon=True)
             for number in range(llm.batch_size)
         ]
+        self._driver = llm.driver()
         metrics.watch(lambda: len(self.running), lambda: len(self._waiting), llm)
 
     @property
     def is_alive(self) -> bool:
         """Whether the threads run."""
-        return all(thread.is_alive() for thread in self._threads)
+        return self._driver.is_alive and all(thread.is_alive() for thread in self._threads)
 
     @property
     def is_ready(self) -> bool:
@@ -81,6 +82,7 @@ class Worker:
 
     def start(self) -> None:
         """Begin to work."""
+        self._driver.start()
         for thread in self._threads:
             thread.start()
 
@@ -121,6 +123,8 @@ class Worker:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=30)
+        self._driver.end()  # nobody asks any more
+        self._driver.join(30)
 
     def _check(self, job: Job) -> None:
         """Raises `AbandonedError`, or `ApiError` 504 when a job's time is over."""
@@ -198,16 +202,19 @@ class Worker:
     def _answer(self, job: Job, answers: list[Answer], began: float) -> None:
         """Tell of answers while they grow, side by side as far as the engine takes several."""
         grown = {answer: _Grown(at) for at, answer in enumerate(answers)}
+
+        def told(answer: Answer, steps: tuple[Step, ...]) -> None:
+            one = grown[answer]
+            for step in steps:
+                self._book(job, one, answer)
+                job.tell(one.at, step)
+            if answer.is_complete:
+                finished = _figures(answer, job, began, one.first or time.monotonic())
+                self._metrics.finished(finished, time.monotonic() - job.arrived)
+                job.tell(one.at, finished)
+
         try:
-            for answer, steps in self.llm.together(answers):
-                one = grown[answer]
-                for step in steps:
-                    self._book(job, one, answer)
-                    job.tell(one.at, step)
-                if answer.is_complete:
-                    finished = _figures(answer, job, began, one.first or time.monotonic())
-                    self._metrics.finished(finished, time.monotonic() - job.arrived)
-                    job.tell(one.at, finished)
+            self._driver.grow(answers, self.llm.batch_size, told)
         finally:
             self._metrics.generated.inc(sum(len(answer.token_ids) for answer in answers))
 

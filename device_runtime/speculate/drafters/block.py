@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from edgellm.block_spec import BlockSpec
-from edgellm.contract import MOST_LINKED, LimitError
+from edgellm.contract import LimitError
 from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter
 from edgellm.device_runtime.sessions.block import BlockSession, costs, open_block
 from edgellm.device_runtime.sessions.draft import DraftResult
@@ -50,8 +50,12 @@ def open(order: Order) -> Opened:
     most_rows = max(manifest.main_graphs[-1].max_rows, limits.round_rows)
     rows = CommittedRows(session, limits.round_rows, image_ids, most_rows=most_rows)
 
+    draft, top_k = manifest.draft, limits.top_k
+    if links := session.block.links:  # which tell better than the first scores what is likely
+        top_k = min(links, draft.draft_vocab_size)
+
     def start(learned: Learned) -> BlockDrafter:
-        return BlockDrafter(rows, session, learned, limits, prices)
+        return BlockDrafter(rows, session, learned, limits, prices, num_candidates=top_k)
 
     return Opened(prices, start, (rows,))
 
@@ -65,12 +69,13 @@ def block_limits(order: Order, draft: DraftSpec) -> TreeLimits:
     assert draft.block is not None
     levels, options = draft.block.levels, order.options
     limits = order.limits
-    if draft.block.has_links and limits.top_k > MOST_LINKED:
+    links = draft.block.links
+    if links and limits.top_k > links:
         if options.choices:
             raise LimitError(
-                f"the choices take {limits.top_k} candidates of a node, links know {MOST_LINKED}"
+                f"the choices take {limits.top_k} candidates of a node, the draft knows {links}"
             )
-        limits = replace(limits, top_k=MOST_LINKED)
+        limits = replace(limits, top_k=links)
     check_candidates(limits, draft)
     if options.steps is None and not options.choices:
         return replace(limits, steps=levels)
@@ -93,6 +98,8 @@ class BlockDrafter(TreeDrafter):
         learned: Learned,
         limits: TreeLimits,
         costs: Costs,
+        *,
+        num_candidates: int,
     ) -> None:
         """Nothing is computed yet.
 
@@ -102,10 +109,11 @@ class BlockDrafter(TreeDrafter):
             learned: see `TreeDrafter`.
             limits: the user's bounds, at most the block's levels.
             costs: of the engine, for the books; rows are extended with a block behind them.
+            num_candidates: of a row that the draft is asked for, children of a node at least.
         """
         super().__init__(learned, limits, image_ids=rows.image_ids)
         self._rows, self._session, self._costs = rows, session, costs
-        self._size = rows_of(session.block, limits.steps)
+        self._num_candidates, self._size = num_candidates, rows_of(session.block, limits.steps)
         self._block: DraftResult | None = None  # behind the newest token
         self._shares: dict[int, F64] = {}  # prices by the answers that share a pass
         self._own = rows.context  # its rows; others may be current
@@ -133,7 +141,7 @@ class BlockDrafter(TreeDrafter):
         """Commit the rows that wait, with a block behind them."""
         if self._controller.is_retrial:
             self._own.skip(max(RETRIAL_ROWS // self.company.answers, LEAST_RETRIAL_ROWS))
-        for part in self._own.parts(self._limits.top_k):
+        for part in self._own.parts(self._num_candidates):
             rows = len(part.token_ids)
             block = np.arange(rows, rows + self._size)
             wanted = Wanted(self._session, replace(part, output_rows=block))
@@ -157,7 +165,7 @@ class BlockDrafter(TreeDrafter):
         first = 0 if self._session.block.from_newest else 1
         nodes, ranks = np.zeros(1, np.int64), np.zeros(1, np.int64)  # and their places in their row
         for row in range(first, min(first + levels, len(found.token_ids))):
-            ids, log_probs, places = _children(found, row, ranks)
+            ids, log_probs, places = _children(found, row, ranks, self._limits.top_k)
             newest = pool.add(nodes, ids, policy.scores(log_probs), np.exp(log_probs))
             nodes = policy.frontier(pool, newest, np.zeros(len(newest)))
             if not len(nodes):
@@ -165,13 +173,14 @@ class BlockDrafter(TreeDrafter):
             ranks = places[nodes - newest[0]]
 
 
-def _children(found: DraftResult, row: int, ranks: I64) -> tuple[I64, F64, I64]:
+def _children(found: DraftResult, row: int, ranks: I64, top_k: int) -> tuple[I64, F64, I64]:
     """The candidates of a row behind each of N of the row before, best first.
 
     Args:
         found: of the block.
         row: of it.
         ranks: places of the N among the candidates of the row before, int64 [N].
+        top_k: K.
 
     Returns:
         Token ids and log-probabilities [N, K], and the places of all of them in the row [N * K].
@@ -182,7 +191,7 @@ def _children(found: DraftResult, row: int, ranks: I64) -> tuple[I64, F64, I64]:
         log_probs = np.broadcast_to(found.log_probs[row].astype(np.float64), shape)
         return ids, log_probs, np.tile(np.arange(shape[1]), shape[0])
     log_probs = found.links[row][ranks].astype(np.float64)
-    order = np.argsort(-log_probs, axis=1, kind="stable")
+    order = np.argsort(-log_probs, axis=1, kind="stable")[:, :top_k]
     return found.token_ids[row][order], np.take_along_axis(log_probs, order, 1), order.ravel()
 
 

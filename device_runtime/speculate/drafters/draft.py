@@ -51,7 +51,7 @@ def open(order: Order) -> Opened:
     if (images := manifest.decoder.images) is not None:
         session.set_images(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
     drafting = (manifest.cost_ms or costs(session, manifest.decoder))[PASS]
-    prices = Costs.of(order.pass_costs(), drafting, drafting, order.host_ms, order.tree_ms)
+    prices = Costs.of(order.pass_costs(), drafting, drafting, *order.host_ms)
 
     def start(learned: Learned) -> ModelDrafter:
         return ModelDrafter(

@@ -58,7 +58,7 @@ def open_network(order: Order, name: str) -> Opened:
     rounds = None if growth is None else open_rounds(order.session, session, growth)
     if rounds is not None:
         rounds.prepare(manifest.draft, manifest.max_draft_tree_size)
-    host = (order.host_ms, order.tree_ms) if rounds is None else (0.0, 0.0)
+    host = order.host_ms if rounds is None else (0.0, 0.0)
     prices = Costs.of(order.pass_costs(), measured[STEP], measured[EXTEND], *host)
     round_rows = order.limits.round_rows
     most_rows = max(manifest.main_graphs[-1].max_rows, round_rows)

@@ -36,7 +36,7 @@ def open(order: Order) -> Opened:
     with FileCheck(folder, manifest.files, order.verify):
         session = open_heads(folder, manifest)
     measured = manifest.cost_ms or costs(session, manifest.draft, limits.top_k)
-    prices = Costs.of(order.pass_costs(), None, measured[ALL_HEADS], order.host_ms, order.tree_ms)
+    prices = Costs.of(order.pass_costs(), None, measured[ALL_HEADS], *order.host_ms)
     image_ids = order.image_ids(reads_rows=True)
 
     def start(learned: Learned) -> MedusaDrafter:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -41,7 +43,12 @@ def drafting(policy="fixed", draft="oracle", capacity=128, **block):
     rows = CommittedRows(session, limits.round_rows)
     made = StaticTree(CHOICES) if policy == "static" else FixedTree(limits)
     learned = by_cost(limits, COSTS) if policy == "cost" else learned_of(made, COSTS)
-    return (lambda: BlockDrafter(rows, session, learned, limits, COSTS)), session
+    count = session.block.links or limits.top_k
+
+    def start():
+        return BlockDrafter(rows, session, learned, limits, COSTS, num_candidates=count)
+
+    return start, session
 
 
 def ids_of(base, drafter, prompt, params, count=30) -> list[int]:
@@ -63,7 +70,7 @@ def plain(prompt, params, count=30) -> list[int]:
 def test_ids_are_those_of_plain_decoding(draft, policy, has_links):
     base = StrictBase(128)
     rules = {
-        "has_links": has_links,
+        "links": 16 * has_links,
         "from_newest": policy == "cost",
         "is_causal": draft == "oracle",
     }
@@ -88,7 +95,7 @@ def test_a_full_cache_ends_in_plain_decoding():
 def test_right_blocks_are_always_accepted(has_links):
     """With links also along paths that no place of the block believed in."""
     base = StrictBase(128)
-    start, session = drafting(has_links=has_links)
+    start, session = drafting(links=16 * has_links)
     assert ids_of(base, start(), PROMPTS[0], GREEDY, 61) == plain(PROMPTS[0], GREEDY, 61)
     assert session.passes <= 1 + 61 // 6 + 1
 
@@ -140,14 +147,15 @@ def test_an_engine_equals_torch(engines, name):
         places = np.searchsorted(reference.targets.numpy(), found.token_ids)
         own = np.take_along_axis(expected.numpy(), places, 1)
         np.testing.assert_allclose(found.log_probs, own, atol=5e-5)
-        assert found.links is None or found.links.shape == (6, 16, 16)
+        linked = min(64, layout.draft_vocab)
+        assert found.links is None or found.links.shape == (6, linked, linked)
     if found.links is None:
         return
     first = 0 if layout.from_newest else 1
     for row, rank in ((first, 3), (first + 1, 2), (4, 5)):
         before = 28 if row == first else int(found.token_ids[row - 1, rank])
         scores = expected[row] + 0
-        own = torch.from_numpy(places[row, :16])
+        own = torch.from_numpy(places[row, :linked])
         scores[own] += reference.pair_scores(rows, row, before)[own]
         links = scores.log_softmax(-1)[own]
         np.testing.assert_allclose(found.links[row, rank], links, atol=2e-4)
@@ -170,6 +178,29 @@ def test_rounded_engines_say_nearly_the_same(engines, name, precision, tmp_path)
     assert np.linalg.norm(error) < {"int8": 0.1, "int4": 0.4}[precision] * spread
 
 
+@pytest.mark.parametrize("name", ["dflash2", "speculators"])
+def test_blocks_of_several_answers_share_a_pass(engines, name, tmp_path):
+    """Neither sees the other, nor is a candidate linked to one of the other."""
+    plan = replace(draft_plan(), max_batch_size=2, options=CpuOptions("edgellm"))
+    bundle, layout = engines(name).draft_bundle, LAYOUTS[name]
+    built = build_engine("draft", bundle, tmp_path / "e", plan, "onnxruntime", print)
+    session = open_block(tmp_path / "e" / "draft", built)
+    taps = np.random.default_rng(2).standard_normal((9, 3 * 96), np.float32)
+    first, second = session.context, session.new_context()
+
+    def part(context, rows, newest):
+        ids, block = np.full(rows, newest), np.arange(rows, rows + 6)
+        return DraftPart(context, ids, 0, block, layout.draft_vocab, taps=taps[:rows])
+
+    wanted = [part(first, 9, 20), part(second, 4, 30)]
+    alone = [found.copy() for one in wanted for found in session.run_many([one])]
+    for found, expected in zip(session.run_many(wanted), alone, strict=True):
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-5)
+        rows = slice(0 if layout.from_newest else 1, None)  # what is foreseen
+        np.testing.assert_allclose(found.links[rows], expected.links[rows], atol=1e-5)
+
+
 SPECS = {
     "fixed": SpecOptions(tree="fixed", top_k=4, verify_size=20),
     "by cost": SpecOptions(lookups=("ngram",)),
@@ -177,25 +208,30 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_answers_are_those_of_plain_decoding(engines, name):
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("dflash", "by cost"),
+        ("jetspec", "short"),
+        ("deepspec", "fixed"),
+        ("speculators", "by cost"),
+        ("dflash2", "fixed"),
+    ],
+)
+def test_answers_are_those_of_plain_decoding(engines, name, way):
     """Stop tokens, limits within a block, texts that go on behind others, a full cache."""
-    for way, spec in SPECS.items():
-        llm = LLM(engines(name).engine, verify=True, spec=spec)
-        rounds = []
-        for prompt in ("w20", "w9 w10 w9 w10 w9", " ".join(f"w{i}" for i in range(10, 70))):
-            for sampling in (GREEDY, SamplingParams(1.0, 1.0, 0, 7)):
-                answers = [
-                    llm.generate(
-                        prompt, sampling=sampling, max_generate_length=70, speculative=drafts
-                    )
-                    for drafts in (False, True)
-                ]
-                texts = [[step.text for step in answer] and answer.text for answer in answers]
-                assert texts[0] == texts[1]
-                assert answers[0].token_ids == answers[1].token_ids
-                rounds += answers[1].profile.rounds
-        assert rounds, way
+    llm = LLM(engines(name).engine, verify=True, spec=SPECS[way])
+    rounds = []
+    for prompt in ("w20", "w9 w10 w9 w10 w9", " ".join(f"w{i}" for i in range(10, 70))):
+        for sampling in (GREEDY, SamplingParams(1.0, 1.0, 0, 7)):
+            plain, found = (
+                llm.generate(prompt, sampling=sampling, max_generate_length=70, speculative=drafts)
+                for drafts in (False, True)
+            )
+            list(plain), list(found)
+            assert (found.token_ids, found.text) == (plain.token_ids, plain.text)
+            rounds += found.profile.rounds
+    assert max(counts.tree_size for counts in rounds) > 2
 
 
 @pytest.mark.parametrize(
@@ -212,8 +248,6 @@ def test_what_the_draft_cannot_do(engines, options, message):
 
 
 def test_other_kernels_do_not_build_blocks(engines, tmp_path):
-    from dataclasses import replace
-
     plan = replace(draft_plan(), options=CpuOptions("onnxruntime"))
     with pytest.raises(EdgeLLMError, match="only edgellm's kernels"):
         build_engine("draft", engines("dflash").draft_bundle, tmp_path, plan, "onnxruntime", print)

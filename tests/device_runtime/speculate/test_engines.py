@@ -23,7 +23,7 @@ from edgellm.device_runtime.speculate.tree import Tree
 from edgellm.manifest import DRAFT_ENGINE, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 TOLERANCE = 2e-4
-NAMES = ("eagle3", "int4", "eagle1", "qwen3")
+NAMES = ("eagle3", "int4", "eagle1", "hybrid")
 PREFIX = np.random.default_rng(5).integers(9, 96, 23)
 TREE = Tree(
     np.array([40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51]),
@@ -60,11 +60,15 @@ def verified(session):
 
 
 def close(pair, found, expected, *, rounding: float = 0.05) -> None:
-    """INT4 kernels round activations to int8; the portable graph does not."""
+    """INT4 kernels round activations to int8; the portable graph does not.
+
+    The streams of the hybrid are forty times as large as those of the others.
+    """
     if is_int4(pair):
         assert np.linalg.norm(found - expected) < rounding * np.linalg.norm(expected)
     else:
-        np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+        largest = np.abs(expected).max() if "hybrid" in pair.engine.parent.name else 1
+        np.testing.assert_allclose(found, expected, atol=max(TOLERANCE, 5e-5 * largest))
 
 
 def is_int4(pair) -> bool:

@@ -14,6 +14,7 @@ from serve_process import serving
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime.engine.driver import Driver
 from edgellm.tools.serve.engines import LEASES, Engines
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.models import Model, read_models
@@ -32,6 +33,7 @@ class Loading:
         if model.name in self.broken:
             raise BrokenArtifactError(f"{model.name} is damaged")
         llm = SimpleNamespace(batch_size=1, adapters={}, on_pass=lambda _: None)
+        llm.driver = lambda: Driver(None)
         llm.load_adapter, llm.slot = llm.adapters.__setitem__, SimpleNamespace(usage=0.0)
         return llm
 
