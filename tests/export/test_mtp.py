@@ -148,8 +148,14 @@ def test_other_models_and_other_bases(bases, tmp_path, tiny_checkpoint):
     with pytest.raises(EdgeLLMError, match=r"stream of .* was rotated"):
         exported(turned, turned, tmp_path / "bundle")
     tiny = models.find("qwen3_5_text").TINY
-    for config, message in (({"hidden_size": 48}, "hidden size 96"), ({"vocab_size": 90}, "96")):
-        other = make_checkpoint(tmp_path / message[-2:], **{**tiny, **config})
+    with pytest.raises(EdgeLLMError, match=r"for a base of architecture .*qwen3_5_text"):
+        exported(bases["qwen3_5_text"], llama, tmp_path / "bundle")
+    for config, message in (
+        ({"hidden_size": 48}, "hidden size 96"),
+        ({"vocab_size": 90}, "vocabulary 96"),
+        ({"num_hidden_layers": 2}, "layers 4"),
+    ):
+        other = make_checkpoint(tmp_path / message, **{**tiny, **config})
         with pytest.raises(EdgeLLMError, match=f"for a base of .*{message}"):
             exported(bases["qwen3_5_text"], other, tmp_path / "bundle")
 
