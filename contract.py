@@ -52,6 +52,10 @@ TOP_K = "top_k"  # int64 [1]; K, candidates wanted for each row
 CANDIDATES = "candidates"  # K as a symbol in shapes of outputs
 CANDIDATE_IDS = "candidate_ids"  # int64 [1, R, K]; of the base's vocabulary, best first
 CANDIDATE_LOG_PROBS = "candidate_log_probs"  # float32 [1, R, K]; log-softmax, draft vocabulary
+# Of a draft of blocks: log-probabilities of the likeliest L candidates of a row, given each of the
+# L of the row before it (or the token that stands there): float32 [1, R, L, L], L <= MOST_LINKED.
+CANDIDATE_LINKS = "candidate_links"
+LINKED, MOST_LINKED = "linked", 64  # L as a symbol in shapes of outputs
 RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of a row's children
 
 # Engines with edgellm's kernels take several sequences in a pass, whose rows stand one behind the

@@ -28,19 +28,22 @@ from edgellm.device_runtime.engine import profile
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.engine.profile import GENERATION, SPECULATION, Profile
 from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.speculate.accounts import TextShare
 from edgellm.device_runtime.speculate.controller import Controller
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafters import eagle
+from edgellm.device_runtime.speculate.lookup import Foresight
 from edgellm.scripts import smollm2
 
 # SmolLM2 in INT4 with its draft in INT4, two threads of an AMD EPYC (Zen 5); milliseconds by rows.
 PASSES = {"1": 2.40, "2": 2.58, "4": 2.95, "8": 4.05, "16": 6.8, "32": 12.5, "64": 25.0}
 STEPS = {"1": 0.17, "2": 0.21, "4": 0.26, "8": 0.45, "16": 0.8, "64": 3.2}
 EXTENSIONS = {"1": 0.31, "2": 0.33, "4": 0.37, "8": 0.50, "16": 0.75, "64": 2.0}
-HOST_MS = 0.35  # of a round, beyond that of plain decoding
+HOST_MS = 0.25, 0.1  # of asking the network, of a tree, beyond plain decoding
+LOOKED_MS = 0.03  # of looking the text up
 FREE = {"1": 0.001, "64": 0.002}
 PRICES = {
-    "as it is": Costs.of(PASSES, STEPS, EXTENSIONS, HOST_MS),
+    "as it is": Costs.of(PASSES, STEPS, EXTENSIONS, *HOST_MS),
     "a host that costs nothing": Costs.of(PASSES, STEPS, EXTENSIONS),
     "drafts that cost nothing": Costs.of(PASSES, FREE, FREE),
 }
@@ -80,18 +83,25 @@ def priced(
     prices = PRICES[name]
     booked: list[tuple[int, float]] = []
     found: list[str] = []
-    end_round = Controller.end_round
+    end_round, pass_by = Controller.end_round, Controller.pass_by
 
     def book(
         self: Controller, emitted: int, drafted_ms: float, rows: int, *, networked: bool,
-        read_ms: float = 0.0,
+        read_ms: float = 0.0, text: TextShare | None = None,
     ) -> None:  # fmt: skip
-        host_ms = prices.host_ms if rows > 1 else 0.0
-        booked.append((emitted, drafted_ms + host_ms + read_ms + float(prices.verify[rows])))
-        end_round(self, emitted, drafted_ms, rows, networked=networked, read_ms=read_ms)
+        host_ms = prices.host_ms * networked + prices.tree_ms * (rows > 1)
+        looked_ms = 0.0 if text is None else text.looked_ms
+        ms = drafted_ms + host_ms + read_ms + looked_ms + float(prices.verify[rows])
+        booked.append((emitted, ms))
+        end_round(self, emitted, drafted_ms, rows, networked=networked, read_ms=read_ms, text=text)
+
+    def book_plain(self: Controller, foresight: Foresight) -> None:
+        looked_ms = LOOKED_MS if foresight.looked_s else 0.0
+        booked.append((1, looked_ms + PASSES["1"]))
+        pass_by(self, foresight)
 
     eagle.Costs = SimpleNamespace(of=lambda *_: prices)
-    Controller.end_round = book
+    Controller.end_round, Controller.pass_by = book, book_plain
     try:
         with LLM(folder, spec=methods.METHODS[method].spec) as llm:
             for questions in sets:  # what the first teach is known of the others
@@ -101,7 +111,7 @@ def priced(
                 rate = emitted / ms * PASSES["1"]
                 found.append(f"{rate:.3f} ({emitted / len(booked):.2f})")
     finally:
-        eagle.Costs, Controller.end_round = Costs, end_round
+        eagle.Costs, Controller.end_round, Controller.pass_by = Costs, end_round, pass_by
     return "  ".join(found)
 
 

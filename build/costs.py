@@ -34,7 +34,7 @@ def measure(opened: Mapping[str, Runner], spec: Spec, plan: Plan) -> tuple[Costs
     if not isinstance(spec, DecoderSpec):
         return costs, 0
     if plan.max_verify_tree_size:
-        costs[HOST] = {"1": round_host_ms(spec.num_parameters // 2)}  # INT4 reads the least
+        costs[HOST] = round_host_ms(spec.num_parameters // 2)  # INT4 reads the least
     return costs, _best_prefill_rows(session, spec.vocab_size, plan)
 
 

@@ -19,7 +19,7 @@ from edgellm.build.machine import (
 from edgellm.build.plan import Estimate, Origin, Plan
 from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.manifest import Bundle
-from edgellm.roles import DECODER
+from edgellm.roles import BLOCK, DECODER
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,12 @@ def predict(
             f"--maxLoraRank {plan.max_lora_rank}: only edgellm's kernels take adapters at run time",
             hint="give --backend onnxruntime --kernels edgellm, or merge the adapter: "
             "edgellm-export llm --lora_dir",
+        )
+    if bundle.main_role == BLOCK and not backend.takes_batches(plan):
+        raise EdgeLLMError(
+            f"a {bundle.draft.method} draft: only edgellm's kernels let rows of a block see each "
+            "other",
+            hint="give --backend onnxruntime --kernels edgellm",
         )
     if bundle.main_role == DECODER and bundle.decoder.recurrent is not None:
         _require_states(backend)

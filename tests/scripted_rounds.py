@@ -13,7 +13,7 @@ from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.accept import Round
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
-from edgellm.device_runtime.speculate.drafter import TreeDrafter
+from edgellm.device_runtime.speculate.drafter import TextDrafter
 from edgellm.device_runtime.speculate.drafters import ngram, suffix
 from edgellm.device_runtime.speculate.drafters.draft import ModelDrafter
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
@@ -66,7 +66,7 @@ class Setup:
         else:
             self.learned = by_cost(self.limits, costs, lookups=starts, adapts=self.adapts)
         if self.draft is None:
-            self.start = lambda: TreeDrafter(self.learned, self.limits)
+            self.start = lambda: TextDrafter(self.learned, self.limits)
             return
         if self.is_model:
             self.session = StrictModel(self.draft_capacity, DRAFTS[self.draft])

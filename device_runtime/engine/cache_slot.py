@@ -90,6 +90,11 @@ class CacheSlot:
         rows = -(-session.capacity // page) * page * most
         return 1 - session.free_rows_without(over) / rows
 
+    def close(self) -> None:
+        """Let go of the caches, so that their memory is given back at once."""
+        for cache in (self.session, *self._draft_caches):
+            cache.on_shortage(lambda: False)
+
     def _forget_one(self) -> bool:
         self._spare_rows = None
         return self._finished.forget_one()

@@ -18,6 +18,7 @@ from edgellm.device_runtime.speculate.drafter import Drafter
 
 FinishReason = Literal["stop", "length"]  # "stop": end token or stop string
 ANY_ROWS = 1 << 30
+_PLAIN, _ENDED = RoundCounts(1, 1, 0, 0), RoundCounts(0, 1, 0, 0)  # rounds of the root alone
 
 
 class Step(NamedTuple):
@@ -123,5 +124,6 @@ class Sequence:
 def _counts(found: Round, emitted: int) -> RoundCounts:
     assert found.tree is not None
     size = len(found.tree)
-    depth = max(found.tree.depths()) if size > 1 else 0
-    return RoundCounts(emitted, size, depth, len(found.path) - 1)
+    if size == 1:
+        return _PLAIN if emitted else _ENDED
+    return RoundCounts(emitted, size, max(found.tree.depths()), len(found.path) - 1)

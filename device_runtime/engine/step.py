@@ -269,8 +269,9 @@ def _settle(session: DecoderSession, turn: _Turn, result: PassResult) -> Round |
     sequence.num_rows += 1
     if sequence.drafter is None:
         return Round((token_id,))
+    assert turn.part is not None
     sequence.drafter.pass_by(token_id, result.taps)
-    return Round((token_id,), Tree.of_root(sequence.newest), (0,), (1.0,))
+    return Round((token_id,), Tree.of_roots(turn.part.token_ids), (0,), (1.0,))
 
 
 def _settle_piece(sequence: Sequence, end: int, result: PassResult) -> Round | None:

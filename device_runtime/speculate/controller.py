@@ -1,15 +1,11 @@
 """Whether a round drafts, and whether with the network: by what passes cost, and by the clock.
 
-By cost, with what the build measured, so that a run is repeatable: an account has what drafted
-rounds won and lost against plain decoding, and drafting pauses when it is empty. A trial of
-drafting starts with a small credit, so that a draft that never pays costs a bounded share of the
-time, which falls as pauses grow; a draft that pays fills its account and is never asked again. By
-the clock, where `--spec auto` may choose: a round drafts with the network, or with what the text
-alone foresees. Both are measured by tokens per
-millisecond, apart for rounds in which the text foresees much and for those in which it foresees
-little: a stretch of text has its tokens, however they are decoded. What the build measured, over
-one length of context, is no judge there: passes of the base grow with the context, a draft's
-hardly do.
+By cost, drafting rests where it loses (`accounts.py`). By the clock, where `--spec auto` may
+choose: a round drafts with the network, or with what the text alone foresees. Both are measured by
+tokens per millisecond, apart for rounds in which the text foresees much and for those in which it
+foresees little: a stretch of text has its tokens, however they are decoded. What the build
+measured, over one length of context, is no judge there: passes of the base grow with the context,
+a draft's hardly do.
 """
 
 from __future__ import annotations
@@ -19,90 +15,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from edgellm.device_runtime.speculate.costs import ALONE, Costs, shared
+from edgellm.device_runtime.speculate.accounts import GREEDY, GREEDY_BESIDE, Pace, Terms, TextShare
+from edgellm.device_runtime.speculate.costs import ALONE, Company, Costs, shared
+from edgellm.device_runtime.speculate.lookup import Foresight
 
-# What a trial may lose, and what an account holds at most, in tokens of plain decoding of every
-# answer that shares the passes, as all of them take part and wait for each other. The first
-# trial finds acceptance rates that nobody knows yet (4 did not last: MT-bench then began with a
-# pause); a full account outlasts a stretch of text that is hard to foresee (8 did not: HumanEval
-# then lost all of its gain in every tenth answer).
-_FIRST_CREDIT, _CREDIT, _FULL = 7.0, 2.0, 24.0
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 192, 1024  # tokens
-_OPTIMISM, _LONGEST_CHAIN = 0.8, 6  # rate of acceptance, tokens
-_RATE_MEMORY = 0.03  # weight of the newest round in the running rates
 _FORESEEN = (0.3, 1.0, 2.5)  # tokens; edges between the kinds of rounds
 _MEMORY = 0.02  # weight of the newest round of a side
 _TRIAL = 10  # rounds of a side
 _SHORTEST, _LONGEST = 64, 1024  # rounds until the other side is tried again
+_LOOKED_MS = 0.03  # of looking the text up, until the clock has seen it
 _OUTLIER = 4  # times a side's mean; slower rounds are the machine's doing
-
-
-class _Pace:
-    """What decoding reaches by the costs, and pauses of drafting."""
-
-    def __init__(self, costs: Costs, answers: int = 1) -> None:
-        self._verify, self._host_ms, self._answers = costs.verify.tolist(), costs.host_ms, answers
-        self.plain_ms = self._verify[1]
-        self.pause, self._pause_length = 0, _SHORTEST_PAUSE * answers  # tokens
-        self._begin_trial(_FIRST_CREDIT)
-        self.is_retrial = answers > 1 and not _may_pay(costs)
-        if self.is_retrial:
-            self.pause = _LONGEST_PAUSE * answers
-
-    def _begin_trial(self, credit: float) -> None:
-        self.tokens, self.ms, self._rounds = 1.2, self.plain_ms, 0
-        self.account_ms, self.is_retrial = credit * self._round_ms, True
-
-    @property
-    def _round_ms(self) -> float:
-        """Of plain decoding: a token of every answer."""
-        return self._answers * self.plain_ms
-
-    @property
-    def rate(self) -> float:
-        """Tokens per millisecond, at least plain decoding's."""
-        return max(self.tokens / self.ms, 1 / self.plain_ms)
-
-    def end_round(
-        self, emitted: int, drafted_ms: float, rows: int, *, networked: bool, read_ms: float
-    ) -> None:
-        """Update the rate, and the account of a network; see `Controller.end_round`."""
-        if self.pause > 0:
-            self.pause -= emitted
-            if self.pause <= 0:
-                self._begin_trial(_CREDIT)
-            return
-        cost = drafted_ms + self._verify[min(rows, len(self._verify) - 1)]
-        # Also of what a network drafted in vain, and of what others waited for
-        if rows > 1 or drafted_ms or (networked and self._answers > 1):
-            cost += self._host_ms
-        weight = max(_RATE_MEMORY, 1 / (self._rounds + 2))
-        self.tokens += weight * (emitted - self.tokens)
-        self.ms += weight * (cost - self.ms)
-        self._rounds += 1
-        if networked:
-            self._book(emitted * self.plain_ms - cost - read_ms)
-
-    def _book(self, won_ms: float) -> None:
-        full_ms = _FULL * self._round_ms
-        self.account_ms = min(self.account_ms + won_ms, full_ms)
-        if self.account_ms == full_ms:
-            self.is_retrial, self._pause_length = False, _SHORTEST_PAUSE * self._answers
-        elif self.account_ms < 0:
-            self.pause = self._pause_length
-            self._pause_length = min(2 * self._pause_length, _LONGEST_PAUSE * self._answers)
-
-
-def _may_pay(costs: Costs) -> bool:
-    """Whether chains pay of which the base accepts more than of any draft that we know."""
-    plain_ms, tokens = costs.verify[1], 0.0
-    drafting_ms = costs.host_ms + costs.extend[1]
-    for rows in range(2, min(_LONGEST_CHAIN + 2, len(costs.verify))):
-        tokens += _OPTIMISM ** (rows - 1)
-        if tokens * plain_ms > costs.verify[rows] - plain_ms + drafting_ms:
-            return True
-        drafting_ms += costs.step[1]
-    return False
 
 
 @dataclass(slots=True)
@@ -163,17 +85,29 @@ class _Kind:
 class Controller:
     """See the module; one for all requests of a kind."""
 
-    def __init__(self, costs: Costs, *, pauses: bool = False, adapts: bool = False) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        pauses: bool = False,
+        adapts: bool = False,
+        network: Terms = GREEDY,
+        text: Terms = GREEDY_BESIDE,
+    ) -> None:
         """Begin with the costs alone.
 
         Args:
             costs: of the engine.
             pauses: leave drafting alone for a while when it loses.
             adapts: rounds may go without the network.
+            network: terms of its accounts.
+            text: of the text's.
         """
         self._costs, self._pauses, self.adapts = costs, pauses, adapts
-        self._paces: dict[int, _Pace] = {}  # by the answers that share a pass
+        self._terms, self._looked_ms = (network, text), _LOOKED_MS
+        self._paces: dict[int, Pace] = {}  # by the answers that share a pass
         self.company = ALONE  # of the answer whose round it is
+        self.pace = self._pace_of(1)
         guesses = (0.0, *_FORESEEN)
         plain_ms = self.pace.plain_ms
         self._kinds = [
@@ -183,15 +117,18 @@ class Controller:
         self._kind = self._kinds[0]  # of the round
         self._opened_at: float | None = None  # seconds; since when the clock judges the round
 
-    @property
-    def pace(self) -> _Pace:
-        """What decoding reaches in this company."""
-        answers = self.company.answers
+    def turn_to(self, company: Company) -> Pace:
+        """The round is of an answer in this company; what decoding reaches there."""
+        if company is not self.company:
+            self.company, self.pace = company, self._pace_of(company.answers)
+        return self.pace
+
+    def _pace_of(self, answers: int) -> Pace:
         if answers not in self._paces:
             tables = self._costs.verify, self._costs.step, self._costs.extend
             verify, step, extend = (shared(table, answers) for table in tables)
             shares = replace(self._costs, verify=verify, step=step, extend=extend)
-            self._paces[answers] = _Pace(shares, answers)
+            self._paces[answers] = Pace(shares, answers, *self._terms)
         return self._paces[answers]
 
     @property
@@ -201,13 +138,13 @@ class Controller:
 
     @property
     def is_pausing(self) -> bool:
-        """Whether this round's network rests; without one, whether the round does."""
-        return self.pace.pause > 0
+        """Whether this round's network rests."""
+        return self.pace.network.pause > 0
 
     @property
     def is_retrial(self) -> bool:
-        """Whether drafting, behind a pause, has yet to show that it pays."""
-        return self.pace.is_retrial
+        """Whether the network, behind a pause, has yet to show that it pays."""
+        return self.pace.network.is_retrial
 
     def opens(self, foreseen: Callable[[], float]) -> bool:
         """Whether the network drafts in a round, of which the text foresees so many tokens."""
@@ -226,6 +163,22 @@ class Controller:
         """The clock is no judge of this round: it does what others left."""
         self._opened_at = None
 
+    def looked_up(self, foresight: Foresight) -> float:
+        """What a look at the text takes, in milliseconds, if there was one since the last round."""
+        seconds, foresight.looked_s = foresight.looked_s, 0.0
+        if not seconds:
+            return 0.0
+        mean = self._looked_ms
+        self._looked_ms += _MEMORY * (min(seconds * 1e3, _OUTLIER * mean) - mean)
+        return self._looked_ms
+
+    def pass_by(self, foresight: Foresight) -> None:
+        """A token of plain decoding; the text may have been looked up in vain."""
+        if self._pauses:
+            self.pace.pass_by(self.looked_up(foresight) if foresight.looked_s else 0.0)
+        if self._opened_at is not None:
+            self._judge(networked=False, tokens=1)
+
     def end_round(
         self,
         emitted: int,
@@ -234,6 +187,7 @@ class Controller:
         *,
         networked: bool,
         read_ms: float = 0.0,
+        text: TextShare | None = None,
     ) -> None:
         """What a round gave.
 
@@ -244,13 +198,20 @@ class Controller:
             networked: whether the network drafted.
             read_ms: what it cost a network to read a prompt, or what a pause left; no tree can
                 change it, so that it does not enter the rate.
+            text: what it foresaw; None: nobody looked.
         """
         if self._pauses:
-            self.pace.end_round(emitted, drafted_ms, rows, networked=networked, read_ms=read_ms)
+            self.pace.end_round(
+                emitted, drafted_ms, rows, networked=networked, read_ms=read_ms, text=text
+            )
         if self._opened_at is not None:
-            ms = (time.perf_counter() - self._opened_at) * 1e3
-            self.learn(networked=networked, tokens=emitted, ms=ms)
-            self._opened_at = None
+            self._judge(networked=networked, tokens=emitted)
+
+    def _judge(self, *, networked: bool, tokens: int) -> None:
+        assert self._opened_at is not None
+        ms = (time.perf_counter() - self._opened_at) * 1e3
+        self.learn(networked=networked, tokens=tokens, ms=ms)
+        self._opened_at = None
 
     def learn(self, *, networked: bool, tokens: int, ms: float) -> None:
         """What a round of a side gave by the clock."""

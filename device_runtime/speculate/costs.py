@@ -19,7 +19,8 @@ class Costs:
     verify: F64
     step: F64
     extend: F64
-    host_ms: float = 0.0  # of a drafted round, beyond all passes and a plain token
+    host_ms: float = 0.0  # of asking a network for a tree, beyond its passes and a plain token
+    tree_ms: float = 0.0  # of verifying a tree, beyond the pass
 
     @classmethod
     def of(
@@ -28,13 +29,15 @@ class Costs:
         step: Mapping[str, float] | None = None,
         extend: Mapping[str, float] | None = None,
         host_ms: float = 0.0,
+        tree_ms: float = 0.0,
     ) -> Costs:
         """From measured {rows: ms}; what lies between is interpolated.
 
         Without a network `step` and `extend` are None: drafting costs nothing.
         """
         nothing = {"1": 0.0}
-        return cls(_table(verify), _table(step or nothing), _table(extend or nothing), host_ms)
+        tables = _table(verify), _table(step or nothing), _table(extend or nothing)
+        return cls(*tables, host_ms, tree_ms)
 
 
 def _table(measured: Mapping[str, float]) -> F64:

@@ -15,11 +15,12 @@ from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
 from edgellm.device_runtime.speculate.accept import Accepted
+from edgellm.device_runtime.speculate.accounts import TextShare
 from edgellm.device_runtime.speculate.controller import Controller
 from edgellm.device_runtime.speculate.costs import ALONE, Company, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.growth import Sizes
-from edgellm.device_runtime.speculate.lookup import Continuation, LearnedLookup, LookupSource
+from edgellm.device_runtime.speculate.lookup import Foresight, LearnedLookup
 from edgellm.device_runtime.speculate.passes import Passes
 from edgellm.device_runtime.speculate.policy import Policy, TreeLimits
 from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
@@ -145,7 +146,7 @@ class Learned:
 
 
 class TreeDrafter:
-    """Chooses trees from a pool of candidates; alone it pools what the text foresees.
+    """Chooses trees from a pool of candidates.
 
     A subclass has a network, which grows the pool before the lookups are merged into it.
     """
@@ -162,10 +163,10 @@ class TreeDrafter:
         """
         self._policy, self._controller, self.company = learned.policy, learned.controller, ALONE
         self._learned_lookups, self._limits, self._image_ids = learned.lookups, limits, image_ids
-        self._sources: list[LookupSource] = []
-        self._foreseen: list[list[Continuation]] | None = None  # by them, until the text grows
+        self._foresight = Foresight()  # by the text
         self._pool: Pool | None = None
         self._spent_ms = self._read_ms = 0.0  # this round's; see `Controller.end_round`
+        self._opened: bool | None = None  # whether this round asks the network; None: undecided
         self._is_networked = False  # whether the network drafted in this round
         self._passed: list[tuple[int, F32]] = []  # while it rested: tokens, features before each
 
@@ -173,8 +174,7 @@ class TreeDrafter:
         """See `Drafter.begin`; text is remembered whole."""
         del token_ids
         self._controller.look_away()
-        self._sources = [lookup.begin() for lookup in self._learned_lookups]
-        self._foreseen = None
+        self._foresight = Foresight(self._learned_lookups)
 
     def drop(self) -> None:
         """Text alone has no rows."""
@@ -182,8 +182,7 @@ class TreeDrafter:
     def end(self) -> None:
         """What was said may be looked up by later requests."""
         self._wake()
-        for source in self._sources:
-            source.lookup.end()
+        self._foresight.end()
 
     def set_images(self, images: ImageRows) -> None:
         """Text alone does not see them."""
@@ -192,21 +191,26 @@ class TreeDrafter:
         """Nor what was computed with one."""
 
     def remember(self, token_ids: list[int]) -> None:
-        """Committed text for the lookups."""
+        """Committed text, for lookups and for a network."""
+        self._read_on(token_ids)
         if self._image_ids is not None:  # nobody says an image
             token_ids = [token for token in token_ids if token < self._image_ids.first]
-        self._foreseen = None
-        for source in self._sources:
-            source.lookup.extend(token_ids)
+        self._foresight.add(token_ids)
+        if len(token_ids) > self._limits.round_rows and self._looks_up:
+            self._foresight.tell()  # of a prompt: that tells nothing of what rounds take
+
+    def _read_on(self, token_ids: Sequence[int]) -> None:
+        """Committed text, for a network that reads it."""
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Text alone has no use for features."""
 
     def catch_up(self) -> Passes[None]:
-        """Let the network read what was committed, unless it pauses."""
+        """Let the network read what was committed, unless it rests."""
         self._wake()
-        self._controller.company = self.company
-        if not self._controller.is_pausing and self._controller.opens(self._expected):
+        self._controller.turn_to(self.company)
+        opened, self._opened = self._opened, None
+        if self._opens() if opened is None else opened:
             yield from self._read() or ()
 
     def _book_reading(self, rows: int, prices: F64) -> None:
@@ -218,16 +222,26 @@ class TreeDrafter:
         self._read_ms += price(prices, min(rows, RETRIAL_ROWS))
         self._controller.look_away()
 
-    def _foresee(self) -> list[list[Continuation]]:
-        """What each lookup does."""
-        if self._foreseen is None:
-            self._foreseen = [source.lookup.continuations() for source in self._sources]
-        return self._foreseen
+    @property
+    def _asks_network(self) -> bool:
+        """Whether there is one that does not rest."""
+        return not self._controller.pace.network.pause
+
+    def _opens(self) -> bool:
+        return self._asks_network and self._controller.opens(self._expected)
+
+    @property
+    def _looks_up(self) -> bool:
+        return bool(self._foresight.sources) and not self._controller.pace.text.pause
 
     def _expected(self) -> float:
         """Tokens that the text foresees."""
-        pairs = zip(self._sources, self._foresee(), strict=True)
-        return max((source.expected(found) for source, found in pairs), default=0.0)
+        if not self._looks_up:
+            return 0.0
+        return max(map(sum, self._foresight.chances()), default=0.0)
+
+    def _foresees_enough(self) -> bool:
+        return self._looks_up and any(map(self._policy.pays, self._foresight.chances()))
 
     def _read(self) -> Passes[None] | None:
         """Bring a network's cache up to the committed text; None: without passes in company."""
@@ -252,81 +266,72 @@ class TreeDrafter:
     def propose(self, root: int, room: int, levels: int) -> Passes[Tree]:
         """See `Drafter.propose`."""
         self._wake()
-        self._controller.company = self.company
+        self._controller.turn_to(self.company)
         deepest = min(levels, self._limits.text_steps)
         levels = min(levels, self._limits.steps)
         room = min(room, self._limits.verify_size - 1)
         self._is_networked = self._is_ready()
-        if room < 1 or levels < 1 or not (self._is_networked or self._controller.adapts):
+        if room < 1 or levels < 1 or not (self._is_networked or self._foresees_enough()):
             self._pool = None
             return Tree.of_root(root)
-        foreseen, self._foreseen = self._foresee(), None
-        most = sum(source.lookup.most for source in self._sources)
-        pool = self._pool = Pool(root, self._limits.pool_size + most)
+        looks_up = self._looks_up
+        most = self._limits.pool_size + self._foresight.most * looks_up
+        pool = self._pool = Pool(root, most)
         if self._is_networked:
             yield from self._grow(pool, levels) or ()
-            self._controller.company = self.company  # others may have gone on meanwhile
+            self._controller.turn_to(self.company)  # others may have gone on meanwhile
         self._ends = [pool.count]
-        for source, continuations in zip(self._sources, foreseen, strict=True):
-            source.merge(pool, deepest, continuations)
-            self._ends.append(pool.count)
+        if looks_up:
+            self._ends += self._foresight.merge(pool, deepest)
         tree, self._chosen = pool.tree(self._policy.select(pool, room))
         return tree
 
     def _is_ready(self) -> bool:
-        """Whether this round drafts."""
-        return not self._controller.is_pausing
+        """Whether the network drafts in this round."""
+        return self._asks_network
 
     def _grow(self, pool: Pool, levels: int) -> Passes[None] | None:
         """Fill the pool with a network's candidates; None: without passes in company."""
 
     def learn(self, tree: Tree, path: list[int], emitted: int) -> None:
         """Tell policy and lookups what became of their candidates."""
-        self._controller.company = self.company
+        self._controller.turn_to(self.company)
+        rows = tokens = 0  # of the text
         if self._pool is not None and len(tree) > 1:
-            on_path = set(path)
-            chosen = list(zip(tree.parents.tolist(), self._chosen.tolist(), strict=True))
+            on_path, chosen = set(path), self._chosen.tolist()
             judged = [
-                (place, index in on_path)
-                for index, (parent, place) in enumerate(chosen) if parent in on_path
+                (chosen[index], index in on_path)
+                for index, parent in enumerate(tree.parents.tolist()) if parent in on_path
             ]  # fmt: skip
-            learners = (self._policy, *(source.calibration for source in self._sources))
+            learners = (self._policy, *(source.calibration for source in self._foresight.sources))
             for begin, end, learner in zip([0, *self._ends], self._ends, learners, strict=False):
                 own = [(place, accepted) for place, accepted in judged if begin <= place < end]
                 if own:
                     places, accepted = zip(*own, strict=True)
                     learner.learn(self._pool.confidences[[*places]].tolist(), accepted)
+            rows = sum(place >= self._ends[0] for place in chosen)
+            tokens = sum(chosen[index] >= self._ends[0] for index in path)
+        looked_ms = self._controller.looked_up(self._foresight)
+        text = TextShare(looked_ms, rows, tokens) if looked_ms or rows else None
+        networked, read_ms = self._is_networked, self._read_ms
         self._controller.end_round(
-            emitted, self._spent_ms, len(tree), networked=self._is_networked, read_ms=self._read_ms
+            emitted, self._spent_ms, len(tree), networked=networked, read_ms=read_ms, text=text
         )
         self._spent_ms = self._read_ms = 0.0
 
     @property
     def rests(self) -> bool:
-        """See `Drafter.rests`; alone, text that foresees something may be drafted meanwhile."""
-        controller = self._controller
-        controller.company = self.company
-        if not controller.is_pausing:
-            return False
-        if not self._looks_on:
-            return True
-        self._wake()
-        return not any(self._foresee())
-
-    @property
-    def _looks_on(self) -> bool:
-        """Whether the text is looked up while the network rests: others would wait for it."""
-        return self._controller.adapts and self.company.answers == 1
+        """See `Drafter.rests`; what the text foresees may pay while a network rests."""
+        pace = self._controller.turn_to(self.company)
+        self._opened = self._opens()
+        return not self._opened and (pace.text.pause > 0 or not self._foresees_enough())
 
     def pass_by(self, token_id: int, taps: F32) -> None:
         """See `Drafter.pass_by`; what is to be done for the token may wait until it wakes."""
-        self._controller.company = self.company
-        if self._looks_on:
-            self.observe(np.array([token_id]), taps)
-            self.remember([token_id])
-        else:
-            self._passed.append((token_id, taps.copy()))
-        self._controller.end_round(1, 0.0, 1, networked=False)
+        self._passed.append((token_id, taps.copy()))
+        self._foresight.add((token_id,))
+        self._controller.turn_to(self.company)
+        self._controller.pass_by(self._foresight)
 
     def _wake(self) -> None:
         """Take in what passed by."""
@@ -334,10 +339,18 @@ class TreeDrafter:
             token_ids, taps = zip(*self._passed, strict=True)
             self._passed = []
             self.observe(np.array(token_ids), np.concatenate(taps))
-            self.remember([*token_ids])
+            self._read_on(token_ids)
 
     def confidences(self, tree: Tree) -> list[float]:
         """See `Drafter.confidences`."""
         if self._pool is None:
             return [1.0] * len(tree)
         return self._pool.confidences[self._chosen].tolist()
+
+
+class TextDrafter(TreeDrafter):
+    """Text alone drafts."""
+
+    @property
+    def _asks_network(self) -> bool:
+        return False

@@ -8,9 +8,15 @@ from pathlib import Path
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.speculate import drafters
 from edgellm.device_runtime.speculate.acceptance_rates import Calibration
+from edgellm.device_runtime.speculate.accounts import (
+    GREEDY,
+    GREEDY_BESIDE,
+    SAMPLED,
+    SAMPLED_BESIDE,
+)
 from edgellm.device_runtime.speculate.controller import Controller
 from edgellm.device_runtime.speculate.costs import Costs
-from edgellm.device_runtime.speculate.drafter import Drafter, Learned, TreeDrafter
+from edgellm.device_runtime.speculate.drafter import Drafter, Learned, TextDrafter
 from edgellm.device_runtime.speculate.growth import FixedSize, Sizes, WorthwhileSize
 from edgellm.device_runtime.speculate.lookup import LearnedLookup
 from edgellm.device_runtime.speculate.opening import (
@@ -65,7 +71,9 @@ class Drafters:
         self._start, self.caches = opened.start, opened.caches
         starts = [drafters.lookup(name).remember() for name in options.lookups]
         self._learned = {
-            greedy: _nothing_learned(options, limits, opened, [*map(LearnedLookup, starts)])
+            greedy: _nothing_learned(
+                options, limits, opened, [*map(LearnedLookup, starts)], greedy=greedy
+            )
             for greedy in (True, False)
         }
 
@@ -77,22 +85,30 @@ class Drafters:
 def _open(order: Order) -> Opened:
     name = order.options.network
     if name == OWN:
-        name = drafters.own(find_own(order)[1].main_role)
+        name = drafters.own(find_own(order)[1])
     if name is not None:
         return drafters.network(name).open(order)
     check_tree_size(order)
     image_ids = order.image_ids(reads_rows=True)
     return Opened(
-        Costs.of(order.pass_costs(), host_ms=order.host_ms),
-        lambda learned: TreeDrafter(learned, order.limits, image_ids=image_ids),
+        Costs.of(order.pass_costs(), None, None, *order.host_ms),
+        lambda learned: TextDrafter(learned, order.limits, image_ids=image_ids),
     )
 
 
 def _nothing_learned(
-    options: SpecOptions, limits: TreeLimits, opened: Opened, lookups: list[LearnedLookup]
+    options: SpecOptions,
+    limits: TreeLimits,
+    opened: Opened,
+    lookups: list[LearnedLookup],
+    *,
+    greedy: bool,
 ) -> Learned:
     sized_by_cost, costs = options.tree == "cost" and not options.choices, opened.costs
-    controller = Controller(costs, pauses=sized_by_cost, adapts=options.adapts)
+    network, beside = (GREEDY, GREEDY_BESIDE) if greedy else (SAMPLED, SAMPLED_BESIDE)
+    text = network if options.network is None else beside
+    pauses, adapts = sized_by_cost, options.adapts
+    controller = Controller(costs, pauses=pauses, adapts=adapts, network=network, text=text)
     policy: Policy = FixedTree(limits)
     if options.choices:
         policy = StaticTree(options.choices)

@@ -38,9 +38,16 @@ class Order:
         return (self.base.cost_ms or costs(self.session, self.base.decoder, most))[PASS]
 
     @property
-    def host_ms(self) -> float:
-        """What the host does for a round; 0 where no build has measured it."""
-        return self.base.cost_ms.get(HOST, {}).get("1", 0.0)
+    def host_ms(self) -> tuple[float, float]:
+        """What the host does to ask a network for a tree, and for a tree that is verified.
+
+        Zeros where no build has measured it.
+        """
+        measured = self.base.cost_ms.get(HOST, {})  # by rows that a drafted round verifies
+        vain = measured.get("1", 0.0)
+        if "2" not in measured:  # an older build measured both together
+            return vain / 2, vain / 2
+        return vain, max(measured["2"] - vain, 0.0)
 
     def image_ids(self, *, reads_rows: bool) -> ImageIds | None:
         """Of a base that takes images, for a draft that takes their rows or does not."""
@@ -68,7 +75,7 @@ def open_own(order: Order, name: str) -> tuple[Path, Engine]:
         LimitError: as `check_tree_size`.
     """
     folder, manifest = find_own(order)
-    own = drafters.own(manifest.main_role)
+    own = drafters.own(manifest)
     if own != name:
         raise BrokenArtifactError(
             f"--spec {name}: the draft of {order.engine} is of {manifest.draft.method}",

@@ -9,7 +9,7 @@ tokens minus lambda times cost in every round maximizes the long-run rate).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +79,10 @@ class Policy(Protocol):
         """The drafted nodes to verify, at most `room`, every node's parent among them."""
         ...
 
+    def pays(self, chances: Iterable[float]) -> bool:
+        """Whether a chain of which the base accepts so many, with such chances, is verified."""
+        ...
+
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
         """Outcome of the verified nodes whose parent was accepted."""
         ...
@@ -103,6 +107,11 @@ class FixedTree:
     def select(self, pool: Pool, room: int) -> I64:
         """The best of the whole pool."""
         return pool.ranked()[:room]
+
+    def pays(self, chances: Iterable[float]) -> bool:
+        """Of any size."""
+        del chances
+        return True
 
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
         """Nothing."""
@@ -165,13 +174,26 @@ class CostAwareTree:
         verify = self._verify()
         ranked = pool.ranked()[: min(room, len(verify) - 2)]
         rate, expected, count = self._controller.rate, 0.0, 0
-        most = rate * (self._costs.host_ms - verify[1])  # of the root alone, which has none
+        most = rate * (self._costs.tree_ms - verify[1])  # of the root alone, which has none
         for size, score in enumerate(pool.scores[ranked].tolist(), start=1):
             expected += math.exp(score)
             value = expected - rate * verify[size + 1]
             if value > most:
                 most, count = value, size
         return ranked[:count]
+
+    def pays(self, chances: Iterable[float]) -> bool:
+        """As `select`, of a chain alone."""
+        verify, rate = self._verify(), self._controller.rate
+        won = -rate * self._costs.tree_ms
+        for rows, chance in enumerate(chances, start=2):
+            row_ms = verify[rows] - verify[rows - 1] if rows < len(verify) else math.inf
+            if chance <= rate * row_ms:
+                return False
+            won += chance - rate * row_ms
+            if won > 0:
+                return True
+        return False
 
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
         """Calibrate."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -116,6 +116,11 @@ class StaticTree:
     def select(self, pool: Pool, room: int) -> I64:
         """All choices, level by level."""
         return np.flatnonzero(self._numbers(pool) > 0)[:room]
+
+    def pays(self, chances: Iterable[float]) -> bool:
+        """Text has no places here."""
+        del chances
+        return False
 
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
         """Nothing."""

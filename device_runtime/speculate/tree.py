@@ -32,7 +32,12 @@ class Tree:
     @classmethod
     def of_root(cls, token_id: int) -> Tree:
         """A tree without drafted tokens: plain decoding."""
-        return cls(np.array([token_id]), _NO_PARENT, _CERTAIN)
+        return cls.of_roots(np.array([token_id]))
+
+    @classmethod
+    def of_roots(cls, token_ids: I64) -> Tree:
+        """The same of `token_ids`, int64 [1]."""
+        return cls(token_ids, _NO_PARENT, _CERTAIN)
 
     def layout(self) -> tuple[I64, Bool]:
         """Depth of each node [N], and what it may see [N, N]: itself and its ancestors."""

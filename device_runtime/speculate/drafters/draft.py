@@ -7,6 +7,7 @@ text that begins as the one before goes on behind the rows that they share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,7 @@ def open(order: Order) -> Opened:
     if (images := manifest.decoder.images) is not None:
         session.set_images(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
     drafting = (manifest.cost_ms or costs(session, manifest.decoder))[PASS]
-    prices = Costs.of(order.pass_costs(), drafting, drafting, order.host_ms)
+    prices = Costs.of(order.pass_costs(), drafting, drafting, *order.host_ms)
 
     def start(learned: Learned) -> ModelDrafter:
         return ModelDrafter(
@@ -127,9 +128,7 @@ class ModelDrafter(TreeDrafter):
                 self._session.close(self._context)
         self._context = None
 
-    def remember(self, token_ids: list[int]) -> None:
-        """Committed text, which the model reads as well."""
-        super().remember(token_ids)
+    def _read_on(self, token_ids: Sequence[int]) -> None:
         ids = np.asarray(token_ids, np.int64)
         self._text += (ids if self._image_ids is None else self._image_ids.for_draft(ids)).tolist()
 
@@ -184,7 +183,7 @@ class ModelDrafter(TreeDrafter):
                 return
             self._grown = np.concatenate([self._grown, nodes])
             result = yield Wanted(self._session, self._level(pool, len(nodes)))
-            self._controller.company = self.company  # others may have gone on meanwhile
+            self._controller.turn_to(self.company)  # others may have gone on meanwhile
             newest = self._add(pool, nodes, self._candidates(result.logits))
 
     def _add(self, pool: Pool, parents: I64, candidates: tuple[I64, F64]) -> I64:

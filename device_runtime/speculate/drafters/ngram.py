@@ -24,7 +24,7 @@ class NgramLookup:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
 
-    def end(self) -> None:
+    def end(self, token_ids: Sequence[int]) -> None:
         """Nothing is remembered."""
 
     def extend(self, token_ids: Sequence[int]) -> None:

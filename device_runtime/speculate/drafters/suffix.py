@@ -8,6 +8,7 @@ that occurred before without searching.
 from __future__ import annotations
 
 import heapq
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -17,6 +18,8 @@ MEMORY_TOKENS = 1 << 15  # some 15 MB; the oldest half is forgotten when it is f
 _SEPARATOR = -1  # between requests: nothing is continued beyond it
 _SHORTEST_MATCH = 2
 _OTHERS = 0.25  # confidence of what followed elsewhere, over that of the latest place
+_SURE = 200  # tokens of a match; longer ones are no surer
+_MOST_UNREAD = 1 << 12  # tokens of requests that ended since anybody looked
 
 
 class SuffixAutomaton:
@@ -31,19 +34,19 @@ class SuffixAutomaton:
         self._whole = 0  # state of the whole text
         self.match = 0  # state of the longest ending that occurred before
 
-    def push(self, token_id: int) -> None:
-        """Append a token."""
-        self.end[self.match] = len(self.tokens)  # used until now: an earlier place
-        self.tokens.append(token_id)
-        state, new = self._whole, self._add({}, len(self.tokens), len(self.tokens))
-        while state >= 0 and token_id not in self.next[state]:
-            self.next[state][token_id] = new
-            state = self.link[state]
-        if state >= 0:
-            self.link[new] = self._ending(state, token_id)
-        else:
-            self.link[new] = 0
-        self._whole, self.match = new, self.link[new]
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append tokens."""
+        tokens, following, link, end = self.tokens, self.next, self.link, self.end
+        for token_id in token_ids:
+            end[self.match] = len(tokens)  # used until now: an earlier place
+            tokens.append(token_id)
+            state, new = self._whole, self._add({}, len(tokens), len(tokens))
+            while state >= 0 and token_id not in following[state]:
+                following[state][token_id] = new
+                state = link[state]
+            if state >= 0:
+                link[new] = self._ending(state, token_id)
+            self._whole, self.match = new, link[new]
 
     def _ending(self, state: int, token_id: int) -> int:
         """The state of `state`'s longest run and `token_id`, split from longer runs if need be."""
@@ -77,15 +80,18 @@ class _Text:
     def __init__(self, most: int) -> None:
         self.automaton, self._most = SuffixAutomaton(), most
 
-    def extend(self, token_ids: Iterable[int]) -> None:
+    def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens; the oldest half is forgotten when it is full."""
-        for token_id in token_ids:
-            if len(self.automaton.tokens) >= self._most:
+        at = 0
+        while at < len(token_ids):
+            room = self._most - len(self.automaton.tokens)
+            if not room:
                 newest = self.automaton.tokens[-(self._most // 2) :]
                 self.automaton = SuffixAutomaton()
-                for known in newest:
-                    self.automaton.push(known)
-            self.automaton.push(token_id)
+                self.automaton.extend(newest)
+                continue
+            self.automaton.extend(token_ids[at : at + room])
+            at += room
 
 
 class SuffixMemory:
@@ -103,21 +109,31 @@ class SuffixMemory:
         """
         self.memory_tokens, self.longest, self.branches = memory_tokens, longest, branches
         self.text, self.version = _Text(memory_tokens), 0
+        self.confidences = [matched / (matched + 4) for matched in range(_SURE + longest)]
         self._ended: deque[list[int]] = deque()
+        self._lock = threading.Lock()
 
     def begin(self) -> SuffixLookup:
-        """The lookup of a request that begins, behind all that have ended."""
+        """The lookup of a request that begins."""
+        return SuffixLookup(self)
+
+    def read(self) -> None:
+        """Take in the texts of requests that have ended."""
         while self._ended:
             if self.text.automaton.tokens:
                 self.text.extend([_SEPARATOR])
             self.text.extend(self._ended.popleft())
             self.version += 1
-        return SuffixLookup(self)
 
     def end(self, token_ids: list[int]) -> None:
-        """A request is over; its text is read when the next begins, hence from any thread."""
-        if token_ids:
+        """A request is over; its text is read when somebody looks, hence from any thread."""
+        if not token_ids:
+            return
+        with self._lock:
             self._ended.append(token_ids)
+            unread = sum(map(len, self._ended))
+            while len(self._ended) > 1 and unread > _MOST_UNREAD:
+                unread -= len(self._ended.popleft())
 
 
 class SuffixLookup:
@@ -146,34 +162,37 @@ class SuffixLookup:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append committed tokens."""
-        if self._version != self._memory.version:
-            self._recall(self._own.automaton.tokens)
+        self._catch_up()
         self._own.extend(token_ids)
         for token_id in token_ids:
             self._advance(token_id)
 
-    def end(self) -> None:
+    def _catch_up(self) -> None:
+        self._memory.read()
+        if self._version != self._memory.version:
+            self._recall(self._own.automaton.tokens)
+
+    def end(self, token_ids: Sequence[int]) -> None:
         """Later requests may find the text."""
-        self._memory.end(self._own.automaton.tokens)
+        self._memory.end([*self._own.automaton.tokens, *token_ids])
 
     def continuations(self) -> list[Continuation]:
         """What followed the longest ending that occurred before, the latest place first."""
-        if self._version != self._memory.version:
-            self._recall(self._own.automaton.tokens)
-        own, known = self._own.automaton, self._memory.text.automaton
-        matched = max(own.length[own.match], self._matched)
+        self._catch_up()
+        own, known, memory = self._own.automaton, self._memory.text.automaton, self._memory
+        own_matched = own.length[own.match]
+        matched = max(own_matched, self._matched)
         if matched < _SHORTEST_MATCH:
             return []
-        following = _places(known, self._state) if self._matched == matched else {}
-        if own.length[own.match] == matched:
-            following |= {token: (True, end) for token, (_, end) in _places(own, own.match).items()}
-        places = [(is_own, end, token) for token, (is_own, end) in following.items()]
-        found = []
-        for is_own, end, token_id in heapq.nlargest(self._memory.branches, places):
+        following = _places(known, self._state, is_own=False) if self._matched == matched else {}
+        if own_matched == matched:
+            following |= _places(own, own.match, is_own=True)
+        begin, found = min(matched, _SURE), list[Continuation]()
+        for is_own, end, token_id in heapq.nlargest(memory.branches, following.values()):
             if token_id == _SEPARATOR:
                 continue
             followed = self._follow(end, token_id, is_own=is_own)
-            confidences = [_confidence(matched + at) for at in range(len(followed))]
+            confidences = memory.confidences[begin : begin + len(followed)]
             if found:
                 confidences[0] *= _OTHERS
             found.append(Continuation(followed, confidences))
@@ -182,24 +201,20 @@ class SuffixLookup:
     def _follow(self, end: int, token_id: int, *, is_own: bool) -> list[int]:
         """`token_id`, whose place ends at `end`, and what came after; a loop goes on looping."""
         tokens = (self._own if is_own else self._memory.text).automaton.tokens
-        followed = [token_id]
-        while len(followed) < self._memory.longest:
-            at = end + len(followed) - 1
-            if at >= len(tokens) and not is_own:
-                break
-            following = tokens[at] if at < len(tokens) else followed[at - len(tokens)]
-            if following == _SEPARATOR:
-                break
-            followed.append(following)
+        longest = self._memory.longest
+        followed = [token_id, *tokens[end : end + longest - 1]]
+        if not is_own:
+            end_of_text = followed.index(_SEPARATOR) if _SEPARATOR in followed else longest
+            return followed[:end_of_text]
+        while len(followed) < longest:
+            followed.append(followed[end + len(followed) - 1 - len(tokens)])
         return followed
 
 
-def _places(automaton: SuffixAutomaton, state: int) -> dict[int, tuple[bool, int]]:
+def _places(
+    automaton: SuffixAutomaton, state: int, *, is_own: bool
+) -> dict[int, tuple[bool, int, int]]:
     """The tokens that follow a state's runs, and where the latest place of each ends."""
+    end = automaton.end
     following = automaton.next[state].items()
-    return {token: (False, automaton.end[after]) for token, after in following}
-
-
-def _confidence(matched: int) -> float:
-    """Before anything was learned: the longer a match, the likelier it goes on."""
-    return matched / (matched + 4)
+    return {token: (is_own, end[after], token) for token, after in following}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 
 WORDS = "w1 w2 w3"
 
@@ -38,3 +38,15 @@ def test_a_plain_token_takes_few_calls(tiny_engine):
         answer = llm.generate(WORDS, sampling=sampling, max_generate_length=24)
         calls = calls_of_steps(answer, 4, 8)
     assert max(calls) < 115
+
+
+def test_lookups_that_rest_take_hardly_more(tree_engine):
+    """Network and lookups of `--spec auto` then do nothing but count."""
+    with LLM(tree_engine, spec=SpecOptions(network=None, lookups=("suffix", "ngram"))) as llm:
+        assert llm._drafters is not None
+        drafter = llm._drafters.start(greedy=True)
+        drafter._controller.pace.text.pause = 1000
+        sampling = SamplingParams(0.0, ignore_eos=True)
+        answer = llm.generate(WORDS, sampling=sampling, max_generate_length=24)
+        calls = calls_of_steps(answer, 4, 8)
+    assert max(calls) < 140

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from edgellm.device_runtime.speculate.accounts import TextShare
 from edgellm.device_runtime.speculate.controller import Controller
 from edgellm.device_runtime.speculate.costs import Costs, price
+from edgellm.device_runtime.speculate.lookup import Foresight
 
+SILENT = Foresight()
 FREE = Costs.of({"1": 10, "64": 10.001}, {"1": 0.001, "64": 0.002}, {"1": 0, "64": 0})
 COSTS = Costs.of({"1": 10, "4": 13, "12": 22}, {"1": 2}, {"1": 2})
 
@@ -116,7 +119,7 @@ def test_losing_pauses_longer_and_longer_and_wakes_again():
             controller.end_round(1, 15, 2, networked=True)  # one token in 27 ms instead of 10
         length = 0
         while controller.is_pausing:
-            controller.end_round(1, 0, 1, networked=False)
+            controller.pass_by(SILENT)
             length += 1
         pauses.append(length)
     assert pauses == [192, 384, 768, 1024, 1024, 1024, 1024, 1024]
@@ -125,7 +128,7 @@ def test_losing_pauses_longer_and_longer_and_wakes_again():
         assert not controller.is_pausing
     while not controller.is_pausing:
         controller.end_round(1, 15, 2, networked=True)
-    assert controller.pace.pause == 192  # what went well is not held against it
+    assert controller.pace.network.pause == 192  # what went well is not held against it
 
 
 TIGHT = Costs.of({"1": 2.4, "2": 2.6, "4": 3.0}, {"1": 0.17}, {"1": 0.31, "64": 2.0}, host_ms=0.3)
@@ -136,10 +139,10 @@ def drafted(controller, random, chance, tokens) -> float:
     ms, drafted_ms, verify_ms = 0.0, 0.31 + 0.17, float(TIGHT.verify[3])
     while tokens > 0:
         if controller.is_pausing:
-            controller.end_round(1, 0, 1, networked=False)
+            controller.pass_by(SILENT)
             tokens, ms = tokens - 1, ms + 2.4
             continue
-        begins = controller.is_retrial and controller.pace.account_ms == pytest.approx(2 * 2.4)
+        begins = controller.is_retrial and controller.pace.network.ms == pytest.approx(2 * 2.4)
         read_ms = 2.0 if begins else 0.0
         right = 1 + (random.random() < chance) if random.random() < chance else 0
         controller.end_round(1 + right, drafted_ms, 3, networked=True, read_ms=read_ms)
@@ -180,9 +183,9 @@ def test_the_host_decides_where_passes_alone_would_pay():
 def test_what_a_network_drafted_in_vain_is_paid_for_like_a_tree():
     """At T = 1 half of all rounds ended with the root alone: 7 % of HumanEval's time."""
     controller = Controller(TIGHT, pauses=True)
-    before = controller.pace.account_ms
+    before = controller.pace.network.ms
     controller.end_round(1, 0.31, 1, networked=True)
-    assert before - controller.pace.account_ms == pytest.approx(0.31 + TIGHT.host_ms)
+    assert before - controller.pace.network.ms == pytest.approx(0.31 + TIGHT.host_ms)
 
 
 def test_rounds_of_text_alone_are_no_judgement_of_a_network():
@@ -190,6 +193,50 @@ def test_rounds_of_text_alone_are_no_judgement_of_a_network():
     for _ in range(100):
         controller.end_round(1, 0, 4, networked=False)
     assert not controller.is_pausing
+
+
+def looked(controller, ms=0.06) -> None:
+    """A plain token whose text was looked up in vain."""
+    foresight = Foresight()
+    foresight.looked_s = ms / 1e3
+    controller.pass_by(foresight)
+
+
+def test_looking_text_up_in_vain_ends_and_is_tried_again():
+    """1024 plain tokens lose 1.5 % at most, though each look takes 2.5 % of one."""
+    controller, looks = Controller(TIGHT, pauses=True, adapts=True), 0
+    network, text = controller.pace.network, controller.pace.text
+    network.pause = 10_000
+    for _ in range(1024):
+        if text.pause:
+            controller.pass_by(SILENT)
+        else:
+            looked(controller)
+            looks += 1
+    assert 0.005 < looks * 0.06 / (1024 * 2.4) < 0.015
+    assert network.pause == 10_000 - 1024
+    while text.pause:
+        controller.pass_by(SILENT)
+    for _ in range(40):  # what is foreseen now comes true, but for every second look
+        looked(controller)
+        found = TextShare(0.06, rows=2, tokens=2)
+        controller.end_round(3, 0.0, 3, networked=False, text=found)
+    assert not text.pause
+    assert not text.is_retrial
+
+
+def test_what_text_adds_to_a_networks_tree_is_its_own():
+    """Rows that it alone foresaw, and tokens that it won; the network has the rest."""
+    controller = Controller(TIGHT, pauses=True, adapts=True)
+    network, text = controller.pace.network, controller.pace.text
+    before = network.ms, text.ms
+    controller.end_round(2, 0.31, 3, networked=True, text=TextShare(0.05, rows=1, tokens=0))
+    assert text.ms - before[1] == pytest.approx(2.6 - 2.8 - 0.05)
+    assert network.ms - before[0] == pytest.approx(2 * 2.4 - 2.6 - 0.31 - TIGHT.host_ms)
+    before = network.ms, text.ms
+    controller.end_round(2, 0.31, 3, networked=True, text=TextShare(0.05, rows=2, tokens=1))
+    assert text.ms - before[1] == pytest.approx(2.4 - 0.4 - 0.05)
+    assert network.ms - before[0] == pytest.approx(-0.31 - TIGHT.host_ms)
 
 
 def test_the_rate_follows_the_rounds_and_never_falls_below_plain_decoding():

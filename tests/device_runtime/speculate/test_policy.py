@@ -196,12 +196,12 @@ def test_trees_shrink_in_company_down_to_none():
     sizes = []
     for answers in (1, 2, 4, 8, 16, 32):
         learned = by_cost(TreeLimits(), costs)
-        learned.controller.company = Company(answers, answers - 1)
+        learned.controller.turn_to(Company(answers, answers - 1))
         pool = pool_of([0.9, 0.7, 0.5, 0.34, 0.12, 0.05, 0.03, 0.01], learned.policy)
         sizes.append(len(learned.policy.select(pool, 50)))
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 5
-    learned.controller.company = Company(60, 300)
+    learned.controller.turn_to(Company(60, 300))
     assert len(learned.policy.select(pool_of([0.5, 0.3], learned.policy), 50)) == 0
 
 
@@ -209,13 +209,13 @@ def test_a_company_has_a_pace_of_its_own():
     """What loses beside fifteen others does not stop drafting alone."""
     costs = Costs.of({"1": 10, "64": 73}, {"1": 0, "64": 0}, {"1": 0})
     controller = by_cost(TreeLimits(), costs).controller
-    controller.company = Company(16, 15)
+    controller.turn_to(Company(16, 15))
     for _ in range(100):
         controller.end_round(1, 0.0, 8, networked=True)
     assert controller.is_pausing
     rate = controller.rate
     assert rate == pytest.approx(16 / 25)  # of all together, a token each
-    controller.company = ALONE
+    controller.turn_to(ALONE)
     assert not controller.is_pausing
     assert controller.rate < rate
 

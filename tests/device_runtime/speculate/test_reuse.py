@@ -178,15 +178,15 @@ def test_what_the_draft_missed_is_computed_again():
 def test_a_pause_of_drafting_loses_no_rows():
     """Features wait over answers; the draft is given them when it wakes."""
     chat = Chat(policy="dear")
-    pace = chat.learned[GREEDY].controller.pace
-    pace.pause, prompt = 500, PROMPT
+    network = chat.learned[GREEDY].controller.pace.network
+    network.pause, prompt = 500, PROMPT
     for turn in range(3):
         tokens = chat.ask(prompt, speculates=True)
         assert tokens == alone(prompt)
         assert chat.reused == (len(prompt) - 2 if turn else 0)
         assert (chat.rows.context.length, chat.rows.held(chat.text)) == (0, len(chat.text) - 1)
         prompt = [*prompt, *tokens, 7]
-    pace.pause = 0
+    network.pause = 0
     assert chat.ask(prompt, speculates=True) == alone(prompt)
     assert chat.reused == len(prompt) - 2
     assert chat.rows.context.length > chat.reused
@@ -195,7 +195,7 @@ def test_a_pause_of_drafting_loses_no_rows():
 def test_a_retrial_reads_the_newest_rows_only():
     """The others count as held: the base need not compute them again for a draft that left them."""
     chat, prompt = Chat(policy="free"), [at % 20 for at in range(75)]
-    chat.learned[GREEDY].controller.pace.is_retrial = True
+    chat.learned[GREEDY].controller.pace.network.is_retrial = True
     tokens = chat.ask(prompt, speculates=True, count=6)
     assert tokens == alone(prompt, count=6)
     assert chat.draft_session.extensions[0] == RETRIAL_ROWS
@@ -278,7 +278,7 @@ def test_a_draft_that_fails_forgets_only_what_it_did_not_write(breaks, monkeypat
 
 def test_kept_rows_come_back_in_both_caches():
     chat, kept = Chat(policy="dear"), KeptContexts()
-    chat.learned[GREEDY].controller.pace.pause = 500
+    chat.learned[GREEDY].controller.pace.network.pause = 500
     chat.ask(PROMPT, speculates=True)
     caches = [chat.session, chat.rows]
     assert kept.keep(PROMPT[:7], caches)
@@ -338,7 +338,7 @@ def test_rows_that_are_gone_are_not_kept():
 
 def test_rows_that_waited_are_gone_when_others_are_loaded():
     chat = Chat(policy="dear")
-    chat.learned[GREEDY].controller.pace.pause = 500
+    chat.learned[GREEDY].controller.pace.network.pause = 500
     chat.ask([5, 6, 7], speculates=True)
     saved = chat.rows.read_rows(2)
     chat.ask([8, 6, 7], speculates=True)

@@ -263,7 +263,7 @@ def test_a_losing_draft_model_pauses_too():
 
 def test_a_pause_across_a_prompt_is_caught_up_with_in_two_passes():
     setup = Setup(policy="free")
-    setup.learned.controller.pace.pause = 10
+    setup.learned.controller.pace.network.pause = 10
     prompt = list(range(20))
     assert setup.ids(prompt) == plain(prompt)
     assert setup.session.extensions[:2] == [20, 10]

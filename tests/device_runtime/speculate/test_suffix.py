@@ -40,7 +40,7 @@ def continued(tokens: list[int], end: int, most: int) -> list[int]:
 def test_the_match_is_the_longest_at_every_token(text):
     automaton = SuffixAutomaton()
     for count, token_id in enumerate(text, start=1):
-        automaton.push(token_id)
+        automaton.extend([token_id])
         tokens = text[:count]
         length = automaton.length[automaton.match]
         assert length == longest_match(tokens)
@@ -92,8 +92,8 @@ def test_earlier_requests_are_remembered_but_not_beyond_their_ends():
     memory = SuffixMemory()
     lookup = memory.begin()
     lookup.extend([1, 2, 3, 4, 5])
-    lookup.end()
-    memory.begin().end()
+    lookup.end([])
+    memory.begin().end([])
     lookup = memory.begin()
     lookup.extend([9, 2, 3])
     (found,) = lookup.continuations()
@@ -117,7 +117,7 @@ def test_earlier_requests_and_the_own_text_are_as_one(earlier, own):
     for request in earlier:
         lookup = memory.begin()
         lookup.extend(request)
-        lookup.end()
+        lookup.end([])
     lookup = memory.begin()
     for count, token in enumerate(own, start=1):
         lookup.extend([token])
@@ -132,10 +132,9 @@ def test_requests_that_end_meanwhile_are_known():
     memory = SuffixMemory()
     first, other = memory.begin(), memory.begin()
     first.extend([1, 2])
-    other.extend([7, 1, 2, 3])
-    other.end()
+    other.extend([7, 1])
     assert first.continuations() == []
-    memory.begin()
+    other.end([2, 3])
     assert [one.token_ids for one in first.continuations()] == [[3]]
     first.extend([3, 1, 2])
     assert first.continuations()[0].token_ids[:3] == [3, 1, 2]
@@ -151,7 +150,7 @@ def test_memory_is_bounded_and_the_newest_stays(memory):
             for text in (lookup._own, kept.text):
                 assert len(text.automaton.tokens) <= memory
                 assert len(text.automaton.next) <= 2 * memory
-        lookup.end()
+        lookup.end([])
     lookup = kept.begin()
     lookup.extend([8, 9])
     assert memory < 7 or lookup.continuations()[0].token_ids[0] == 10
