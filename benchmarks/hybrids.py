@@ -48,26 +48,49 @@ from edgellm.scripts import smollm2
 CAPACITY, PROMPT, CONVERSATION = 1024, 64, 4096
 PARENTS = (-1, 0, 0, 0, 1, 1, 2, 3, 4, 4, 5, 8, 8, 11)  # of 14 nodes, six deep
 QWEN = {
-    "model_type": "qwen3_5_text", "vocab_size": 4096, "hidden_size": 2560, "num_hidden_layers": 4,
-    "intermediate_size": 9216, "num_attention_heads": 16, "num_key_value_heads": 4,
-    "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3_5_text",
+    "vocab_size": 4096,
+    "hidden_size": 2560,
+    "num_hidden_layers": 4,
+    "intermediate_size": 9216,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
 _TURNS = {"vocab_size": 49152, "max_position_embeddings": 32768, "eos_token_id": 2}
 SHAPES: dict[str, dict[str, Any]] = {
     "LFM2-350M, 6 of 16 layers": {
-        **_TURNS, "model_type": "lfm2", "hidden_size": 1024, "intermediate_size": 4608,
-        "block_auto_adjust_ff_dim": False, "num_hidden_layers": 6, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "full_attn_idxs": [2, 5], "norm_eps": 1e-5,
+        **_TURNS,
+        "model_type": "lfm2",
+        "hidden_size": 1024,
+        "intermediate_size": 4608,
+        "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "full_attn_idxs": [2, 5],
+        "norm_eps": 1e-5,
     },
     "Gemma 3 1B, 6 of 26 layers": {
-        **_TURNS, "model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912,
-        "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1,
-        "head_dim": 256, "sliding_window": 512,
+        **_TURNS,
+        "model_type": "gemma3_text",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
         "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
     },
-}  # fmt: skip
+}
 
 
 def open_shape(folder: Path) -> DecoderSession:
@@ -98,9 +121,14 @@ def open_shape(folder: Path) -> DecoderSession:
     ir.save(model, folder / "decode.onnx")
     graph = load_graph(folder / "decode.onnx", threads=1, own_kernels=True)
     spec = DecoderSpec(
-        QWEN["model_type"], facts.vocab_size, facts.hidden_size, CAPACITY, 0, kv,
+        QWEN["model_type"],
+        facts.vocab_size,
+        facts.hidden_size,
+        CAPACITY,
+        0,
+        kv,
         recurrent=recurrent,
-    )  # fmt: skip
+    )
     return DecoderSession(open_runner([LoadedGraph(graph)], kv, CAPACITY), spec, CAPACITY, commit)
 
 
@@ -122,9 +150,12 @@ def tree_memory() -> str:
         before = moe.memory_kb("RssAnon")
         positions = PROMPT + 1 + mask.sum(1) - 1
         result = session.run(
-            random.integers(0, 4096, nodes), PROMPT + 1, np.arange(nodes),
-            position_ids=positions, tree_mask=mask,
-        )  # fmt: skip
+            random.integers(0, 4096, nodes),
+            PROMPT + 1,
+            np.arange(nodes),
+            position_ids=positions,
+            tree_mask=mask,
+        )
         grown = (moe.memory_kb("RssAnon") - before) * 1024
         outputs = result._outputs  # what the session keeps until the next pass
         rows = sum(outputs[name].nbytes for name in outputs if name.startswith("state_rows."))

@@ -361,10 +361,14 @@ _SANDWICH = {"ffn_norm": "pre_feedforward_layernorm"}
 _LFM2 = {
     **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
     **{f"attn_{part}_norm": f"self_attn.{part}_layernorm" for part in "qk"},
-    "token_embd_norm": "model.embedding_norm", "attn_norm": "operator_norm",
-    "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj", "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
-}  # fmt: skip
+    "token_embd_norm": "model.embedding_norm",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_output": "self_attn.out_proj",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(_llama, is_interleaved=True),
     "qwen2": Family(_of_type("qwen2")),
