@@ -238,9 +238,10 @@ def require_pair(draft: DraftSpec, base: Bundle | Engine, where: str) -> None:
     Raises:
         BrokenArtifactError: sizes or taps differ.
     """
+    layers = base.decoder.num_layers or base.decoder.kv.num_layers
     for what, wanted, found in (
         ("hidden size", draft.base_hidden_size, base.decoder.hidden_size),
-        ("number of layers", draft.base_num_layers, base.decoder.kv.num_layers),
+        ("number of layers", draft.base_num_layers, layers),
         ("vocabulary size", draft.decoder.vocab_size, base.decoder.vocab_size),
         ("hidden taps", draft.hidden_taps, base.hidden_taps),
         ("rotation", draft.base_rotation or "none", base.decoder.rotation or "none"),

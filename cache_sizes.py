@@ -32,11 +32,11 @@ def is_bounded(pages: PageSpec, capacity: int) -> bool:
 def pool_pages(pages: PageSpec, window: int, capacity: int, num_sequences: int) -> int:
     """Pages of all sequences together, of layers with a window, 0: without.
 
-    Where windows bound them there is room for one sequence more: where a prompt ended, or an
+    Where windows bound them there is room for as many once more: where a prompt ended, or an
     answer that is over.
     """
     held, whole = table_pages(pages, window, capacity), table_pages(pages, 0, capacity)
-    return min((num_sequences + (held < whole)) * held, num_sequences * whole)
+    return num_sequences * min(2 * held, whole)
 
 
 def cache_bytes(cache: KVCacheSpec, capacity: int, num_sequences: int = 1) -> int:

@@ -52,6 +52,10 @@ TOP_K = "top_k"  # int64 [1]; K, candidates wanted for each row
 CANDIDATES = "candidates"  # K as a symbol in shapes of outputs
 CANDIDATE_IDS = "candidate_ids"  # int64 [1, R, K]; of the base's vocabulary, best first
 CANDIDATE_LOG_PROBS = "candidate_log_probs"  # float32 [1, R, K]; log-softmax, draft vocabulary
+# Of a draft of blocks: log-probabilities of the likeliest L candidates of a row, given each of the
+# L of the row before it (or the token that stands there): float32 [1, R, L, L], L <= MOST_LINKED.
+CANDIDATE_LINKS = "candidate_links"
+LINKED, MOST_LINKED = "linked", 64  # L as a symbol in shapes of outputs
 RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of a row's children
 
 # Engines with edgellm's kernels take several sequences in a pass, whose rows stand one behind the
@@ -81,13 +85,18 @@ def page_table_name(window: int) -> str:
 # Of a decoder with recurrent layers. What such layers keep of a sequence stands for all committed
 # rows; a pass reads it and leaves it as it was. It also gives what the recurrence takes of each
 # row, and the graph of the role "commit" takes that of accepted rows to make the next states.
-PARENT_ROWS = "parent_rows"  # int64 [S]; the new row before each row, ascending; -1: none is new
+# int64 [S]; the new row before each row, ascending; -1 - n: none is new, it follows state n, of
+# which an engine for several sequences is given more than one.
+PARENT_ROWS = "parent_rows"
 COMMIT_ROWS = "commit_rows"  # int64 [M]; the accepted rows of a pass, each the next one's parent
 STATE, STATE_ROWS, NEXT_STATE = STATES = "state.", "state_rows.", "next_state."  # how names begin
 
 
 def state_name(layer: int, part: str) -> str:
-    """Name of the input that holds a part of a layer's state, in both graphs: [1, ...]."""
+    """Name of the input that holds a part of a layer's state, in both graphs: [1, ...].
+
+    An engine's decoder takes those of several sequences, [B, ...].
+    """
     return f"{STATE}{layer}.{part}"
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from edgellm.block_spec import BlockSpec
 from edgellm.contract import BrokenArtifactError
 from edgellm.roles import ROLES
 from edgellm.strict_json import parse
@@ -22,8 +23,7 @@ ENGINE_VERSION = 3  # of engines, whose form changes oftener than that of bundle
 MANIFEST_NAME = "manifest.json"
 DRAFT_FOLDER = "draft"  # of an engine: where its draft's engine lies
 
-# Types of a cache whose rows have a scale each, fp16, beside "float32", "float16" and "int8"
-ROW_CODES = ("int8_rows", "fp8_rows")
+ROW_CODES = ("int8_rows", "fp8_rows")  # types of a cache whose rows have a scale each, fp16
 DEVICES = ("cpu", "cuda")  # of libraries that have a backend for each, the usual one first
 
 LLM_BUNDLE, LLM_ENGINE = "llm_bundle", "llm_engine"
@@ -109,6 +109,7 @@ class DecoderSpec:
     images: ImageSpec | None = None  # None: text only
     recurrent: RecurrentSpec | None = None  # None: all layers attend
     rotation: str = ""  # of the residual stream since it was trained; "": none
+    num_layers: int = 0  # 0: those of the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +120,17 @@ class DraftSpec:
     `hidden_states[i]`), i = num_layers is the output of the final norm.
     """
 
-    method: str  # "eagle3", "eagle", or "medusa", whose `decoder` has no layers and no cache
+    method: str  # as its authors call it; of "medusa" `decoder` has no layers and no cache
     decoder: DecoderSpec  # the draft's own sizes and KV cache; `vocab_size` is the base's
     draft_vocab_size: int
     base_hidden_size: int
     base_num_layers: int
     hidden_taps: tuple[int, ...]
     fuses: bool  # features pass through the `fuse` graph; if not, they are `draft_hidden`
-    num_heads: int = 0  # of "medusa": head d gives the candidates of a tree's level d + 1
+    num_heads: int = 0  # of "medusa" and "peagle": head, or masked row, d gives level d + 1
+    mask_token_id: int | None = None  # of such rows
     base_rotation: str = ""  # of the base's residual stream, which fc reads as it is
+    block: BlockSpec | None = None  # of drafts of blocks
 
     @property
     def taps_width(self) -> int:
@@ -239,9 +242,7 @@ class Bundle(_OfANetwork):
     provenance: dict[str, Any]
     eos_token_ids: tuple[int, ...] = ()
     hidden_taps: tuple[int, ...] = ()  # see DraftSpec; empty: no draft can be attached
-    pooling: str = (
-        ""  # "last" or "mean": rows of the tap that stand for a text; "": it is no text's
-    )
+    pooling: str = ""  # "last" or "mean": rows of the tap that stand for a text; "": none do
     files: dict[str, FileRecord] = field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
 

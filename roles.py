@@ -16,6 +16,7 @@ DECODER = "decoder"  # a language model
 DRAFT = "draft"  # a draft network with a cache of its own
 COMMIT = "commit"  # moves the states of a decoder's recurrent layers on; reads no weights
 FUSE = "fuse"  # makes a draft's hidden rows of a base's features
+BLOCK = "block"  # a draft network with a cache, of which one pass foresees a block of tokens
 HEADS = "heads"  # foresee tokens from the feature of the newest committed row: a row for each head
 ENCODER = "encoder"  # a visual encoder
 
@@ -25,6 +26,7 @@ HOST = "host"  # no pass: what the host does for a round of a decoder that verif
 STEP = "step"  # of a draft: rows of one growth
 EXTEND = "extend"  # of a draft: rows fused and committed
 ALL_HEADS = "heads"  # of all of them
+FORESEE = "foresee"  # of a draft of blocks: rows fused and committed, and a block behind them
 
 
 class Rows(Enum):
@@ -58,6 +60,12 @@ ROLES = {
         has_cache=True,
         inputs=(DRAFT_HIDDEN, TOP_K),
         measured={STEP: "a draft step", EXTEND: "fusing and committing"},
+    ),
+    BLOCK: Role(
+        Rows.DRAFTED,
+        has_cache=True,
+        inputs=(DRAFT_HIDDEN, TOP_K),
+        measured={FORESEE: "committing and drafting a block"},
     ),
     COMMIT: Role(Rows.ACCEPTED),
     FUSE: Role(Rows.DRAFTED, inputs=(HIDDEN_TAPS,)),

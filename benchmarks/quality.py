@@ -6,11 +6,12 @@
 SmolLM2-135M-Instruct through `edgellm-quantize`, `edgellm-export` and `llm_build`, against
 llama.cpp's formats, these files in edgellm's engines, and onnxruntime-genai's default int4, all on
 the same windows of code, sums and prose, and all as engines run: with the kernels' own rounding of
-activations. Megabytes are those of a bundle (of the engine where the build rounds), a GGUF file or
-genai's model. With `--max_kl` the
-command fails (exit code 2) when an engine of edgellm differs more. Its weights were on a 4-bit
-grid before anybody here touched them (`--off_grid`: `off_grid.py`), and a model of 135 M parameters
-suffers more from rounding than one of 8 B: compare rows, do not carry figures over to other models.
+activations. What is made for GPUs appears a second time, its inputs rounded as these do it
+(`simulated.py`). Megabytes are those of a bundle (of the engine where the build rounds), a GGUF
+file or genai's model. With `--max_kl` the command fails (exit code 2) when an engine of edgellm
+differs more. Its weights were on a 4-bit grid before anybody here touched them (`--off_grid`:
+`off_grid.py`), and a model of 135 M parameters suffers more from rounding than one of 8 B: compare
+rows, do not carry figures over to other models.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 import off_grid
 import prompts
 import weights
+from simulated import simulated
 from tokenizers import Tokenizer
 
 from edgellm.build.engine import build_engine
@@ -42,6 +44,7 @@ from edgellm.scripts import smollm2
 Logits = Callable[[np.ndarray], np.ndarray]  # int64 [S] -> float32 [S, V]
 PIECE = 64  # rows of a pass when prompts are read
 LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0")
+OF_GPUS = ("fp8", "nvfp4", "nvfp4_awq")  # whose inputs GPUs round as well
 TIED = ("--lm_head_quantization", "int8_tied")  # as llama.cpp's files have it, or nearly
 OFF_GRID = "off-grid.gguf"
 # Name -> (quantize flags, llm_build --quantize)
@@ -261,6 +264,9 @@ def _engines(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Logits]]
         engine = work / f"quality-{_slug(name)}-engine"
         size = _bytes(engine, "*.data") if is_rounded else _bytes(_bundle(work, name), "*.weights")
         yield label, size, logits
+        flags = RECIPES.get(name, ([], ""))[0]
+        if any(precision in flags for precision in OF_GPUS):
+            yield f"GPUs, {name}", size, simulated(work / "fp32", checkpoint(work, name), flags)
     if arguments.no_peers:
         return
     for kind in arguments.gguf:

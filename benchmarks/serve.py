@@ -2,6 +2,10 @@
 
     python benchmarks/serve.py --minutes 5 --clients 200 --queueSize 32      # SmolLM2
     python benchmarks/serve.py --engineDir ENGINE --minutes 0.5 --server_flags=--eagle --leave 0.2
+    python benchmarks/serve.py --mixed --minutes 5 --clients 200 --leave 0.2 --queueSize 200
+
+With `--mixed` clients ask the model of `make demo` about pictures, one, two or none, by the base or
+one of three adapters.
 
 Load: so many streaming clients ask the server, wait as long as Retry-After says when they are
 refused, and compare every answer with the one that the engine gave offline; some leave amid an
@@ -37,15 +41,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from load_requests import as_chat, mixed_requests, mixture, requests
+
 from edgellm.device_runtime import LLM
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import run_request
 
-TOPICS = (
-    "the sea", "a bicycle", "bread", "the moon", "a robot", "rain", "chess", "a library",
-    "tea", "a bridge", "the colour green", "maps", "a clock", "snow", "a garden", "music",
-)  # fmt: skip
 GREETING = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 
@@ -75,28 +77,6 @@ class Report:
         if len(late) < 2:
             return 0.0
         return statistics.linear_regression(*zip(*late, strict=True)).slope
-
-
-def requests(count: int, tokens: int) -> list[dict]:
-    """Requests as the request file has them; every second one is sampled."""
-    return [
-        {
-            "messages": [{"role": "user", "content": f"Tell me {2 + index} things about {topic}."}],
-            "temperature": 0.0 if index % 2 else 0.7,
-            "seed": index,
-            "max_generate_length": tokens,
-            "top_p": 1.0,
-            "top_k": 0,
-        }
-        for index, topic in zip(range(count), TOPICS * count, strict=False)
-    ]
-
-
-def as_chat(request: dict) -> bytes:
-    """The same request in OpenAI's form."""
-    body = {name: request[name] for name in ("messages", "temperature", "seed", "top_p", "top_k")}
-    body |= {"max_tokens": request["max_generate_length"], "stream": True}
-    return json.dumps(body).encode()
 
 
 def questions(llm: LLM, wanted: list[dict]) -> list[Question]:
@@ -334,6 +314,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engineDir", type=Path, help="SmolLM2 in float32 without it")
+    parser.add_argument("--mixed", action="store_true", help="pictures and adapters, after a demo")
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of SmolLM2's engine")
     parser.add_argument("--clients", type=int, default=200)
@@ -346,15 +327,28 @@ def main() -> None:
         "--server_flags", default="--noContextReuse", help="the loop does not reuse rows, either"
     )
     given = parser.parse_args()
-    engine = given.engineDir or smollm2_engine(given.work, given.threads)
-    llm, wanted = LLM(engine), requests(16, given.tokens)
-    pool = questions(llm, wanted)
     flags = [*given.server_flags.split(), "--queueSize", str(given.queueSize)]
+    if given.mixed:
+        mixed = mixture(given.work, smollm2.cache_folder() / "demo", given.threads)
+        engine, llm = mixed.engine, LLM(mixed.engine, multimodal_engine_dir=mixed.visual)
+        for name, folder in mixed.adapters.items():
+            llm.load_adapter(name, folder)
+        wanted, given.rounds = mixed_requests(mixed, given.tokens), 0
+        flags += mixed.flags
+    else:
+        engine = given.engineDir or smollm2_engine(given.work, given.threads)
+        llm, wanted = LLM(engine), requests(16, given.tokens)
+    pool = questions(llm, wanted)
     with serving(engine, *flags) as (port, pid):
         if given.rounds:
             print_cost(cost(llm, (port, pid), wanted[:8], pool[:8], given.rounds))
         report = asyncio.run(load(port, pid, pool, given.clients, given.minutes * 60, given.leave))
-    print(f"{given.clients} clients, {given.minutes:g} minutes, a queue of {given.queueSize}")
+    answers = len({question.answer for question in pool})
+    print(
+        f"{given.clients} clients, {given.minutes:g} minutes, a queue of {given.queueSize}; ",
+        end="",
+    )
+    print(f"{len(pool)} questions with {answers} answers")
     print_load(report)
     faults = report.seen["wrong"] + report.seen["broken"] + any(report.in_works.values())
     raise SystemExit(1 if faults else 0)

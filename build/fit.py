@@ -19,7 +19,7 @@ from edgellm.build.machine import (
 from edgellm.build.plan import Estimate, Origin, Plan
 from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.manifest import Bundle
-from edgellm.roles import DECODER
+from edgellm.roles import BLOCK, DECODER
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +96,24 @@ def predict(
             hint="give --backend onnxruntime --kernels edgellm, or merge the adapter: "
             "edgellm-export llm --lora_dir",
         )
+    if bundle.main_role == BLOCK and not backend.takes_batches(plan):
+        raise EdgeLLMError(
+            f"a {bundle.draft.method} draft: only edgellm's kernels let rows of a block see each "
+            "other",
+            hint="give --backend onnxruntime --kernels edgellm",
+        )
     if bundle.main_role == DECODER and bundle.decoder.recurrent is not None:
-        _require_states(backend, plan)
+        _require_states(backend)
     origin = backend.origin(plan.options)
     estimate = backend.estimate(source, bundle, plan)
     return Prediction(origin, estimate, tuple(_needs(estimate, engine)))
 
 
-def _require_states(backend: backends.Backend, plan: Plan) -> None:
+def _require_states(backend: backends.Backend) -> None:
     if not backend.TAKES_STATES:
         raise EdgeLLMError(
             f"{backend.LABEL} on {backend.DEVICE} does not compute recurrent layers yet",
             hint="give --backend onnxruntime --device cpu",
-        )
-    if plan.max_batch_size > 1:
-        raise EdgeLLMError(
-            f"--maxBatchSize {plan.max_batch_size}: recurrent layers take one request in a pass",
-            hint="leave --maxBatchSize out",
         )
 
 

@@ -167,8 +167,9 @@ def joined(passes: Sequence[Inputs]) -> dict[str, NDArray[Any]]:
         return dict(passes[0])
     ids = [each[contract.INPUT_IDS] for each in passes]
     rows = [each.shape[1] for each in ids]
-    mask = np.tri(sum(rows), dtype=np.bool_)
+    mask, wanted = np.tri(sum(rows), dtype=np.bool_), []
     for inputs, count, end in zip(passes, rows, np.cumsum(rows), strict=True):
+        wanted.append(inputs[contract.LOGITS_INDEX] + end - count)
         if contract.TREE_MASK in inputs:
             mask[end - count : end, end - count : end] = inputs[contract.TREE_MASK]
     beside = {
@@ -178,7 +179,7 @@ def joined(passes: Sequence[Inputs]) -> dict[str, NDArray[Any]]:
     }
     return {
         **passes[0], **beside, contract.WRITE_INDEX: np.array([0]),
-        contract.LOGITS_INDEX: np.arange(sum(rows)), contract.TREE_MASK: mask,
+        contract.LOGITS_INDEX: np.concatenate(wanted), contract.TREE_MASK: mask,
     }  # fmt: skip
 
 
@@ -194,7 +195,8 @@ def as_floats(outputs: Mapping[str, NDArray[Any]]) -> Numbers:
         order = np.argsort(ids, axis=-1, kind="stable")
         scores = found[contract.CANDIDATE_LOG_PROBS]
         found[contract.CANDIDATE_LOG_PROBS] = np.take_along_axis(scores, order, -1)
-    inner = contract.PRESENT, contract.STATE_ROWS  # what later rows make of it is looked at
+    # What later rows make of caches and states is looked at; links change places with candidates.
+    inner = contract.PRESENT, contract.STATE_ROWS, contract.CANDIDATE_LINKS
     return {name: each for name, each in found.items() if not name.startswith(inner)}
 
 

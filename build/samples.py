@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
+from edgellm.block_spec import BlockSpec
 from edgellm.device_runtime.sessions import ImageRows
 from edgellm.manifest import Bundle, DecoderSpec, DraftSpec, VisionSpec
 from edgellm.multimodal.grids import grid_inputs
-from edgellm.roles import ROLES, Rows
+from edgellm.roles import BLOCK, ROLES, Rows
 
 Inputs = Mapping[str, NDArray[Any]]
 _PROMPT = 6  # rows
@@ -38,10 +39,29 @@ def sample_passes(role: str, bundle: Bundle, capacity: int, max_rows: int) -> li
         sizes = [each[contract.INPUT_IDS].shape[1] for each in passes]
     else:
         passes, sizes = [{}], [1 if facts.rows is Rows.ONE else _PROMPT]
-    return [
+    found: list[Inputs] = [
         {**each, **{name: _of_a_draft(name, bundle.draft, rows, random) for name in facts.inputs}}
         for each, rows in zip(passes, sizes, strict=True)
     ]
+    block = bundle.draft.block if role == BLOCK else None
+    return found if block is None else [_with_block(each, block) for each in found]
+
+
+def _with_block(inputs: Inputs, block: BlockSpec) -> Inputs:
+    """The second half of the rows as a block behind the first, which is text."""
+    ids = np.array(inputs[contract.INPUT_IDS])
+    rows = ids.shape[1]
+    own = np.arange(rows // 2, rows)
+    ids[:, own[1:]] = block.mask_token_id
+    ids[:, own[0]] += ids[:, own[0]] == block.mask_token_id  # the newest token is none
+    seen = np.tri(rows, dtype=np.bool_) if block.is_causal else np.ones((rows, rows), np.bool_)
+    return {
+        **inputs,
+        contract.INPUT_IDS: ids,
+        contract.POSITION_IDS: inputs[contract.WRITE_INDEX] + np.arange(rows)[None],
+        contract.LOGITS_INDEX: own,
+        contract.TREE_MASK: seen,
+    }
 
 
 def _rows(

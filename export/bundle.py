@@ -218,7 +218,7 @@ def _refuse_unused(weights: Weights, config: DecoderConfig) -> None:
         name
         for name in unused
         if name not in others
-        and not name.startswith("mtp.")  # heads that foresee tokens, beside the model
+        and not name.startswith("model.mtp_")  # ERNIE's, of multi-token prediction
         and not name.startswith(cut)
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
     ]
@@ -244,12 +244,18 @@ def _check_tokens(checkpoint: Checkpoint, vocab_size: int) -> None:
 
 
 def _eos_token_ids(configs: Iterable[dict[str, Any]], vocab_size: int) -> tuple[int, ...]:
+    """All ids that end an answer, each a token of the model."""
+    found = end_ids(configs)
+    for token_id in found:
+        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise UnsupportedModelError(f"eos_token_id {token_id!r} is not a token of the model")
+    return tuple(sorted(found))
+
+
+def end_ids(configs: Iterable[dict[str, Any]]) -> set[Any]:
     """All ids that end an answer: those of the generation config and of the model's configs."""
     found: set[Any] = set()
     for source in configs:
         value = source.get("eos_token_id")
         found.update(value if isinstance(value, list) else [value] if value is not None else [])
-    for token_id in found:
-        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise UnsupportedModelError(f"eos_token_id {token_id!r} is not a token of the model")
-    return tuple(sorted(found))
+    return found

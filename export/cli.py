@@ -100,7 +100,8 @@ def draft(
     draft_model_dir: Annotated[
         str,
         typer.Option(
-            "--draft_model_dir", help="EAGLE draft or Medusa heads: HF folder or cached hub id."
+            "--draft_model_dir",
+            help="EAGLE draft, Medusa heads, or a model with mtp.*: HF folder or cached hub id.",
         ),
     ],
     base_model_dir: Annotated[
@@ -109,8 +110,12 @@ def draft(
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the bundle.")],
     dtype: DType = "fp16",
     ignore_config_keys: IgnoredKeys = "",
+    draft_vocab_size: Annotated[
+        int | None,
+        typer.Option("--draft_vocab_size", help="mtp.*: foresee the commonest N tokens only."),
+    ] = None,
 ) -> None:
-    """Export an EAGLE draft or Medusa heads for a base exported with --draft_model_dir."""
+    """Export a draft, heads or a layer (mtp.*) for a base exported with --draft_model_dir."""
     from edgellm.export.draft import DraftOptions, export_draft
     from edgellm.export.progress import byte_progress
     from edgellm.export.source import open_checkpoint, open_draft
@@ -119,7 +124,7 @@ def draft(
     start = time.perf_counter()
     checkpoint = open_draft(draft_model_dir)
     base = open_checkpoint(base_model_dir, tokenizer=False)
-    options = DraftOptions(dtype, _split(ignore_config_keys))
+    options = DraftOptions(dtype, _split(ignore_config_keys), draft_vocab_size)
     with byte_progress("exporting") as progress:
         manifest = export_draft(checkpoint, base, output_dir, options, progress)
     spec = manifest.draft
@@ -185,8 +190,10 @@ def visual(
 
 
 def _foresees(spec: DraftSpec) -> str:
-    if spec.num_heads:
+    if spec.num_heads and spec.mask_token_id is None:
         return f"{spec.num_heads} heads"
+    if spec.num_heads:
+        return f"{spec.num_heads} tokens a pass, each of {spec.draft_vocab_size}"
     return f"{spec.draft_vocab_size} of {spec.decoder.vocab_size} tokens"
 
 

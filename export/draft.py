@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.artifact import check_output, publish, temporary_folder
-from edgellm.contract import EdgeLLMError
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.export import drafts
 from edgellm.export.bundle import ExportOptions, read_architecture
 from edgellm.export.checkpoint import Checkpoint, TensorSource
@@ -43,6 +43,7 @@ class DraftOptions:
 
     dtype: str = "fp16"
     ignore_config_keys: tuple[str, ...] = ()
+    draft_vocab_size: int | None = None  # tokens that a draft with its base's head foresees
 
 
 def export_draft(
@@ -119,6 +120,8 @@ def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Reco
     keys, dtype = options.ignore_config_keys, DTYPES[options.dtype]
     tower, _, base_config = read_architecture(base, ExportOptions(ignore_config_keys=keys))
     config = read_draft(draft, base_config, keys)
+    if options.draft_vocab_size is not None:
+        config = _with_vocabulary(config, base, options.draft_vocab_size)
     rotation = missing_rotation(base, draft)
     if not isinstance(config, DraftConfig):
         if rotation is not None:
@@ -126,7 +129,11 @@ def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Reco
         kind = drafts.kind(config.method)
         model, op, weights = kind.build(draft, base, config, dtype)
         graphs: Graphs = {_MODEL: (model, op)}
-        return _Recorded(config, kind.ROLE, graphs, weights.layouts, kind.spec(draft, config, op))
+        if (build_fuse_graph := getattr(kind, "build_fuse", None)) is not None:
+            graphs = {**graphs, _FUSE: build_fuse_graph(config, weights, dtype)}
+        facts = kind.spec(draft, config, op)
+        facts = dataclasses.replace(facts, base_rotation=rotation_name(base.config))
+        return _Recorded(config, kind.ROLE, graphs, weights.layouts, facts)
     config = _seeing(config, base_config)
     tensors: TensorSource = complete(draft.tensors, tower.tensors, config)
     if rotation is not None:
@@ -142,6 +149,18 @@ def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Reco
     return _Recorded(config, DRAFT, graphs, weights.layouts, spec)
 
 
+def _with_vocabulary(
+    config: DraftConfig | OwnConfig, base: Checkpoint, size: int
+) -> DraftConfig | OwnConfig:
+    kind = drafts.find(config.method)
+    if not hasattr(kind, "with_vocabulary"):
+        raise UnsupportedModelError(
+            f"--draft_vocab_size: what a draft of {config.method} foresees was settled in training",
+            hint="leave it out; it is for multi-token prediction, which has its base's head",
+        )
+    return kind.with_vocabulary(config, base, size)
+
+
 def _spec(
     config: DraftConfig, ops: list[Op], tensors: TensorSource, base_rotation: str
 ) -> DraftSpec:
@@ -153,6 +172,8 @@ def _spec(
         base_num_layers=config.base_num_layers,
         hidden_taps=config.hidden_taps,
         fuses=config.fuses,
+        num_heads=0 if config.mask_rows is None else config.mask_rows.depth,
+        mask_token_id=None if config.mask_rows is None else config.mask_rows.token_id,
         base_rotation=base_rotation,
     )
 

@@ -17,6 +17,7 @@ from edgellm.export.checkpoint import Checkpoint, TensorInfo
 from edgellm.export.config import ConfigReader
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.drafts import OwnConfig
+from edgellm.export.mask_rows import FEATURE, MaskRows
 from edgellm.export.taps import check_taps, default_taps
 
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -27,6 +28,7 @@ _MODELOPT = frozenset(
 )  # fmt: skip
 _NOTES = ("embed_requires_grad", "enable_sp_ulysses", "has_no_defaults_at_init", "modal_type",
           "speculators_config", "speculators_version", "target_model_type")  # fmt: skip
+_EAGLE4 = "efficient_lm_head."
 
 Infos = Mapping[str, TensorInfo]
 
@@ -62,7 +64,7 @@ class Norms:
 class DraftConfig:
     """What an EAGLE draft computes and which base it was trained for."""
 
-    method: str  # "eagle3" or "eagle"
+    method: str  # "eagle3", "peagle" or "eagle"; within `BlockConfig` "dflash"
     exporter: str
     decoder: DecoderConfig  # `vocab_size` is the base's
     draft_vocab_size: int
@@ -74,11 +76,12 @@ class DraftConfig:
     qk_norm: bool
     fc_bias: bool
     norms: Norms
+    mask_rows: MaskRows | None  # of P-EAGLE
 
     @property
     def fuses(self) -> bool:
         """Whether the base's features pass through a graph of their own."""
-        return self.method == "eagle3"
+        return self.method != "eagle"
 
 
 def read_draft(
@@ -110,15 +113,17 @@ def _read_eagle(
     nested = outer.optional("transformer_layer_config", dict)
     inner = outer if nested is None else ConfigReader(nested)
     eagle = ConfigReader(outer.optional("eagle_config", dict) or {})
-    outer.expect("speculators_model_type", "eagle3")
+    outer.expect("speculators_model_type", "eagle3", "peagle")
     method = _method(checkpoint.config, infos, exporter)
     first = "midlayer" if any(name.startswith("midlayer.") for name in infos) else "layers.0"
     decoder = _decoder(inner, infos, first)
     base_hidden_size = outer.positive("target_hidden_size", decoder.hidden_size)
     _expect_plain_eagle(eagle)
     taps, meaning = _taps(method, exporter, outer, eagle, base.num_hidden_layers)
+    outer.expect("num_aux_hidden_states", len(taps))
+    masks = MaskRows.read(outer, infos, decoder.vocab_size)
     config = DraftConfig(
-        method=method,
+        method=method if masks is None else "peagle",
         exporter=exporter,
         decoder=decoder,
         draft_vocab_size=outer.positive("draft_vocab_size", decoder.vocab_size),
@@ -130,6 +135,7 @@ def _read_eagle(
         qk_norm=outer.read("qk_norm", bool, f"{first}.self_attn.q_norm.weight" in infos),
         fc_bias=outer.read("bias", bool, method == "eagle" or "fc.bias" in infos),
         norms=Norms.read(outer, eagle, exporter, infos),
+        mask_rows=masks,
     )
     if method == "eagle" and config.norms != Norms(False, False, False, False):
         raise UnsupportedModelError(
@@ -137,11 +143,16 @@ def _read_eagle(
         )
     for reader in (outer, inner, eagle):
         reader.finish((*ignored, *_NOTES))
-    _check_against(base, config, infos["fc.weight"])
+    check_against(base, config, infos["fc.weight"])
     return config
 
 
 def _refuse_other_models(checkpoint: Checkpoint, infos: Infos) -> None:
+    if any(name.startswith(_EAGLE4) for name in infos):
+        raise UnsupportedModelError(
+            f"{checkpoint.label} has {_EAGLE4}*, the head of EAGLE-4, whose form is not published",
+            hint="give a draft of EAGLE-1 to EAGLE-3.1, or of P-EAGLE",
+        )
     if "fc.weight" in infos:
         return
     whole = any(name.startswith("model.layers.") for name in infos)
@@ -178,6 +189,7 @@ def _method(config: Mapping[str, Any], infos: Infos, exporter: str) -> str:
         exporter != "SafeAILab"
         or config.get("draft_vocab_size") is not None
         or any(name.startswith("midlayer.") or ".hidden_norm." in name for name in infos)
+        or FEATURE in infos
     )
     return "eagle3" if third else "eagle"
 
@@ -259,7 +271,7 @@ def _taps(
     return check_taps(taps, num_layers, "the draft's config.json"), meaning
 
 
-def _check_against(base: DecoderConfig, config: DraftConfig, fc: TensorInfo) -> None:
+def check_against(base: DecoderConfig, config: DraftConfig, fc: TensorInfo) -> None:
     """Refuse a draft that was trained for another base."""
     hint = "give the base that the draft was trained for"
     size = config.base_hidden_size if config.fuses else config.decoder.hidden_size

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.export import drafts
+from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.draft_config import DraftConfig
 from edgellm.export.graph import HEAD_ROWS, ROWS, PassInputs, cache_shape, declare, finish, typed
 from edgellm.export.op import Op
@@ -46,14 +47,23 @@ def build_draft(
     Returns:
         The model, and the recorder that knows which weights the graph needs.
     """
+    model = drafts.find(config.method).Model(config, weights)
+    return record(model, config.decoder, target_ids, dtype)
+
+
+def record(
+    model: drafts.Network,
+    decoder: DecoderConfig,
+    target_ids: NDArray[np.int64] | None,
+    dtype: ir.DataType,
+) -> tuple[ir.Model, Op]:
+    """The same of any network that continues hidden rows; `decoder` has its sizes."""
     op = Op(dtype)
-    decoder = config.decoder
     size = decoder.hidden_size
     inputs = PassInputs.declare(decoder, dtype, mask_columns="mask_columns")
     hidden = declare(contract.DRAFT_HIDDEN, dtype, [1, ROWS, size])
     top_k = declare(contract.TOP_K, ir.DataType.INT64, [1])
     state = inputs.begin(op, decoder)
-    model = drafts.find(config.method).Model(config, weights)
     x = model.forward(op, inputs.input_ids, hidden, state)
     with op.scope("head"):
         logits, recycled = model.head(op, op.Gather(x, inputs.logits_index, axis=1))
@@ -72,7 +82,8 @@ def candidate_outputs(
     op: Op, logits: ir.Value, top_k: ir.Value, target_ids: NDArray[np.int64] | None, rows: int | str
 ) -> list[ir.Value]:
     """Ids of the base's vocabulary and log-probabilities, both [1, R, K], best first."""
-    ids, log_probs = _candidates(op, logits, top_k, target_ids)
+    log_probs, indices = likeliest(op, logits, top_k)
+    ids = target_names(op, indices, target_ids)
     shape = [1, rows, contract.CANDIDATES]
     return [
         typed(ids, ir.DataType.INT64, shape, contract.CANDIDATE_IDS),
@@ -80,17 +91,21 @@ def candidate_outputs(
     ]
 
 
-def _candidates(
-    op: Op, logits: ir.Value, top_k: ir.Value, target_ids: NDArray[np.int64] | None
-) -> tuple[ir.Value, ir.Value]:
+def likeliest(op: Op, logits: ir.Value, top_k: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Log-probabilities float32 [1, R, K], best first, and where they stand in the logits."""
     scores = op.LogSoftmax(op.Cast(logits, to=int(ir.DataType.FLOAT)), axis=-1)
     log_probs, indices = op.outputs(2, "TopK", scores, top_k, axis=-1, largest=1, sorted=1)
+    return log_probs, indices
+
+
+def target_names(op: Op, indices: ir.Value, target_ids: NDArray[np.int64] | None) -> ir.Value:
+    """The base's ids of those of the draft, int64 of any shape."""
     if target_ids is None:
-        return indices, log_probs
+        return indices
     table = op.parameter(
         StoredTensor(TARGET_IDS, ir.DataType.INT64, target_ids.shape, _whole(target_ids))
     )
-    return op.Gather(table, indices, axis=0), log_probs
+    return op.Gather(table, indices, axis=0)
 
 
 def _whole(array: NDArray[np.int64]) -> Callable[[], list[memoryview]]:

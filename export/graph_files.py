@@ -96,6 +96,7 @@ def decoder_spec(
         position_axes=config.position_axes,
         images=config.images,
         recurrent=recurrent,
+        num_layers=config.num_hidden_layers,
     )
 
 

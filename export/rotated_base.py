@@ -14,6 +14,7 @@ import numpy as np
 from edgellm.contract import UnsupportedModelError
 from edgellm.export.checkpoint import Checkpoint, TensorSource
 from edgellm.export.draft_config import DraftConfig
+from edgellm.export.mask_rows import FEATURE
 from edgellm.export.merged import floats
 from edgellm.export.rotation import F32, KEY, Computed, Recipe, Rotation, row_pieces, turned_dtype
 
@@ -29,7 +30,7 @@ def missing_rotation(base: Checkpoint, draft: Checkpoint) -> Rotation | None:
         UnsupportedModelError: the draft was trained with a stream that the base does not have.
     """
     found, known = Rotation.of(base.config), draft.config.get(KEY)
-    if known is not None and (found is None or known != found.described):
+    if known is not None and found != Rotation.of({**base.config, KEY: known}):
         raise UnsupportedModelError(
             f"{draft.label} was trained with a base whose residual stream was rotated otherwise",
             hint="give that base as --base_model_dir",
@@ -67,6 +68,9 @@ def facing(
             replace(info, dtype=turned_dtype(info.dtype)),
             lambda: row_pieces(floats(tensors, _EMBEDDING), rotation.back),
         )
+    if config.mask_rows is not None:
+        info = replace(infos[FEATURE], dtype="F32")
+        recipes[FEATURE] = Recipe(info, lambda: _mask_feature(tensors, config, rotation))
     for name in _norms_before_fc(config):
         ones = np.ones(infos[name].shape, np.float32)
         recipes[name] = Recipe(replace(infos[name], dtype="F32"), lambda ones=ones: [ones])
@@ -80,6 +84,13 @@ def _fc(tensors: TensorSource, config: DraftConfig, rotation: Rotation) -> Itera
     weight = weight * np.concatenate(norms) if norms else weight
     taps = weight.reshape(len(weight), len(config.hidden_taps), rotation.size)
     yield rotation.turn(taps).reshape(weight.shape)
+
+
+def _mask_feature(tensors: TensorSource, config: DraftConfig, rotation: Rotation) -> Iterator[F32]:
+    """What stands in the place of taps, turned as they are."""
+    feature = floats(tensors, FEATURE)
+    taps = feature.reshape(len(config.hidden_taps), rotation.size)
+    yield rotation.turn(taps).reshape(feature.shape)
 
 
 def _norms_before_fc(config: DraftConfig) -> list[str]:

@@ -156,7 +156,10 @@ class Computed:
         dtype = _DTYPES[recipe.info.dtype]
         for piece in recipe.pieces():
             if np.abs(piece).max(initial=0) > np.finfo(dtype).max:
-                raise UnsupportedModelError(f"{name}: values beyond float16 when it is rotated")
+                raise UnsupportedModelError(
+                    f"{name}: values beyond float16 when it is rotated",
+                    hint="leave out --rotate, or give the model in float32",
+                )
             yield as_bytes(piece.astype(dtype))
 
 

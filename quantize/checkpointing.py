@@ -36,6 +36,11 @@ class WorkFolder:
         """Whether a run began here."""
         return (self.path / _JOB).exists()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was done there."""
+        return {path.name for path in self.path.iterdir()} > {_JOB, LOCK}
+
     def claim(self, settings: Mapping[str, Any]) -> None:
         """Make the folder, or go on with it.
 

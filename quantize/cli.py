@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.command import SNAKE_CASE, App, numbers, run_command
+from edgellm.command import SNAKE_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 
 app = App(SNAKE_CASE, no_args_is_help=True)
@@ -54,7 +54,16 @@ Body = Annotated[
     str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq or mixed.")
 ]
 KeepLayers = Annotated[
-    str, typer.Option("--keep_layers", help="Decoder layers that stay floats, such as 0,29.")
+    str,
+    typer.Option("--keep_layers", help="Decoder layers that stay floats, such as 0,29, or auto."),
+]
+KeepBudget = Annotated[
+    float | None,
+    typer.Option("--keep_budget", min=0, help="Of --keep_layers auto: percent more bytes; 10."),
+]
+MaxLoss = Annotated[
+    float | None,
+    typer.Option("--max_loss", min=0, help="Of auto: points of acceptance that may go; 0.5."),
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")]
 MaxKl = Annotated[
@@ -115,6 +124,7 @@ def llm(
     alpha_step: AlphaStep = None,
     block_size: BlockSize = None,
     keep_layers: KeepLayers = "",
+    keep_budget: KeepBudget = None,
     batch_tokens: BatchTokens = None,
     target: Target = "cpu",
     target_bits: TargetBits = None,
@@ -125,11 +135,13 @@ def llm(
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize a language model; run the same command again after an interrupt to go on."""
+    from edgellm.quantize.options import kept_layers
+
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
         time_budget=time_budget, algo=algo, rotate=rotate, format=format,
         kv_cache_quantization=kv_cache_quantization,
-        keep_layers=numbers("--keep_layers", keep_layers),
+        **kept_layers(keep_layers, keep_budget),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
         target_bits=target_bits, target_kl=target_kl,
@@ -147,7 +159,16 @@ def draft(
         str, typer.Option("--draft_model_dir", help="Folder of a float EAGLE draft.")
     ],
     output_dir: Output,
-    quantization: Body = "fp8",
+    quantization: Annotated[
+        str,
+        typer.Option(
+            "--quantization",
+            help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq, or auto: the "
+            "smallest that drafts as well.",
+        ),
+    ] = "fp8",
+    algo: Annotated[str | None, typer.Option("--algo", help="gptq, or awq for int4_awq.")] = None,
+    max_loss: MaxLoss = None,
     lm_head_quantization: Head = None,
     calib_dataset: Dataset = "default",
     num_samples: NumSamples = None,
@@ -165,7 +186,7 @@ def draft(
     """Quantize an EAGLE draft, calibrated with its base's features; fc stays as it is."""
     _run(
         draft_model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
-        base_model_dir=base_model_dir,
+        base_model_dir=base_model_dir, algo=algo, max_loss=max_loss,
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
         device=device,
@@ -176,18 +197,20 @@ def draft(
 def _run(
     model_dir: str, output_dir: Path, body: str, head: str | None, ignored: str, **options: Any
 ) -> None:
-    _check_names(body, head, **options)
+    from edgellm.quantize.options import check_names, check_together
+
+    minutes, points = options.pop("time_budget", None), options.pop("max_loss", None)
+    is_open = body == "auto" and "base_model_dir" in options
+    check_names("int4_awq" if is_open else body, head, **options)
+    check_together(is_open, minutes, points, **options)
     _require_host()
     from edgellm.quantize.contest import run_contest
+    from edgellm.quantize.draft_recipes import run_recipes
+    from edgellm.quantize.keeping import run_keeping
     from edgellm.quantize.layerwise_run import run_job
     from edgellm.quantize.plan import Job
     from edgellm.quantize.summary import print_summary
 
-    minutes = options.pop("time_budget", None)
-    if minutes is not None and options["algo"] != "auto":
-        raise EdgeLLMError(
-            "--time_budget is for --algo auto, which tries several ways", hint="leave it out"
-        )
     keys = tuple(key.strip() for key in ignored.split(",") if key.strip())
     job = Job(
         model_dir, output_dir, body, lm_head_quantization=head, ignore_config_keys=keys, **options
@@ -195,6 +218,10 @@ def _run(
     with _progress() as progress:
         if job.algo == "auto":
             report = run_contest(job, minutes, progress)
+        elif is_open:
+            report = run_recipes(job, 0.5 if points is None else points, progress)
+        elif job.keep_budget is not None:
+            report = run_keeping(job, progress)
         else:
             report = run_job(job, progress)
     print_summary(report, output_dir)
@@ -226,38 +253,6 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
             bar.update(task, description=what, completed=done, total=total)
 
         yield show
-
-
-def _check_names(
-    body: str,
-    head: str | None,
-    block_size: int | None,
-    algo: str | None = None,
-    format: str = "modelopt",
-    kv_cache_quantization: str | None = None,
-    rotate: str | None = None,
-    **_: Any,
-) -> None:
-    """Before the imports, which take seconds."""
-    from edgellm.quantize.schemes import (
-        HEAD_SCHEMES,
-        KV_SCHEMES,
-        ROTATIONS,
-        check_block_size,
-        check_format,
-        choose,
-        choose_scheme,
-    )
-
-    scheme = choose_scheme(body, algo)
-    if head is not None:
-        choose("--lm_head_quantization", head, HEAD_SCHEMES)
-    if kv_cache_quantization is not None:
-        choose("--kv_cache_quantization", kv_cache_quantization, KV_SCHEMES)
-    if rotate is not None:
-        choose("--rotate", rotate, ROTATIONS)
-    check_format(format, scheme, head, kv_cache_quantization)
-    check_block_size(block_size, scheme, HEAD_SCHEMES[head] if head is not None else None)
 
 
 def _require_host() -> None:

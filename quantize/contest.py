@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from edgellm.exclusive import hold
 from edgellm.quantize.autoround import is_there
-from edgellm.quantize.checkpointing import LOCK, WorkFolder
-from edgellm.quantize.folder import SIDE_FILE, check_output, publish
-from edgellm.quantize.layerwise_run import Progress, refuse_far, run_job
+from edgellm.quantize.checks import HEAD
+from edgellm.quantize.layerwise_run import Progress
 from edgellm.quantize.plan import Job
-from edgellm.quantize.report import Report, read_report
-
-_RESULT = "result"
+from edgellm.quantize.report import Report
+from edgellm.quantize.residual import rotates
+from edgellm.quantize.rotation import has_values
+from edgellm.quantize.schemes import RESIDUAL, VALUES
+from edgellm.quantize.subject import LanguageModel
+from edgellm.quantize.trials import Trials, trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +32,7 @@ _ENTRIES = (
     _Entry("autoround", "autoround"),
     _Entry("gptq, values rotated", "gptq", rotate="values"),
     _Entry("awq", "awq"),
+    _Entry("gptq, all rotated", "gptq", rotate="all"),
 )
 
 
@@ -54,61 +53,47 @@ def run_contest(job: Job, minutes: float | None, progress: Progress) -> Report:
     Raises:
         EdgeLLMError: as `run_job`.
     """
-    check_output(job.output_dir)
-    work = WorkFolder(job.work_dir)
-    facts = asdict(job)
-    del facts["max_kl"]
-    work.claim(json.loads(json.dumps({"contest": facts}, default=str)))
-    busy = f"another edgellm-quantize works in {work.path}"
-    with hold(work.path / LOCK, busy, "wait for it, or give another --output_dir"):
-        reports = _reports(job, minutes, progress)
-        best = min(reports, key=lambda name: reports[name].quality.kl_divergence)
-        tried = {name: report.quality.kl_divergence for name, report in reports.items()}
-        refuse_far(job, reports[best].quality)
-        folder = _job_of(job, best).output_dir
-        side = json.loads((folder / SIDE_FILE).read_text("utf-8"))
-        (folder / SIDE_FILE).write_text(json.dumps({**side, "tried": tried}, indent=2) + "\n")
-        publish(folder, job.output_dir)
-        work.remove()
-    return replace(reports[best], tried=tried)
+    with trials(job) as found:
+        _try_all(found, minutes, progress)
+        reports = found.reports
+        return found.publish(min(reports, key=lambda name: reports[name].quality.kl_divergence))
 
 
-def _reports(job: Job, minutes: float | None, progress: Progress) -> dict[str, Report]:
-    found: dict[str, Report] = {}
-    for entry in _ENTRIES:
-        if entry.algo == "autoround" and not is_there():
-            continue
-        spent = sum(report.seconds for report in found.values())
-        left = None if minutes is None else 60 * minutes - spent
-        if found and left is not None and left <= 0:
+def ways(job: Job) -> list[str]:
+    """The ways that the model can go, the likeliest to win first."""
+    model = LanguageModel.open(job.model_dir, job.ignore_config_keys)
+    return [entry.name for entry in _ENTRIES if _suits(entry, model)]
+
+
+def _suits(entry: _Entry, model: LanguageModel) -> bool:
+    if entry.algo == "autoround":
+        return is_there() and model.family.experts is None
+    if entry.rotate in VALUES and not has_values(model.tensors.infos(), model.layers[0]):
+        return False
+    # A tied head would become a matrix of its own, which is no fair comparison.
+    return entry.rotate not in RESIDUAL or (model.head_name == HEAD and rotates(model))
+
+
+def _try_all(found: Trials, minutes: float | None, progress: Progress) -> None:
+    names = ways(found.job)
+    for entry in (each for each in _ENTRIES if each.name in names):
+        spent = sum(report.seconds for report in found.reports.values())
+        left = None if minutes is None or not found.reports else 60 * minutes - spent
+        if left is not None and left <= 0:
             break
-        own = _job_of(job, entry.name)
-        side = own.output_dir / SIDE_FILE
-        if side.exists():
-            found[entry.name] = read_report(json.loads(side.read_text("utf-8")))
-            continue
         try:
-            told = _until(entry.name, left if found else None, progress)
-            found[entry.name] = run_job(own, told)
+            until = _until(left, progress)
+            found.run(entry.name, until, algo=entry.algo, rotate=entry.rotate)
         except _OutOfTimeError:
             break
-    return found
 
 
-def _job_of(job: Job, name: str) -> Job:
-    """The same with one algorithm, into a folder within the work folder."""
-    place = next(at for at, entry in enumerate(_ENTRIES) if entry.name == name)
-    entry = _ENTRIES[place]
-    folder: Path = job.work_dir / f"{_RESULT}{place}"
-    return replace(job, algo=entry.algo, rotate=entry.rotate, output_dir=folder, max_kl=None)
-
-
-def _until(name: str, seconds: float | None, progress: Progress) -> Any:
+def _until(seconds: float | None, progress: Progress) -> Progress:
     """Progress that ends a run when its time is spent."""
     start = time.perf_counter()
 
     def told(what: str, done: int, total: int) -> None:
-        progress(f"{name}: {what}", done, total)
+        progress(what, done, total)
         if seconds is not None and done < total and time.perf_counter() - start > seconds:
             raise _OutOfTimeError
 

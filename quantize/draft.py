@@ -28,7 +28,7 @@ from edgellm.export.draft_tensors import complete, read_target_ids
 from edgellm.export.source import open_checkpoint, open_draft
 from edgellm.export.weights import Weights
 from edgellm.quantize.calibration import Calibration
-from edgellm.quantize.checkpointing import CALIBRATION, FLOAT, QUANTIZED, WorkFolder
+from edgellm.quantize.checkpointing import FLOAT, QUANTIZED, WorkFolder
 from edgellm.quantize.checks import HEAD, check_floats, needed_bytes
 from edgellm.quantize.draft_inputs import DraftInputs
 from edgellm.quantize.families import FAMILIES, Family
@@ -171,7 +171,7 @@ class Draft:
         """Tap the base, and let the float draft take its first step."""
         if (task.work.path / _TARGETS).exists() and streams[QUANTIZED].path.exists():
             return
-        rows = {name: task.rows(name) for name in (CALIBRATION, FLOAT)}
+        rows = {name: task.rows(name) for name in streams if name != QUANTIZED}
         base = self._run_base(task, rows, tell)
         for name, ids in rows.items():
             streams[name].write(self._first_steps(ids, base[name], task))

@@ -15,6 +15,7 @@ import torch
 _DAMPING = 0.01  # of the mean second moment, onto the diagonal
 _SLICE = 128  # columns between two updates of all that follow
 _RATIOS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of the largest weight, as scales
+_SMALLER = 0.3  # of a scale, at most at once
 _TINY = 1e-8
 
 
@@ -32,6 +33,10 @@ class Grid(Protocol):
 
     def nearest(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """What the codes of weights stand for before their scales."""
+        ...
+
+    def near(self, scale: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        """What can be stored next to the scales that one wants in the place of `old`."""
         ...
 
 
@@ -54,6 +59,10 @@ class WholeNumbers:
     def nearest(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """See `Grid`."""
         return torch.clamp(torch.round(weight / scale), self.lowest, self.highest)
+
+    def near(self, scale: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        """See `Grid`: any positive number."""
+        return torch.maximum(scale, old * _SMALLER)
 
 
 def search_scales(
@@ -106,6 +115,7 @@ def round_nearest(weight: torch.Tensor, importance: torch.Tensor, grid: Grid) ->
 class Feedback:
     """How errors spread over columns, whatever the weight."""
 
+    moments: torch.Tensor  # damped [in, in]
     importance: torch.Tensor  # of each input [in]
     order: torch.Tensor  # of rounding [in]
     shares: torch.Tensor  # from a column to those behind it, in that order: upper [in, in]
@@ -115,7 +125,9 @@ class Feedback:
         """For inputs with these second moments, the mean of x x^T [in, in]."""
         importance = moments.diagonal().clone()
         order = torch.argsort(importance, descending=True)
-        return cls(importance, order, _upper_inverse(moments[order][:, order]))
+        damping = _DAMPING * float(importance.mean()) + _TINY
+        damped = moments + damping * torch.eye(len(moments), device=moments.device)
+        return cls(damped, importance, order, _upper_inverse(damped[order][:, order], damping))
 
 
 def round_with_feedback(weight: torch.Tensor, feedback: Feedback, grid: Grid) -> Rounded:
@@ -138,12 +150,11 @@ def round_with_feedback(weight: torch.Tensor, feedback: Feedback, grid: Grid) ->
     return Rounded(codes[:, torch.argsort(order)], scales)
 
 
-def _upper_inverse(moments: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse; damped until there is one."""
-    damping = _DAMPING * float(moments.diagonal().mean()) + _TINY
+def _upper_inverse(moments: torch.Tensor, damping: float) -> torch.Tensor:
+    """The upper Cholesky factor of the inverse; damped more until there is one."""
     while True:
-        damped = moments + damping * torch.eye(len(moments), device=moments.device)
-        factor, failed = torch.linalg.cholesky_ex(damped)
+        factor, failed = torch.linalg.cholesky_ex(moments)
         if not failed:
             return torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
         damping *= 10
+        moments = moments + damping * torch.eye(len(moments), device=moments.device)

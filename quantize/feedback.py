@@ -22,6 +22,7 @@ from edgellm.quantize.forms import FORMS, Form
 from edgellm.quantize.layer_inputs import Group, each_input
 from edgellm.quantize.modelopt_adapter import Exported, Recipe
 from edgellm.quantize.one_layer_model import LAYER
+from edgellm.quantize.refinement import refine
 from edgellm.quantize.rounding import round_input
 from edgellm.quantize.smoothing import own_producer, plain_tensor
 from edgellm.quantize.tensors import Tensor
@@ -35,18 +36,16 @@ class _Seen:
     """What a linear layer reads."""
 
     moments: torch.Tensor  # sum of x x^T, tokens weighed, x as the layer rounds it [K, K]
-    rows: int = 0
     tokens: int = 0
     largest: float = 0.0
 
     def add(self, x: torch.Tensor, form: Form, weights: torch.Tensor | None) -> None:
-        """One row of text [S, K], and how much its tokens count [rows, S]."""
+        """One row of text [S, K], and how much its tokens count [S]."""
         largest = float(x.abs().max())
         if form.input_kind:
             x = round_input(x, form.input_kind, max(largest, _TINY) / form.largest_input)
-        weighed = x if weights is None else x * weights[self.rows, :, None].to(x.device)
+        weighed = x if weights is None else x * weights[:, None].to(x.device)
         self.moments += weighed.T @ x
-        self.rows += 1
         self.tokens += len(x)
         self.largest = max(self.largest, largest)
 
@@ -66,7 +65,7 @@ def round_layer(
         recipe: the scheme, and the size of INT4's blocks.
         states: hidden states [B, S, H] behind layers that are rounded already.
         family: of the layer.
-        weights: of the tokens. None: all count alike.
+        weights: of the tokens of a row. None: all count alike.
         forms: names in `FORMS`, by linear layer; others stay floats. None: all are the recipe's.
     """
     layer = model.model.layers[0]
@@ -114,7 +113,8 @@ def _rounded(
     name: str, weight: torch.Tensor, seen: _Seen, form: Form, grid: Grid
 ) -> dict[str, Tensor]:
     """What is stored of a linear layer."""
-    rounded = round_with_feedback(weight, Feedback.of(seen.moments / seen.tokens), grid)
+    feedback = Feedback.of(seen.moments / seen.tokens)
+    rounded = refine(weight, round_with_feedback(weight, feedback, grid), feedback, grid)
     found = form.tensors(f"{name}.weight", rounded, grid)
     if form.input_kind:
         scale = max(seen.largest, _TINY) / form.largest_input

@@ -41,6 +41,11 @@ class Fp8Grid:
         limited = torch.clamp(weight / scale, -LARGEST_E4M3, LARGEST_E4M3)
         return limited.to(torch.float8_e4m3fn).to(weight.dtype)
 
+    def near(self, scale: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        """See `Grid`: no other, since all outputs share it."""
+        del scale
+        return old
+
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4Grid:
@@ -71,3 +76,8 @@ class Nvfp4Grid:
         ratio = weight / scale
         magnitudes = E2M1_VALUES.to(weight.device)[nearest_e2m1(ratio.abs())]
         return torch.copysign(magnitudes, ratio)
+
+    def near(self, scale: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        """See `Grid`: E4M3 numbers times the factor."""
+        del old
+        return self.stored(scale) * self.factor

@@ -31,6 +31,7 @@ class Trace:
     model: PreTrainedModel  # the layer, in floats
     inputs: dict[str, torch.Tensor]  # [S, K]
     gradients: dict[str, torch.Tensor]  # of what they gave [S, out]
+    arriving: torch.Tensor  # of what the layer gave [1, S, H]
 
 
 def trace(subject: Subject, rows: Ids, device: torch.device) -> Iterator[Trace]:
@@ -56,8 +57,9 @@ def _trace(subject: Subject, rows: Ids, first: int, device: torch.device) -> Ite
     for index in reversed(range(len(subject.layers))):
         model = _layer(subject, index, device)
         for row, x in enumerate(entering.pop()):
-            inputs, outputs, gradients[row] = _backward(model, x, gradients[row])
-            yield Trace(index, first + row, model, inputs, outputs)
+            arriving = gradients[row]
+            inputs, outputs, gradients[row] = _backward(model, x, arriving)
+            yield Trace(index, first + row, model, inputs, outputs, arriving)
 
 
 def _layer(subject: Subject, index: int, device: torch.device) -> PreTrainedModel:

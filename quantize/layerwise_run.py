@@ -25,6 +25,7 @@ from edgellm.quantize.checkpointing import (
     as_facts,
     layer_part,
 )
+from edgellm.quantize.equalizing import EVENED, Squares, even_columns, input_squares
 from edgellm.quantize.evaluation import evaluate
 from edgellm.quantize.experts import find_experts, round_experts, watch
 from edgellm.quantize.families import Family
@@ -33,6 +34,7 @@ from edgellm.quantize.folder import check_output, write_folder
 from edgellm.quantize.folding import fold_smoothing
 from edgellm.quantize.formats import F32
 from edgellm.quantize.kv_cache import cache_scales
+from edgellm.quantize.layer_costs import divergence, find_gradients, measures_layers
 from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, refuse_broken
 from edgellm.quantize.logits import Quality
 from edgellm.quantize.mixing import mix
@@ -102,6 +104,8 @@ def _quantize(plan: Plan, progress: Progress) -> Quality:
         if weighs:
             weigh_tokens(plan)
             progress("weights of tokens", 1, parts)
+        if measures_layers(plan):
+            find_gradients(plan)
         for index in range(layers):
             if not work.has(layer_part(index)):
                 if index == 0:
@@ -147,6 +151,9 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     source = {name: tensor.floats() for name, tensor in raw.items()}
     if plan.job.rotate in VALUES:
         source = rotate_values(source, subject.config.head_dim)
+    if plan.recipe.scheme.form in EVENED:
+        squares = _input_squares(plan, index, source, before[ROUNDED])
+        source = even_columns(source, subject.family, subject.config.head_dim, squares)
     exported, own = _exported(plan, index, source, before, after)
     tensors = {**_kept(exported, raw, subject.family), **own.tensors}
     layer = subject.layers[index]
@@ -165,11 +172,27 @@ def _quantize_layer(plan: Plan, index: int) -> None:
         quantized, before[FLOAT], (after[FLOAT], after[QUANTIZED]), task.device
     )
     bits = {name: linear.bits for name, linear in quantized.decoded.items()}
-    report = LayerReport(index, output, stream, errors, bits, time.perf_counter() - start, own.few)
+    added = 0.0
+    if measures_layers(plan):
+        added = divergence(plan, index, quantized, before[FLOAT], after[FLOAT])
+    seconds = time.perf_counter() - start
+    report = LayerReport(index, output, stream, errors, bits, seconds, own.few, added)
     stored = subject.family.stored_name
     named = {layer + stored(name): tensor for name, tensor in tensors.items()}
     facts = as_facts(report, quantization=exported.quantization, producer=exported.producer)
     task.work.store(layer_part(index), named, facts)
+
+
+def _input_squares(
+    plan: Plan, index: int, source: dict[str, F32], states: States
+) -> Squares | None:
+    """How large the layer's inputs are, where they are rounded in blocks."""
+    if not plan.recipe.scheme.is_nvfp4 or not weighs_tokens(plan):
+        return None
+    device = plan.task.device
+    model = plan.subject.layer_model(index, source, device)
+    batches = states.batches(device)
+    return input_squares(model, batches, plan.subject.family, layer_weights(plan, index))
 
 
 def _computing(

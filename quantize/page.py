@@ -7,6 +7,7 @@ from pathlib import Path
 
 from edgellm.quantize.allocation import Point
 from edgellm.quantize.layer_errors import LayerReport
+from edgellm.quantize.notes import notes
 from edgellm.quantize.report import Report
 
 _PAGE = Path(__file__).with_name("report.html")
@@ -21,6 +22,7 @@ def render(report: Report) -> str:
         "@FACTS@": _facts(report),
         "@PLOT@": _plot(report),
         "@CURVE@": _curve(report),
+        "@NOTES@": "".join(f"<p>{html.escape(note)}</p>" for note in notes(report)),
         "@ROWS@": "".join(_row(layer) for layer in report.layers),
         "@FOOT@": html.escape(_foot(report)),
     }.items():

@@ -33,6 +33,7 @@ from edgellm.quantize.schemes import (
     check_targets,
     choose,
     choose_scheme,
+    smallest_bits,
 )
 from edgellm.quantize.subject import LanguageModel, Subject, Task
 
@@ -57,6 +58,7 @@ class Job:
     alpha_step: float | None = None
     block_size: int | None = None  # of INT4
     keep_layers: tuple[int, ...] = ()  # that stay floats
+    keep_budget: float | None = None  # percent of the result's bytes, for layers yet to be found
     target_bits: float | None = None  # a weight, of mixed precision
     target_kl: float | None = None  # nats a token, an estimate
     target: str = "cpu"  # whose rounding of INT8 inputs is reckoned with
@@ -140,6 +142,7 @@ def make_plan(job: Job) -> Plan:
         )
     _check_kept(job, len(subject.layers))
     recipe, head = _recipes(job, scheme, head_scheme, subject, device)
+    _check_bits(job, recipe.block_size)
     amounts = _amounts(scheme, device)
     seq_len = job.seq_len or amounts.seq_len
     positions = subject.config.max_position_embeddings
@@ -176,6 +179,16 @@ def _language_model(job: Job) -> LanguageModel:
 def _check_kept(job: Job, count: int) -> None:
     """Raise `EdgeLLMError` for layers that are not there, or if nothing else is left."""
     kept = {*job.keep_layers}
+    if job.keep_budget is not None and job.kv_cache_quantization is not None:
+        raise EdgeLLMError(
+            "--keep_layers auto: scales of the cache are found in layers that are quantized",
+            hint="leave out --keep_layers or --kv_cache_quantization",
+        )
+    if job.keep_budget is not None and job.quantization == "mixed":
+        raise EdgeLLMError(
+            "--quantization mixed decides itself what stays in 16 bits",
+            hint="leave out --keep_layers",
+        )
     if not kept:
         return
     flag = f"--keep_layers {','.join(map(str, job.keep_layers))}"
@@ -187,6 +200,19 @@ def _check_kept(job: Job, count: int) -> None:
         raise EdgeLLMError(
             f"{flag}: scales of the cache are found in layers that are quantized, all of them",
             hint="leave out --keep_layers or --kv_cache_quantization",
+        )
+
+
+def _check_bits(job: Job, block_size: int) -> None:
+    """Raise `EdgeLLMError` for a size below that of the smallest form."""
+    if job.target_bits is None:
+        return
+    smallest = smallest_bits(block_size)
+    if job.target_bits < smallest:
+        raise EdgeLLMError(
+            f"--target_bits {job.target_bits:g}: INT4 in blocks of {block_size} has "
+            f"{smallest:g} bits a weight",
+            hint=f"give --target_bits {smallest:g} or more, or a larger --block_size",
         )
 
 

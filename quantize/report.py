@@ -25,6 +25,25 @@ _FAR, _FEW = 2, 6  # errors of outliers over the median one; layers for each out
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """One of several ways."""
+
+    kl_divergence: float
+    accuracy: float  # see `Quality`
+    num_bytes: int  # of the result
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A layer that stays in floats, or could."""
+
+    layer: int
+    divergence: float  # that rounding it alone adds, nats a token
+    share: float  # of what all layers add
+    num_bytes: int  # that rounding it spares
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """All figures of a run, measured on the exported tensors."""
 
@@ -46,7 +65,8 @@ class Report:
     versions: dict[str, str]
     untied_bytes: int = 0  # of the head that a rotation parted from the embedding
     mixture: Mixture | None = None  # of mixed precision
-    tried: dict[str, float] | None = None  # divergences of all ways, where several were tried
+    tried: dict[str, Tried] | None = None  # where there were several ways
+    kept: tuple[Kept, ...] | None = None  # of `--keep_layers auto`
 
     @property
     def accuracy_means(self) -> str:
@@ -143,7 +163,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def read_report(facts: Mapping[str, Any]) -> Report:
-    """What `as_json` gave, without a mixture."""
+    """What `as_json` gave of one run, without a mixture."""
     own = {name: facts[name] for name in Report.__dataclass_fields__ if name != "mixture"}
     own["quality"] = Quality(**facts["quality"])
     own["layers"] = tuple(LayerReport(**layer) for layer in facts["layers"])

@@ -20,7 +20,6 @@ from edgellm.export.rotation import (
     Computed,
     Recipe,
     Rotation,
-    row_pieces,
     turned_dtype,
 )
 from edgellm.quantize.checks import EMBEDDING, HEAD, NORM
@@ -30,6 +29,7 @@ from edgellm.quantize.tensors import read_tensor
 _HINT = "choose --rotate values, or leave --rotate out"
 _BEFORE, _BEHIND = "input_layernorm.weight", "post_attention_layernorm.weight"
 _WRITERS = ("o_proj", "down_proj", "w2", "output_linear")  # their outputs are added to the stream
+_PIECE = 4096  # rows at a time
 _INNER = ("q_b_proj", "kv_b_proj")  # read what a layer has made itself
 
 
@@ -58,6 +58,15 @@ def rotated(model: LanguageModel, seed: int, ignored_keys: tuple[str, ...]) -> L
     tensors = Computed(whole.tensors, recipes)
     turned = replace(whole, config=config, tensors=tensors, blocks=None)
     return LanguageModel.of(turned, ignored_keys)
+
+
+def rotates(model: LanguageModel) -> bool:
+    """Whether `rotated` takes it."""
+    try:
+        _recipes(model.whole.tensors, Rotation(1, 0), model.layers, is_tied=False)
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 def _recipes(
@@ -112,8 +121,9 @@ def _reading(source: TensorSource, name: str, norm: str | None, rotation: Rotati
 
     def pieces() -> Iterable[F32]:
         folded = np.float32(1) if norm is None else read_tensor(source, norm).floats()
-        rows = read_tensor(source, name).floats()
-        return row_pieces(rows, lambda part: rotation.turn(part * folded))
+        stored = read_tensor(source, name)
+        for begin in range(0, stored.info.shape[0], _PIECE):
+            yield rotation.turn(stored.rows(begin, begin + _PIECE).floats() * folded)
 
     return _turned(source, name, pieces)
 

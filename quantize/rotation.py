@@ -6,7 +6,7 @@ and values with outliers in few channels become alike in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -15,6 +15,11 @@ from edgellm.export.rotation import mixed
 from edgellm.quantize.formats import F32
 
 _V, _O = "self_attn.v_proj", "self_attn.o_proj"
+
+
+def has_values(names: Collection[str], layer: str) -> bool:
+    """Whether `rotate_values` takes a layer whose tensors' names begin so."""
+    return all(f"{layer}{name}.weight" in names for name in (_V, _O))
 
 
 def rotate_values(source: Mapping[str, F32], head_dim: int) -> dict[str, F32]:
@@ -27,7 +32,7 @@ def rotate_values(source: Mapping[str, F32], head_dim: int) -> dict[str, F32]:
     Raises:
         UnsupportedModelError: the layer has no projection of values of its own.
     """
-    if f"{_V}.weight" not in source or f"{_O}.weight" not in source:
+    if not has_values(source, ""):
         raise UnsupportedModelError(
             "--rotate: the model has no v_proj of its own",
             hint="choose --rotate residual, or leave --rotate out",

@@ -131,6 +131,11 @@ def check_targets(
         )
 
 
+def smallest_bits(block: int) -> float:
+    """A weight of mixed precision has at least, the 16 bits of its block's scale included."""
+    return 4 + 16 / block
+
+
 def check_format(name: str, scheme: Scheme, head: str | None, cache: str | None) -> None:
     """Raise `EdgeLLMError` for a format that is not on offer, or that cannot hold all of it."""
     choose("--format", name, FORMATS)

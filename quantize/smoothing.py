@@ -32,7 +32,8 @@ _TOKENS = 256  # that judge a candidate
 _WIDEST = 64.0  # a scale over the geometric mean of all, and below it
 _AS_GOOD = 1.03  # errors that are no reason to choose
 _TINY = 1e-8
-_V, _O, _UP, _DOWN = "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"
+VALUE, OUTPUT = "self_attn.v_proj", "self_attn.o_proj"
+_UP, DOWN = "mlp.up_proj", "mlp.down_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def smooth(
             outputs[f"{name}.input_scale"] = plain_tensor(np.array(choice.step, np.float32))
         if not (
             _may_fold(inputs.names, outputs, recipe)
-            and _fold(found, inputs.names, choice.scales, family, shared)
+            and fold(found, inputs.names, choice.scales, family, shared)
         ):
             for name in inputs.names:
                 outputs[f"{name}.pre_quant_scale"] = plain_tensor((1 / choice.scales).cpu().numpy())
@@ -106,10 +107,10 @@ def _may_fold(names: tuple[str, ...], outputs: Mapping[str, Tensor], recipe: Rec
     A cache of bytes has scales of the values as they are; and what is smoothed itself may be
     rounded anew, by a format that folds all that is left.
     """
-    if names not in ((_O,), (_DOWN,)):
+    if names not in ((OUTPUT,), (DOWN,)):
         return True
-    maker = _V if names == (_O,) else _UP
-    return f"{maker}.pre_quant_scale" not in outputs and (maker != _V or recipe.kv_cache is None)
+    maker = VALUE if names == (OUTPUT,) else _UP
+    return f"{maker}.pre_quant_scale" not in outputs and (maker != VALUE or recipe.kv_cache is None)
 
 
 def _choose(inputs: Inputs, weight: torch.Tensor, target: str, shared: tuple[int, int]) -> _Choice:
@@ -166,20 +167,28 @@ def _value_group(
     inputs: Inputs, found: Mapping[str, torch.Tensor], head_dim: int
 ) -> tuple[int, int]:
     """Query heads that read the same values, and their width; (1, 0) of other inputs."""
-    value = found.get(f"{_V}.weight")
-    if inputs.names != (_O,) or value is None or len(inputs.largest) % len(value):
+    value = found.get(f"{VALUE}.weight")
+    if inputs.names != (OUTPUT,) or value is None or len(inputs.largest) % len(value):
         return 1, 0
     return len(inputs.largest) // len(value), head_dim
 
 
-def _fold(
+def fold(
     found: dict[str, torch.Tensor],
     names: tuple[str, ...],
     scales: torch.Tensor,
     family: Family,
     shared: tuple[int, int],
 ) -> bool:
-    """Divide what makes the input by `scales`; False: nothing can take them."""
+    """Divide what makes the input of `names` by `scales` [in]; False: nothing can take them.
+
+    Args:
+        found: the layer's tensors, which are changed.
+        names: of linear layers that read one tensor.
+        scales: of its channels.
+        family: knows the norms.
+        shared: query heads that read the same values, and their width; (1, 0) of other inputs.
+    """
     norm = next((norm for norm, readers in family.readers.items() if {*readers} == {*names}), None)
     if norm is not None and f"{norm}.weight" in found:
         shift = family.norm_shift
@@ -188,12 +197,12 @@ def _fold(
             found[f"{norm}.bias"] = found[f"{norm}.bias"] / scales
         return True
     is_gated = "mlp.gate_proj.weight" in found and f"{_UP}.weight" in found
-    if names == (_DOWN,) and is_gated:
+    if names == (DOWN,) and is_gated:
         return _fold_rows(found, _UP, scales)
-    if names == (_O,) and f"{_V}.weight" in found:
+    if names == (OUTPUT,) and f"{VALUE}.weight" in found:
         heads, head_dim = shared
         rows = scales.view(-1, heads, head_dim)[:, 0].reshape(-1) if heads > 1 else scales
-        return _fold_rows(found, _V, rows)
+        return _fold_rows(found, VALUE, rows)
     return not bool((scales != 1).any())
 
 

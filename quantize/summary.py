@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from edgellm.quantize.mixing import Mixture
+from edgellm.quantize.notes import notes
 from edgellm.quantize.report import Report
-
-_NAMED = 4  # experts in one line
 
 
 def print_summary(report: Report, output: Path) -> None:
@@ -36,38 +35,16 @@ def print_summary(report: Report, output: Path) -> None:
         f"KL {quality.kl_divergence:.4f} nats, top-1 agreement {quality.top1_agreement:.1%} "
         f"over {quality.tokens} held-out tokens"
     )
-    if report.tried:
-        ways = ", ".join(f"{name} {kl:.4f}" for name, kl in report.tried.items())
-        typer.echo(f"KL of what was tried: {ways}")
-    if report.few:
-        typer.echo(few_line(report.few))
-    if report.outliers:
-        kept = ",".join(map(str, report.outliers))
-        typer.echo(f"layers {kept} lose far more than the others: --keep_layers {kept} keeps them")
+    for note in notes(report):
+        typer.echo(note)
     typer.echo(
         f"{report.quantized_modules} layers at {report.bits_per_weight:.2f} bits a weight, "
         f"{report.bytes_before / 1e6:.1f} -> {report.bytes_after / 1e6:.1f} MB"
     )
-    if report.untied_bytes:
-        typer.echo(
-            "the head is no longer the embedding, since the residual stream is rotated: "
-            f"{report.untied_bytes / 1e6:.1f} MB more"
-        )
     typer.echo(
         f"{output}: {report.quantization}, lm_head {report.lm_head}, KV cache {report.kv_cache}, "
         f"{report.seconds:.1f} s, peak memory {report.peak_memory_bytes / 1e6:.0f} MB; "
         "see edgellm_quant.html"
-    )
-
-
-def few_line(few: dict[str, int]) -> str:
-    """Experts that saw few tokens, some of them by name."""
-    named = sorted(few.items(), key=lambda item: item[1])[:_NAMED]
-    listed = ", ".join(f"{name} ({tokens})" for name, tokens in named)
-    more = f" and {left} more (edgellm_quant.json)" if (left := len(few) - len(named)) else ""
-    return (
-        f"experts that saw few tokens, rounded by what all tokens give them: {listed}{more}; "
-        "--num_samples shows them more"
     )
 
 

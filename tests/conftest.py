@@ -181,7 +181,9 @@ def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Eag
         "int4": lambda folder: build(folder, int4=True),
         "eagle1": lambda folder: build(folder, eagle_engines.EAGLE1),
         "medusa": eagle_engines.build_medusa,
-        "qwen3": lambda folder: build(folder, model_type="qwen3"),
+        "mtp": eagle_engines.build_mtp,
+        "peagle": lambda folder: build(folder, eagle_engines.PEAGLE),
+        "hybrid": lambda folder: build(folder, model_type="qwen3_5_text"),
     }
 
     def get(name: str) -> EaglePair:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import onnx_ir as ir
 import pytest
 
+from edgellm import contract
 from edgellm.build.engine import build_engine
+from edgellm.build.lowering.contrib_ops import finish
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.onnxruntime_cuda import attention, kernels
 from edgellm.build.plan import Plan
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
+from edgellm.device_runtime.runners.onnxruntime_cuda import slots
+from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
+from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 from edgellm.device_runtime.sessions import draft, encoder
 from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.device_runtime.sessions.draft import DraftSession
@@ -33,6 +44,81 @@ def cuda_is_the_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "require_cuda", lambda: "cpu")
         yield
+
+
+@contextmanager
+def fused_in_float32() -> Iterator[None]:
+    """Attention is lowered for GroupQueryAttention in a type that only its CPU kernel takes."""
+    name = ("com.microsoft", "GroupQueryAttention")
+    both = dataclasses.replace(
+        kernels.KERNELS[name], types=frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "why_not_fused", lambda *_: "")
+        patch.setattr(kernels, "KERNELS", {**kernels.KERNELS, name: both})
+        yield
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Passes are padded and numbered as where they are recorded; the CPU computes each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "can_capture", True)
+        yield
+
+
+def attention_alone(
+    form: attention.Form,
+    folder: Path,
+    q: np.ndarray,
+    rows: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    seen: np.ndarray,
+    begin: int,
+) -> np.ndarray:
+    """A layer in halves that turns nothing, as it is lowered: [1, S, heads * D].
+
+    `rows` are the new keys, and the new values, [1, S, D], the first in slot `begin`; q is
+    [1, S, heads * D], keys and values of the cache [1, 1, C, D], `seen` bool [S, T].
+    """
+    half, size = ir.DataType.FLOAT16, rows.shape[2]
+    arrays = {"q": q, "k": rows, "v": rows, "past_key": keys, "past_value": values}
+    call = [
+        ir.Value(name=name, type=ir.TensorType(half), shape=ir.Shape(array.shape))
+        for name, array in arrays.items()
+    ]
+    others = [ir.Value(name=name) for name in ("tree_mask", "positions", "write_index", "slots")]
+    mask = ir.Node(contract.FUNCTIONS, contract.VISIBLE_SLOTS, others)
+    layer = ir.Node(
+        contract.FUNCTIONS,
+        contract.UNROTATED_ATTENTION,
+        [*call, others[2], mask.outputs[0]],
+        ir.convenience.convert_attributes({"num_heads": q.shape[2] // size, "kv_num_heads": 1}),
+        num_outputs=3,
+        name="layer",
+    )
+    graph = ir.Graph(
+        [*call, *others], layer.outputs, nodes=[mask, layer], opset_imports={"": 24}, name="one"
+    )
+    for name, value in zip(("y", "present_key", "present_value"), layer.outputs, strict=True):
+        value.name, value.type = name, ir.TensorType(half)
+    weights = WeightFile(folder / "unused.data")
+    attention.lower_cached_attention(GraphEditor(graph, weights), half, keys.shape[2], form)
+    model = ir.Model(graph, ir_version=10)
+    finish(model)
+    weights.close()
+    ir.save(model, folder / "one.onnx")
+    session = load_graph(folder / "one.onnx", optimize=False)
+    arrays |= {
+        slots.VISIBLE: seen,
+        slots.SLOTS: slots.slot_indices(1, q.shape[1]),
+        slots.LAST_ROW: np.array([begin + q.shape[1] - 1], np.int32),
+        slots.LIVE_ROWS: np.array(seen.shape[1], np.int32),
+    }
+    arrays[slots.SLOTS][..., 2] = begin + np.arange(q.shape[1])
+    taken = {value.name: arrays[value.name] for value in session.get_inputs()}
+    return session.run(["y"], taken)[0]
 
 
 def build_base(bundle: Path, engine: Path, plan: Plan) -> Engine:

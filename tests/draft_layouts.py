@@ -88,6 +88,17 @@ LAYOUTS = {
          "eagle_config": {**_MODELOPT, "norm_before_fc": True, "return_hidden_post_norm": True}},
         norm_before_fc=True, norm_output=True,
     ),
+    "peagle": Layout(
+        {**_SPECFORGE, "ptd_token_id": 95}, first="layers.0", layers=2, own_embedding=True,
+        mask_shape=(1,),
+    ),
+    "speculators_peagle": Layout(
+        {**_SPECULATORS, "speculators_model_type": "peagle", "mask_token_id": 95,
+         "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]},
+         "down_sample_ratio": 0.7, "fc_norm": True},
+        inner_config={}, first="layers.0", own_embedding=True, norm_before_residual=True,
+        fc_norm=True, mask_shape=(1, 1),
+    ),
     "eagle1": Layout(
         {"architectures": ["LlamaForCausalLM"]}, first="layers.0", eagle1=True, taps=(8,),
         own_embedding=True, own_head=False, draft_vocab=VOCAB, d2t=False, t2d=False, fc_bias=True,

@@ -6,9 +6,11 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from block_reference import Blocks, make_blocks
 from conftest import make_checkpoint
 from eagle_reference import VOCAB, Layout, make_draft
 from medusa_heads import make_heads
+from mtp_reference import make_base
 
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
@@ -24,6 +26,13 @@ EAGLE1 = Layout(
     own_embedding=True, own_head=False, draft_vocab=VOCAB, d2t=False, t2d=False, fc_bias=True,
     tied_base=False,
 )  # fmt: skip
+PEAGLE = Layout(
+    {"draft_vocab_size": 40, "ptd_token_id": 95, "num_depths": 5},
+    first="layers.0",
+    layers=2,
+    own_embedding=True,
+    mask_shape=(1,),
+)
 INPUT, CAPACITY, TREE = 64, 128, 60
 BASE_PLAN = Plan(INPUT, CAPACITY, 1, "same", "none", max_verify_tree_size=TREE)
 
@@ -76,11 +85,7 @@ def build_pair(
 ) -> EaglePair:
     """Checkpoints, bundles and an engine with its draft."""
     pair = export_pair(folder, layout, **options)  # type: ignore[arg-type]
-    build_engine("llm", pair.bundle, pair.engine, BASE_PLAN, "onnxruntime", _silent)
-    build_engine(
-        "draft", pair.draft_bundle, pair.engine, draft_plan(precision), "onnxruntime", _silent
-    )
-    return pair
+    return _built(pair, precision)
 
 
 def for_several(pair: EaglePair, engine: Path, batch_size: int) -> Path:
@@ -93,6 +98,25 @@ def for_several(pair: EaglePair, engine: Path, batch_size: int) -> Path:
     return engine
 
 
+def build_mtp(folder: Path) -> EaglePair:
+    """A hybrid base with its own layer of multi-token prediction."""
+    base = make_base(folder / "base")
+    source, options = open_checkpoint(str(base)), DraftOptions("fp32")
+    export_llm(source, folder / "bundle", ExportOptions("fp32", draft_model_dir=str(base)))
+    export_draft(open_draft(str(base)), source, folder / "draft_bundle", options)
+    pair = EaglePair(
+        EAGLE1, base, base, *(folder / n for n in ("bundle", "draft_bundle", "engine"))
+    )
+    return _built(pair)
+
+
+def _built(pair: EaglePair, precision: str = "none") -> EaglePair:
+    plans = ("llm", pair.bundle, BASE_PLAN), ("draft", pair.draft_bundle, draft_plan(precision))
+    for product, bundle, plan in plans:
+        build_engine(product, bundle, pair.engine, plan, "onnxruntime", _silent)
+    return pair
+
+
 def build_medusa(folder: Path, precision: str = "none") -> EaglePair:
     """A base of eight layers with three Medusa heads."""
     sizes = {**models.find("llama").TINY, "num_hidden_layers": 8}
@@ -102,6 +126,19 @@ def build_medusa(folder: Path, precision: str = "none") -> EaglePair:
     export_draft(open_draft(str(heads)), source, folder / "draft_bundle", DraftOptions("fp32"))
     pair = EaglePair(
         EAGLE1, base, heads, folder / "bundle", folder / "draft_bundle", folder / "engine"
+    )
+    return _built(pair, precision)
+
+
+def build_blocks(folder: Path, layout: Blocks, precision: str = "none") -> EaglePair:
+    """A base of eight layers with a draft of blocks."""
+    sizes = {**models.find("llama").TINY, "num_hidden_layers": 8}
+    base, draft = make_checkpoint(folder / "base", **sizes), make_blocks(folder / "draft", layout)
+    source = open_checkpoint(str(base))
+    export_llm(source, folder / "bundle", ExportOptions("fp32", draft_model_dir=str(draft)))
+    export_draft(open_draft(str(draft)), source, folder / "draft_bundle", DraftOptions("fp32"))
+    pair = EaglePair(
+        EAGLE1, base, draft, folder / "bundle", folder / "draft_bundle", folder / "engine"
     )
     build_engine("llm", pair.bundle, pair.engine, BASE_PLAN, "onnxruntime", _silent)
     build_engine(

@@ -43,6 +43,7 @@ class Layout:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mask_shape: tuple[int, ...] = ()  # of the feature of mask rows but its last number; (): none
     rope_theta: float = 1e4
     file: str = "model.safetensors"
     tied_base: bool = True
@@ -103,6 +104,8 @@ def make_tensors(layout: Layout, seed: int = 0) -> Tensors:
         tensors["input_norm.weight"] = norm(fused)
     for index in range(len(layout.taps) if layout.fc_norm else 0):
         tensors[f"fc_norm.{index}.weight"] = norm(BASE_HIDDEN)
+    if layout.mask_shape:
+        tensors["mask_hidden"] = 2 * weight(*layout.mask_shape, fused) * fused**0.5
     if layout.own_embedding:
         tensors["embed_tokens.weight"] = weight(VOCAB, size) * 5
     if layout.own_head:
@@ -170,8 +173,11 @@ class Reference:
         self.folder = draft
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
-        """Taps [S, T*H] -> [S, D]."""
+        """Taps [S, T*H] -> [S, D]; zeros stand for the feature of mask rows."""
         weights = self.tensors
+        if self.layout.mask_shape:
+            is_mask = (taps == 0).all(-1, keepdim=True)
+            taps = torch.where(is_mask, weights["mask_hidden"].reshape(-1), taps)
         if self.layout.norm_before_fc:
             taps = rms_norm(taps, weights["input_norm.weight"])
         if self.layout.fc_norm:

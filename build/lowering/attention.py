@@ -91,6 +91,21 @@ class CachedAttention:
         return int(self.past_key.shape[3])  # type: ignore[arg-type]
 
     @property
+    def turns_inside(self) -> bool:
+        """Whether GroupQueryAttention turns heads and tables of these sizes."""
+        pairs = (self.rotary_embedding_dim or self.head_dim) // 2
+        return self.head_dim % 16 == 0 and pairs % 8 == 0
+
+    @property
     def outputs(self) -> tuple[ir.Value, ...]:
         """Y [1, S, num_heads * D], then the caches with the new rows."""
         return tuple(self.call.outputs)
+
+
+def packed_rows(*qkv: ir.Value | None) -> ir.Value | None:
+    """The merged projection that q, k and v were split from, if nothing lies between."""
+    nodes = {value.producer() if value is not None else None for value in qkv}
+    node = nodes.pop()
+    if nodes or node is None or node.op_type != "Split" or tuple(node.outputs) != qkv:
+        return None
+    return node.inputs[0]

@@ -14,6 +14,9 @@ from edgellm.build.lowering.ropes import settle_frequencies
 CACHE_NAMES = (contract.PAST, contract.PRESENT)
 CONTRIB = "com.microsoft"
 MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
+# Of scores that are replaced, or added to in float32: finite, for a row that saw nothing would be
+# no number, and so low that no score of a key that is not seen comes near those that are.
+LOWEST = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -65504.0}
 LOWERED_OPSET = 21
 
 

@@ -76,6 +76,12 @@ class GraphEditor:
         self.graph.insert_before(self.cursor, node)
         return node.outputs
 
+    def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+        """A further input of the graph."""
+        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+        self.graph.inputs.append(value)
+        return value
+
     def constant(self, name: str, array: np.ndarray | np.generic) -> ir.Value:
         """A small initializer; the same name gives the same value."""
         if name not in self._constants:

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm import contract
-from edgellm.build.lowering.attention import CachedAttention
+from edgellm.build.lowering.attention import CachedAttention, packed_rows
 from edgellm.build.lowering.calls import find_calls
 from edgellm.build.lowering.contrib_ops import CACHE_NAMES, CONTRIB, MASKED, rotate, row_tables
 from edgellm.build.lowering.graph import GraphEditor
@@ -30,16 +30,10 @@ def lower_attention(graph: GraphEditor, *, needs_mask: bool) -> None:
         if layer.cos is not None and layer.sin is not None and layer.cos not in tables:
             if layer.positions is None:
                 tables[layer.cos] = row_tables(graph, layer.cos, layer.sin)
-            elif not _turns_inside(layer):
+            elif not layer.turns_inside:
                 tables[layer.cos] = layer.positions, layer.cos, layer.sin
         rotation = None if layer.cos is None else tables.get(layer.cos)
         _emit_gqa(graph, layer, lengths, biases.get(layer.visible), rotation)
-
-
-def _turns_inside(layer: CachedAttention) -> bool:
-    """Whether GroupQueryAttention turns heads and tables of these sizes."""
-    pairs = (layer.rotary_embedding_dim or layer.head_dim) // 2
-    return layer.head_dim % 16 == 0 and pairs % 8 == 0
 
 
 def _sequence_lengths(graph: GraphEditor) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -131,12 +125,3 @@ def narrow_cache(graph: GraphEditor, ranges: CacheRanges) -> None:
                 f"{part}_quant_type", "PER_TENSOR"
             )
         node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", 8)
-
-
-def packed_rows(*qkv: ir.Value | None) -> ir.Value | None:
-    """The merged projection that q, k and v were split from, if nothing lies between."""
-    nodes = {value.producer() if value is not None else None for value in qkv}
-    node = nodes.pop()
-    if nodes or node is None or node.op_type != "Split" or tuple(node.outputs) != qkv:
-        return None
-    return node.inputs[0]

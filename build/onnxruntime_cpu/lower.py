@@ -36,7 +36,7 @@ from edgellm.build.onnxruntime_cpu.own_attention import lower_attention as lower
 from edgellm.build.onnxruntime_cpu.own_embedding import lower_embeddings
 from edgellm.build.onnxruntime_cpu.own_experts import lower_experts
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears, lower_own_linears
-from edgellm.build.onnxruntime_cpu.own_recurrent import RECURRENCES, lower_recurrences
+from edgellm.build.onnxruntime_cpu.own_recurrent import lower_recurrences, recurrences
 from edgellm.contract import FUNCTIONS
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.manifest import KVCacheSpec
@@ -71,7 +71,7 @@ def lower(
     graph = GraphEditor(model.graph, weights)
     if cache is not None:
         bind_capacity(model.graph, capacity)
-    own_recurrent = RECURRENCES if own_kernels else ()
+    own_recurrent = recurrences(model) if own_kernels else ()
     inline(model, keep=(*READ_BY_LOWERINGS, *own_recurrent))
     _lower_signature(model.graph)
     marks = Marks(graph) if takes_adapters else None
@@ -86,7 +86,7 @@ def lower(
         _lower_candidates(graph)
     else:
         lower_linears(graph, kernel)
-    lower_recurrences(graph)
+    lower_recurrences(graph, own_recurrent)
     lower_rotations(graph)
     if cache is None:
         lower_encoder_attention(graph)

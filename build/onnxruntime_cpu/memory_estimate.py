@@ -65,12 +65,15 @@ def estimate_graphs(
 
 
 def _cached_bytes(bundle: Bundle, cache: KVCacheSpec | None, plan: Plan) -> int:
-    """Of keys and values, and of states twice: a commit reads one and writes the other."""
+    """Of keys and values, and of states, of which one is what the next commit writes."""
     if cache is None:
         return 0
     recurrent = bundle.decoder.recurrent
     states = sum(map(math.prod, recurrent.states.values())) if recurrent is not None else 0
-    return cache_bytes(cache, plan.kv_capacity, plan.max_batch_size) + 2 * 4 * states
+    return (
+        cache_bytes(cache, plan.kv_capacity, plan.max_batch_size)
+        + (plan.max_batch_size + 1) * 4 * states
+    )
 
 
 def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int]:

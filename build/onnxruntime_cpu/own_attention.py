@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.build.lowering.attention import CachedAttention
+from edgellm.build.lowering.attention import CachedAttention, packed_rows
 from edgellm.build.lowering.calls import is_call, require_known
 from edgellm.build.lowering.contrib_ops import CACHE_NAMES, row_tables
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.weights import constant_array, parameter_name
-from edgellm.build.onnxruntime_cpu.grouped_attention import packed_rows
 from edgellm.build.plan import Plan
 from edgellm.cache_sizes import is_bounded
 from edgellm.contract import (

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgellm.build.plan import Compiled, Estimate, Options, Origin, Plan, Report
+from edgellm.build import plan as plans
+from edgellm.build.onnxruntime_cuda.options import CudaOptions as Options
+from edgellm.build.plan import Compiled, Estimate, Origin, Plan, Report
 from edgellm.device_runtime.runners import onnxruntime_cuda
 from edgellm.manifest import Bundle
 
@@ -26,9 +28,9 @@ DEVICE = "cuda"
 TAKES_STATES = False
 
 
-def origin(options: Options) -> Origin:
+def origin(options: plans.Options) -> Origin:
     """This version; graphs depend on no GPU. See `Backend.origin`."""
-    del options  # there are none
+    del options  # graphs depend on none
     return Origin(onnxruntime_cuda.available(), DEVICE)
 
 

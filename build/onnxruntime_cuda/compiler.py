@@ -18,10 +18,12 @@ from edgellm.build.lowering.linear_weights import LinearWeight, linear_layers, w
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.round_int4 import check_quantize, load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile, parameter_name
-from edgellm.build.onnxruntime_cuda.attention import rows_graph
-from edgellm.build.onnxruntime_cuda.experts import EXPERTS_VERSION, expert_bytes
+from edgellm.build.onnxruntime_cuda.attention import Form
+from edgellm.build.onnxruntime_cuda.choices import Choices, choose
+from edgellm.build.onnxruntime_cuda.experts import expert_bytes
 from edgellm.build.onnxruntime_cuda.linears import CudaKernel, dense_name
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
+from edgellm.build.onnxruntime_cuda.plain_attention import rows_graph
 from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report, most_rows
 from edgellm.build.reference import Source, make_reference
 from edgellm.build.rounding import Rounds
@@ -29,11 +31,10 @@ from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.onnxruntime_cuda import (
-    MINIMUM_VERSION,
     open_graphs,
     provider,
 )
-from edgellm.device_runtime.runners.onnxruntime_cuda.slots import ROWS_GRAPH
+from edgellm.device_runtime.runners.onnxruntime_cuda.slots import CAUSAL_SUFFIX, ROWS_GRAPH
 from edgellm.manifest import Bundle, GraphSpec, KVCacheSpec, with_kv_dtype
 from edgellm.roles import DECODER, ROLES
 
@@ -42,7 +43,6 @@ PREFILL_ROWS = 256  # where nothing is measured: scores of a pass are a matrix
 _NOT_MEASURED = "there is no CUDA here: the engine was not run and nothing was measured"
 _NOT_COMPARED = "not compared with the portable graph: there is no CUDA here"
 _NO_FP8 = "FP8 weights became int8 in blocks of 32: ONNX Runtime's CUDA products do not take FP8"
-_FLOAT_EXPERTS = "experts have the activations' type, also where the checkpoint has fewer bits"
 _NAMES = {DECODER: "llm"}  # of files, where they are not the role's
 
 
@@ -53,16 +53,15 @@ def compile_bundle(
     cache = _cache(bundle, plan)
     quantize = _quantize(bundle, plan)
     portable = ir.load(source / next(iter(bundle.graphs.values())).path)
-    has_experts = bool(ExpertLayer.all_of(portable.graph))
     kinds = weight_kinds(portable)
     check_quantize(kinds, quantize)
+    choices = choose(portable.graph, _dtype(bundle), plan, quantize, has_cache=cache is not None)
     device, notes = _device()
-    options = {MINIMUM_VERSION: EXPERTS_VERSION} if has_experts else {}
     if device:
-        provider.require_version(options)
+        provider.require_version(choices.options)
     verdicts = [] if device else [Verdict(_NOT_COMPARED)]
     with rounded_weights(folder, quantize) as rounded:
-        compiler = _Compiler(source, bundle, plan, folder, rounded, quantize)
+        compiler = _Compiler(source, bundle, plan, folder, rounded, quantize, choices)
         graphs = {role: compiler.compile(role, report) for role in bundle.graphs}
         if cache is not None and DECODER in graphs:
             ir.save(rows_graph(cache, plan.kv_capacity), folder / ROWS_GRAPH)
@@ -71,7 +70,9 @@ def compile_bundle(
         else:
             report("measuring the cost of a pass")
             spec, threads = with_kv_dtype(bundle.spec, bundle.dtype), plan.threads
-            opened = open_graphs(folder, graphs, spec, plan.kv_capacity, threads, device)
+            opened = open_graphs(
+                folder, graphs, spec, plan.kv_capacity, threads, device, choices.options
+            )
             verdicts = [compiler.check(role, opened[role], device) for role in graphs]
             costs, prefill_rows = measure(opened, spec, plan)
     return Compiled(
@@ -81,10 +82,10 @@ def compile_bundle(
         prefill_rows,
         notes=(
             *([_NO_FP8] if "fp8" in kinds else []),
-            *([_FLOAT_EXPERTS] if has_experts else []),
+            *choices.notes,
             *notes,
         ),
-        options=options,
+        options=choices.options,
         checks=tuple(each.said for each in verdicts),
         check_s=sum(each.seconds for each in verdicts),
     )
@@ -109,34 +110,45 @@ class _Compiler:
         folder: Path,
         rounded: WeightFile | None,
         quantize: str,
+        choices: Choices,
     ) -> None:
         self._source, self._bundle, self._plan = source, bundle, plan
         self._folder, self._rounded, self._quantize = folder, rounded, quantize
-        self._dtype = _dtype(bundle)
-        self._kernel = CudaKernel(self._dtype, rounds=quantize == "int8")
+        self._dtype, self._choices = _dtype(bundle), choices
+        self._kernel = CudaKernel(self._dtype, quantize == "int8", choices.int_gemm)
 
     def _portable(self, role: str) -> Path:
         return self._source / self._bundle.graphs[role].path
 
     def compile(self, role: str, report: Report) -> tuple[GraphSpec, ...]:
-        """Write the graph of a role and its weights."""
+        """Write the graphs of a role and their weights."""
         name = _NAMES.get(role, role)
         report(f"lowering the {name} graph for CUDA")
-        model = load_portable(self._portable(role), self._rounded)
-        kinds = sorted(weight_kinds(model) - {"dense"})
-        self._lower(role, model, name)
+
+        def load() -> ir.Model:
+            return load_portable(self._portable(role), self._rounded)
+
+        kinds = sorted(weight_kinds(load()) - {"dense"})
         rounded = self._quantize in ("int4", "int8")
         precision = self._quantize if rounded else "+".join(kinds) or _short(self._dtype)
-        return (GraphSpec(f"{name}.onnx", most_rows(role, self._plan), precision),)
+        return self._lower(role, load, name, precision)
 
-    def _lower(self, role: str, model: ir.Model, name: str) -> Path:
+    def _lower(
+        self, role: str, load: Callable[[], ir.Model], name: str, precision: str = ""
+    ) -> tuple[GraphSpec, ...]:
+        """A graph for each form of attention, over one file of weights."""
         weights = WeightFile(self._folder / f"{name}.data")
-        capacity = self._plan.kv_capacity if ROLES[role].has_cache else 0
-        lower_for_cuda(model, self._kernel, weights, self._dtype, capacity)
+        has_cache = ROLES[role].has_cache
+        capacity, most = self._plan.kv_capacity if has_cache else 0, most_rows(role, self._plan)
+        graphs = []
+        for form in self._choices.forms if has_cache else (Form.PLAIN,):
+            model = load()
+            lower_for_cuda(model, self._kernel, weights, self._dtype, capacity, form)
+            path = f"{name}{CAUSAL_SUFFIX if form == Form.CAUSAL else ''}.onnx"
+            ir.save(model, self._folder / path)
+            graphs.append(GraphSpec(path, most, precision))
         weights.close()
-        path = self._folder / f"{name}.onnx"
-        ir.save(model, path)
-        return path
+        return tuple(graphs)
 
     def check(self, role: str, runner: Runner, device: str) -> Verdict:
         """See `require_alike`."""
@@ -146,11 +158,10 @@ class _Compiler:
         engine = Rounds((self._kernel,), halves=self._dtype == ir.DataType.FLOAT16)
 
         def open_lowered(load: Callable[[], ir.Model]) -> Runner:
-            path = self._lower(role, load(), "searched")
+            searched = {role: self._lower(role, load, "searched")}
             spec = with_kv_dtype(bundle.spec, bundle.dtype if cache is not None else "")
-            searched = {role: (GraphSpec(path.name),)}
             return open_graphs(
-                self._folder, searched, spec, plan.kv_capacity, plan.threads, device
+                self._folder, searched, spec, plan.kv_capacity, plan.threads, device, {}
             )[role]
 
         reference = make_reference(source, plan.kv_capacity, engine, wanted=plan.checks)

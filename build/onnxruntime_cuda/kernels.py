@@ -77,6 +77,7 @@ KERNELS: Mapping[tuple[str, str], Kernel] = {
     ("", "Unsqueeze"): Kernel(_ALL, host=(1,)),
     ("", "Where"): Kernel(_NUMBERS | {_T.UINT8}, decides=1),
     ("com.microsoft", "FusedMatMul"): Kernel(_FLOATS),
+    ("com.microsoft", "GroupQueryAttention"): Kernel(frozenset({_T.FLOAT16}), host=(6,)),
     ("com.microsoft", "MatMulNBits"): Kernel(_FLOATS),
     ("com.microsoft", "MoE"): Kernel(_FLOATS),
     ("com.microsoft", "MultiHeadAttention"): Kernel(_FLOATS),

@@ -17,6 +17,10 @@ from edgellm.build.lowering.linear_groups import Rounding
 from edgellm.build.lowering.linear_weights import Blocks, LinearWeight
 
 LARGEST_BLOCK = 128  # for which MatMulNBits has kernels of its own
+# Its products on tensor cores (fpA_intB, microsoft/onnxruntime#32324: what public builds have) take
+# blocks of 32 without zero points, and outputs in multiples by bits.
+_GEMM_BLOCK = 32
+_GEMM_OUTPUTS = {4: 64, 8: 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class CudaKernel:
 
     dtype: ir.DataType  # of activations
     rounds: bool = False  # dense weights become int8 in blocks
+    int_gemm: bool = False  # blocks are such that tensor cores take them, where they can be
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """One FusedMatMul or MatMulNBits."""
@@ -52,7 +57,7 @@ class CudaKernel:
 
         def load() -> Blocks:
             if not loaded:
-                loaded.append(_split(weight.blocks()))
+                loaded.append(_split(weight.blocks(), largest))
             return loaded[0]
 
         def points() -> np.ndarray:
@@ -61,6 +66,7 @@ class CudaKernel:
             return found
 
         bits, block_size = weight.packing
+        largest = _GEMM_BLOCK if self.int_gemm and takes_int_gemm(weight) else LARGEST_BLOCK
         inputs = [
             x,
             graph.weight(f"{name}.int{bits}_blocks", lambda: load().codes),
@@ -72,7 +78,7 @@ class CudaKernel:
             inputs.append(graph.weight(f"{name}.int{bits}_zero_points", points))
         return graph.node(
             "MatMulNBits", inputs, domain="com.microsoft", K=weight.in_features,
-            N=sum(weight.widths), bits=bits, block_size=min(block_size, LARGEST_BLOCK),
+            N=sum(weight.widths), bits=bits, block_size=min(block_size, largest),
         )  # fmt: skip
 
 
@@ -82,13 +88,20 @@ def dense_name(weight: LinearWeight, dtype: ir.DataType) -> str:
     return f"{'+'.join(names)}.{dtype.name.lower()}"
 
 
-def _split(blocks: Blocks) -> Blocks:
-    """The same numbers in blocks of `LARGEST_BLOCK` at most."""
-    parts = blocks.block_size // LARGEST_BLOCK
+def takes_int_gemm(weight: LinearWeight) -> bool:
+    """Whether tensor cores take a weight's blocks as they are, or split into smaller ones."""
+    bits, block_size = weight.packing
+    fits = block_size % _GEMM_BLOCK == 0 and weight.in_features % _GEMM_BLOCK == 0
+    return fits and not weight.has_zero_points and sum(weight.widths) % _GEMM_OUTPUTS[bits] == 0
+
+
+def _split(blocks: Blocks, largest: int = LARGEST_BLOCK) -> Blocks:
+    """The same numbers in blocks of `largest` at most."""
+    parts = blocks.block_size // largest
     if parts < 2:
         return blocks
     count = len(blocks.codes)
-    codes = blocks.codes.reshape(count, -1, LARGEST_BLOCK * blocks.bits // 8)
+    codes = blocks.codes.reshape(count, -1, largest * blocks.bits // 8)
     zeros = blocks.zero_points
     if zeros is not None:
         zeros = (
@@ -96,7 +109,7 @@ def _split(blocks: Blocks) -> Blocks:
             if blocks.bits == 4
             else (np.repeat(zeros, parts, 1))
         )
-    return Blocks(blocks.bits, LARGEST_BLOCK, codes, np.repeat(blocks.scales, parts, 1), zeros)
+    return Blocks(blocks.bits, largest, codes, np.repeat(blocks.scales, parts, 1), zeros)
 
 
 def _repeated_nibbles(packed: np.ndarray, columns: int, parts: int) -> np.ndarray:

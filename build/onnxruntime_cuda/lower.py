@@ -23,7 +23,7 @@ from edgellm.build.lowering.picks import add_top_logits
 from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.lowering.tables import widen_tables
 from edgellm.build.lowering.weights import WeightFile, constant_array, keep_apart, parameter_name
-from edgellm.build.onnxruntime_cuda.attention import lower_cached_attention
+from edgellm.build.onnxruntime_cuda.attention import Form, lower_cached_attention
 from edgellm.build.onnxruntime_cuda.experts import lower_experts
 from edgellm.build.onnxruntime_cuda.kernels import check_kernels
 from edgellm.contract import FUNCTIONS
@@ -35,6 +35,7 @@ def lower_for_cuda(
     weights: WeightFile,
     dtype: ir.DataType,
     capacity: int = 0,
+    form: Form = Form.PLAIN,
 ) -> None:
     """Rewrite `model` in place.
 
@@ -44,6 +45,7 @@ def lower_for_cuda(
         weights: receives every weight.
         dtype: of activations.
         capacity: rows of the KV cache; 0 for graphs without one.
+        form: of attention.
 
     Raises:
         UnsupportedModelError: an operator is left that has no CUDA kernel.
@@ -59,7 +61,7 @@ def lower_for_cuda(
     lower_linears(graph, kernel)
     lower_experts(graph, dtype)
     if capacity:
-        lower_cached_attention(graph, dtype, capacity)
+        lower_cached_attention(graph, dtype, capacity, form)
     else:
         lower_encoder_attention(graph)
     lower_rotations(graph)

@@ -66,6 +66,10 @@ class Adapters:
         """Where those that are loaded came from, by name."""
         return {name: folder for name, (_, folder, _) in self._loaded.items()}
 
+    def close(self) -> None:
+        """Let go of the engine; the folders are still known."""
+        self._hold = lambda *_: None
+
     def find(self, name: str) -> LoadedAdapter:
         """One that is loaded.
 

@@ -98,6 +98,7 @@ class Batch:
 
     def close(self) -> None:
         """Let go of the caches."""
+        self.slot.close()
         self._slot, self.entries = None, []
 
     def add(self, entry: Entry) -> None:

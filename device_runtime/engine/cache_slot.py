@@ -10,6 +10,7 @@ from typing import Any
 from edgellm.contract import RequestError
 from edgellm.device_runtime.engine.finished_answers import MOST_FINISHED, Finished, FinishedAnswers
 from edgellm.device_runtime.engine.prefix_cache import (
+    KEPT_BYTES,
     KeptContexts,
     KeptRows,
     RowCache,
@@ -53,8 +54,7 @@ class CacheSlot:
         self.steps_together = session.most_parts > 1  # a pass for all that step side by side
         self._holder: Sequence | None = None  # whose rows the session is about
         self._begun: dict[Sequence, tuple[Any, ...]] = {}  # their contexts in all caches
-        most = MOST_FINISHED if self.steps_together else 1  # in the one cache there are the latest
-        self._finished = FinishedAnswers((session, *self._draft_caches), most)
+        self._finished = FinishedAnswers((session, *self._draft_caches), _most_finished(session))
         for cache in (session, *self._draft_caches):
             cache.on_shortage(self._forget_one)
         for cache in self._draft_caches:
@@ -89,6 +89,11 @@ class CacheSlot:
         page, most = session.page_rows, session.most_parts
         rows = -(-session.capacity // page) * page * most
         return 1 - session.free_rows_without(over) / rows
+
+    def close(self) -> None:
+        """Let go of the caches, so that their memory is given back at once."""
+        for cache in (self.session, *self._draft_caches):
+            cache.on_shortage(lambda: False)
 
     def _forget_one(self) -> bool:
         self._spare_rows = None
@@ -207,6 +212,19 @@ class CacheSlot:
         """The answer is complete, all rows of which a sequence has that has just stepped."""
         self.session.end_text(len(sequence.keys))
 
+    def end_prompt(self, sequence: Sequence) -> None:
+        """All rows of its prompt are there, and the answer's first token is known.
+
+        A later prompt may part here, as where a template leaves the reasoning of earlier turns
+        out. Windows give these rows back while the answer grows: they are kept apart.
+        """
+        if not (self._reuses_context and self.session.pass_rows):
+            return
+        contexts, self._spare_rows = self._begun[sequence], None
+        forks = zip(self._caches, contexts, strict=True)
+        ended = tuple(cache.fork(context) for cache, context in forks)
+        self._finished.add(Finished(sequence.keys, ended))
+
     def set_up(self, prompt: Prompt) -> None:
         """Tell the base what image rows of a prompt stand for, and its adapter, before it is read.
 
@@ -288,6 +306,16 @@ class CacheSlot:
                 kept.restore(usable, caches)
             held = usable
         return self.session.begin_text(len(keys), min(held, len(keys) - 1), sequence.marks)
+
+
+def _most_finished(session: DecoderSession) -> int:
+    """Answers whose rows stay; the states of recurrent layers take memory that no page counts."""
+    if session.most_parts == 1:  # in the one cache there are the latest, and where its prompt ended
+        return 2 if session.pass_rows else 1
+    states = session.state_bytes
+    return min(
+        MOST_FINISHED, max(session.most_parts, KEPT_BYTES // states if states else sys.maxsize)
+    )
 
 
 def require_loaded(adapter: LoadedAdapter | None) -> None:

@@ -21,7 +21,7 @@ MOST_FINISHED = 64  # each is compared with every prompt
 class Finished:
     """One of them."""
 
-    keys: list[RowKey]  # of its rows, and of the token behind
+    keys: list[RowKey]  # of its rows, and of the token behind; perhaps of a prompt alone
     contexts: tuple[Any, ...]  # in the base's cache, and in the draft's
     used: int = 0  # the number of the answer that was the last to use it
 
@@ -37,9 +37,9 @@ class FinishedAnswers:
 
     def add(self, one: Finished) -> None:
         """Keep the rows of one; those of which it holds all are given back."""
-        for other in [other for other in self.all if _begins(one.keys, other.keys)]:
+        for other in [other for other in self.all if self._serves(one, other)]:
             self.forget(other)
-        if longer := next((other for other in self.all if _begins(other.keys, one.keys)), None):
+        if longer := next((other for other in self.all if self._serves(other, one)), None):
             self._close(one)
             self.use(longer)
             return
@@ -71,6 +71,16 @@ class FinishedAnswers:
         """Give its rows back."""
         self.all.remove(one)
         self._close(one)
+
+    def _serves(self, one: Finished, other: Finished) -> bool:
+        """Whether a prompt can go on from all rows of another behind those of one."""
+        keys = other.keys[:-1]
+        if not _begins(one.keys, keys):
+            return False
+        pairs = zip(self.caches, one.contexts, other.contexts, strict=True)
+        return all(
+            cache.held_by(mine, keys) >= cache.held_by(its, keys) for cache, mine, its in pairs
+        )
 
     def _close(self, one: Finished) -> None:
         for cache, context in zip(self.caches, one.contexts, strict=True):

@@ -19,6 +19,7 @@ from edgellm.device_runtime.engine.answer import Answer
 from edgellm.device_runtime.engine.batch import Batch, Entry
 from edgellm.device_runtime.engine.bounds import bounds_of
 from edgellm.device_runtime.engine.cache_slot import CacheSlot
+from edgellm.device_runtime.engine.driver import Driver
 from edgellm.device_runtime.engine.endings import Endings
 from edgellm.device_runtime.engine.messages import Formatter
 from edgellm.device_runtime.engine.prefix_cache import count_common
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from edgellm.multimodal.sources import Source
 
 __all__ = ["LLM", "Answer", "Step"]
+BeforePass = Callable[[], object]
 
 
 class LLM:
@@ -119,11 +121,7 @@ class LLM:
         return self.manifest.max_batch_size
 
     def on_pass(self, told: Callable[[int, int], object]) -> None:
-        """Have somebody told of every pass, by any thread.
-
-        Args:
-            told: takes the answers that share the pass, and those that gave their rows back.
-        """
+        """Have `told` called before passes: answers that share it, others that gave rows back."""
         self._turns.on_pass(told)
 
     @property
@@ -154,6 +152,7 @@ class LLM:
     def close(self) -> None:
         """Give the memory back behind the pass that runs; unfinished answers end in an error."""
         self._turns.close()
+        self._adapters.close()
         self._slot = self._drafters = self.images = None
 
     @property
@@ -257,6 +256,10 @@ class LLM:
             pass
         return answers
 
+    def driver(self) -> Driver:
+        """What computes for many threads in one."""
+        return Driver(self._turns)
+
     def together(self, answers: Iterable[Answer], batch_size: int | None = None) -> Iterator[News]:
         """Iterate over several answers side by side, see `together.together`.
 
@@ -320,7 +323,7 @@ class LLM:
         self,
         token_ids: Sized[int],
         num_top: int = 0,
-        before_pass: Callable[[], object] = lambda: None,
+        before_pass: BeforePass = lambda: None,
         lora: str | None = None,
     ) -> list[TokenLogprobs]:
         """Log-probabilities of all tokens of a text but the first, as the model itself sees them.
@@ -337,7 +340,7 @@ class LLM:
         return self._reader(token_ids, before_pass, lora).logprobs(token_ids, num_top)
 
     def embed(
-        self, token_ids: Sized[int], before_pass: Callable[[], object] = lambda: None
+        self, token_ids: Sized[int], before_pass: BeforePass = lambda: None, lora: str | None = None
     ) -> NDArray[np.float32]:
         """float32 [H] of length 1: what a text stands for; see `read_logprobs`.
 
@@ -350,10 +353,10 @@ class LLM:
                 "this engine answers and does not embed",
                 hint="export a model for embeddings with --pooling last or mean",
             )
-        return self._reader(token_ids, before_pass).pooled(token_ids, self.manifest.pooling)
+        return self._reader(token_ids, before_pass, lora).pooled(token_ids, self.manifest.pooling)
 
     def _reader(
-        self, token_ids: Sized[int], before_pass: Callable[[], object], lora: str | None = None
+        self, token_ids: Sized[int], before_pass: BeforePass, lora: str | None = None
     ) -> Reader:
         ids = self._ids(token_ids, add_special_tokens=False)
         fit(len(ids), 0, self.manifest)

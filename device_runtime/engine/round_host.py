@@ -38,7 +38,7 @@ _CACHES_BYTES = 64 << 20  # of a pass that leaves nothing of the host's code in 
 class _ReadyBase:
     """A `DecoderSession` whose every row picks the draft's favourite; its passes read much."""
 
-    capacity, most_parts, least_rows = _CAPACITY, 1, 0
+    capacity, most_parts, least_rows, pass_rows, state_bytes = _CAPACITY, 1, 0, 0, 0
 
     def __init__(self, num_bytes: int) -> None:
         self.context = Context()

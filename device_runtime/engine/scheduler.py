@@ -4,7 +4,7 @@ Answers are admitted in line, by priority and arrival, while there are places an
 room for their prompts; what they may generate beyond is given row by row. When the pool is full
 the last in line gives its rows back, and has them again when it is admitted again. The first
 in line therefore always goes on, and whoever waits becomes the first. A prompt is read in pieces
-that let a pass take twice as long as without them, so that the answers beside it do not stall.
+that let a pass take half as long again as without them, so that the answers beside it do not stall.
 They are larger where more read than decode, and of a long prompt, but never is a bound exceeded.
 """
 
@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 AGING_S = 30.0  # of waiting outweigh one level of priority: nobody starves
-LEAST_PIECE = 16  # rows of a prompt that a pass takes, whatever the bound
+LEAST_PIECE = 8  # rows of a prompt that a pass takes, whatever the bound
+LONGER = 0.5  # that a pass may be with a piece, beside one without
 MOST_PIECES = 16  # of prompts
 
 
@@ -143,7 +144,7 @@ class _Line:
         budget = self._bounds.prefill_rows
         if beside:
             table, most_ms = self._bounds.pass_ms, self._bounds.most_stall_ms
-            slower = 1 + max(1.0, len(readers) / beside)
+            slower = 1 + max(LONGER, len(readers) / beside)
             calm_ms = slower * float(table[min(beside, len(table) - 1)])
             share = sum(one.unread_rows for one in readers) // MOST_PIECES
             piece = max(self._piece(beside, min(calm_ms, most_ms)), share)

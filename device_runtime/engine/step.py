@@ -110,6 +110,8 @@ def _take(slot: CacheSlot, turns: list[_Turn]) -> dict[Sequence, tuple[Step, ...
             end = time.perf_counter()
             _book(turn, pass_ms, (end - begin) * 1e3)
             found[sequence] = sequence.take(settled)
+            if turn.stage == PREFILL and not sequence.is_reading:
+                slot.end_prompt(sequence)
             if sequence.finish_reason is not None:
                 slot.end(sequence)
         except EdgeLLMError as error:

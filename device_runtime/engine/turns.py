@@ -70,9 +70,32 @@ class Turns:
         while True:
             with self._lock:
                 self.require_open()
+                for entry in entries:
+                    if entry.is_done and not entry.steps and entry.failure is not None:
+                        raise entry.failure
                 if found := self._read(entries):
                     return found
             self._compute_or_wait()
+
+    def poll(self, entries: Sequence[Entry]) -> list[tuple[Entry, list[Step]]]:
+        """As `next`, but for a pass at most, after which there may be nothing new.
+
+        An answer that failed comes with what came of it before; its `failure` says why.
+
+        Raises:
+            EdgeLLMError: the engine was closed.
+        """
+        self._ask(entries)
+        found = self._news(entries)
+        if not found:
+            self._compute_or_wait()
+            found = self._news(entries)
+        return found
+
+    def _news(self, entries: Sequence[Entry]) -> list[tuple[Entry, list[Step]]]:
+        with self._lock:
+            self.require_open()
+            return self._read(entries)
 
     @contextmanager
     def visiting(self) -> Iterator[None]:
@@ -123,12 +146,7 @@ class Turns:
             self._changed.notify_all()
 
     def _read(self, entries: Sequence[Entry]) -> list[tuple[Entry, list[Step]]]:
-        found: list[tuple[Entry, list[Step]]] = []
-        for entry in entries:
-            if entry.is_done and not entry.steps and entry.failure is not None:
-                raise entry.failure
-            if entry.steps or entry.is_done:
-                found.append((entry, [*entry.steps]))
+        found = [(entry, [*entry.steps]) for entry in entries if entry.steps or entry.is_done]
         if found:
             now_s = time.monotonic()
             for entry, _ in found:

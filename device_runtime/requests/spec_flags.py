@@ -21,8 +21,8 @@ Spec = Annotated[
     str | None,
     typer.Option(
         "--spec",
-        help="What drafts: eagle or medusa (the engine's draft, which must be of that kind), draft "
-        "(the model of --draftEngineDir), "
+        help="What drafts: eagle, medusa, mtp or peagle (the engine's draft, which must be of that "
+        "kind), draft (the model of --draftEngineDir), "
         "ngram (what followed the same words in the request), suffix (what followed the longest "
         "match in this and earlier requests), auto (whatever of these pays, round by round) or "
         "none.",
@@ -58,7 +58,7 @@ DraftStep = Annotated[
         "--specDraftStep",
         "--maxDraftLen",
         min=1,
-        help="Levels of a tree; of a network 6, of a model 8, of what text foresees 16.",
+        help="Levels of a tree; of a network 6, of a model or P-EAGLE 8, of what text foresees 16.",
     ),
 ]
 VerifyTreeSize = Annotated[

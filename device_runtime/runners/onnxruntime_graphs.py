@@ -19,6 +19,7 @@ KEPT_ROWS = 128  # bindings of larger passes (prefills) are not kept
 _TYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
+    "tensor(int32)": np.int32,
     "tensor(int64)": np.int64,
     "tensor(bool)": np.bool_,
 }
@@ -42,6 +43,9 @@ def load_graph(
     keeps_memory: bool = True,
     device: str = CPU,
     own_kernels: bool = False,
+    captures: bool = False,
+    entries: Mapping[str, str] | None = None,
+    weights: Mapping[str, ort.OrtValue] | None = None,
 ) -> ort.InferenceSession:
     """Load a graph.
 
@@ -52,6 +56,9 @@ def load_graph(
         keeps_memory: of activations between passes; it grows where their sizes vary.
         device: `CPU` or `CUDA`, which then computes every node.
         own_kernels: it has operators of `device_runtime.kernels`.
+        captures: passes may be recorded as CUDA graphs.
+        entries: of the session's configuration.
+        weights: initializers that lie on the device already; must outlive the session.
 
     Raises:
         BrokenArtifactError: ONNX Runtime does not take the file, or not wholly on the device.
@@ -60,6 +67,10 @@ def load_graph(
     set_threads(options, threads)
     options.log_severity_level = 3
     options.enable_cpu_mem_arena = keeps_memory
+    for name, value in (entries or {}).items():
+        options.add_session_config_entry(name, value)
+    for name, tensor in (weights or {}).items():
+        options.add_initializer(name, tensor)
     if own_kernels:
         register(options)
     if not optimize:
@@ -67,7 +78,7 @@ def load_graph(
     if device == CUDA:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     provider = _PROVIDERS[device]
-    session = _session(path, options, device)
+    session = _session(path, options, device, captures=captures)
     if session.get_providers()[0] != provider:
         raise BrokenArtifactError(
             f"ONNX Runtime {ort.__version__} put {path} on {session.get_providers()[0]}",
@@ -103,14 +114,17 @@ def load_in_memory(
     return _session(model, options, CPU)
 
 
-def _session(graph: Path | bytes, options: ort.SessionOptions, device: str) -> ort.InferenceSession:
+def _session(
+    graph: Path | bytes, options: ort.SessionOptions, device: str, *, captures: bool = False
+) -> ort.InferenceSession:
+    recording = {"enable_cuda_graph": "1"} if captures and device == CUDA else {}
     source, name = (graph, "the graph") if isinstance(graph, bytes) else (str(graph), graph)
     try:
         # `enable_fallback` would print, and compute on the CPU without being asked.
         session = ort.InferenceSession(
             source,
             options,
-            providers=[(_PROVIDERS[device], _PROVIDER_OPTIONS[device])],
+            providers=[(_PROVIDERS[device], {**_PROVIDER_OPTIONS[device], **recording})],
             enable_fallback=0,
         )
     except Exception as error:  # noqa: BLE001 - the classes are private to the extension module

@@ -17,7 +17,7 @@ from edgellm import contract
 from edgellm.contract import LimitError
 from edgellm.device_runtime.runners import Cache, Outputs, Runner, SharedRunner, require_cache
 from edgellm.device_runtime.sessions import ImageRows, LoadedAdapter, RowKey
-from edgellm.device_runtime.sessions.states import Memory
+from edgellm.device_runtime.sessions.state_pool import Memory
 
 
 class Context:

@@ -19,7 +19,8 @@ from edgellm.device_runtime.runners.rounds import GrowsTrees, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
 from edgellm.device_runtime.sessions.contexts import Context, Contexts
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
-from edgellm.device_runtime.sessions.states import CHECKPOINT_ROWS, Memory, States
+from edgellm.device_runtime.sessions.state_pool import Memory
+from edgellm.device_runtime.sessions.states import CHECKPOINT_ROWS, States
 from edgellm.manifest import DecoderSpec, Engine
 from edgellm.roles import COMMIT, DECODER, PASS
 
@@ -92,11 +93,11 @@ class DecoderSession:
     ) -> None:
         """`commit`: of a decoder with recurrent layers."""
         self.capacity, self._states = capacity, None
-        if spec.recurrent is not None:
-            assert commit is not None
-            self._states = States(commit, spec.recurrent)
         self._runner, self._contexts = runner, Contexts(runner)
         self.most_parts = self._contexts.most_together  # sequences that one pass serves
+        if spec.recurrent is not None:
+            assert commit is not None
+            self._states = States(commit, spec.recurrent, self.most_parts)
         self._inputs = PassInputs(runner, spec, capacity)
         self.context = Context()  # whose rows all methods but `run_many` are about
         self.context.is_spare = True
@@ -123,6 +124,11 @@ class DecoderSession:
     def pass_rows(self) -> int:
         """Rows of a sequence in a pass at most, where windows bound its cache; 0: any number."""
         return self._contexts.pass_rows
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the states that recurrent layers keep of a sequence."""
+        return 0 if self._states is None else self._states.num_bytes
 
     def use(self, context: Context) -> None:
         """Turn to the rows of another sequence."""
@@ -152,6 +158,8 @@ class DecoderSession:
 
     def close(self, context: Context) -> None:
         """Nobody goes on behind these rows."""
+        if self._states is not None:
+            self._states.release(context.memory)
         self._contexts.close(context)
 
     def run(
@@ -193,20 +201,11 @@ class DecoderSession:
         asked: list[tuple[Context, dict[str, NDArray[Any]]]] = []
         places: list[tuple[Context, int, int]] = []
         for part, start in zip(parts, starts, strict=True):
-            context, token_ids, begin = part.context, part.token_ids, part.write_index
-            inputs = self._inputs.of(
-                context,
-                token_ids,
-                begin,
-                part.logits_index,
-                part.position_ids,
-                part.tree_mask,
-                first_image=start,
-            )
-            if self._states is not None:
-                inputs |= self._states.begin(self._memory(context), begin)
-            asked.append((context, inputs))
-            places.append((context, begin, len(token_ids)))
+            asked.append((part.context, self._inputs.of(*part, first_image=start)))
+            places.append((part.context, part.write_index, len(part.token_ids)))
+        if self._states is not None:
+            rows = [(self._memory(part.context), part.write_index) for part in parts]
+            self._states.give(rows, [inputs for _, inputs in asked])
         for context, begin, _ in places:
             del context.keys[begin:]
         self._contexts.reserve(places)
@@ -282,6 +281,7 @@ class DecoderSession:
         self._contexts.write_rows(self.context, rows, least_rows)
         self.context.keys = list(keys[: rows.shape[-2]])
         if self._states is not None:
+            self._states.release(self.context.memory)
             self.context.memory = self._states.new()
 
     def read_states(self, length: int) -> tuple[NDArray[Any], ...]:

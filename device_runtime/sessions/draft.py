@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,11 +33,13 @@ class DraftResult(NamedTuple):
 
     token_ids: I64  # [R, K], of the base's vocabulary, best first
     log_probs: F32  # [R, K]
-    hidden: F32  # [R, D], the `hidden` of these rows' children
+    hidden: F32  # [R, D], the `hidden` of these rows' children; of blocks D = 0
+    links: F32 | None = None  # [R, L, L], see CANDIDATE_LINKS; of blocks only
 
     def copy(self) -> DraftResult:
         """One that stays valid."""
-        return DraftResult(self.token_ids.copy(), self.log_probs.copy(), self.hidden.copy())
+        links = None if self.links is None else self.links.copy()
+        return DraftResult(self.token_ids.copy(), self.log_probs.copy(), self.hidden.copy(), links)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,20 @@ class DraftPart:
     hidden: F32 | None = None  # [S, D], where there are no taps
     position_ids: I64 | None = None
     tree_mask: Bool | None = None
+    num_masks: int = 0  # of the rows, the last, which are never kept
+
+    def with_masks(self, token_id: int, count: int) -> DraftPart:
+        """The same with `count` rows of a mask token behind the last; all of them are wanted."""
+        assert self.taps is not None
+        rows = len(self.token_ids)
+        zeros = np.zeros((count, self.taps.shape[1]), self.taps.dtype)
+        return replace(
+            self,
+            token_ids=np.append(self.token_ids, np.full(count, token_id)),
+            taps=np.concatenate([self.taps, zeros]),
+            output_rows=np.arange(rows - 1, rows + count),
+            num_masks=count,
+        )
 
 
 class DraftSession:
@@ -148,7 +164,7 @@ class DraftSession:
         found = self._contexts.run(list(zip(contexts, inputs, strict=True)))
         for part, rows in zip(parts, kept, strict=True):
             # Rows of a tree are never kept.
-            end = part.write_index + len(part.token_ids)
+            end = part.write_index + len(part.token_ids) - part.num_masks
             is_tree = part.tree_mask is not None
             part.context.num_rows = min(rows, part.write_index) if is_tree else end
         return [_result(outputs) for outputs in found]
@@ -230,13 +246,15 @@ def costs(
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: growth, whose rows all get candidates, and rows that are fused.
 
-    Rows are fused behind a pass of the base, whose weights have taken the processor's caches, and
+    A draft with mask rows does not grow: they stand behind the rows that are fused. Rows are fused
+    behind a pass of the base, whose weights have taken the processor's caches, and
     growth follows. From caches that hold the draft both take half as long.
     """
-    context, measured = measured_rows(session.capacity, most_rows)
+    masks = max(spec.num_heads - 1, 0)
+    context, measured = measured_rows(session.capacity - masks, most_rows)
     top_k = min(CANDIDATES, spec.draft_vocab_size, most_rows or CANDIDATES)
     random, most = np.random.default_rng(1), max(measured)
-    taps = random.standard_normal((most, spec.taps_width), np.float32)
+    taps = random.standard_normal((most + masks, spec.taps_width), np.float32)
     hidden = np.zeros((most, spec.decoder.hidden_size), np.float32)
     size = min(_BASE_HEADS * spec.draft_vocab_size * spec.decoder.hidden_size, _CACHES_BYTES)
     others = np.ones(size // 4, np.float32)  # zeros would be one page
@@ -249,7 +267,7 @@ def costs(
         run(hidden[:rows], np.arange(rows))
 
     def extend(rows: int) -> None:
-        run(session.fuse(taps[:rows]), np.array([rows - 1]))
+        run(session.fuse(taps[: rows + masks]), np.arange(rows - 1, rows + masks))
 
     def follow_an_extension() -> None:
         others.sum()
@@ -257,7 +275,7 @@ def costs(
 
     grown = {str(rows): partial(grow, rows) for rows in measured}
     extended = {str(rows): partial(extend, rows) for rows in measured}
-    return {
-        STEP: fastest_each_ms(grown, before=follow_an_extension),
-        EXTEND: fastest_each_ms(extended, before=others.sum),
-    }
+    found = {EXTEND: fastest_each_ms(extended, before=others.sum)}
+    if masks:
+        return found
+    return {STEP: fastest_each_ms(grown, before=follow_an_extension), **found}

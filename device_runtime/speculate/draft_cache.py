@@ -39,6 +39,14 @@ class ImageIds:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskRows:
+    """What stands behind the newest row of a draft that foresees several tokens in one pass."""
+
+    token_id: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Pairs:
     """M rows that wait."""
 
@@ -144,25 +152,33 @@ class DraftRows:
         self._skipped = len(self._keys) - 1
         self._waiting = [waiting.tail(most)]
 
-    def parts(self, top_k: int) -> Iterator[DraftPart]:
+    def parts(self, top_k: int, masks: MaskRows | None = None) -> Iterator[DraftPart]:
         """What to compute so that all that waits is in the cache, as far as it has room.
 
         Args:
             top_k: candidates behind the last row of a part.
+            masks: behind the newest row, as far as the cache has room.
 
         Yields:
             A part; it counts as computed when the next is asked for.
         """
         waiting, self._waiting = self._batched(), []
+        if masks is not None and waiting and len(waiting[-1]) > self._cache.round_rows:
+            last = waiting.pop()  # a prompt's passes give one row's candidates
+            waiting += [last.head(len(last) - 1), last.tail(1)]
         for at, pairs in enumerate(waiting):
             rows = len(pairs)
-            if self.length + rows > self._cache.session.capacity:
+            room = self._cache.session.capacity - self.length - rows
+            if room < 0:
                 self._waiting = waiting[at:]  # for good: this answer goes on without
                 return
             last = np.array([rows - 1])
-            yield DraftPart(
+            part = DraftPart(
                 self.context, pairs.token_ids, self.length, last, top_k, taps=pairs.taps
             )
+            if masks is not None and at + 1 == len(waiting):
+                part = part.with_masks(masks.token_id, min(masks.count, room))
+            yield part
             self._keys += pairs.keys
 
     def _batched(self) -> list[_Pairs]:

@@ -85,7 +85,7 @@ class Drafters:
 def _open(order: Order) -> Opened:
     name = order.options.network
     if name == OWN:
-        name = drafters.own(find_own(order)[1].main_role)
+        name = drafters.own(find_own(order)[1])
     if name is not None:
         return drafters.network(name).open(order)
     check_tree_size(order)

@@ -75,7 +75,7 @@ def open_own(order: Order, name: str) -> tuple[Path, Engine]:
         LimitError: as `check_tree_size`.
     """
     folder, manifest = find_own(order)
-    own = drafters.own(manifest.main_role)
+    own = drafters.own(manifest)
     if own != name:
         raise BrokenArtifactError(
             f"--spec {name}: the draft of {order.engine} is of {manifest.draft.method}",

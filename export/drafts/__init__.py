@@ -20,9 +20,22 @@ if TYPE_CHECKING:
 
     from edgellm.export.checkpoint import Checkpoint
     from edgellm.export.decoder_config import DecoderConfig
+    from edgellm.export.layers.attention import PassState
     from edgellm.export.op import Op
     from edgellm.export.weights import Weights
     from edgellm.manifest import DraftSpec
+
+
+class Network(Protocol):
+    """A `Model`: continues hidden rows [1, S, D] by tokens."""
+
+    def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
+        """input_ids int64 [1, S] and hidden [1, S, D] -> [1, S, D]."""
+        ...
+
+    def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """X [1, R, D] -> logits [1, R, draft vocabulary] and recycled rows [1, R, D]."""
+        ...
 
 
 class OwnConfig(Protocol):

@@ -26,7 +26,7 @@ class Fuse:
     def __init__(self, config: DraftConfig, weights: Weights) -> None:
         size, taps = config.base_hidden_size, len(config.hidden_taps)
         epsilon = config.decoder.rms_norm_eps
-        self.size = size
+        self.size, self.width = size, taps * size
         self.input_norm = (
             RMSNorm(weights / "input_norm", taps * size, epsilon)
             if config.norms.before_fc

@@ -51,8 +51,9 @@ class Config(qwen2_moe.Config):
     @classmethod
     def hybrid(cls, reader: ConfigReader, **traits: Any) -> DecoderConfig:
         """What all of them share; `traits` are their own."""
-        # How the heads of multi-token prediction, which are beside the model, are stored.
-        reader.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+        # Of the layer of multi-token prediction, which is beside the model.
+        mtp = "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "num_nextn_predict_layers"
+        reader.skip(*mtp)
         reader.expect("attn_output_gate", True)
         reader.expect("mamba_ssm_dtype", "float32")
         reader.expect("hidden_act", "silu", "swish")

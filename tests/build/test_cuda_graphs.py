@@ -5,6 +5,7 @@ Architectures, drafts and encoders against their references: `tests/export`, `te
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import cuda_on_cpu
@@ -12,6 +13,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from conftest import make_checkpoint
+from cuda_on_cpu import attention_alone
 from portable import open_portable
 from tensorrt_bundles import Bundles
 
@@ -23,12 +26,17 @@ from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu.linears import RowInt8Kernel
 from edgellm.build.onnxruntime_cuda import linears as cuda_linears
+from edgellm.build.onnxruntime_cuda.attention import Form
 from edgellm.build.onnxruntime_cuda.kernels import KERNELS, check_kernels
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
+from edgellm.build.onnxruntime_cuda.options import CudaOptions
 from edgellm.build.plan import Plan
 from edgellm.build.products import read_bundle
-from edgellm.contract import UnsupportedModelError
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.device_runtime.runners.onnxruntime_cuda.slots import fill_visible
+from edgellm.export import models
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
 from edgellm.manifest import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -186,8 +194,103 @@ def test_nodes_that_would_run_on_the_cpu(bundles, tmp_path, operator, dtype, mes
 
 
 def test_what_the_cpu_is_fast_at_is_not_in_the_table():
-    for operator in ("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "GroupQueryAttention"):
+    for operator in ("MatMulIntegerToFloat", "DynamicQuantizeMatMul"):
         assert ("com.microsoft", operator) not in KERNELS
+
+
+# ------------------------------------------------------------------------------- attention
+def test_two_graphs_over_one_file_of_weights(bundles, tmp_path):
+    built = cuda_on_cpu.build_base(bundles.make("base", "fp16"), tmp_path / "fused", PLAN)
+    assert [graph.path for graph in built.main_graphs] == ["llm.onnx", "llm.causal.onnx"]
+    assert (built.options["attention"], built.options["minimum_onnxruntime"]) == ("fused", "1.31")
+    masked, causal = (
+        onnx.load(tmp_path / "fused" / graph.path, load_external_data=False).graph
+        for graph in built.main_graphs
+    )
+    stored = [
+        {one.name for one in graph.initializer if one.external_data} for graph in (masked, causal)
+    ]
+    assert stored[0] == stored[1]
+    for graph, has_bias in ((masked, True), (causal, False)):
+        layers = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
+        assert len(layers) == 4
+        assert {bool(dict(enumerate(node.input)).get(10)) for node in layers} == {has_bias}
+    plain = dataclasses.replace(PLAN, options=CudaOptions(attention="plain"))
+    built = cuda_on_cpu.build_base(bundles.make("base", "fp16"), tmp_path / "plain", plain)
+    assert (len(built.main_graphs), built.options["attention"]) == (1, "plain")
+    size = sum((tmp_path / "fused" / name).stat().st_size for name in ("llm.data",))
+    assert size == (tmp_path / "plain" / "llm.data").stat().st_size
+
+
+def test_float32_has_no_fused_kernel(bundles, tmp_path):
+    bundle = bundles.make("base", "fp16", "fp32")
+    built = cuda_on_cpu.build_base(bundle, tmp_path / "auto", PLAN)
+    assert any("not fused: GroupQueryAttention has no kernel" in n for n in built.options["notes"])
+    plan = dataclasses.replace(PLAN, options=CudaOptions(attention="fused"))
+    with pytest.raises(EdgeLLMError, match="no kernel for float") as caught:
+        cuda_on_cpu.build_base(bundle, tmp_path / "fused", plan)
+    assert "--attention plain" in caught.value.hint
+    assert not (tmp_path / "fused").exists()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_products_give_what_fused_attention_gives(tmp_path, family):
+    """In halves: windows and capped scores; sinks, which no kernel takes beside a mask."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **models.find(family).TINY)
+    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))
+    found = []
+    for name in ("fused", "plain"):
+        plan = dataclasses.replace(PLAN, options=CudaOptions(attention=name))
+        cuda_on_cpu.build_base(tmp_path / "bundle", tmp_path / name, plan)
+        found.append(_logits(cuda_on_cpu.open_base(tmp_path / name)))
+    assert _distance(*found) < 0.01
+    masked = _operators(tmp_path / "fused" / "llm.onnx")
+    assert bool(masked["GroupQueryAttention"]) == (family == "gemma2")
+    assert _operators(tmp_path / "fused" / "llm.causal.onnx")["ScatterND"] == 0
+
+
+@pytest.mark.parametrize("form", [Form.PLAIN, Form.MASKED])
+def test_scores_of_what_is_not_seen_never_count(form, tmp_path):
+    """In halves a hidden key's score may be above all that are seen by more than any mask takes.
+
+    A row of padding, which sees nothing but itself, and one that sees nothing are numbers, too.
+    """
+    width, heads, size = 64, 2, 16
+    q = np.full((1, 4, heads * size), 60, np.float16)
+    keys = np.zeros((1, 1, width, size), np.float16)
+    keys[0, 0, 1] = 250  # 60 * 250 * 16 / 4 = 60 000, hidden from all but the last
+    values = np.arange(width, dtype=np.float16)[:, None].repeat(size, 1)[None, None]
+    seen = np.zeros((4, width), np.bool_)
+    seen[0, [0, 20]] = seen[1, 21] = seen[3, 1] = True
+    rows = np.zeros((1, 4, size), np.float16)
+    y = attention_alone(form, tmp_path, q, rows, keys, values, seen, 20)
+    assert np.isfinite(y).all()
+    expected = [0, 0, None, 1]  # the new rows' own values are zeros
+    for row, wanted in enumerate(expected):
+        if wanted is not None:
+            np.testing.assert_allclose(y[0, row], wanted, atol=0.01)
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+def test_tensor_cores_take_blocks_of_32(tmp_path, quantize):
+    """What is said of a layer is what is emitted; the numbers are the same."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8}
+    config = {**models.find("llama").TINY, **sizes, "num_key_value_heads": 2}
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **config)
+    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))
+    trees = dataclasses.replace(PLAN, quantize=quantize, max_verify_tree_size=40)
+    built = cuda_on_cpu.build_base(tmp_path / "bundle", tmp_path / "gemm", trees)
+    assert built.options["int_gemm"] == "1"
+    assert any("go to tensor cores without being decoded" in n for n in built.options["notes"])
+    off = dataclasses.replace(trees, options=CudaOptions(int_gemm="off"))
+    assert (
+        "int_gemm" not in cuda_on_cpu.build_base(tmp_path / "bundle", tmp_path / "off", off).options
+    )
+    found = [_logits(cuda_on_cpu.open_base(tmp_path / name)) for name in ("gemm", "off")]
+    np.testing.assert_array_equal(*found)
+    on = dataclasses.replace(PLAN, options=CudaOptions(int_gemm="on"))
+    with pytest.raises(EdgeLLMError, match="--intGemm on: no layer has int4 or int8"):
+        cuda_on_cpu.build_base(tmp_path / "bundle", tmp_path / "on", on)
 
 
 # ------------------------------------------------------------------------------- small parts

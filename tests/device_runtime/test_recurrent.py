@@ -17,7 +17,7 @@ from edgellm.device_runtime.engine.saved_contexts import ContextFolder
 from edgellm.device_runtime.requests.prove import prove
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.sessions import decoder, states
-from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, open_decoder
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
@@ -66,14 +66,12 @@ def words(*numbers: int) -> str:
 
 
 def test_it_is_refused_where_nothing_computes_it(bundle, tmp_path):
-    for backend, batch, said in (
-        ("tensorrt", 1, "TensorRT on cuda does not compute recurrent layers yet"),
-        ("onnxruntime_cuda", 1, "ONNX Runtime on cuda does not compute recurrent layers yet"),
-        ("onnxruntime", 2, "--maxBatchSize 2: recurrent layers take one request in a pass"),
+    for backend, said in (
+        ("tensorrt", "TensorRT on cuda does not compute recurrent layers yet"),
+        ("onnxruntime_cuda", "ONNX Runtime on cuda does not compute recurrent layers yet"),
     ):
-        plan = dataclasses.replace(PLAN, max_batch_size=batch)
         with pytest.raises(EdgeLLMError, match=said):
-            build_engine("llm", bundle, tmp_path / "engine", plan, backend, lambda _: None)
+            build_engine("llm", bundle, tmp_path / "engine", PLAN, backend, lambda _: None)
     assert not (tmp_path / "engine").exists()
 
 
@@ -140,6 +138,70 @@ def test_speculated_answers_are_the_plain_ones(engine, plain):
     requests = [{"messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
     for comparison in prove(model, Options(max_generate_length=40), requests):
         assert comparison.has_equal_bits, comparison.line()
+
+
+# ---------------------------------------------------------------------------------- side by side
+@pytest.fixture(scope="module")
+def several(bundle) -> Path:
+    """For three answers of a pass."""
+    engine, plan = bundle.parent / "several", dataclasses.replace(PLAN, max_batch_size=3)
+    build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
+    return engine
+
+
+def test_a_pass_of_several_sequences_gives_each_its_bits(engine, several):
+    """Pieces, trees and paths of five sequences, three in a pass, in any order."""
+    random = np.random.default_rng(3)
+    together = open_decoder(several, load_engine(several, LLM_ENGINE))
+    alone = open_decoder(engine, load_engine(engine, LLM_ENGINE))
+    contexts = [(together.new_context(), alone.new_context()) for _ in range(5)]
+    lengths = [0] * 5
+    for _ in range(12):
+        chosen = random.permutation(5)[: random.integers(1, 4)]
+        parts, expected = [], []
+        for at in chosen:
+            rows, mask, positions = int(random.integers(1, 7)), None, None
+            if lengths[at] and random.integers(2):
+                mask = np.eye(rows, dtype=np.bool_)
+                for node in range(1, rows):
+                    mask[node] |= mask[int(random.integers(node))]
+                positions = lengths[at] + mask.sum(1) - 1
+            ids, wanted = random.integers(9, 96, rows), np.arange(rows)
+            part = Part(contexts[at][0], ids, lengths[at], wanted, positions, mask)
+            parts.append(part)
+            alone.use(contexts[at][1])
+            own = part._replace(context=contexts[at][1])
+            expected.append(alone.run_many([own])[0].logits.copy())
+            if mask is not None:
+                alone.compact(lengths[at], np.flatnonzero(mask[-1]))
+        found = [result.logits.copy() for result in together.run_many(parts)]
+        for at, part, ours, theirs in zip(chosen, parts, found, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+            path = np.arange(len(part.token_ids))
+            if part.tree_mask is not None:
+                path = np.flatnonzero(part.tree_mask[-1])
+                together.use(part.context)
+                together.compact(lengths[at], path)
+            lengths[at] += len(path)
+
+
+@pytest.mark.parametrize("spec", [None, LOOKUPS], ids=["plain", "lookups"])
+def test_answers_side_by_side_are_those_alone(several, plain, spec):
+    """Also in a second turn, whose beginnings are there."""
+    prompts = [
+        words(20, 21, 20, 21, 20),
+        words(20, 21, 20, 33),
+        words(50, 51),
+        words(*range(30, 60)),
+    ]
+    with LLM(several, spec=spec, context_reuse=True) as model:
+        for turn in range(2):
+            answers = model.generate_batch(prompts, max_generate_length=12, sampling=GREEDY)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert answer.token_ids == ask(plain, prompt, 12).token_ids
+                assert not turn or answer.timings()["reused_tokens"] > 0
+            texts = [f"{prompt} {one.text}" for prompt, one in zip(prompts, answers, strict=True)]
+            prompts = [f"{text} {words(60 + at)}" for at, text in enumerate(texts)]
 
 
 # ---------------------------------------------------------------------------------- turns

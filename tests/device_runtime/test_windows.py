@@ -8,7 +8,8 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import make_checkpoint
+from eagle_engines import export_pair
+from eagle_reference import Layout
 
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
@@ -18,9 +19,6 @@ from edgellm.contract import LimitError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import Part, open_decoder
-from edgellm.export import models
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
 from edgellm.manifest import LLM_ENGINE, load_engine
 
 WINDOW, CAPACITY, TOGETHER, PAGE, PASS = 40, 1024, 2, 64, 256
@@ -28,14 +26,39 @@ OWN = CpuOptions("edgellm")
 PLAN = Plan(900, CAPACITY, 2, max_verify_tree_size=12, max_batch_size=TOGETHER, options=OWN)
 
 
+# Of a base with four layers, of which it reads what leaves the first three.
+DRAFT = Layout(
+    {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": 40,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    },
+    taps=(1, 2, 3),
+)
+
+DRAFTED = SpecOptions(tree="fixed", steps=3, top_k=2, verify_size=8)
+
+
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("windows")
-    sizes = {"max_position_embeddings": CAPACITY, "sliding_window": WINDOW}
-    checkpoint = make_checkpoint(folder / "checkpoint", **models.find("gemma3_text").TINY | sizes)
-    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions("fp32"))
-    build_engine("llm", folder / "bundle", folder / "engine", PLAN, "onnxruntime", lambda _: None)
-    return folder / "engine"
+def pair(tmp_path_factory):
+    sizes = {"max_position_embeddings": CAPACITY, "sliding_window": WINDOW, "num_hidden_layers": 4}
+    return export_pair(tmp_path_factory.mktemp("windows"), DRAFT, "gemma3_text", **sizes)
+
+
+@pytest.fixture(scope="module")
+def engine(pair):
+    build_engine("llm", pair.bundle, pair.engine, PLAN, "onnxruntime", lambda _: None)
+    plan = dataclasses.replace(PLAN, max_draft_tree_size=12)
+    build_engine("draft", pair.draft_bundle, pair.engine, plan, "onnxruntime", lambda _: None)
+    return pair.engine
+
+
+@pytest.fixture(scope="module")
+def single(pair):
+    """For one answer at a time."""
+    folder, plan = pair.engine.with_name("single"), dataclasses.replace(PLAN, max_batch_size=1)
+    build_engine("llm", pair.bundle, folder, plan, "onnxruntime", lambda _: None)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +136,13 @@ def test_every_row_has_the_bits_of_a_whole_cache(engine, whole):
 def test_a_windows_pages_are_bounded(engine):
     session = open_session(engine)
     pool, held = bounded_pool(session), -(-(WINDOW + 64 + PASS) // PAGE) + 1
-    assert len(pool._uses) == (TOGETHER + 1) * held
+    assert len(pool._uses) == TOGETHER * min(2 * held, CAPACITY // PAGE)
     for begin in range(0, CAPACITY, PASS):
         session.run(IDS[begin : begin + PASS], begin, np.array([0]))
         assert len(pool._uses) - len(pool._free) <= held
     kv = load_engine(engine, LLM_ENGINE).decoder.kv
     row = kv.bytes_per_token // kv.num_layers
-    pages = 3 * (TOGETHER + 1) * held + TOGETHER * CAPACITY // PAGE  # of three layers, and of one
+    pages = TOGETHER * (3 * min(2 * held, CAPACITY // PAGE) + CAPACITY // PAGE)  # of three, and one
     assert cache_bytes(kv, CAPACITY, TOGETHER) == row * PAGE * pages
     assert load_engine(engine, LLM_ENGINE).prefill_rows <= PASS
     with pytest.raises(LimitError, match="a pass of 257 rows"):
@@ -185,6 +208,34 @@ def test_a_second_turn_computes_its_new_rows(engine, whole, spec):
         four = answer(llm, changed)  # but for its last row it is there
         assert four.token_ids == three.token_ids
         assert four.profile.reused_tokens == [len(changed) - 1]
+
+
+def test_a_draft_over_windows(engine, whole):
+    """Far behind the window, and in a second turn."""
+    with LLM(engine, context_reuse=True, spec=DRAFTED) as llm, LLM(whole) as other:
+        prompt, rounds = IDS[600:900].tolist(), []
+        for known in (0, 300):
+            found = answer(llm, prompt, max_generate_length=120)
+            assert found.token_ids == answer(other, prompt, max_generate_length=120).token_ids
+            assert known <= found.profile.reused_tokens[0]
+            rounds += found.profile.rounds
+            prompt = [*prompt, *found.token_ids, *IDS[40:60].tolist()]
+        assert sum(one.emitted for one in rounds) > len(rounds) > 2 * WINDOW  # drafts were accepted
+
+
+@pytest.mark.parametrize("kind", ["drafts", "single"])
+def test_a_prompt_that_parts_from_the_answer(request, whole, kind):
+    """Where a template leaves the reasoning of earlier turns out, far behind the prompt."""
+    folder = request.getfixturevalue("single" if kind == "single" else "engine")
+    spec = DRAFTED if kind == "drafts" else None
+    with LLM(folder, context_reuse=True, spec=spec) as llm, LLM(whole) as other:
+        prompt, known = IDS[:400].tolist(), 0
+        for turn in range(3):
+            found = answer(llm, prompt, max_generate_length=130)
+            assert found.token_ids == answer(other, prompt, max_generate_length=130).token_ids
+            assert found.profile.reused_tokens == [known]
+            known = len(prompt) - (spec is not None)  # a draft's row knows the token behind it
+            prompt = [*prompt, *IDS[500 : 520 + turn].tolist()]
 
 
 def test_a_system_prompt_is_kept_before_its_rows_are_given_back(engine, whole):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import cuda_on_cpu
@@ -19,10 +21,12 @@ from eagle_reference import (
     Reference,
     make_draft,
 )
+from safetensors.torch import load_file, save_file
 
 from edgellm.artifact import verify_files
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
+from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.sessions.draft import open_draft
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
@@ -31,7 +35,7 @@ from edgellm.manifest import DRAFT_BUNDLE, DRAFT_FOLDER, load_bundle
 EXPORTERS = {
     "safeailab": "SafeAILab", "angelslim": "AngelSlim", "specforge": "SpecForge",
     "modelopt": "ModelOpt", "speculators": "speculators", "eagle1": "SafeAILab",
-    "biases": "SafeAILab", "five": "SpecForge",
+    "biases": "SafeAILab", "five": "SpecForge", "peagle": "ModelOpt",
 }  # fmt: skip
 
 
@@ -63,7 +67,10 @@ def test_graphs_equal_the_reference(layout_name, draft_bases, tmp_path):
     layout = LAYOUTS[layout_name]
     run, reference = _export(tmp_path, draft_bases, layout)
     spec = run.manifest.draft
-    assert spec.method == ("eagle" if layout.eagle1 else "eagle3")
+    method = "peagle" if layout.mask_shape else "eagle3"
+    assert spec.method == ("eagle" if layout.eagle1 else method)
+    assert spec.mask_token_id == (95 if layout.mask_shape else None)
+    assert spec.num_heads == {"peagle": 8, "speculators_peagle": 5}.get(layout_name, 0)
     assert spec.fuses is not layout.eagle1
     assert spec.hidden_taps == layout.taps
     assert (spec.draft_vocab_size, spec.decoder.vocab_size) == (layout.draft_vocab, VOCAB)
@@ -73,6 +80,39 @@ def test_graphs_equal_the_reference(layout_name, draft_bases, tmp_path):
     verify_files(run.folder, run.manifest.files)
     assert ("fuse.onnx" in run.manifest.files) is spec.fuses
     drive(run, reference)
+
+
+_PEAGLE = LAYOUTS["peagle"]
+FAULTS = {
+    "no mask token": ({"ptd_token_id": None}, {}, "which token mask_hidden belongs to: no key"),
+    "two mask tokens": ({"pard_token": 7}, {}, "ptd_token_id = 95, pard_token = 7"),
+    "beyond the vocabulary": ({"ptd_token_id": VOCAB}, {}, f"ptd_token_id = {VOCAB}"),
+    "a feature of another width": ({}, {"mask_hidden": torch.ones(1, 9)}, "mask_hidden has shape"),
+    "no feature": ({}, {"mask_hidden": None}, "draft has no tensor mask_hidden"),
+    "other taps": ({"num_aux_hidden_states": 5}, {}, "num_aux_hidden_states = 5"),
+    "EAGLE-4": (
+        {},
+        {"efficient_lm_head.down_proj.weight": torch.ones(4, 96)},
+        "has efficient_lm_head.*, the head of EAGLE-4",
+    ),
+    "EAGLE-4's window": (
+        {"use_sliding_window": True, "sliding_window": 512},
+        {},
+        "use_sliding_window = True is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_not_understood_of_newer_drafts(name, draft_bases, tmp_path):
+    config, tensors, message = FAULTS[name]
+    draft = make_draft(tmp_path / "draft", replace(_PEAGLE, config={**_PEAGLE.config, **config}))
+    found = {**load_file(draft / "model.safetensors"), **tensors}
+    save_file({n: t for n, t in found.items() if t is not None}, draft / "model.safetensors")
+    checkpoints = (open_checkpoint(str(f), tokenizer=False) for f in (draft, draft_bases[True]))
+    with pytest.raises(EdgeLLMError, match=re.escape(message)):
+        export_draft(*checkpoints, tmp_path / "bundle", DraftOptions("fp32"))
+    assert not (tmp_path / "bundle").exists()
 
 
 class EngineRun(DraftRun):
@@ -107,7 +147,7 @@ class CudaRun(EngineRun):
 
 @pytest.mark.parametrize("lowered", [EngineRun, CudaRun])
 @pytest.mark.parametrize(
-    "name", ["biases", "eagle1", "eagle1_without_bias", "modelopt_base_head", "speculators_qwen3"]
+    "name", ["biases", "eagle1", "modelopt_base_head", "speculators_peagle", "speculators_qwen3"]
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", TOLERANCE), ("fp16", 0.2)])
 def test_lowered_graphs_equal_the_reference(name, dtype, tolerance, lowered, draft_bases, tmp_path):

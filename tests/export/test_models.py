@@ -89,7 +89,8 @@ def session(request, exported) -> DecoderSession:
     if request.param == "cuda":
         if load_bundle(bundle, LLM_BUNDLE).decoder.recurrent is not None:
             pytest.skip("refused, as tests/device_runtime/test_recurrent.py has it")
-        cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))
+        with cuda_on_cpu.fused_in_float32():
+            cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))
         return cuda_on_cpu.open_base(engine)
     kernels = CpuOptions("edgellm") if request.param == "own" else CpuOptions()
     plan = Plan(48, CAPACITY, 1, "auto", options=kernels)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from quantize_cases import decode, load, make_job, make_model, write_text
+from safetensors.numpy import save_file
 
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.quantize import contest
-from edgellm.quantize.contest import run_contest
+from edgellm.quantize.contest import run_contest, ways
+from edgellm.quantize.keeping import choose, run_keeping
 from edgellm.quantize.layerwise_run import run_job
+from edgellm.quantize.options import check_together, kept_layers
 from edgellm.quantize.plan import Job
+from edgellm.quantize.report import Kept
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("contest")
-    make_model(folder / "model", "qwen2", num_hidden_layers=2)
+    make_model(folder / "model", "qwen2", num_hidden_layers=2, tie_word_embeddings=True)
     write_text(folder / "text.jsonl")
     return folder
 
@@ -45,9 +49,11 @@ def test_the_best_stays_and_an_interrupt_costs_only_what_is_unfinished(job, tmp_
     report = run_contest(job, None, _quiet)
     assert report.tried is not None
     assert set(report.tried) == {"gptq", "gptq, values rotated", "awq"}
-    assert report.quality.kl_divergence == min(report.tried.values())
+    divergences = [one.kl_divergence for one in report.tried.values()]
+    assert report.quality.kl_divergence == min(divergences)
     side = json.loads((job.output_dir / "edgellm_quant.json").read_text())
-    assert side["tried"] == report.tried
+    assert side["tried"] == {name: asdict(one) for name, one in report.tried.items()}
+    assert "KL of what was tried" in (job.output_dir / "edgellm_quant.html").read_text()
     assert not job.work_dir.exists()
 
     begun: list[str] = []
@@ -107,5 +113,87 @@ def test_rotated_values_compute_the_same(place, job):
 
 def test_a_model_without_values_of_its_own(place, job):
     fused = make_model(place / "fused", "phi3")
+    assert ways(replace(job, model_dir=str(fused))) == ["gptq", "awq"]
+    untied = make_model(place / "untied", "llama", tie_word_embeddings=False)
+    assert "gptq, all rotated" in ways(replace(job, model_dir=str(untied)))
+    behind = make_model(place / "behind", "olmo2", tie_word_embeddings=False)
+    assert ways(replace(job, model_dir=str(behind))) == ["gptq", "gptq, values rotated", "awq"]
     with pytest.raises(UnsupportedModelError, match="no v_proj of its own"):
         run_job(replace(job, model_dir=str(fused), algo="gptq", rotate="values"), _quiet)
+
+
+def test_layers_that_lose_most_stay_in_floats(tmp_path):
+    """All but the last one, which adds least and about what was estimated."""
+    model = make_model(tmp_path / "model", "llama", num_hidden_layers=3)
+    tensors = load(model)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        place = f"model.layers.2.{name}.weight"
+        tensors[place] = (0.2 * tensors[place].astype(np.float32)).astype(tensors[place].dtype)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    text = write_text(tmp_path / "text.jsonl")
+    job = make_job(model, text, tmp_path / "out", "int4_awq", algo="gptq", keep_budget=1000)
+    report = run_keeping(job, _quiet)
+    assert report.kept is not None
+    assert report.tried is not None
+    whole, rest = report.tried.values()
+    assert {one.layer for one in report.kept} == {0, 1}
+    assert whole.kl_divergence > 10 * rest.kl_divergence
+    assert rest.kl_divergence == report.quality.kl_divergence
+    alone = (1 - sum(one.share for one in report.kept)) / report.kept[0].share
+    assert alone * report.kept[0].divergence == pytest.approx(rest.kl_divergence, rel=0.5)
+    assert rest.num_bytes - whole.num_bytes == sum(one.num_bytes for one in report.kept)
+    found = load(job.output_dir)
+    assert "model.layers.2.mlp.up_proj.weight_scale" in found
+    assert "model.layers.1.mlp.up_proj.weight_scale" not in found
+    page = (job.output_dir / "edgellm_quant.html").read_text()
+    assert "layer 1 stays in floats: rounding it alone adds a KL of" in page
+
+
+def test_what_fits_into_the_budget():
+    costs = [
+        Kept(0, 0.1, 0.2, 10),
+        Kept(1, 0.3, 0.6, 40),
+        Kept(2, 0.05, 0.1, 5),
+        Kept(3, 0.0, 0, 1),
+    ]
+    assert [one.layer for one in choose(costs, 15)] == [0, 2]
+    assert choose(costs, 4) == ()
+    assert [one.layer for one in choose(costs, 99)] == [0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"minutes": 5.0}, "--time_budget is for --algo auto"),
+        ({"points": 1.0}, "--max_loss is for --quantization auto"),
+        ({"is_open": True, "algo": "gptq"}, "chooses --algo and --block_size itself"),
+        ({"algo": "auto", "keep_budget": 5.0}, "--keep_layers auto is for one --algo"),
+        ({"algo": "auto", "base_model_dir": "base"}, "--algo auto does not do drafts"),
+    ],
+)
+def test_flags_that_do_not_go_together(options, message):
+    with pytest.raises(EdgeLLMError, match=message):
+        check_together(**{"is_open": False, "minutes": None, "points": None, **options})
+    assert kept_layers("auto", None) == {"keep_budget": 10.0}
+    assert kept_layers("0,2", None) == {"keep_layers": (0, 2)}
+    with pytest.raises(EdgeLLMError, match="--keep_budget is for"):
+        kept_layers("0", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "changes", "message"),
+    [
+        (run_contest, {"model_dir": "nowhere"}, "no such folder"),
+        (run_keeping, {"keep_budget": 5.0, "kv_cache_quantization": "fp8"}, "scales of the cache"),
+        (
+            run_keeping,
+            {"keep_budget": 5.0, "quantization": "mixed", "target_bits": 5.0},
+            "decides itself what stays",
+        ),
+    ],
+)
+def test_what_is_refused_leaves_nothing(job, run, changes, message):
+    wrong = replace(job, algo="auto" if run is run_contest else None, **changes)
+    with pytest.raises(EdgeLLMError, match=message):
+        run(wrong, *((None, _quiet) if run is run_contest else (_quiet,)))
+    assert not wrong.work_dir.exists()

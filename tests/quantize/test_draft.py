@@ -22,7 +22,9 @@ from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
+from edgellm.quantize.draft_recipes import run_recipes
 from edgellm.quantize.layerwise_run import run_job
+from edgellm.quantize.notes import notes
 from edgellm.quantize.plan import Job, make_plan
 from edgellm.quantize.schemes import SCHEMES
 
@@ -198,6 +200,20 @@ def test_interrupts_change_nothing(make, tmp_path, monkeypatch):
         assert (cut.output_dir / file).read_bytes() == (whole.output_dir / file).read_bytes()
 
 
+def test_recipes_are_chosen_by_what_the_base_takes(make, tmp_path):
+    """Not by errors of weights: the smallest that is good enough, or the one that loses least."""
+    job = make("eagle3", "auto", tmp_path / "small", num_samples=4)
+    report = run_recipes(job, 100.0, _quiet)
+    assert list(report.tried or ()) == ["int4, head int4"]
+    assert "W4A16_AWQ" in (job.output_dir / "hf_quant_config.json").read_text()
+    best = run_recipes(replace(job, output_dir=tmp_path / "best"), -100.0, _quiet)
+    tried = best.tried or {}
+    assert len(tried) == 4
+    assert best.quality.accuracy_quantized == max(one.accuracy for one in tried.values())
+    assert tried["int4, head int4"].num_bytes == min(one.num_bytes for one in tried.values())
+    assert "first candidates that the base takes, of what was tried" in notes(best)[0]
+
+
 def test_what_will_not_do(make, place, tmp_path):
     job = make("eagle3", output=tmp_path / "out")
     quantized = make("eagle3", "int8_sq")
@@ -225,12 +241,12 @@ def test_the_command(command, make, tmp_path):
     result = command(
         "edgellm-quantize", "draft", "--draft_model_dir", job.model_dir, "--base_model_dir",
         job.base_model_dir, "--output_dir", tmp_path / "out", "--num_samples", 6, "--seq_len", 32,
-        "--calib_dataset", job.calib_dataset,
+        "--calib_dataset", job.calib_dataset, "--quantization", "auto", "--max_loss", 100,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "first candidates that the base takes" in result.stdout
-    assert "7 layers at 8." in result.stdout
-    assert "base layer 7 (8/11)" in result.stderr
-    assert "layer 0 (10/11)" in result.stderr
+    assert "8 layers at " in result.stdout
+    assert "int4, head int4: base layer 7 (8/11)" in result.stderr
+    assert "int4, head int4: layer 0 (10/11)" in result.stderr
     page = (tmp_path / "out" / "edgellm_quant.html").read_text()
-    assert "draft: fp8" in page
+    assert "draft: int4" in page

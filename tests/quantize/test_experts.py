@@ -12,12 +12,12 @@ from quantize_cases import load, make_job, make_model, write_text
 from edgellm.contract import EdgeLLMError
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
-from edgellm.quantize import summary
 from edgellm.quantize.expert_rounding import Products, round_weight
 from edgellm.quantize.experts import FEW, WatchedExperts, watch
 from edgellm.quantize.layerwise_run import run_job
 from edgellm.quantize.linear import decode_linear
 from edgellm.quantize.modelopt_adapter import Recipe
+from edgellm.quantize.notes import few_line
 from edgellm.quantize.plan import make_plan
 from edgellm.quantize.schemes import SCHEMES
 
@@ -104,7 +104,7 @@ def test_a_run_names_experts_that_saw_few_tokens(model, tmp_path):
     name, tokens = min(report.few.items(), key=lambda item: item[1])
     assert tokens < FEW
     assert not any("layers.2" in name for name in report.few)
-    assert f"{name} ({tokens})" in summary.few_line(report.few)
+    assert f"{name} ({tokens})" in few_line(report.few)
     tensors = load(tmp_path / "out")
     joined = [name for name in tensors if "put_linear" in name]
     assert sorted(joined) == [

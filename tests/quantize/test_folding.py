@@ -1,13 +1,18 @@
-"""Smoothing that goes into what makes the inputs, where makers are smoothed themselves."""
+"""Factors of inputs that go into what makes them."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from quantize_cases import make_model
 
+from edgellm.quantize.equalizing import even_columns, input_squares
 from edgellm.quantize.families import FAMILIES
 from edgellm.quantize.folding import fold_smoothing
+from edgellm.quantize.one_layer_model import linears, run_layer
 from edgellm.quantize.smoothing import int8_rows, plain_tensor
+from edgellm.quantize.subject import LanguageModel
 
 WIDTH, HEAD_DIM = 32, 8
 CHAINS = (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj"))
@@ -33,3 +38,48 @@ def test_a_maker_that_is_rounded_anew_keeps_what_its_reader_gave_it(kind, chain)
     )
     wanted = source[f"{chain[1]}.weight"] @ source[f"{chain[0]}.weight"]
     assert np.linalg.norm(reader @ maker - wanted) < 0.04 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "evened"),
+    [
+        ("llama", ("q_proj", "o_proj", "gate_proj", "down_proj")),
+        ("gemma2", ("q_proj", "o_proj", "gate_proj", "down_proj")),
+        ("cohere2", ("q_proj", "o_proj", "up_proj", "down_proj")),
+        ("olmo2", ("o_proj", "down_proj")),
+        ("starcoder2", ("q_proj", "o_proj")),
+        ("phi3", ("qkv_proj", "gate_up_proj")),
+        ("qwen3_moe", ()),
+    ],
+)
+def test_columns_that_are_more_alike_compute_the_same(tmp_path, kind, evened, reads):
+    """Whatever makes a family's inputs; what nothing can undo stays."""
+    subject = LanguageModel.open(str(make_model(tmp_path, kind)), ())
+    source = {name: each.floats() for name, each in subject.layer_source(0).items()}
+    chance = np.random.default_rng(0)
+    for name, value in source.items():
+        if value.ndim == 2:
+            source[name] = value * np.exp(chance.standard_normal(value.shape[1])).astype(np.float32)
+    states = torch.randn(2, 9, subject.config.hidden_size, generator=torch.manual_seed(0))
+    squares = None
+    if reads:
+        model = subject.layer_model(0, source, states.device)
+        weights = dict.fromkeys(linears(model), torch.ones(9))
+        squares = input_squares(model, [states], subject.family, weights)
+    found = even_columns(source, subject.family, subject.config.head_dim, squares)
+    wanted, got = (
+        run_layer(subject.layer_model(0, values, states.device), states) - states
+        for values in (source, found)
+    )
+    assert torch.dist(got, wanted) < 1e-4 * wanted.norm()
+    if not evened:
+        assert all((found[name] == value).all() for name, value in source.items())
+    for name in evened:
+        key = next(key for key in source if key.endswith(f"{name}.weight"))
+        assert _spread(found[key]) < 0.95 * _spread(source[key])
+
+
+def _spread(weight: np.ndarray) -> float:
+    """Of the logarithms of columns' sizes."""
+    return float(np.log(np.linalg.norm(weight, axis=0)).std())

@@ -151,6 +151,7 @@ def test_an_interrupt_keeps_the_forms(mixed, tmp_path, monkeypatch):
         ({"quantization": "fp8"}, "are for mixed precision"),
         ({"algo": "awq"}, "has no choice of algorithms"),
         ({"base_model_dir": "base"}, "does not do drafts"),
+        ({"target_bits": 4.2}, "has 4.5 bits a weight"),
     ],
 )
 def test_what_will_not_do(mixed, change, words):

@@ -11,10 +11,10 @@ import pytest
 import torch
 from conftest import make_checkpoint
 from draft_runs import DraftRun, drive
-from eagle_engines import EAGLE1, EAGLE3
+from eagle_engines import EAGLE1, EAGLE3, PEAGLE
 from eagle_reference import VOCAB, Layout, Reference, make_draft
 from quantize_cases import SIZES, make_job, make_model, write_text
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from edgellm.artifact import require_pair
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
@@ -29,6 +29,7 @@ from edgellm.quantize.residual import rotated
 from edgellm.quantize.subject import LanguageModel
 from edgellm.quantize.summary import print_summary
 from edgellm.quantize.tensors import read_tensor
+from edgellm.tools.train_draft.layout import draft_config, draft_shape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,7 +108,7 @@ HEADLESS = replace(HEADLESS, own_head=False, d2t=False, t2d=False)
 NORMED = Layout({"draft_vocab_size": 40, "fc_norm": True}, fc_norm=True)
 
 
-@pytest.mark.parametrize("layout", [EAGLE3, NORMED], ids=["plain", "normed"])
+@pytest.mark.parametrize("layout", [EAGLE3, NORMED, PEAGLE], ids=["plain", "normed", "masks"])
 def test_a_draft_follows_its_rotated_base(tmp_path, bases, layout):
     draft = make_draft(tmp_path / "draft", layout)
     opened = [open_checkpoint(str(folder), tokenizer=False) for folder in (draft, *bases)]
@@ -123,6 +124,22 @@ def test_a_draft_follows_its_rotated_base(tmp_path, bases, layout):
     require_pair(manifest.draft, turned, "here")
     with pytest.raises(BrokenArtifactError, match="rotation hadamard 0, this one has none"):
         require_pair(manifest.draft, plain, "here")
+
+
+def test_a_draft_that_was_trained_with_the_rotated_base(tmp_path, bases):
+    """It reads the stream as it is, and no other base will do."""
+    folder = make_draft(tmp_path / "draft", EAGLE3)
+    config = AutoConfig.from_pretrained(bases[1])
+    trained = draft_config(draft_shape(config, 40, 3), config, "LlamaForCausalLMEagle3")
+    own = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**own, KEY: trained[KEY]}))
+    plain, turned, draft = (
+        open_checkpoint(str(each), tokenizer=False) for each in (*bases, folder)
+    )
+    manifest = export_draft(draft, turned, tmp_path / "bundle", DraftOptions("fp32"))
+    drive(DraftRun(tmp_path / "bundle", manifest), Reference(folder, bases[1], EAGLE3))
+    with pytest.raises(UnsupportedModelError, match="rotated otherwise"):
+        export_draft(draft, plain, tmp_path / "other", DraftOptions())
 
 
 def test_drafts_that_cannot_follow(tmp_path, bases):

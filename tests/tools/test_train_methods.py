@@ -75,6 +75,10 @@ def job(base, tmp_path) -> Job:
 
 
 def _of(job: Job, method: str) -> Job:
+    if method in ("dflash", "dspark"):
+        vocab = {"dflash": VOCAB, "dspark": 90}[method]
+        sizes = {"draft_vocab_size": vocab, "block_size": 4, "num_layers": 2}
+        return replace(job, method=method, hidden_taps=(0, 1), **sizes)
     return replace(job, method=method, num_heads=3 if method == "medusa" else 0)
 
 
@@ -93,7 +97,7 @@ def _engine(job: Job, base: Path, folder: Path) -> tuple[Path, Bundle]:
     return folder / "engine", manifest
 
 
-@pytest.mark.parametrize("method", ["eagle", "medusa"])
+@pytest.mark.parametrize("method", ["eagle", "medusa", "dflash", "dspark"])
 def test_a_trained_draft_is_accepted(job, base, tmp_path, monkeypatch, method):
     losses = []
     train = Trainer._train
@@ -110,7 +114,8 @@ def test_a_trained_draft_is_accepted(job, base, tmp_path, monkeypatch, method):
     assert training["acceptance_length_estimate"] > 2.5
     engine, manifest = _engine(job, base, tmp_path)
     assert manifest.draft.method == method
-    assert manifest.provenance["exporter"] == {"eagle": "SafeAILab"}.get(method, "FasterDecoding")
+    exporters = {"eagle": "SafeAILab", "medusa": "FasterDecoding", "dflash": "z-lab"}
+    assert manifest.provenance["exporter"] == exporters.get(method, "SpecForge")
     llm = LLM(engine, spec=SpecOptions(top_k=2, steps=3, tree="fixed"))
     texts, lengths = set(), []
     for speculative in (True, False):
@@ -128,7 +133,7 @@ def test_a_trained_draft_is_accepted(job, base, tmp_path, monkeypatch, method):
     assert np.mean(lengths) > 2.5
 
 
-@pytest.mark.parametrize("method", ["eagle", "medusa"])
+@pytest.mark.parametrize("method", ["eagle", "medusa", "dspark"])
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(job, tmp_path, monkeypatch, method):
     job = _of(replace(job, recipe=replace(job.recipe, epochs=2), save_every=2), method)
     whole = replace(job, output_dir=tmp_path / "whole", work_dir=tmp_path / "whole_work")
@@ -204,16 +209,14 @@ def test_the_loss_of_tokens_has_the_gradients_of_autograd(rows):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"method": "hydra"}, "--method hydra: give eagle3, eagle or medusa"),
-        ({"method": "medusa", "draft_vocab_size": 9}, "--draft_vocab_size is for --method eagle3"),
-        (
-            {"method": "eagle", "hidden_taps": "1,2"},
-            "--hidden_taps is for --method eagle3, not eagle",
-        ),
+        ({"method": "hydra"}, "--method hydra: give eagle3, eagle, medusa, dflash or dspark"),
+        ({"method": "medusa", "draft_vocab_size": 9}, "is for --method eagle3, dflash and dspark"),
+        ({"method": "eagle3", "block_size": 4}, "--block_size is for --method dflash and dspark"),
+        ({"method": "eagle", "hidden_taps": "1,2"}, "--hidden_taps is for --method eagle3, dflash"),
         ({"method": "eagle", "num_heads": 3}, "--num_heads is for --method medusa, not eagle"),
         ({"feature_noise": 0.1}, "--feature_noise is for --method eagle, not eagle3"),
         ({"method": "medusa", "unrolls": 3}, "--unrolls is for --method eagle3 and eagle, not"),
-        ({"method": "eagle", "unroll_weight": 0.0}, "--unroll_weight is for --method eagle3 and"),
+        ({"method": "eagle", "unroll_weight": 0.0}, "--unroll_weight is for --method eagle3, med"),
     ],
 )
 def test_flags_of_another_method_are_refused(flags, message, tmp_path):

@@ -51,13 +51,14 @@ def decoder_facts(spec: DecoderSpec) -> dict[str, str]:
         "vocabulary": str(spec.vocab_size),
         "positions": str(spec.max_positions),
         **({"sliding window": str(spec.sliding_window)} if spec.sliding_window else {}),
+        **({"residual stream": f"rotated, {spec.rotation}"} if spec.rotation else {}),
         **({"images": f"rows of a {images.model_type} encoder"} if images is not None else {}),
     }
 
 
 def draft_facts(spec: DraftSpec) -> dict[str, str]:
     """The sizes of a draft, and of its base."""
-    if spec.num_heads:
+    if spec.num_heads and spec.mask_token_id is None:
         own = {
             "heads": str(spec.num_heads),
             "parameters": f"{spec.decoder.num_parameters:,}",
@@ -65,6 +66,11 @@ def draft_facts(spec: DraftSpec) -> dict[str, str]:
         }
     else:
         own = {**decoder_facts(spec.decoder), "draft vocabulary": str(spec.draft_vocab_size)}
+    if spec.mask_token_id is not None:
+        own["tokens of a pass"] = str(spec.num_heads)
+    if spec.block is not None:
+        rule = "causal" if spec.block.is_causal else "sees itself whole"
+        own["block"] = f"{spec.block.size} rows, {spec.block.levels} foreseen, {rule}"
     return {
         "method": spec.method,
         **own,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import anyio.to_thread
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import JSONResponse
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import LLM
-from edgellm.tools.serve.answering import Server
+from edgellm.tools.serve.engines import Engines
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.forms import Body
 
@@ -31,15 +31,16 @@ class LoadRequest(UnloadRequest):
     """`/v1/load_lora_adapter`."""
 
     lora_path: str
+    model: str | None = None  # whose adapter; of the first engine without it
 
 
-def load_given(llm: LLM, given: Sequence[str], model: str) -> None:
+def load_given(llm: LLM, given: Sequence[str], models: Collection[str]) -> None:
     """Load the adapters of `--loraModule NAME=FOLDER`.
 
     Args:
         llm: the engine.
         given: as the user wrote them.
-        model: the base's name in requests.
+        models: names of engines in requests.
 
     Raises:
         EdgeLLMError: another form, a name twice, or as `LLM.load_adapter`.
@@ -48,41 +49,58 @@ def load_given(llm: LLM, given: Sequence[str], model: str) -> None:
         name, equals, folder = text.partition("=")
         if not (name and equals and folder):
             raise EdgeLLMError(f"--loraModule {text}", hint="give NAME=FOLDER")
-        if name == model or name in llm.adapters:
+        if name in models or name in llm.adapters:
             raise EdgeLLMError(f"--loraModule {text}: the name {name} is there already")
         llm.load_adapter(name, Path(folder))
 
 
-def add_adapters(app: FastAPI, server: Server) -> None:
+def add_adapters(app: FastAPI, engines: Engines) -> None:
     """The paths that load adapters and drop them."""
 
     @app.post("/v1/load_lora_adapter")
-    async def load_lora_adapter(body: LoadRequest) -> JSONResponse:
+    async def load_lora_adapter(body: LoadRequest, request: Request) -> JSONResponse:
         """Take up a LoRA adapter; requests name it as their model."""
-        if body.lora_name == server.settings.model:
-            raise ApiError(400, "lora_name: the base has this name", param="lora_name")
-        _require_changes(server)
-        path = _allowed(body.lora_path, server.settings.lora_folders)
+        _require_changes(engines)
+        place, _ = engines.find(body.model)
+        _require_new(engines, body.lora_name, place.model.name)
+        path = _allowed(body.lora_path, engines.settings.lora_folders)
+        served = await engines.of(place.model.name, request)
         try:
-            await anyio.to_thread.run_sync(server.llm.load_adapter, body.lora_name, path)
+            await anyio.to_thread.run_sync(served.llm.load_adapter, body.lora_name, path)
         except EdgeLLMError as error:
             hint = f" ({error.hint})" if error.hint else ""
             raise ApiError(400, f"{error}{hint}", param="lora_path") from None
         return JSONResponse({"message": f"LoRA adapter {body.lora_name!r} is loaded"})
 
     @app.post("/v1/unload_lora_adapter")
-    async def unload_lora_adapter(body: UnloadRequest) -> JSONResponse:
+    async def unload_lora_adapter(body: UnloadRequest, request: Request) -> JSONResponse:
         """Forget a LoRA adapter that no answer is computed with."""
-        _require_changes(server)
-        if server.adapter_of(body.lora_name) is None:
+        _require_changes(engines)
+        place, lora = engines.find(body.lora_name)
+        if lora is None:
             raise ApiError(400, "lora_name: this is the base", param="lora_name")
-        await anyio.to_thread.run_sync(partial(server.llm.unload_adapter, body.lora_name))
-        return JSONResponse({"message": f"LoRA adapter {body.lora_name!r} is unloaded"})
+        if place.worker is None:
+            del place.adapters[lora]
+        else:
+            served = await engines.of(lora, request)
+            await anyio.to_thread.run_sync(partial(served.llm.unload_adapter, lora))
+        return JSONResponse({"message": f"LoRA adapter {lora!r} is unloaded"})
 
 
-def _require_changes(server: Server) -> None:
+def _require_new(engines: Engines, name: str, model: str) -> None:
+    """Raises `ApiError` where a name stands for an engine, or for an adapter of another one."""
+    for place in engines.places:
+        if name == place.model.name:
+            raise ApiError(400, "lora_name: the base has this name", param="lora_name")
+        if name in place.adapter_names and place.model.name != model:
+            raise ApiError(
+                400, f"lora_name: {place.model.name} has this adapter", param="lora_name"
+            )
+
+
+def _require_changes(engines: Engines) -> None:
     """Raises `ApiError` where the server's owner did not say that adapters come and go."""
-    if not server.settings.lora_folders:
+    if not engines.settings.lora_folders:
         raise ApiError(403, "adapters do not come and go here: the server has no --allowLoraFolder")
 
 

@@ -1,19 +1,18 @@
-"""What the server's paths share: its parts, and how a request is answered."""
+"""How a request is answered by the engine that it names."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from fastapi import Request
 from starlette.responses import Response
 
+from edgellm.device_runtime.engine.llm import LLM
 from edgellm.tools.serve.asks import Ask, Embed
-from edgellm.tools.serve.client_request import Call
-from edgellm.tools.serve.errors import ApiError
-from edgellm.tools.serve.metrics import Metrics
+from edgellm.tools.serve.client_request import Call, Connection
+from edgellm.tools.serve.models import Model
 from edgellm.tools.serve.schemas import Sampled
 from edgellm.tools.serve.settings import Settings
 from edgellm.tools.serve.streams import Writer, answer
@@ -22,38 +21,29 @@ from edgellm.tools.serve.worker import Worker
 _log = logging.getLogger(__name__)
 
 
-class Server:
-    """What the paths share."""
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The engine that a request has until it ends."""
 
-    def __init__(self, worker: Worker, metrics: Metrics, settings: Settings) -> None:
-        self.worker, self.metrics, self.settings = worker, metrics, settings
-        self.llm = worker.llm
-        self.created = int(time.time())
-        self._told: set[str] = set()  # fields that the log named as ignored
+    worker: Worker
+    model: Model
+    lora: str | None  # the adapter that it names
+    settings: Settings
+    told: set[str]  # fields that the log named as ignored; of all requests
 
-    def require_model(self, name: str | None) -> None:
-        """Raises `ApiError` 404 for another model than the one there is."""
-        self._require(name, [self.settings.model])
+    @property
+    def llm(self) -> LLM:
+        """The engine."""
+        return self.worker.llm
 
-    def adapter_of(self, name: str | None) -> str | None:
-        """The LoRA adapter that a request names as its model; None: it names the base.
+    @property
+    def name(self) -> str:
+        """What the request calls it."""
+        return self.lora or self.model.name
 
-        Raises:
-            ApiError: 404 for neither.
-        """
-        if name in (None, self.settings.model):
-            return None
-        self._require(name, [self.settings.model, *sorted(self.llm.adapters)])
-        return name
-
-    def _require(self, name: str | None, models: Sequence[str]) -> None:
-        if name is not None and name not in models:
-            raise ApiError(
-                404,
-                f"there is no model {name!r} here, only {', '.join(map(repr, models))}",
-                code="model_not_found",
-                param="model",
-            )
+    def call(self, asks: Sequence[Ask] | Sequence[Embed], connection: Connection) -> Call:
+        """Queue a request; raises as `Call`."""
+        return Call(self.worker, asks, connection, self.settings.total_timeout_s)
 
     async def respond(
         self,
@@ -65,10 +55,10 @@ class Server:
         ignored: Sequence[str] = (),
     ) -> Response:
         """Queue a request and answer it; say which of its fields were ignored."""
-        call = Call(self.worker, asks, request, self.settings.total_timeout_s)
+        call = self.call(asks, request)
         for name in ignored:
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self.told:
+                self.told.add(name)
                 _log.warning("requests have %s, which is ignored; said once", name)
         headers = {"x-edgellm-ignored": ", ".join(ignored)} if ignored else {}
         return await answer(call, writer, request, headers, streams=streams)
@@ -79,19 +69,3 @@ class Server:
         """As `respond`."""
         ignored = body.ignored(self.llm.tokenizer.chat_template or "")
         return await self.respond(request, asks, writer, streams=body.streams(), ignored=ignored)
-
-    def model_cards(self) -> list[dict[str, Any]]:
-        """The base and its adapters, in OpenAI's form."""
-        return [self.model_card(), *map(self.model_card, sorted(self.llm.adapters))]
-
-    def model_card(self, adapter: str | None = None) -> dict[str, Any]:
-        """The base, or an adapter."""
-        parent = {} if adapter is None else {"parent": self.settings.model}
-        return {
-            "id": adapter or self.settings.model,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "edgellm",
-            "max_model_len": self.llm.manifest.max_kv_cache_capacity,
-            **parent,
-        }

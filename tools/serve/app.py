@@ -7,9 +7,8 @@ import importlib.metadata
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from edgellm.tools.serve import chat, completions, errors
+from edgellm.tools.serve import chat, completions, errors, model_cards
 from edgellm.tools.serve.adapters import add_adapters
-from edgellm.tools.serve.answering import Server
 from edgellm.tools.serve.dialects.routes import add_dialects
 from edgellm.tools.serve.embeddings import (
     EmbeddingRequest,
@@ -17,104 +16,99 @@ from edgellm.tools.serve.embeddings import (
     RerankRequest,
     RerankWriter,
 )
+from edgellm.tools.serve.engines import Engines
 from edgellm.tools.serve.guard import Guard
 from edgellm.tools.serve.kserve.routes import add_kserve
-from edgellm.tools.serve.metrics import Metrics
 from edgellm.tools.serve.openapi import document
 from edgellm.tools.serve.pages import add_page
 from edgellm.tools.serve.schemas import ChatRequest, CompletionRequest
-from edgellm.tools.serve.settings import Settings
 from edgellm.tools.serve.sites import share
 from edgellm.tools.serve.tokens import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 from edgellm.tools.serve.triton import GenerateRequest, GenerateWriter
-from edgellm.tools.serve.worker import Worker
 
 
-def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
-    """The application; its worker must be started and stopped by the caller."""
+def create_app(engines: Engines) -> FastAPI:
+    """The application; its engines are begun and closed by the caller."""
     version = importlib.metadata.version("edgellm")
     # No documentation pages: they would load scripts from other hosts.
     app = FastAPI(title="edgellm-serve", version=version, docs_url=None, redoc_url=None)
-    server = Server(worker, metrics, settings)
-    app.state.server = server
-    _add_openai(app, server)
-    add_adapters(app, server)
-    add_dialects(app, server, version)
-    _add_triton(app, server)
-    add_kserve(app, server, version)
-    _add_tokens(app, server, version)
-    _add_states(app, server)
+    _add_openai(app, engines)
+    add_adapters(app, engines)
+    add_dialects(app, engines, version)
+    _add_triton(app, engines)
+    add_kserve(app, engines, version)
+    _add_tokens(app, engines, version)
+    _add_states(app, engines)
     add_page(app)
     errors.install(app)
     app.openapi = document(app)  # type: ignore[method-assign]
-    app.add_middleware(Guard, settings=settings, worker=worker)
-    share(app, settings.origins)  # outside the guard: a page may read its refusals
+    app.add_middleware(Guard, engines=engines)
+    share(app, engines.settings.origins)  # outside the guard: a page may read its refusals
     return app
 
 
-def create_metrics_app(server: Server) -> FastAPI:
+def create_metrics_app(engines: Engines) -> FastAPI:
     """An application with the figures alone, for a port of their own."""
     app = FastAPI(title="edgellm-serve", docs_url=None, redoc_url=None, openapi_url=None)
-    _add_metrics(app, server)
+    _add_metrics(app, engines)
     errors.install(app)
-    app.add_middleware(Guard, settings=server.settings, worker=server.worker)
+    app.add_middleware(Guard, engines=engines)
     return app
 
 
-def _add_openai(app: FastAPI, server: Server) -> None:
+def _add_openai(app: FastAPI, engines: Engines) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        lora = server.adapter_of(body.model)
-        ask = await chat.ask_of(body, server.llm, server.settings.images, lora)
-        end = await chat.prompt_end(ask, body, server.llm)
-        model = lora or server.settings.model
-        writer = chat.ChatWriter(body, server.llm, model, prompt_end=end)
-        return await server.respond_openai(request, body, ask.times(body.n), writer)
+        served = await engines.of(body.model, request)
+        ask = await chat.ask_of(body, served.llm, engines.settings.images, served.lora)
+        end = await chat.prompt_end(ask, body, served.llm)
+        writer = chat.ChatWriter(body, served.llm, served.name, prompt_end=end)
+        return await served.respond_openai(request, body, ask.times(body.n), writer)
 
     @app.post("/v1/completions")
     async def text_completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text, or several."""
-        lora = server.adapter_of(body.model)
-        asks = completions.asks_of(body, lora)
-        model = lora or server.settings.model
-        writer = completions.CompletionWriter(body, server.llm, model)
-        return await server.respond_openai(request, body, asks, writer)
+        served = await engines.of(body.model, request)
+        asks = completions.asks_of(body, served.lora)
+        writer = completions.CompletionWriter(body, served.llm, served.name)
+        return await served.respond_openai(request, body, asks, writer)
 
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
         """Vectors of texts."""
-        server.require_model(body.model)
-        writer = EmbeddingWriter(body, server.settings.model)
-        return await server.respond(request, body.asks(server.llm), writer, streams=False)
+        served = await engines.of(body.model, request)
+        writer = EmbeddingWriter(body, served.name)
+        asks = body.asks(served.llm, served.lora)
+        return await served.respond(request, asks, writer, streams=False)
 
     @app.post("/v1/rerank")
     @app.post("/rerank")
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Documents in the order of their nearness to a query."""
-        server.require_model(body.model)
-        writer = RerankWriter(body, server.settings.model)
-        return await server.respond(request, body.asks(), writer, streams=False)
+        served = await engines.of(body.model, request)
+        writer = RerankWriter(body, served.name)
+        return await served.respond(request, body.asks(served.lora), writer, streams=False)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
-        """The base, and the adapters that are loaded."""
-        return JSONResponse({"object": "list", "data": server.model_cards()})
+        """The engines, and their adapters."""
+        return JSONResponse({"object": "list", "data": model_cards.all_cards(engines)})
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
         """One of them, by its name."""
-        return JSONResponse(server.model_card(server.adapter_of(name)))
+        return JSONResponse(model_cards.card(engines, *engines.find(name)))
 
 
-def _add_triton(app: FastAPI, server: Server) -> None:
+def _add_triton(app: FastAPI, engines: Engines) -> None:
     async def generated(
         name: str, body: GenerateRequest, request: Request, *, streams: bool
     ) -> Response:
-        server.require_model(name)
         body.require_path(streams=streams)
-        writer = GenerateWriter(body, server.llm.tokenizer, server.settings.model, streams=streams)
-        return await server.respond(request, [body.ask()], writer, streams=streams)
+        served = await engines.of(name, request)
+        writer = GenerateWriter(body, served.llm.tokenizer, served.name, streams=streams)
+        return await served.respond(request, [body.ask(served.lora)], writer, streams=streams)
 
     @app.post("/v2/models/{name}/generate")
     async def generate(name: str, body: GenerateRequest, request: Request) -> Response:
@@ -129,7 +123,7 @@ def _add_triton(app: FastAPI, server: Server) -> None:
     @app.get("/v2/health/ready")
     async def triton_ready() -> Response:
         """Whether requests are taken."""
-        return Response(status_code=200 if server.worker.is_ready else 503)
+        return Response(status_code=200 if engines.is_ready else 503)
 
     @app.get("/v2/health/live")
     async def triton_live() -> Response:
@@ -137,18 +131,18 @@ def _add_triton(app: FastAPI, server: Server) -> None:
         return Response(status_code=200)
 
 
-def _add_tokens(app: FastAPI, server: Server, version: str) -> None:
+def _add_tokens(app: FastAPI, engines: Engines, version: str) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> JSONResponse:
+    async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
         """The tokens of a text or of messages."""
-        server.adapter_of(body.model)
-        return JSONResponse(await tokenized(body, server.llm))
+        served = await engines.of(body.model, request)
+        return JSONResponse(await tokenized(body, served.llm))
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> JSONResponse:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> JSONResponse:
         """The text of tokens."""
-        server.adapter_of(body.model)
-        return JSONResponse(await detokenized(body, server.llm))
+        served = await engines.of(body.model, request)
+        return JSONResponse(await detokenized(body, served.llm))
 
     @app.get("/version")
     async def own_version() -> JSONResponse:
@@ -156,25 +150,25 @@ def _add_tokens(app: FastAPI, server: Server, version: str) -> None:
         return JSONResponse({"version": version})
 
 
-def _add_states(app: FastAPI, server: Server) -> None:
+def _add_states(app: FastAPI, engines: Engines) -> None:
     def state(word: str, *, good: bool) -> JSONResponse:
         return JSONResponse({"status": word if good else "unavailable"}, 200 if good else 503)
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Whether the server and its engine's thread run."""
-        return state("ok", good=server.worker.is_alive)
+        """Whether the server and its engines' threads run."""
+        return state("ok", good=engines.is_alive)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
         """Whether requests are taken; not while the server waits for its last answers."""
-        return state("ready", good=server.worker.is_ready)
+        return state("ready", good=engines.is_ready)
 
-    _add_metrics(app, server)
+    _add_metrics(app, engines)
 
 
-def _add_metrics(app: FastAPI, server: Server) -> None:
+def _add_metrics(app: FastAPI, engines: Engines) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Figures for Prometheus."""
-        return Response(server.metrics.page(), media_type="text/plain; version=0.0.4")
+        return Response(engines.registry.page(), media_type="text/plain; version=0.0.4")

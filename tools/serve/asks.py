@@ -1,16 +1,13 @@
-"""The engine behind the server: loading it, and starting the answer to one request."""
+"""What the engine is asked, and the beginning of the answer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from edgellm.device_runtime.engine.arguments import MAX_STALL_MS
 from edgellm.device_runtime.engine.llm import LLM, Answer
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.multimodal.sources import Source
 
 
@@ -40,30 +37,13 @@ class Embed:
     """A text that is to be embedded."""
 
     text: str | tuple[int, ...]
+    lora: str | None = None  # the adapter that reads it
 
     def token_ids(self, llm: LLM) -> list[int]:
         """Of the text, special tokens as the tokenizer has them."""
         if isinstance(self.text, str):
             return llm.tokenizer.encode(self.text, add_special_tokens=True)
         return [*self.text]
-
-
-def load(
-    engine_dir: Path,
-    multimodal_engine_dir: Path | None,
-    how: SpecOptions | None,
-    *,
-    context_reuse: bool,
-    allow_special_tokens: bool = False,
-    verify: bool | None,
-    max_stall_ms: float = MAX_STALL_MS,
-) -> LLM:
-    """The engine of a server; raises what `LLM` raises."""
-    return LLM(
-        engine_dir, verify=verify, spec=how, multimodal_engine_dir=multimodal_engine_dir,
-        context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
-        max_stall_ms=max_stall_ms,
-    )  # fmt: skip
 
 
 def start(llm: LLM, ask: Ask) -> Answer:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from anyio import to_thread
@@ -166,8 +166,19 @@ def _reasoned(text: str) -> _Event:
     return {"reasoning_content": text, "reasoning": text}
 
 
+@dataclass(slots=True)
+class _Choice:
+    """An answer that grows."""
+
+    index: int
+    answer: ChatAnswer
+    calls: list[_Event] = field(default_factory=list)
+    logprobs: list[_Event] = field(default_factory=list)
+    figures: Finished | None = None  # when it is complete
+
+
 class ChatWriter:
-    """A chat completion as it grows."""
+    """A chat completion as it grows, its choices side by side."""
 
     framing, last = EVENTS, b"data: [DONE]\n\n"
 
@@ -175,8 +186,9 @@ class ChatWriter:
         """Begin an answer; `prompt_end` is the last of the formatted messages."""
         self._tokenizer = llm.tokenizer
         self._end_ids = body.ends(llm.manifest.eos_token_ids)
-        self._new_answer = functools.partial(ChatAnswer, body, llm, prompt_end=prompt_end)
-        self._num_choices = body.n or 1
+        answers = (ChatAnswer(body, llm, prompt_end=prompt_end) for _ in range(body.n or 1))
+        self._choices = [_Choice(index, answer) for index, answer in enumerate(answers)]
+        self._now = self._choices[0]
         self._options = body.stream_options or StreamOptions()
         self._wants_logprobs = bool(body.logprobs)
         self._head: _Event = {
@@ -185,20 +197,10 @@ class ChatWriter:
             "created": int(time.time()),
             "model": model,
         }
-        self._choices: list[_Event] = []
-        self._figures: list[Finished] = []
-        self._begin()
 
-    def _begin(self) -> None:
-        """The next choice."""
-        self._answer = self._new_answer()
-        self._calls: list[_Event] = []
-        self._logprobs: list[_Event] = []
-
-    def _next(self, figures: Finished) -> None:
-        self._figures.append(figures)
-        if len(self._figures) < self._num_choices:
-            self._begin()
+    def turn(self, at: int) -> None:
+        """What is told next is of this choice."""
+        self._now = self._choices[at]
 
     def begin(self, started: Started) -> list[_Event]:
         """The role."""
@@ -207,12 +209,12 @@ class ChatWriter:
 
     def step(self, step: Step) -> list[_Event]:
         """One event with what a step adds: text, calls, log-probabilities."""
-        delta = self._delta(self._answer.push(step.text))
+        delta = self._delta(self._now.answer.push(step.text))
         entries: list[_Event] = []
         if self._wants_logprobs:
             shown = tuple(e for e in step.logprobs if e.token_id not in self._end_ids)
             entries = chat_logprobs(shown, self._tokenizer)
-            self._logprobs += entries
+            self._now.logprobs += entries
         if not delta and not entries and not self._options.include_tokens:
             return []
         found = self._chunk(delta, logprobs={"content": entries} if entries else None)
@@ -222,45 +224,50 @@ class ChatWriter:
 
     def end(self, figures: Finished) -> list[_Event]:
         """What was held back, the reason why the answer ends, and the usage if asked for."""
-        rest = self._delta(self._answer.finish())
+        rest = self._delta(self._now.answer.finish())
         found = [self._chunk(rest)] if rest else []
         found.append(self._chunk({}, reason=self._reason(figures)))
-        self._next(figures)
-        if self._options.include_usage and len(self._figures) == self._num_choices:
+        self._now.figures = figures
+        if self._options.include_usage and all(one.figures for one in self._choices):
             found.append({**self._head, "choices": [], **self._usage()})
         return found
 
     def whole(self, figures: Finished) -> _Event:
-        """The choices so far in one piece."""
-        self._delta(self._answer.finish())
-        content = self._answer.text
+        """The choices in one piece."""
+        self._delta(self._now.answer.finish())
+        self._now.figures = figures
+        if not all(one.figures for one in self._choices):
+            return {}
+        head = {**self._head, "object": "chat.completion"}
+        return {**head, "choices": [*map(self._completed, self._choices)], **self._usage()}
+
+    def _completed(self, choice: _Choice) -> _Event:
+        assert choice.figures is not None
+        self._now, content = choice, choice.answer.text
         message: _Event = {"role": "assistant", "content": content or None, "refusal": None}
-        if self._answer.reasoning:
-            message |= _reasoned(self._answer.reasoning)
-        if self._calls:
+        if choice.answer.reasoning:
+            message |= _reasoned(choice.answer.reasoning)
+        if choice.calls:
             message["tool_calls"] = [
                 {name: value for name, value in call.items() if name != "index"}
-                for call in self._calls
+                for call in choice.calls
             ]
         else:
             message["content"] = content
-        choice = {
-            "index": len(self._figures),
+        return {
+            "index": choice.index,
             "message": message,
-            "finish_reason": self._reason(figures),
-            "logprobs": {"content": self._logprobs} if self._wants_logprobs else None,
+            "finish_reason": self._reason(choice.figures),
+            "logprobs": {"content": choice.logprobs} if self._wants_logprobs else None,
         }
-        self._choices.append(choice)
-        self._next(figures)
-        head = {**self._head, "object": "chat.completion"}
-        return {**head, "choices": [*self._choices], **self._usage()}
 
     def _usage(self) -> _Event:
-        figures = together(self._figures, of_one=self._num_choices)
+        complete = [one.figures for one in self._choices if one.figures is not None]
+        figures = together(complete, of_one=len(self._choices))
         return {"usage": usage(figures), "metrics": timing(figures)}
 
     def _reason(self, figures: Finished) -> str:
-        return "tool_calls" if self._calls else figures.finish_reason
+        return "tool_calls" if self._now.calls else figures.finish_reason
 
     def _delta(self, added: Sequence[Item]) -> _Event:
         delta: _Event = {}
@@ -275,17 +282,17 @@ class ChatWriter:
     def _call(self, call: Call) -> _Event:
         function = {"name": call.name, "arguments": call.arguments}
         found = {
-            "index": len(self._calls),
+            "index": len(self._now.calls),
             "id": call_id(),
             "type": "function",
             "function": function,
         }
-        self._calls.append(found)
+        self._now.calls.append(found)
         return found
 
     def _chunk(
         self, delta: _Event, *, logprobs: _Event | None = None, reason: str | None = None
     ) -> _Event:
-        index = len(self._figures)
+        index = self._now.index
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head, "choices": [choice]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,12 +14,7 @@ import typer
 from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.arguments import MAX_STALL_MS
-from edgellm.device_runtime.requests.flags import (
-    AllowSpecialTokens,
-    EngineDir,
-    MultimodalEngineDir,
-    Verify,
-)
+from edgellm.device_runtime.requests.flags import AllowSpecialTokens, Verify
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.serve.flags import (
     AllowNoKey,
@@ -26,6 +22,7 @@ from edgellm.tools.serve.flags import (
     ApiKeyFile,
     ContextReuse,
     DrainTimeout,
+    EngineDirs,
     GrpcPort,
     Host,
     ImageFolders,
@@ -34,8 +31,10 @@ from edgellm.tools.serve.flags import (
     LoraModules,
     MaxBodyBytes,
     MaxStall,
+    MemoryBudget,
     MetricsPort,
     ModelName,
+    MultimodalEngineDirs,
     Port,
     QueueSize,
     RequestTimeout,
@@ -46,8 +45,7 @@ from edgellm.tools.serve.flags import (
 if TYPE_CHECKING:
     from socket import socket
 
-    from edgellm.device_runtime.engine.llm import LLM
-    from edgellm.tools.serve.settings import Settings
+    from edgellm.tools.serve.engines import Engines
 
 app = App(CAMEL_CASE)
 
@@ -55,9 +53,10 @@ app = App(CAMEL_CASE)
 @app.command()
 @with_spec_flags
 def edgellm_serve(
-    engine_dir: EngineDir,
+    engine_dirs: EngineDirs,
     spec_flags: SpecFlags,
-    multimodal_engine_dir: MultimodalEngineDir = None,
+    multimodal_engine_dirs: MultimodalEngineDirs = None,
+    memory_budget: MemoryBudget = math.inf,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     grpc_port: GrpcPort = None,
@@ -83,36 +82,34 @@ def edgellm_serve(
 ) -> None:
     """Answer OpenAI's and Triton's requests over HTTP."""
     how = spec_flags.read()
-    from edgellm.tools.serve import kept_contexts, settings, sites
+    from edgellm.tools.serve import adapters, models, settings, sites
+    from edgellm.tools.serve.engines import Engines
+    from edgellm.tools.serve.loading import Loading
 
     keys = settings.read_keys(api_key_file) if api_key_file is not None else frozenset()
     settings.require_safe(host, has_keys=bool(keys), allow_no_key=allow_no_key)
-    with_images = multimodal_engine_dir is not None
-    most = settings.IMAGE_BODY_BYTES if with_images else settings.TEXT_BODY_BYTES
+    hosts = frozenset(map(str.lower, image_hosts or ()))
+    most = settings.IMAGE_BODY_BYTES if multimodal_engine_dirs else settings.TEXT_BODY_BYTES
     wanted = settings.Settings(
-        model_name or engine_dir.resolve().name, keys, settings.is_loopback(host) and not keys,
+        keys, settings.is_loopback(host) and not keys,
         queue_size, request_timeout, total_timeout, max_body_bytes=max_body_bytes or most,
         origins=sites.read_origins(allow_origins or ()),
-        images=settings.ImageRules(
-            _folders("--allowImageFolder", image_folders),
-            frozenset(map(str.lower, image_hosts or ())),
-        ),
+        images=settings.ImageRules(_folders("--allowImageFolder", image_folders), hosts),
+        memory_bytes=memory_budget * models.BYTES_PER_GB,
         lora_folders=_folders("--allowLoraFolder", lora_folders),
     )  # fmt: skip
-    from edgellm.tools.serve import adapters, asks
-
-    engines = (engine_dir, multimodal_engine_dir, how and how.draft_engine_dir)
-    contexts = kept_contexts.prepared(slot_save_path, *engines, reuses=context_reuse)
-    # What stands in the way is told before the engine is loaded.
+    draft = how and how.draft_engine_dir
+    given = models.read_models(
+        engine_dirs, multimodal_engine_dirs or (), model_name, draft, wanted.memory_bytes
+    )
+    several, flags = len(given) > 1, (context_reuse, allow_special_tokens, verify, max_stall)
+    loading = Loading(how, *flags, slot_save_path, has_own_folders=several)
+    # What stands in the way is told before an engine is loaded.
+    loading.prepare(given)
     listeners = _listeners(host, port, metrics_port, grpc_port)
-    llm = asks.load(
-        engine_dir, multimodal_engine_dir, how,
-        context_reuse=context_reuse, allow_special_tokens=allow_special_tokens, verify=verify,
-        max_stall_ms=max_stall,
-    )  # fmt: skip
-    adapters.load_given(llm, lora_modules or (), wanted.model)
-    with kept_contexts.outlasting(contexts, llm):
-        _run(llm, wanted, listeners, grpc_port, host, drain_timeout)
+    engines = Engines(given, loading, wanted)
+    adapters.load_given(engines.begin(), lora_modules or (), [model.name for model in given])
+    _run(engines, listeners, grpc_port, host, drain_timeout)
 
 
 def _listeners(
@@ -131,39 +128,35 @@ def _listeners(
 
 
 def _run(
-    llm: LLM,
-    settings: Settings,
+    engines: Engines,
     listeners: tuple[socket, socket | None],
     grpc_port: int | None,
     host: str,
     drain_timeout_s: int,
 ) -> None:
     from edgellm.tools.serve.app import create_app, create_metrics_app
-    from edgellm.tools.serve.metrics import Metrics
     from edgellm.tools.serve.server import Companion, MetricsServer, serve
-    from edgellm.tools.serve.worker import Worker
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    metrics = Metrics(settings.model)
-    worker = Worker(llm, metrics, settings.queue_size, settings.request_timeout_s)
     listener, figures = listeners
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}"
-    app = create_app(worker, metrics, settings)
+    app = create_app(engines)
     beside: list[Companion] = []
     if grpc_port is not None:
         from edgellm.tools.serve.kserve.rpc import GrpcServer
 
-        beside.append(GrpcServer(app.state.server, host, grpc_port, app.version))
+        beside.append(GrpcServer(engines, host, grpc_port, app.version))
     if figures is not None:
-        beside.append(MetricsServer(create_metrics_app(app.state.server), figures))
+        beside.append(MetricsServer(create_metrics_app(engines), figures))
+    names = [place.model.name for place in engines.places]
+    verb = "answers" if len(names) == 1 else "answer"
 
     def greet(others: Sequence[str]) -> None:
-        typer.echo(
-            ", ".join([f"{settings.model} answers at {url}/v1", *others]) + "; Ctrl-C ends it"
-        )
+        told = [f"{', '.join(names)} {verb} at {url}/v1", *others]
+        typer.echo(", ".join(told) + "; Ctrl-C ends it")
 
-    serve(app, worker, listener, greet, drain_timeout_s=drain_timeout_s, beside=beside)
+    serve(app, engines, listener, greet, drain_timeout_s=drain_timeout_s, beside=beside)
     typer.echo("stopped")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, MutableMapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.types import Receive
@@ -12,6 +12,7 @@ from starlette.types import Receive
 from edgellm.tools.serve.asks import Ask, Embed
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Event, Failed, Finished
+from edgellm.tools.serve.mailbox import mailbox
 from edgellm.tools.serve.worker import Job, Worker
 
 
@@ -50,9 +51,10 @@ class Call:
         """
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
+        post = partial(mailbox().post, self._events)
         deadline = request.scope.get("arrived", self._loop.time()) + total_timeout_s
         priority = min((ask.priority for ask in asks if isinstance(ask, Ask)), default=0)
-        self._worker, self._job = worker, Job(tuple(asks), self._post, deadline, priority)
+        self._worker, self._job = worker, Job(tuple(asks), post, deadline, priority)
         worker.submit(self._job)
         self._left = len(asks)
         self._timer = self._loop.call_at(deadline, self._fail, _too_late())
@@ -93,10 +95,6 @@ class Call:
         self._timer.cancel()
         self._watch.cancel()
         self._worker.abandon(self._job)
-
-    def _post(self, event: Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     def _fail(self, error: Exception) -> None:
         self._job.abandoned = True

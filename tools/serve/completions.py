@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 from edgellm.device_runtime.engine.llm import LLM, Step
@@ -39,8 +40,28 @@ def asks_of(body: CompletionRequest, lora: str | None = None) -> list[Ask]:
     return [one for ask in asks for one in ask.times(body.n)]
 
 
+@dataclass(slots=True)
+class _Choice:
+    """A text that grows."""
+
+    index: int
+    prompt: str | list[int]
+    text: str = ""
+    told: int = 0  # characters of it
+    entries: tuple[TokenLogprobs, ...] = ()
+    ids: tuple[int, ...] = ()
+    ends_with_prompt: bool = False  # nothing is behind it yet
+    started: Started | None = None
+    figures: Finished | None = None  # when it is complete
+
+    def new(self) -> str:
+        """What was not told of it yet."""
+        text, self.told = self.text[self.told :], len(self.text)
+        return text
+
+
 class CompletionWriter:
-    """Text completions as they grow, one prompt after the other."""
+    """Text completions as they grow, side by side."""
 
     framing, last = EVENTS, b"data: [DONE]\n\n"
 
@@ -56,79 +77,75 @@ class CompletionWriter:
         }
         self._wants_logprobs = body.logprobs is not None
         self._of_one = body.n or 1
-        self._prompts = [prompt for prompt in body.prompts() for _ in range(self._of_one)]
-        self._echo = bool(body.echo)
         self._wants_ids = bool(body.return_token_ids)
-        self._choices: list[dict[str, Any]] = []
-        self._figures: list[Finished] = []
-        self._begin()
+        prompts = [prompt for prompt in body.prompts() for _ in range(self._of_one)]
+        self._choices = [_Choice(index, prompt) for index, prompt in enumerate(prompts)]
+        for choice in self._choices if body.echo else ():
+            prompt = choice.prompt
+            choice.text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+            choice.ends_with_prompt = True
+        self._now = self._choices[0]
+
+    def turn(self, at: int) -> None:
+        """What is told next is of this choice."""
+        self._now = self._choices[at]
 
     def begin(self, started: Started) -> list[dict[str, Any]]:
         """The prompt with its log-probabilities, if they are wanted."""
-        self._started = started
+        self._now.started = started
         if not started.prompt_ids:
             return []
-        return [self._event([self._choice(self._new(), (), 0, None, started)])]
+        return [self._event([self._shown(self._now.new(), (), 0, None, started)])]
 
     def step(self, step: Step) -> list[dict[str, Any]]:
         """One event with the text of a step."""
+        now = self._now
         entries = tuple(e for e in step.logprobs if e.token_id not in self._end_ids)
-        offset, self._text = len(self._text), self._text + self._gap(step) + step.text
-        self._entries += entries
-        self._ids += step.token_ids
+        offset, now.text = len(now.text), now.text + self._gap(step) + step.text
+        now.entries += entries
+        now.ids += step.token_ids
         if not step.text and not entries:
             return []
-        return [self._event([self._choice(self._new(), entries, offset, None)])]
+        return [self._event([self._shown(now.new(), entries, offset, None)])]
 
     def end(self, figures: Finished) -> list[dict[str, Any]]:
         """The reason why a text ends, and after the last one the usage if it was asked for."""
-        last = self._choice(self._new(), (), len(self._text), figures.finish_reason)
-        found = [self._event([last])]
-        self._next(figures)
-        if self._options.include_usage and len(self._figures) == len(self._prompts):
+        now = self._now
+        found = [self._event([self._shown(now.new(), (), len(now.text), figures.finish_reason)])]
+        now.figures = figures
+        if self._options.include_usage and all(one.figures for one in self._choices):
             found.append({**self._event([]), **self._usage()})
         return found
 
     def whole(self, figures: Finished) -> dict[str, Any]:
         """The completions in one piece."""
-        choice = self._choice(self._text, self._entries, 0, figures.finish_reason, self._started)
-        self._choices.append({**choice, **({"token_ids": self._ids} if self._wants_ids else {})})
-        self._next(figures)
-        return {**self._event(self._choices), **self._usage()}
+        self._now.figures = figures
+        if not all(one.figures for one in self._choices):
+            return {}
+        return {**self._event([*map(self._completed, self._choices)]), **self._usage()}
 
-    def _begin(self) -> None:
-        """The text of the next choice, with what was not told of it yet."""
-        self._text, self._told = "", 0
-        self._entries: tuple[TokenLogprobs, ...] = ()
-        self._ids: tuple[int, ...] = ()
-        self._echoed = self._echo  # and nothing behind it yet
-        if self._echo:
-            prompt = self._prompts[len(self._figures)]
-            self._text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+    def _completed(self, choice: _Choice) -> dict[str, Any]:
+        assert choice.figures is not None
+        self._now, reason = choice, choice.figures.finish_reason
+        found = self._shown(choice.text, choice.entries, 0, reason, choice.started)
+        return {**found, **({"token_ids": choice.ids} if self._wants_ids else {})}
 
     def _gap(self, step: Step) -> str:
-        if not self._echoed or not step.text:
+        now = self._now
+        if not now.ends_with_prompt or not step.text:
             return ""
-        prompt, self._echoed = self._prompts[len(self._figures)], False
-        return self._tokenizer.gap(prompt, step.token_ids)
-
-    def _next(self, figures: Finished) -> None:
-        self._figures.append(figures)
-        if len(self._figures) < len(self._prompts):
-            self._begin()
-
-    def _new(self) -> str:
-        text, self._told = self._text[self._told :], len(self._text)
-        return text
+        now.ends_with_prompt = False
+        return self._tokenizer.gap(now.prompt, step.token_ids)
 
     def _usage(self) -> dict[str, Any]:
-        figures = together(self._figures, of_one=self._of_one)
+        complete = [one.figures for one in self._choices if one.figures is not None]
+        figures = together(complete, of_one=self._of_one)
         return {"usage": usage(figures), "metrics": timing(figures)}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "choices": choices}
 
-    def _choice(
+    def _shown(
         self,
         text: str,
         entries: tuple[TokenLogprobs, ...],
@@ -142,7 +159,7 @@ class CompletionWriter:
             read = started.prompt_logprobs if started is not None else ()
             logprobs = completion_logprobs((*read, *entries), self._tokenizer, offset, first)
         return {
-            "index": len(self._figures),
+            "index": self._now.index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": reason,

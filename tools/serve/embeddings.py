@@ -16,7 +16,7 @@ from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished, Started
 from edgellm.tools.serve.forms import Body
 from edgellm.tools.serve.schemas import MOST_PROMPTS, TokenId
-from edgellm.tools.serve.streams import EVENTS
+from edgellm.tools.serve.streams import EVENTS, OneText
 
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
 _Event = dict[str, Any]
@@ -36,7 +36,7 @@ class EmbeddingRequest(Body):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
 
-    def asks(self, llm: LLM) -> list[Embed]:
+    def asks(self, llm: LLM, lora: str | None) -> list[Embed]:
         """What the engine is asked.
 
         Raises:
@@ -45,11 +45,11 @@ class EmbeddingRequest(Body):
         if (self.dimensions or 0) > (most := llm.manifest.decoder.hidden_size):
             raise ApiError(400, f"dimensions: the model has {most}", param="dimensions")
         if isinstance(self.input, str):
-            return [Embed(self.input)]
+            return [Embed(self.input, lora)]
         if isinstance(self.input[0], int):
-            return [Embed(tuple(one for one in self.input if isinstance(one, int)))]
+            return [Embed(tuple(one for one in self.input if isinstance(one, int)), lora)]
         texts = [one for one in self.input if not isinstance(one, int)]
-        return [Embed(one if isinstance(one, str) else tuple(one)) for one in texts]
+        return [Embed(one if isinstance(one, str) else tuple(one), lora) for one in texts]
 
 
 class RerankText(Body):
@@ -71,12 +71,12 @@ class RerankRequest(Body):
         """Of the documents."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
-    def asks(self) -> list[Embed]:
+    def asks(self, lora: str | None) -> list[Embed]:
         """What the engine is asked: the query first."""
-        return [Embed(text) for text in (self.query, *self.texts())]
+        return [Embed(text, lora) for text in (self.query, *self.texts())]
 
 
-class _VectorWriter:
+class _VectorWriter(OneText):
     """Gathers vectors; nothing streams."""
 
     framing, last = EVENTS, b""

@@ -38,10 +38,17 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """What follows is of this text of a request that has several, grown side by side."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The request ends here, answered or not."""
 
     error: Exception
 
 
-Event = Started | Step | Finished | Failed
+Event = Started | Step | Finished | Failed | Turn

@@ -13,6 +13,31 @@ GrpcPort = Annotated[
     int | None,
     typer.Option("--grpcPort", min=0, max=65535, help="KServe's gRPC here, too, as Triton's 8001."),
 ]
+EngineDirs = Annotated[
+    list[str],
+    typer.Option(
+        "--engineDir",
+        metavar="[NAME=]DIR",
+        help="Folder made by llm_build; repeatable: further ones are loaded on demand.",
+    ),
+]
+MultimodalEngineDirs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--multimodalEngineDir",
+        metavar="[NAME=]DIR",
+        help="Folder made by visual_build, for images; without NAME of the first engine.",
+    ),
+]
+MemoryBudget = Annotated[
+    float,
+    typer.Option(
+        "--memoryBudget",
+        min=0.001,
+        show_default=False,
+        help="GB that loaded engines may need together; whichever was idle longest makes way.",
+    ),
+]
 MetricsPort = Annotated[
     int | None,
     typer.Option("--metricsPort", min=0, max=65535, help="/metrics here, too, as Triton's 8002."),
@@ -25,7 +50,8 @@ AllowNoKey = Annotated[
     bool, typer.Option("--allowNoKey", help="Let other machines in without a key.")
 ]
 ModelName = Annotated[
-    str | None, typer.Option("--modelName", help="Name in requests; the folder's without it.")
+    str | None,
+    typer.Option("--modelName", help="Name of the only engine; the folder's without it."),
 ]
 SlotSavePath = Annotated[
     Path | None,
@@ -67,7 +93,7 @@ ImageHosts = Annotated[
 ]
 LoraModules = Annotated[
     list[str] | None,
-    typer.Option("--loraModule", help="NAME=FOLDER: a LoRA adapter, a model by name; repeatable."),
+    typer.Option("--loraModule", help="NAME=FOLDER: LoRA adapter of the first engine; repeatable."),
 ]
 LoraFolders = Annotated[
     list[Path] | None,

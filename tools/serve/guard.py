@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from contextlib import ExitStack
 
 import anyio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from edgellm.tools.serve.engines import LEASES, Engines
 from edgellm.tools.serve.errors import MESSAGES, ApiError, response_for
 from edgellm.tools.serve.settings import Settings, is_loopback, key_hash
 from edgellm.tools.serve.sites import require_known_site
-from edgellm.tools.serve.worker import Worker
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/v2/health/live", "/v2/health/ready"))
 OPEN_FOLDER = "/page/"
@@ -24,8 +25,8 @@ _DISCARD_S, _DISCARD_BYTES = 2.0, 256 << 20
 class Guard:
     """ASGI middleware that reads the body of a request before anything else sees it."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, worker: Worker) -> None:
-        self._app, self._settings, self._worker = app, settings, worker
+    def __init__(self, app: ASGIApp, engines: Engines) -> None:
+        self._app, self._settings, self._engines = app, engines.settings, engines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it; see ASGI."""
@@ -41,7 +42,7 @@ class Guard:
             if scope["method"] == "POST":
                 require_known_site(headers, self._settings.origins)
                 if path not in WITHOUT_ENGINE:
-                    self._worker.require_room()
+                    self._engines.require_room()
                 if path.startswith(("/v2/", "/api/")):
                     _take_as_json(scope)
                 receive = await self._with_body(headers, receive)
@@ -51,9 +52,10 @@ class Guard:
             await response_for(path, error)(scope, receive, send)
             return
         try:
-            await self._app(scope, receive, send)
+            with ExitStack() as scope[LEASES]:
+                await self._app(scope, receive, send)
         except asyncio.CancelledError:
-            if self._worker.is_ready:
+            if self._engines.is_ready:
                 raise
             # The server ends, and this client did not read its answer up to now.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import typer
@@ -14,42 +12,37 @@ from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.engine.saved_contexts import ContextFolder
 
 
-def prepared(
-    folder: Path | None, engine: Path, visual: Path | None, draft: Path | None, *, reuses: bool
-) -> ContextFolder | None:
-    """The folder, if one is wanted, before the engine is loaded.
+def folder_of(
+    folder: Path, engine: Path, visual: Path | None, draft_model: Path | None
+) -> ContextFolder:
+    """Where the contexts of an engine are."""
+    return ContextFolder(folder, hash_engines(engine, visual, draft_model))
+
+
+def prepare(folder: ContextFolder, *, reuses: bool) -> None:
+    """Make a folder, before the engine is loaded.
 
     Raises:
         EdgeLLMError: it cannot be written, or nobody would read what is there.
     """
-    if folder is None:
-        return None
     if not reuses:
         raise EdgeLLMError(
             "--slotSavePath keeps contexts, which --noContextReuse does not read",
             hint="give one of them",
         )
-    found = ContextFolder(folder, hash_engines(engine, visual, draft))
-    found.prepare()
-    return found
+    folder.prepare()
 
 
-@contextlib.contextmanager
-def outlasting(folder: ContextFolder | None, llm: LLM) -> Iterator[None]:
-    """Give an engine the contexts of a folder, and put them back when the server has ended.
-
-    Raises:
-        LimitError: the disk is full.
-    """
-    if folder is None:
-        yield
-        return
-    num_caches = llm.slot.num_caches
-    found = folder.load(num_caches)
+def give_back(folder: ContextFolder, llm: LLM) -> None:
+    """Give an engine the contexts of its folder."""
+    found = folder.load(llm.slot.num_caches)
     for line in found.ignored:
         typer.echo(f"warning: {line}", err=True)
     for context in found.contexts:
         llm.slot.kept.add(context)
-    yield
+
+
+def keep(folder: ContextFolder, llm: LLM) -> None:
+    """Write what an engine's caches hold; raises `LimitError` if the disk is full."""
     count = folder.save(llm.slot.contexts())
     typer.echo(f"contexts kept in {folder.folder}: {count}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -13,12 +14,33 @@ _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
-class Metrics:
-    """The figures of one server, in a registry of their own."""
+class Registry:
+    """All figures of a server: each is there once, with a label for each engine."""
 
-    def __init__(self, model: str) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self) -> None:
+        self._collectors = CollectorRegistry()
+        self._families: dict[str, Any] = {}
+
+    def family(self, kind: Callable[..., Any], name: str, text: str, **more: Any) -> Any:
+        """A figure of every engine, made when the first asks for it."""
+        if name not in self._families:
+            more = {"labelnames": ["model_name"], **more}
+            self._families[name] = kind(name, text, registry=self._collectors, **more)
+        return self._families[name]
+
+    def page(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return generate_latest(self._collectors)
+
+
+class Metrics:
+    """The figures of one engine."""
+
+    def __init__(self, model: str, registry: Registry | None = None) -> None:
+        self._registry = registry or Registry()
         self._model = model
+        self._loaded = self._gauge("edgellm:engine_loaded", "1: it is in memory.")
+        self._loads = self._counter("edgellm:engine_loads", "How often it was loaded.")
         self.refused = self._counter("edgellm:request_refused", "Requests that found a full queue.")
         self._running = self._gauge("vllm:num_requests_running", "Requests in the engine.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests in the queue.")
@@ -50,11 +72,11 @@ class Metrics:
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Verified trees.")
         self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.")
         self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted ones.")
-        self._ended = Counter(
+        self._ended = self._registry.family(
+            Counter,
             "vllm:request_success",
             "Requests by their end; abort: the client left.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
+            labelnames=["model_name", "finished_reason"],
         )
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int], llm: LLM) -> None:
@@ -63,6 +85,14 @@ class Metrics:
         self._waiting.set_function(waiting)
         self._rows.set_function(lambda: llm.slot.usage)
         llm.on_pass(self._observe_pass)
+        self._loads.inc()
+        self._loaded.set(1)
+
+    def unwatch(self) -> None:
+        """The engine goes: hold nothing of it."""
+        for gauge in (self._running, self._waiting, self._rows):
+            gauge.set_function(lambda: 0.0)
+        self._loaded.set(0)
 
     def _observe_pass(self, answers: int, preempted: int) -> None:
         self._answers.observe(answers)
@@ -94,15 +124,14 @@ class Metrics:
 
     def page(self) -> bytes:
         """Everything, as Prometheus reads it."""
-        return generate_latest(self._registry)
+        return self._registry.page()
 
     def _counter(self, name: str, text: str) -> Counter:
-        metric = Counter(name, text, ["model_name"], registry=self._registry)
-        return metric.labels(self._model)
+        return self._registry.family(Counter, name, text).labels(self._model)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, ["model_name"], registry=self._registry).labels(self._model)
+        return self._registry.family(Gauge, name, text).labels(self._model)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets)
-        return metric.labels(self._model)
+        found = self._registry.family(Histogram, name, text, buckets=buckets)
+        return found.labels(self._model)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from edgellm.contract import EdgeLLMError
 from edgellm.tools.serve.connection import PatientConnection
-from edgellm.tools.serve.worker import Worker
+from edgellm.tools.serve.engines import Engines
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_EVENTS_S = 3  # for clients to read what was sent before the end
@@ -42,7 +42,7 @@ def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:
 
 
 class Companion(Protocol):
-    """Another server in the same loop, with the same worker."""
+    """Another server in the same loop, with the same engines."""
 
     async def start(self) -> str:
         """Begin to listen; what is said of it."""
@@ -59,13 +59,13 @@ class DrainingServer(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        worker: Worker,
+        engines: Engines,
         on_ready: Callable[[Sequence[str]], None],
         drain_timeout_s: int,
         beside: Sequence[Companion] = (),
     ) -> None:
         super().__init__(config)
-        self._worker, self._on_ready, self._drain_timeout_s = worker, on_ready, drain_timeout_s
+        self._engines, self._on_ready, self._drain_timeout_s = engines, on_ready, drain_timeout_s
         self._beside = beside
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -94,10 +94,10 @@ class DrainingServer(uvicorn.Server):
 
     def _end(self) -> None:
         if self.should_exit:
-            self._worker.end()
+            self._engines.end()
             return
-        self._worker.drain()
-        asyncio.get_running_loop().call_later(self._drain_timeout_s, self._worker.end)
+        self._engines.drain()
+        asyncio.get_running_loop().call_later(self._drain_timeout_s, self._engines.end)
         self.should_exit = True
 
 
@@ -142,7 +142,7 @@ class MetricsServer:
 
 def serve(
     app: ASGIApp,
-    worker: Worker,
+    engines: Engines,
     listener: socket.socket,
     on_ready: Callable[[Sequence[str]], None],
     *,
@@ -153,16 +153,14 @@ def serve(
 
     Args:
         app: the application.
-        worker: whom it asks; started and stopped here.
+        engines: whom it asks; one is loaded, all are closed here.
         listener: where it listens.
         on_ready: told what `beside` says of itself, once connections are taken.
         drain_timeout_s: for accepted requests, when the signal comes.
         beside: what runs as long.
     """
     config = configured(app, drain_timeout_s)
-    worker.start()
     try:
-        DrainingServer(config, worker, on_ready, drain_timeout_s, beside).run(sockets=[listener])
+        DrainingServer(config, engines, on_ready, drain_timeout_s, beside).run(sockets=[listener])
     finally:
-        worker.end()
-        worker.join()
+        engines.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,18 +24,18 @@ class ImageRules:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything about a server but its engine."""
+    """Everything about a server but its engines."""
 
-    model: str  # its name in requests
     key_hashes: frozenset[bytes] = frozenset()  # SHA-256 of the keys; empty: none is asked for
     local_only: bool = True  # answer only requests that were addressed to this machine by name
-    queue_size: int = 32  # requests that wait, besides the one that runs
+    queue_size: int = 32  # requests that wait for an engine, besides those that run
     request_timeout_s: float = 300.0  # the engine's time for one request
     total_timeout_s: float = 900.0  # from arrival to the last byte
     body_timeout_s: float = 30.0
     max_body_bytes: int = TEXT_BODY_BYTES
     origins: frozenset[str] = frozenset()  # whose pages may use the server; "*": all
     images: ImageRules = field(default_factory=ImageRules)
+    memory_bytes: float = math.inf  # that loaded engines may need together
     lora_folders: tuple[Path, ...] = ()  # resolved; clients may load adapters from within
 
 

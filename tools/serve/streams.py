@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from edgellm.device_runtime.engine.llm import Step
 from edgellm.tools.serve.client_request import Call, DisconnectedError
 from edgellm.tools.serve.errors import as_api_error, streamed_body_for
-from edgellm.tools.serve.events import Event, Finished, Started
+from edgellm.tools.serve.events import Event, Finished, Started, Turn
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -50,6 +50,10 @@ class Writer(Protocol):
     framing: Framing
     last: bytes  # what follows the last event of a stream
 
+    def turn(self, at: int) -> None:
+        """What is told next is of this text; of the first where nothing is said."""
+        ...
+
     def begin(self, started: Started) -> list[dict[str, Any]]:
         """Events before the first token of a text."""
         ...
@@ -65,6 +69,14 @@ class Writer(Protocol):
     def whole(self, figures: Finished) -> dict[str, Any]:
         """The answer in one piece, after the last step of each of its texts."""
         ...
+
+
+class OneText:
+    """Of writers that are never told of another."""
+
+    def turn(self, at: int) -> None:
+        """See `Writer.turn`."""
+        assert at == 0
 
 
 async def answer(
@@ -111,6 +123,8 @@ async def collect(call: Call, writer: Writer, first: Sequence[Event] = ()) -> di
             for event in events:
                 if isinstance(event, Started):
                     writer.begin(event)
+                elif isinstance(event, Turn):
+                    writer.turn(event.at)
                 elif isinstance(event, Step):
                     writer.step(event)
                 elif isinstance(event, Finished):
@@ -171,4 +185,6 @@ class EventStream(Response):
             return self._writer.step(event)
         if isinstance(event, Started):
             return self._writer.begin(event)
+        if isinstance(event, Turn):
+            self._writer.turn(event.at)
         return self._writer.end(event) if isinstance(event, Finished) else []

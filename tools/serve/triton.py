@@ -20,7 +20,7 @@ from edgellm.tools.serve.events import Finished, Started
 from edgellm.tools.serve.forms import Body
 from edgellm.tools.serve.schemas import Penalty, Repetition, Stop, TokenId
 from edgellm.tools.serve.seeds import seed_or_any
-from edgellm.tools.serve.streams import EVENTS
+from edgellm.tools.serve.streams import EVENTS, OneText
 from edgellm.tools.serve.usage import acceptance
 
 TENSORRT_TOKENS, VLLM_TOKENS = 32, 16
@@ -86,8 +86,8 @@ class GenerateRequest(EnsembleParameters):
         given = {"stream", "parameters", "exclude_input_in_output"} & self.model_fields_set
         return bool(given) and not self.of_ensemble()
 
-    def ask(self) -> Ask:
-        """What the engine is asked.
+    def ask(self, lora: str | None = None) -> Ask:
+        """What the engine is asked, or an adapter of it.
 
         Raises:
             ApiError: parameters of both backends.
@@ -106,12 +106,14 @@ class GenerateRequest(EnsembleParameters):
         if of_ensemble:
             most = self.max_tokens or TENSORRT_TOKENS
             stops = _stops(self.stop_words)
-            return Ask(self.text_input, self.ensemble_sampling(), most, stops)
+            return Ask(self.text_input, self.ensemble_sampling(), most, stops, lora=lora)
         if self.is_vllms and not of_tensorrt:
             given = self.parameters or VllmParameters()
-            return Ask(self.text_input, given.sampling(), given.max_tokens, _stops(given.stop))
+            stops = _stops(given.stop)
+            return Ask(self.text_input, given.sampling(), given.max_tokens, stops, lora=lora)
         most = self.sampling_param_max_tokens or TENSORRT_TOKENS
-        return Ask(self.text_input, self._sampling(), most, _stops(self.sampling_param_stop))
+        stops = _stops(self.sampling_param_stop)
+        return Ask(self.text_input, self._sampling(), most, stops, lora=lora)
 
     def _sampling(self) -> SamplingParams:
         temperature = self.sampling_param_temperature
@@ -152,7 +154,7 @@ def _stops(stop: Stop | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-class GenerateWriter:
+class GenerateWriter(OneText):
     """A generated text as it grows."""
 
     framing, last = EVENTS, b""

@@ -17,6 +17,8 @@ def together(figures: Sequence[Finished], *, of_one: int = 1) -> Finished:
         figures: in their order.
         of_one: as many answer one prompt, which counts once.
     """
+    first_ms = min(one.first_token_ms for one in figures)
+    last_ms = max(one.first_token_ms + one.generation_ms for one in figures)
     return Finished(
         figures[-1].finish_reason,
         sum(one.prompt_tokens for one in figures[::of_one]),
@@ -24,8 +26,8 @@ def together(figures: Sequence[Finished], *, of_one: int = 1) -> Finished:
         sum(one.completion_tokens for one in figures),
         tuple(chain.from_iterable(one.rounds for one in figures)),
         figures[0].queue_ms,
-        figures[0].first_token_ms,
-        sum(one.generation_ms for one in figures),
+        first_ms,
+        last_ms - first_ms,
     )
 
 

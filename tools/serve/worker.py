@@ -1,4 +1,4 @@
-"""The threads that wait for answers, as many as the engine computes at a time, and their queue."""
+"""The threads that begin answers, as many as the engine computes at a time, and their queue."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.device_runtime.engine.llm import LLM, Answer, Step
 from edgellm.device_runtime.engine.scheduler import AGING_S
 from edgellm.tools.serve.asks import Ask, Embed, start
 from edgellm.tools.serve.errors import ApiError
-from edgellm.tools.serve.events import Event, Failed, Finished, Started
+from edgellm.tools.serve.events import Event, Failed, Finished, Started, Turn
 from edgellm.tools.serve.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,14 @@ class Job:
     arrived: float = field(default_factory=time.monotonic)
     until: float = math.inf  # of its answers; known when they begin
     abandoned: bool = False
+    told_of: int = 0  # the text of which something was told last
+
+    def tell(self, at: int, event: Event) -> None:
+        """Post an event of one of its texts."""
+        if at != self.told_of:
+            self.told_of = at
+            self.post(Turn(at))
+        self.post(event)
 
     def rank(self, now: float) -> float:
         """Smaller goes first; waiting makes up for priority."""
@@ -43,7 +51,7 @@ class Job:
 
 
 class Worker:
-    """Runs jobs side by side, each in a thread; the passes are shared, see `engine.turns`."""
+    """Runs jobs side by side, each begun in a thread; one computes all, see `engine.driver`."""
 
     def __init__(
         self, llm: LLM, metrics: Metrics, queue_size: int, request_timeout_s: float
@@ -59,12 +67,13 @@ class Worker:
             threading.Thread(target=self._work, name=f"answer-{number}", daemon=True)
             for number in range(llm.batch_size)
         ]
+        self._driver = llm.driver()
         metrics.watch(lambda: len(self.running), lambda: len(self._waiting), llm)
 
     @property
     def is_alive(self) -> bool:
         """Whether the threads run."""
-        return all(thread.is_alive() for thread in self._threads)
+        return self._driver.is_alive and all(thread.is_alive() for thread in self._threads)
 
     @property
     def is_ready(self) -> bool:
@@ -73,21 +82,17 @@ class Worker:
 
     def start(self) -> None:
         """Begin to work."""
+        self._driver.start()
         for thread in self._threads:
             thread.start()
 
     def require_room(self) -> None:
         """Raises `ApiError` 503 after `drain`, 429 while the queue is full."""
         if not self.is_ready:
-            raise ApiError(503, "the server is about to stop", retry_after_s=10)
+            raise stopping()
         if len(self._waiting) >= self._size:
             self._metrics.refused.inc()
-            raise ApiError(
-                429,
-                f"{self._size} requests are waiting already",
-                code="queue_full",
-                retry_after_s=min(max(round(self._mean_s / len(self._threads)), 1), 60),
-            )
+            raise full(self._size, round(self._mean_s / len(self._threads)))
 
     def submit(self, job: Job) -> None:
         """Put a job into the queue; raises as `require_room`."""
@@ -118,6 +123,8 @@ class Worker:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=30)
+        self._driver.end()  # nobody asks any more
+        self._driver.join(30)
 
     def _check(self, job: Job) -> None:
         """Raises `AbandonedError`, or `ApiError` 504 when a job's time is over."""
@@ -167,13 +174,14 @@ class Worker:
         # A faulty prompt is told of before the work on the others begins.
         asks = [ask for ask in job.asks if isinstance(ask, Ask)]
         answers = [start(self.llm, ask) for ask in asks]
-        for ask, answer in zip(asks, answers, strict=True):
+        for at, answer in enumerate(answers):
             answer.before_pass = functools.partial(self._check, job)
-            job.post(self._started(ask, answer))
-            self._answer(job, answer, began)
-        texts = [ask.token_ids(self.llm) for ask in job.asks if isinstance(ask, Embed)]
-        for token_ids in texts:
-            self._embed(job, token_ids, began)
+            job.tell(at, self._started(asks[at], answer))
+        if answers:
+            self._answer(job, answers, began)
+        texts = [(ask.token_ids(self.llm), ask.lora) for ask in job.asks if isinstance(ask, Embed)]
+        for token_ids, lora in texts:
+            self._embed(job, token_ids, lora, began)
 
     def _started(self, ask: Ask, answer: Answer) -> Started:
         if ask.prompt_logprobs is None:
@@ -183,31 +191,50 @@ class Worker:
         found = self.llm.read_logprobs(ids, ask.prompt_logprobs, goes_on, ask.lora)
         return Started(len(ids), tuple(ids), tuple(found))
 
-    def _embed(self, job: Job, token_ids: list[int], began: float) -> None:
-        vector = self.llm.embed(token_ids, functools.partial(self._check, job))
+    def _embed(self, job: Job, token_ids: list[int], lora: str | None, began: float) -> None:
+        vector = self.llm.embed(token_ids, functools.partial(self._check, job), lora)
         queue_ms, now = (began - job.arrived) * 1e3, time.monotonic()
         times = queue_ms, (now - job.arrived) * 1e3, 0.0
         found = Finished("stop", len(token_ids), 0, 0, (), *times, embedding=vector)
         self._metrics.finished(found, now - job.arrived)
         job.post(found)
 
-    def _answer(self, job: Job, answer: Answer, began: float) -> None:
-        first = latest = 0.0
+    def _answer(self, job: Job, answers: list[Answer], began: float) -> None:
+        """Tell of answers while they grow, side by side as far as the engine takes several."""
+        grown = {answer: _Grown(at) for at, answer in enumerate(answers)}
+
+        def told(answer: Answer, steps: tuple[Step, ...]) -> None:
+            one = grown[answer]
+            for step in steps:
+                self._book(job, one, answer)
+                job.tell(one.at, step)
+            if answer.is_complete:
+                finished = _figures(answer, job, began, one.first or time.monotonic())
+                self._metrics.finished(finished, time.monotonic() - job.arrived)
+                job.tell(one.at, finished)
+
         try:
-            for step in answer:
-                now = time.monotonic()
-                if not first:
-                    first = now
-                    self._metrics.first_token(now - job.arrived, answer.prompt_token_count)
-                else:
-                    self._metrics.next_tokens(now - latest)
-                latest = now
-                job.post(step)
+            self._driver.grow(answers, self.llm.batch_size, told)
         finally:
-            self._metrics.generated.inc(len(answer.token_ids))
-        finished = _figures(answer, job, began, first or time.monotonic())
-        self._metrics.finished(finished, time.monotonic() - job.arrived)
-        job.post(finished)
+            self._metrics.generated.inc(sum(len(answer.token_ids) for answer in answers))
+
+    def _book(self, job: Job, one: _Grown, answer: Answer) -> None:
+        now = time.monotonic()
+        if not one.first:
+            one.first = now
+            self._metrics.first_token(now - job.arrived, answer.prompt_token_count)
+        else:
+            self._metrics.next_tokens(now - one.latest)
+        one.latest = now
+
+
+@dataclass(slots=True)
+class _Grown:
+    """When steps of an answer came."""
+
+    at: int  # among those of its request
+    first: float = 0.0  # 0: none yet
+    latest: float = 0.0
 
 
 def _goes_on() -> None:
@@ -216,6 +243,21 @@ def _goes_on() -> None:
 
 def _stopped() -> ApiError:
     return ApiError(503, "the server was stopped", retry_after_s=10)
+
+
+def stopping() -> ApiError:
+    """Told to those who come too late."""
+    return ApiError(503, "the server is about to stop", retry_after_s=10)
+
+
+def full(size: int, wait_s: int) -> ApiError:
+    """Told to those for whom there is no room in a queue."""
+    return ApiError(
+        429,
+        f"{size} requests are waiting already",
+        code="queue_full",
+        retry_after_s=min(max(wait_s, 1), 60),
+    )
 
 
 def _figures(answer: Answer, job: Job, began: float, first: float) -> Finished:

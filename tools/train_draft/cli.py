@@ -36,7 +36,9 @@ InitFrom = Annotated[
 ]
 Taps = Annotated[
     str,
-    typer.Option("--hidden_taps", help="Of eagle3: layers whose input is read. [2,n/2,n-3]"),
+    typer.Option(
+        "--hidden_taps", help="Of eagle3, dflash, dspark: layers whose input is read. [2,n/2,n-3]"
+    ),
 ]
 Ray = Annotated[
     str,
@@ -46,13 +48,30 @@ Ray = Annotated[
 ]
 Method = Annotated[
     str,
-    typer.Option("--method", help="eagle3; eagle (EAGLE-1, which EAGLE-2 uses, too); medusa."),
+    typer.Option(
+        "--method",
+        help="eagle3; eagle (EAGLE-1, which EAGLE-2 uses, too); medusa; dflash; dspark.",
+    ),
 ]
 DraftVocabSize = Annotated[
     int | None,
-    typer.Option("--draft_vocab_size", min=1, help="Of eagle3: tokens of its head. [8192]"),
+    typer.Option(
+        "--draft_vocab_size", min=1, help="Of eagle3, dflash, dspark: tokens of its head. [8192]"
+    ),
 ]
 NumHeads = Annotated[int | None, typer.Option("--num_heads", min=1, max=16, help="Of medusa. [4]")]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        "--block_size",
+        min=2,
+        max=64,
+        help="Of dflash, dspark: rows of a block, the newest token's among them. [8]",
+    ),
+]
+NumLayers = Annotated[
+    int | None, typer.Option("--num_layers", min=1, max=16, help="Of dflash, dspark. [2]")
+]
 FeatureNoise = Annotated[
     float | None,
     typer.Option("--feature_noise", min=0, help="Of eagle: width of uniform noise. [0.2]"),
@@ -71,7 +90,7 @@ UnrollWeight = Annotated[
     typer.Option(
         "--unroll_weight",
         min=0,
-        help="Loss weight of step j, of heads head j: this to the j. [0.9, of medusa 0.8]",
+        help="Loss weight of step j, of heads head j: this to the j. [0.9, of others 0.8]",
     ),
 ]
 MaxTokens = Annotated[
@@ -108,6 +127,8 @@ class MethodFlags:
     unroll_weight: float | None
     num_heads: int | None
     feature_noise: float | None
+    block_size: int | None = None
+    num_layers: int | None = None
 
     def completed(self, method: str) -> MethodFlags:
         """With what `method` takes by default; raises `EdgeLLMError` for flags of another one."""
@@ -120,7 +141,9 @@ class MethodFlags:
             given, usual = getattr(self, name), getattr(default, name)
             if given is not None and usual is None:
                 owners = [one for one, of in _DEFAULTS.items() if getattr(of, name) is not None]
-                raise EdgeLLMError(f"--{name} is for --method {' and '.join(owners)}, not {method}")
+                *some, last = owners
+                named = f"{', '.join(some)} and {last}" if some else last
+                raise EdgeLLMError(f"--{name} is for --method {named}, not {method}")
             chosen[name] = usual if given is None else given
         return MethodFlags(**chosen)
 
@@ -129,6 +152,8 @@ _DEFAULTS = {  # of no taps: default_taps
     "eagle3": MethodFlags(8192, "", 5, 0.9, None, None),
     "eagle": MethodFlags(None, None, 5, None, None, 0.2),
     "medusa": MethodFlags(None, None, None, 0.8, 4, None),
+    "dflash": MethodFlags(8192, "", None, 0.8, None, None, 8, 2),
+    "dspark": MethodFlags(8192, "", None, 0.8, None, None, 8, 2),
 }
 
 
@@ -144,6 +169,8 @@ def train_draft(
     init_from: InitFrom = None,
     draft_vocab_size: DraftVocabSize = None,
     num_heads: NumHeads = None,
+    block_size: BlockSize = None,
+    num_layers: NumLayers = None,
     feature_noise: FeatureNoise = None,
     hidden_taps: Taps = "",
     epochs: Annotated[int, typer.Option("--epochs", min=1)] = 6,
@@ -165,8 +192,9 @@ def train_draft(
 ) -> None:
     """Train a draft; run the same command again after an interrupt to go on."""
     _require_data(data, self_prompts)
+    taps, blocks = hidden_taps or None, (block_size, num_layers)
     given = MethodFlags(
-        draft_vocab_size, hidden_taps or None, unrolls, unroll_weight, num_heads, feature_noise
+        draft_vocab_size, taps, unrolls, unroll_weight, num_heads, feature_noise, *blocks
     )
     own = given.completed(method)
     _require_host()
@@ -175,12 +203,9 @@ def train_draft(
     from edgellm.tools.train_draft.training_run import Job, run
 
     job = Job(
-        base_model_dir=base_model_dir,
-        output_dir=output_dir,
-        data=tuple(data or ()),
-        self_prompts=self_prompts,
+        base_model_dir=base_model_dir, output_dir=output_dir, data=tuple(data or ()),
+        self_prompts=self_prompts, init_from=init_from,
         work_dir=work_dir or output_dir.parent / (output_dir.resolve().name + ".training"),
-        init_from=init_from,
         draft_vocab_size=own.draft_vocab_size or 0,
         hidden_taps=numbers("--hidden_taps", own.hidden_taps or ""),
         held_out=held_out, cache_features=cache_features, save_every=save_every, device=device,
@@ -189,7 +214,8 @@ def train_draft(
             batch_tokens, max_tokens, 1.0, seed, own.feature_noise or 0.0,
         ),
         generation=Generation(max_new_tokens, sampled_share, temperature, generation_batch, seed),
-        method=method, num_heads=own.num_heads or 0, servers=_servers(ray),
+        method=method, num_heads=own.num_heads or 0, block_size=own.block_size or 0,
+        num_layers=own.num_layers or 0, servers=_servers(ray),
     )  # fmt: skip
     run(job)
 

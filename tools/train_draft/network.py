@@ -51,10 +51,11 @@ class DraftShape:
         return config
 
 
-class _Norm(nn.RMSNorm):
+class Norm(nn.RMSNorm):
     """RMSNorm whose weight follows the activations' type, which the fused kernel asks for."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """X [..., H] -> [..., H]."""
         return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -90,7 +91,7 @@ class Layer(nn.Module):
         """`wide`: of the input of its attention."""
         super().__init__()
         self.self_attn, self.mlp = _Attention(shape, wide), _MLP(shape)
-        self.post_attention_layernorm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
 
 class Unrolled(nn.Module):
@@ -136,7 +137,7 @@ class Unrolled(nn.Module):
         hidden, length, skipped = self.first_hidden(taps), taps.shape[1], 0
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        turns = self._turns(positions, hidden.dtype)
+        turns = self.turns(positions, hidden.dtype)
         for step in range(steps):
             rows = slice(step + skipped, step + length)
             turn = tuple(part[:, :, rows] for part in turns)
@@ -144,7 +145,7 @@ class Unrolled(nn.Module):
             skipped = first
             yield hidden
 
-    def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine of positions [axes, B, S]: each pair's, [B, 1, S, D/2]."""
         of_pairs = positions[self._axes.to(positions.device)].float()  # [D/2, B, S]
         angles = of_pairs.permute(1, 2, 0) * self._inverse_frequencies.to(positions.device)
@@ -171,10 +172,10 @@ class Unrolled(nn.Module):
             )
         )
         groups = shape.num_attention_heads // shape.num_key_value_heads
-        keys.append(_rotate(key, *turn).repeat_interleave(groups, 1))
+        keys.append(rotate(key, *turn).repeat_interleave(groups, 1))
         values.append(value.repeat_interleave(groups, 1))
         own_turn = (part[:, :, skip:] for part in turn)
-        mixed = _attend(_rotate(query, *own_turn), keys, values)
+        mixed = _attend(rotate(query, *own_turn), keys, values)
         hidden = residual[:, skip:] + attention.o_proj(mixed.transpose(1, 2).flatten(2))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
@@ -184,8 +185,8 @@ class _WideLayer(Layer):
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__(shape, 2 * shape.hidden_size)
-        self.input_layernorm = _Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.hidden_norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
 
 class Draft(Unrolled):
@@ -195,7 +196,7 @@ class Draft(Unrolled):
         super().__init__(shape)
         self.fc = nn.Linear(shape.num_taps * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = _WideLayer(shape)
-        self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
 
     @property
@@ -239,7 +240,7 @@ class Eagle1Draft(Unrolled):
         return both, both
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding in halves (Llama), x [B, heads, S, D]."""
     left, right = x.chunk(2, -1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)

@@ -22,6 +22,7 @@ from edgellm.export.taps import check_taps, default_taps
 from edgellm.quantize.device import choose_device
 from edgellm.tools.remote.servers import Servers
 from edgellm.tools.train_draft.base import Base, Prompt, load_base
+from edgellm.tools.train_draft.blocks import Blocks
 from edgellm.tools.train_draft.corpus import (
     Generation,
     Sample,
@@ -38,6 +39,9 @@ from edgellm.tools.train_draft.learner import Learner
 from edgellm.tools.train_draft.medusa import Medusa
 from edgellm.tools.train_draft.remote import answer_prompts_remotely
 from edgellm.tools.train_draft.train import Progress, Recipe, Trainer
+
+_BLOCKS = ("dflash", "dspark")
+_TAPPED = ("eagle3", *_BLOCKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,10 @@ class Job:
     device: str
     recipe: Recipe
     generation: Generation
-    method: str = "eagle3"  # "eagle3", "eagle" or "medusa"
+    method: str = "eagle3"  # "eagle3", "eagle", "medusa", "dflash" or "dspark"
     num_heads: int = 0  # of "medusa"
+    block_size: int = 0  # of "dflash" and "dspark"
+    num_layers: int = 0  # the same
     servers: Servers | None = None  # that answer prompts in the base's place
 
 
@@ -73,12 +79,12 @@ def run(job: Job) -> None:
     _check_output(job.output_dir)
     _check_owner(job)
     base = load_base(job.base_model_dir, device)
-    taps = _taps(job, base.config.num_hidden_layers) if job.method == "eagle3" else ()
+    taps = _taps(job, base.config.num_hidden_layers) if job.method in _TAPPED else ()
     samples, prompts = read_conversations(job.data, base)
-    limit, vocab_size = job.recipe.max_tokens, base.config.vocab_size
+    limit = job.recipe.max_tokens
     samples = [sample for sample in samples if len(sample.prompt.ids) < limit]
     prompts = [prompt for prompt in prompts if len(prompt.ids) < limit]
-    _check_sizes(job, vocab_size, len(samples) + len(prompts) + job.self_prompts)
+    _check_sizes(job, base, len(samples) + len(prompts) + job.self_prompts)
     torch.manual_seed(job.recipe.seed)
     learner = _learner(job, base, taps)
     if job.init_from is not None:
@@ -120,6 +126,16 @@ def _learner(job: Job, base: Base, taps: tuple[int, ...]) -> Learner:
     recipe = job.recipe
     if job.method == "medusa":
         return Medusa(base, job.base_model_dir, job.num_heads, recipe.unroll_weight)
+    if job.method in _BLOCKS:
+        return Blocks(
+            base,
+            job.method,
+            taps,
+            draft_vocab_size=job.draft_vocab_size,
+            block_size=job.block_size,
+            num_layers=job.num_layers,
+            decay=recipe.unroll_weight,
+        )
     if job.method == "eagle":
         return Eagle1(base, recipe.unrolls, recipe.feature_noise)
     return Eagle3(base, taps, job.draft_vocab_size, recipe.unrolls, recipe.unroll_weight)
@@ -191,17 +207,19 @@ def _taps(job: Job, layers: int) -> tuple[int, ...]:
     return check_taps(taps, layers, "--hidden_taps")
 
 
-def _check_sizes(job: Job, vocab_size: int, conversations: int) -> None:
+def _check_sizes(job: Job, base: Base, conversations: int) -> None:
     """Find out before hours of work what cannot end well."""
     if conversations <= job.held_out:
         raise EdgeLLMError(
             f"{conversations} conversations, {job.held_out} of them held out, leave none to learn",
             hint="give more --data, a smaller --held_out, or a larger --max_tokens",
         )
-    if job.draft_vocab_size > vocab_size:
-        raise LimitError(
-            f"--draft_vocab_size {job.draft_vocab_size} exceeds the base's {vocab_size} tokens"
-        )
+    for flag, wanted, most, what in (
+        ("draft_vocab_size", job.draft_vocab_size, base.config.vocab_size, "tokens"),
+        ("num_layers", job.num_layers, base.config.num_hidden_layers, "layers"),
+    ):
+        if wanted > most:
+            raise LimitError(f"--{flag} {wanted} exceeds the base's {most} {what}")
 
 
 def _self_prompts(job: Job, base: Base) -> list[Prompt]:

@@ -14,20 +14,20 @@ namespace {
 using ort::require;
 using ort::Tensor;
 
-// Where the matrices of rows go, and whose they were: `from` of -1 is the state.
+// Where the matrices of rows go, and whose they were: `from` of -1 - n is state n.
 struct Places {
   struct Row { int64_t from, to; };
   std::vector<Row> rows;
   int64_t count = 0;
 
-  Places(const int64_t* parents, int64_t num_rows) : rows(num_rows) {
+  Places(const int64_t* parents, int64_t num_rows, int64_t states) : rows(num_rows) {
     std::vector<int64_t> last(num_rows, -1), free;
     for (int64_t row = 0; row < num_rows; row++) {
-      require(parents[row] >= -1 && parents[row] < row, "GatedDelta: a parent is not before its row");
+      require(parents[row] >= -states && parents[row] < row, "GatedDelta: a parent is not before its row");
       if (parents[row] >= 0) last[parents[row]] = row;
     }
     for (int64_t row = 0; row < num_rows; row++) {
-      const int64_t parent = parents[row], from = parent < 0 ? -1 : rows[parent].to;
+      const int64_t parent = parents[row], from = parent < 0 ? parent : rows[parent].to;
       int64_t to = from;
       if (parent < 0 || last[parent] != row) {
         if (free.empty()) free.push_back(count++);
@@ -40,13 +40,13 @@ struct Places {
   }
 };
 
-// What both operators read: k [1, S, J * dk], g [1, S, H] and the state [1, H, dk, dv].
+// What both operators read: k [1, S, J * dk], g [1, S, H] and states [B, H, dk, dv].
 struct Heads {
   int64_t rows, heads, keys, values, key_heads;
   const float *k, *g;
 
   Heads(const Tensor& k, const Tensor& g, const Tensor& state) : k(k.as<float>()), g(g.as<float>()) {
-    require(state.dims.size() == 4 && k.dims.size() == 3, "GatedDelta: the state is not [1, H, dk, dv], or k not [1, S, J * dk]");
+    require(state.dims.size() == 4 && k.dims.size() == 3, "GatedDelta: the states are not [B, H, dk, dv], or k not [1, S, J * dk]");
     rows = k.dims[1], heads = state.dims[1], keys = state.dims[2], values = state.dims[3];
     key_heads = keys ? k.dims[2] / keys : 0;
     require(key_heads && heads % key_heads == 0 && key_heads * keys == k.dims[2], "GatedDelta: heads do not share keys evenly");
@@ -66,7 +66,8 @@ struct Heads {
   }
 };
 
-// Inputs: q, k [1, S, J * dk], v [1, S, H * dv], g, b [1, S, H], state [1, H, dk, dv], parents int64 [S].
+// Inputs: q, k [1, S, J * dk], v [1, S, H * dv], g, b [1, S, H], states [B, H, dk, dv], parents int64 [S]: a row
+// before, or -1 - n for state n.
 // Outputs: y and d [1, S, H * dv]; without b there is no d, but v takes its place.
 struct GatedDelta {
   static constexpr const char* kName = "GatedDelta";
@@ -86,14 +87,15 @@ struct GatedDelta {
     const Tensor y = ort::output(context, 0, v.dims), found = ort::output(context, 1, v.dims);
     require(bool(b) == bool(found), "GatedDelta: rates and deltas go together");
     if (!heads.rows) return;
-    const Places places(parents.as<int64_t>(), heads.rows);
+    const Places places(parents.as<int64_t>(), heads.rows, state.dims[0]);
     ort::parallel(context, heads.heads, [&](int64_t head) {
       float* const matrices = static_cast<float*>(ort::scratch(places.count * heads.matrix() * sizeof(float)));
       const auto at = [&](int64_t place) { return matrices + place * heads.matrix(); };
       for (int64_t row = 0; row < heads.rows; row++) {
         const Places::Row place = places.rows[row];
         DeltaRow one = heads.row(row, head);
-        one.from = place.from < 0 ? state.as<float>() + head * heads.matrix() : at(place.from);
+        const int64_t of_state = (-1 - place.from) * heads.heads + head;
+        one.from = place.from < 0 ? state.as<float>() + of_state * heads.matrix() : at(place.from);
         one.to = at(place.to);
         one.q = q.as<float>() + heads.key_at(row, head);
         one.v = v.as<float>() + heads.value_at(row, head);
@@ -122,6 +124,7 @@ struct GatedDeltaUpdate {
   void run(ort::Context* context) const {
     const Tensor state = ort::input(context, 0), k = ort::input(context, 1), d = ort::input(context, 2), g = ort::input(context, 3);
     const Heads heads(k, g, state);
+    require(state.dims[0] == 1, "GatedDeltaUpdate: not the state of one sequence");
     require(d.count() == heads.rows * heads.heads * heads.values, "GatedDeltaUpdate: d is not [1, M, H * dv]");
     const Tensor next = ort::output(context, 0, state.dims);
     ort::parallel(context, heads.heads, [&](int64_t head) {
@@ -139,8 +142,51 @@ struct GatedDeltaUpdate {
   }
 };
 
+// A causal convolution of each channel over a row and those before it. Inputs: x [1, S, W], windows [B, K - 1, W],
+// weight [K, 1, W], parents as above. Output like x. Sums run from the newest row to the oldest.
+struct Convolution {
+  static constexpr const char* kName = "Convolution";
+  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64};
+  static constexpr ort::Type kOutputs[] = {ort::kFloat};
+  static constexpr unsigned kNeeded = 0b1111, kNeededOutputs = 1;
+
+  explicit Convolution(const ort::Info*) {}
+
+  void run(ort::Context* context) const {
+    const Tensor x = ort::input(context, 0), windows = ort::input(context, 1), weight = ort::input(context, 2),
+                 given = ort::input(context, 3);
+    require(x.dims.size() == 3 && windows.dims.size() == 3 && weight.count(), "Convolution: x is not [1, S, W], or windows not [B, K - 1, W]");
+    const int64_t rows = x.dims[1], width = x.dims[2], states = windows.dims[0], kept = windows.dims[1];
+    require(windows.dims[2] == width && weight.count() == (kept + 1) * width, "Convolution: windows or weight are not as wide as x");
+    require(given.count() == rows, "Convolution: not a parent for each row");
+    const int64_t* parents = given.as<int64_t>();
+    for (int64_t row = 0; row < rows; row++)
+      require(parents[row] >= -states && parents[row] < row, "Convolution: a parent is not before its row");
+    const Tensor y = ort::output(context, 0, x.dims);
+    const auto each = [&](int64_t row) {
+      const float *from = x.as<float>() + row * width, *taps = weight.as<float>() + kept * width;
+      float* to = y.as<float>() + row * width;
+      for (int64_t i = 0; i < width; i++) to[i] = from[i] * taps[i];
+      int64_t at = row, back = kept;  // behind a state's window, its rows that are left
+      const float* window = nullptr;
+      for (int64_t step = 0; step < kept; step++) {
+        if (!window && (at = parents[at]) < 0) window = windows.as<float>() + (-1 - at) * kept * width;
+        from = window ? window + --back * width : x.as<float>() + at * width;
+        taps -= width;
+        for (int64_t i = 0; i < width; i++) to[i] += from[i] * taps[i];
+      }
+    };
+    if (rows < kRowsApart)
+      for (int64_t row = 0; row < rows; row++) each(row);
+    else
+      ort::parallel(context, rows, each);
+  }
+};
+
 }  // namespace
 
-std::vector<const ort::Operator*> delta_operators() { return {ort::describe<GatedDelta>(), ort::describe<GatedDeltaUpdate>()}; }
+std::vector<const ort::Operator*> delta_operators() {
+  return {ort::describe<GatedDelta>(), ort::describe<GatedDeltaUpdate>(), ort::describe<Convolution>()};
+}
 
 }  // namespace edgellm

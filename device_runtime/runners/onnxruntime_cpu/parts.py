@@ -16,7 +16,6 @@ Inputs = Mapping[str, NDArray[Any]]
 # Symbols in the shapes of a graph's inputs that are no numbers of rows
 NUM_SEQUENCES, TABLE_PAGES, MASK_VALUES = NOT_ROWS = "sequences", "table_pages", "mask_values"
 _LEAST_MASK = 64  # values; passes with masks of nearly one size share what they bind
-_RECURRENT = contract.PARENT_ROWS, contract.STATE
 _NO_MASK = np.zeros(_LEAST_MASK, np.bool_)
 
 
@@ -42,6 +41,10 @@ def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
             if name in inputs:
                 columns.setdefault(name, []).append(inputs[name])
         columns.setdefault(contract.LOGITS_INDEX, []).append(index + start if start else index)
+        if contract.PARENT_ROWS in inputs:
+            parents = inputs[contract.PARENT_ROWS]
+            shifted = np.where(parents < 0, parents, parents + start) if start else parents
+            columns.setdefault(contract.PARENT_ROWS, []).append(shifted)
         for name, table in cache.tables.items():
             columns.setdefault(name, []).append(table)
         mask = inputs.get(contract.TREE_MASK)
@@ -62,9 +65,9 @@ def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
     if contract.ADAPTER in parts[0][1]:
         own = [inputs[contract.ADAPTER][0] for _, inputs in parts]
         found[contract.ADAPTER_ROWS] = np.repeat(own, [rows for _, rows, _ in sequences])
-    if contract.PARENT_ROWS in parts[0][1]:  # with states, of one sequence
-        given = parts[0][1]
-        found |= {name: given[name] for name in given if name.startswith(_RECURRENT)}
+    # The states of all sequences lie together, and each part has them all.
+    first = parts[0][1]
+    found |= {name: first[name] for name in first if name.startswith(contract.STATE)}
     return found
 
 
@@ -82,6 +85,9 @@ def _behind_each_other(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
     return values
 
 
+_OF_ROWS = contract.HIDDEN_TAPS, contract.STATE_ROWS  # outputs of all rows, by their names' begin
+
+
 class _Share(Mapping[str, NDArray[Any]]):
     """What a part gets of a pass."""
 
@@ -92,7 +98,7 @@ class _Share(Mapping[str, NDArray[Any]]):
         return name in self._all
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        return self._all[name][:, self._rows if name == contract.HIDDEN_TAPS else self._wanted]
+        return self._all[name][:, self._rows if name.startswith(_OF_ROWS) else self._wanted]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all)

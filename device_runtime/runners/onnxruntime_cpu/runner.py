@@ -260,7 +260,8 @@ class _BoundPass:
         """Make room for what the graph takes; its symbols' sizes."""
         sizes = {}
         if contract.TOP_K in inputs:
-            sizes[contract.CANDIDATES] = int(inputs[contract.TOP_K][0])
+            sizes[contract.CANDIDATES] = count = int(inputs[contract.TOP_K][0])
+            sizes[contract.LINKED] = min(count, contract.MOST_LINKED)
         given = dict(inputs)
         if contract.INPUT_IDS in inputs and contract.TREE_MASK not in inputs:
             given[contract.TREE_MASK] = np.tri(inputs[contract.INPUT_IDS].shape[1], dtype=np.bool_)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import Runner, onnxruntime_cpu
 from edgellm.manifest import DecoderSpec, DraftSpec, Engine, GraphSpec, Spec
-from edgellm.roles import DECODER, DRAFT, ROLES, Rows
+from edgellm.roles import DECODER, DRAFT
 
-if TYPE_CHECKING:
-    from onnxruntime import InferenceSession
-
-
-MINIMUM_VERSION = "minimum_onnxruntime"  # option of an engine, where an operator wants a newer one
+# Options of an engine
+MINIMUM_VERSION = "minimum_onnxruntime"  # where an operator wants a newer one
+INT_GEMM = "int_gemm"  # "1": products of integer weights on tensor cores
 
 
 def available() -> str:
@@ -35,7 +33,7 @@ def require_device() -> None:
 
 
 def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
-    """Load the engine's graphs, which depend on no version.
+    """Load the engine's graphs, which depend on no version, and record the passes that recur.
 
     Raises:
         BrokenArtifactError: ONNX Runtime refuses a graph.
@@ -44,11 +42,18 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     """
     available()
     from edgellm.device_runtime.runners.onnxruntime_cuda import provider
+    from edgellm.device_runtime.runners.onnxruntime_cuda.runner import CudaRunner
 
     threads, capacity = int(engine.options["threads"]), engine.max_kv_cache_capacity
     device = provider.require_cuda()
     provider.require_version(engine.options)
-    return open_graphs(folder, engine.graphs, engine.spec, capacity, threads, device)
+    opened = open_graphs(
+        folder, engine.graphs, engine.spec, capacity, threads, device, engine.options
+    )
+    decoder = opened.get(DECODER)
+    if isinstance(decoder, CudaRunner):
+        decoder.prepare(engine.max_verify_tree_size)
+    return opened
 
 
 def open_graphs(
@@ -58,26 +63,32 @@ def open_graphs(
     capacity: int,
     threads: int,
     device: str,
+    options: Mapping[str, Any],
 ) -> dict[str, Runner]:
-    """Load graphs onto a device; raises as `open_engine`."""
+    """Load graphs onto a device; raises as `open_engine`.
+
+    Args:
+        folder: of the graphs.
+        graphs: of each role.
+        spec: of the engine.
+        capacity: rows of the KV cache.
+        threads: 0 takes all cores.
+        device: see `onnxruntime_graphs`.
+        options: of the engine.
+    """
+    from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
     from edgellm.device_runtime.runners.onnxruntime_cuda.runner import CudaRunner, PlainRunner
     from edgellm.device_runtime.runners.onnxruntime_cuda.slots import ROWS_GRAPH
-    from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
-
-    def load(path: str, role: str) -> InferenceSession:
-        keeps = ROLES[role].rows is not Rows.IMAGE
-        return load_graph(
-            folder / path, threads=threads, optimize=False, keeps_memory=keeps, device=device
-        )
 
     opened: dict[str, Runner] = {}
-    for role, (graph,) in graphs.items():
-        loaded = load(graph.path, role)
+    for role, specs in graphs.items():
+        paths = [folder / each.path for each in specs]
+        loader = Loader(paths, threads, device, has_int_gemm=INT_GEMM in options)
         if role == DECODER and isinstance(spec, DecoderSpec):
-            mover, window = load(ROWS_GRAPH, role), spec.sliding_window
-            opened[role] = CudaRunner(loaded, mover, spec, capacity, device, window)
+            mover, window = loader.load(folder / ROWS_GRAPH), spec.sliding_window
+            opened[role] = CudaRunner(loader, mover, spec, capacity, window)
         elif role == DRAFT and isinstance(spec, DraftSpec):
-            opened[role] = CudaRunner(loaded, None, spec.decoder, capacity, device)
+            opened[role] = CudaRunner(loader, None, spec.decoder, capacity)
         else:
-            opened[role] = PlainRunner(loaded)
+            opened[role] = PlainRunner(loader.of_role(role))
     return opened

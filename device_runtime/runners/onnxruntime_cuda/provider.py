@@ -70,9 +70,9 @@ def require_version(options: Mapping[str, Any]) -> None:
     )
     if found < wanted:
         raise EdgeLLMError(
-            f"onnxruntime-gpu {ort.__version__} computes experts as gpt-oss has them, whatever the "
-            f"model says; {least} does not",
-            hint="pip install --upgrade onnxruntime-gpu",
+            f"onnxruntime-gpu {ort.__version__} does not compute all that this engine has (fused "
+            f"attention with masks, experts); {least} does",
+            hint="pip install --upgrade onnxruntime-gpu, or build with --attention plain",
         )
 
 

@@ -13,8 +13,11 @@ from edgellm import contract
 VISIBLE = "visible"  # bool [S, T]; row i may see slot j of the cache
 VISIBLE_IN_WINDOW = "visible_in_window"  # the same for layers with a window
 SLOTS = "slots"  # int64 [1, num_kv_heads, S, 3]; batch, head and slot of each new row
-HOST_INPUTS = (contract.TOP_K,)  # that kernels read in the host's memory
+LAST_ROW = "last_row"  # int32 [1]; the slot of the last new row
+LIVE_ROWS = "live_rows"  # int32 []; T, or no less than the rows that are there behind the pass
+HOST_INPUTS = (contract.TOP_K, LIVE_ROWS)  # that kernels read in the host's memory
 ROWS_GRAPH = "rows.onnx"  # moves rows of a cache
+CAUSAL_SUFFIX = ".causal"  # of the graph for passes without a mask, where there is one
 KEPT = "kept"  # int64 [K]; its input beside SLOTS: whose rows go there
 
 
@@ -35,18 +38,20 @@ def fill_visible(
     """Write what rows see.
 
     Args:
-        out: bool [S, T].
+        out: bool [S', T], its first S rows are real; one of padding sees itself.
         write_index: slots before the new rows.
         positions: int64 [S], of the new rows.
         mask: bool [S, M], rules the last M slots up to the new rows'; None is causal.
         window: of positions that a row sees, its own included; None: all.
     """
-    rows, width = out.shape
-    end = write_index + rows
+    rows, width = len(positions), out.shape[1]
+    end, real = write_index + rows, out[:rows]
     mask = np.tri(rows, dtype=np.bool_) if mask is None else mask
     first = end - mask.shape[1]
-    out[:, :first], out[:, first:end], out[:, end:] = True, mask, False
+    real[:, :first], real[:, first:end], real[:, end:] = True, mask, False
     if window is not None:
         slots = np.arange(width)
         slots[write_index:end] = positions
-        out &= slots > positions[:, None] - window
+        real &= slots > positions[:, None] - window
+    out[rows:] = False
+    np.fill_diagonal(out[rows:, end:], val=True)

@@ -1,8 +1,9 @@
 """What drafts, one file each, named as `--spec` says it.
 
 A network has `DEFAULTS` (`TreeLimits`) and `open(order)`, which loads it; if it is the draft in an
-engine's folder, `ROLE`, the main role of such engines (`edgellm.roles`). What looks tokens up in
-text alone has `remember()`, which gives what starts the lookup of a request.
+engine's folder, `ROLE`, the main role of such engines (`edgellm.roles`), and where several share a
+role, `METHODS`, the methods of its drafts. What looks tokens up in text alone has `remember()`,
+which gives what starts the lookup of a request.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from edgellm.device_runtime.speculate.lookup import Lookup
     from edgellm.device_runtime.speculate.opening import Opened, Order
     from edgellm.device_runtime.speculate.policy import TreeLimits
+    from edgellm.manifest import Engine
 
 
 class Network(Protocol):
@@ -48,16 +50,17 @@ def lookups() -> tuple[str, ...]:
     return tuple(name for name in _names() if not hasattr(_module(name), "DEFAULTS"))
 
 
-def own(role: str) -> str:
-    """What drafts with engines of a main role.
+def own(draft: Engine) -> str:
+    """What drafts with a draft's engine.
 
     Raises:
         EdgeLLMError: nothing here.
     """
+    role, method = draft.main_role, draft.draft.method
     for name, of_it in owners().items():
-        if of_it == role:
+        if of_it == role and method in getattr(_module(name), "METHODS", (method,)):
             return name
-    raise EdgeLLMError(f"no drafter here runs {role}", hint="update edgellm here")
+    raise EdgeLLMError(f"no drafter here runs {role} of {method}", hint="update edgellm here")
 
 
 def owners() -> dict[str, str]:

@@ -7,7 +7,7 @@ overwrites them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -37,13 +37,18 @@ from edgellm.integrity import FileCheck
 from edgellm.manifest import Engine
 from edgellm.roles import DRAFT, EXTEND, STEP
 
-ROLE = DRAFT
+ROLE, METHODS = DRAFT, ("eagle", "eagle3")
 DEFAULTS = TreeLimits()
 
 
 def open(order: Order) -> Opened:
     """The EAGLE network in the folder of its base."""
-    folder, manifest = open_own(order, "eagle")
+    return open_network(order, "eagle")
+
+
+def open_network(order: Order, name: str) -> Opened:
+    """A network that is run as EAGLE's, of the drafter `name`."""
+    folder, manifest = open_own(order, name)
     check_draft_rows(order.limits, manifest)
     with FileCheck(folder, manifest.files, order.verify):
         session = open_draft(folder, manifest)
@@ -135,14 +140,18 @@ class EagleDrafter(TreeDrafter):
         session = self._rows.session
         if self._controller.is_retrial:
             self._own.skip(max(RETRIAL_ROWS // self.company.answers, LEAST_RETRIAL_ROWS))
-        for part in self._own.parts(self._limits.top_k):
+        for part in self._parts():
             if self._rounds is not None:
                 self._root = session.ask(part)
             else:
                 wanted = Wanted(session, part)
                 result = yield wanted
                 self._root, self._sharing = partial(_itself, result.copy()), wanted.answers
-            self._book_reading(len(part.token_ids), self._prices()[1])
+            self._book_reading(len(part.token_ids) - part.num_masks, self._prices()[1])
+
+    def _parts(self) -> Iterator[DraftPart]:
+        """What to compute for the rows that wait."""
+        return self._own.parts(self._limits.top_k)
 
     def _prices(self) -> tuple[F64, F64]:
         """Milliseconds of growing by 1, 2, ... rows, and of extending by rows (index)."""

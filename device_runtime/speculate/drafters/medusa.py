@@ -17,6 +17,7 @@ from edgellm.device_runtime.sessions.heads import HeadsSession, costs, open_head
 from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
+from edgellm.device_runtime.speculate.levels import grow_levels
 from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.tree import Pool
@@ -45,7 +46,7 @@ def open(order: Order) -> Opened:
 
 
 def heads_limits(order: Order, draft: DraftSpec) -> TreeLimits:
-    """The limits with as many levels as there are heads, unless the user wants fewer.
+    """The limits with as many levels as a pass foresees, unless the user wants fewer.
 
     Raises:
         LimitError: the user wants more.
@@ -57,8 +58,10 @@ def heads_limits(order: Order, draft: DraftSpec) -> TreeLimits:
     if options.choices or options.steps is not None:
         what = "the choices are" if options.choices else "--eagleDraftStep is"
         raise LimitError(
-            f"{what} {limits.steps} levels deep, the draft has {draft.num_heads} heads",
-            hint="a head foresees one level; take fewer",
+            f"{what} {limits.steps} levels deep, the draft has {draft.num_heads} heads"
+            if draft.mask_token_id is None
+            else f"{what} {limits.steps} levels deep, the draft foresees {draft.num_heads}",
+            hint="take fewer",
         )
     return replace(limits, steps=draft.num_heads)
 
@@ -106,15 +109,4 @@ class MedusaDrafter(TreeDrafter):
         return self._has_candidates
 
     def _grow(self, pool: Pool, levels: int) -> None:
-        policy, nodes = self._policy, np.zeros(1, np.int64)
-        for ids, log_probs in self._levels[:levels]:
-            shape = len(nodes), len(ids)
-            newest = pool.add(
-                nodes,
-                np.broadcast_to(ids, shape),
-                np.broadcast_to(policy.scores(log_probs), shape),
-                np.broadcast_to(np.exp(log_probs), shape),
-            )
-            nodes = policy.frontier(pool, newest, np.zeros(len(newest)))
-            if not len(nodes):
-                return
+        grow_levels(pool, self._policy, self._levels[:levels])

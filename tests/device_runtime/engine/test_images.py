@@ -17,6 +17,7 @@ from image_checkpoints import picture
 from vlm_engines import Engines, Reference, build_vlm
 
 from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan, image_plan
 from edgellm.contract import BrokenArtifactError, RequestError
 from edgellm.device_runtime.engine.images import ImageReader
@@ -222,9 +223,24 @@ def test_an_encoder_of_another_model(qwen, tiny_engine, tmp_path_factory):
         LLM(qwen.engine, multimodal_engine_dir=tiny_engine)
 
 
-@pytest.mark.parametrize(
-    ("decoder", "encoder"), [("none", "int8"), ("int8", "none"), ("int8", "fp8")]
-)
+def test_pictures_of_several_prompts_share_passes(qwen, pictures, tmp_path):
+    """Each answer is the one alone, whichever pictures the prompts beside it have."""
+    several = Plan(512, 576, 1, "same", "none", max_batch_size=3, options=CpuOptions("edgellm"))
+    bundle, passes = qwen.engine.parent / "bundle", list[int]()
+    build_engine("llm", bundle, tmp_path / "engine", several, "onnxruntime", lambda _: None)
+    llm = LLM(tmp_path / "engine", multimodal_engine_dir=qwen.visual_engine)
+    llm.on_pass(lambda answers, _: passes.append(answers))
+    asked = [*_conversations(pictures).values()]
+    how = {"sampling": GREEDY, "max_generate_length": 12}
+    alone = [llm.generate_batch([one], **how)[0].token_ids for one in asked]
+    assert {*passes} == {1}
+    for order in (asked, asked[::-1]):
+        found = llm.generate_batch(order, **how)
+        assert [one.token_ids for one in found] == (alone if order is asked else alone[::-1])
+    assert passes.count(3) > 12
+
+
+@pytest.mark.parametrize(("decoder", "encoder"), [("int8", "none"), ("int8", "fp8")])
 def test_precisions_of_decoder_and_encoder_are_free(qwen, pictures, tmp_path, decoder, encoder):
     """Any pair answers, and the features are those of the encoder's precision."""
     engine, seeing = tmp_path / "engine", tmp_path / "visual_engine"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_blocks import StrictBlocks
 from scripted_heads import StrictHeads
 from scripted_sessions import (
     DRAFTS,
@@ -29,6 +30,7 @@ from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import TextDrafter
 from edgellm.device_runtime.speculate.drafters import ngram, suffix
+from edgellm.device_runtime.speculate.drafters.block import BlockDrafter
 from edgellm.device_runtime.speculate.drafters.draft import ModelDrafter
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.drafters.medusa import MedusaDrafter
@@ -37,7 +39,7 @@ from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(1.0, 0.9, 0, seed=3)
 CAPACITY, LIMITS = 96, TreeLimits(3, 4, 12)
 FAIR = Costs.of({"1": 10, "8": 14, "64": 60}, {"1": 1, "64": 9}, {"1": 1, "64": 9})
-SCRIPTED = ["plain", "text", "eagle", "draft", "medusa"]
+SCRIPTED = ["plain", "text", "eagle", "draft", "medusa", "block"]
 
 
 @dataclass
@@ -62,6 +64,10 @@ class Rig:
         if self.drafts == "eagle":
             rows = CommittedRows(StrictDraft(CAPACITY, draft), LIMITS.steps + 1)
             self.caches = (rows,)
+        if self.drafts == "block":
+            blocks = StrictBlocks(CAPACITY, draft, LIMITS.steps + 1, links=8)
+            rows = CommittedRows(blocks, LIMITS.round_rows)
+            self.caches = (rows,)
         model = recorded(StrictModel(CAPACITY, draft))
         heads = StrictHeads(self.base, draft, LIMITS.steps)
         self.start = {
@@ -73,6 +79,7 @@ class Rig:
                 prefill_rows=64,
             ),
             "medusa": lambda: MedusaDrafter(heads, learned, LIMITS, FAIR),
+            "block": lambda: BlockDrafter(rows, blocks, learned, LIMITS, FAIR, num_candidates=8),
         }[self.drafts]  # fmt: skip
         self.slot = CacheSlot(
             recorded(self.base), 4, self.caches, reuses_context=self.reuses_context

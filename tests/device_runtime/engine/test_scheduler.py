@@ -189,11 +189,12 @@ def test_a_prompt_is_read_in_pieces_beside_others_and_whole_alone():
     many = [_running(at) for at in range(1, 25)]
     short = dataclasses.replace(reading, number=30, unread_rows=60)
     wide = dataclasses.replace(WIDE, most_running=40)
-    assert plan([*many, short], 10**6, wide).rows[30] == 16  # 24 beside take 24 ms, the bound is 40
+    wide = dataclasses.replace(wide, most_stall_ms=34.0)
+    assert plan([*many, short], 10**6, wide).rows[30] == 10  # 24 beside take 24 ms
     wide = dataclasses.replace(wide, most_stall_ms=100.0)
-    assert plan([*many, short], 10**6, wide).rows[30] == 24  # twice as long as without it
+    assert plan([*many, short], 10**6, wide).rows[30] == 12  # half as long again as without it
     readers = [dataclasses.replace(short, number=30 + at) for at in range(4)]
-    assert plan([*many[:2], *readers], 10**6, wide).rows == {1: 1, 2: 1, 30: 16}
+    assert plan([*many[:2], *readers], 10**6, wide).rows == {1: 1, 2: 1, 30: 15}
     slow = dataclasses.replace(WIDE, most_stall_ms=1.0)
     assert plan([_running(1), reading], 10**6, slow).rows == {1: 1, 3: LEAST_PIECE}
     loose = dataclasses.replace(WIDE, most_stall_ms=128.0)  # twice the table's end
@@ -204,7 +205,7 @@ def test_the_first_prompt_is_read_first():
     first, second = Standing(1, unread_rows=30), Standing(2, unread_rows=600)
     assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 30, 2: 9, 3: 1}
     second = dataclasses.replace(second, unread_rows=30)
-    assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 16, 3: 1}
+    assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 8, 3: 1}
 
 
 def test_priority_and_age_make_the_line():

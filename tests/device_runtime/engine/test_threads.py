@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
@@ -150,7 +151,8 @@ def test_the_thread_that_turns_away_overtakes_itself_for_all(tiny_engine):
 def test_a_closed_llm_says_so(tiny_engine):
     with LLM(tiny_engine) as llm:
         steps = _begun(llm)
-        unread = llm.generate("w20")
+        unread, session = llm.generate("w20"), weakref.ref(llm.session)
+    assert session() is None  # its memory is given back at once
     for use in (lambda: next(steps), lambda: _ids(unread), lambda: llm.generate("w20"),
                 lambda: llm.session, lambda: llm.__enter__()):  # fmt: skip
         with pytest.raises(EdgeLLMError, match="the LLM was closed"):

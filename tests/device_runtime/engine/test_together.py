@@ -231,3 +231,35 @@ def test_wrong_batches(tiny_engine, prompts, options, reason):
 def test_a_bound_that_is_none(tiny_engine, bound):
     with pytest.raises(RequestError, match=r"max_stall_ms .* is not a number above 0"):
         LLM(tiny_engine, max_stall_ms=bound)
+
+
+def test_a_driver_computes_for_all_and_what_fails_is_one_orders(shared_engine):
+    """Each order gets the answers of `together`; one whose reader fails holds nobody up."""
+    llm = LLM(shared_engine)
+    expected = [ids for ids, *_ in _alone(llm, max_generate_length=8)]
+    driver = llm.driver()
+    driver.start()
+
+    def grow(at, told):
+        answers = [
+            llm.generate(PROMPTS[at], sampling=SAMPLINGS[at], max_generate_length=8)
+            for _ in range(2)
+        ]
+        driver.grow(answers, 2, told)
+        assert all(one.is_complete for one in answers)
+        return [one.token_ids for one in answers]
+
+    def fails(answer, _):
+        if len(answer.token_ids) > 2:
+            raise ValueError("nobody reads")
+
+    with ThreadPoolExecutor(8) as pool:
+        bad = pool.submit(grow, 0, fails)
+        good = [pool.submit(grow, at, lambda *_: None) for at in range(len(PROMPTS))]
+        assert [one.result(60) for one in good] == [[ids, ids] for ids in expected]
+        with pytest.raises(ValueError, match="nobody reads"):
+            bad.result(60)
+    driver.end()
+    driver.join(10)
+    assert not driver.is_alive
+    assert llm._turns._batch.entries == []

@@ -23,7 +23,7 @@ from edgellm.device_runtime.speculate.tree import Tree
 from edgellm.manifest import DRAFT_ENGINE, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 TOLERANCE = 2e-4
-NAMES = ("eagle3", "int4", "eagle1", "qwen3")
+NAMES = ("eagle3", "int4", "eagle1", "hybrid")
 PREFIX = np.random.default_rng(5).integers(9, 96, 23)
 TREE = Tree(
     np.array([40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51]),
@@ -60,11 +60,15 @@ def verified(session):
 
 
 def close(pair, found, expected, *, rounding: float = 0.05) -> None:
-    """INT4 kernels round activations to int8; the portable graph does not."""
+    """INT4 kernels round activations to int8; the portable graph does not.
+
+    The streams of the hybrid are forty times as large as those of the others.
+    """
     if is_int4(pair):
         assert np.linalg.norm(found - expected) < rounding * np.linalg.norm(expected)
     else:
-        np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+        largest = np.abs(expected).max() if "hybrid" in pair.engine.parent.name else 1
+        np.testing.assert_allclose(found, expected, atol=max(TOLERANCE, 5e-5 * largest))
 
 
 def is_int4(pair) -> bool:
@@ -205,14 +209,38 @@ def answer_of(llm, prompt, sampling, **options):
     return answer
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["eagle3", "int8_draft", "eagle1", "qwen3", "medusa"])
-def test_ids_are_those_of_plain_decoding(eagle_pairs, name, way):
+WAYS_OF = {
+    "eagle3": [*WAYS],
+    "int8_draft": ["fixed", "cost"],
+    "eagle1": ["fixed"],
+    "medusa": ["static", "lookups", "cost"],
+    "peagle": ["static", "lookups", "cost"],
+    "mtp": ["static", "lookups", "cost"],
+    "hybrid": ["lookups"],
+}
+
+
+@pytest.fixture(scope="module")
+def plain_answer():
+    """Of a base, each computed once."""
+    known = {}
+
+    def ask(name, llm, sampling, prompt):
+        key = "eagle3" if name == "int8_draft" else name, repr(sampling), prompt
+        if key not in known:
+            known[key] = answer_of(llm, prompt, sampling, speculative=False)
+        return known[key]
+
+    return ask
+
+
+@pytest.mark.parametrize(("name", "way"), [(n, way) for n, ways in WAYS_OF.items() for way in ways])
+def test_ids_are_those_of_plain_decoding(eagle_pairs, plain_answer, name, way):
     llm = LLM(eagle_pairs(name).engine, verify=True, spec=WAYS[way])
     rounds = []
     for sampling in SAMPLINGS:
         for prompt in PROMPTS:
-            plain = answer_of(llm, prompt, sampling, speculative=False)
+            plain = plain_answer(name, llm, sampling, prompt)
             found = answer_of(llm, prompt, sampling)
             assert found.token_ids == plain.token_ids
             assert (found.text, found.finish_reason) == (plain.text, plain.finish_reason)

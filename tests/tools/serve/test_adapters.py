@@ -73,6 +73,19 @@ def _ask(adapted, model):
     return answer["choices"][0]["text"]
 
 
+def _ask_triton(adapted, model, expected):
+    body = {"text_input": PROMPT, "max_tokens": 12, "exclude_input_in_output": True}
+    found = adapted.json(f"/v2/models/{model}/generate", body)[1]
+    assert (found["model_name"], found["text_output"]) == (model, expected)
+    inputs = [
+        {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [PROMPT]},
+        {"name": "max_tokens", "datatype": "INT32", "shape": [1], "data": [12]},
+        {"name": "exclude_input_in_output", "datatype": "BOOL", "shape": [1], "data": [True]},
+    ]
+    found = adapted.json(f"/v2/models/{model}/infer", {"inputs": inputs})[1]
+    assert (found["model_name"], found["outputs"][0]["data"]) == (model, [expected])
+
+
 def _models(adapted):
     cards = adapted.json("/v1/models")[1]["data"]
     assert all(card.get("parent", card["id"]) == "tiny" for card in cards)
@@ -96,6 +109,7 @@ def test_adapters_are_models(adapted, adapters, expected):
         assert adapted.json(path, chat)[1]["model"] == "two"
     ollama = {"model": "two", "prompt": PROMPT, "stream": False, "raw": True}
     assert adapted.json("/api/generate", ollama)[1]["model"] == "two"
+    _ask_triton(adapted, "three", expected["three"])
     assert adapted.json("/v1/unload_lora_adapter", {"lora_name": "three"})[0] == 200
     assert _models(adapted) == ["tiny", "one", "two"]
 
@@ -145,10 +159,10 @@ def test_adapters_that_are_given_at_the_start(engine, offline, adapters):
             (f"a={one.parent}", "holds no adapter"),
         ):
             with pytest.raises(EdgeLLMError, match=words):
-                load_given(llm, [given], "tiny")
-        load_given(llm, [f"a={one}", f"b={one}"], "tiny")
+                load_given(llm, [given], ["tiny"])
+        load_given(llm, [f"a={one}", f"b={one}"], ["tiny"])
         assert list(llm.adapters) == ["a", "b"]
         with pytest.raises(EdgeLLMError, match="a is there already"):
-            load_given(llm, [f"a={one}"], "tiny")
+            load_given(llm, [f"a={one}"], ["tiny"])
     with pytest.raises(EdgeLLMError, match="takes no adapters"):
-        load_given(offline, [f"a={one}"], "tiny")
+        load_given(offline, [f"a={one}"], ["tiny"])

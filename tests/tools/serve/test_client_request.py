@@ -10,6 +10,7 @@ import pytest
 from edgellm.device_runtime.engine.sequence import Step
 from edgellm.tools.serve.client_request import Call, DisconnectedError
 from edgellm.tools.serve.events import Started
+from edgellm.tools.serve.mailbox import Mailbox
 
 
 class Gone:
@@ -43,3 +44,21 @@ def test_a_step_behind_the_clients_leaving_does_not_hide_it():
             await asyncio.wait_for(call.arrived(), 5)
 
     asyncio.run(serve())
+
+
+def test_many_events_wake_the_loop_once():
+    async def post() -> None:
+        loop, queues = asyncio.get_running_loop(), [asyncio.Queue() for _ in range(3)]
+        woken: list[object] = []
+        box = Mailbox(SimpleNamespace(call_soon_threadsafe=woken.append))
+        for number in range(4):
+            for queue in queues:
+                box.post(queue, number)
+        assert len(woken) == 1
+        loop.call_soon(woken[0])
+        for queue in queues:
+            assert [await queue.get() for _ in range(4)] == [0, 1, 2, 3]
+        box.post(queues[0], 4)
+        assert len(woken) == 2
+
+    asyncio.run(post())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -261,6 +262,28 @@ def test_two_threads_share_one_connection_each(small):
     assert all(b'"choices"' in content for content in found)
 
 
+def _assert_prompts_grow_together(server):
+    """The texts of one request, streamed and whole: those of a request each."""
+    prompts = [f"w{20 + at} w33" for at in range(4)]
+    common = {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    alone = [server.json(PATH, {"prompt": one, **common})[1] for one in prompts]
+    before = server.metric("edgellm:batch_size_count")
+    together = server.json(PATH, {"prompt": prompts, **common})[1]
+    assert server.metric("edgellm:batch_size_count") - before < 3 * 30
+    assert [one["text"] for one in together["choices"]] == [
+        one["choices"][0]["text"] for one in alone
+    ]
+    assert together["usage"]["completion_tokens"] == 4 * 30
+    content = server.send(PATH, {"prompt": prompts, "stream": True, **common})[2]
+    lines = [line[6:] for line in content.splitlines() if line.startswith(b"data: {")]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    said, order = [""] * 4, [choice["index"] for choice in choices]
+    for choice in choices:
+        said[choice["index"]] += choice["text"]
+    assert said == [one["text"] for one in together["choices"]]
+    assert sum(a != b for a, b in itertools.pairwise(order)) > 30  # they take turns
+
+
 def test_an_engine_for_three_answers_clients_side_by_side(shared_engine):
     """Each gets the answer that it gets alone, drafted for, sampled, or guided by stops."""
     bodies = [
@@ -281,4 +304,5 @@ def test_an_engine_for_three_answers_clients_side_by_side(shared_engine):
             assert one[0]["logprobs"]["tokens"] == expected[0]["logprobs"]["tokens"]
         assert server.metric("edgellm:batch_size_count") < 3 * passes
         assert server.metric("vllm:kv_cache_usage_perc") < 0.5
+        _assert_prompts_grow_together(server)
         assert server.json(PATH, {**bodies[0], "priority": -1})[0] == 400

@@ -12,13 +12,13 @@ import time
 import pytest
 import uvicorn
 
-from edgellm.device_runtime import LLM
 from edgellm.tools.serve import connection
 from edgellm.tools.serve.app import create_app
-from edgellm.tools.serve.metrics import Metrics
+from edgellm.tools.serve.engines import Engines
+from edgellm.tools.serve.loading import Loading
+from edgellm.tools.serve.models import read_models
 from edgellm.tools.serve.server import configured, listen
 from edgellm.tools.serve.settings import Settings
-from edgellm.tools.serve.worker import Worker
 
 LONG = {"prompt": "w20 w30", "max_tokens": 4000, "temperature": 0, "stream": True}
 HEAD = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -37,21 +37,21 @@ class Inside(uvicorn.Server):
 
 @pytest.fixture
 def inside(roomy_engine):
-    metrics = Metrics("tiny")
-    worker = Worker(LLM(roomy_engine), metrics, queue_size=4, request_timeout_s=60)
-    found = Inside(configured(create_app(worker, metrics, Settings("tiny")), 5))
+    models = read_models([f"tiny={roomy_engine}"])
+    engines = Engines(models, Loading(), Settings(queue_size=4, request_timeout_s=60))
+    found = Inside(configured(create_app(engines), 5))
     listener = listen("127.0.0.1", 0)
     found.port = listener.getsockname()[1]
-    worker.start()
+    engines.begin()
     thread = threading.Thread(target=found.run, kwargs={"sockets": [listener]})
     thread.start()
     while not found.started:
         time.sleep(0.01)
     yield found
     found.should_exit = True
-    worker.end()
-    worker.join()
+    engines.end()
     thread.join()
+    engines.close()
 
 
 def _connect(server):

@@ -10,10 +10,12 @@ from serve_process import serving
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
+from edgellm.contract import RequestError
 from edgellm.device_runtime import LLM
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
+from edgellm.tools.serve.embeddings import EmbeddingRequest
 
 TEXTS = ["w20 w30 w40", "w21", "w20 w30 w41"]
 
@@ -47,6 +49,15 @@ def test_embeddings_are_those_of_the_engine(embedder):
         client.embeddings.create(model="tiny", input="w20", dimensions=1 << 20)
     with pytest.raises(openai.BadRequestError, match="tokens, the engine takes"):
         client.embeddings.create(model="tiny", input="w20 " * 60)
+
+
+def test_an_adapter_embeds(embedder):
+    """The engine is asked for the adapter that the request names; this one has none."""
+    _, llm, _ = embedder
+    (ask,) = EmbeddingRequest(input="w20").asks(llm, "tuned")
+    assert ask.lora == "tuned"
+    with pytest.raises(RequestError, match="no adapter 'tuned'"):
+        llm.embed(ask.token_ids(llm), lora=ask.lora)
 
 
 def test_documents_come_by_their_nearness(embedder):

@@ -15,7 +15,7 @@ from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished, Started
 from edgellm.tools.serve.forms import Body
 from edgellm.tools.serve.schemas import ChatRequest, CompletionRequest
-from edgellm.tools.serve.streams import LINES
+from edgellm.tools.serve.streams import LINES, OneText
 from edgellm.tools.serve.tool_calls.call import Call, Item, Thought
 from edgellm.tools.serve.tools import Tool
 
@@ -202,7 +202,7 @@ class OllamaGenerate(_Asked):
         return CompletionRequest.model_validate(self._fields() | {"prompt": self.prompt})
 
 
-class OllamaWriter:
+class OllamaWriter(OneText):
     """An answer as it grows, a line of JSON for every step."""
 
     framing, last = LINES, b""

@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from edgellm.tools.serve.streams import OneText
 from edgellm.tools.serve.tool_calls.call import Call, Item, Thought
 
 
-class PartWriter(ABC):
+class PartWriter(OneText, ABC):
     """Sorts what is found in an answer into the parts of an interface."""
 
     thought_kind: ClassVar[str]  # of a part with reasoning

@@ -7,8 +7,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from edgellm.tools.serve.answering import Server
-from edgellm.tools.serve.client_request import Call, DisconnectedError
+from edgellm.tools.serve.answering import Served
+from edgellm.tools.serve.client_request import DisconnectedError
+from edgellm.tools.serve.engines import Engines
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.kserve import infer, metadata
 from edgellm.tools.serve.streams import collect
@@ -24,11 +25,11 @@ _BODY: dict[str, Any] = {
 }
 
 
-def add_kserve(app: FastAPI, server: Server, version: str) -> None:
+def add_kserve(app: FastAPI, engines: Engines, version: str) -> None:
     """Add the paths; those with a model's version are the same as those without."""
 
     def require(name: str, model_version: str) -> None:
-        server.require_model(name)
+        engines.find(name)
         if model_version != metadata.VERSION:
             raise ApiError(404, f"there is no version {model_version!r:.40}, only 1")
 
@@ -56,22 +57,22 @@ def add_kserve(app: FastAPI, server: Server, version: str) -> None:
     async def model_ready(name: str, version: str = metadata.VERSION) -> Response:
         """Whether requests for the model are taken."""
         require(name, version)
-        return Response(status_code=200 if server.worker.is_ready else 503)
+        return Response(status_code=200 if engines.is_ready else 503)
 
     @app.post(f"{_VERSION}/infer", include_in_schema=False)
     @app.post(f"{_MODEL}/infer", openapi_extra=_BODY)
     async def infer_text(name: str, request: Request, version: str = metadata.VERSION) -> Response:
         """Continue a text, in tensors."""
         require(name, version)
-        return await _infer(server, request)
+        return await _infer(await engines.of(name, request), request)
 
 
-async def _infer(server: Server, request: Request) -> Response:
+async def _infer(served: Served, request: Request) -> Response:
     found = infer.parse(await request.body(), request.headers.get(infer.HEADER_LENGTH))
     body = found.body
     body.require_path(streams=False)
-    writer = GenerateWriter(body, server.llm.tokenizer, server.settings.model, streams=False)
-    call = Call(server.worker, [body.ask()], request, server.settings.total_timeout_s)
+    writer = GenerateWriter(body, served.llm.tokenizer, served.name, streams=False)
+    call = served.call([body.ask(served.lora)], request)
     try:
         content, headers = infer.answer(found, await collect(call, writer))
     except DisconnectedError:

@@ -1,10 +1,11 @@
-"""KServe's gRPC service over the worker that answers HTTP, too."""
+"""KServe's gRPC service over the engines that answer HTTP, too."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import grpc  # pyright: ignore[reportMissingModuleSource]
@@ -13,8 +14,8 @@ from starlette.types import Message
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import Step
-from edgellm.tools.serve.answering import Server
 from edgellm.tools.serve.client_request import Call
+from edgellm.tools.serve.engines import LEASES, Engines
 from edgellm.tools.serve.errors import ApiError, as_api_error, fault_of
 from edgellm.tools.serve.events import Finished
 from edgellm.tools.serve.guard import require_key
@@ -55,8 +56,9 @@ class _Connection:
 
     scope: dict[str, Any]
 
-    def __init__(self) -> None:
-        self.scope = {}
+    def __init__(self, leases: ExitStack) -> None:
+        """`leases` ends with the request."""
+        self.scope = {LEASES: leases}
 
     async def receive(self) -> Message:
         """Nothing ever comes."""
@@ -67,8 +69,8 @@ class _Connection:
 class Service:
     """The calls; each is a coroutine of request and context."""
 
-    def __init__(self, server: Server, version: str) -> None:
-        self._server, self._version = server, version
+    def __init__(self, engines: Engines, version: str) -> None:
+        self._engines, self._version = engines, version
         self.ending = asyncio.Event()  # streams take no further request
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -117,37 +119,38 @@ class Service:
 
     def _require_key(self, context: grpc.aio.ServicerContext) -> None:
         given = {key: value for key, value in context.invocation_metadata() or ()}  # noqa: C416
-        require_key(self._server.settings, str(given.get("authorization", "")))
+        require_key(self._engines.settings, str(given.get("authorization", "")))
 
     async def _live(self, request: Any) -> Any:
         del request
-        return MESSAGES["ServerLiveResponse"](live=self._server.worker.is_alive)
+        return MESSAGES["ServerLiveResponse"](live=self._engines.is_alive)
 
     async def _ready(self, request: Any) -> Any:
         del request
-        return MESSAGES["ServerReadyResponse"](ready=self._server.worker.is_ready)
+        return MESSAGES["ServerReadyResponse"](ready=self._engines.is_ready)
 
     async def _model_ready(self, request: Any) -> Any:
-        self._server.require_model(request.name)
-        return MESSAGES["ModelReadyResponse"](ready=self._server.worker.is_ready)
+        self._engines.find(request.name)
+        return MESSAGES["ModelReadyResponse"](ready=self._engines.is_ready)
 
     async def _metadata(self, request: Any) -> Any:
         del request
         return MESSAGES["ServerMetadataResponse"](**metadata.server(self._version))
 
     async def _model_metadata(self, request: Any) -> Any:
-        self._server.require_model(request.name)
+        self._engines.find(request.name)
         return MESSAGES["ModelMetadataResponse"](**metadata.model(request.name))
 
     async def _config(self, request: Any) -> Any:
-        self._server.require_model(request.name)
+        self._engines.find(request.name)
         return MESSAGES["ModelConfigResponse"](config=metadata.config(request.name))
 
     async def _infer(self, request: Any) -> Any:
         body, names = self._read(request)
         body.require_path(streams=False)
-        found = await collect(self._call(body), self._writer(body, streams=False))
-        return _response(request, names, found)
+        with ExitStack() as leases:
+            call, writer = await self._asked(request, body, leases, streams=False)
+            return _response(request, names, await collect(call, writer))
 
     async def _stream(
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
@@ -171,12 +174,35 @@ class Service:
     async def _answers(self, request: Any) -> AsyncIterator[Any]:
         """One response for each step of a stream, or one with all of the text."""
         body, names = self._read(request)
+        with ExitStack() as leases:
+            streams = bool(body.stream or body.streaming)
+            call, writer = await self._asked(request, body, leases, streams=streams)
+            answers = self._steps if streams else self._whole
+            async for response in answers(request, names, body, call, writer):
+                yield response
+
+    async def _whole(
+        self,
+        request: Any,
+        names: Sequence[str],
+        body: GenerateRequest,
+        call: Call,
+        writer: GenerateWriter,
+    ) -> AsyncIterator[Any]:
+        del body
+        found = await collect(call, writer)
+        is_final = True if request.parameters[_WANTS_FINAL].bool_param else None
+        yield _response(request, names, found, is_final=is_final)
+
+    async def _steps(
+        self,
+        request: Any,
+        names: Sequence[str],
+        body: GenerateRequest,
+        call: Call,
+        writer: GenerateWriter,
+    ) -> AsyncIterator[Any]:
         wants_final = request.parameters[_WANTS_FINAL].bool_param
-        if not (body.stream or body.streaming):
-            found = await collect(self._call(body), self._writer(body, streams=False))
-            yield _response(request, names, found, is_final=True if wants_final else None)
-            return
-        call, writer = self._call(body), self._writer(body, streams=True)
         told = False if wants_final else None
         try:
             pieces = writer.begin()
@@ -200,7 +226,7 @@ class Service:
         Raises:
             ApiError: it cannot be answered.
         """
-        self._server.require_model(request.model_name)
+        self._engines.find(request.model_name)
         names = infer.require_outputs([output.name for output in request.outputs])
         try:
             body = request_of(_tensors(request), request.id)
@@ -208,22 +234,23 @@ class Service:
             raise fault_of(error.errors()) from None
         return infer.with_reason(body, names), names
 
-    def _call(self, body: GenerateRequest) -> Call:
-        self._server.worker.require_room()
-        timeout_s = self._server.settings.total_timeout_s
-        return Call(self._server.worker, [body.ask()], _Connection(), timeout_s)
-
-    def _writer(self, body: GenerateRequest, *, streams: bool) -> GenerateWriter:
-        settings = self._server.settings
-        return GenerateWriter(body, self._server.llm.tokenizer, settings.model, streams=streams)
+    async def _asked(
+        self, request: Any, body: GenerateRequest, leases: ExitStack, *, streams: bool
+    ) -> tuple[Call, GenerateWriter]:
+        """A request on its way, and the form of its answer; raises as `Call`."""
+        self._engines.require_room()
+        connection = _Connection(leases)
+        served = await self._engines.of(request.model_name, connection)
+        writer = GenerateWriter(body, served.llm.tokenizer, served.name, streams=streams)
+        return served.call([body.ask(served.lora)], connection), writer
 
 
 class GrpcServer:
     """The service at a port, beside the HTTP server."""
 
-    def __init__(self, server: Server, host: str, port: int, version: str) -> None:
-        self._max_bytes = server.settings.max_body_bytes
-        self._service = Service(server, version)
+    def __init__(self, engines: Engines, host: str, port: int, version: str) -> None:
+        self._max_bytes = engines.settings.max_body_bytes
+        self._service = Service(engines, version)
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._grpc: grpc.aio.Server | None = None
 

@@ -30,7 +30,7 @@ class TritonPythonModel:
         given = json.loads(args["model_config"])["parameters"]
         how = SpecOptions() if given["speculates"]["string_value"] == "true" else None
         engine = Path(given["engine_dir"]["string_value"])
-        self._llm: LLM = asks.load(engine, None, how, context_reuse=True, verify=None)
+        self._llm: LLM = LLM(engine, spec=how, context_reuse=True)
 
     def execute(self, requests: list[Any]) -> None:
         """Answer requests; a fault ends one of them, not the model."""

@@ -1,0 +1,71 @@
+"""Quantized checkpoints as GPUs compute them: inputs of linear layers rounded as their scheme says.
+
+Float8 with a calibrated scale, FP4 in blocks of 16 with the E4M3 scales that a GPU finds while it
+runs, INT8 with a calibrated scale; all else in float32, in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from edgellm.export.checkpoint import Safetensors
+from edgellm.quantize.layer_errors import QuantizedLayer
+from edgellm.quantize.logits import float_head
+from edgellm.quantize.modelopt_adapter import Recipe
+from edgellm.quantize.one_layer_model import quiet_transformers, run_layer
+from edgellm.quantize.schemes import choose_scheme
+from edgellm.quantize.subject import LanguageModel
+from edgellm.quantize.tensors import read_below, read_tensor
+
+CPU = torch.device("cpu")
+
+
+def simulated(source: Path, folder: Path, flags: Sequence[str]) -> Callable[..., np.ndarray]:
+    """A function of token ids [S] to logits [S, V].
+
+    Args:
+        source: the float checkpoint.
+        folder: what `edgellm-quantize` made of it.
+        flags: which it was given; the head stayed in floats.
+    """
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    scheme = choose_scheme(given["--quantization"], given.get("--algo"))
+    quiet_transformers()
+    subject = LanguageModel.open(str(source), ())
+    recipe = Recipe(scheme, 0, 1.0)
+    exported = Safetensors(sorted(folder.glob("*.safetensors")))
+    layers = [_layer(subject, index, exported, recipe) for index in range(len(subject.layers))]
+    norm = subject.norm_model(None, CPU)
+    head = float_head(read_tensor(subject.tensors, subject.head_name), CPU, subject.finish)
+
+    def logits(ids: np.ndarray) -> np.ndarray:
+        states = next(subject.embedded(ids[None], 1))
+        for layer in layers:
+            states = layer(states)
+        return head(run_layer(norm, states)[0]).numpy()
+
+    return logits
+
+
+def _layer(
+    subject: LanguageModel, index: int, exported: Safetensors, recipe: Recipe
+) -> QuantizedLayer:
+    prefix, family = subject.layers[index], subject.family
+    source = {name: tensor.floats() for name, tensor in subject.layer_source(index).items()}
+    tensors = {
+        family.canonical(name): tensor for name, tensor in read_below(exported, prefix).items()
+    }
+    return QuantizedLayer(
+        prefix,
+        source,
+        tensors,
+        recipe,
+        lambda values: subject.layer_model(index, values, CPU),
+        CPU,
+        family,
+        subject.config.head_dim,
+    )

@@ -1,0 +1,101 @@
+"""What computes an engine where ONNX Runtime has several kernels for CUDA, and what that needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from edgellm.build.lowering.experts import ExpertLayer
+from edgellm.build.lowering.linear_weights import linear_layers
+from edgellm.build.onnxruntime_cuda.attention import Form, forms_of
+from edgellm.build.onnxruntime_cuda.experts import EXPERTS_VERSION
+from edgellm.build.onnxruntime_cuda.fused_attention import FUSED_VERSION
+from edgellm.build.onnxruntime_cuda.linears import takes_int_gemm
+from edgellm.build.onnxruntime_cuda.options import AUTO, FUSED, OFF, ON, PLAIN, options_of
+from edgellm.build.plan import Plan
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.runners.onnxruntime_cuda import INT_GEMM, MINIMUM_VERSION
+
+GEMV_ROWS = 16  # that MatMulNBits multiplies without decoding the weights; more, and it does
+_FLOAT_EXPERTS = "experts have the activations' type, also where the checkpoint has fewer bits"
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Those of a build."""
+
+    forms: tuple[Form, ...] = (Form.PLAIN,)  # a graph each
+    int_gemm: bool = False  # see `CudaKernel`
+    options: dict[str, str] = field(default_factory=dict)  # of the engine
+    notes: tuple[str, ...] = ()
+
+
+def choose(
+    graph: ir.Graph, dtype: ir.DataType, plan: Plan, quantize: str, *, has_cache: bool
+) -> Choices:
+    """For the main graph of a bundle.
+
+    Args:
+        graph: portable.
+        dtype: of activations.
+        plan: of the engine.
+        quantize: what the build rounds float weights to, if anything.
+        has_cache: of keys and values.
+
+    Raises:
+        EdgeLLMError: a flag asks for what ONNX Runtime has not.
+    """
+    forms, said = _forms(graph, dtype, plan) if has_cache else ((Form.PLAIN,), "")
+    gemms, gemm_said = _int_gemm(graph, dtype, plan, quantize)
+    has_experts = bool(ExpertLayer.all_of(graph))
+    is_fused = Form.CAUSAL in forms
+    options = {"attention": FUSED if is_fused else PLAIN} if has_cache else {}
+    if gemms:
+        options[INT_GEMM] = "1"
+    if is_fused or has_experts:
+        options[MINIMUM_VERSION] = FUSED_VERSION if is_fused else EXPERTS_VERSION
+    notes = (said, gemm_said, _FLOAT_EXPERTS if has_experts else "")
+    return Choices(forms, gemms, options, tuple(note for note in notes if note))
+
+
+def _forms(graph: ir.Graph, dtype: ir.DataType, plan: Plan) -> tuple[tuple[Form, ...], str]:
+    """The graphs, and what people should know of them."""
+    wanted = options_of(plan).attention
+    _check_word("--attention", wanted, FUSED, PLAIN)
+    if wanted == PLAIN:
+        return (Form.PLAIN,), ""
+    forms, against = forms_of(graph, dtype)
+    if against and wanted == FUSED:
+        raise EdgeLLMError(f"--attention fused: {against}", hint="give --attention plain")
+    return forms, f"attention is not fused: {against}" if against else ""
+
+
+def _int_gemm(graph: ir.Graph, dtype: ir.DataType, plan: Plan, quantize: str) -> tuple[bool, str]:
+    """Whether tensor cores take integer weights, and what people should know of it."""
+    wanted = options_of(plan).int_gemm
+    _check_word("--intGemm", wanted, ON, OFF)
+    layers = [weight for _, weight in linear_layers(graph)]
+    some = [weight for weight in layers if weight.kind != "dense" or quantize in ("int4", "int8")]
+    is_half = dtype == ir.DataType.FLOAT16
+    fitting = [weight for weight in some if is_half and takes_int_gemm(weight)]
+    if wanted == OFF or (wanted == AUTO and plan.max_verify_tree_size <= GEMV_ROWS):
+        return False, ""
+    if not fitting:
+        if wanted == ON:
+            raise EdgeLLMError(
+                "--intGemm on: no layer has int4 or int8 weights for it: float16 activations, "
+                "blocks of 32 or a multiple, no zero points, outputs in multiples of 64",
+                hint="leave out --intGemm",
+            )
+        return False, ""
+    return True, (
+        f"{len(fitting)} of {len(layers)} linear layers go to tensor cores without being decoded "
+        "(fpA_intB, from compute capability 7.5 on), in blocks of 32; each of the two graphs holds "
+        "its integer weights apart, --intGemm off shares them"
+    )
+
+
+def _check_word(flag: str, value: str, *allowed: str) -> None:
+    if value not in (AUTO, *allowed):
+        raise EdgeLLMError(f"{flag} {value}: give {', '.join((AUTO, *allowed))}")

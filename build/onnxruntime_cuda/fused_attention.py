@@ -1,0 +1,116 @@
+"""Attention as GroupQueryAttention, which writes its rows into the cache where it lies.
+
+Without a bias ONNX Runtime takes XQA, cuDNN's or Flash attention, whose time follows the live rows.
+A bias, which trees need, sends it to products with scores in float32: they read the keys of a group
+once, while the Attention of opset 24 with a mask writes them once more for every query head.
+
+Source: contrib_ops/cuda/bert/group_query_attention.cc. A bias is taken since
+microsoft/onnxruntime#29525, not beside sinks; `FUSED_VERSION` is the first release in whose library
+that was looked for and found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.build.lowering.attention import CachedAttention, packed_rows
+from edgellm.build.lowering.contrib_ops import CONTRIB, LOWEST, rotate
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.onnxruntime_cuda.plain_attention import stored_sinks
+from edgellm.device_runtime.runners.onnxruntime_cuda.slots import LAST_ROW, LIVE_ROWS
+
+FUSED_VERSION = "1.31"  # of ONNX Runtime
+_HEAD_MULTIPLE = 8  # of numbers of a head
+
+
+def why_not_fused(layers: Sequence[CachedAttention], dtype: ir.DataType) -> str:
+    """Why ONNX Runtime has no fused kernel for these layers; "" if it has."""
+    if dtype != ir.DataType.FLOAT16:
+        return f"GroupQueryAttention has no kernel for {dtype.name.lower()}"
+    if uneven := {layer.head_dim for layer in layers if layer.head_dim % _HEAD_MULTIPLE}:
+        return f"heads of {uneven.pop()} numbers, no multiple of {_HEAD_MULTIPLE}"
+    return ""
+
+
+class FusedLayers:
+    """Emits layers that share lengths and biases."""
+
+    def __init__(
+        self,
+        graph: GraphEditor,
+        dtype: ir.DataType,
+        seen: Mapping[ir.Value, ir.Value],
+        windows: Mapping[ir.Value, int | None],
+    ) -> None:
+        """Without `seen` rows see all before them, in windows where layers have one."""
+        self._graph, self._dtype = graph, dtype
+        self._seen, self._windows = seen, windows
+        self._lengths: tuple[ir.Value, ir.Value] | None = None
+        self._biases: dict[ir.Value, ir.Value] = {}
+
+    def emit(self, layer: CachedAttention, tables: tuple[ir.Value, ...]) -> Sequence[ir.Value]:
+        """Rows [1, S, num_heads * D] and the caches.
+
+        Args:
+            layer: at which the graph's cursor stands.
+            tables: positions, cos and sin; () where rows do not turn.
+        """
+        graph, window = self._graph, self._windows[layer.visible]
+        turns_inside = bool(tables) and layer.positions is not None and layer.turns_inside
+        q, k = layer.q, layer.k
+        if tables and not turns_inside:
+            flags = layer.interleaved, layer.rotary_embedding_dim
+            q = rotate(graph, q, tables, layer.num_heads, *flags)
+            k = rotate(graph, k, tables, layer.kv_num_heads, *flags)
+        # Without a bias positions are those of the slots, which Flash's decoding knows alone
+        positions = tables[0] if turns_inside and self._seen else None
+        bias, sinks = self._bias(layer.visible), None
+        if layer.sinks is not None:
+            sinks = stored_sinks(graph, layer, self._dtype, (layer.num_heads,))
+        packed = packed_rows(q, k, layer.v)
+        given = {"scale": layer.scale, "softcap": layer.softcap}
+        given |= {"local_window_size": window if bias is None else None}
+        given |= {"rotary_interleaved": layer.interleaved if turns_inside else None}
+        return graph.nodes(
+            "GroupQueryAttention",
+            [
+                *((packed, None, None) if packed is not None else (q, k, layer.v)),
+                layer.past_key,
+                layer.past_value,
+                *self._of_lengths(),
+                *(tables[1:] if turns_inside else (None, None)),
+                positions,
+                bias,
+                sinks,
+            ],
+            3,
+            domain=CONTRIB,
+            num_heads=layer.num_heads,
+            kv_num_heads=layer.kv_num_heads,
+            do_rotary=int(turns_inside),
+            **{name: value for name, value in given.items() if value},
+        )
+
+    def _of_lengths(self) -> tuple[ir.Value, ir.Value]:
+        if self._lengths is None:
+            last = self._graph.input(LAST_ROW, ir.DataType.INT32, [1])
+            self._lengths = last, self._graph.input(LIVE_ROWS, ir.DataType.INT32, [])
+        return self._lengths
+
+    def _bias(self, visible: ir.Value) -> ir.Value | None:
+        """[1, 1, S, T]; the lowest number, for a row that saw nothing would be none of -inf."""
+        if not self._seen:
+            return None
+        graph, dtype = self._graph, self._dtype.numpy()
+        if visible not in self._biases:
+            shut, open_ = (
+                graph.constant(name, np.array(number, dtype))
+                for name, number in (("lowest", LOWEST[self._dtype]), ("open", 0))
+            )
+            axes = graph.constant("batch_and_head", np.array([0, 1], np.int64))
+            mask = graph.node("Where", [self._seen[visible], open_, shut])
+            self._biases[visible] = graph.node("Unsqueeze", [mask, axes])
+        return self._biases[visible]

@@ -1,0 +1,93 @@
+"""A graph bound for fixed sizes, recorded as a CUDA graph when it recurs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.device_runtime.runners.onnxruntime_cuda.cache import Buffers, DeviceCache, allocate
+from edgellm.device_runtime.runners.onnxruntime_cuda.sizes import Sizes
+from edgellm.device_runtime.runners.onnxruntime_graphs import CPU, Held, dtype_of
+
+_ON_DEVICE = (contract.LOGITS, contract.HIDDEN_TAPS)  # until somebody asks
+_ALL_ROWS = (contract.HIDDEN_TAPS,)  # others have those that are asked for
+_GRAPH_ID = "gpu_graph_id"  # of a run, from 1 on; -1 records nothing
+
+
+class BoundPass:
+    """One graph with inputs and outputs."""
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        device: str,
+        cache: DeviceCache,
+        inputs: Mapping[str, NDArray[Any]],
+        capture_id: int = 0,
+    ) -> None:
+        """Bind.
+
+        Args:
+            session: of the graph.
+            device: where everything lies.
+            cache: of keys and values.
+            inputs: which `run` uploads as they are then.
+            capture_id: of its recording among those of the session; -1: it is not recorded, 0: the
+                session records nothing.
+        """
+        self._session, self._device, self._version = session, device, 0
+        self._capture_id, self._runs = capture_id, 0
+        self._options = ort.RunOptions()
+        self._record(-1)
+        self._binding = session.io_binding()
+        self._buffers = Buffers(device, inputs, self._binding)
+        self.inputs = inputs
+        self._given = [
+            value for value in session.get_outputs() if not value.name.startswith(contract.PRESENT)
+        ]
+        self.outputs = [value.name for value in self._given]
+        for name in self.outputs:
+            self._binding.bind_output(name, device if name in _ON_DEVICE else CPU)
+        cache.bind(self._binding)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the latest run recorded, or was a recording."""
+        return self._capture_id > 0 and self._runs > 1
+
+    def run(self, held: Held) -> None:
+        """Compute; outputs hold what came of it until the next run."""
+        self._runs += 1
+        if self.is_recording and self._runs == 2:
+            self._fix_outputs()
+            self._record(self._capture_id)
+        self._version = held.bind(self._binding, self._version)
+        self._buffers.upload()
+        self._session.run_with_iobinding(self._binding, self._options)
+        self._binding.synchronize_outputs()
+
+    def _record(self, capture_id: int) -> None:
+        if self._capture_id:
+            self._options = ort.RunOptions()
+            self._options.add_run_config_entry(_GRAPH_ID, str(capture_id))
+
+    def _fix_outputs(self) -> None:
+        """A recording writes to where it wrote first."""
+        found = self._binding.get_outputs()
+        self._fixed = [
+            allocate(value.shape(), np.dtype(dtype_of(given.type)), self._device)
+            for given, value in zip(self._given, found[: len(self._given)], strict=True)
+        ]
+        for name, value in zip(self.outputs, self._fixed, strict=True):
+            self._binding.bind_ortvalue_output(name, value)
+
+    def fetch(self, name: str, asked: Sizes) -> NDArray[Any]:
+        """An output in the host's memory without what is padding, floats as float32."""
+        found = self._binding.get_outputs()[self.outputs.index(name)].numpy()
+        found = found[:, : asked.rows if name in _ALL_ROWS else asked.outputs]
+        return found.astype(np.float32) if found.dtype == np.float16 else found

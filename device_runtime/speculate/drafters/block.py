@@ -1,0 +1,202 @@
+"""Drafting with a network that foresees a whole block of tokens in one pass.
+
+A round asks it once, with the features of the tokens that the round before committed: it gives
+candidates for every place of the block. Those of a place are the same whatever stands between, as
+of Medusa's heads, unless the draft has links: then a candidate's score depends on the one before
+it. Either way a tree of any size is made of them without another pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from edgellm.block_spec import BlockSpec
+from edgellm.contract import LimitError
+from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter
+from edgellm.device_runtime.sessions.block import BlockSession, costs, open_block
+from edgellm.device_runtime.sessions.draft import DraftResult
+from edgellm.device_runtime.speculate.costs import Costs, shared
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafter import (
+    LEAST_RETRIAL_ROWS,
+    RETRIAL_ROWS,
+    Learned,
+    TreeDrafter,
+)
+from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
+from edgellm.device_runtime.speculate.passes import Passes, Wanted
+from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.tree import F64, Pool
+from edgellm.integrity import FileCheck
+from edgellm.manifest import DraftSpec
+from edgellm.roles import BLOCK, FORESEE
+
+ROLE = BLOCK
+DEFAULTS = TreeLimits()  # with as many steps as the block has places
+
+
+def open(order: Order) -> Opened:
+    """The network in the folder of its base."""
+    folder, manifest = open_own(order, "block")
+    limits = block_limits(order, manifest.draft)
+    with FileCheck(folder, manifest.files, order.verify):
+        session = open_block(folder, manifest)
+    measured = manifest.cost_ms or costs(session, manifest.draft, manifest.max_draft_tree_size)
+    prices = Costs.of(order.pass_costs(), None, measured[FORESEE], order.host_ms)
+    image_ids = order.image_ids(reads_rows=False)
+    most_rows = max(manifest.main_graphs[-1].max_rows, limits.round_rows)
+    rows = CommittedRows(session, limits.round_rows, image_ids, most_rows=most_rows)
+
+    draft, top_k = manifest.draft, limits.top_k
+    if links := session.block.links:  # which tell better than the first scores what is likely
+        top_k = min(links, draft.draft_vocab_size)
+
+    def start(learned: Learned) -> BlockDrafter:
+        return BlockDrafter(rows, session, learned, limits, prices, num_candidates=top_k)
+
+    return Opened(prices, start, (rows,))
+
+
+def block_limits(order: Order, draft: DraftSpec) -> TreeLimits:
+    """The limits with as many levels as the block foresees, unless the user wants fewer.
+
+    Raises:
+        LimitError: the user wants more.
+    """
+    assert draft.block is not None
+    levels, options = draft.block.levels, order.options
+    limits = order.limits
+    links = draft.block.links
+    if links and limits.top_k > links:
+        if options.choices:
+            raise LimitError(
+                f"the choices take {limits.top_k} candidates of a node, the draft knows {links}"
+            )
+        limits = replace(limits, top_k=links)
+    check_candidates(limits, draft)
+    if options.steps is None and not options.choices:
+        return replace(limits, steps=levels)
+    if limits.steps > levels:
+        what = "the choices are" if options.choices else "--eagleDraftStep is"
+        raise LimitError(
+            f"{what} {limits.steps} levels deep, the draft's blocks foresee {levels} tokens",
+            hint="take fewer",
+        )
+    return limits
+
+
+class BlockDrafter(TreeDrafter):
+    """Grows the pool with the candidates of a block."""
+
+    def __init__(
+        self,
+        rows: CommittedRows,
+        session: BlockSession,
+        learned: Learned,
+        limits: TreeLimits,
+        costs: Costs,
+        *,
+        num_candidates: int,
+    ) -> None:
+        """Nothing is computed yet.
+
+        Args:
+            rows: of the draft.
+            session: the draft.
+            learned: see `TreeDrafter`.
+            limits: the user's bounds, at most the block's levels.
+            costs: of the engine, for the books; rows are extended with a block behind them.
+            num_candidates: of a row that the draft is asked for, children of a node at least.
+        """
+        super().__init__(learned, limits, image_ids=rows.image_ids)
+        self._rows, self._session, self._costs = rows, session, costs
+        self._num_candidates, self._size = num_candidates, rows_of(session.block, limits.steps)
+        self._block: DraftResult | None = None  # behind the newest token
+        self._shares: dict[int, F64] = {}  # prices by the answers that share a pass
+        self._own = rows.context  # its rows; others may be current
+        self._adapter: LoadedAdapter | None = None
+
+    def begin(self, token_ids: Sequence[int]) -> None:
+        """See `DraftRows.begin`; the current rows are its own from now on."""
+        super().begin(token_ids)
+        self._own = self._rows.context
+        self._own.begin(token_ids, self._adapter)
+
+    def set_adapter(self, adapter: LoadedAdapter | None) -> None:
+        """See `Drafter.set_adapter`."""
+        self._adapter = adapter
+
+    def set_images(self, images: ImageRows) -> None:
+        """The images of the answer that begins; the draft sees their features alone."""
+        self._rows.context.set_images(images)
+
+    def observe(self, next_token_ids: I64, taps: F32) -> None:
+        """Committed rows: features [M, T*H] and the token that follows each, int64 [M]."""
+        self._own.observe(next_token_ids, taps)
+
+    def _read(self) -> Passes[None]:
+        """Commit the rows that wait, with a block behind them."""
+        if self._controller.is_retrial:
+            self._own.skip(max(RETRIAL_ROWS // self.company.answers, LEAST_RETRIAL_ROWS))
+        for part in self._own.parts(self._num_candidates):
+            rows = len(part.token_ids)
+            block = np.arange(rows, rows + self._size)
+            wanted = Wanted(self._session, replace(part, output_rows=block))
+            result = yield wanted
+            self._block = result.copy()
+            self._book_reading(rows, self._prices(wanted.answers))
+
+    def _prices(self, answers: int) -> F64:
+        """Milliseconds by rows that are committed."""
+        if answers not in self._shares:
+            self._shares[answers] = shared(self._costs.extend, answers)
+        return self._shares[answers]
+
+    def _is_ready(self) -> bool:
+        """While committed rows wait, the tree is the root."""
+        return self._block is not None and not self._own.is_behind
+
+    def _grow(self, pool: Pool, levels: int) -> None:
+        assert self._block is not None
+        found, policy = self._block, self._policy
+        first = 0 if self._session.block.from_newest else 1
+        nodes, ranks = np.zeros(1, np.int64), np.zeros(1, np.int64)  # and their places in their row
+        for row in range(first, min(first + levels, len(found.token_ids))):
+            ids, log_probs, places = _children(found, row, ranks, self._limits.top_k)
+            newest = pool.add(nodes, ids, policy.scores(log_probs), np.exp(log_probs))
+            nodes = policy.frontier(pool, newest, np.zeros(len(newest)))
+            if not len(nodes):
+                return
+            ranks = places[nodes - newest[0]]
+
+
+def _children(found: DraftResult, row: int, ranks: I64, top_k: int) -> tuple[I64, F64, I64]:
+    """The candidates of a row behind each of N of the row before, best first.
+
+    Args:
+        found: of the block.
+        row: of it.
+        ranks: places of the N among the candidates of the row before, int64 [N].
+        top_k: K.
+
+    Returns:
+        Token ids and log-probabilities [N, K], and the places of all of them in the row [N * K].
+    """
+    if found.links is None:
+        shape = len(ranks), found.token_ids.shape[1]
+        ids = np.broadcast_to(found.token_ids[row], shape)
+        log_probs = np.broadcast_to(found.log_probs[row].astype(np.float64), shape)
+        return ids, log_probs, np.tile(np.arange(shape[1]), shape[0])
+    log_probs = found.links[row][ranks].astype(np.float64)
+    order = np.argsort(-log_probs, axis=1, kind="stable")[:, :top_k]
+    return found.token_ids[row][order], np.take_along_axis(log_probs, order, 1), order.ravel()
+
+
+def rows_of(block: BlockSpec, levels: int) -> int:
+    """Rows of a pass that foresees so many levels; one whose rows see all of it is always whole."""
+    if not block.is_causal:
+        return block.size
+    return min(block.size, levels if block.from_newest else levels + 1)

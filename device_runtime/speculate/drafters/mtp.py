@@ -1,0 +1,20 @@
+"""Drafting with the layer of multi-token prediction that a base brings along.
+
+It is run as EAGLE-1 is: the feature is the output of the base's final norm, and what the layer
+gives behind its own is the next step's.
+"""
+
+from __future__ import annotations
+
+from edgellm.device_runtime.speculate.drafters.eagle import open_network
+from edgellm.device_runtime.speculate.opening import Opened, Order
+from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.roles import DRAFT
+
+ROLE, METHODS = DRAFT, ("mtp",)
+DEFAULTS = TreeLimits()
+
+
+def open(order: Order) -> Opened:
+    """The layer, as a draft in the folder of its base."""
+    return open_network(order, "mtp")

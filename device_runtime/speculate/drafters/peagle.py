@@ -1,0 +1,95 @@
+"""Drafting with P-EAGLE (arXiv 2602.01469): the pass that reads a round foresees every level.
+
+Behind the newest committed row stand rows of a mask token, each of which foresees the token one
+further on, whatever comes before. The next round overwrites them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from edgellm.contract import LimitError
+from edgellm.device_runtime.sessions.draft import DraftPart, costs, open_draft
+from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows, MaskRows
+from edgellm.device_runtime.speculate.drafter import Learned
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.drafters.medusa import heads_limits
+from edgellm.device_runtime.speculate.levels import grow_levels
+from edgellm.device_runtime.speculate.opening import Opened, Order, open_own
+from edgellm.device_runtime.speculate.passes import Passes
+from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.integrity import FileCheck
+from edgellm.manifest import Engine
+from edgellm.roles import DRAFT, EXTEND
+
+ROLE, METHODS = DRAFT, ("peagle",)
+DEFAULTS = TreeLimits(steps=8)  # or what the draft was trained for, if that is less
+
+
+def open(order: Order) -> Opened:
+    """The network in the folder of its base."""
+    folder, manifest = open_own(order, "peagle")
+    limits = heads_limits(order, manifest.draft)
+    masks = mask_rows(limits, manifest)
+    with FileCheck(folder, manifest.files, order.verify):
+        session = open_draft(folder, manifest)
+    measured = manifest.cost_ms or costs(session, manifest.draft, manifest.max_draft_tree_size)
+    prices = Costs.of(order.pass_costs(), None, measured[EXTEND], order.host_ms)
+    image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
+    rows = CommittedRows(session, limits.round_rows, image_ids, most_rows=limits.round_rows)
+
+    def start(learned: Learned) -> ParallelDrafter:
+        return ParallelDrafter(rows, learned, limits, prices, masks)
+
+    return Opened(prices, start, (rows,))
+
+
+def mask_rows(limits: TreeLimits, draft: Engine) -> MaskRows:
+    """For the levels of the limits; raises `LimitError` if the engine takes fewer rows."""
+    token_id, most = draft.draft.mask_token_id, draft.max_draft_tree_size
+    assert token_id is not None
+    if limits.steps > most:
+        raise LimitError(
+            f"--eagleDraftStep {limits.steps} exceeds the draft engine's {most} rows",
+            hint="take less, or build with a larger --maxDraftTreeSize",
+        )
+    return MaskRows(token_id, limits.steps - 1)
+
+
+class ParallelDrafter(EagleDrafter):
+    """Grows the pool with the candidates of the newest row and of the mask rows behind it."""
+
+    def __init__(
+        self,
+        rows: CommittedRows,
+        learned: Learned,
+        limits: TreeLimits,
+        costs: Costs,
+        masks: MaskRows,
+    ) -> None:
+        """Nothing is computed yet.
+
+        Args:
+            rows: of the draft.
+            learned: see `TreeDrafter`.
+            limits: the user's bounds, no deeper than the draft foresees.
+            costs: of the engine, for the books; rows extended are those with the mask rows.
+            masks: of a pass.
+        """
+        super().__init__(rows, learned, limits, costs, max_tree_rows=1)
+        self._masks = masks
+
+    def _parts(self) -> Iterator[DraftPart]:
+        return self._own.parts(self._limits.top_k, self._masks)
+
+    def _grow(self, pool: Pool, levels: int) -> Passes[None]:
+        assert self._root is not None
+        found = self._root()
+        log_probs = found.log_probs.astype(np.float64)
+        foreseen = list(zip(found.token_ids, log_probs, strict=True))
+        grow_levels(pool, self._policy, foreseen[:levels])
+        yield from ()

@@ -1,0 +1,198 @@
+"""The layer of multi-token prediction that a base brings along: `mtp.*` of Qwen3-Next and Qwen3.5.
+
+As EAGLE-1, it continues the feature that the base gives to its head, the next one from a token's
+embedding and the feature before it. Both are normed before they are joined; the layer is one of
+the base's that attend, with experts where they have some; what it gives is normed once more, for
+the head, which is the base's, and for the step behind. vLLM 0.32 (`qwen3_5_mtp.py`) reads it so.
+S rows of a pass, R rows of the head, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.contract import UnsupportedModelError
+from edgellm.export.bundle import ExportOptions, end_ids, read_architecture
+from edgellm.export.checkpoint import Checkpoint, Renamed, TensorSource
+from edgellm.export.config import ConfigReader
+from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.draft_decoder import record
+from edgellm.export.draft_tensors import DraftTensors
+from edgellm.export.graph_files import decoder_spec, refuse_leftovers
+from edgellm.export.head_rows import HeadRows, commonest
+from edgellm.export.layers.attention import PassState
+from edgellm.export.layers.embedding import Embedding
+from edgellm.export.layers.linear import Linear
+from edgellm.export.models import qwen2_moe, qwen3_5_text
+from edgellm.export.op import Op
+from edgellm.export.rotation import refuse_rotated
+from edgellm.export.vlm import text_tower
+from edgellm.export.weights import Weights
+from edgellm.manifest import DraftSpec
+from edgellm.roles import DRAFT
+
+TITLE, ROLE = "multi-token prediction", DRAFT
+FILES = ()  # it stands among the weights of its model
+_PREFIX, _TABLE, _HEAD = "mtp.", "model.embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class MtpConfig:
+    """What the layer computes; all of it is in the config of the model that it came with."""
+
+    architecture: ModuleType  # of that model
+    decoder: DecoderConfig  # the layer alone
+    base_num_layers: int
+    target_ids: tuple[int, ...] | None = None  # that it foresees, ascending; None: all
+    exporter: str = "Qwen"
+    method: str = "mtp"
+    taps_meaning: str = "multi-token prediction: output of the final norm"
+
+    @property
+    def hidden_taps(self) -> tuple[int, ...]:
+        """The output of the base's final norm, see `manifest.DraftSpec`."""
+        return (self.base_num_layers,)
+
+    @property
+    def num_foreseen(self) -> int:
+        """Tokens that it may propose."""
+        return self.decoder.vocab_size if self.target_ids is None else len(self.target_ids)
+
+
+def own_names(names: Iterable[str]) -> list[str]:
+    """Those of its tensors, which stand beside a model's."""
+    return [name for name in names if name.startswith(_PREFIX)]
+
+
+def read(checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] = ()) -> MtpConfig:
+    """Read the facts from the config of the model that the layer came with.
+
+    Raises:
+        UnsupportedModelError: a layer of another architecture, several, one with an embedding of
+            its own, or one for a base of other sizes.
+    """
+    refuse_rotated(checkpoint, TITLE)
+    options = ExportOptions(ignore_config_keys=ignored)
+    tower, architecture, config = read_architecture(checkpoint, options)
+    if not issubclass(architecture.Model, qwen3_5_text.Model):
+        raise UnsupportedModelError(
+            f"{checkpoint.label}: {TITLE} of {tower.config['model_type']} is not supported",
+            hint="supported: those of Qwen3-Next and Qwen3.5",
+        )
+    reader = ConfigReader(tower.config)
+    for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
+        reader.expect(key, 1)
+    reader.expect("mtp_use_dedicated_embeddings", False)
+    _check_against(base, config)
+    assert isinstance(config, qwen2_moe.Config)
+    attends = next(kind for kind in config.layer_kinds if kind is not None)
+    has_experts = any(".experts." in name for name in own_names(checkpoint.tensors.infos()))
+    layer = replace(
+        config,
+        num_hidden_layers=1,
+        layer_kinds=(attends,),
+        is_recurrent=False,
+        images=None,
+        every=1,
+        dense_layers=() if has_experts else (0,),
+    )
+    return MtpConfig(architecture, layer, base.num_hidden_layers)
+
+
+def with_vocabulary(config: MtpConfig, base: Checkpoint, size: int) -> MtpConfig:
+    """The same that foresees only `size` of the base's tokens; raises `UnsupportedModelError`."""
+    ends = end_ids((base.generation_config, base.config, text_tower(base).checkpoint.config))
+    ids = commonest(size, config.decoder.vocab_size, ends)
+    return replace(config, target_ids=tuple(ids.tolist()))
+
+
+def _check_against(base: DecoderConfig, own: DecoderConfig) -> None:
+    for what, found, wanted in (
+        ("vocabulary", own.vocab_size, base.vocab_size),
+        ("hidden size", own.hidden_size, base.hidden_size),
+    ):
+        if found != wanted:
+            raise UnsupportedModelError(
+                f"the draft is for a base of {what} {found}, this base has {wanted}",
+                hint="give the base that it came with, or a version of it",
+            )
+
+
+class Model:
+    """Embedding, two norms, fc, the layer, its norm, and the base's lm_head."""
+
+    def __init__(self, config: MtpConfig, weights: Weights) -> None:
+        decoder, model, own = config.decoder, config.architecture.Model, weights / "mtp"
+        size, epsilon = decoder.hidden_size, decoder.rms_norm_eps
+        self.embed_tokens = Embedding(weights / _TABLE, decoder.vocab_size, size)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
+            model.norm_behind(own / name, size, epsilon)
+            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        )
+        self.fc = Linear(own / "fc", 2 * size, size, bias=False)
+        _, attending = model.layers_of
+        self.layer = attending(decoder, own / "layers.0")
+        has_head = any(name.startswith(_HEAD) for name in weights.unused())
+        self.lm_head = Linear(
+            weights / (_HEAD if has_head else _TABLE), size, config.num_foreseen, bias=False
+        )
+
+    def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
+        """input_ids int64 [1, S] and features [1, S, H] -> [1, S, H] before the norm."""
+        embedded = self.pre_fc_norm_embedding(op, state.embed(self.embed_tokens, input_ids))
+        both = op.Concat(embedded, self.pre_fc_norm_hidden(op, hidden), axis=-1)  # [1, S, 2H]
+        x = self.fc(op, both)
+        with op.scope("layers.0"):
+            return self.layer.forward(op, x, state, 0)
+
+    def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """X [1, R, H] -> logits [1, R, V] and the next features [1, R, H]."""
+        normed = self.norm(op, x)
+        return self.lm_head(op, normed), normed
+
+
+def build(
+    draft: Checkpoint, base: Checkpoint, config: MtpConfig, dtype: ir.DataType
+) -> tuple[ir.Model, Op, Weights]:
+    """The graph, as that of an EAGLE draft."""
+    tensors = _tensors(draft, base, config)
+    weights = Weights(tensors, draft.quant_config or base.quant_config)
+    ids = None if config.target_ids is None else np.array(config.target_ids)
+    model, op = record(Model(config, weights), config.decoder, ids, dtype)
+    refuse_leftovers(weights.unused(), "draft")
+    return model, op, weights
+
+
+def _tensors(draft: Checkpoint, base: Checkpoint, config: MtpConfig) -> DraftTensors:
+    """The layer's, and the base's embedding and head."""
+    there = text_tower(base).checkpoint.tensors
+    shared = [name for name in there.infos() if name.startswith((f"{_TABLE}.", f"{_HEAD}."))]
+    borrowed: dict[str, tuple[TensorSource, str]] = {name: (there, name) for name in shared}
+    if config.target_ids is not None:
+        head, ids = f"{_HEAD}.weight", np.array(config.target_ids)
+        name = head if any(name.startswith(_HEAD) for name in shared) else f"{_TABLE}.weight"
+        borrowed[head] = HeadRows(there, name, ids, head), head
+    return DraftTensors(_own(draft), borrowed)
+
+
+def _own(draft: Checkpoint) -> Renamed:
+    return Renamed(draft.tensors, {name: name for name in own_names(draft.tensors.infos())})
+
+
+def spec(draft: Checkpoint, config: MtpConfig, op: Op) -> DraftSpec:
+    """What the manifest says of it; parameters are its own, without the base's."""
+    decoder = config.decoder
+    return DraftSpec(
+        method=config.method,
+        decoder=decoder_spec(decoder, config.method, [op], _own(draft)),
+        draft_vocab_size=config.num_foreseen,
+        base_hidden_size=decoder.hidden_size,
+        base_num_layers=config.base_num_layers,
+        hidden_taps=config.hidden_taps,
+        fuses=False,
+    )

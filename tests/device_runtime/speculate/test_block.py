@@ -1,0 +1,253 @@
+"""Drafts of blocks: lossless over scripted sessions, equal to torch in engines, refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from block_reference import LAYOUTS, BlockReference
+from eagle_engines import build_blocks, draft_plan
+from scripted_blocks import StrictBlocks
+from scripted_sessions import DRAFTS, StrictBase
+from stepping import by_cost, generate, learned_of, speculate
+
+from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.sampling.sampler import Sampler
+from edgellm.device_runtime.sessions.block import open_block
+from edgellm.device_runtime.sessions.draft import DraftPart
+from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafters.block import BlockDrafter
+from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.static_tree import StaticTree
+from edgellm.manifest import DRAFT_ENGINE, load_engine
+
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(0.8, 0.9, 0, 3, min_p=0.05, repetition_penalty=1.2)
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [7], list(range(20)) * 2)
+CHOICES = ((0,), (0, 0), (1,), (2,), (0, 2), (0, 0, 0), (2, 0), (2, 0, 1))
+LIMITS = TreeLimits(4, 5, 16)
+COSTS = Costs.of({"1": 10, "8": 14, "64": 60}, None, {"1": 1, "64": 9})
+
+
+def drafting(policy="fixed", draft="oracle", capacity=128, **block):
+    """What starts drafters, and the session that they share."""
+    session = StrictBlocks(capacity, DRAFTS[draft], **block)
+    limits = SpecOptions(choices=CHOICES).limits(60) if policy == "static" else LIMITS
+    rows = CommittedRows(session, limits.round_rows)
+    made = StaticTree(CHOICES) if policy == "static" else FixedTree(limits)
+    learned = by_cost(limits, COSTS) if policy == "cost" else learned_of(made, COSTS)
+    count = session.block.links or limits.top_k
+
+    def start():
+        return BlockDrafter(rows, session, learned, limits, COSTS, num_candidates=count)
+
+    return start, session
+
+
+def ids_of(base, drafter, prompt, params, count=30) -> list[int]:
+    rounds = speculate(
+        base, drafter, prompt, Sampler(params, prompt), count, Profile(), prefill_rows=7
+    )
+    return [token for found in rounds for token in found.token_ids]
+
+
+def plain(prompt, params, count=30) -> list[int]:
+    sampler = Sampler(params, prompt)
+    return list(generate(StrictBase(128), prompt, sampler, count, Profile(), prefill_rows=64))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("policy", ["fixed", "static", "cost"])
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("has_links", [False, True])
+def test_ids_are_those_of_plain_decoding(draft, policy, has_links):
+    base = StrictBase(128)
+    rules = {
+        "links": 16 * has_links,
+        "from_newest": policy == "cost",
+        "is_causal": draft == "oracle",
+    }
+    start, session = drafting(policy, draft, **rules)
+    for params in (GREEDY, SAMPLED):
+        for prompt in PROMPTS:
+            assert ids_of(base, start(), prompt, params) == plain(prompt, params)
+    assert session.passes > 0
+    assert max(base.tree_sizes) <= LIMITS.verify_size
+
+
+def test_a_full_cache_ends_in_plain_decoding():
+    """The whole block has room behind every row that is committed."""
+    base = StrictBase(128)
+    start, session = drafting(capacity=30)
+    assert ids_of(base, start(), PROMPTS[0], GREEDY, 60) == plain(PROMPTS[0], GREEDY, 60)
+    assert session.committed <= 24
+    assert session.passes > 1
+
+
+@pytest.mark.parametrize("has_links", [False, True])
+def test_right_blocks_are_always_accepted(has_links):
+    """With links also along paths that no place of the block believed in."""
+    base = StrictBase(128)
+    start, session = drafting(links=16 * has_links)
+    assert ids_of(base, start(), PROMPTS[0], GREEDY, 61) == plain(PROMPTS[0], GREEDY, 61)
+    assert session.passes <= 1 + 61 // 6 + 1
+
+
+# ------------------------------------------------------------------------------ real engines
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """Pairs by layout, each built when it is first asked for."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = build_blocks(tmp_path_factory.mktemp(name), LAYOUTS[name])
+        return made[name]
+
+    return get
+
+
+def parts(session, ids, taps, sizes, rows, top_k):
+    """The result behind pieces of these sizes."""
+    at = 0
+    for size in sizes:
+        own = slice(at, at + size)
+        block = np.arange(size, size + rows)
+        part = DraftPart(session.context, ids[own], at, block, top_k, taps=taps[own].numpy())
+        (found,) = session.run_many([part])
+        at += size
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_engine_equals_torch(engines, name):
+    """In one piece and in several, which overwrite the block before."""
+    layout, pair = LAYOUTS[name], engines(name)
+    manifest = load_engine(pair.engine / "draft", DRAFT_ENGINE)
+    assert (manifest.draft.method, manifest.draft.hidden_taps) == (layout.kind, layout.taps)
+    assert (manifest.draft.block.levels, [*manifest.graphs]) == (
+        5 + layout.from_newest,
+        ["block", "fuse"],
+    )
+    session = open_block(pair.engine / "draft", manifest)
+    reference = BlockReference(pair.base_checkpoint, layout)
+    taps = torch.randn(9, 3 * 96, generator=torch.Generator().manual_seed(1))
+    ids = np.arange(20, 29)
+    rows = reference.foreseen(taps, 28, 6)
+    expected = reference.log_probs(rows)
+    for sizes in ([9], [1, 3, 5]):
+        found = parts(session, ids, taps, sizes, 6, layout.draft_vocab)
+        places = np.searchsorted(reference.targets.numpy(), found.token_ids)
+        own = np.take_along_axis(expected.numpy(), places, 1)
+        np.testing.assert_allclose(found.log_probs, own, atol=5e-5)
+        linked = min(64, layout.draft_vocab)
+        assert found.links is None or found.links.shape == (6, linked, linked)
+    if found.links is None:
+        return
+    first = 0 if layout.from_newest else 1
+    for row, rank in ((first, 3), (first + 1, 2), (4, 5)):
+        before = 28 if row == first else int(found.token_ids[row - 1, rank])
+        scores = expected[row] + 0
+        own = torch.from_numpy(places[row, :linked])
+        scores[own] += reference.pair_scores(rows, row, before)[own]
+        links = scores.log_softmax(-1)[own]
+        np.testing.assert_allclose(found.links[row, rank], links, atol=2e-4)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("dflash2", "int8"), ("deepspec", "int4")])
+def test_rounded_engines_say_nearly_the_same(engines, name, precision, tmp_path):
+    layout, pair = LAYOUTS[name], engines(name)
+    built = build_engine(
+        "draft", pair.draft_bundle, tmp_path / "e", draft_plan(precision), "onnxruntime", print
+    )
+    assert built.main_graphs[0].precision == precision
+    session = open_block(tmp_path / "e" / "draft", built)
+    reference = BlockReference(pair.base_checkpoint, layout)
+    taps = torch.randn(9, 3 * 96, generator=torch.Generator().manual_seed(1))
+    found = parts(session, np.arange(20, 29), taps, [9], 6, 96)
+    expected = reference.log_probs(reference.foreseen(taps, 28, 6)).numpy()
+    error = found.log_probs - np.take_along_axis(expected, found.token_ids, 1)
+    spread = np.linalg.norm(expected - expected.mean(axis=1, keepdims=True))
+    assert np.linalg.norm(error) < {"int8": 0.1, "int4": 0.4}[precision] * spread
+
+
+@pytest.mark.parametrize("name", ["dflash2", "speculators"])
+def test_blocks_of_several_answers_share_a_pass(engines, name, tmp_path):
+    """Neither sees the other, nor is a candidate linked to one of the other."""
+    plan = replace(draft_plan(), max_batch_size=2, options=CpuOptions("edgellm"))
+    bundle, layout = engines(name).draft_bundle, LAYOUTS[name]
+    built = build_engine("draft", bundle, tmp_path / "e", plan, "onnxruntime", print)
+    session = open_block(tmp_path / "e" / "draft", built)
+    taps = np.random.default_rng(2).standard_normal((9, 3 * 96), np.float32)
+    first, second = session.context, session.new_context()
+
+    def part(context, rows, newest):
+        ids, block = np.full(rows, newest), np.arange(rows, rows + 6)
+        return DraftPart(context, ids, 0, block, layout.draft_vocab, taps=taps[:rows])
+
+    wanted = [part(first, 9, 20), part(second, 4, 30)]
+    alone = [found.copy() for one in wanted for found in session.run_many([one])]
+    for found, expected in zip(session.run_many(wanted), alone, strict=True):
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-5)
+        rows = slice(0 if layout.from_newest else 1, None)  # what is foreseen
+        np.testing.assert_allclose(found.links[rows], expected.links[rows], atol=1e-5)
+
+
+SPECS = {
+    "fixed": SpecOptions(tree="fixed", top_k=4, verify_size=20),
+    "by cost": SpecOptions(lookups=("ngram",)),
+    "short": SpecOptions(network="block", tree="fixed", steps=2, top_k=3, verify_size=9),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("dflash", "by cost"),
+        ("jetspec", "short"),
+        ("deepspec", "fixed"),
+        ("speculators", "by cost"),
+        ("dflash2", "fixed"),
+    ],
+)
+def test_answers_are_those_of_plain_decoding(engines, name, way):
+    """Stop tokens, limits within a block, texts that go on behind others, a full cache."""
+    llm = LLM(engines(name).engine, verify=True, spec=SPECS[way])
+    rounds = []
+    for prompt in ("w20", "w9 w10 w9 w10 w9", " ".join(f"w{i}" for i in range(10, 70))):
+        for sampling in (GREEDY, SamplingParams(1.0, 1.0, 0, 7)):
+            plain, found = (
+                llm.generate(prompt, sampling=sampling, max_generate_length=70, speculative=drafts)
+                for drafts in (False, True)
+            )
+            list(plain), list(found)
+            assert (found.token_ids, found.text) == (plain.token_ids, plain.text)
+            rounds += found.profile.rounds
+    assert max(counts.tree_size for counts in rounds) > 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 6}, "--eagleDraftStep is 6 levels deep, the draft's blocks foresee 5 tokens"),
+        ({"top_k": 97}, "exceeds the draft's vocabulary of 96"),
+        ({"network": "eagle"}, "is of dflash"),
+    ],
+)
+def test_what_the_draft_cannot_do(engines, options, message):
+    with pytest.raises(EdgeLLMError, match=message):
+        LLM(engines("dflash").engine, spec=SpecOptions(**options))
+
+
+def test_other_kernels_do_not_build_blocks(engines, tmp_path):
+    plan = replace(draft_plan(), options=CpuOptions("onnxruntime"))
+    with pytest.raises(EdgeLLMError, match="only edgellm's kernels"):
+        build_engine("draft", engines("dflash").draft_bundle, tmp_path, plan, "onnxruntime", print)

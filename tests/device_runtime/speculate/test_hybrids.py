@@ -1,0 +1,71 @@
+"""Drafts of bases with recurrent layers: turns, prompts that part, limits, answers in turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.requests.prove import prove
+from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.sessions import decoder
+
+GREEDY = SamplingParams(temperature=0)
+WITH_TEXT = SpecOptions(lookups=("ngram", "suffix"), tree="fixed", verify_size=12)
+
+
+def words(*numbers: int) -> str:
+    return " ".join(f"w{number}" for number in numbers)
+
+
+def ask(model: LLM, prompt: str, length: int = 9):
+    answer = model.generate(prompt, max_generate_length=length, sampling=GREEDY)
+    list(answer)
+    return answer
+
+
+@pytest.fixture(params=["mtp", "hybrid"])
+def models(request, eagle_pairs, monkeypatch) -> tuple[LLM, LLM]:
+    """One that drafts and keeps what it read, and a plain one."""
+    monkeypatch.setattr(decoder, "CHECKPOINT_ROWS", 16)
+    engine = eagle_pairs(request.param).engine
+    return LLM(engine, spec=WITH_TEXT, context_reuse=True), LLM(engine)
+
+
+def test_a_conversation_is_read_once(models):
+    """And prompts that part begin at the last checkpoint before, in base and draft."""
+    model, plain = models
+    text, known = words(20, 21, 22), 0
+    for turn in range(3):
+        answer = ask(model, text)
+        assert answer.token_ids == ask(plain, text).token_ids
+        assert answer.timings()["reused_tokens"] == known
+        assert any(counts.tree_size > 1 for counts in answer.profile.rounds)
+        known = answer.prompt_token_count + len(answer.token_ids) - 1
+        text = f"{text} {answer.text} {words(60 + turn, 61)}"
+    prompt = [*range(20, 60)]
+    for changed, expected in (
+        (prompt, 2),
+        (prompt, 39),
+        ([*prompt[:37], 70], 32),
+        ([*prompt[:20], 70, 71, 72], 16),
+    ):
+        answer = ask(model, words(*changed))
+        assert answer.token_ids == ask(plain, words(*changed)).token_ids
+        assert answer.timings()["reused_tokens"] == expected
+
+
+def test_limits_and_answers_in_turn(models):
+    model, plain = models
+    full = words(*range(10, 70))  # fills the prompt; the answer ends at the cache's last row
+    whole = ask(plain, full, 200).token_ids
+    for length in (1, 2, 5, 200):
+        assert ask(model, full, length).token_ids == whole[:length]
+    prompts = [words(20, 21, 20, 21, 20), words(20, 21, 20, 33), words(50, 51)]
+    answers = [model.generate(each, max_generate_length=12, sampling=GREEDY) for each in prompts]
+    for _ in model.together(answers, 3):
+        pass
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == ask(plain, prompt, 12).token_ids
+    requests = [{"messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
+    for comparison in prove(model, Options(max_generate_length=20), requests):
+        assert comparison.has_equal_bits, comparison.line()

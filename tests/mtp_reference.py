@@ -1,0 +1,147 @@
+"""The layer of multi-token prediction beside a tiny Qwen3.5, and what it computes in plain torch.
+
+`make_base` writes a random model with a layer in its folder. `Reference` is written from the
+published descriptions; nothing here comes from edgellm but the sizes of the tiny configs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from conftest import make_checkpoint
+from eagle_reference import VOCAB, Layout, rotate
+from safetensors.torch import load_file, save_file
+
+from edgellm.export import models
+
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+Tensors = dict[str, torch.Tensor]
+
+
+def make_base(folder: Path, model_type: str = "qwen3_5_text", **config: object) -> Path:
+    """A hybrid base with `mtp.*`; one that attends in layer 1 at least."""
+    base = make_checkpoint(folder, **{**models.find(model_type).TINY, **config})
+    whole, path = load_file(base / "model.safetensors"), base / "config.json"
+    save_file({**whole, **make_layer(whole)}, base / "model.safetensors", {"format": "pt"})
+    said = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
+    return base
+
+
+def make_layer(base: Tensors) -> Tensors:
+    """Random tensors with the shapes of the base's last layer, which attends."""
+    generator = torch.Generator().manual_seed(3)
+
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        values = torch.randn(tensor.shape, generator=generator)
+        return values * (0.2 if tensor.ndim == 1 else 2 * tensor.shape[-1] ** -0.5)
+
+    hidden = base["model.norm.weight"]
+    last = max(int(name.split(".")[2]) for name in base if name.startswith("model.layers."))
+    source = f"model.layers.{last}."
+    own = {name: like(hidden) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    return {
+        "mtp.fc.weight": like(torch.empty(len(hidden), 2 * len(hidden))),
+        **{f"mtp.{name}.weight": tensor for name, tensor in own.items()},
+        **{
+            f"mtp.layers.0.{name.removeprefix(source)}": like(tensor)
+            for name, tensor in base.items()
+            if name.startswith(source)
+        },
+    }
+
+
+class Reference:
+    """The layer with a growing cache; rows of the cache may be dropped again."""
+
+    layout = Layout(eagle1=True)  # features are hidden rows
+    targets = torch.arange(VOCAB)
+
+    def __init__(self, base: Path) -> None:
+        self.tensors = load_file(base / "model.safetensors")
+        self.config = json.loads((base / "config.json").read_text())
+        size = self.config["head_dim"] // 4  # what of a head turns
+        self.inv_freq = 1e4 ** -(torch.arange(0, size, 2) / size)
+        self.cache = [(torch.zeros(0),) * 2]
+
+    def forward(
+        self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities [S, V] and the next features [S, H]; `mask`: the last rows."""
+        embedding = self.tensors["model.embed_tokens.weight"]
+        both = (
+            self._norm("pre_fc_norm_embedding", embedding[ids]),
+            self._norm("pre_fc_norm_hidden", hidden),
+        )
+        x = torch.cat(both, -1) @ self.tensors["mtp.fc.weight"].T
+        x = x + self._attention(self._norm("layers.0.input_layernorm", x), positions, mask)
+        y = self._norm("layers.0.post_attention_layernorm", x)
+        has_experts = "mtp.layers.0.mlp.gate.weight" in self.tensors
+        x = x + (self._experts(y) if has_experts else self._glu("mlp", y))
+        normed = self._norm("norm", x)
+        head = self.tensors.get("lm_head.weight", embedding)
+        return (normed @ head[self.targets].T).log_softmax(-1), normed
+
+    def drop_to(self, rows: int) -> None:
+        """Forget all rows of the cache but the first."""
+        self.cache = [tuple(part[:rows] for part in self.cache[0])]
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        return x * scale * (1 + self.tensors[f"mtp.{name}.weight"])
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.tensors[f"mtp.layers.0.{name}.weight"].T
+
+    def _glu(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (self._linear(f"{name}.{part}_proj", x) for part in ("gate", "up"))
+        return self._linear(f"{name}.down_proj", torch.nn.functional.silu(gate) * up)
+
+    def _experts(self, x: torch.Tensor) -> torch.Tensor:
+        """The chosen experts by their shares, and the one for all rows."""
+        chances = self._linear("mlp.gate", x).softmax(-1)
+        shares, chosen = chances.topk(self.config["num_experts_per_tok"])
+        shares = shares / shares.sum(-1, keepdim=True)
+        rows = []
+        for row, some, of_row in zip(x, shares, chosen, strict=True):
+            parts = [
+                share * self._expert(int(one), row) for share, one in zip(some, of_row, strict=True)
+            ]
+            rows.append(sum(parts))
+        gate = self._linear("mlp.shared_expert_gate", x).sigmoid()
+        return torch.stack(rows) + gate * self._glu("mlp.shared_expert", x)
+
+    def _expert(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        name = "mtp.layers.0.mlp.experts"
+        if f"{name}.gate_up_proj" not in self.tensors:
+            return self._glu(f"mlp.experts.{index}", x)
+        gate, up = (self.tensors[f"{name}.gate_up_proj"][index] @ x).chunk(2)
+        return self.tensors[f"{name}.down_proj"][index] @ (torch.nn.functional.silu(gate) * up)
+
+    def _attention(
+        self, x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """A head's queries and gates stand side by side; only the first numbers of a head turn."""
+        rows, size, turned = len(x), self.config["head_dim"], 2 * len(self.inv_freq)
+        q, gate = self._linear("self_attn.q_proj", x).reshape(rows, -1, 2 * size).chunk(2, -1)
+        k, v = (self._linear(f"self_attn.{p}_proj", x).reshape(rows, -1, size) for p in "kv")
+        normed = (self._norm(f"layers.0.self_attn.{n}_norm", y) for n, y in (("q", q), ("k", k)))
+        q, k = (
+            torch.cat([rotate(y[..., :turned], positions, self.inv_freq), y[..., turned:]], -1)
+            for y in normed
+        )
+        keys, values = (
+            torch.cat([old, new]) if len(old) else new
+            for old, new in zip(self.cache[0], (k, v), strict=True)
+        )
+        self.cache = [(keys, values)]
+        seen = torch.ones(rows, len(keys) - mask.shape[1], dtype=torch.bool)
+        seen = torch.cat([seen, mask], 1)
+        keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (keys, values))
+        scores = torch.einsum("shd,thd->hst", q, keys) * size**-0.5
+        mixed = torch.einsum(
+            "hst,thd->shd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values
+        )
+        return self._linear("self_attn.o_proj", (mixed * gate.sigmoid()).reshape(rows, -1))
