@@ -51,7 +51,8 @@ class Account:
         """
         self._round_ms, self._answers, self._terms = round_ms, answers, terms
         self.pause, self._pause_length = 0, terms.shortest * answers  # tokens
-        self._begin_trial(terms.first)
+        # Beside others it is all of them who wait, and what a draft is worth is known already.
+        self._begin_trial(terms.first if answers == 1 else terms.again)
 
     def _begin_trial(self, credit: float) -> None:
         self.ms, self.is_retrial = credit * self._round_ms, True
