@@ -20,15 +20,8 @@ from pathlib import Path
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.disk import explain_full_disk
 from edgellm.exclusive import Unfinished, begin
-from edgellm.manifest import (
-    DRAFT_FOLDER,
-    MANIFEST_NAME,
-    Bundle,
-    DraftSpec,
-    Engine,
-    FileRecord,
-    Manifest,
-)
+from edgellm.manifest import DRAFT_FOLDER, MANIFEST_NAME, Bundle, Engine, FileRecord, Manifest
+from edgellm.specs import DraftSpec
 
 
 def cache_folder() -> Path:

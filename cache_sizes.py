@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgellm.manifest import KVCacheSpec, PageSpec
+from edgellm.specs import KVCacheSpec, PageSpec
 
 # Before the window, which stay: so far back a later prompt may part from the one before it.
 SPARE_ROWS = 64

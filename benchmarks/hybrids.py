@@ -42,8 +42,8 @@ from edgellm.export.decoder import build_commit, build_decoder
 from edgellm.export.graph_files import DTYPES, write_graphs
 from edgellm.export.source import open_checkpoint
 from edgellm.export.weights import StoredTensor
-from edgellm.manifest import DecoderSpec, KVCacheSpec, PageSpec
 from edgellm.scripts import smollm2
+from edgellm.specs import DecoderSpec, KVCacheSpec, PageSpec
 
 CAPACITY, PROMPT, CONVERSATION = 1024, 64, 4096
 PARENTS = (-1, 0, 0, 0, 1, 1, 2, 3, 4, 4, 5, 8, 8, 11)  # of 14 nodes, six deep

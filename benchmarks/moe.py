@@ -50,8 +50,8 @@ from edgellm.export.decoder import build_decoder
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.graph_files import DTYPES
 from edgellm.export.weights import Weights
-from edgellm.manifest import DecoderSpec, KVCacheSpec, PageSpec
 from edgellm.scripts import smollm2
+from edgellm.specs import DecoderSpec, KVCacheSpec, PageSpec
 
 CAPACITY, CONTEXT, ROWS, DECODED = 1024, 512, (1, 2, 4, 8, 16), 12
 _SHARED = {

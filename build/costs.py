@@ -13,8 +13,9 @@ from edgellm.device_runtime.engine.round_host import round_host_ms
 from edgellm.device_runtime.pass_costs import CONTEXT_ROWS, fastest_ms
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.sessions.decoder import DecoderSession
-from edgellm.manifest import DecoderSpec, Spec
+from edgellm.manifest import Spec
 from edgellm.roles import HOST
+from edgellm.specs import DecoderSpec
 
 Costs = dict[str, dict[str, float]]
 _PREFILL_ROWS = (64, 128, 256)

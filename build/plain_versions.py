@@ -14,7 +14,8 @@ from edgellm.build.lowering.linear_groups import Rounding
 from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.pieces import CONTRIB, slice_codes, slice_products
 from edgellm.build.rounding import Rounds, round_cached_rows, round_layers
-from edgellm.manifest import Bundle, KVCacheSpec
+from edgellm.manifest import Bundle
+from edgellm.specs import KVCacheSpec
 
 _CASTS = ("Cast", "CastLike")
 

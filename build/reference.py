@@ -35,8 +35,9 @@ from edgellm.build.samples import Inputs, held_inputs, sample_passes
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.sessions.pass_inputs import parent_rows
-from edgellm.manifest import Bundle, KVCacheSpec
+from edgellm.manifest import Bundle
 from edgellm.roles import BLOCK
+from edgellm.specs import KVCacheSpec
 
 Numbers = dict[str, NDArray[Any]]
 _ROWS = 32  # of the cache that passes may take

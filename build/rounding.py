@@ -14,7 +14,7 @@ from edgellm import contract
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding, RoundingKernel
 from edgellm.build.lowering.linear_weights import LinearWeight
-from edgellm.manifest import KVCacheSpec
+from edgellm.specs import KVCacheSpec
 
 # On the way from codes to a weight; what they index is a table of values.
 _DECODING = (

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.block_spec import BlockSpec
 from edgellm.device_runtime.sessions import ImageRows
-from edgellm.manifest import Bundle, DecoderSpec, DraftSpec, VisionSpec
+from edgellm.manifest import Bundle
 from edgellm.multimodal.grids import grid_inputs
 from edgellm.roles import BLOCK, ROLES, Rows
+from edgellm.specs import BlockSpec, DecoderSpec, DraftSpec, VisionSpec
 
 Inputs = Mapping[str, NDArray[Any]]
 _PROMPT = 6  # rows

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from edgellm.block_spec import BlockSpec
 from edgellm.contract import MOST_LINKED, UnsupportedModelError
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.config import ConfigReader
@@ -19,6 +18,7 @@ from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.draft_config import DraftConfig, Infos, Norms, check_against
 from edgellm.export.layers.blocks import Convolution
 from edgellm.export.taps import check_taps
+from edgellm.specs import BlockSpec
 
 MARKOV, SELECTOR, CONFIDENCE = "markov_head", "candidate_selector", "confidence_head"
 _METHODS = ("dflash", "jetspec", "dspark", "dflash2")

@@ -10,7 +10,8 @@ import typer
 
 from edgellm.command import SNAKE_CASE, App, numbers, run_command
 from edgellm.contract import EdgeLLMError
-from edgellm.manifest import Bundle, DraftSpec
+from edgellm.manifest import Bundle
+from edgellm.specs import DraftSpec
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 

@@ -45,7 +45,7 @@ def build_decoder(
         config: its facts, `num_hidden_layers` already cut if wanted.
         weights: the checkpoint's tensors.
         dtype: activation type, FLOAT or FLOAT16.
-        hidden_taps: residual streams that leave the graph for a draft, see `manifest.DraftSpec`.
+        hidden_taps: residual streams that leave the graph for a draft, see `specs.DraftSpec`.
     """
     op = Op(dtype)
     inputs = PassInputs.declare(config, dtype)

@@ -10,7 +10,7 @@ from edgellm.export.attention_kinds import AttentionKind
 from edgellm.export.config import ConfigReader
 from edgellm.export.layers.activations import ACTIVATIONS
 from edgellm.export.rope import PLAIN_ROPE, RopeTraits, read_rope
-from edgellm.manifest import ImageSpec
+from edgellm.specs import ImageSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,9 @@ from edgellm.export.rotated_base import facing, missing_rotation
 from edgellm.export.rotation import refuse_rotated, rotation_name
 from edgellm.export.stated import judge
 from edgellm.export.weights import Weights
-from edgellm.manifest import DRAFT_BUNDLE, Bundle, DraftSpec, GraphSpec
+from edgellm.manifest import DRAFT_BUNDLE, Bundle, GraphSpec
 from edgellm.roles import DRAFT, FUSE
+from edgellm.specs import DraftSpec
 
 _MODEL, _FUSE = "model", "fuse"
 

@@ -16,7 +16,8 @@ from edgellm.export.checkpoint import TensorSource
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.op import Op
 from edgellm.export.weights import write_weights
-from edgellm.manifest import DecoderSpec, FileRecord, KVCacheSpec, RecurrentSpec
+from edgellm.manifest import FileRecord
+from edgellm.specs import DecoderSpec, KVCacheSpec, RecurrentSpec
 
 DTYPES = {"fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
 

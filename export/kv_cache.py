@@ -8,7 +8,7 @@ from typing import Any
 
 from edgellm.contract import BrokenArtifactError
 from edgellm.export.weights import Weights
-from edgellm.manifest import CacheRanges
+from edgellm.specs import CacheRanges
 
 # The largest code of each type, which stands for the end of the range.
 _LARGEST = {"fp8": 448.0, "int8": 127.0}

@@ -1,4 +1,4 @@
-"""Which residual streams of a base feed a draft, see `manifest.DraftSpec`."""
+"""Which residual streams of a base feed a draft, see `specs.DraftSpec`."""
 
 from __future__ import annotations
 

@@ -20,8 +20,9 @@ from edgellm.export.dequantized import round_inputs, write_floats
 from edgellm.export.merged import floats
 from edgellm.export.plain_fp4 import has_fp4, open_fp4
 from edgellm.lora import plain_name, read_adapter
-from edgellm.manifest import Bundle, DecoderSpec
+from edgellm.manifest import Bundle
 from edgellm.roles import COMMIT, DECODER
+from edgellm.specs import DecoderSpec
 
 PROMPT = (
     "A speculative decoder drafts a few tokens with a small network and lets the large one check "

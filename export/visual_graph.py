@@ -16,7 +16,7 @@ from edgellm.contract import BrokenArtifactError
 from edgellm.export.graph import declare, finish, typed
 from edgellm.export.op import Op
 from edgellm.export.weights import Weights
-from edgellm.manifest import VisionSpec
+from edgellm.specs import VisionSpec
 
 _PATCHES, _TOKENS, _TILES = "patches", "image_tokens", "tiles"
 _WINDOWS, _SLOTS = "windows", "window_slots"

@@ -13,7 +13,7 @@ from typing import Any
 from edgellm.contract import UnsupportedModelError
 from edgellm.export.checkpoint import Checkpoint, Renamed
 from edgellm.export.config import ConfigReader
-from edgellm.manifest import ImageSpec
+from edgellm.specs import ImageSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from edgellm.contract import (
     WINDOW_SLOTS,
     RequestError,
 )
-from edgellm.manifest import VisionSpec
+from edgellm.specs import VisionSpec
 
 I64 = NDArray[np.int64]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from scripted_sessions import Draft, StrictDraft
 
-from edgellm.block_spec import BlockSpec
 from edgellm.contract import LimitError
 from edgellm.device_runtime.sessions.draft import DraftResult
+from edgellm.specs import BlockSpec
 
 
 class StrictBlocks(StrictDraft):

@@ -20,7 +20,7 @@ from edgellm.contract import LimitError
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
 from edgellm.device_runtime.sessions.draft import DraftResult
 from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS
-from edgellm.manifest import DecoderSpec, KVCacheSpec
+from edgellm.specs import DecoderSpec, KVCacheSpec
 
 Context = tuple[int, ...]
 VOCAB = 24

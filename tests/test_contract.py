@@ -16,16 +16,8 @@ from edgellm import artifact, exclusive
 from edgellm.artifact import publish, temporary_folder, verify_files
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.disk import require_space
-from edgellm.manifest import (
-    LLM_BUNDLE,
-    LLM_ENGINE,
-    Bundle,
-    DecoderSpec,
-    GraphSpec,
-    KVCacheSpec,
-    load_bundle,
-    load_engine,
-)
+from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, Bundle, GraphSpec, load_bundle, load_engine
+from edgellm.specs import DecoderSpec, KVCacheSpec
 
 SPEC = DecoderSpec("llama", 96, 96, 128, 1000, KVCacheSpec(3, 2, 16, "float16"))
 MANIFEST = Bundle(

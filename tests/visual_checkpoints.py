@@ -14,8 +14,9 @@ from edgellm import contract
 from edgellm.export import visual
 from edgellm.export.source import open_checkpoint
 from edgellm.export.visual_bundle import VisualOptions, export_visual
-from edgellm.manifest import VISUAL_BUNDLE, VisionSpec, load_bundle
+from edgellm.manifest import VISUAL_BUNDLE, load_bundle
 from edgellm.multimodal.grids import grid_inputs
+from edgellm.specs import VisionSpec
 
 
 def make_visual_checkpoint(

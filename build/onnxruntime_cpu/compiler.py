@@ -40,8 +40,9 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
     open_runner,
 )
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
-from edgellm.manifest import Bundle, GraphSpec, KVCacheSpec, with_kv_dtype
+from edgellm.manifest import Bundle, GraphSpec, with_kv_dtype
 from edgellm.roles import COMMIT, DECODER, ENCODER, ROLES
+from edgellm.specs import KVCacheSpec
 
 
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:

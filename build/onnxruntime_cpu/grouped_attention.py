@@ -10,7 +10,7 @@ from edgellm.build.lowering.attention import CachedAttention, packed_rows
 from edgellm.build.lowering.calls import find_calls
 from edgellm.build.lowering.contrib_ops import CACHE_NAMES, CONTRIB, MASKED, rotate, row_tables
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.manifest import CacheRanges
+from edgellm.specs import CacheRanges
 
 _FIRST_SCALE = 12  # inputs of GroupQueryAttention: k_scale, v_scale
 

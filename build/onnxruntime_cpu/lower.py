@@ -39,7 +39,7 @@ from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears, lower_own_line
 from edgellm.build.onnxruntime_cpu.own_recurrent import lower_recurrences, recurrences
 from edgellm.contract import FUNCTIONS
 from edgellm.device_runtime.kernels.library import DOMAIN
-from edgellm.manifest import KVCacheSpec
+from edgellm.specs import KVCacheSpec
 
 _HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 

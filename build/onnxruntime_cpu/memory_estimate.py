@@ -20,8 +20,9 @@ from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
 from edgellm.cache_sizes import cache_bytes
 from edgellm.contract import ROUTER
-from edgellm.manifest import Bundle, KVCacheSpec
+from edgellm.manifest import Bundle
 from edgellm.roles import COMMIT, DECODER
+from edgellm.specs import KVCacheSpec
 
 
 def estimate_graphs(

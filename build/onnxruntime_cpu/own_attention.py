@@ -32,7 +32,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.parts import (
     NUM_SEQUENCES,
     TABLE_PAGES,
 )
-from edgellm.manifest import KVCacheSpec, PageSpec
+from edgellm.specs import KVCacheSpec, PageSpec
 
 # Of a page: small ones waste less on short sequences, and make a pass of one 4 % slower.
 _SHARED_ROWS, _ALONE_ROWS = 64, (256, 128)

@@ -35,8 +35,9 @@ from edgellm.device_runtime.runners.onnxruntime_cuda import (
     provider,
 )
 from edgellm.device_runtime.runners.onnxruntime_cuda.slots import CAUSAL_SUFFIX, ROWS_GRAPH
-from edgellm.manifest import Bundle, GraphSpec, KVCacheSpec, with_kv_dtype
+from edgellm.manifest import Bundle, GraphSpec, with_kv_dtype
 from edgellm.roles import DECODER, ROLES
+from edgellm.specs import KVCacheSpec
 
 _INT8_BLOCK = 32
 PREFILL_ROWS = 256  # where nothing is measured: scores of a pass are a matrix

@@ -18,7 +18,7 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.weights import constant_array, parameter_name
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.device_runtime.runners.onnxruntime_cuda.slots import KEPT, SLOTS
-from edgellm.manifest import KVCacheSpec
+from edgellm.specs import KVCacheSpec
 
 
 class PlainLayers:

@@ -29,8 +29,9 @@ from edgellm.contract import EdgeLLMError, past_name, present_name
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
 from edgellm.device_runtime.runners.tensorrt.cache import aligned_capacity
-from edgellm.manifest import Bundle, DraftSpec, GraphSpec, KVCacheSpec, VisionSpec
+from edgellm.manifest import Bundle, GraphSpec
 from edgellm.roles import DECODER, ENCODER
+from edgellm.specs import DraftSpec, KVCacheSpec, VisionSpec
 
 _NAMES = {DECODER: "llm", ENCODER: "visual"}  # of files, where they are not the role's
 _NOT_RUN = "not compared with the portable graph: a build does not run TensorRT engines"

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edgellm.build.plan import Plan
-from edgellm.manifest import Bundle, VisionSpec
+from edgellm.manifest import Bundle
 from edgellm.roles import ROLES, Rows
+from edgellm.specs import VisionSpec
 
 Range = tuple[int, int]  # least and most; kernels are chosen for the most
 _ONE: Range = (1, 1)

@@ -15,7 +15,7 @@ from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.sessions import F32, ImageRows
 from edgellm.device_runtime.sessions.encoder import open_encoder
 from edgellm.integrity import FileCheck
-from edgellm.manifest import VISUAL_ENGINE, DecoderSpec, Engine, load_engine
+from edgellm.manifest import VISUAL_ENGINE, Engine, load_engine
 from edgellm.multimodal import processors
 from edgellm.multimodal.films import open_film
 from edgellm.multimodal.grids import grid_inputs
@@ -23,6 +23,7 @@ from edgellm.multimodal.images import content_hash, open_image
 from edgellm.multimodal.positions import Grid, rotary_positions
 from edgellm.multimodal.processors import FilmProcessor, FilmRules, Prepared
 from edgellm.multimodal.sources import Source, Video
+from edgellm.specs import DecoderSpec
 
 CACHE_BYTES = 256 << 20  # of features that are kept for further questions
 

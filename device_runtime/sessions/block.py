@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.block_spec import BlockSpec
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_each_ms, measured_rows
 from edgellm.device_runtime.runners import Outputs, Runner
 from edgellm.device_runtime.sessions import F32
 from edgellm.device_runtime.sessions.draft import DraftPart, DraftResult, DraftSession
-from edgellm.manifest import DecoderSpec, DraftSpec, Engine
+from edgellm.manifest import Engine
 from edgellm.roles import BLOCK, FORESEE, FUSE
+from edgellm.specs import BlockSpec, DecoderSpec, DraftSpec
 
 
 class BlockSession(DraftSession):

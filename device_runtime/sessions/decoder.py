@@ -21,8 +21,9 @@ from edgellm.device_runtime.sessions.contexts import Context, Contexts
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
 from edgellm.device_runtime.sessions.state_pool import Memory
 from edgellm.device_runtime.sessions.states import CHECKPOINT_ROWS, States
-from edgellm.manifest import DecoderSpec, Engine
+from edgellm.manifest import Engine
 from edgellm.roles import COMMIT, DECODER, PASS
+from edgellm.specs import DecoderSpec
 
 
 class PassResult:

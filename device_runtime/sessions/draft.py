@@ -20,8 +20,9 @@ from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows
 from edgellm.device_runtime.sessions.contexts import Context, Contexts
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
-from edgellm.manifest import DecoderSpec, DraftSpec, Engine
+from edgellm.manifest import Engine
 from edgellm.roles import DRAFT, EXTEND, FUSE, STEP
+from edgellm.specs import DecoderSpec, DraftSpec
 
 # What a base reads between two passes of its draft: many times the draft's head, and no more of
 # it is wanted than caches hold.

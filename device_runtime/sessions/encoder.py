@@ -12,8 +12,9 @@ from edgellm import contract
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.sessions import F32
-from edgellm.manifest import Engine, VisionSpec
+from edgellm.manifest import Engine
 from edgellm.roles import ENCODER
+from edgellm.specs import VisionSpec
 
 
 class EncoderSession:

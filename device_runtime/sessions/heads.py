@@ -13,8 +13,9 @@ from edgellm.device_runtime import runners
 from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_ms
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.sessions import F32, I64
-from edgellm.manifest import DraftSpec, Engine
+from edgellm.manifest import Engine
 from edgellm.roles import ALL_HEADS, HEADS
+from edgellm.specs import DraftSpec
 
 
 class HeadsSession:

@@ -11,7 +11,7 @@ from edgellm import contract
 from edgellm.device_runtime.runners import Runner, SharedRunner
 from edgellm.device_runtime.sessions import I64, Bool, ImageRows, require_room
 from edgellm.device_runtime.sessions.contexts import Context
-from edgellm.manifest import DecoderSpec
+from edgellm.specs import DecoderSpec
 
 
 class PassInputs:

@@ -11,7 +11,7 @@ from edgellm.device_runtime.runners.rounds import Draws, Growth, RoundOrder, Rou
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
 from edgellm.device_runtime.sessions.draft import DraftPart, DraftSession
-from edgellm.manifest import DraftSpec
+from edgellm.specs import DraftSpec
 
 _COMMITTED = (1, 2, 4, 8, 16, 24)  # rows; passes with others are padded to them
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.device_runtime.sessions import I64
-from edgellm.manifest import RecurrentSpec
+from edgellm.specs import RecurrentSpec
 
 Arrays = dict[str, NDArray[np.float32]]
 _NO_ROWS = np.zeros(0, np.int64)

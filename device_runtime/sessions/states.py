@@ -18,7 +18,7 @@ from edgellm import contract
 from edgellm.device_runtime.runners import Outputs, Runner
 from edgellm.device_runtime.sessions import I64
 from edgellm.device_runtime.sessions.state_pool import Arrays, Memory, Place, StatePool, copied
-from edgellm.manifest import RecurrentSpec
+from edgellm.specs import RecurrentSpec
 
 CHECKPOINT_BYTES = 256 << 20  # of all checkpoints of all sequences of a pass
 CHECKPOINT_ROWS = 1024  # of a long prompt, from one to the next

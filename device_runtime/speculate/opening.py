@@ -17,8 +17,9 @@ from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Drafter, Learned
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, DraftSpec, Engine, load_engine
+from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, load_engine
 from edgellm.roles import HOST, PASS
+from edgellm.specs import DraftSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from edgellm.export.layers.attention import PassState
     from edgellm.export.op import Op
     from edgellm.export.weights import Weights
-    from edgellm.manifest import DraftSpec
+    from edgellm.specs import DraftSpec
 
 
 class Network(Protocol):
@@ -53,7 +53,7 @@ class OwnConfig(Protocol):
 
     @property
     def hidden_taps(self) -> tuple[int, ...]:
-        """What of the base it reads, see `manifest.DraftSpec`."""
+        """What of the base it reads, see `specs.DraftSpec`."""
         ...
 
     @property

@@ -46,8 +46,8 @@ from edgellm.export.models import llama, qwen3
 from edgellm.export.op import Op
 from edgellm.export.vlm import text_tower
 from edgellm.export.weights import Weights
-from edgellm.manifest import DraftSpec
 from edgellm.roles import BLOCK
+from edgellm.specs import DraftSpec
 
 TITLE, ROLE = "a draft of blocks", BLOCK
 FILES: tuple[str, ...] = ()

@@ -26,8 +26,8 @@ from edgellm.export.graph_files import count_parameters, refuse_leftovers
 from edgellm.export.layers.linear import Linear
 from edgellm.export.op import Op
 from edgellm.export.weights import Weights
-from edgellm.manifest import DecoderSpec, DraftSpec, KVCacheSpec
 from edgellm.roles import HEADS
+from edgellm.specs import DecoderSpec, DraftSpec, KVCacheSpec
 
 TITLE, ROLE = "Medusa heads", HEADS
 FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # perhaps beside a model
@@ -52,7 +52,7 @@ class MedusaConfig:
 
     @property
     def hidden_taps(self) -> tuple[int, ...]:
-        """The output of the base's final norm, see `manifest.DraftSpec`."""
+        """The output of the base's final norm, see `specs.DraftSpec`."""
         return (self.base_num_layers,)
 
 

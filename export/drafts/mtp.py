@@ -33,8 +33,8 @@ from edgellm.export.op import Op
 from edgellm.export.rotation import refuse_rotated
 from edgellm.export.vlm import text_tower
 from edgellm.export.weights import Weights
-from edgellm.manifest import DraftSpec
 from edgellm.roles import DRAFT
+from edgellm.specs import DraftSpec
 
 TITLE, ROLE = "multi-token prediction", DRAFT
 FILES = ()  # it stands among the weights of its model
@@ -55,7 +55,7 @@ class MtpConfig:
 
     @property
     def hidden_taps(self) -> tuple[int, ...]:
-        """The output of the base's final norm, see `manifest.DraftSpec`."""
+        """The output of the base's final norm, see `specs.DraftSpec`."""
         return (self.base_num_layers,)
 
     @property

@@ -16,7 +16,7 @@ from edgellm import contract
 from edgellm.export.delta_functions import delta_update
 from edgellm.export.functions import call, local_function
 from edgellm.export.op import Op
-from edgellm.manifest import RecurrentSpec
+from edgellm.specs import RecurrentSpec
 
 Parts = Mapping[str, ir.Value]
 _END = 1 << 62

@@ -28,7 +28,7 @@ from edgellm.export.visual_config import (
     skip_training,
 )
 from edgellm.export.weights import Weights
-from edgellm.manifest import VisionSpec
+from edgellm.specs import VisionSpec
 
 TINY = {
     "model_type": "idefics3",

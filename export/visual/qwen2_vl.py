@@ -26,7 +26,7 @@ from edgellm.export.visual_config import (
     read_theta,
 )
 from edgellm.export.weights import Weights
-from edgellm.manifest import VisionSpec
+from edgellm.specs import VisionSpec
 
 TINY = {
     "model_type": "qwen2_vl",

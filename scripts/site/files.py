@@ -11,16 +11,16 @@ from typing import Any
 
 import msgspec
 
-from edgellm import manifest
+from edgellm import manifest, specs
 from edgellm.device_runtime.requests.request_file import ContentItem, Message, Options, Request
 from edgellm.tools.tables import Table, markdown
 
 _MANIFESTS = (manifest.Bundle, manifest.Engine)
 _PARTS = (
-    manifest.GraphSpec, manifest.DecoderSpec, manifest.KVCacheSpec, manifest.PageSpec,
-    manifest.CacheRanges,
-    manifest.ImageSpec, manifest.DraftSpec, manifest.VisionSpec, manifest.FileRecord,
-)  # fmt: skip
+    *(manifest.GraphSpec, specs.DecoderSpec, specs.KVCacheSpec, specs.PageSpec, specs.CacheRanges),
+    *(specs.RecurrentSpec, specs.ImageSpec, specs.DraftSpec, specs.BlockSpec, specs.VisionSpec),
+    manifest.FileRecord,
+)
 
 
 def manifest_page() -> str:

@@ -19,7 +19,7 @@ from edgellm.build.onnxruntime_cuda.linears import CudaKernel
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
 from edgellm.build.tensorrt import lower as tensorrt
 from edgellm.contract import UnsupportedModelError
-from edgellm.manifest import KVCacheSpec
+from edgellm.specs import KVCacheSpec
 
 CAPACITY, ROWS = 48, 24
 CACHE = KVCacheSpec(3, 2, 16, "float32")

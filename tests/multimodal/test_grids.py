@@ -9,8 +9,8 @@ import pytest
 
 from edgellm import contract
 from edgellm.contract import RequestError
-from edgellm.manifest import VisionSpec
 from edgellm.multimodal.grids import grid_inputs
+from edgellm.specs import VisionSpec
 
 GRIDS = [(2, 2), (2, 18), (10, 2), (8, 8), (16, 24), (14, 22), (30, 6), (50, 34)]
 

@@ -11,7 +11,7 @@ from typing import Any
 from edgellm.export import drafts
 from edgellm.export.checkpoint import Checkpoint, TensorInfo
 from edgellm.export.source import open_checkpoint
-from edgellm.manifest import KVCacheSpec
+from edgellm.specs import KVCacheSpec
 from edgellm.tools.inspection.origins import of_checkpoint
 from edgellm.tools.inspection.parameters import count_parameters
 from edgellm.tools.inspection.report import Graph, Report, flat

@@ -11,10 +11,10 @@ from edgellm.manifest import (
     MANIFEST_NAME,
     VISUAL_ENGINE,
     Engine,
-    KVCacheSpec,
     load_engine,
 )
 from edgellm.roles import measured_name
+from edgellm.specs import KVCacheSpec
 from edgellm.tools.inspection.bundles import Check
 from edgellm.tools.inspection.graphs import read_graph
 from edgellm.tools.inspection.origins import of_engine

@@ -15,7 +15,7 @@ from typing import Any
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from edgellm.contract import BrokenArtifactError
-from edgellm.manifest import KVCacheSpec
+from edgellm.specs import KVCacheSpec
 from edgellm.tools.inspection.checkpoints import FLOAT_BYTES
 from edgellm.tools.inspection.origins import of_checkpoint
 from edgellm.tools.inspection.report import Graph, Report

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm.cache_sizes import cache_bytes, held_bytes
-from edgellm.manifest import FileRecord, KVCacheSpec
+from edgellm.manifest import FileRecord
+from edgellm.specs import KVCacheSpec
 from edgellm.tools.inspection.tensors import Tensor
 
 

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from edgellm.manifest import Bundle, DecoderSpec, DraftSpec, Engine, VisionSpec
+from edgellm.manifest import Bundle, Engine
+from edgellm.specs import DecoderSpec, DraftSpec, VisionSpec
 from edgellm.tools.inspection.report import flat
 
 Manifest = Bundle | Engine

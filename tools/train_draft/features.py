@@ -20,7 +20,7 @@ from edgellm.tools.train_draft.corpus import Sample
 class TappedBase:
     """A frozen base whose residual streams can be read.
 
-    `taps` are ids of residual streams as in `manifest.DraftSpec`: stream i enters layer i.
+    `taps` are ids of residual streams as in `specs.DraftSpec`: stream i enters layer i.
     """
 
     def __init__(self, base: Base, taps: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.manifest import KVCacheSpec
+from edgellm.specs import KVCacheSpec
 
 
 class HostCache:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.cache_sizes import SPARE_ROWS, pool_pages, table_pages
 from edgellm.contract import LimitError
-from edgellm.manifest import KVCacheSpec
+from edgellm.specs import KVCacheSpec
 
 _NOWHERE = -1  # in tables, behind the last page
 

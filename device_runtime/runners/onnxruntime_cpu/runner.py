@@ -17,7 +17,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.cache import HostCache
 from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PagedCache, Pages
 from edgellm.device_runtime.runners.onnxruntime_cpu.parts import NOT_ROWS, joined, share
 from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT_ROWS, Held, dtype_of
-from edgellm.manifest import KVCacheSpec
+from edgellm.specs import KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from typing import Any
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import Runner, onnxruntime_cpu
-from edgellm.manifest import DecoderSpec, DraftSpec, Engine, GraphSpec, Spec
+from edgellm.manifest import Engine, GraphSpec, Spec
 from edgellm.roles import DECODER, DRAFT
+from edgellm.specs import DecoderSpec, DraftSpec
 
 # Of ONNX Runtime: the first release whose GroupQueryAttention for CUDA was seen to take a bias
 FUSED_VERSION = "1.31"

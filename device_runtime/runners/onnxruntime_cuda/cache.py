@@ -17,7 +17,7 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.slots import (
     slot_indices,
 )
 from edgellm.device_runtime.runners.onnxruntime_graphs import CPU
-from edgellm.manifest import KVCacheSpec
+from edgellm.specs import KVCacheSpec
 
 
 class Buffers:

@@ -38,7 +38,7 @@ from edgellm.device_runtime.runners.onnxruntime_graphs import (
     input_types,
     run_arrays,
 )
-from edgellm.manifest import DecoderSpec
+from edgellm.specs import DecoderSpec
 
 _log = logging.getLogger(__name__)
 _PLACES = (contract.WRITE_INDEX, contract.TREE_MASK)  # which become masks and slots

@@ -12,7 +12,7 @@ from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.runners.tensorrt.compaction import WORD_BYTES, displaced
 from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, Device, NewRows, Planes
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, aligned
-from edgellm.manifest import KVCacheSpec
+from edgellm.specs import KVCacheSpec
 
 _MOST_MOVED = 1024  # rows at once
 

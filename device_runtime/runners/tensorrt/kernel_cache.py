@@ -22,7 +22,7 @@ from edgellm.device_runtime.runners.tensorrt.packed_buffers import (
     aligned,
     packed_bytes,
 )
-from edgellm.manifest import KVCacheSpec
+from edgellm.specs import KVCacheSpec
 
 MAGIC = 0x656467656C6C6D  # the kernels' own
 _HEADER, _PARTS = 2, 4  # entries before the layers', and of a layer

@@ -43,7 +43,7 @@ from edgellm.device_runtime.runners.tensorrt.shapes import (
     asked_sizes,
     fill,
 )
-from edgellm.manifest import DecoderSpec
+from edgellm.specs import DecoderSpec
 
 _ON_DEVICE = (contract.LOGITS, *FEATURES)  # outputs, until somebody asks
 _COMMITTED = 24  # rows of a draft that a round commits at most, or about so many

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from edgellm.block_spec import BlockSpec
 from edgellm.contract import LimitError
 from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter
 from edgellm.device_runtime.sessions.block import BlockSession, costs, open_block
@@ -31,8 +30,8 @@ from edgellm.device_runtime.speculate.passes import Passes, Wanted
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.tree import F64, Pool
 from edgellm.integrity import FileCheck
-from edgellm.manifest import DraftSpec
 from edgellm.roles import BLOCK, FORESEE
+from edgellm.specs import BlockSpec, DraftSpec
 
 ROLE = BLOCK
 DEFAULTS = TreeLimits()  # with as many steps as the block has places

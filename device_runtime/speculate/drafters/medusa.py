@@ -22,8 +22,8 @@ from edgellm.device_runtime.speculate.opening import Opened, Order, check_candid
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.tree import Pool
 from edgellm.integrity import FileCheck
-from edgellm.manifest import DraftSpec
 from edgellm.roles import ALL_HEADS, HEADS
+from edgellm.specs import DraftSpec
 
 ROLE = HEADS
 DEFAULTS = TreeLimits()  # with as many steps as there are heads

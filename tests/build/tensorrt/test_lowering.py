@@ -23,8 +23,8 @@ from edgellm.build.tensorrt.profiles import base_passes, draft_passes, image_pas
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
-from edgellm.manifest import VisionSpec
 from edgellm.multimodal.grids import grid_inputs
+from edgellm.specs import VisionSpec
 
 CAPACITY, ROWS, WRITTEN = 32, 5, 3
 

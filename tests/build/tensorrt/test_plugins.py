@@ -38,7 +38,8 @@ from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
-from edgellm.manifest import LLM_BUNDLE, CacheRanges, load_bundle
+from edgellm.manifest import LLM_BUNDLE, load_bundle
+from edgellm.specs import CacheRanges
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CAPACITY, ROWS = 128, 24

@@ -11,7 +11,7 @@ from ptx_interpreter import launch
 
 from edgellm.device_runtime.runners.tensorrt import appending, compaction, gathering
 from edgellm.device_runtime.runners.tensorrt.cache import aligned_capacity
-from edgellm.manifest import KVCacheSpec
+from edgellm.specs import KVCacheSpec
 
 TENSORS, HEADS, ROWS, WORDS = 4, 3, 11, 2
 
