@@ -31,8 +31,8 @@ _ENTRIES = (
     _Entry("gptq", "gptq"),
     _Entry("autoround", "autoround"),
     _Entry("gptq, values rotated", "gptq", rotate="values"),
-    _Entry("awq", "awq"),
     _Entry("gptq, all rotated", "gptq", rotate="all"),
+    _Entry("awq", "awq"),
 )
 
 

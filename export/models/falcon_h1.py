@@ -67,7 +67,8 @@ class Multipliers:
         """Raises `UnsupportedModelError` for what is no number, or not as many."""
         names = "attention_in", "attention_out", "key", "ssm_in", "ssm_out"
         single = (reader.nonzero(f"{name}_multiplier", 1.0) for name in names)
-        return cls(*single, *_numbers(reader, "mlp", 2), _numbers(reader, "ssm", 5))
+        gate, down = _numbers(reader, "mlp", 2)
+        return cls(*single, gate=gate, down=down, ssm=_numbers(reader, "ssm", 5))
 
 
 def _numbers(reader: ConfigReader, name: str, count: int) -> tuple[float, ...]:

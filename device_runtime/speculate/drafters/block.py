@@ -141,6 +141,7 @@ class BlockDrafter(TreeDrafter):
         """Commit the rows that wait, with a block behind them."""
         if self._controller.is_retrial:
             self._own.skip(max(RETRIAL_ROWS // self.company.answers, LEAST_RETRIAL_ROWS))
+        self._own.restart(RETRIAL_ROWS)
         for part in self._own.parts(self._num_candidates):
             rows = len(part.token_ids)
             block = np.arange(rows, rows + self._size)

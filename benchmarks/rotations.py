@@ -1,0 +1,168 @@
+"""What rotations (`edgellm-quantize --rotate`) do to the divergence of each form.
+
+    pip install -e '.[dev]'
+    python benchmarks/rotations.py
+
+SmolLM2-135M-Instruct, all layers rounded. Its only file is on a 4-bit grid, which a rotation leaves
+and should not be blamed for: noise of the size of a step is added to the weights first. They are
+rounded to nearest (scales searched) or with error feedback, inputs as the names say.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from edgellm.export.rotation import Computed, Recipe
+from edgellm.quantize.calibration import load_tokenizer, read_calibration
+from edgellm.quantize.error_feedback import (
+    Feedback,
+    Grid,
+    WholeNumbers,
+    round_nearest,
+    round_with_feedback,
+)
+from edgellm.quantize.families import Family
+from edgellm.quantize.float_grids import Nvfp4Grid
+from edgellm.quantize.layer_inputs import Group, each_input
+from edgellm.quantize.logits import float_head
+from edgellm.quantize.one_layer_model import linears, quiet_transformers, run_layer
+from edgellm.quantize.residual import rotated
+from edgellm.quantize.rotation import rotate_values
+from edgellm.quantize.rounding import round_int8_blocks, round_nvfp4
+from edgellm.quantize.schemes import RESIDUAL, ROTATIONS, VALUES
+from edgellm.quantize.subject import LanguageModel
+from edgellm.quantize.tensors import read_tensor
+from edgellm.scripts import smollm2
+
+CPU = torch.device("cpu")
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Weights, and what becomes of inputs."""
+
+    grid: Callable[[Tensor], Grid]
+    feeds_back: bool = False
+    inputs: Callable[[Tensor], Tensor] | None = None
+
+
+def _fp4(x: Tensor) -> Tensor:
+    return round_nvfp4(x, float(x.abs().max()) / (6 * 448))
+
+
+FORMS = {
+    "int4, blocks of 32": Form(lambda _: WholeNumbers(-8, 7, 32)),
+    "int4, blocks of 32, feedback": Form(lambda _: WholeNumbers(-8, 7, 32), feeds_back=True),
+    "int8, inputs int8": Form(lambda _: WholeNumbers(-127, 127, 0), inputs=round_int8_blocks),
+    "nvfp4": Form(Nvfp4Grid.of),
+    "nvfp4, inputs fp4": Form(Nvfp4Grid.of, inputs=_fp4),
+}
+
+
+def off_grid(model: LanguageModel) -> LanguageModel:
+    """The model with noise of the size of a step of Q4_1 in its linear layers."""
+    source, chance = model.whole.tensors, np.random.default_rng(0)
+
+    def noisy(name: str) -> list[np.ndarray]:
+        blocks = read_tensor(source, name).floats().reshape(-1, 32)
+        step = np.ptp(blocks, 1, keepdims=True) / 15
+        noise = step * chance.uniform(-0.5, 0.5, blocks.shape)
+        return [(blocks + noise).astype(np.float32).reshape(source.infos()[name].shape)]
+
+    names = [name for name in source.infos() if name.endswith("proj.weight")]
+    values = {name: noisy(name) for name in names}
+    recipes = {
+        name: Recipe(replace(source.infos()[name], dtype="F32"), lambda name=name: values[name])
+        for name in names
+    }
+    return LanguageModel.of(replace(model.whole, tensors=Computed(source, recipes)), ())
+
+
+def measure(
+    model: LanguageModel, rotation: str, fitted: np.ndarray, held_out: np.ndarray
+) -> dict[str, tuple[float, float]]:
+    """KL and perplexity over that of the float model, by form."""
+    turned = rotated(model, 0, ()) if rotation in RESIDUAL else model
+    floats, calibration = (
+        torch.cat([*turned.embedded(rows, len(rows))]) for rows in (held_out, fitted)
+    )
+    streams = dict.fromkeys(FORMS, (floats, calibration))
+    for index in range(len(turned.layers)):
+        source = {name: value.floats() for name, value in turned.layer_source(index).items()}
+        if rotation in VALUES:
+            source = rotate_values(source, turned.config.head_dim)
+        for name, form in FORMS.items():
+            layer = turned.layer_model(index, source, CPU)
+            streams[name] = _advance(layer, form, turned.family, streams[name])
+        floats = run_layer(turned.layer_model(index, source, CPU), floats)
+    right = torch.from_numpy(held_out[:, 1:].reshape(-1))
+    reference, found = _logs(turned, floats), {}
+    for name, (states, _) in streams.items():
+        logs = _logs(turned, states)
+        losses = [-each.gather(-1, right[:, None]).mean() for each in (logs, reference)]
+        divergence = (reference.exp() * (reference - logs)).sum(-1).mean()
+        found[name] = float(divergence), float((losses[0] - losses[1]).exp())
+    return found
+
+
+def _advance(
+    layer: PreTrainedModel, form: Form, family: Family, states: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Held-out and calibration states behind the rounded layer."""
+    moments: dict[Group, Tensor] = {}
+    for row in each_input(layer, [states[1]], family):
+        for names, x in row.items():
+            moments[names] = moments.get(names, 0) + x.T @ x / states[1].shape[0] / len(x)
+    modules = linears(layer)
+    for names, moment in moments.items():
+        feedback = Feedback.of(moment) if form.feeds_back else None
+        for module in (modules[name] for name in names):
+            weight, grid = module.weight.detach(), form.grid(module.weight.detach())
+            if feedback is None:
+                rounded = round_nearest(weight, moment.diagonal(), grid)
+            else:
+                rounded = round_with_feedback(weight, feedback, grid)
+            module.weight.copy_(rounded.values())
+            if (inputs := form.inputs) is not None:
+                module.register_forward_pre_hook(lambda _, args: (inputs(args[0]),))
+    return run_layer(layer, states[0]), run_layer(layer, states[1])
+
+
+def _logs(model: LanguageModel, states: Tensor) -> Tensor:
+    head = float_head(read_tensor(model.tensors, model.head_name), CPU, model.finish)
+    normed = run_layer(model.norm_model(None, CPU), states)[:, :-1].flatten(0, 1)
+    parts = [head(normed[at : at + 256]) for at in range(0, len(normed), 256)]
+    return torch.log_softmax(torch.cat(parts), -1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="another checkpoint, whose weights are taken as they are")
+    parser.add_argument("--rotations", nargs="+", default=["none", *ROTATIONS])
+    parser.add_argument("--rows", type=int, default=4, help="of 256 tokens, held out")
+    arguments = parser.parse_args()
+    quiet_transformers()
+    model = LanguageModel.open(arguments.model or str(smollm2.fetch()), ())
+    model = model if arguments.model else off_grid(model)
+    text = read_calibration(
+        "default", load_tokenizer(model.checkpoint.tokenizer_files), num_samples=10,
+        num_held_out=arguments.rows, seq_len=256, vocab_size=model.config.vocab_size, seed=0,
+    )  # fmt: skip
+    print("KL divergence (perplexity over that of floats)")
+    print(f"{'rotated':10} {'form':30} {'KL':>8} {'perplexity':>10}", flush=True)
+    with torch.no_grad():
+        for rotation in arguments.rotations:
+            found = measure(model, rotation, text.rows, text.held_out)
+            for name, (divergence, ratio) in found.items():
+                print(f"{rotation:10} {name:30} {divergence:8.4f} {ratio:9.3f}x", flush=True)
+
+
+if __name__ == "__main__":
+    main()
