@@ -117,6 +117,11 @@ class Pace:
             if not _may_pay(costs, 0.0):
                 self.text.rest()
 
+    def rest_like(self, smaller: Pace) -> None:
+        """What rests in a smaller company would lose more in this one."""
+        for own, other in ((self.network, smaller.network), (self.text, smaller.text)):
+            own.pause = max(own.pause, other.pause)
+
     def _forget_rate(self) -> None:
         self.tokens, self.ms, self._rounds = 1.2, self.plain_ms, 0
 

@@ -138,7 +138,10 @@ class Controller:
             tables = self._costs.verify, self._costs.step, self._costs.extend
             verify, step, extend = (shared(table, answers) for table in tables)
             shares = replace(self._costs, verify=verify, step=step, extend=extend)
-            self._paces[answers] = Pace(shares, answers, *self._terms)
+            pace = Pace(shares, answers, *self._terms)
+            if fewer := [known for known in self._paces if known < answers]:
+                pace.rest_like(self._paces[max(fewer)])
+            self._paces[answers] = pace
         return self._paces[answers]
 
     @property

@@ -335,9 +335,10 @@ class TreeDrafter:
 
     def _wake(self) -> None:
         """Take in what passed by."""
-        if self._passed:
-            token_ids, taps = zip(*self._passed, strict=True)
-            self._passed = []
+        passed, self._passed = self._passed, []
+        most = 1 + self._limits.steps  # as of a round: of a prompt, passes are cut already
+        for at in range(0, len(passed), most):
+            token_ids, taps = zip(*passed[at : at + most], strict=True)
             self.observe(np.array(token_ids), np.concatenate(taps))
             self._read_on(token_ids)
 

@@ -215,6 +215,8 @@ def test_a_company_has_a_pace_of_its_own():
     assert controller.is_pausing
     rate = controller.rate
     assert rate == pytest.approx(16 / 25)  # of all together, a token each
+    controller.turn_to(Company(17, 16))
+    assert controller.is_pausing  # nor is it tried beside more
     controller.turn_to(ALONE)
     assert not controller.is_pausing
     assert controller.rate < rate
