@@ -70,7 +70,7 @@ def facing(
         )
     if config.mask_rows is not None:
         info = replace(infos[FEATURE], dtype="F32")
-        recipes[FEATURE] = Recipe(info, lambda: _mask_feature(tensors, config, rotation))
+        recipes[FEATURE] = Recipe(info, lambda: _turned_taps(floats(tensors, FEATURE), rotation))
     for name in _norms_before_fc(config):
         ones = np.ones(infos[name].shape, np.float32)
         recipes[name] = Recipe(replace(infos[name], dtype="F32"), lambda ones=ones: [ones])
@@ -81,16 +81,13 @@ def _fc(tensors: TensorSource, config: DraftConfig, rotation: Rotation) -> Itera
     """[D, T*H] for features that were not turned back; the norm before it lies in it."""
     weight = floats(tensors, _FC)
     norms = [floats(tensors, name) for name in _norms_before_fc(config)]
-    weight = weight * np.concatenate(norms) if norms else weight
-    taps = weight.reshape(len(weight), len(config.hidden_taps), rotation.size)
-    yield rotation.turn(taps).reshape(weight.shape)
+    yield from _turned_taps(weight * np.concatenate(norms) if norms else weight, rotation)
 
 
-def _mask_feature(tensors: TensorSource, config: DraftConfig, rotation: Rotation) -> Iterator[F32]:
-    """What stands in the place of taps, turned as they are."""
-    feature = floats(tensors, FEATURE)
-    taps = feature.reshape(len(config.hidden_taps), rotation.size)
-    yield rotation.turn(taps).reshape(feature.shape)
+def _turned_taps(rows: F32, rotation: Rotation) -> Iterator[F32]:
+    """Every tap of [..., T*H]."""
+    taps = rows.reshape(*rows.shape[:-1], -1, rotation.size)
+    yield rotation.turn(taps).reshape(rows.shape)
 
 
 def _norms_before_fc(config: DraftConfig) -> list[str]:

@@ -33,7 +33,7 @@ from edgellm.quantize.feedback import round_layer
 from edgellm.quantize.folder import check_output, write_folder
 from edgellm.quantize.folding import fold_smoothing
 from edgellm.quantize.formats import F32
-from edgellm.quantize.kv_cache import cache_scales
+from edgellm.quantize.kv_cache import ATTENTION, cache_scales
 from edgellm.quantize.layer_costs import divergence, find_gradients, measures_layers
 from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, refuse_broken
 from edgellm.quantize.logits import Quality
@@ -228,7 +228,8 @@ def _exported(
 
     log, states = plan.task.work.log, before.get(CALIBRATION) or before[ROUNDED]
     own, scheme, kv_cache = _Own({}, {}), plan.recipe.scheme, plan.recipe.kv_cache
-    if kv_cache is not None and (kv_cache == "int8" or not scheme.config):
+    attends = any(name.startswith(ATTENTION) for name in source)
+    if kv_cache is not None and attends and (kv_cache == "int8" or not scheme.config):
         own.tensors.update(cache_scales(model, states.batches(device), kv_cache))
     _round_experts(plan, model, states, own)
     family, head_dim = plan.subject.family, plan.subject.config.head_dim
@@ -246,7 +247,7 @@ def _exported(
         for batch in states.batches(device):
             run_layer(spoiled, batch)
 
-    return quantize(model, plan.recipe, loop, log), own
+    return quantize(model, plan.recipe, loop, log, keeps_norms=bool(family.floats)), own
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,19 @@ def test_a_full_cache_ends_in_plain_decoding():
     assert session.passes > 1
 
 
+def test_a_full_cache_begins_anew():
+    """Behind a window, say: with the newest 64 rows, as soon as so many wait."""
+    base = StrictBase(400)
+    start, session = drafting(capacity=106)
+    ids = ids_of(base, start(), PROMPTS[0], GREEDY, 300)
+    sampler = Sampler(GREEDY, PROMPTS[0])
+    expected = generate(StrictBase(400), PROMPTS[0], sampler, 300, Profile(), prefill_rows=64)
+    assert ids == list(expected)
+    assert session.skipped > 100
+    assert session.passes < 300 / 6 + 3
+    assert len(base.passes) < 300 / 6 + 2 * 64 + 20
+
+
 @pytest.mark.parametrize("has_links", [False, True])
 def test_right_blocks_are_always_accepted(has_links):
     """With links also along paths that no place of the block believed in."""
@@ -168,6 +181,7 @@ def test_rounded_engines_say_nearly_the_same(engines, name, precision, tmp_path)
         "draft", pair.draft_bundle, tmp_path / "e", draft_plan(precision), "onnxruntime", print
     )
     assert built.main_graphs[0].precision == precision
+    assert "rows are off by" in built.options["checks"][0]
     session = open_block(tmp_path / "e" / "draft", built)
     reference = BlockReference(pair.base_checkpoint, layout)
     taps = torch.randn(9, 3 * 96, generator=torch.Generator().manual_seed(1))
