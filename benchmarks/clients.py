@@ -7,7 +7,8 @@ through `edgellm-serve`, streaming, plainly and with `--spec auto`. The peers an
 their own, without a server before them: onnxruntime-genai's Engine, which batches (INT4), and
 llama.cpp's Python binding, whose one context is taken in turns (Q4_0 and Q8_0), as its server does.
 All get the same prompts and greedy decoding, and take turns; a token is one that the client saw.
-The first answer of each client is not counted. PYTHON has the peers of requirements.txt.
+The first answer of each client is not counted, but for processor time, which is that of the whole
+process: edgellm's includes its server. PYTHON has the peers of requirements.txt.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Seen:
     tokens: int
 
 
-def figures(answers: list[Seen], clients: int) -> dict[str, float]:
-    """Tokens/s while all clients were busy; percentiles of waiting, in milliseconds."""
+def figures(answers: list[Seen], cpu_s: float, clients: int) -> dict[str, float]:
+    """Tokens/s while all clients were busy; milliseconds of waiting, and of processor time."""
     if len(answers) <= 2 * clients:
         raise SystemExit(f"{len(answers)} answers of {clients} clients: give more --seconds")
     begin = max(one.times[-1] for one in answers[:clients])
@@ -53,6 +54,7 @@ def figures(answers: list[Seen], clients: int) -> dict[str, float]:
     first = sorted(one.times[0] - one.asked for one in counted)
     gaps = sorted(b - a for one in counted for a, b in itertools.pairwise(one.times))
     found = {"tokens/s": tokens / (end - begin)}
+    found["cpu"] = cpu_s * 1e3 / sum(one.tokens for one in answers)
     for name, waits in (("first", first), ("next", gaps)):
         for share in (50, 99):
             place = min(len(waits) * share // 100, len(waits) - 1)
@@ -110,7 +112,9 @@ def _chat(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def run_genai(path: str, clients: int, tokens: int, seconds: float, threads: int) -> list[Seen]:
+def run_genai(
+    path: str, clients: int, tokens: int, seconds: float, threads: int
+) -> tuple[list[Seen], float]:
     """onnxruntime-genai's Engine, with as many requests as there are clients."""
     import numpy as np
     import onnxruntime_genai as og
@@ -122,7 +126,7 @@ def run_genai(path: str, clients: int, tokens: int, seconds: float, threads: int
     model = og.Model(config)
     tokenizer, engine, texts = og.Tokenizer(model), og.Engine(model), prompts()
     buffer = engine.create_event_buffer(4 * MOST)
-    going, answers = [], []
+    going, answers, used_s = [], [], time.process_time()
 
     def begin() -> None:
         request = engine.create_request()
@@ -146,17 +150,19 @@ def run_genai(path: str, clients: int, tokens: int, seconds: float, threads: int
                 answers.append(Seen(entry[1], entry[2], len(entry[2])))
                 going.remove(entry)
                 entry[0].close()
-    return answers
+    return answers, time.process_time() - used_s
 
 
-def run_llama(path: str, clients: int, tokens: int, seconds: float, threads: int) -> list[Seen]:
+def run_llama(
+    path: str, clients: int, tokens: int, seconds: float, threads: int
+) -> tuple[list[Seen], float]:
     """llama.cpp's one context, for clients in line."""
     from llama_cpp import Llama
 
     llama = Llama(path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
     answers: list[Seen] = []
     texts, begin = prompts(), time.monotonic()
-    line = deque([begin] * clients)
+    line, used_s = deque([begin] * clients), time.process_time()
     while line:
         asked = line.popleft()
         llama.reset()
@@ -166,7 +172,7 @@ def run_llama(path: str, clients: int, tokens: int, seconds: float, threads: int
         answers.append(Seen(asked, times, len(times)))
         if time.monotonic() < begin + seconds:
             line.append(time.monotonic())
-    return answers
+    return answers, time.process_time() - used_s
 
 
 RUNNERS = {"genai": run_genai, "llama": run_llama}
@@ -202,7 +208,8 @@ def _measure(way: str, path: Path, clients: int, given: argparse.Namespace) -> d
 
     if not way.startswith("edgellm"):
         name = "llama" if "llama" in way else "genai"
-        command = [given.peers, __file__, "--run", name, path, "--clients", clients]
+        python = (given.llama_python or given.peers) if name == "llama" else given.peers
+        command = [python, __file__, "--run", name, path, "--clients", clients]
         command += [
             "--tokens",
             given.tokens,
@@ -214,9 +221,11 @@ def _measure(way: str, path: Path, clients: int, given: argparse.Namespace) -> d
         reply = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
         return json.loads(reply.stdout.splitlines()[-1])
     flags = ("--spec", "auto") if "auto" in way else ()
-    with serve.serving(path, *flags) as (port, _):
+    with serve.serving(path, *flags) as (port, pid):
+        used_s = serve.cpu_s(pid)
         answers = asyncio.run(ask_server(port, clients, given.tokens, given.seconds))
-    return figures(answers, clients)
+        used_s = serve.cpu_s(pid) - used_s
+    return figures(answers, used_s, clients)
 
 
 def _ways(given: argparse.Namespace) -> dict[str, Path]:
@@ -230,7 +239,9 @@ def _ways(given: argparse.Namespace) -> dict[str, Path]:
         import weights
 
         for kind in ("Q8_0", "Q4_0"):
-            path = weights.gguf(smollm2.fetch(), given.work, kind, given.peers)
+            path = weights.gguf(
+                smollm2.fetch(), given.work, kind, given.llama_python or given.peers
+            )
             ways[f"llama.cpp {kind}"] = path
         folder = given.work / "genai"
         ways["onnxruntime-genai int4"] = weights.genai(given.work / "fp32", folder, given.peers)
@@ -242,6 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", nargs=2, metavar=("PEER", "PATH"), help=argparse.SUPPRESS)
     parser.add_argument("--peers", help="a python with the peers' packages; edgellm alone without")
+    parser.add_argument("--llama_python", help="another python for llama.cpp")
     parser.add_argument("--clients", default=",".join(map(str, COUNTS)))
     parser.add_argument("--precisions", default="int8,int4")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
@@ -253,21 +265,21 @@ def main() -> None:
     if given.run:
         runner, path = given.run
         (count,) = counts
-        answers = RUNNERS[runner](path, count, given.tokens, given.seconds, given.threads)
-        print(json.dumps(figures(answers, count)))
+        seen = RUNNERS[runner](path, count, given.tokens, given.seconds, given.threads)
+        print(json.dumps(figures(*seen, count)))
         return
     from edgellm.scripts import smollm2
 
     given.work = given.work or smollm2.cache_folder() / "benchmarks"
     ways, alone = _ways(given), dict[str, float]()
-    print(f"{'':28}clients  tokens/s  x one   first p50    p99   next p50    p99 (ms)")
+    print(f"{'':28}clients  tokens/s  x one   first p50    p99   next p50    p99 (ms)   cpu/token")
     for count, (way, path) in itertools.product(counts, ways.items()):
         found = _measure(way, path, count, given)
         alone.setdefault(way, found["tokens/s"])
         print(
             f"{way:28}{count:7}{found['tokens/s']:10.1f}{found['tokens/s'] / alone[way]:7.2f}"
             f"{found['first p50']:12.0f}{found['first p99']:7.0f}"
-            f"{found['next p50']:11.1f}{found['next p99']:7.1f}", flush=True,
+            f"{found['next p50']:11.1f}{found['next p99']:7.1f}{found['cpu']:17.2f}", flush=True,
         )  # fmt: skip
 
 

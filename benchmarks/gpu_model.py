@@ -65,15 +65,12 @@ class Way:
     waits: int  # of a round; of a plain step there is one
 
 
-# Tests on the fake GPU count the waits, and `ROUND_KERNELS`.
-TODAY = Way("as built today", False, "fp16", 1)
-_NATIVE = replace(TODAY, name="with --kernels tensorrt", attends_capacity=True)
-WAYS = (
-    replace(_NATIVE, name="and the host between levels", waits=5),
-    _NATIVE,
-    TODAY,
-    replace(TODAY, name="+ head and draft as the base", head=""),
-)
+# Tests on the fake GPU count the waits, and `ROUND_KERNELS`; `edgellm-quantize --target` gives head
+# and draft the form of the base.
+_FLOATS = Way("head and draft in fp16", False, "fp16", 1)
+_NATIVE = replace(_FLOATS, name="with --kernels tensorrt", attends_capacity=True)
+TODAY = replace(_FLOATS, name="as built today", head="")
+WAYS = (replace(_NATIVE, name="and the host between levels", waits=5), _NATIVE, _FLOATS, TODAY)
 
 # Of edgellm's own beside the networks' in a round that is the device's: of one block each, a level
 # and the one behind the last, the tree, its layout and its acceptance; and those that copy rows.

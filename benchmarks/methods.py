@@ -3,6 +3,7 @@
     pip install -e '.[dev]'
     python benchmarks/methods.py --prompts 20            # the first 20 of every set
     python benchmarks/methods.py --eagle1 DIR --medusa DIR      # with these two drafts as well
+    python benchmarks/methods.py --dflash DIR --dspark DIR      # with drafts of blocks
 
 Every prompt is answered by all methods, which take turns in starting, so that the ratios compare
 what ran side by side. The answers of one prompt must be the same in all methods of an fp32 engine.
@@ -33,6 +34,7 @@ from edgellm.export.source import open_checkpoint, open_draft
 from edgellm.scripts import smollm2
 
 EAGLE3 = Path(__file__).parents[1] / "examples" / "smollm2-135m-instruct-eagle3"
+DRAFTS = ("eagle3", "eagle1", "medusa", "dflash", "dspark")
 ENGINES = {"fp32": ("fp32", "auto"), "int8": ("fp32", "int8"), "int4": ("int4", "auto")}
 DRAFT_MODEL = "int4"  # of the same base; there is no smaller SmolLM2
 TREE_SIZE = 64  # the 63 choices and the root
@@ -64,6 +66,8 @@ METHODS = {
     "eagle1": Method(SpecOptions(), "eagle1"),
     "medusa-static": Method(_THREE_LEVELS, "medusa"),  # of heads that take no hours
     "medusa": Method(SpecOptions(), "medusa"),
+    "dflash": Method(SpecOptions(), "dflash"),
+    "dspark": Method(SpecOptions(), "dspark"),
     "model": Method(None),  # its options name an engine
     "auto": Method(SpecOptions(network="auto")),
 }
@@ -191,7 +195,8 @@ def opened(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
-    for draft, default in (("eagle3", EAGLE3), ("eagle1", None), ("medusa", None)):
+    for draft in DRAFTS:
+        default = EAGLE3 if draft == "eagle3" else None
         parser.add_argument(f"--{draft}", type=Path, default=default, help="folder of the draft")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--prompts", type=int, default=None, help="of each set; default all")
@@ -202,11 +207,11 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0])
     parser.add_argument("--json", type=Path, default=None, help="also write the figures there")
     arguments = parser.parse_args()
-    drafts = {draft: getattr(arguments, draft) for draft in ("eagle3", "eagle1", "medusa")}
+    drafts = {draft: getattr(arguments, draft) for draft in DRAFTS}
     asked = ["plain", *(method for method in arguments.methods if method != "plain")]
     methods = [method for method in asked if drafts[METHODS[method].draft] is not None]
     if missing := [method for method in asked if method not in methods]:
-        print(f"left out, for want of --eagle1 or --medusa: {', '.join(missing)}")
+        print(f"left out, for want of their drafts: {', '.join(missing)}")
     figures = []
     for name in arguments.engines:
         own = [method for method in methods if (method, name) != ("model", DRAFT_MODEL)]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgellm.build.flags import (
+    Attention,
     Backend,
     Device,
     DryRun,
@@ -20,6 +21,7 @@ from edgellm.build.flags import (
     EagleDraft,
     EngineDir,
     FallbackPrecision,
+    IntGemm,
     Kernels,
     KvCache,
     KvCapacity,
@@ -74,6 +76,8 @@ def llm_build(
     target_sm: TargetSm = "",
     workspace: Workspace = 0,
     fallback_precision: FallbackPrecision = "",
+    attention: Attention = "auto",
+    int_gemm: IntGemm = "auto",
     opt_level: OptLevel = None,
     timing_cache: TimingCache = None,
     layer_report: LayerReport = False,
@@ -86,16 +90,13 @@ def llm_build(
 
     _check_words(prefill, kernels, quantize, kv_cache)
     check_device(device)
-    if eagle_base and eagle_draft:
-        raise EdgeLLMError(
-            "--eagleBase and --eagleDraft are two builds",
-            hint="run llm_build once for each, into the same --engineDir",
-        )
+    _check_product(eagle_base=eagle_base, eagle_draft=eagle_draft)
     name = choose(backend, device)
     _check_kernels(kernels, library_of(name))
     announce(backend, device)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
-    flags["--kernels"] = None if kernels == "auto" else kernels
+    words = {"--kernels": kernels, "--attention": attention, "--intGemm": int_gemm}
+    flags |= {flag: None if word == "auto" else word for flag, word in words.items()}
     flags["--fallbackPrecision"] = fallback_precision or None
     plan = Plan(
         max_input_len,
@@ -113,6 +114,14 @@ def llm_build(
         max_lora_rank=max_lora_rank,
     )
     _run("draft" if eagle_draft else "llm", onnx_dir, engine_dir, plan, name, dry_run=dry_run)
+
+
+def _check_product(*, eagle_base: bool, eagle_draft: bool) -> None:
+    if eagle_base and eagle_draft:
+        raise EdgeLLMError(
+            "--eagleBase and --eagleDraft are two builds",
+            hint="run llm_build once for each, into the same --engineDir",
+        )
 
 
 def own_flags(

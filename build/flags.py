@@ -124,6 +124,22 @@ FallbackPrecision = Annotated[
         help="tensorrt: int4 or fp16, what fp8 and nvfp4 weights become on a GPU without them.",
     ),
 ]
+Attention = Annotated[
+    str,
+    typer.Option(
+        "--attention",
+        help="onnxruntime on cuda: fused (GroupQueryAttention, float16; wants onnxruntime-gpu "
+        "1.31), plain (products, 1.23), or auto, fused where there is a kernel.",
+    ),
+]
+IntGemm = Annotated[
+    str,
+    typer.Option(
+        "--intGemm",
+        help="onnxruntime on cuda: tensor cores on int4 and int8 weights that are not decoded, in "
+        "blocks of 32: on, off, or auto, on where trees of more than 16 rows are verified.",
+    ),
+]
 OptLevel = Annotated[
     int | None,
     typer.Option("--optLevel", min=0, max=5, help="tensorrt: how long it may search; 3 is usual."),

@@ -36,6 +36,7 @@ from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.sessions.pass_inputs import parent_rows
 from edgellm.manifest import Bundle, KVCacheSpec
+from edgellm.roles import BLOCK
 
 Numbers = dict[str, NDArray[Any]]
 _ROWS = 32  # of the cache that passes may take
@@ -111,7 +112,8 @@ def make_reference(
     has_int8_cache = source.cache is not None and source.cache.dtype == "int8"
     roundings = {engine.of(weight, name) for name, weight in layers}
     sums = float_error(weight.in_features for _, weight in layers)
-    rows = sum(map(_rows, passes)) or 1
+    # Layers of a draft of blocks read rows of the block, or those of the text, too.
+    rows = 1 if source.role == BLOCK else sum(map(_rows, passes)) or 1
     rounds = engine.halves or has_int8_cache or bool(roundings - {Rounding()})
     versions = plain_versions(model, source.bundle, source.cache, engine, rows, rounds=rounds)
     try:

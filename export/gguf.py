@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.contract import BrokenArtifactError
+from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoint import CHUNK_BYTES, Checkpoint, TensorInfo, TensorSource
-from edgellm.export.gguf_families import SINKS, Facts, Family, UnshiftedNorms, read_config
+from edgellm.export.gguf_families import SINKS, Facts, Family, read_config
 from edgellm.export.gguf_file import GGUFFile, read_gguf
 from edgellm.export.gguf_tokenizer import convert_tokenizer
 from edgellm.export.quantized.gguf import FORMS, MXFP4
@@ -54,7 +54,8 @@ class GGUFTensors:
         kept = (*FORMS, MXFP4) if keeps_blocks else ()
         self._infos = {
             name: TensorInfo(
-                tensor.kind if tensor.kind in kept else _PLAIN.get(tensor.kind, "F32"), tensor.shape
+                tensor.kind if tensor.kind in kept else _PLAIN.get(tensor.kind, "F32"),
+                _own_shape(name, tensor.shape),
             )
             for name, tensor in self._tensors.items()
         }
@@ -78,6 +79,33 @@ class GGUFTensors:
             if heads:
                 piece = _half_split(piece, head_rows)
             yield as_bytes(piece)
+
+
+def _own_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Weights of convolutions [W, 1, K], which files have without the middle."""
+    is_flat = name.endswith(".conv.conv.weight") and len(shape) == 2
+    return (shape[0], 1, shape[1]) if is_flat else shape
+
+
+class UnshiftedNorms:
+    """Tensors, the weights of whose norms are what they were before a shift was added."""
+
+    def __init__(self, source: TensorSource, shift: float) -> None:
+        self._source, self._shift = source, shift
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name."""
+        return self._source.infos()
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """Data in pieces."""
+        if not name.endswith("norm.weight"):
+            yield from self._source.stream(name)
+            return
+        if (kind := self.infos()[name].dtype) != "F32":
+            raise UnsupportedModelError(f"{name} has type {kind}, not F32, in the GGUF file")
+        for piece in self._source.stream(name):
+            yield as_bytes(np.frombuffer(piece, np.float32) - np.float32(self._shift))
 
 
 def _decoded(rows: np.ndarray, kind: str) -> np.ndarray:
@@ -145,7 +173,7 @@ def _end_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 def _hf_name(name: str, family: Family) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?([\w.]+)\.(weight|bias)", name)
     known = None if match is None else family.name_of(match[2])
     if match is None or known is None:
         return name  # reported as a leftover

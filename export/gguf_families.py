@@ -7,17 +7,14 @@ name of an architecture; keys of it that nobody reads become keys of the config,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.attention_kinds import FULL, SLIDING
-from edgellm.export.checkpoint import TensorInfo, TensorSource
 from edgellm.export.models.gemma2 import ACTIVATION
-from edgellm.export.weights import as_bytes
+from edgellm.export.models.lfm2 import CONV
 
 _REQUIRED: Any = object()
 _LOCAL = "local rope"  # of layers that see a window, on its way into rope_parameters
@@ -341,11 +338,37 @@ def _gpt_oss(facts: Facts) -> Config:
     }
 
 
+def _lfm2(facts: Facts) -> Config:
+    """Layers without keys convolve; what this family calls its norms' epsilon is another key."""
+    heads = facts.get("attention.head_count_kv")
+    counts = heads if isinstance(heads, list) else [heads] * facts.get("block_count")
+    return {
+        "model_type": "lfm2",
+        "num_key_value_heads": max(counts),
+        "layer_types": [FULL if count else CONV for count in counts],
+        "conv_L_cache": facts.get("shortconv.l_cache"),
+        "norm_eps": float(f"{facts.get('attention.layer_norm_rms_epsilon'):.6g}"),
+        "rms_norm_eps": None,
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
 def _of_type(model_type: str) -> Callable[[Facts], Config]:
     return lambda _: {"model_type": model_type}
 
 
 _SANDWICH = {"ffn_norm": "pre_feedforward_layernorm"}
+_LFM2 = {
+    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+    **{f"attn_{part}_norm": f"self_attn.{part}_layernorm" for part in "qk"},
+    "token_embd_norm": "model.embedding_norm",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_output": "self_attn.out_proj",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(_llama, is_interleaved=True),
     "qwen2": Family(_of_type("qwen2")),
@@ -357,28 +380,8 @@ FAMILIES: Mapping[str, Family] = {
         _gpt_oss, {"ffn_gate_inp": "mlp.router", "attn_sinks": SINKS}, has_experts=True
     ),
     "granite": Family(_granite, is_interleaved=True),
+    "lfm2": Family(_lfm2, _LFM2),
     "olmo2": Family(_olmo2),
     "phi3": Family(_phi3, {"ffn_up": "mlp.gate_up_proj"}, turns_in_part=True),
     "smollm3": Family(_smollm3, is_interleaved=True),
 }
-
-
-class UnshiftedNorms:
-    """Tensors, the weights of whose norms are what they were before a shift was added."""
-
-    def __init__(self, source: TensorSource, shift: float) -> None:
-        self._source, self._shift = source, shift
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """All tensors by name."""
-        return self._source.infos()
-
-    def stream(self, name: str) -> Iterator[memoryview]:
-        """Data in pieces."""
-        if not name.endswith("norm.weight"):
-            yield from self._source.stream(name)
-            return
-        if (kind := self.infos()[name].dtype) != "F32":
-            raise UnsupportedModelError(f"{name} has type {kind}, not F32, in the GGUF file")
-        for piece in self._source.stream(name):
-            yield as_bytes(np.frombuffer(piece, np.float32) - np.float32(self._shift))

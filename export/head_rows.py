@@ -61,13 +61,13 @@ class HeadRows:
         return run[0] * self._row_bytes, run[1] * self._row_bytes
 
 
-def commonest(size: int, vocab_size: int, ends: Iterable[int]) -> NDArray[np.int64]:
+def commonest(size: int, vocab_size: int, ends: Iterable[object]) -> NDArray[np.int64]:
     """Int64 [size], ascending: the tokens that end an answer, and those of the lowest ids.
 
     Vocabularies of byte pairs count up as pairs became rarer. Raises `UnsupportedModelError` if
     there are not so many tokens.
     """
-    kept = sorted({end for end in ends if 0 <= end < vocab_size})
+    kept = sorted({end for end in ends if isinstance(end, int) and 0 <= end < vocab_size})
     if not len(kept) < size <= vocab_size:
         raise UnsupportedModelError(
             f"--draft_vocab_size {size}: give {len(kept) + 1} to {vocab_size}, the base's tokens"

@@ -33,7 +33,7 @@ def check_model(checkpoint: Checkpoint, ignored_keys: tuple[str, ...]) -> Decode
     check_floats(checkpoint)
     config = understand(checkpoint, ExportOptions(ignore_config_keys=ignored_keys))
     model_type = text_tower(checkpoint).checkpoint.config["model_type"]
-    check_family(checkpoint.label, model_type, is_recurrent=config.is_recurrent)
+    check_family(checkpoint.label, model_type)
     return config
 
 

@@ -12,6 +12,7 @@ import typer
 
 from edgellm.command import SNAKE_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
+from edgellm.quantize.targets import FLOAT, form_of_draft, form_of_head, rounds_as
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 
@@ -19,7 +20,8 @@ Format = Annotated[
     str, typer.Option("--format", help="modelopt, or compressed-tensors, which vLLM reads.")
 ]
 Head = Annotated[
-    str | None, typer.Option("--lm_head_quantization", help="fp8, nvfp4, int8, int4, or int8_tied.")
+    str | None,
+    typer.Option("--lm_head_quantization", help="fp8, nvfp4, int8, int4, int8_tied, or float."),
 ]
 Cache = Annotated[
     str | None,
@@ -52,6 +54,14 @@ BatchTokens = Annotated[
 Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the result.")]
 Body = Annotated[
     str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq or mixed.")
+]
+DraftBody = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization",
+        help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq, or auto: the smallest that drafts as well; "
+        "default: fp8, or what --target computes.",
+    ),
 ]
 KeepLayers = Annotated[
     str,
@@ -87,7 +97,9 @@ TargetKl = Annotated[
 Target = Annotated[
     str,
     typer.Option(
-        "--target", help="Of int8_sq: cpu (scales of inputs at run time) or gpu (calibrated)."
+        "--target",
+        help="What will run it: cpu (int8_sq: scales of inputs at run time), gpu (calibrated; the "
+        "head takes the form of the layers) or its compute capability (for a draft's form, too).",
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
@@ -159,14 +171,7 @@ def draft(
         str, typer.Option("--draft_model_dir", help="Folder of a float EAGLE draft.")
     ],
     output_dir: Output,
-    quantization: Annotated[
-        str,
-        typer.Option(
-            "--quantization",
-            help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq, or auto: the "
-            "smallest that drafts as well.",
-        ),
-    ] = "fp8",
+    quantization: DraftBody = None,
     algo: Annotated[str | None, typer.Option("--algo", help="gptq, or awq for int4_awq.")] = None,
     max_loss: MaxLoss = None,
     lm_head_quantization: Head = None,
@@ -184,8 +189,9 @@ def draft(
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize an EAGLE draft, calibrated with its base's features; fc stays as it is."""
+    body = quantization or form_of_draft(target)
     _run(
-        draft_model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
+        draft_model_dir, output_dir, body, lm_head_quantization, ignore_config_keys,
         base_model_dir=base_model_dir, algo=algo, max_loss=max_loss,
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
@@ -199,6 +205,7 @@ def _run(
 ) -> None:
     from edgellm.quantize.options import check_names, check_together
 
+    head = _head(body, head, options)
     minutes, points = options.pop("time_budget", None), options.pop("max_loss", None)
     is_open = body == "auto" and "base_model_dir" in options
     check_names("int4_awq" if is_open else body, head, **options)
@@ -225,6 +232,15 @@ def _run(
         else:
             report = run_job(job, progress)
     print_summary(report, output_dir)
+
+
+def _head(body: str, given: str | None, options: dict[str, Any]) -> str | None:
+    """What the head becomes; of `--target` the options keep who rounds inputs."""
+    target, is_modelopt = options["target"], options.get("format", "modelopt") == "modelopt"
+    options["target"] = rounds_as(target)
+    if given is None:
+        return form_of_head(target, body, is_modelopt=is_modelopt)
+    return None if given == FLOAT else given
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ in blocks as well lose likewise; there the factors serve both.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -18,11 +18,16 @@ from transformers import PreTrainedModel
 from edgellm.quantize.families import Family
 from edgellm.quantize.formats import F32
 from edgellm.quantize.layer_inputs import each_input
-from edgellm.quantize.smoothing import DOWN, OUTPUT, VALUE, fold
-from edgellm.quantize.token_weights import Weights
+from edgellm.quantize.mixing import mix
+from edgellm.quantize.plan import Plan
+from edgellm.quantize.sensitivity import FLOAT_FORM
+from edgellm.quantize.smoothing import DOWN, OUTPUT, UP, VALUE, fold
+from edgellm.quantize.states import States
+from edgellm.quantize.token_weights import Weights, layer_weights, weighs_tokens
 
-EVENED = ("int4", "nvfp4")  # forms with a scale for a block of columns
+_EVENED = ("int4", "nvfp4")  # forms with a scale for a block of columns
 _OF_WEIGHTS, _OF_INPUTS = 0.5, 0.25  # exponents of sizes, found with SmolLM2
+_MAKERS = {OUTPUT: VALUE, DOWN: UP}  # linear layers that take factors, not norms
 _ROWS = 8  # of text that say how large inputs are
 _WIDEST = 16.0  # a factor, and one over it
 _TINY = 1e-12
@@ -30,8 +35,34 @@ _TINY = 1e-12
 Squares = Mapping[str, torch.Tensor]  # means by linear layer, of the channels of its input [in]
 
 
+def evened(plan: Plan, index: int, source: dict[str, F32], states: States | None) -> dict[str, F32]:
+    """A layer's tensors as its scheme wants them before they are rounded.
+
+    Args:
+        plan: of the run.
+        index: of the layer.
+        source: named from "self_attn.q_proj.weight" on.
+        states: that enter the layer behind rounded ones; None where the scheme has none.
+    """
+    subject, scheme, device = plan.subject, plan.recipe.scheme, plan.task.device
+    if scheme.form not in _EVENED:
+        return source
+    squares = None
+    if scheme.is_nvfp4 and states is not None and weighs_tokens(plan):
+        model = subject.layer_model(index, source, device)
+        weights = layer_weights(plan, index)
+        squares = input_squares(model, states.batches(device), subject.family, weights)
+    forms = mix(plan).modules[index] if scheme.is_mixed else {}
+    floats = [name for name, form in forms.items() if form == FLOAT_FORM]
+    return even_columns(source, subject.family, subject.config.head_dim, squares, floats)
+
+
 def even_columns(
-    source: Mapping[str, F32], family: Family, head_dim: int, inputs: Squares | None = None
+    source: Mapping[str, F32],
+    family: Family,
+    head_dim: int,
+    inputs: Squares | None = None,
+    floats: Collection[str] = (),
 ) -> dict[str, F32]:
     """A layer's tensors that compute the same with columns of more equal size.
 
@@ -40,13 +71,14 @@ def even_columns(
         family: of the layer; one with experts stays as it is.
         head_dim: of the attention.
         inputs: that are rounded in blocks, too. None: they are not.
+        floats: linear layers that are not rounded and stay as they are.
     """
     if family.experts is not None:
         return dict(source)
     found = {name: torch.from_numpy(value.copy()) for name, value in source.items()}
     for names in (*family.readers.values(), (OUTPUT,), (DOWN,)):
         weights = [found[f"{name}.weight"] for name in names if f"{name}.weight" in found]
-        if len(weights) < len(names):
+        if len(weights) < len(names) or _is_float(names, floats):
             continue
         shared = _value_heads(names, found, weights[0].shape[1], head_dim)
         logs = -_OF_WEIGHTS * _logs(torch.cat(weights).square().mean(0), shared)
@@ -57,6 +89,11 @@ def even_columns(
             for name in names:
                 found[f"{name}.weight"] = found[f"{name}.weight"] * factors
     return {name: np.ascontiguousarray(value.numpy()) for name, value in found.items()}
+
+
+def _is_float(names: tuple[str, ...], floats: Collection[str]) -> bool:
+    """Whether one of these linear layers stays as it is, or the one that makes what they read."""
+    return any(name in floats or _MAKERS.get(name) in floats for name in names)
 
 
 def input_squares(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from edgellm.export.checkpoint import TensorSource
 from edgellm.quantize.checkpointing import CALIBRATION, FLOAT, HEAD_PART, QUANTIZED, ROUNDED
 from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
-from edgellm.quantize.logits import Quality, float_head, measure, quantized_head
+from edgellm.quantize.logits import Head, Quality, float_head, measure, quantized_head
 from edgellm.quantize.modelopt_adapter import quantize
 from edgellm.quantize.plan import Plan
 from edgellm.quantize.states import States
@@ -39,13 +40,20 @@ def evaluate(plan: Plan, streams: Mapping[str, States]) -> Quality:
         stored = task.work.tensors(HEAD_PART)
         decoded = decode_table(plan) if is_table else _decoded_head(plan, stored)
         heads[1] = quantized_head(decoded, task.device, subject.finish)
-    return measure(
-        subject.targets(task),
-        (streams[FLOAT], streams[QUANTIZED]),
-        subject.norm_model(None, task.device),
-        (heads[0], heads[1]),
-        task.device,
-    )
+
+    def measured(of_quantized: Head) -> Quality:
+        return measure(
+            subject.targets(task),
+            (streams[FLOAT], streams[QUANTIZED]),
+            subject.norm_model(None, task.device),
+            (heads[0], of_quantized),
+            task.device,
+        )
+
+    quality = measured(heads[1])
+    if plan.head is None:
+        return quality
+    return replace(quality, kl_float_head=measured(heads[0]).kl_divergence)
 
 
 def _decoded_head(plan: Plan, tensors: TensorSource) -> DecodedLinear:

@@ -94,7 +94,7 @@ def hide_experts(layer: nn.Module, experts: Experts | None) -> None:
     if isinstance(theirs := getattr(block, "experts", None), nn.Module):
         assert isinstance(block, nn.Module)
         activation = theirs.act_fn
-        assert isinstance(activation, nn.Module)
+        assert callable(activation)
         block.experts = WatchedExperts(activation)
 
 

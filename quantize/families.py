@@ -6,6 +6,7 @@ norm that made it; its result is checked against what is written here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,12 +15,12 @@ import torch
 
 from edgellm.contract import UnsupportedModelError
 from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.models import cohere2, gemma2, granite
+from edgellm.export.models import cohere2, falcon_h1, gemma2, granite
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj")
 # Of configs, what has an entry for each layer.
-_OF_LAYERS = ("layer_types", "no_rope_layers")
+_OF_LAYERS = ("layer_types", "layers_block_type", "no_rope_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class Family:
     # Values of config.json with which a model of one layer does nothing before that layer.
     neutral: Mapping[str, Any] = field(default_factory=dict)
     experts: Experts | None = None
+    norm: str = "norm"  # the one behind the layers
+    floats: tuple[str, ...] = ()  # matrices that stay as they are: rates of states
 
     def canonical(self, name: str) -> str:
         """Transformers' name of a layer's tensor, from a checkpoint's or its own."""
@@ -83,6 +86,8 @@ class Family:
 
     def is_float(self, name: str) -> bool:
         """Whether a matrix of a layer is no linear layer; `name` is transformers'."""
+        if name.removesuffix(".weight") in self.floats:
+            return True
         return self.experts is not None and self.experts.is_float(name)
 
     def linear_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
@@ -102,6 +107,23 @@ _BEHIND = Family({})  # only norms of what a layer adds
 _SANDWICH = Family(
     {"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATED}, norm_shift=1.0
 )  # fmt: skip
+_GRANITE_EXPERTS = Experts(
+    "block_sparse_moe",
+    {"block_sparse_moe.router.": "block_sparse_moe.router.layer."},
+    joined=tuple(f"block_sparse_moe.{way}put_linear.weight" for way in ("in", "out")),
+)
+# Infinity is written in a way that only transformers' own reader of files understands.
+_UNBOUNDED = {"time_step_limit": (0.0, math.inf)}
+_LFM2 = Family(
+    {"operator_norm": _QKV, "ffn_norm": ("feed_forward.w1", "feed_forward.w3")},
+    norm="embedding_norm",
+)
+# What reads the norms of delta nets says how fast states fade, too, and stays as it is.
+_DELTA = Family(
+    {"post_attention_layernorm": _GATED},
+    norm_shift=1.0,
+    floats=tuple(f"linear_attn.in_proj_{name}" for name in ("a", "b", "ba")),
+)
 FAMILIES = {
     "arcee": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.up_proj",)}),
     "cohere2": Family({"input_layernorm": _QKV + _GATED}),
@@ -116,18 +138,24 @@ FAMILIES = {
     "granite": replace(_BEFORE, neutral={"embedding_multiplier": 1.0}),
     "granitemoe": Family(
         {"input_layernorm": _QKV}, neutral={"embedding_multiplier": 1.0},
-        experts=Experts(
-            "block_sparse_moe",
-            {"block_sparse_moe.router.": "block_sparse_moe.router.layer."},
-            joined=tuple(f"block_sparse_moe.{way}put_linear.weight" for way in ("in", "out")),
-        ),
+        experts=_GRANITE_EXPERTS,
     ),
     "granitemoehybrid": Family(
         {"input_layernorm": _QKV, "post_attention_layernorm": ("shared_mlp.input_linear",)},
-        # Infinity is written in a way that only transformers' own reader of files understands.
-        neutral={"embedding_multiplier": 1.0, "time_step_limit": None},
+        neutral={"embedding_multiplier": 1.0, **_UNBOUNDED},
+    ),
+    "falcon_h1": Family(
+        {"pre_ff_layernorm": ("feed_forward.gate_proj", "feed_forward.up_proj")},
+        neutral=_UNBOUNDED, norm="final_layernorm",
     ),
     "hunyuan_v1_dense": _BEFORE,
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2,
+        experts=Experts(
+            "feed_forward", parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        ),
+    ),
     "llama": _BEFORE,
     "minicpm3": Family(
         {"input_layernorm": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
@@ -153,7 +181,10 @@ FAMILIES = {
     "qwen2": _BEFORE,
     "qwen2_moe": _MIXED,
     "qwen3": _BEFORE,
+    "qwen3_5_moe_text": replace(_DELTA, experts=Experts()),
+    "qwen3_5_text": _DELTA,
     "qwen3_moe": _MIXED,
+    "qwen3_next": replace(_DELTA, experts=Experts()),
     "seed_oss": _BEFORE,
     "smollm3": _BEFORE,
     "starcoder2": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.c_fc",)}),
@@ -162,9 +193,19 @@ FAMILIES = {
 FOLDS = (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj"))
 
 
-def check_family(label: str, model_type: str, *, is_recurrent: bool = False) -> None:
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json."""
+    family = FAMILIES[config["model_type"]]
+    if config["model_type"] == "granitemoehybrid" and config.get("num_local_experts", 8):
+        # Routers read the second norm, too.
+        readers = {"input_layernorm": family.readers["input_layernorm"]}
+        return replace(family, readers=readers, experts=_GRANITE_EXPERTS)
+    return family
+
+
+def check_family(label: str, model_type: str) -> None:
     """Raise `UnsupportedModelError` for a family of which nothing is written here."""
-    if model_type not in FAMILIES or is_recurrent:
+    if model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"{label}: layers of {model_type!r} cannot be quantized one by one yet",
             hint=f"those of {', '.join(FAMILIES)} can; llm_build --quantize int8 or int4 rounds "
@@ -175,7 +216,7 @@ def check_family(label: str, model_type: str, *, is_recurrent: bool = False) -> 
 def keep_layers(config: Any, layers: range) -> None:
     """Cut transformers' config, complete and of all layers, to some of them."""
     for key in _OF_LAYERS:
-        if values := getattr(config, key, None):
+        if values := vars(config).get(key):
             setattr(config, key, [values[index] for index in layers])
     _keep_experts(config, layers)
     if depth := getattr(config, "scale_depth", None):  # over the root of the number of layers
@@ -189,6 +230,8 @@ def _keep_experts(config: Any, layers: range) -> None:
     if (dense := getattr(config, "mlp_only_layers", None)) is not None:
         has = first not in dense and (first + 1) % config.decoder_sparse_step == 0
         config.mlp_only_layers, config.decoder_sparse_step = [] if has else [0], 1
+    if (dense_layers := getattr(config, "num_dense_layers", None)) is not None:
+        config.num_dense_layers = int(first < dense_layers)
     if (begin := getattr(config, "moe_layer_start_index", None)) is not None:
         last, every = config.moe_layer_end_index, config.moe_layer_interval
         has = begin <= first <= last and (first + 1) % every == 0
@@ -202,6 +245,8 @@ def finish_logits(config: DecoderConfig, logits: torch.Tensor) -> torch.Tensor:
         return torch.tanh(logits / config.logits_softcap) * config.logits_softcap
     if isinstance(config, granite.Config):
         return logits / config.logits_scaling
+    if isinstance(config, falcon_h1.Config):
+        return logits * config.logits_multiplier
     if isinstance(config, cohere2.Config):
         return logits * config.logit_scale
     return logits

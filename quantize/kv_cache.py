@@ -19,7 +19,8 @@ from edgellm.quantize.one_layer_model import run_layer
 from edgellm.quantize.rounding import round_fp8, round_int8
 from edgellm.quantize.tensors import Tensor
 
-KEY_SCALE, VALUE_SCALE = "self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"
+ATTENTION = "self_attn."  # what its names begin with; other layers have no cache
+KEY_SCALE, VALUE_SCALE = f"{ATTENTION}k_proj.k_scale", f"{ATTENTION}v_proj.v_scale"
 _IMPLEMENTATIONS = ("sdpa", "eager")
 _ROUND = {"fp8": round_fp8, "int8": round_int8}
 _LARGEST = {"fp8": LARGEST_E4M3, "int8": 127}
@@ -57,7 +58,7 @@ def cache_scales(
 @contextlib.contextmanager
 def rounded_cache(kind: str | None, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Let attention see keys and values as a cache of `kind` holds them; None: as they are."""
-    if kind is None:
+    if kind is None or KEY_SCALE not in tensors:
         yield
         return
     scales = [float(tensors[name].floats().reshape(())) for name in (KEY_SCALE, VALUE_SCALE)]

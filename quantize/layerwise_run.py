@@ -25,7 +25,7 @@ from edgellm.quantize.checkpointing import (
     as_facts,
     layer_part,
 )
-from edgellm.quantize.equalizing import EVENED, Squares, even_columns, input_squares
+from edgellm.quantize.equalizing import evened
 from edgellm.quantize.evaluation import evaluate
 from edgellm.quantize.experts import find_experts, round_experts, watch
 from edgellm.quantize.families import Family
@@ -33,7 +33,7 @@ from edgellm.quantize.feedback import round_layer
 from edgellm.quantize.folder import check_output, write_folder
 from edgellm.quantize.folding import fold_smoothing
 from edgellm.quantize.formats import F32
-from edgellm.quantize.kv_cache import cache_scales
+from edgellm.quantize.kv_cache import ATTENTION, cache_scales
 from edgellm.quantize.layer_costs import divergence, find_gradients, measures_layers
 from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, refuse_broken
 from edgellm.quantize.logits import Quality
@@ -151,9 +151,7 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     source = {name: tensor.floats() for name, tensor in raw.items()}
     if plan.job.rotate in VALUES:
         source = rotate_values(source, subject.config.head_dim)
-    if plan.recipe.scheme.form in EVENED:
-        squares = _input_squares(plan, index, source, before[ROUNDED])
-        source = even_columns(source, subject.family, subject.config.head_dim, squares)
+    source = evened(plan, index, source, before.get(ROUNDED))
     exported, own = _exported(plan, index, source, before, after)
     tensors = {**_kept(exported, raw, subject.family), **own.tensors}
     layer = subject.layers[index]
@@ -181,18 +179,6 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     named = {layer + stored(name): tensor for name, tensor in tensors.items()}
     facts = as_facts(report, quantization=exported.quantization, producer=exported.producer)
     task.work.store(layer_part(index), named, facts)
-
-
-def _input_squares(
-    plan: Plan, index: int, source: dict[str, F32], states: States
-) -> Squares | None:
-    """How large the layer's inputs are, where they are rounded in blocks."""
-    if not plan.recipe.scheme.is_nvfp4 or not weighs_tokens(plan):
-        return None
-    device = plan.task.device
-    model = plan.subject.layer_model(index, source, device)
-    batches = states.batches(device)
-    return input_squares(model, batches, plan.subject.family, layer_weights(plan, index))
 
 
 def _computing(
@@ -242,7 +228,8 @@ def _exported(
 
     log, states = plan.task.work.log, before.get(CALIBRATION) or before[ROUNDED]
     own, scheme, kv_cache = _Own({}, {}), plan.recipe.scheme, plan.recipe.kv_cache
-    if kv_cache is not None and (kv_cache == "int8" or not scheme.config):
+    attends = any(name.startswith(ATTENTION) for name in source)
+    if kv_cache is not None and attends and (kv_cache == "int8" or not scheme.config):
         own.tensors.update(cache_scales(model, states.batches(device), kv_cache))
     _round_experts(plan, model, states, own)
     family, head_dim = plan.subject.family, plan.subject.config.head_dim
@@ -260,7 +247,7 @@ def _exported(
         for batch in states.batches(device):
             run_layer(spoiled, batch)
 
-    return quantize(model, plan.recipe, loop, log), own
+    return quantize(model, plan.recipe, loop, log, keeps_norms=bool(family.floats)), own
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class Quality:
     accuracy_quantized: float
     kl_divergence: float  # of the quantized from the float distribution, nats a token
     top1_agreement: float
+    kl_float_head: float | None = None  # the same with the float head; None: the head is one
 
 
 def float_head(weight: Tensor, device: torch.device, finish: Finish) -> Head:

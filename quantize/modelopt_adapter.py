@@ -58,7 +58,9 @@ class Exported:
     producer: dict[str, Any]
 
 
-def quantize(model: PreTrainedModel, recipe: Recipe, loop: Loop, log: Path) -> Exported:
+def quantize(
+    model: PreTrainedModel, recipe: Recipe, loop: Loop, log: Path, *, keeps_norms: bool = False
+) -> Exported:
     """Quantize the model's layers, which it spoils.
 
     Args:
@@ -66,6 +68,7 @@ def quantize(model: PreTrainedModel, recipe: Recipe, loop: Loop, log: Path) -> E
         recipe: the scheme; of a model without layers it is the head's.
         loop: feeds the model; AWQ calls it twice.
         log: a file to which ModelOpt's prints are added.
+        keeps_norms: smoothing goes into no norm, which more reads than what is quantized.
 
     Raises:
         EdgeLLMError: activations that are no numbers.
@@ -78,6 +81,7 @@ def quantize(model: PreTrainedModel, recipe: Recipe, loop: Loop, log: Path) -> E
         torch.no_grad(),
         _nvfp4_everywhere(),
         _no_experts(),
+        _no_norms(keeps_norms),
     ):
         try:
             quantized = mtq.quantize(model, _config(recipe, is_head), forward_loop=loop)
@@ -118,7 +122,10 @@ def _config(recipe: Recipe, is_head: bool) -> dict[str, Any]:
 def _read(folder: Path) -> Exported:
     source = Safetensors([folder / "model.safetensors"])
     described = json.loads((folder / "hf_quant_config.json").read_text("utf-8"))
-    return Exported(read_below(source, ""), described["quantization"], described["producer"])
+    found = read_below(source, "")
+    # Transformers writes Qwen3.5's language model as a part of a whole.
+    named = {name.replace(".language_model.", ".", 1): value for name, value in found.items()}
+    return Exported(named, described["quantization"], described["producer"])
 
 
 def _explained(error: AssertionError) -> Exception:
@@ -152,6 +159,19 @@ def _no_experts() -> Iterator[None]:
         yield
     finally:
         module.is_moe = theirs
+
+
+@contextlib.contextmanager
+def _no_norms(keeps: bool) -> Iterator[None]:
+    """Let the export find no norm."""
+    module = cast(Any, unified_export_hf)
+    theirs = module.is_layernorm
+    if keeps:
+        module.is_layernorm = lambda _: False
+    try:
+        yield
+    finally:
+        module.is_layernorm = theirs
 
 
 @contextlib.contextmanager

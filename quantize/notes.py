@@ -9,7 +9,7 @@ _NAMED = 4  # experts in one line
 
 def notes(report: Report) -> list[str]:
     """The sentences."""
-    found = []
+    found = [] if report.quality.kl_float_head is None else [_head(report)]
     if report.tried:
         found.append(_tried(report))
     if report.few:
@@ -27,6 +27,15 @@ def notes(report: Report) -> list[str]:
             f"{report.untied_bytes / 1e6:.1f} MB more"
         )
     return found
+
+
+def _head(report: Report) -> str:
+    """What the rounding of the head costs."""
+    kl, without = report.quality.kl_divergence, report.quality.kl_float_head
+    return (
+        f"lm_head {report.lm_head}: KL {kl:.4f} nats, with a float head {without:.4f} "
+        "(--lm_head_quantization float)"
+    )
 
 
 def few_line(few: dict[str, int]) -> str:

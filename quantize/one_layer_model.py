@@ -5,6 +5,7 @@ ModelOpt quantizes and exports models, not layers. A model of one layer costs th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from edgellm.contract import UnsupportedModelError
 from edgellm.quantize.experts import hide_experts, load_experts
-from edgellm.quantize.families import FAMILIES, keep_layers
+from edgellm.quantize.families import Family, family_of, keep_layers
 from edgellm.quantize.formats import F32
 
 _TINY_VOCABULARY = 8
@@ -43,7 +44,7 @@ def layer_model(
         UnsupportedModelError: transformers expects other tensors.
     """
     model = _empty(config, range(index, index + 1), device)
-    model.model.norm = nn.Identity()
+    setattr(model.model, family_of(config).norm, nn.Identity())
     _load(model, tensors, LAYER.format(index))
     return model
 
@@ -128,12 +129,12 @@ def head_model(
         head: the head's weight.
         device: where it computes.
     """
-    model = _empty(config, range(0), device)
+    model, name = _empty(config, range(0), device), family_of(config).norm
     if norm:
-        state = {name: torch.from_numpy(value.copy()) for name, value in norm.items()}
-        model.model.norm.load_state_dict(state)
+        state = {part: torch.from_numpy(value.copy()) for part, value in norm.items()}
+        model.model.get_submodule(name).load_state_dict(state)
     else:
-        model.model.norm = nn.Identity()
+        setattr(model.model, name, nn.Identity())
     if head is not None:
         vocabulary, hidden = head.shape
         model.lm_head = nn.Linear(hidden, vocabulary, bias=False, device="meta")
@@ -156,7 +157,7 @@ def run_layer(model: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
 
 def _empty(config: Mapping[str, Any], layers: range, device: torch.device) -> PreTrainedModel:
     """A model of these layers whose weights are zero."""
-    family = FAMILIES[config["model_type"]]
+    family = family_of(config)
     facts = {key: value for key, value in config.items() if key != "quantization_config"}
     facts |= {
         "vocab_size": _TINY_VOCABULARY,
@@ -175,11 +176,43 @@ def _empty(config: Mapping[str, Any], layers: range, device: torch.device) -> Pr
         )
     for layer in model.model.layers:
         hide_experts(layer, family.experts)
+        _hide_floats(layer, family)
     model.to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    # Rope frequencies are no parameters: `to_empty` left them unset.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=hf_config).to(device)
+    _set_buffers(model, hf_config, device)
     model.config.architectures = [type(model).__name__]  # ModelOpt's export reads it
     return model.eval().requires_grad_(False)
+
+
+class _FloatLinear(nn.Module):
+    """A linear layer that nobody takes for one."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def _hide_floats(layer: nn.Module, family: Family) -> None:
+    """Matrices that stay as they are."""
+    for name, module in [*layer.named_modules()]:
+        if name in family.floats and isinstance(module, nn.Linear):
+            parent, _, own = name.rpartition(".")
+            setattr(layer.get_submodule(parent), own, _FloatLinear(module))
+
+
+def _set_buffers(model: PreTrainedModel, config: Any, device: torch.device) -> None:
+    """What is neither a parameter nor stored: `to_empty` left it unset."""
+    for name in ("rotary_emb", "pos_emb"):
+        rotary = getattr(model.model, name, None)
+        if isinstance(rotary, nn.Module):
+            setattr(model.model, name, type(rotary)(config=config).to(device))
+    for layer in model.model.layers:
+        if (mamba := getattr(layer, "mamba", None)) is not None and hasattr(mamba, "mup_vector"):
+            theirs: Any = sys.modules[type(mamba).__module__]
+            mamba.mup_vector = theirs.compute_mup_vector(config).to(device)

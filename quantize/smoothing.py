@@ -33,7 +33,7 @@ _WIDEST = 64.0  # a scale over the geometric mean of all, and below it
 _AS_GOOD = 1.03  # errors that are no reason to choose
 _TINY = 1e-8
 VALUE, OUTPUT = "self_attn.v_proj", "self_attn.o_proj"
-_UP, DOWN = "mlp.up_proj", "mlp.down_proj"
+UP, DOWN = "mlp.up_proj", "mlp.down_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _may_fold(names: tuple[str, ...], outputs: Mapping[str, Tensor], recipe: Rec
     """
     if names not in ((OUTPUT,), (DOWN,)):
         return True
-    maker = VALUE if names == (OUTPUT,) else _UP
+    maker = VALUE if names == (OUTPUT,) else UP
     return f"{maker}.pre_quant_scale" not in outputs and (maker != VALUE or recipe.kv_cache is None)
 
 
@@ -196,9 +196,9 @@ def fold(
         if f"{norm}.bias" in found:
             found[f"{norm}.bias"] = found[f"{norm}.bias"] / scales
         return True
-    is_gated = "mlp.gate_proj.weight" in found and f"{_UP}.weight" in found
+    is_gated = "mlp.gate_proj.weight" in found and f"{UP}.weight" in found
     if names == (DOWN,) and is_gated:
-        return _fold_rows(found, _UP, scales)
+        return _fold_rows(found, UP, scales)
     if names == (OUTPUT,) and f"{VALUE}.weight" in found:
         heads, head_dim = shared
         rows = scales.view(-1, heads, head_dim)[:, 0].reshape(-1) if heads > 1 else scales

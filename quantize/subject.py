@@ -19,9 +19,9 @@ from edgellm.export.source import open_checkpoint
 from edgellm.export.vlm import TextTower, text_tower
 from edgellm.quantize.calibration import Calibration
 from edgellm.quantize.checkpointing import FLOAT, QUANTIZED, WorkFolder
-from edgellm.quantize.checks import EMBEDDING, HEAD, NORM, check_model, needed_bytes
+from edgellm.quantize.checks import EMBEDDING, HEAD, check_model, needed_bytes
 from edgellm.quantize.experts import read_canonical
-from edgellm.quantize.families import FAMILIES, Family, finish_logits
+from edgellm.quantize.families import Family, family_of, finish_logits
 from edgellm.quantize.formats import F32
 from edgellm.quantize.one_layer_model import LAYER, head_model, layer_model
 from edgellm.quantize.states import States
@@ -204,7 +204,7 @@ class LanguageModel:
     @property
     def family(self) -> Family:
         """See `Subject`."""
-        return FAMILIES[self.checkpoint.config["model_type"]]
+        return family_of(self.checkpoint.config)
 
     @property
     def tensors(self) -> TensorSource:
@@ -236,7 +236,8 @@ class LanguageModel:
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
         """The final norm, and the head."""
-        norm = {name: value.floats() for name, value in read_below(self.tensors, NORM).items()}
+        found = read_below(self.tensors, f"model.{self.family.norm}.")
+        norm = {name: value.floats() for name, value in found.items()}
         return head_model(self.checkpoint.config, norm, head, device)
 
     def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:

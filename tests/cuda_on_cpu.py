@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,29 +82,12 @@ def attention_alone(
     `rows` are the new keys, and the new values, [1, S, D], the first in slot `begin`; q is
     [1, S, heads * D], keys and values of the cache [1, 1, C, D], `seen` bool [S, T].
     """
-    half, size = ir.DataType.FLOAT16, rows.shape[2]
     arrays = {"q": q, "k": rows, "v": rows, "past_key": keys, "past_value": values}
-    call = [
-        ir.Value(name=name, type=ir.TensorType(half), shape=ir.Shape(array.shape))
-        for name, array in arrays.items()
-    ]
-    others = [ir.Value(name=name) for name in ("tree_mask", "positions", "write_index", "slots")]
-    mask = ir.Node(contract.FUNCTIONS, contract.VISIBLE_SLOTS, others)
-    layer = ir.Node(
-        contract.FUNCTIONS,
-        contract.UNROTATED_ATTENTION,
-        [*call, others[2], mask.outputs[0]],
-        ir.convenience.convert_attributes({"num_heads": q.shape[2] // size, "kv_num_heads": 1}),
-        num_outputs=3,
-        name="layer",
+    graph, weights = _graph_of_one_layer(arrays), WeightFile(folder / "unused.data")
+    capacity = keys.shape[2]
+    attention.lower_cached_attention(
+        GraphEditor(graph, weights), ir.DataType.FLOAT16, capacity, form
     )
-    graph = ir.Graph(
-        [*call, *others], layer.outputs, nodes=[mask, layer], opset_imports={"": 24}, name="one"
-    )
-    for name, value in zip(("y", "present_key", "present_value"), layer.outputs, strict=True):
-        value.name, value.type = name, ir.TensorType(half)
-    weights = WeightFile(folder / "unused.data")
-    attention.lower_cached_attention(GraphEditor(graph, weights), half, keys.shape[2], form)
     model = ir.Model(graph, ir_version=10)
     finish(model)
     weights.close()
@@ -118,7 +101,27 @@ def attention_alone(
     }
     arrays[slots.SLOTS][..., 2] = begin + np.arange(q.shape[1])
     taken = {value.name: arrays[value.name] for value in session.get_inputs()}
-    return session.run(["y"], taken)[0]
+    return np.asarray(session.run(["y"], taken)[0])
+
+
+def _graph_of_one_layer(arrays: Mapping[str, np.ndarray]) -> ir.Graph:
+    """As it is exported, of arguments of these shapes."""
+    half, size = ir.TensorType(ir.DataType.FLOAT16), arrays["k"].shape[2]
+    call = [
+        ir.Value(name=name, type=half, shape=ir.Shape(array.shape))
+        for name, array in arrays.items()
+    ]
+    others = [ir.Value(name=name) for name in ("tree_mask", "positions", "write_index", "slots")]
+    mask = ir.Node(contract.FUNCTIONS, contract.VISIBLE_SLOTS, others)
+    heads = {"num_heads": arrays["q"].shape[2] // size, "kv_num_heads": 1}
+    given = [*call, others[2], mask.outputs[0]], ir.convenience.convert_attributes(heads)
+    layer = ir.Node(contract.FUNCTIONS, contract.UNROTATED_ATTENTION, *given, num_outputs=3)
+    layer.name = "layer"
+    for name, value in zip(("y", "present_key", "present_value"), layer.outputs, strict=True):
+        value.name, value.type = name, half
+    return ir.Graph(
+        [*call, *others], layer.outputs, nodes=[mask, layer], opset_imports={"": 24}, name="one"
+    )
 
 
 def build_base(bundle: Path, engine: Path, plan: Plan) -> Engine:

@@ -130,21 +130,29 @@ def build_medusa(folder: Path, precision: str = "none") -> EaglePair:
     return _built(pair, precision)
 
 
-def build_blocks(folder: Path, layout: Blocks, precision: str = "none") -> EaglePair:
+def build_blocks(folder: Path, layout: Blocks) -> EaglePair:
     """A base of eight layers with a draft of blocks."""
     sizes = {**models.find("llama").TINY, "num_hidden_layers": 8}
     base, draft = make_checkpoint(folder / "base", **sizes), make_blocks(folder / "draft", layout)
-    source = open_checkpoint(str(base))
-    export_llm(source, folder / "bundle", ExportOptions("fp32", draft_model_dir=str(draft)))
+    options = ExportOptions("fp32", draft_model_dir=str(draft))
+    export_llm(open_checkpoint(str(base)), folder / "bundle", options)
+    build_engine("llm", folder / "bundle", folder / "engine", BASE_PLAN, "onnxruntime", _silent)
+    pair = EaglePair(EAGLE1, base, draft, folder / "bundle", folder, folder / "engine")
+    return with_blocks(pair, folder, layout)
+
+
+def with_blocks(pair: EaglePair, folder: Path, layout: Blocks) -> EaglePair:
+    """The same base with another draft of blocks, which has the same taps."""
+    draft, engine = make_blocks(folder / "draft", layout), folder / "engine"
+    source = open_checkpoint(str(pair.base_checkpoint))
     export_draft(open_draft(str(draft)), source, folder / "draft_bundle", DraftOptions("fp32"))
-    pair = EaglePair(
-        EAGLE1, base, draft, folder / "bundle", folder / "draft_bundle", folder / "engine"
+    if not engine.exists():
+        ignored = shutil.ignore_patterns("draft")
+        shutil.copytree(pair.engine, engine, ignore=ignored)
+    build_engine("draft", folder / "draft_bundle", engine, draft_plan(), "onnxruntime", _silent)
+    return replace(
+        pair, draft_checkpoint=draft, draft_bundle=folder / "draft_bundle", engine=engine
     )
-    build_engine("llm", pair.bundle, pair.engine, BASE_PLAN, "onnxruntime", _silent)
-    build_engine(
-        "draft", pair.draft_bundle, pair.engine, draft_plan(precision), "onnxruntime", _silent
-    )
-    return pair
 
 
 def with_int8_draft(pair: EaglePair, engine: Path) -> EaglePair:

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
               layer_types=[_S, _S, _S, _S, _S, _F, _S]),
     ),
     "granite": ("granite", _tiny("granite", attention_bias=True, mlp_bias=True)),
+    "lfm2": ("lfm2", _tiny("lfm2")),
     "olmo2": ("olmo2", _tiny("olmo2")),
     "olmo3": (
         "olmo2",
@@ -126,6 +127,8 @@ def tensors(arch: str, model: Any) -> dict[str, np.ndarray]:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = tensor.numpy()
+        if name.endswith("conv.conv.weight"):
+            array = array.squeeze(1)
         if arch in _INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
             is_query = ".q_proj." in name
             heads = config.num_attention_heads if is_query else config.num_key_value_heads
@@ -158,8 +161,9 @@ def _apart(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_matrix(name: str, array: np.ndarray) -> bool:
-    """Whether converters may round it: no bias, no router."""
-    return array.ndim > 1 and name.endswith(".weight") and "ffn_gate_inp" not in name
+    """Whether converters may round it: no bias, no router, no convolution."""
+    others = ("ffn_gate_inp", "shortconv.conv")
+    return array.ndim > 1 and name.endswith(".weight") and not any(each in name for each in others)
 
 
 def _rope_tensors(config: Any) -> dict[str, np.ndarray]:
@@ -183,8 +187,11 @@ def _write_facts(writer: Any, arch: str, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    heads = config.num_key_value_heads
+    if arch == "lfm2":
+        heads = [heads if kind == _F else 0 for kind in config.layer_types]
+    writer.add_head_count_kv(heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps if arch == "lfm2" else config.rms_norm_eps)
     head_dim = getattr(config, "head_dim", None)
     if head_dim and arch != "granite":  # whose converter ignores it
         writer.add_key_length(head_dim)
@@ -251,6 +258,7 @@ _OWN: dict[str, Callable[[Any, Any], None]] = {
     "gemma2": _gemma2,
     "gemma3": lambda writer, config: writer.add_sliding_window(config.sliding_window),
     "gpt-oss": _with_experts,
+    "lfm2": lambda writer, config: writer.add_shortconv_l_cache(config.conv_L_cache),
     "granite": _granite,
     "qwen3moe": _with_experts,
     "olmo2": _olmo2,

@@ -36,14 +36,15 @@ def make_layer(base: Tensors) -> Tensors:
 
     def like(tensor: torch.Tensor) -> torch.Tensor:
         values = torch.randn(tensor.shape, generator=generator)
-        return values * (0.2 if tensor.ndim == 1 else 2 * tensor.shape[-1] ** -0.5)
+        scaled = values * (0.2 if tensor.ndim == 1 else 2 * tensor.shape[-1] ** -0.5)
+        return scaled.to(tensor.dtype)
 
     hidden = base["model.norm.weight"]
     last = max(int(name.split(".")[2]) for name in base if name.startswith("model.layers."))
     source = f"model.layers.{last}."
     own = {name: like(hidden) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
     return {
-        "mtp.fc.weight": like(torch.empty(len(hidden), 2 * len(hidden))),
+        "mtp.fc.weight": like(torch.empty(len(hidden), 2 * len(hidden), dtype=hidden.dtype)),
         **{f"mtp.{name}.weight": tensor for name, tensor in own.items()},
         **{
             f"mtp.layers.0.{name.removeprefix(source)}": like(tensor)

@@ -21,15 +21,6 @@ SIZES = dict.fromkeys(
     ("intermediate_size", "shared_intermediate_size", "moe_intermediate_size",
      "shared_expert_intermediate_size"), 96
 )  # fmt: skip
-# Layers that attend, and no experts.
-_DENSE = {
-    "granitemoehybrid": {
-        "layer_types": ["attention"] * 3,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "position_embedding_type": "rope",
-    }
-}
 _TYPES = {
     "F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "U8": np.uint8,
     "I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn, "I64": np.int64, "BOOL": np.bool_,
@@ -40,7 +31,7 @@ _E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 def make_model(folder: Path, kind: str, **changes: object) -> Path:
     tiny = models.find(kind).TINY
     sizes = {key: size for key, size in SIZES.items() if key in tiny}
-    config = {**tiny, **sizes, **_DENSE.get(kind, {}), **changes}
+    config = {**tiny, **sizes, **changes}
     return make_checkpoint(folder, dtype="bfloat16", **config)
 
 

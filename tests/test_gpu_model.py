@@ -9,13 +9,16 @@ import gpu_model
 import pytest
 from gpu_model import ACCEPTED, BOARDS, TODAY, WAYS, plain_parts_ms, round_parts_ms, tokens_per_s
 
+from edgellm.quantize.targets import form_of_draft, form_of_head
+
 SIZES = (1024, 4096)
 THOR = BOARDS[0]
 
 
 def test_what_nvfp4_promises_on_thor():
-    plain = plain_parts_ms(THOR, WAYS[-1], "nvfp4", *SIZES)
-    drafted = round_parts_ms(THOR, WAYS[-1], "nvfp4", *SIZES)
+    assert form_of_head("11.0", "nvfp4", is_modelopt=True) == form_of_draft("11.0") == "nvfp4"
+    plain = plain_parts_ms(THOR, TODAY, "nvfp4", *SIZES)
+    drafted = round_parts_ms(THOR, TODAY, "nvfp4", *SIZES)
     assert tokens_per_s(plain) >= 49
     assert tokens_per_s(drafted, ACCEPTED) >= 185
     limit = gpu_model.roofline(THOR, "nvfp4", SIZES[0])

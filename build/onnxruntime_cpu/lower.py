@@ -150,7 +150,7 @@ def _lower_floats(graph: GraphEditor) -> None:
         elif node.op_type != "Cast" and node.domain != FUNCTIONS:
             for index, value in enumerate(node.inputs):
                 if value is not None and _is_half_constant(value):
-                    array = constant_array(value)
+                    array = _before_halves(value)
                     assert array is not None
                     name = f"{parameter_name(value)}.fp32"
                     floats = array.astype(np.float32)
@@ -158,6 +158,13 @@ def _lower_floats(graph: GraphEditor) -> None:
     for node in graph.find("Cast"):
         if node.attributes["to"].as_int() == int(ir.DataType.FLOAT16):
             node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
+
+
+def _before_halves(value: ir.Value) -> np.ndarray | None:
+    """The data of a constant that becomes float16, before it does: norms are stored in float32."""
+    node = value.producer()
+    source = node.inputs[0] if node is not None and node.op_type == "Cast" else value
+    return None if source is None else constant_array(source)
 
 
 def _is_table(value: ir.Value | None) -> bool:

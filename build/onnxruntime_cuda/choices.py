@@ -10,15 +10,24 @@ from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.onnxruntime_cuda.attention import Form, forms_of
 from edgellm.build.onnxruntime_cuda.experts import EXPERTS_VERSION
-from edgellm.build.onnxruntime_cuda.fused_attention import FUSED_VERSION
+from edgellm.build.onnxruntime_cuda.integer_experts import INTEGER_EXPERTS_VERSION, integer_form
 from edgellm.build.onnxruntime_cuda.linears import takes_int_gemm
 from edgellm.build.onnxruntime_cuda.options import AUTO, FUSED, OFF, ON, PLAIN, options_of
 from edgellm.build.plan import Plan
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.runners.onnxruntime_cuda import INT_GEMM, MINIMUM_VERSION
+from edgellm.device_runtime.runners.onnxruntime_cuda import (
+    FUSED_VERSION,
+    INT_GEMM,
+    MINIMUM_VERSION,
+)
 
 GEMV_ROWS = 16  # that MatMulNBits multiplies without decoding the weights; more, and it does
+ROUNDED_BITS = {"int4": 4, "int8": 8}  # of what a build rounds floats to
 _FLOAT_EXPERTS = "experts have the activations' type, also where the checkpoint has fewer bits"
+_INTEGER_EXPERTS = (
+    "experts are integers in ONNX Runtime's operator QMoE; one graph is for prompts, tokens and "
+    "trees, for another would hold the experts once more"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +57,27 @@ def choose(
     """
     forms, said = _forms(graph, dtype, plan) if has_cache else ((Form.PLAIN,), "")
     gemms, gemm_said = _int_gemm(graph, dtype, plan, quantize)
-    has_experts = bool(ExpertLayer.all_of(graph))
+    experts = ExpertLayer.all_of(graph)
+    bits = ROUNDED_BITS.get(quantize, 0)
+    has_integers = any(integer_form(layer, dtype, bits) is not None for layer in experts)
     is_fused = Form.CAUSAL in forms
+    if has_integers:
+        forms = forms[:1]
     options = {"attention": FUSED if is_fused else PLAIN} if has_cache else {}
     if gemms:
         options[INT_GEMM] = "1"
-    if is_fused or has_experts:
-        options[MINIMUM_VERSION] = FUSED_VERSION if is_fused else EXPERTS_VERSION
-    notes = (said, gemm_said, _FLOAT_EXPERTS if has_experts else "")
+    if is_fused or has_integers:
+        options[MINIMUM_VERSION] = max(FUSED_VERSION, INTEGER_EXPERTS_VERSION)
+    elif experts:
+        options[MINIMUM_VERSION] = EXPERTS_VERSION
+    expert_note = _INTEGER_EXPERTS if has_integers else _FLOAT_EXPERTS if experts else ""
+    notes = (said, gemm_said, expert_note)
     return Choices(forms, gemms, options, tuple(note for note in notes if note))
 
 
 def _forms(graph: ir.Graph, dtype: ir.DataType, plan: Plan) -> tuple[tuple[Form, ...], str]:
     """The graphs, and what people should know of them."""
     wanted = options_of(plan).attention
-    _check_word("--attention", wanted, FUSED, PLAIN)
     if wanted == PLAIN:
         return (Form.PLAIN,), ""
     forms, against = forms_of(graph, dtype)
@@ -74,7 +89,6 @@ def _forms(graph: ir.Graph, dtype: ir.DataType, plan: Plan) -> tuple[tuple[Form,
 def _int_gemm(graph: ir.Graph, dtype: ir.DataType, plan: Plan, quantize: str) -> tuple[bool, str]:
     """Whether tensor cores take integer weights, and what people should know of it."""
     wanted = options_of(plan).int_gemm
-    _check_word("--intGemm", wanted, ON, OFF)
     layers = [weight for _, weight in linear_layers(graph)]
     some = [weight for weight in layers if weight.kind != "dense" or quantize in ("int4", "int8")]
     is_half = dtype == ir.DataType.FLOAT16
@@ -91,11 +105,6 @@ def _int_gemm(graph: ir.Graph, dtype: ir.DataType, plan: Plan, quantize: str) ->
         return False, ""
     return True, (
         f"{len(fitting)} of {len(layers)} linear layers go to tensor cores without being decoded "
-        "(fpA_intB, from compute capability 7.5 on), in blocks of 32; each of the two graphs holds "
-        "its integer weights apart, --intGemm off shares them"
+        "(fpA_intB, from compute capability 7.5 on), in blocks of 32; two graphs hold integer "
+        "weights apart, --intGemm off shares them"
     )
-
-
-def _check_word(flag: str, value: str, *allowed: str) -> None:
-    if value not in (AUTO, *allowed):
-        raise EdgeLLMError(f"{flag} {value}: give {', '.join((AUTO, *allowed))}")

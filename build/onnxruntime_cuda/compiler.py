@@ -19,9 +19,9 @@ from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.round_int4 import check_quantize, load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile, parameter_name
 from edgellm.build.onnxruntime_cuda.attention import Form
-from edgellm.build.onnxruntime_cuda.choices import Choices, choose
+from edgellm.build.onnxruntime_cuda.choices import ROUNDED_BITS, Choices, choose
 from edgellm.build.onnxruntime_cuda.experts import expert_bytes
-from edgellm.build.onnxruntime_cuda.linears import CudaKernel, dense_name
+from edgellm.build.onnxruntime_cuda.linears import CudaKernel, dense_name, takes_int_gemm
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
 from edgellm.build.onnxruntime_cuda.plain_attention import rows_graph
 from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report, most_rows
@@ -143,7 +143,10 @@ class _Compiler:
         graphs = []
         for form in self._choices.forms if has_cache else (Form.PLAIN,):
             model = load()
-            lower_for_cuda(model, self._kernel, weights, self._dtype, capacity, form)
+            bits = ROUNDED_BITS.get(self._quantize, 0)
+            lower_for_cuda(
+                model, self._kernel, weights, self._dtype, capacity, form, expert_bits=bits
+            )
             path = f"{name}{CAUSAL_SUFFIX if form == Form.CAUSAL else ''}.onnx"
             ir.save(model, self._folder / path)
             graphs.append(GraphSpec(path, most, precision))
@@ -202,17 +205,21 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     """See `edgellm.build.backends.Backend.estimate`."""
     cache, dtype = _cache(bundle, plan), _dtype(bundle)
     capacity = plan.kv_capacity
+    main = ir.load(source / next(iter(bundle.graphs.values())).path).graph
+    choices = choose(main, dtype, plan, _quantize(bundle, plan), has_cache=cache is not None)
     rope = int(dtype.itemsize * capacity * cache.head_dim) if cache is not None else 0
     linears: dict[str, int] = {}
     tables: dict[str, int] = {}
-    largest = experts = taken = 0
+    largest = experts = taken = apart = 0
     for role, graph in bundle.graphs.items():
         portable = ir.load(source / graph.path).graph
         for layer in ExpertLayer.all_of(portable):
-            size = expert_bytes(layer, dtype)
+            size = expert_bytes(layer, dtype, ROUNDED_BITS.get(plan.quantize, 0))
             experts, taken = experts + size, taken + size * layer.top_k // layer.count
         for node, weight in linear_layers(portable):
             key, size = _stored(weight, f"{role}.{node.name}", dtype, plan.quantize)
+            if choices.int_gemm and takes_int_gemm(weight):
+                apart += size
             linears[key] = size
             largest = max(largest, weight.count)
         for node in portable:
@@ -227,6 +234,7 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         kv_bytes=cache.bytes_per_token * capacity if cache is not None else 0,
         peak_build_bytes=RUNTIME_BYTES + 12 * largest,
         decode_bytes=sum(linears.values()) + taken,
+        scratch_bytes=apart * (len(choices.forms) - 1),  # each further session's own
         runs_on_cpu=False,
         device_bytes=memory_bytes(),
     )

@@ -3,7 +3,7 @@
 The operator chooses experts itself: the K largest of a row's logits, with shares that are their
 softmax. Given the logarithms of the shares that a router gave, it takes the same experts, with the
 same shares but for their sum, which is multiplied in behind it. Experts have the activations'
-type: how the operator for integers lays them out on a GPU is its own affair.
+type, or are integers (`integer_experts`).
 
 Source: the operator's schema in ONNX Runtime 1.32. Its CUDA kernel reads alpha, offset and limit
 since microsoft/onnxruntime#28467 (1.28); before it computed gpt-oss's for every model.
@@ -21,24 +21,39 @@ from edgellm.build.lowering.calls import find_calls, require_known
 from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.weights import constant_array
-from edgellm.contract import ROUTER, BrokenArtifactError
+from edgellm.build.onnxruntime_cuda.integer_experts import (
+    IntegerForm,
+    emit_integer_experts,
+    integer_form,
+)
+from edgellm.contract import ROUTER, BrokenArtifactError, UnsupportedModelError
 
 EXPERTS_VERSION = "1.28"  # of ONNX Runtime, the first that computes what is asked for
 _LEAST = 1e-30  # of a share whose logarithm is taken
 
 
-def lower_experts(graph: GraphEditor, dtype: ir.DataType) -> None:
-    """Rewrite all routers and experts; activations are of type `dtype`."""
+def lower_experts(graph: GraphEditor, dtype: ir.DataType, bits: int = 0) -> None:
+    """Rewrite all routers and experts; activations are of type `dtype`, see `integer_form`.
+
+    Raises:
+        UnsupportedModelError: experts without gates.
+    """
     for call in find_calls(graph.graph, ROUTER):
         graph.cursor = call
         graph.replace(call.outputs[0], _route(graph, call, dtype))
     for layer in ExpertLayer.all_of(graph.graph):
+        if not layer.is_gated:
+            raise UnsupportedModelError("experts without gates are not lowered for CUDA")
         graph.cursor = layer.call
-        graph.replace(layer.call.outputs[0], _emit(graph, layer, dtype))
+        form = integer_form(layer, dtype, bits)
+        graph.replace(layer.call.outputs[0], _emit(graph, layer, dtype, form))
 
 
-def expert_bytes(layer: ExpertLayer, dtype: ir.DataType) -> int:
-    """Of all experts of a layer in the engine."""
+def expert_bytes(layer: ExpertLayer, dtype: ir.DataType, bits: int = 0) -> int:
+    """Of all experts of a layer in the engine, see `integer_form`."""
+    form = integer_form(layer, dtype, bits)
+    if form is not None:
+        return sum(form.num_bytes(*stack.shape) for stack in layer.stacks)
     return int(dtype.itemsize) * sum(math.prod(stack.shape) for stack in layer.stacks)
 
 
@@ -56,16 +71,38 @@ def _route(graph: GraphEditor, call: ir.Node, dtype: ir.DataType) -> ir.Value:
     return graph.node("FusedMatMul", [rows, table], domain="com.microsoft", transB=1)
 
 
-def _emit(graph: GraphEditor, layer: ExpertLayer, dtype: ir.DataType) -> ir.Value:
+def _emit(
+    graph: GraphEditor, layer: ExpertLayer, dtype: ir.DataType, form: IntegerForm | None
+) -> ir.Value:
     is_float = dtype == ir.DataType.FLOAT
     shares = layer.shares if is_float else _as(graph, layer.shares, ir.DataType.FLOAT)
     total = graph.node("ReduceSum", [shares, _axes(graph, -1)], keepdims=1)
     logits = _logits(graph, layer, shares)
     if not is_float:
         total, logits = _as(graph, total, dtype), _as(graph, logits, dtype)
+    biases = _biases(graph, layer, dtype)
+    attributes = {
+        "k": layer.top_k,
+        "activation_type": "swiglu",
+        "swiglu_fusion": 1,
+        "activation_alpha": layer.alpha,
+        "activation_beta": layer.offset,
+        "normalize_routing_weights": 1,
+        **({} if layer.limit is None else {"swiglu_limit": layer.limit}),
+    }
+    if form is not None:
+        y = emit_integer_experts(graph, layer, form, logits, biases, **attributes)
+    else:
+        gate_up, down = _floats(graph, layer, dtype)
+        inputs = [layer.x, logits, gate_up, biases[0], down, biases[1]]
+        y = graph.node("MoE", inputs, domain="com.microsoft", **attributes)
+    return graph.node("Mul", [y, total])
+
+
+def _floats(graph: GraphEditor, layer: ExpertLayer, dtype: ir.DataType) -> list[ir.Value]:
+    """Gates and ups by turns [E, 2 I, H], and downs [E, H, I]."""
     count, hidden, inner = layer.gate.shape
-    both, downs = (count, 2 * inner, hidden), (count, hidden, inner)
-    weights = [
+    return [
         graph.streamed_weight(
             f"{layer.name}.{name}.{dtype.name.lower()}",
             int(dtype.itemsize) * math.prod(shape),
@@ -74,25 +111,10 @@ def _emit(graph: GraphEditor, layer: ExpertLayer, dtype: ir.DataType) -> ir.Valu
             shape,
         )
         for name, shape, make in (
-            ("gate_up", both, lambda: _pairs(layer, dtype)),
-            ("down", downs, lambda: _downs(layer, dtype)),
+            ("gate_up", (count, 2 * inner, hidden), lambda: _pairs(layer, dtype)),
+            ("down", (count, hidden, inner), lambda: _downs(layer, dtype)),
         )
     ]
-    inner_bias, bias = _biases(graph, layer, dtype)
-    limit = {} if layer.limit is None else {"swiglu_limit": layer.limit}
-    y = graph.node(
-        "MoE",
-        [layer.x, logits, weights[0], inner_bias, weights[1], bias],
-        domain="com.microsoft",
-        k=layer.top_k,
-        activation_type="swiglu",
-        swiglu_fusion=1,
-        activation_alpha=layer.alpha,
-        activation_beta=layer.offset,
-        normalize_routing_weights=1,
-        **limit,
-    )
-    return graph.node("Mul", [y, total])
 
 
 def _logits(graph: GraphEditor, layer: ExpertLayer, shares: ir.Value) -> ir.Value:

@@ -5,8 +5,7 @@ A bias, which trees need, sends it to products with scores in float32: they read
 once, while the Attention of opset 24 with a mask writes them once more for every query head.
 
 Source: contrib_ops/cuda/bert/group_query_attention.cc. A bias is taken since
-microsoft/onnxruntime#29525, not beside sinks; `FUSED_VERSION` is the first release in whose library
-that was looked for and found.
+microsoft/onnxruntime#29525, not beside sinks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.onnxruntime_cuda.plain_attention import stored_sinks
 from edgellm.device_runtime.runners.onnxruntime_cuda.slots import LAST_ROW, LIVE_ROWS
 
-FUSED_VERSION = "1.31"  # of ONNX Runtime
 _HEAD_MULTIPLE = 8  # of numbers of a head
 
 
@@ -71,26 +69,21 @@ class FusedLayers:
         if layer.sinks is not None:
             sinks = stored_sinks(graph, layer, self._dtype, (layer.num_heads,))
         packed = packed_rows(q, k, layer.v)
+        rows = (packed, None, None) if packed is not None else (q, k, layer.v)
+        turning = tables[1:] if turns_inside else (None, None)
+        pasts = layer.past_key, layer.past_value
+        inputs = [*rows, *pasts, *self._of_lengths(), *turning, positions, bias, sinks]
         given = {"scale": layer.scale, "softcap": layer.softcap}
         given |= {"local_window_size": window if bias is None else None}
         given |= {"rotary_interleaved": layer.interleaved if turns_inside else None}
+        heads = {"num_heads": layer.num_heads, "kv_num_heads": layer.kv_num_heads}
         return graph.nodes(
             "GroupQueryAttention",
-            [
-                *((packed, None, None) if packed is not None else (q, k, layer.v)),
-                layer.past_key,
-                layer.past_value,
-                *self._of_lengths(),
-                *(tables[1:] if turns_inside else (None, None)),
-                positions,
-                bias,
-                sinks,
-            ],
+            inputs,
             3,
             domain=CONTRIB,
-            num_heads=layer.num_heads,
-            kv_num_heads=layer.kv_num_heads,
             do_rotary=int(turns_inside),
+            **heads,
             **{name: value for name, value in given.items() if value},
         )
 

@@ -5,7 +5,9 @@ outputs; a session on CUDA refuses such a graph, and a build says so before.
 
 Source: docs/OperatorKernels.md of ONNX Runtime, section CUDAExecutionProvider, at commit
 001d12d2623f (2026, opset 25), for the opsets that `lowering.finish` declares; which inputs lie in
-the host's memory is from the kernels' registrations.
+the host's memory is from the kernels' registrations. What GroupQueryAttention takes beside its
+types is in `fused_attention.py`, QMoE in `integer_experts.py`, MatMulNBits on tensor cores in
+`linears.py`. `benchmarks/cuda_host.py` asks the released library itself.
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ KERNELS: Mapping[tuple[str, str], Kernel] = {
     ("com.microsoft", "MatMulNBits"): Kernel(_FLOATS),
     ("com.microsoft", "MoE"): Kernel(_FLOATS),
     ("com.microsoft", "MultiHeadAttention"): Kernel(_FLOATS),
+    ("com.microsoft", "QMoE"): Kernel(frozenset({_T.FLOAT16})),
     ("com.microsoft", "QuickGelu"): Kernel(_FLOATS),
     ("com.microsoft", "RotaryEmbedding"): Kernel(_FLOATS),
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): Kernel(_FLOATS),

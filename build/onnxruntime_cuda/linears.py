@@ -57,7 +57,7 @@ class CudaKernel:
 
         def load() -> Blocks:
             if not loaded:
-                loaded.append(_split(weight.blocks(), largest))
+                loaded.append(split_blocks(weight.blocks(), largest))
             return loaded[0]
 
         def points() -> np.ndarray:
@@ -95,7 +95,7 @@ def takes_int_gemm(weight: LinearWeight) -> bool:
     return fits and not weight.has_zero_points and sum(weight.widths) % _GEMM_OUTPUTS[bits] == 0
 
 
-def _split(blocks: Blocks, largest: int = LARGEST_BLOCK) -> Blocks:
+def split_blocks(blocks: Blocks, largest: int = LARGEST_BLOCK) -> Blocks:
     """The same numbers in blocks of `largest` at most."""
     parts = blocks.block_size // largest
     if parts < 2:

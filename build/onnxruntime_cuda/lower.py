@@ -36,6 +36,7 @@ def lower_for_cuda(
     dtype: ir.DataType,
     capacity: int = 0,
     form: Form = Form.PLAIN,
+    expert_bits: int = 0,
 ) -> None:
     """Rewrite `model` in place.
 
@@ -46,6 +47,7 @@ def lower_for_cuda(
         dtype: of activations.
         capacity: rows of the KV cache; 0 for graphs without one.
         form: of attention.
+        expert_bits: of what float experts become; 0: they stay floats.
 
     Raises:
         UnsupportedModelError: an operator is left that has no CUDA kernel.
@@ -59,7 +61,7 @@ def lower_for_cuda(
     _lower_constants(graph, dtype)
     widen_tables(graph, dtype)
     lower_linears(graph, kernel)
-    lower_experts(graph, dtype)
+    lower_experts(graph, dtype, expert_bits)
     if capacity:
         lower_cached_attention(graph, dtype, capacity, form)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgellm.build.plan import FLAG, Options, Plan
+from edgellm.contract import EdgeLLMError
 
 AUTO, FUSED, PLAIN = "auto", "fused", "plain"  # of --attention
 ON, OFF = "on", "off"  # of --intGemm, beside "auto"
@@ -18,6 +19,15 @@ class CudaOptions(Options):
     attention: str = field(default=AUTO, metadata={FLAG: "--attention"})
     # Tensor cores on int4 and int8 weights that are not decoded; "auto": where trees gain by it
     int_gemm: str = field(default=AUTO, metadata={FLAG: "--intGemm"})
+
+    def __post_init__(self) -> None:
+        """Raises `EdgeLLMError` for other words."""
+        for flag, word, allowed in (
+            ("--attention", self.attention, (AUTO, FUSED, PLAIN)),
+            ("--intGemm", self.int_gemm, (AUTO, ON, OFF)),
+        ):
+            if word not in allowed:
+                raise EdgeLLMError(f"{flag} {word}: give {', '.join(allowed)}")
 
 
 def options_of(plan: Plan) -> CudaOptions:

@@ -10,6 +10,7 @@ what looking a text up takes is known by the clock, as it depends on the text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from edgellm.device_runtime.speculate.costs import Costs
@@ -51,7 +52,8 @@ class Account:
         """
         self._round_ms, self._answers, self._terms = round_ms, answers, terms
         self.pause, self._pause_length = 0, terms.shortest * answers  # tokens
-        self._begin_trial(terms.first)
+        # Beside others it is all of them who wait, and what a draft is worth is known already.
+        self._begin_trial(terms.first if answers == 1 else terms.again)
 
     def _begin_trial(self, credit: float) -> None:
         self.ms, self.is_retrial = credit * self._round_ms, True
@@ -104,8 +106,7 @@ class Pace:
             network: terms of its account.
             text: of the text's.
         """
-        self._verify, self._costs, self._answers = costs.verify.tolist(), costs, answers
-        self.plain_ms = self._verify[1]
+        self._costs, self.plain_ms = costs, float(costs.verify[1])
         round_ms = answers * self.plain_ms
         self.network = Account(round_ms, answers, network)
         self.text = Account(round_ms, answers, text)
@@ -145,12 +146,18 @@ class Pace:
         drafted_ms: float,
         rows: int,
         *,
+        verify: Sequence[float],
         networked: bool,
         read_ms: float,
         text: TextShare | None,
     ) -> None:
-        """Update rate and accounts; see `Controller.end_round`."""
-        cost = drafted_ms + self._verify_ms(rows)
+        """Update rate and accounts; see `Controller.end_round`.
+
+        `verify` are milliseconds by rows of the pass that it was, beside others' rows: rows more
+        cost what they add there.
+        """
+        rows = min(rows, len(verify) - 1)
+        cost = drafted_ms + self.plain_ms + verify[rows] - verify[1]
         if rows > 1:
             cost += self._costs.tree_ms
         if networked or drafted_ms:  # also what was drafted in vain
@@ -161,7 +168,7 @@ class Pace:
         if self.network.pause and self.network.pass_by(emitted):
             self._forget_rate()
         won_ms = emitted * self.plain_ms - cost
-        text_ms = 0.0 if text is None else self._won_by(text, rows) if networked else won_ms
+        text_ms = 0.0 if text is None else self._won_by(text, rows, verify) if networked else won_ms
         if networked:
             self.network.book(won_ms - text_ms - read_ms)
         if self.text.pause:
@@ -175,13 +182,10 @@ class Pace:
         self.ms += weight * (cost - self.ms)
         self._rounds += 1
 
-    def _won_by(self, text: TextShare, rows: int) -> float:
+    def _won_by(self, text: TextShare, rows: int, verify: Sequence[float]) -> float:
         """What the text's part of a network's tree won."""
-        more_ms = self._verify_ms(rows) - self._verify_ms(rows - text.rows)
+        more_ms = verify[rows] - verify[max(rows - text.rows, 1)]
         return text.tokens * self.plain_ms - more_ms - text.looked_ms
-
-    def _verify_ms(self, rows: int) -> float:
-        return self._verify[min(rows, len(self._verify) - 1)]
 
 
 def _may_pay(costs: Costs, drafting_ms: float) -> bool:

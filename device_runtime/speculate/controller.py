@@ -24,6 +24,7 @@ _MEMORY = 0.02  # weight of the newest round of a side
 _TRIAL = 10  # rounds of a side
 _SHORTEST, _LONGEST = 64, 1024  # rounds until the other side is tried again
 _LOOKED_MS = 0.03  # of looking the text up, until the clock has seen it
+_KEPT_SHARES = 256  # of companies
 _OUTLIER = 4  # times a side's mean; slower rounds are the machine's doing
 
 
@@ -107,7 +108,8 @@ class Controller:
         self._terms, self._looked_ms = (network, text), _LOOKED_MS
         self._paces: dict[int, Pace] = {}  # by the answers that share a pass
         self.company = ALONE  # of the answer whose round it is
-        self.pace = self._pace_of(1)
+        self.pace, self.verify = self._pace_of(1), costs.verify.tolist()  # ms of its share, by rows
+        self._shares: dict[Company, list[float]] = {ALONE: self.verify}
         guesses = (0.0, *_FORESEEN)
         plain_ms = self.pace.plain_ms
         self._kinds = [
@@ -121,7 +123,15 @@ class Controller:
         """The round is of an answer in this company; what decoding reaches there."""
         if company is not self.company:
             self.company, self.pace = company, self._pace_of(company.answers)
+            self.verify = self._share_of(company)
         return self.pace
+
+    def _share_of(self, company: Company) -> list[float]:
+        if company not in self._shares:
+            if len(self._shares) == _KEPT_SHARES:
+                self._shares.clear()
+            self._shares[company] = company.share(self._costs.verify).tolist()
+        return self._shares[company]
 
     def _pace_of(self, answers: int) -> Pace:
         if answers not in self._paces:
@@ -202,7 +212,13 @@ class Controller:
         """
         if self._pauses:
             self.pace.end_round(
-                emitted, drafted_ms, rows, networked=networked, read_ms=read_ms, text=text
+                emitted,
+                drafted_ms,
+                rows,
+                verify=self.verify,
+                networked=networked,
+                read_ms=read_ms,
+                text=text,
             )
         if self._opened_at is not None:
             self._judge(networked=networked, tokens=emitted)

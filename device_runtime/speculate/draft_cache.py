@@ -144,13 +144,24 @@ class DraftRows:
 
         Not so in a text with images, whose rows must stand where the text has them.
         """
-        if self._image_keys or sum(map(len, self._waiting)) <= most:
-            return
+        if not self._image_keys and sum(map(len, self._waiting)) > most:
+            self._begin_anew(most)
+
+    def restart(self, rows: int) -> None:
+        """If the cache has no room for what waits, it begins with the newest of that.
+
+        Not before `rows` wait, nor with more than fill half of it, and not in a text with images.
+        """
+        waiting, capacity = sum(map(len, self._waiting)), self._cache.session.capacity
+        if waiting >= rows and self.length + waiting > capacity and not self._image_keys:
+            self._begin_anew(min(waiting, max(rows, capacity // 2)))
+
+    def _begin_anew(self, rows: int) -> None:
         waiting = _joined(self._waiting)
-        left_out = len(waiting) - most
+        left_out = len(waiting) - rows
         self._keys += waiting.keys[:left_out]
         self._skipped = len(self._keys) - 1
-        self._waiting = [waiting.tail(most)]
+        self._waiting = [waiting.tail(rows)]
 
     def parts(self, top_k: int, masks: MaskRows | None = None) -> Iterator[DraftPart]:
         """What to compute so that all that waits is in the cache, as far as it has room.

@@ -67,16 +67,21 @@ class LookupSource:
                 yield chance
 
     def merge(self, pool: Pool, levels: int, continuations: Sequence[Continuation]) -> None:
-        """Hang the lookup's continuations into the pool; tokens that are there already stay."""
+        """Hang the lookup's continuations into the pool.
+
+        Tokens that are there already stay, and are as likely as the surer of both says.
+        """
         for found in continuations:
             parent, at, token_ids = 0, 0, found.token_ids[:levels]
+            confidences = np.array(found.confidences[:levels])
+            rates = self.calibration.log_rates(confidences)
             while at < len(token_ids):
                 known = pool.find(parent, token_ids[at])
                 if known is None:
-                    confidences = np.array(found.confidences[at:levels])
-                    scores = self.calibration.log_rates(confidences)
-                    pool.add_chain(parent, token_ids[at:], scores, confidences)
+                    pool.add_chain(parent, token_ids[at:], rates[at:], confidences[at:])
                     break
+                score = pool.scores[parent] + rates[at]
+                pool.scores[known] = max(pool.scores[known], score)
                 parent, at = known, at + 1
 
 

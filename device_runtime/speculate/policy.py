@@ -18,11 +18,10 @@ import numpy as np
 from edgellm.device_runtime.sessions import I64
 from edgellm.device_runtime.speculate.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.controller import Controller
-from edgellm.device_runtime.speculate.costs import ALONE, Company, Costs
+from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.tree import F64, Pool, top
 
 _MEMORY = 0.03  # weight of the newest round in the running mean
-_KEPT_SHARES = 256  # of companies
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +124,7 @@ class CostAwareTree:
     ) -> None:
         self._limits, self._costs, self._calibration = limits, costs, calibration
         self._controller = controller
-        self._shares: dict[Company, list[float]] = {}
-        self._share: tuple[Company, list[float]] = ALONE, costs.verify.tolist()
         self._best_child = 0.6  # running mean of the likeliest child's acceptance rate
-
-    def _verify(self) -> list[float]:
-        """Milliseconds by rows, in the company of the round."""
-        company = self._controller.company
-        if company is self._share[0]:
-            return self._share[1]
-        if (share := self._shares.get(company)) is None:
-            if len(self._shares) == _KEPT_SHARES:
-                self._shares.clear()
-            share = self._shares[company] = company.share(self._costs.verify).tolist()
-        self._share = company, share
-        return share
 
     def scores(self, log_probs: F64) -> F64:
         """Calibrated."""
@@ -155,7 +140,7 @@ class CostAwareTree:
         scores = pool.scores[newest].tolist()
         order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         rate, gain, most, count = self._controller.rate, 0.0, 0.0, 0
-        verify = self._verify()
+        verify = self._controller.verify
         last = min(len(verify) - 1, 8)
         # What one more verified row costs in trees of a middling size.
         row_ms = (verify[last] - verify[2]) / max(last - 2, 1)
@@ -171,7 +156,7 @@ class CostAwareTree:
 
     def select(self, pool: Pool, room: int) -> I64:
         """The size at which expected tokens minus the price of the pass peak."""
-        verify = self._verify()
+        verify = self._controller.verify
         ranked = pool.ranked()[: min(room, len(verify) - 2)]
         rate, expected, count = self._controller.rate, 0.0, 0
         most = rate * (self._costs.tree_ms - verify[1])  # of the root alone, which has none
@@ -184,7 +169,7 @@ class CostAwareTree:
 
     def pays(self, chances: Iterable[float]) -> bool:
         """As `select`, of a chain alone."""
-        verify, rate = self._verify(), self._controller.rate
+        verify, rate = self._controller.verify, self._controller.rate
         won = -rate * self._costs.tree_ms
         for rows, chance in enumerate(chances, start=2):
             row_ms = verify[rows] - verify[rows - 1] if rows < len(verify) else math.inf

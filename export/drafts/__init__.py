@@ -89,6 +89,9 @@ class Kind(Protocol):
         """What the manifest says of it."""
         ...
 
+    # One that has its base's head may have `with_vocabulary(config, base, size)`: the facts of the
+    # same network when it foresees only so many tokens.
+
 
 def find(method: str) -> ModuleType:
     """The module of a method that `draft_config` recognized."""

@@ -113,6 +113,8 @@ def with_vocabulary(config: MtpConfig, base: Checkpoint, size: int) -> MtpConfig
 
 def _check_against(base: DecoderConfig, own: DecoderConfig) -> None:
     for what, found, wanted in (
+        ("architecture", type(own).__module__, type(base).__module__),
+        ("layers", own.num_hidden_layers, base.num_hidden_layers),
         ("vocabulary", own.vocab_size, base.vocab_size),
         ("hidden size", own.hidden_size, base.hidden_size),
     ):

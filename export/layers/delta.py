@@ -111,7 +111,7 @@ class DeltaRule:
 
     def _parameter(self, op: Op, name: str, shape: tuple[int, ...]) -> ir.Value:
         value = op.cast(op.parameter(self.weights.take(name, shape, op.dtype)), op.dtype)
-        value.shape = ir.Shape(shape)
+        value.shape, value.type = ir.Shape(shape), ir.TensorType(op.dtype)
         return value
 
 

@@ -171,5 +171,5 @@ class Mamba2:
 
     def _parameter(self, op: Op, name: str, shape: tuple[int, ...]) -> ir.Value:
         value = op.cast(op.parameter(self.weights.take(name, shape, op.dtype)), op.dtype)
-        value.shape = ir.Shape(shape)
+        value.shape, value.type = ir.Shape(shape), ir.TensorType(op.dtype)
         return value

@@ -54,9 +54,8 @@ def test_an_encoder(command, tmp_path):
     assert (manifest.machine, manifest.main_graphs[0].precision) == ("cuda", "fp16")
 
 
-@pytest.mark.parametrize("precision", ["none", "int8"])
-def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path, precision):
-    flags = (*CUDA, "--quantize", precision)
+def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path):
+    flags = (*CUDA, "--quantize", "int8")
     predicted = _build(command, tiny_bundle, tmp_path / "engine", *flags, "--dry-run")
     assert predicted.returncode == 0, predicted.stderr
     assert "tokens/s" not in predicted.stdout  # of another memory than this machine's
@@ -79,6 +78,8 @@ def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path, precision):
         ),
         ((*CUDA, "--prefill", "int8"), "--prefill int8 is for the CPU", "leave out --prefill"),
         ((*CUDA, "--gpu", "8.9"), "--gpu is not for ONNX Runtime", "--backend tensorrt"),
+        (("--attention", "plain"), "--attention is not for cpu", "--device cuda"),
+        ((*CUDA, "--attention", "flash"), "--attention flash: give auto, fused, plain", ""),
     ],
     ids=str,
 )

@@ -77,8 +77,9 @@ def _distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("precision", DISTANCES)
-@pytest.mark.parametrize("kind", ["base", "eagle_base"])
+@pytest.mark.parametrize(
+    ("kind", "precision"), [*(("base", each) for each in DISTANCES), ("eagle_base", "int4_awq")]
+)
 def test_decoders_of_every_precision(bundles, tmp_path, kind, precision):
     exact = bundles.make(kind, precision, "fp32")
     cuda_on_cpu.build_base(exact, tmp_path / "cuda", PLAN)
@@ -286,8 +287,8 @@ def test_tensor_cores_take_blocks_of_32(tmp_path, quantize):
     assert (
         "int_gemm" not in cuda_on_cpu.build_base(tmp_path / "bundle", tmp_path / "off", off).options
     )
-    found = [_logits(cuda_on_cpu.open_base(tmp_path / name)) for name in ("gemm", "off")]
-    np.testing.assert_array_equal(*found)
+    same, other = (_logits(cuda_on_cpu.open_base(tmp_path / name)) for name in ("gemm", "off"))
+    np.testing.assert_array_equal(same, other)
     on = dataclasses.replace(PLAN, options=CudaOptions(int_gemm="on"))
     with pytest.raises(EdgeLLMError, match="--intGemm on: no layer has int4 or int8"):
         cuda_on_cpu.build_base(tmp_path / "bundle", tmp_path / "on", on)
@@ -304,12 +305,14 @@ def test_blocks_are_split_without_a_change(bits, has_zeros):
     if bits == 4:
         even = np.pad(points, ((0, 0), (0, 1)))
         packed = even[:, 0::2] | even[:, 1::2] << np.uint8(4)
-    split = cuda_linears._split(Blocks(bits, size, codes, scales, packed if has_zeros else None))
+    whole = Blocks(bits, size, codes, scales, packed if has_zeros else None)
+    split = cuda_linears.split_blocks(whole)
     assert split.block_size == 128
     np.testing.assert_array_equal(split.codes.reshape(outputs, -1), codes.reshape(outputs, -1))
     np.testing.assert_array_equal(split.scales, np.repeat(scales, 2, 1))
     if has_zeros:
         found = split.zero_points
+        assert found is not None
         if bits == 4:
             found = np.stack([found & 15, found >> 4], -1).reshape(outputs, -1)
         np.testing.assert_array_equal(found, np.repeat(points, 2, 1))

@@ -18,6 +18,8 @@ from edgellm.build.fit import predict
 from edgellm.build.lowering.experts import ExpertLayer, touched
 from edgellm.build.onnxruntime_cpu import own_experts
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
+from edgellm.build.onnxruntime_cuda import choices
+from edgellm.build.onnxruntime_cuda import experts as cuda_experts
 from edgellm.build.plan import Plan
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider
@@ -138,6 +140,33 @@ def test_cuda_keeps_experts_as_floats(checkpoint, tmp_path):
     exact = open_portable(tmp_path / "fp32", 64, tmp_path / "fp32" / "model.onnx")  # not fused
     found = logits(cuda_on_cpu.open_base(tmp_path / "fp32.engine"), [20, 1, 9])
     np.testing.assert_allclose(found, logits(exact, [20, 1, 9]), atol=2e-4)
+
+
+def test_cuda_takes_integer_experts(tmp_path, monkeypatch):
+    """QMoE gives what MoE gives of the floats that the codes stand for, in half the graphs."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **{**TINY, **sizes})
+    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))
+    plan = dataclasses.replace(PLAN, quantize="int4", **FOR_CUDA)
+    bundle = load_bundle(tmp_path / "bundle", LLM_BUNDLE)
+    estimate = predict(tmp_path / "bundle", bundle, plan, CUDA, tmp_path).estimate
+    for bits in (4, 8):
+        built = build(
+            tmp_path / "bundle", tmp_path / f"{bits}", CUDA, quantize=f"int{bits}", **FOR_CUDA
+        )
+        assert [graph.path for graph in built.main_graphs] == ["llm.onnx"]
+        assert any("operator QMoE" in note for note in built.options["notes"])
+    stored = (tmp_path / "4" / "llm.data").stat().st_size
+    assert estimate.engine_bytes == pytest.approx(stored, rel=0.1)
+    found = {
+        bits: logits(cuda_on_cpu.open_base(tmp_path / f"{bits}"), [20, 1, 9]) for bits in (4, 8)
+    }
+    for module in (cuda_experts, choices):
+        monkeypatch.setattr(module, "integer_form", lambda *_: None)
+    build(tmp_path / "bundle", tmp_path / "floats", CUDA, quantize="int4", **FOR_CUDA)
+    floats = logits(cuda_on_cpu.open_base(tmp_path / "floats"), [20, 1, 9])
+    size = np.linalg.norm(floats)
+    assert np.linalg.norm(found[4] - floats) < 0.01 * size < np.linalg.norm(found[8] - floats)
 
 
 def test_tensorrt_says_so_before_it_begins(bundle, tmp_path):

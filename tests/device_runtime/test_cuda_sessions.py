@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import cuda_on_cpu
 import numpy as np
@@ -74,18 +75,6 @@ def test_greedy_answers_are_those_of_the_cpu_with_and_without_eagle(eagle_pair, 
     )
 
 
-def test_half_precision_is_lossless_too(tmp_path):
-    """float16 caches and activations; a tree's rows are rounded as single rows are."""
-    pair = export_pair(tmp_path, EAGLE3, dtype="fp16")
-    built = cuda_on_cpu.build_base(pair.bundle, tmp_path / "e", BASE_PLAN)
-    assert (built.decoder.kv.dtype, built.main_graphs[0].precision) == ("float16", "fp16")
-    cuda_on_cpu.build_its_draft(pair.draft_bundle, tmp_path / "e", draft_plan())
-    llm = _llm(tmp_path / "e", TREES)
-    for prompt in PROMPTS:
-        plain = _answer(llm, prompt, speculative=False)
-        assert _answer(llm, prompt, speculative=True) == plain
-
-
 def test_costs_are_measured_where_there_is_cuda(eagle_pair, tmp_path):
     with cuda_on_cpu.cuda_is_the_cpu():
         base = cuda_on_cpu.build_base(eagle_pair.bundle, tmp_path / "e", BASE_PLAN)
@@ -98,6 +87,109 @@ def test_costs_are_measured_where_there_is_cuda(eagle_pair, tmp_path):
     measured = (base.cost_ms["pass"], draft.cost_ms["step"], draft.cost_ms["extend"])
     assert len({*map(frozenset, measured)}) == 1
     assert draft.main_graphs[0].precision == "int8"
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory) -> Path:
+    """A base in float16, whose attention is fused, with its draft."""
+    folder = tmp_path_factory.mktemp("halves")
+    pair = export_pair(folder, EAGLE3, dtype="fp16")
+    cuda_on_cpu.build_base(pair.bundle, folder / "e", BASE_PLAN)
+    cuda_on_cpu.build_its_draft(pair.draft_bundle, folder / "e", draft_plan())
+    return folder / "e"
+
+
+def test_half_precision_is_lossless_too(halves):
+    """float16 caches and activations; a tree's rows are rounded as single rows are."""
+    built = load_engine(halves, LLM_ENGINE)
+    assert (built.decoder.kv.dtype, built.main_graphs[0].precision) == ("float16", "fp16")
+    llm = _llm(halves, TREES)
+    for prompt in PROMPTS:
+        plain = _answer(llm, prompt, speculative=False)
+        assert _answer(llm, prompt, speculative=True) == plain
+
+
+# ---------------------------------------------------------------------------- recorded passes
+class _Runs:
+    """Numbers of the recordings that runs asked for, and a device that fails to make one."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, fails: bool = False) -> None:
+        self.ids: list[str] = []
+        run = ort.InferenceSession.run_with_iobinding
+
+        def counted(session, binding, options: Any = None):
+            try:
+                ids = options.get_run_config_entry("gpu_graph_id")
+            except (AttributeError, RuntimeError):  # none, or none of this name
+                ids = ""
+            self.ids.append(ids)
+            if fails and ids not in ("", "-1"):
+                raise RuntimeError("operation not permitted when stream is capturing\nmore")
+            return run(session, binding, options)
+
+        patch.setattr(ort.InferenceSession, "run_with_iobinding", counted)
+
+
+def test_passes_that_recur_are_padded_and_recorded(halves, monkeypatch):
+    """All that plain decoding and trees need is recorded at load; prompts never are."""
+    expected = [_answer(_llm(halves, TREES), prompt, speculative=True) for prompt in PROMPTS]
+    runs = _Runs(monkeypatch)
+    with cuda_on_cpu.recording():
+        session = cuda_on_cpu.open_base(halves)
+        assert {*runs.ids} == {"-1", *map(str, range(1, 8))}  # of 1, 2, 4 ... 64 rows
+        runs.ids.clear()
+        session.run(np.arange(9, 29), 0, np.array([19]))
+        session.run(np.array([50]), 20, np.array([0]))
+        for rows in (3, 19):
+            session.run(np.arange(rows), 21, np.arange(rows), tree_mask=np.tri(rows, dtype=bool))
+        assert runs.ids == ["-1", "1", "3", "6"]
+        llm = _llm(halves, TREES)
+        for prompt, wanted in zip(PROMPTS, expected, strict=True):
+            assert _answer(llm, prompt, speculative=True) == wanted
+        assert _answer(llm, PROMPTS[0], speculative=False) == expected[0]
+
+
+def test_a_token_uploads_what_is_new(halves, monkeypatch):
+    with cuda_on_cpu.recording():
+        session = cuda_on_cpu.open_base(halves)
+    session.run(np.arange(9, 29), 0, np.array([19]))
+    session.run(np.array([50]), 20, np.array([0]))
+    sent, update = [], ort.OrtValue.update_inplace
+    monkeypatch.setattr(
+        ort.OrtValue, "update_inplace", lambda value, array: (sent.append(0), update(value, array))
+    )
+    session.run(np.array([51]), 21, np.array([0]))
+    assert len(sent) == 2  # the token, and where it goes
+
+
+def test_what_cannot_be_recorded_is_computed_piece_by_piece(halves, monkeypatch, caplog):
+    expected = _answer(_llm(halves, TREES), PROMPTS[0], speculative=True)
+    runs = _Runs(monkeypatch, fails=True)
+    with cuda_on_cpu.recording():
+        llm = _llm(halves, TREES)
+        assert _answer(llm, PROMPTS[0], speculative=True) == expected
+    warnings = [record.message for record in caplog.records]
+    assert len(warnings) == 2  # the base's and the draft's
+    assert "cannot be recorded as CUDA graphs" in warnings[0]
+    assert "more" not in warnings[0]
+    assert runs.ids[-1] == ""
+
+
+def test_a_pass_at_the_end_of_the_cache_is_not_padded(halves):
+    with cuda_on_cpu.recording():
+        session, other = cuda_on_cpu.open_base(halves), cuda_on_cpu.open_base(halves)
+    ids = np.random.default_rng(2).integers(9, 96, session.capacity)
+    mask = np.tri(5, dtype=np.bool_)
+    mask[3, 2] = False
+    session.run(ids[:-5], 0, np.array([0]))
+    other.run(ids[:-12], 0, np.array([0]))
+    for begin in range(session.capacity - 12, session.capacity - 5):
+        other.run(ids[begin : begin + 1], begin, np.array([0]))
+    results = [
+        each.run(ids[-5:], len(ids) - 5, np.arange(5), tree_mask=mask) for each in (session, other)
+    ]
+    np.testing.assert_allclose(results[0].logits, results[1].logits, atol=0.02)
+    assert results[0].taps.shape == results[1].taps.shape
 
 
 def test_medusa_heads(eagle_pairs, tmp_path):

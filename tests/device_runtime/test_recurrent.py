@@ -11,7 +11,7 @@ from conftest import make_checkpoint
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.engine.saved_contexts import ContextFolder
 from edgellm.device_runtime.requests.prove import prove
@@ -22,7 +22,6 @@ from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.manifest import LLM_ENGINE, load_engine
-from edgellm.quantize.checks import check_model
 
 HYBRIDS = {name: models.find(name).TINY for name in ("lfm2", "qwen3_5_text", "falcon_h1")}
 GREEDY = SamplingParams(temperature=0)
@@ -73,12 +72,6 @@ def test_it_is_refused_where_nothing_computes_it(bundle, tmp_path):
         with pytest.raises(EdgeLLMError, match=said):
             build_engine("llm", bundle, tmp_path / "engine", PLAN, backend, lambda _: None)
     assert not (tmp_path / "engine").exists()
-
-
-def test_layers_are_not_quantized_one_by_one(bundle):
-    checkpoint = open_checkpoint(str(bundle.parent / "checkpoint"))
-    with pytest.raises(UnsupportedModelError, match="cannot be quantized one by one yet"):
-        check_model(checkpoint, ())
 
 
 # ---------------------------------------------------------------------------------- trees

@@ -236,6 +236,8 @@ def test_a_prompt_that_parts_from_the_answer(request, whole, kind):
             assert found.profile.reused_tokens == [known]
             known = len(prompt) - (spec is not None)  # a draft's row knows the token behind it
             prompt = [*prompt, *IDS[500 : 520 + turn].tolist()]
+        other_text = IDS[100:1000].tolist()  # which needs their pages
+        assert answer(llm, other_text).token_ids == answer(other, other_text).token_ids
 
 
 def test_a_system_prompt_is_kept_before_its_rows_are_given_back(engine, whole):

@@ -15,6 +15,8 @@ from mtp_reference import HYBRIDS, Reference, make_base
 from safetensors.torch import load_file, save_file
 
 from edgellm import safetensors_files
+from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.contract import EdgeLLMError
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, read_architecture
@@ -54,6 +56,15 @@ def test_graphs_equal_torch(bases, tmp_path, name, dtype, tolerance):
     drive(DraftRun(tmp_path / "bundle", manifest), Reference(base), tolerance)
 
 
+def test_an_engine_of_a_half_bundle_has_the_norms_as_they_are_stored(tmp_path):
+    """One more than a half is no half; the build compares itself with the portable graph."""
+    base = make_base(tmp_path / "base", dtype="bfloat16")
+    exported(base, base, tmp_path / "bundle", "fp16")
+    plan = Plan(16, 24, 1, "same", quantize="none", max_draft_tree_size=8)
+    said = build_engine("draft", tmp_path / "bundle", tmp_path / "e", plan, "onnxruntime", print)
+    assert said.draft.method == "mtp"
+
+
 def test_a_tied_head_is_stored_once(tmp_path):
     base = make_base(tmp_path / "base", tie_word_embeddings=True)
     manifest = exported(base, base, tmp_path / "bundle")
@@ -69,7 +80,7 @@ def test_the_commonest_tokens_alone(tmp_path, monkeypatch, is_tied):
     """In pieces of any size; those that end an answer are kept."""
     monkeypatch.setattr(safetensors_files, "CHUNK_BYTES", 1000)
     base = make_base(tmp_path / "base", tie_word_embeddings=is_tied, vocab_size=VOCAB)
-    (base / "generation_config.json").write_text('{"eos_token_id": [60, 93]}')
+    (base / "generation_config.json").write_text('{"eos_token_id": [60, 93, "</s>"]}')
     options = DraftOptions("fp32", draft_vocab_size=40)
     opened = open_draft(str(base)), open_checkpoint(str(base), tokenizer=False)
     manifest = export_draft(*opened, tmp_path / "bundle", options)
@@ -148,8 +159,14 @@ def test_other_models_and_other_bases(bases, tmp_path, tiny_checkpoint):
     with pytest.raises(EdgeLLMError, match=r"stream of .* was rotated"):
         exported(turned, turned, tmp_path / "bundle")
     tiny = models.find("qwen3_5_text").TINY
-    for config, message in (({"hidden_size": 48}, "hidden size 96"), ({"vocab_size": 90}, "96")):
-        other = make_checkpoint(tmp_path / message[-2:], **{**tiny, **config})
+    with pytest.raises(EdgeLLMError, match=r"for a base of architecture .*qwen3_5_text"):
+        exported(bases["qwen3_5_text"], llama, tmp_path / "bundle")
+    for config, message in (
+        ({"hidden_size": 48}, "hidden size 96"),
+        ({"vocab_size": 90}, "vocabulary 96"),
+        ({"num_hidden_layers": 2}, "layers 4"),
+    ):
+        other = make_checkpoint(tmp_path / message, **{**tiny, **config})
         with pytest.raises(EdgeLLMError, match=f"for a base of .*{message}"):
             exported(bases["qwen3_5_text"], other, tmp_path / "bundle")
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_configs import attending
 from quantize_cases import make_job, make_model, plain_sessions, write_text
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +16,7 @@ from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.contract import UnsupportedModelError
 from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.source import open_checkpoint
@@ -38,8 +38,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WORST = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11}
 # Relative to the logits; inputs that are rounded may fall to the other side of a tie.
 FAR = {"int4_awq": 2e-5, "fp8": 0.06, "int8_sq": 0.06}
+OTHERS_SHOW = ("olmoe", "qwen3_5_moe_text", "qwen3_moe")  # what these do
 # INT4 folds and smooths, so that every family shows it; the others where layers are put otherwise.
-CASES = [(kind, "int4_awq") for kind in FAMILIES if kind not in ("olmoe", "qwen3_moe")] + [
+CASES = [(kind, "int4_awq") for kind in FAMILIES if kind not in OTHERS_SHOW] + [
     (kind, scheme)
     for kind, scheme in product(("cohere2", "gemma2", "olmo2", "phi3", "starcoder2"), WORST)
     if scheme != "int4_awq"
@@ -54,8 +55,8 @@ def text(tmp_path_factory) -> Path:
 
 
 def test_every_architecture_is_a_family():
-    """But gpt-oss, whose experts have four bits when they are published, and recurrent layers."""
-    assert {*FAMILIES} == {*attending(), "granitemoehybrid"} - {"gpt_oss"}
+    """But gpt-oss, whose experts have four bits when they are published, and one without gates."""
+    assert {*FAMILIES} == {*models.supported()} - {"gpt_oss", "nemotron_h"}
 
 
 @pytest.mark.parametrize(("kind", "scheme"), CASES)

@@ -80,6 +80,16 @@ def test_columns_that_are_more_alike_compute_the_same(tmp_path, kind, evened, re
         assert _spread(found[key]) < 0.95 * _spread(source[key])
 
 
+def test_columns_around_what_stays_as_it_is(tmp_path):
+    """No factor goes into a linear layer that is not rounded."""
+    subject = LanguageModel.open(str(make_model(tmp_path, "llama")), ())
+    source = {name: each.floats() for name, each in subject.layer_source(0).items()}
+    floats = ("self_attn.k_proj", "mlp.up_proj")
+    found = even_columns(source, subject.family, subject.config.head_dim, floats=floats)
+    changed = {name for name, value in source.items() if (found[name] != value).any()}
+    assert changed == {"self_attn.v_proj.weight", "self_attn.o_proj.weight"}
+
+
 def _spread(weight: np.ndarray) -> float:
     """Of the logarithms of columns' sizes."""
     return float(np.log(np.linalg.norm(weight, axis=0)).std())

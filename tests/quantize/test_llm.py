@@ -163,6 +163,9 @@ def test_heads(run, scheme, head, perplexity):
     assert described["quant_algo"] == expected
     assert "lm_head" not in described.get("exclude_modules", [])
     assert report.quantized_modules == 22
+    without = report.quality.kl_float_head
+    assert without is not None
+    assert without != report.quality.kl_divergence
 
 
 @pytest.mark.parametrize("changes", [{"tie_word_embeddings": False}, {"hidden_size": 48}])

@@ -108,7 +108,7 @@ HEADLESS = replace(HEADLESS, own_head=False, d2t=False, t2d=False)
 NORMED = Layout({"draft_vocab_size": 40, "fc_norm": True}, fc_norm=True)
 
 
-@pytest.mark.parametrize("layout", [EAGLE3, NORMED, PEAGLE], ids=["plain", "normed", "masks"])
+@pytest.mark.parametrize("layout", [EAGLE3, NORMED, PEAGLE], ids=["plain", "normed", "peagle"])
 def test_a_draft_follows_its_rotated_base(tmp_path, bases, layout):
     draft = make_draft(tmp_path / "draft", layout)
     opened = [open_checkpoint(str(folder), tokenizer=False) for folder in (draft, *bases)]

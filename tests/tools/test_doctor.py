@@ -151,8 +151,14 @@ def test_packages_and_backends(machine, monkeypatch):
     (provider,) = _found(here, "--backend onnxruntime --device cuda")
     assert (provider.status, bool(provider.remedy)) in ((OK, False), (NOTE, True))
     monkeypatch.setattr(cuda, "require_cuda", lambda: "cuda")
+    monkeypatch.setattr(cuda.ort, "__version__", "1.31.1")
     (provider,) = _found(here, "--backend onnxruntime --device cuda")
     assert provider.status == OK
+    assert provider.found.endswith("attention is fused in float16")
+    monkeypatch.setattr(cuda.ort, "__version__", "1.30.2")
+    (provider,) = _found(here, "--backend onnxruntime --device cuda")
+    assert provider.status == NOTE
+    assert "--attention plain" in provider.remedy
     monkeypatch.setattr(checks, "_NEEDED", ("no-such-package",))
     (packages,) = _found(here, "packages")
     assert (packages.status, packages.remedy[-9:]) == (FAULT, "[device]'")

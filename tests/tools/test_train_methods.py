@@ -222,3 +222,30 @@ def test_the_loss_of_tokens_has_the_gradients_of_autograd(rows):
 def test_flags_of_another_method_are_refused(flags, message, tmp_path):
     with pytest.raises(EdgeLLMError, match=message):
         train_draft(str(tmp_path), tmp_path / "out", data=[tmp_path / "data"], **flags)
+
+
+def test_a_draft_of_blocks_goes_on_from_another(job, base, tmp_path):
+    """With a learning rate of 0; its mask token is one that no conversation has."""
+    idle = replace(job.recipe, epochs=1, learning_rate=0.0)
+    job = _of(replace(job, recipe=idle), "dspark")
+    run(job)
+    config = json.loads((job.output_dir / "config.json").read_text())
+    assert config["dflash_config"] == {"mask_token_id": 95, "target_layer_ids": [-1, 0]}
+    tensors = load_file(job.output_dir / "model.safetensors")
+    tensors["fc.weight"] += 1
+    given = shutil.copytree(job.output_dir, tmp_path / "given")
+    save_file(tensors, given / "model.safetensors")
+    later = replace(
+        job, init_from=given, output_dir=tmp_path / "later", work_dir=tmp_path / "later_work"
+    )
+    run(later)
+    found = load_file(later.output_dir / "model.safetensors")
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    for wrong, message in (
+        ({"draft_vocab_size": 80}, "holds no draft of these sizes"),
+        ({"init_from": base}, "holds no draft of these sizes"),
+        ({"block_size": 5}, "foresees blocks of 4"),
+        ({"num_layers": 3}, "--num_layers 3 exceeds the base's 2 layers"),
+    ):
+        with pytest.raises(EdgeLLMError, match=message):
+            run(replace(later, work_dir=tmp_path / "x", **wrong))

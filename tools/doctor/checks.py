@@ -192,6 +192,7 @@ def _own_kernels() -> Finding:
 
 
 def _cuda_provider() -> Finding:
+    from edgellm.device_runtime.runners.onnxruntime_cuda import FUSED_VERSION
     from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
 
     what = "--backend onnxruntime --device cuda"
@@ -199,7 +200,11 @@ def _cuda_provider() -> Finding:
         cuda.require_cuda()
     except EdgeLLMError as error:
         return Finding(what, NOTE, str(error), error.hint)
-    return Finding(what, OK, "ONNX Runtime's CUDA provider runs a kernel")
+    found = "ONNX Runtime's CUDA provider runs a kernel"
+    if cuda.is_older_than(FUSED_VERSION):
+        older = f"{found}; it is older than {FUSED_VERSION}, whose attention is fused"
+        return Finding(what, NOTE, older, "update onnxruntime-gpu, or build with --attention plain")
+    return Finding(what, OK, f"{found}; attention is fused in float16")
 
 
 def _backend(name: str) -> Finding:

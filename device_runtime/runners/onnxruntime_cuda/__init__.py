@@ -12,6 +12,8 @@ from edgellm.device_runtime.runners import Runner, onnxruntime_cpu
 from edgellm.manifest import DecoderSpec, DraftSpec, Engine, GraphSpec, Spec
 from edgellm.roles import DECODER, DRAFT
 
+# Of ONNX Runtime: the first release whose GroupQueryAttention for CUDA was seen to take a bias
+FUSED_VERSION = "1.31"
 # Options of an engine
 MINIMUM_VERSION = "minimum_onnxruntime"  # where an operator wants a newer one
 INT_GEMM = "int_gemm"  # "1": products of integer weights on tensor cores

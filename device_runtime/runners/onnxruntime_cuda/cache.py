@@ -31,13 +31,16 @@ class Buffers:
             name: allocate(array.shape, array.dtype, CPU if name in HOST_INPUTS else device)
             for name, array in arrays.items()
         }
+        self._sent: dict[str, np.ndarray] = {}
         for name, value in self._values.items():
             binding.bind_ortvalue_input(name, value)
 
     def upload(self) -> None:
-        """What the arrays hold now."""
+        """What the arrays hold now, but for what they held before: a copy is a wait."""
         for name, array in self.arrays.items():
-            self._values[name].update_inplace(array)
+            if name not in self._sent or not np.array_equal(self._sent[name], array):
+                self._values[name].update_inplace(array)
+                self._sent[name] = array.copy()
 
 
 def allocate(shape: Sequence[int], dtype: np.dtype, device: str) -> ort.OrtValue:

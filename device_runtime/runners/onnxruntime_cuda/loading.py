@@ -10,9 +10,11 @@ import onnx
 import onnxruntime as ort
 from onnx import external_data_helper, helper
 
+from edgellm.device_runtime.runners.onnxruntime_cuda.cache import allocate
 from edgellm.device_runtime.runners.onnxruntime_graphs import CUDA, load_graph
 from edgellm.roles import ROLES, Rows
 
+_LAID_OUT = ("MatMulNBits",)  # operators whose weights a session lays out anew for tensor cores
 _INT_GEMM_ENTRY = "ep.cuda.fpa_intb_gemm"  # of a session; older versions ignore it
 
 
@@ -29,15 +31,15 @@ class Loader:
             threads: of the host.
             device: where they run.
             has_int_gemm: integer weights become what tensor cores read, in each session apart.
+
+        Raises:
+            LimitError: the device is too small.
         """
         self.device, self._paths, self._threads = device, paths, threads
         self._entries = {_INT_GEMM_ENTRY: "1"} if has_int_gemm else {}
-        shares = len(paths) > 1 and not has_int_gemm
-        self._arrays = _shared_weights(paths) if shares else {}  # the CPU reads them where they are
-        self._owned = {
-            name: ort.OrtValue.ortvalue_from_numpy(array, device)
-            for name, array in self._arrays.items()
-        }
+        own = _LAID_OUT if has_int_gemm else ()
+        shared = _shared_weights(paths, own) if len(paths) > 1 else {}
+        self._owned = {name: _on_device(array, device) for name, array in shared.items()}
         # A session takes a weight where it lies, if that is its own device and nobody's but lent
         self._weights = {
             name: ort.OrtValue.from_dlpack(value) for name, value in self._owned.items()
@@ -62,17 +64,12 @@ class Loader:
 
     def load(self, path: Path, **options: object) -> ort.InferenceSession:
         """A graph as it is; see `load_graph`."""
-        return load_graph(
-            path,
-            threads=self._threads,
-            optimize=False,
-            device=self.device,
-            **options,  # type: ignore[arg-type]
-        )
+        given = {"threads": self._threads, "optimize": False, "device": self.device, **options}
+        return load_graph(path, **given)  # type: ignore[arg-type]
 
 
-def _shared_weights(paths: Sequence[Path]) -> dict[str, np.ndarray]:
-    """Those that all graphs have, by name."""
+def _shared_weights(paths: Sequence[Path], but_of: Sequence[str]) -> dict[str, np.ndarray]:
+    """Those that all graphs have, by name, but for what nodes of some types read."""
     graphs = [onnx.load(path, load_external_data=False).graph for path in paths]
     stored = [
         {
@@ -83,7 +80,15 @@ def _shared_weights(paths: Sequence[Path]) -> dict[str, np.ndarray]:
         for graph in graphs
     ]
     common = set.intersection(*({*each} for each in stored))
-    return {name: _array(stored[0][name], paths[0].parent) for name in sorted(common)}
+    own = {name for node in graphs[0].node if node.op_type in but_of for name in node.input}
+    return {name: _array(stored[0][name], paths[0].parent) for name in sorted(common - own)}
+
+
+def _on_device(array: np.ndarray, device: str) -> ort.OrtValue:
+    """A copy; raises `LimitError` if there is no room."""
+    value = allocate(array.shape, array.dtype, device)
+    value.update_inplace(array)
+    return value
 
 
 def _array(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:

@@ -65,15 +65,20 @@ def require_version(options: Mapping[str, Any]) -> None:
         options: of the engine.
     """
     least = options.get(onnxruntime_cuda.MINIMUM_VERSION, "0.0")
-    found, wanted = (
-        tuple(int(part) for part in version.split(".")[:2]) for version in (ort.__version__, least)
-    )
-    if found < wanted:
+    if is_older_than(least):
         raise EdgeLLMError(
             f"onnxruntime-gpu {ort.__version__} does not compute all that this engine has (fused "
             f"attention with masks, experts); {least} does",
             hint="pip install --upgrade onnxruntime-gpu, or build with --attention plain",
         )
+
+
+def is_older_than(version: str) -> bool:
+    """Whether this ONNX Runtime is, by the first two numbers."""
+    here, there = (
+        tuple(int(part) for part in each.split(".")[:2]) for each in (ort.__version__, version)
+    )
+    return here < there
 
 
 def _fault_of_a_kernel() -> str:

@@ -8,6 +8,7 @@ next pass overwrites it, and no row sees it.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -148,7 +149,9 @@ class CudaRunner:
 
     def _stop_recording(self, error: Exception) -> None:
         """A session that failed to record is not to be used again."""
-        reason = str(error).splitlines()[0][:_SHOWN]
+        line = str(error).splitlines()[0]
+        found = re.search(r"CUDA failure [^;]+", line)
+        reason = found[0].strip() if found is not None else line[:_SHOWN]
         _log.warning("passes cannot be recorded as CUDA graphs, which is slower: %s", reason)
         self._captures = False
         self._kept.clear()
@@ -169,13 +172,10 @@ class CudaRunner:
         if (bound := self._kept.get(key)) is not None:
             return bound
         arrays = self._arrays(inputs, taken, width, live, self._types[index])
-        bound = BoundPass(
-            self._graphs[index],
-            self._loader.device,
-            self.cache,
-            arrays,
-            capture_id=len(self._kept) + 1 if recurs else -1 if self._captures else 0,
-        )
+        capture_id = -1 if self._captures else 0
+        if recurs:
+            capture_id = len(self._kept) + 1
+        bound = BoundPass(self._graphs[index], self._loader.device, self.cache, arrays, capture_id)
         if taken.rows <= KEPT_ROWS:
             self._kept[key] = bound
         return bound

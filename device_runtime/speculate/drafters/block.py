@@ -45,7 +45,7 @@ def open(order: Order) -> Opened:
     with FileCheck(folder, manifest.files, order.verify):
         session = open_block(folder, manifest)
     measured = manifest.cost_ms or costs(session, manifest.draft, manifest.max_draft_tree_size)
-    prices = Costs.of(order.pass_costs(), None, measured[FORESEE], order.host_ms)
+    prices = Costs.of(order.pass_costs(), None, measured[FORESEE], *order.host_ms)
     image_ids = order.image_ids(reads_rows=False)
     most_rows = max(manifest.main_graphs[-1].max_rows, limits.round_rows)
     rows = CommittedRows(session, limits.round_rows, image_ids, most_rows=most_rows)
@@ -141,6 +141,7 @@ class BlockDrafter(TreeDrafter):
         """Commit the rows that wait, with a block behind them."""
         if self._controller.is_retrial:
             self._own.skip(max(RETRIAL_ROWS // self.company.answers, LEAST_RETRIAL_ROWS))
+        self._own.restart(RETRIAL_ROWS)
         for part in self._own.parts(self._num_candidates):
             rows = len(part.token_ids)
             block = np.arange(rows, rows + self._size)

@@ -38,7 +38,7 @@ def open(order: Order) -> Opened:
     with FileCheck(folder, manifest.files, order.verify):
         session = open_draft(folder, manifest)
     measured = manifest.cost_ms or costs(session, manifest.draft, manifest.max_draft_tree_size)
-    prices = Costs.of(order.pass_costs(), None, measured[EXTEND], order.host_ms)
+    prices = Costs.of(order.pass_costs(), None, measured[EXTEND], *order.host_ms)
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
     rows = CommittedRows(session, limits.round_rows, image_ids, most_rows=limits.round_rows)
 

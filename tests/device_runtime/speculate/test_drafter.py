@@ -87,6 +87,21 @@ def test_what_two_lookups_foresee_is_one_tree():
     assert len(run(drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 0))) == 1
 
 
+def test_a_token_that_two_foresee_is_as_likely_as_the_surer_says():
+    """The first lookup would have cut the chain at a row that costs 0.45 tokens."""
+    limits, costs = TreeLimits(4, 6, 20), Costs.of({"1": 10, "20": 105})
+    said = [([1, 2], 0.3), ([1, 2, 3], 0.9)]
+    lookups = tuple(
+        LearnedLookup(functools.partial(Saying, tokens, chance), Calibration(prior_weight=1e6))
+        for tokens, chance in said
+    )
+    drafter = begun(
+        TextDrafter(dataclasses.replace(by_cost(limits, costs), lookups=lookups), limits)
+    )
+    assert not drafter.rests
+    assert run(drafter.propose(9, 20, 10)).token_ids.tolist() == [9, 1, 2, 3]
+
+
 def test_outcomes_are_told_to_whoever_guessed():
     """A token that was there already is the first one's; a child of a rejected one is nobody's."""
     drafter = drafter_of([1, 2, 3], [1, 4, 5], [6, 7])

@@ -82,12 +82,14 @@ def plain(prompt, params, count, capacity=128) -> list[int]:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("lookups", [False, True], ids=["heads", "and_text"])
-@pytest.mark.parametrize("policy", ["fixed", "static", *COSTS])
+@pytest.mark.parametrize(
+    ("policy", "lookups"),
+    [("fixed", False), ("fixed", True), ("static", False), ("fair", True), ("dear", False)],
+)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_ids_are_those_of_plain_decoding(draft, policy, lookups):
     limits = SpecOptions(choices=CHOICES).limits(60) if policy == "static" else TreeLimits(4, 3, 16)
-    setup = Setup(limits, policy, draft, lookups=lookups and policy != "static")
+    setup = Setup(limits, policy, draft, lookups=lookups)
     for params in SAMPLINGS:
         for prompt in PROMPTS:
             assert setup.ids(prompt, params, 30) == plain(prompt, params, 30)

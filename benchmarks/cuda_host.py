@@ -1,0 +1,180 @@
+"""What ONNX Runtime's CUDA provider asks a GPU for, where there is none.
+
+    pip download --no-deps onnxruntime-gpu nvidia-cuda-runtime, and unpack both
+    python benchmarks/cuda_host.py ENGINE --onnxruntime FOLDER --include FOLDER [--sm 89] [--trace]
+
+The provider is the released one; under it lies `cuda_stub.c`, compiled here: memory is the host's
+and kernels compute nothing. What is shown: whether every node has a kernel, whether passes can be
+recorded, how many launches, copies, waits and allocations a pass takes. Numbers are not computed.
+`--onnxruntime` holds the package `onnxruntime`, `--include` holds cuda_runtime_api.h. It needs a C
+compiler and nm; `--records_nothing` shows what becomes of passes that cannot be recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+COUNTS = ("launches", "products", "copies", "replays", "allocations", "waits", "refusals")
+VERSIONS = {"cudart": 13, "cublas": 13, "cublasLt": 13, "curand": 10, "cuda": 1, "cudnn": 9}
+_STUB = "CUDA_HOST_STUB"  # environment: where the libraries are, in the process that counts
+TREE_ROWS = 30
+
+
+def build_stub(folder: Path, provider: Path, include: Path) -> None:
+    """Compile the libraries that a provider wants into a folder."""
+    own = Path(__file__).with_name("cuda_stub.c")
+    runtime = _compile(folder, "cudart", [own], include)
+    defined = {
+        line.split()[-1].partition("@")[0] for line in _run("nm", "-D", runtime).splitlines()
+    }
+    listed = _run("nm", "-D", "--undefined-only", provider).split()
+    wanted = {name.partition("@")[0] for name in listed} - defined
+    by_library: dict[str, list[str]] = {name: [] for name in VERSIONS}
+    for name in sorted(name for name in wanted if name.startswith(("cu", "__cuda"))):
+        by_library[_library(name)].append(name)
+    by_library["cudnn"] = _looked_up(provider.read_bytes(), "cudnn")
+    for library, names in by_library.items():
+        source = folder / f"{library}.c"
+        body = "\n".join(_definition(name) for name in names)
+        source.write_text(f"#include <stddef.h>\nvoid stub_product(const char *);\n{body}\n")
+        _compile(folder, library, [source, *([own] if library == "cudart" else [])], include)
+    (folder / "libcudnn.so").symlink_to(_file(folder, "cudnn"))
+
+
+def _library(name: str) -> str:
+    prefixes = {"cublasLt": "cublasLt", "cublas": "cublas", "curand": "curand", "cuda": "cudart"}
+    bare = name.lstrip("_")
+    return next((to for prefix, to in prefixes.items() if bare.startswith(prefix)), "cuda")
+
+
+def _looked_up(library: bytes, prefix: str) -> list[str]:
+    """Names of functions that a library looks up while it runs."""
+    return sorted(
+        part.decode()
+        for part in {*library.split(b"\0")}
+        if re.fullmatch(rf"{prefix}[A-Z]\w+".encode(), part) is not None
+    )
+
+
+def _file(folder: Path, library: str) -> Path:
+    return folder / f"lib{library}.so.{VERSIONS[library]}"
+
+
+def _compile(folder: Path, library: str, sources: Sequence[Path], include: Path) -> Path:
+    made = _file(folder, library)
+    versions = folder / f"{library}.map"
+    versions.write_text(f"{made.name} {{ global: *; }};\n")
+    runtime = [] if library == "cudart" else [_file(folder, "cudart")]
+    linked = [f"-Wl,-soname,{made.name}", f"-Wl,--version-script={versions}"]
+    flags = ["-w", "-shared", "-fPIC", "-I", include, "-o", made]
+    _run("cc", *flags, *sources, *runtime, *linked)
+    return made
+
+
+def _run(*command: object) -> str:
+    words = [str(each) for each in command]
+    return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def _definition(name: str) -> str:
+    """A function that says that all is well, and counts where it is a product."""
+    if "GetVersion" in name:
+        return f"size_t {name}(void) {{ return 91000; }}"
+    if name.endswith(("String", "StatusName")):
+        return f'const char *{name}(void) {{ return "a stub"; }}'
+    if "Gemm" in name or "gemm" in name or name in ("cublasLtMatmul", "cudnnReduceTensor"):
+        return f'int {name}(void) {{ stub_product("{name}"); return 0; }}'
+    if name.startswith(("cudnnCreate", "cublasCreate")) or name.endswith("Create"):
+        return f"int {name}(void **made) {{ *made = (void *)8; return 0; }}"
+    if name.startswith("cudnnGetReduction"):
+        return f"int {name}(void *a, void *b, void *c, void *d, size_t *s) {{ return *s = 64, 0; }}"
+    if name == "cublasGetMathMode":
+        return f"int {name}(void *handle, int *mode) {{ return *mode = 0; }}"
+    if name.startswith("cudnnBackend"):
+        return f"int {name}(void) {{ return 3000; }}"  # not supported
+    return f"int {name}(void) {{ return 0; }}"
+
+
+class Counter:
+    """What the stub has counted since the last question."""
+
+    def __init__(self, folder: Path) -> None:
+        self._stub = ctypes.CDLL(str(_file(folder, "cudart")))
+
+    def show(self, what: str) -> None:
+        counted = (ctypes.c_long * len(COUNTS))()
+        self._stub.stub_counts(counted)
+        self._stub.stub_reset()
+        values = zip(COUNTS, counted, strict=True)
+        print(f"{what:12}", ", ".join(f"{name} {value}" for name, value in values), flush=True)
+
+
+def count(engine: Path, stub: Path) -> None:
+    """Passes of an engine, in a process over the stub."""
+    from edgellm.device_runtime.runners.onnxruntime_cuda import provider
+    from edgellm.device_runtime.sessions.decoder import open_decoder
+    from edgellm.manifest import LLM_ENGINE, load_engine
+
+    provider.require_cuda = lambda: "cuda"
+    counter = Counter(stub)
+    manifest = load_engine(engine, LLM_ENGINE)
+    session = open_decoder(engine, manifest)
+    counter.show("load")
+    prompt = min(session.capacity // 2, manifest.max_input_len)
+    _ = session.run(np.arange(prompt) % 9, 0, np.zeros(1, np.int64)).token_ids
+    counter.show("prompt")
+    _ = session.run(np.array([5]), prompt, np.zeros(1, np.int64)).token_ids
+    counter.show("token")
+    rows = min(TREE_ROWS, manifest.max_verify_tree_size, session.capacity - prompt - 1)
+    if rows > 1:
+        mask, depths = np.tri(rows, dtype=np.bool_), np.arange(rows) // 5
+        places = prompt + 1 + depths
+        ids, outputs = np.arange(rows), np.arange(rows)
+        tree = session.run(ids, prompt + 1, outputs, position_ids=places, tree_mask=mask)
+        _ = tree.token_ids
+        counter.show(f"tree of {rows}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("engine", type=Path)
+    parser.add_argument("--onnxruntime", type=Path, required=True)
+    parser.add_argument("--include", type=Path, required=True)
+    parser.add_argument("--sm", type=int, default=89)
+    parser.add_argument("--trace", action="store_true", help="names of kernels, on stderr")
+    parser.add_argument("--records_nothing", action="store_true")
+    arguments = parser.parse_args()
+    if _STUB in os.environ:
+        count(arguments.engine, Path(os.environ[_STUB]))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        capi = arguments.onnxruntime / "onnxruntime" / "capi"
+        provider = capi / "libonnxruntime_providers_cuda.so"
+        build_stub(Path(folder), provider, arguments.include)
+        paths = [str(arguments.onnxruntime), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            _STUB: folder,
+            "LD_LIBRARY_PATH": folder,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "STUB_SM": str(arguments.sm),
+            "STUB_TRACE": str(int(arguments.trace)),
+            "STUB_RECORDS_NOTHING": str(int(arguments.records_nothing)),
+        }
+        sys.exit(
+            subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
+        )
+
+
+if __name__ == "__main__":
+    main()
