@@ -23,6 +23,8 @@ REFUSED = {
     "speculators_qwen3": ENGINES,
     "eagle1": ENGINES,
     "eagle1_without_bias": ENGINES,
+    "peagle": ENGINES,
+    "speculators_peagle": ENGINES,
     "safeailab_narrow": {"sglang", "tensorrt-llm"},
     "specforge_eagle31": {"sglang"},
     "modelopt_base_head": {"sglang", "tensorrt-llm"},

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <utility>
 
-#include "kernels.h"
 #include "operators.h"
 
 namespace edgellm {
@@ -21,8 +20,6 @@ constexpr int64_t kRowsTogether = 16;  // rows from which a tile takes all chunk
 constexpr int64_t kRowsOfTask = 4, kQueriesOfTask = 128, kLongPrompt = 4096;
 
 constexpr int64_t kFacts = 3;  // of a sequence: rows before, rows of the pass, columns of its mask
-
-int64_t up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // The sequences of a pass, one behind the other, and how threads share them.
 struct Pass {
@@ -55,14 +52,14 @@ struct Pass {
     for (const Part& part : parts) {
       const Attention& a = part.a;
       starts.push_back(size);
-      size += up(a.rows * a.heads * a.padded_dim() * 4) + up(a.rows * 8) + up(a.rows * a.mask_columns * 4);
+      size += aligned(a.rows * a.heads * a.padded_dim() * 4) + aligned(a.rows * 8) + aligned(a.rows * a.mask_columns * 4);
       if (part.splits()) size += a.chunks() * a.rows * a.heads * a.partial_floats() * 4;
     }
     char* const memory = static_cast<char*>(ort::scratch(size));
     for (size_t i = 0; i < parts.size(); i++) {
       Attention& a = parts[i].a;
       char* at = memory + starts[i];
-      const auto take = [&](int64_t bytes) { return std::exchange(at, at + up(bytes)); };
+      const auto take = [&](int64_t bytes) { return std::exchange(at, at + aligned(bytes)); };
       a.queries = reinterpret_cast<float*>(take(a.rows * a.heads * a.padded_dim() * 4));
       a.seen = reinterpret_cast<int32_t*>(take(a.rows * 8));
       a.slots = reinterpret_cast<int32_t*>(take(a.rows * a.mask_columns * 4));
@@ -72,14 +69,10 @@ struct Pass {
 
   template <class Function>
   void each_row(ort::Context* context, Function function) const {
-    const auto of = [&](int64_t row) {
+    edgellm::each_row(context, rows, [&](int64_t row) {
       const Part& part = *(std::upper_bound(parts.begin(), parts.end(), row, [](int64_t r, const Part& p) { return r < p.first_row; }) - 1);
       function(part, row - part.first_row);
-    };
-    if (rows < kRowsApart)
-      for (int64_t row = 0; row < rows; row++) of(row);
-    else
-      ort::parallel(context, rows, of);
+    });
   }
 
   void attend(ort::Context* context) const {
@@ -278,7 +271,7 @@ struct CachedAttention {
 
 }  // namespace
 
-std::vector<const ort::Operator*> attention_operators() {
+Operators attention_operators() {
   return {ort::describe<CachedAttention<ort::kFloat>>(), ort::describe<CachedAttention<ort::kHalf>>(), ort::describe<CachedAttention<ort::kInt8>>()};
 }
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels.h"
 #include "operators.h"
 
 namespace edgellm {
@@ -14,18 +13,24 @@ namespace {
 using ort::require;
 using ort::Tensor;
 
+// Of each row the one before it, or -1 - n for state n.
+const int64_t* read_parents(const Tensor& given, int64_t rows, int64_t states) {
+  require(given.count() == rows, "not a parent for each row");
+  const int64_t* parents = given.as<int64_t>();
+  for (int64_t row = 0; row < rows; row++) require(parents[row] >= -states && parents[row] < row, "a parent is not before its row");
+  return parents;
+}
+
 // Where the matrices of rows go, and whose they were: `from` of -1 - n is state n.
 struct Places {
   struct Row { int64_t from, to; };
   std::vector<Row> rows;
   int64_t count = 0;
 
-  Places(const int64_t* parents, int64_t num_rows, int64_t states) : rows(num_rows) {
+  Places(const int64_t* parents, int64_t num_rows) : rows(num_rows) {
     std::vector<int64_t> last(num_rows, -1), free;
-    for (int64_t row = 0; row < num_rows; row++) {
-      require(parents[row] >= -states && parents[row] < row, "GatedDelta: a parent is not before its row");
+    for (int64_t row = 0; row < num_rows; row++)
       if (parents[row] >= 0) last[parents[row]] = row;
-    }
     for (int64_t row = 0; row < num_rows; row++) {
       const int64_t parent = parents[row], from = parent < 0 ? parent : rows[parent].to;
       int64_t to = from;
@@ -83,11 +88,10 @@ struct GatedDelta {
     const Heads heads(k, g, state);
     require(q.dims == k.dims && (!b || b.dims == g.dims), "GatedDelta: q is not shaped like k, or b like g");
     require(v.count() == heads.rows * heads.heads * heads.values, "GatedDelta: v is not [1, S, H * dv]");
-    require(parents.count() == heads.rows, "GatedDelta: not a parent for each row");
     const Tensor y = ort::output(context, 0, v.dims), found = ort::output(context, 1, v.dims);
     require(bool(b) == bool(found), "GatedDelta: rates and deltas go together");
     if (!heads.rows) return;
-    const Places places(parents.as<int64_t>(), heads.rows, state.dims[0]);
+    const Places places(read_parents(parents, heads.rows, state.dims[0]), heads.rows);
     ort::parallel(context, heads.heads, [&](int64_t head) {
       float* const matrices = static_cast<float*>(ort::scratch(places.count * heads.matrix() * sizeof(float)));
       const auto at = [&](int64_t place) { return matrices + place * heads.matrix(); };
@@ -158,12 +162,9 @@ struct Convolution {
     require(x.dims.size() == 3 && windows.dims.size() == 3 && weight.count(), "Convolution: x is not [1, S, W], or windows not [B, K - 1, W]");
     const int64_t rows = x.dims[1], width = x.dims[2], states = windows.dims[0], kept = windows.dims[1];
     require(windows.dims[2] == width && weight.count() == (kept + 1) * width, "Convolution: windows or weight are not as wide as x");
-    require(given.count() == rows, "Convolution: not a parent for each row");
-    const int64_t* parents = given.as<int64_t>();
-    for (int64_t row = 0; row < rows; row++)
-      require(parents[row] >= -states && parents[row] < row, "Convolution: a parent is not before its row");
+    const int64_t* parents = read_parents(given, rows, states);
     const Tensor y = ort::output(context, 0, x.dims);
-    const auto each = [&](int64_t row) {
+    each_row(context, rows, [&](int64_t row) {
       const float *from = x.as<float>() + row * width, *taps = weight.as<float>() + kept * width;
       float* to = y.as<float>() + row * width;
       for (int64_t i = 0; i < width; i++) to[i] = from[i] * taps[i];
@@ -175,17 +176,13 @@ struct Convolution {
         taps -= width;
         for (int64_t i = 0; i < width; i++) to[i] += from[i] * taps[i];
       }
-    };
-    if (rows < kRowsApart)
-      for (int64_t row = 0; row < rows; row++) each(row);
-    else
-      ort::parallel(context, rows, each);
+    });
   }
 };
 
 }  // namespace
 
-std::vector<const ort::Operator*> delta_operators() {
+Operators delta_operators() {
   return {ort::describe<GatedDelta>(), ort::describe<GatedDeltaUpdate>(), ort::describe<Convolution>()};
 }
 

@@ -6,13 +6,11 @@
 #include <cmath>
 #include <cstring>
 
-#include "kernels.h"
 #include "operators.h"
 
 namespace edgellm {
 namespace {
 
-using ort::Fault;
 using ort::require;
 using ort::Tensor;
 
@@ -21,19 +19,13 @@ constexpr int64_t kMostTaken = 4096;       // rows times experts taken that are 
 
 // Packed weights of one form: the records of each, then the headers of all.
 std::vector<Weight> read_stack(const ort::Info* info, size_t index, int64_t experts) {
-  int is_constant = 0;
-  const ort::Value* value = nullptr;
-  ort::call(ort::kGetConstant, info, index, &is_constant, &value);
-  require(is_constant && value, "Experts: packed weights must be initializers");
-  const Tensor packed = ort::read(value);
+  const Tensor packed = constant_input(info, index, "Experts");
   const int64_t each = experts > 0 ? packed.count() / experts : 0, records = each - int64_t(sizeof(Header));
   require(each * experts == packed.count() && records > 0, "Experts: the packed weights are not those of all experts");
   std::vector<Weight> found(experts);
   const uint8_t* data = packed.as<uint8_t>();
   for (int64_t e = 0; e < experts; e++) {
-    Weight& w = found[e];
-    if (const char* fault = read_weight(data + experts * records + e * sizeof(Header), size_t(each), &w))
-      throw Fault(std::string("Experts: ") + fault);
+    Weight& w = found[e] = packed_weight(data + experts * records + e * sizeof(Header), size_t(each), "Experts");
     w.records = data + e * records;
     const Weight& first = found[0];
     require(w.form == first.form && w.in_features == first.in_features && w.out_features == first.out_features &&
@@ -137,33 +129,26 @@ struct Experts {
 
   void compute(ort::Context* context, const Pass& pass) const {
     const int64_t taken = pass.taken(), I = downs[0].in_features, H = downs[0].out_features;
-    const auto up = [](size_t bytes) { return (bytes + 63) / 64 * 64; };
-    const size_t own = up(rows_bytes(gates[0], pass.rows)), outer = up(rows_bytes(gates[0], taken)),
-                 inner = up(rows_bytes(downs[0], taken)), middle = up(taken * I * 4), last = up(taken * H * 4);
+    const size_t own = aligned(rows_bytes(gates[0], pass.rows)), outer = aligned(rows_bytes(gates[0], taken)),
+                 inner = aligned(rows_bytes(downs[0], taken)), middle = aligned(taken * I * 4), last = aligned(taken * H * 4);
     char* memory = static_cast<char*>(ort::scratch(own + outer + inner + middle + last));
     const Rows prepared = place_rows(gates[0], pass.rows, memory), gathered = place_rows(gates[0], taken, memory + own),
                inner_rows = place_rows(downs[0], taken, memory + own + outer);
     float* h = reinterpret_cast<float*>(memory + own + outer + inner);
     float* parts = reinterpret_cast<float*>(memory + own + outer + inner + middle);
-    const auto each = [&](int64_t count, const auto& function) {
-      if (count < kRowsApart)
-        for (int64_t i = 0; i < count; i++) function(i);
-      else
-        ort::parallel(context, count, function);
-    };
     Weight plain = gates[0];  // experts have multipliers of their own
     plain.multiplier = 1;
     const Prologue before{&plain, pass.x, nullptr, nullptr, 0, nullptr, prepared};
-    each(pass.rows, [&](int64_t row) { kernels().prepare(before, row, row + 1); });
-    each(taken, [&](int64_t at) { gather(pass, prepared, gathered, at); });
+    each_row(context, pass.rows, [&](int64_t row) { kernels().prepare(before, row, row + 1); });
+    each_row(context, taken, [&](int64_t at) { gather(pass, prepared, gathered, at); });
     multiply(context, pass, gates, gathered, pass.inner_bias, h);
-    each(taken, [&](int64_t at) {
+    each_row(context, taken, [&](int64_t at) {
       if (!gates[0].is_gated) square_positive(h + at * I, I);
       const Prologue between{&downs[pass.ids[pass.sorted[at]]], h, nullptr, nullptr, 0, nullptr, inner_rows};
       kernels().prepare(between, at, at + 1);
     });
     multiply(context, pass, downs, inner_rows, pass.bias, parts);
-    each(pass.rows, [&](int64_t row) { add_up(pass, parts, row, H); });
+    each_row(context, pass.rows, [&](int64_t row) { add_up(pass, parts, row, H); });
   }
 
   // A prepared row goes to one of its experts.
@@ -187,7 +172,7 @@ struct Experts {
     std::vector<Task> tasks;
     const int64_t groups = weights[0].groups(), bytes = groups * weights[0].group_bytes();
     for (const Group& group : pass.groups) {
-      const int64_t parts = std::max<int64_t>(1, std::min(groups, bytes * group.count / kPartBytes));
+      const int64_t parts = parts_of(groups, bytes * group.count, kPartBytes, groups);
       for (int64_t part = 0; part < parts; part++) tasks.push_back({&group, groups * part / parts, groups * (part + 1) / parts});
     }
     ort::parallel(context, int64_t(tasks.size()), [&](int64_t i) {
@@ -216,6 +201,6 @@ struct Experts {
 
 }  // namespace
 
-const ort::Operator* experts_operator() { return ort::describe<Experts>(); }
+Operators experts_operators() { return {ort::describe<Experts>()}; }
 
 }  // namespace edgellm

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels.h"
 #include "operators.h"
 
 namespace edgellm {
@@ -11,8 +10,7 @@ namespace {
 using ort::require;
 using ort::Tensor;
 
-constexpr int64_t kMostParts = 64;          // for threads to share
-constexpr int64_t kPartFloats = 16 << 10;   // of weights, below which threads are not worth their call
+constexpr int64_t kPartFloats = 16 << 10;  // of weights, below which threads are not worth their call
 
 // Layers that read the same rows x [..., K], or those normalized with gamma [K]. places int64 [L, 3]: of each
 // layer its place in the table, its outputs N and where they begin in y; weights float [W]; table int64
@@ -63,7 +61,7 @@ struct LowRankSum {
     int64_t ranks = 0;
     for (const Task& task : tasks) ranks += task.layer.rank;
     const Weight plain{Form::kFloat32, false, false, 1, K, 1, 1, 1, nullptr};
-    const size_t normal = gamma ? (rows_bytes(plain, rows) + 63) / 64 * 64 : 0;
+    const size_t normal = gamma ? aligned(rows_bytes(plain, rows)) : 0;
     char* memory = static_cast<char*>(ort::scratch(normal + ranks * sizeof(float)));
     const float* read = x.as<float>();
     int64_t stride = K;
@@ -126,7 +124,7 @@ struct LowRankSum {
   // function(first, last) for all of `count` things, which have `floats` to read.
   template <class Function>
   static void parts(ort::Context* context, int64_t count, int64_t floats, const Function& function) {
-    const int64_t some = std::max<int64_t>(1, std::min({count, floats / kPartFloats, kMostParts}));
+    const int64_t some = parts_of(count, floats, kPartFloats);
     ort::parallel(context, some, [&](int64_t part) { function(count * part / some, count * (part + 1) / some); });
   }
 
@@ -149,6 +147,6 @@ struct LowRankSum {
 
 }  // namespace
 
-const ort::Operator* low_rank_operator() { return ort::describe<LowRankSum>(); }
+Operators low_rank_operators() { return {ort::describe<LowRankSum>()}; }
 
 }  // namespace edgellm

@@ -1,9 +1,7 @@
 // ONNX Runtime's operators of the domain "edgellm.kernels", apart from that of portable graphs' functions.
 #include <algorithm>
 #include <cmath>
-#include <initializer_list>
 
-#include "kernels.h"
 #include "operators.h"
 
 namespace edgellm {
@@ -12,22 +10,14 @@ const void* const* ort::table;
 
 namespace {
 
-using ort::Fault;
 using ort::require;
 using ort::Tensor;
 
-constexpr int64_t kMostParts = 64;           // of one product, for threads to share
-constexpr int64_t kPartBytes = 32 << 10;     // of weights, below which threads are not worth their call
+constexpr int64_t kPartBytes = 32 << 10;  // of weights, below which threads are not worth their call
 
-Weight packed_input(const ort::Info* info, const std::string& name) {
-  int is_constant = 0;
-  const ort::Value* value = nullptr;
-  ort::call(ort::kGetConstant, info, size_t(1), &is_constant, &value);
-  if (!is_constant || !value) throw Fault(name + ": the packed weight must be an initializer");
-  const Tensor packed = ort::read(value);
-  Weight weight;
-  if (const char* fault = read_weight(packed.data, size_t(packed.count()), &weight)) throw Fault(name + ": " + fault);
-  return weight;
+Weight packed_input(const ort::Info* info, const char* name) {
+  const Tensor packed = constant_input(info, 1, name);
+  return packed_weight(packed.data, size_t(packed.count()), name);
 }
 
 // y = epilogue(W prologue(x)). Inputs: x [..., K], packed uint8, gamma [K], skip like x, bias [N],
@@ -75,8 +65,7 @@ struct QuantLinear {
       ort::parallel(context, rows, [&](int64_t row) { kernels().prepare(before, row, row + 1); });
     Product product{&weight, prepared, rows, bias.as<float>(), residual.as<float>(), y.as<float>()};
     if (is_more) product.delta = delta.as<float>();
-    const int64_t groups = weight.groups(), fitting = groups * weight.group_bytes() * rows / kPartBytes;
-    const int64_t parts = std::max<int64_t>(1, std::min({groups, fitting, kMostParts}));
+    const int64_t groups = weight.groups(), parts = parts_of(groups, groups * weight.group_bytes() * rows, kPartBytes);
     ort::parallel(context, parts, [&](int64_t part) {
       kernels().product(product, groups * part / parts, groups * (part + 1) / parts);
     });
@@ -196,10 +185,9 @@ extern "C" __attribute__((visibility("default"))) edgellm::ort::Status* Register
     static ort::Domain* const domain = [] {  // for all sessions, which may outlive any owner but the process
       ort::Domain* made = nullptr;
       ort::call(ort::kCreateDomain, "edgellm.kernels", &made);
-      for (const ort::Operator* one : {ort::describe<QuantLinear>(), ort::describe<LookUp>(), ort::describe<Picks>(), experts_operator(), low_rank_operator()})
-        ort::call(ort::kAddOperator, made, one);
-      for (const ort::Operator* one : attention_operators()) ort::call(ort::kAddOperator, made, one);
-      for (const ort::Operator* one : delta_operators()) ort::call(ort::kAddOperator, made, one);
+      const Operators own{ort::describe<QuantLinear>(), ort::describe<LookUp>(), ort::describe<Picks>()};
+      for (const Operators& some : {own, attention_operators(), delta_operators(), experts_operators(), low_rank_operators()})
+        for (const ort::Operator* one : some) ort::call(ort::kAddOperator, made, one);
       return made;
     }();
     ort::call(ort::kAddDomain, options, domain);

@@ -1,17 +1,51 @@
-// The operators of other files, for the list of all.
+// What the operators of all files share, and the list of them.
 #pragma once
 
+#include <algorithm>
+#include <string>
 #include <vector>
 
+#include "kernels.h"
 #include "ort_api.h"
 
 namespace edgellm {
 
-constexpr int64_t kRowsApart = 8;  // rows that are prepared on threads
+using Operators = std::vector<const ort::Operator*>;
+Operators attention_operators();  // of each type of cache
+Operators delta_operators();      // of linear attention
+Operators experts_operators();
+Operators low_rank_operators();
 
-const ort::Operator* experts_operator();
-const ort::Operator* low_rank_operator();
-std::vector<const ort::Operator*> attention_operators();  // of each type of cache
-std::vector<const ort::Operator*> delta_operators();      // of linear attention
+constexpr int64_t kRowsApart = 8;  // rows that are prepared on threads
+constexpr int64_t kMostParts = 64;  // of one product, for threads to share
+
+inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// function(row) for each, on threads where there are rows enough.
+template <class Function>
+void each_row(const ort::Context* context, int64_t rows, const Function& function) {
+  if (rows >= kRowsApart) return ort::parallel(context, rows, function);
+  for (int64_t row = 0; row < rows; row++) function(row);
+}
+
+// Of `count` things, into how many parts they are cut: each has at least `least` of their `size`.
+inline int64_t parts_of(int64_t count, int64_t size, int64_t least, int64_t most = kMostParts) {
+  return std::max<int64_t>(1, std::min({count, size / least, most}));
+}
+
+// An input that was known when the graph was opened.
+inline ort::Tensor constant_input(const ort::Info* info, size_t index, const std::string& name) {
+  int is_constant = 0;
+  const ort::Value* value = nullptr;
+  ort::call(ort::kGetConstant, info, index, &is_constant, &value);
+  if (!is_constant || !value) throw ort::Fault(name + ": packed weights must be initializers");
+  return ort::read(value);
+}
+
+inline Weight packed_weight(const void* data, size_t bytes, const std::string& name) {
+  Weight weight;
+  if (const char* fault = read_weight(data, bytes, &weight)) throw ort::Fault(name + ": " + fault);
+  return weight;
+}
 
 }  // namespace edgellm

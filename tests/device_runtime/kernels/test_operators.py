@@ -69,7 +69,7 @@ def test_foreign_weights_stop_the_session(rng):
         linear(case, K=128)
     node = helper.make_node("QuantLinear", ("x", "w"), ("y",), domain=DOMAIN)
     inputs = [("x", F32, None), ("w", onnx.TensorProto.UINT8, None)]
-    with pytest.raises(Exception, match="must be an initializer"):
+    with pytest.raises(Exception, match="must be initializers"):
         open_session(node, inputs, [("y", F32, None)])
 
 
