@@ -58,7 +58,7 @@ class WatchedDraft:
 
 def test_growth_is_measured_behind_an_extension():
     decoder = SimpleNamespace(vocab_size=50, hidden_size=8)
-    spec = SimpleNamespace(draft_vocab_size=30, taps_width=16, decoder=decoder)
+    spec = SimpleNamespace(draft_vocab_size=30, taps_width=16, decoder=decoder, num_heads=0)
     session = WatchedDraft()
     costs = draft.costs(session, spec, most_rows=4)
     assert set(costs[STEP]) == set(costs[EXTEND]) == {"1", "2", "4"}

@@ -247,7 +247,10 @@ def test_a_lora_adapter(checkpoint):
 @pytest.mark.parametrize(
     ("model_type", "hint"),
     [
-        ("gemma4_text", "supported: arcee, cohere2, ernie4_5, ernie4_5_moe, exaone4, gemma2, "),
+        (
+            "gemma4_text",
+            "supported: arcee, cohere2, ernie4_5, ernie4_5_moe, exaone4, falcon_h1, ",
+        ),
         ("lama", "supported: arcee"),
         ("apertus", "it computes as olmo2 does, but for its activation; supported:"),
     ],

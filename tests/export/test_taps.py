@@ -57,7 +57,8 @@ def test_taps_equal_hidden_states(tmp_path, model_type, taps, cut):
 def test_taps_of_every_architecture(tmp_path, model_type):
     """From scaled embeddings to what the final norm gives."""
     config = models.find(model_type).TINY
-    _compare(tmp_path, config, (0, 1, config["num_hidden_layers"]), None)
+    layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
+    _compare(tmp_path, config, (0, 1, layers), None)
 
 
 def _compare(tmp_path, config, taps, cut):

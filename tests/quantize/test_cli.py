@@ -321,8 +321,8 @@ def test_an_export_that_is_not_sound_stops_the_run(job, monkeypatch):
     """ModelOpt without calibration writes FP8 without scales of the inputs, and says nothing."""
     real = modelopt_adapter.quantize
 
-    def uncalibrated(model, recipe, loop, log):
-        exported = real(model, recipe, loop, log)
+    def uncalibrated(model, recipe, loop, log, **options):
+        exported = real(model, recipe, loop, log, **options)
         for name in [name for name in exported.tensors if name.endswith("input_scale")]:
             del exported.tensors[name]
         return exported
@@ -337,8 +337,8 @@ def test_another_weight_than_the_sources_stops_the_run(job, monkeypatch):
     """As where a norm was folded and one of its readers was not."""
     real = modelopt_adapter.quantize
 
-    def broken(model, recipe, loop, log):
-        exported = real(model, recipe, loop, log)
+    def broken(model, recipe, loop, log, **options):
+        exported = real(model, recipe, loop, log, **options)
         scale = exported.tensors["model.layers.0.self_attn.k_proj.weight_scale"]
         data = (scale.array() * 3).astype(np.float32).tobytes()
         exported.tensors["model.layers.0.self_attn.k_proj.weight_scale"] = type(scale)(

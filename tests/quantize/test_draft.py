@@ -213,7 +213,9 @@ def test_recipes_are_chosen_by_what_the_base_takes(make, tmp_path, monkeypatch):
     assert list(tried) == ["int4, head int4", "int8, head int8"]
     assert best.quality.accuracy_quantized == max(one.accuracy for one in tried.values())
     assert tried["int4, head int4"].num_bytes == min(one.num_bytes for one in tried.values())
-    assert "first candidates that the base takes, of what was tried" in notes(best)[0]
+    assert any(
+        "first candidates that the base takes, of what was tried" in one for one in notes(best)
+    )
 
 
 def test_what_will_not_do(make, place, tmp_path):

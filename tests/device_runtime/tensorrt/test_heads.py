@@ -13,7 +13,7 @@ from lowered_engines import CANDIDATES, Lowered
 from edgellm.contract import LimitError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.sessions.heads import open_heads
-from edgellm.device_runtime.speculate import controller
+from edgellm.device_runtime.speculate.accounts import Account
 from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,8 +40,7 @@ def lowered(pair, tmp_path_factory) -> Lowered:
 @pytest.fixture(autouse=True)
 def rich(monkeypatch):
     """Drafting by cost never pauses: drafts of random weights do not pay."""
-    for credit in ("_FIRST_CREDIT", "_FULL"):
-        monkeypatch.setattr(controller, credit, 1e9)
+    monkeypatch.setattr(Account, "book", lambda *_: None)
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.kernels.triton import catalog
 from edgellm.device_runtime.runners.tensorrt.device_rows import RowMemory
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.device_runtime.speculate import controller
 from edgellm.device_runtime.speculate.accept import Typical
+from edgellm.device_runtime.speculate.accounts import Account
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,8 +46,7 @@ def lowered(eagle_pair, tmp_path_factory) -> Lowered:
 @pytest.fixture(autouse=True)
 def rich(monkeypatch):
     """Drafting by cost never pauses: drafts of random weights do not pay."""
-    for credit in ("_FIRST_CREDIT", "_FULL"):
-        monkeypatch.setattr(controller, credit, 1e9)
+    monkeypatch.setattr(Account, "book", lambda *_: None)
 
 
 @pytest.fixture
