@@ -132,8 +132,9 @@ def rope_of(
             hint=f"supported: {', '.join(rules)}",
         )
     outer = reader.optional("original_max_position_embeddings", int)
-    given = parameters.get("original_max_position_embeddings")
-    parameters["original_max_position_embeddings"] = outer or given or max_positions
+    inner = parameters.get("original_max_position_embeddings")
+    original = next(each for each in (outer, inner, max_positions) if each is not None)
+    parameters["original_max_position_embeddings"] = original
     parameters["max_position_embeddings"] = max_positions
     try:
         rope = rules[kind](_plain(theta, 2 * pairs), theta, parameters)
