@@ -51,6 +51,17 @@ def test_switched_off_and_private_keys_do_no_harm():
     assert config.vocab_size == models.find("llama").TINY["vocab_size"]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [("ernie4_5_moe", "num_nextn_predict_layers"), ("starcoder2", "layer_norm_epsilon")],
+)
+def test_public_configs_say_things_without_effect(model_type, key):
+    architecture = models.find(model_type)
+    reader = ConfigReader({**architecture.TINY, key: 1})
+    architecture.Config.from_hf(reader)
+    reader.finish()
+
+
 def test_a_new_architecture_is_one_file(tmp_path, monkeypatch):
     (tmp_path / "newarch.py").write_text(
         "from edgellm.export.models.llama import Config, Model\n"
