@@ -63,7 +63,7 @@ _HARMLESS = frozenset(
 )
 
 
-def _is_beyond(value: object) -> bool:
+def is_beyond(value: object) -> bool:
     """Whether it is infinite, not a number, or an integer that graphs do not have."""
     return isinstance(value, (int, float)) and not -(2**63) <= value < 2**63
 
@@ -88,7 +88,7 @@ class ConfigReader:
             if default is _REQUIRED:
                 raise UnsupportedModelError(f"config.json has no {key}")
             return default  # type: ignore[return-value]  # T may itself be optional
-        if _is_beyond(value):
+        if is_beyond(value):
             raise UnsupportedModelError(f"config.json: {key} is no finite number of 64 bits")
         if kind is float and isinstance(value, int):
             return float(value)  # type: ignore[return-value]  # T is float here

@@ -97,6 +97,10 @@ def test_every_architecture_is_documented():
         ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "without llama_4_scaling_b"),
         ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
         ("olmo3", {"rope_parameters": None, "rope_theta": 1e6}, "for which layers it is"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": [1]}}, "full_attention should be d"),
+        ("llama", {"rope_parameters": {"rope_type": ["yarn"]}}, r"rope type \['yarn'\] is not"),
+        ("llama", {"rope_parameters": {"rope_theta": 10**400}}, "rope_theta is no finite number"),
+        ("nemotron_h", {"layers_block_type": [["mamba"]] * 4}, r"names \['mamba'\], which is not"),
     ],
 )
 def test_wrong_keys_of_other_families_stop_the_export(model_type, changes, message):
