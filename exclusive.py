@@ -7,8 +7,10 @@ what a living one writes. Standard library and `edgellm.contract` only.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import tempfile
@@ -47,6 +49,7 @@ class Unfinished:
 
     folder: Path
     lock: int | None  # descriptor; None where the file system has no locks
+    made: tuple[Path, ...] = ()  # folders above that it made, innermost first; empty ones go
 
     @property
     def files(self) -> Path:
@@ -58,6 +61,9 @@ class Unfinished:
         _remove(self.folder)
         if self.lock is not None:
             os.close(self.lock)
+        with contextlib.suppress(OSError):
+            for folder in self.made:
+                folder.rmdir()
 
 
 def begin(output: Path) -> Unfinished:
@@ -68,11 +74,12 @@ def begin(output: Path) -> Unfinished:
     """
     home = _home(output.absolute())
     prefix = f".{output.absolute().name}.partial-"
+    made = tuple(itertools.takewhile(lambda each: not each.exists(), (home, *home.parents)))
     try:
         home.mkdir(parents=True, exist_ok=True)
         with _alone(home):
             _sweep(home, prefix, output)
-            return _make(home, prefix)
+            return dataclasses.replace(_make(home, prefix), made=made)
     except OSError as error:
         raise EdgeLLMError(
             f"cannot write into {home}: {error.strerror}", hint="give another output folder"

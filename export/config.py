@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -64,6 +63,11 @@ _HARMLESS = frozenset(
 )
 
 
+def is_beyond(value: object) -> bool:
+    """Whether it is infinite, not a number, or an integer that graphs do not have."""
+    return isinstance(value, (int, float)) and not -(2**63) <= value < 2**63
+
+
 class ConfigReader:
     """Hands out config values by key and type, and remembers which keys were asked for."""
 
@@ -75,7 +79,8 @@ class ConfigReader:
         """The value of `key`; null counts as absent.
 
         Raises:
-            UnsupportedModelError: absent without a default, or of another type.
+            UnsupportedModelError: absent without a default, of another type, infinite, not a
+                number, or beyond 64 bits.
         """
         self._used.add(key)
         value = self._config.get(key)
@@ -83,6 +88,8 @@ class ConfigReader:
             if default is _REQUIRED:
                 raise UnsupportedModelError(f"config.json has no {key}")
             return default  # type: ignore[return-value]  # T may itself be optional
+        if is_beyond(value):
+            raise UnsupportedModelError(f"config.json: {key} is no finite number of 64 bits")
         if kind is float and isinstance(value, int):
             return float(value)  # type: ignore[return-value]  # T is float here
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -99,9 +106,9 @@ class ConfigReader:
         return value
 
     def nonzero(self, key: str, default: float) -> float:
-        """The value of `key`, a finite number other than 0."""
+        """The value of `key`, a number other than 0."""
         value = self.read(key, float, default)
-        if value == 0 or not math.isfinite(value):
+        if value == 0:
             raise UnsupportedModelError(f"config.json: {key} = {value}")
         return value
 

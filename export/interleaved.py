@@ -9,14 +9,15 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.contract import EXPERTS, FP4_EXPERTS, BrokenArtifactError
+from edgellm.contract import EXPERTS, FP4_EXPERTS, BrokenArtifactError, UnsupportedModelError
 from edgellm.export.expert_functions import FP4_BLOCK
 from edgellm.export.quantized.operand import stored
 from edgellm.export.stacks import Stored, each_expert
 from edgellm.export.weights import StoredTensor, Weights
 
 LAYOUT = "mxfp4"
-_NO_NUMBER = 255
+# Exponents of the largest scales with which 6, the largest code, is finite.
+_LARGEST = {ir.DataType.FLOAT: 125 + 127, ir.DataType.FLOAT16: 13 + 127}
 _GATES, _UPS = slice(0, None, 2), slice(1, None, 2)
 _ALL = slice(None)
 
@@ -44,9 +45,9 @@ class InterleavedExperts:
             return Stored(EXPERTS, self._floats(dtype), biases=biases)
         self._weights.layouts.add(LAYOUT)
         operands = (
-            *self._fp4("gate_up_proj", ".gate", 2 * inner, hidden, _GATES),
-            *self._fp4("gate_up_proj", ".up", 2 * inner, hidden, _UPS),
-            *self._fp4("down_proj", "", hidden, inner, _ALL),
+            *self._fp4("gate_up_proj", ".gate", (2 * inner, hidden), _GATES, dtype),
+            *self._fp4("gate_up_proj", ".up", (2 * inner, hidden), _UPS, dtype),
+            *self._fp4("down_proj", "", (hidden, inner), _ALL, dtype),
         )
         return Stored(FP4_EXPERTS, operands, biases=biases)
 
@@ -66,10 +67,10 @@ class InterleavedExperts:
         )
 
     def _fp4(
-        self, name: str, part: str, rows: int, width: int, taken: slice
+        self, name: str, part: str, shape: tuple[int, int], taken: slice, dtype: ir.DataType
     ) -> tuple[StoredTensor, StoredTensor]:
         """Pairs of codes [E, out, in / 2] and scales [E, out, in / 32] of the rows `taken`."""
-        weights, experts = self._weights, self._experts
+        weights, experts, (rows, width) = self._weights, self._experts, shape
         if width % FP4_BLOCK:
             raise BrokenArtifactError(
                 f"{self.prefix}{name}_blocks: {width} inputs are not a multiple of {FP4_BLOCK}"
@@ -86,17 +87,28 @@ class InterleavedExperts:
             ),
             stored(
                 f"{title}_scales{part}", ir.DataType.BFLOAT16, (experts, count, blocks),
-                lambda: powers(f"{title}_scales", exponents()[:, taken]),
+                lambda: powers(f"{title}_scales", exponents()[:, taken], dtype),
             ),
         )  # fmt: skip
 
 
-def powers(name: str, exponents: np.ndarray) -> np.ndarray:
-    """2 ** (exponent - 127) in the bits of bfloat16, whose exponents are the same."""
+def powers(name: str, exponents: np.ndarray, dtype: ir.DataType) -> np.ndarray:
+    """2 ** (exponent - 127) in the bits of bfloat16, whose exponents are the same.
+
+    Raises:
+        BrokenArtifactError: no number, or one with which weights would be infinite.
+        UnsupportedModelError: weights would be beyond what activations of type `dtype` can hold.
+    """
     found = exponents.astype(np.uint16)
-    if (found == _NO_NUMBER).any():
+    largest = int(found.max())
+    if largest > _LARGEST[ir.DataType.FLOAT]:
         raise BrokenArtifactError(
             f"tensor {name} holds values that are not numbers",
             hint="the checkpoint is damaged; fetch it again",
+        )
+    if largest > _LARGEST[dtype]:
+        raise UnsupportedModelError(
+            f"tensor {name} scales weights beyond the range of fp16, which ends at 65504",
+            hint="export with --dtype fp32",
         )
     return np.where(found == 0, np.uint16(0x40), found << np.uint16(7))  # 2 ** -127 at 0

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import UnsupportedModelError
-from edgellm.export.config import ConfigReader
+from edgellm.export.config import ConfigReader, is_beyond
 
 F32 = NDArray[np.float32]
 
@@ -96,7 +96,7 @@ def read_ropes(
         )
     found = {}
     for kind, default in thetas.items():
-        parameters = dict(nested.get(kind) or {})
+        parameters = dict(ConfigReader(nested).optional(kind, dict) or {})
         parameters["rope_theta"] = parameters.get("rope_theta") or default
         found[kind] = rope_of(reader, parameters, head_dim, max_positions)
     return found
@@ -126,14 +126,15 @@ def rope_of(
     axes = _axes(parameters, head_dim)
     kind = "default" if axes and kind == "mrope" else kind
     rules = RULES if traits.rules is None else traits.rules
-    if kind not in rules:
+    if not isinstance(kind, str) or kind not in rules:
         raise UnsupportedModelError(
             f"config.json: rope type {kind!r} is not supported",
             hint=f"supported: {', '.join(rules)}",
         )
     outer = reader.optional("original_max_position_embeddings", int)
-    given = parameters.get("original_max_position_embeddings")
-    parameters["original_max_position_embeddings"] = outer or given or max_positions
+    inner = parameters.get("original_max_position_embeddings")
+    original = next(each for each in (outer, inner, max_positions) if each is not None)
+    parameters["original_max_position_embeddings"] = original
     parameters["max_position_embeddings"] = max_positions
     try:
         rope = rules[kind](_plain(theta, 2 * pairs), theta, parameters)
@@ -167,8 +168,10 @@ def _number(parameters: Parameters, key: str, default: float | None = None) -> f
     value = default if value is None else value
     if value is None:
         raise KeyError(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise UnsupportedModelError(f"config.json: {key} = {value!r} must be positive")
+    if is_beyond(value):
+        raise UnsupportedModelError(f"config.json: {key} is no finite number of 64 bits")
     return float(value)
 
 

@@ -89,7 +89,7 @@ class StackedExperts:
         info = layer.info("weight")
         if info is not None and info.dtype == gguf.MXFP4:
             layer.layouts.add("gguf")
-            return _Part(FP4_EXPERTS, _fp4(layer, shape))
+            return _Part(FP4_EXPERTS, _fp4(layer, shape, dtype))
         if (found := gguf.read(layer, shape, dtype)) is not None:
             layer.layouts.add("gguf")
             operands = (found.codes, found.scales, found.minima)
@@ -97,7 +97,9 @@ class StackedExperts:
         return _Part(EXPERTS, (layer.take("weight", shape, dtype),))
 
 
-def _fp4(layer: Weights, shape: tuple[int, int, int]) -> tuple[StoredTensor, StoredTensor]:
+def _fp4(
+    layer: Weights, shape: tuple[int, int, int], dtype: ir.DataType
+) -> tuple[StoredTensor, StoredTensor]:
     """Pairs of codes [E, out, in / 2] and scales [E, out, in / 32]."""
     name, (experts, rows, width) = f"{layer.prefix}weight", shape
     blocks = layer.blocks("weight", shape, 1 + FP4_BLOCK // 2)
@@ -109,7 +111,7 @@ def _fp4(layer: Weights, shape: tuple[int, int, int]) -> tuple[StoredTensor, Sto
 
     def scales() -> Iterator[memoryview]:
         for block in blocks():
-            yield as_bytes(powers(name, np.ascontiguousarray(block[:, 0])))
+            yield as_bytes(powers(name, np.ascontiguousarray(block[:, 0]), dtype))
 
     return (
         StoredTensor(name, ir.DataType.UINT8, (experts, rows, width // 2), codes),

@@ -138,7 +138,9 @@ def _layer_types(reader: ConfigReader) -> list[str]:
     ]
     if letters := reader.optional("hybrid_override_pattern", str):
         found.append([_LETTERS.get(letter, letter) for letter in letters])
-    given = [[_OLDER.get(each, each) for each in types] for types in found if types is not None]
+    given = [
+        [_OLDER.get(str(each), each) for each in types] for types in found if types is not None
+    ]
     types = given[0] if given else [MAMBA, EXPERTS, FULL, NETWORK]
     if any(other != types for other in given):
         raise UnsupportedModelError("config.json: layers_block_type and its like contradict")

@@ -17,10 +17,11 @@ TINY = {
     "hidden_act": _ACTIVATION,
     "sliding_window": 12,
 }
-# What configs kept of an older model type; `hidden_act` rules.
+# What configs kept of an older model type; `hidden_act` and `norm_epsilon` rule.
 _UNREAD = (
     "activation_function",
     "attention_softmax_in_fp32",
+    "layer_norm_epsilon",
     "scale_attention_softmax_in_fp32",
     "scale_attn_weights",
 )

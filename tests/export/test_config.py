@@ -51,6 +51,17 @@ def test_switched_off_and_private_keys_do_no_harm():
     assert config.vocab_size == models.find("llama").TINY["vocab_size"]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [("ernie4_5_moe", "num_nextn_predict_layers"), ("starcoder2", "layer_norm_epsilon")],
+)
+def test_public_configs_say_things_without_effect(model_type, key):
+    architecture = models.find(model_type)
+    reader = ConfigReader({**architecture.TINY, key: 1})
+    architecture.Config.from_hf(reader)
+    reader.finish()
+
+
 def test_a_new_architecture_is_one_file(tmp_path, monkeypatch):
     (tmp_path / "newarch.py").write_text(
         "from edgellm.export.models.llama import Config, Model\n"
@@ -73,6 +84,10 @@ def test_every_architecture_is_documented():
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries"),
         ("gemma2", {"sliding_window": None}, "but no sliding_window"),
         ("gemma2", {"sliding_window": 0}, "sliding_window = 0"),
+        ("gemma2", {"sliding_window": 2**70}, "sliding_window is no finite number of 64 bits"),
+        ("gemma2", {"attn_logit_softcapping": float("nan")}, "attn_logit_softcapping is no finite"),
+        ("gemma2", {"final_logit_softcapping": 10**400}, "final_logit_softcapping is no finite n"),
+        ("phi3", {"original_max_position_embeddings": 0}, "original_max.* = 0 must be positive"),
         ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping = -1.0 is not pos"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"not supported \(only null\)"),
         ("gemma3_text", {"layer_types": ["chunked_attention"] * 4}, "names 'chunked_attention'"),
@@ -82,6 +97,10 @@ def test_every_architecture_is_documented():
         ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "without llama_4_scaling_b"),
         ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
         ("olmo3", {"rope_parameters": None, "rope_theta": 1e6}, "for which layers it is"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": [1]}}, "full_attention should be d"),
+        ("llama", {"rope_parameters": {"rope_type": ["yarn"]}}, r"rope type \['yarn'\] is not"),
+        ("llama", {"rope_parameters": {"rope_theta": 10**400}}, "rope_theta is no finite number"),
+        ("nemotron_h", {"layers_block_type": [["mamba"]] * 4}, r"names \['mamba'\], which is not"),
     ],
 )
 def test_wrong_keys_of_other_families_stop_the_export(model_type, changes, message):

@@ -115,8 +115,11 @@ def changed(source, folder, change, **config):
     return folder
 
 
-def _damage(tensors):
-    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 5, 1] = 255
+def _scale(exponent):
+    def change(tensors):
+        tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 5, 1] = exponent
+
+    return change
 
 
 def _cut_blocks(tensors):
@@ -125,19 +128,20 @@ def _cut_blocks(tensors):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "dtype", "words"),
     [
-        (_damage, ("model.layers.1.mlp.experts.down_proj_scales holds values that are not",)),
-        (_cut_blocks, ("gate_up_proj_blocks has shape [5, 128, 2, 16]", "implies [5, 128, 3, 16]")),
+        (_scale(253), "fp32", ("1.mlp.experts.down_proj_scales holds values that are not",)),
+        (_scale(141), "fp16", ("down_proj_scales scales weights beyond", "--dtype fp32")),
+        (_cut_blocks, "fp32", ("gate_up_proj_blocks has shape [5, 128, 2, 16]", "[5, 128, 3, 16]")),
     ],
-    ids=["scales", "shape"],
+    ids=["infinite", "half", "shape"],
 )
-def test_damaged_mxfp4_is_refused(change, words, gpt_oss, command, tmp_path):
+def test_damaged_mxfp4_is_refused(change, dtype, words, gpt_oss, command, tmp_path):
     checkpoint = changed(gpt_oss[0], tmp_path / "checkpoint", change)
     result = command("edgellm-export", "llm", "--model_dir", checkpoint, "--output_dir",
-                     tmp_path / "bundle", "--dtype", "fp32")  # fmt: skip
+                     tmp_path / "new" / "bundle", "--dtype", dtype)  # fmt: skip
     assert_one_line_error(result, *words)
-    assert not (tmp_path / "bundle").exists()
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.fixture(scope="module")
