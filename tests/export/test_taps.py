@@ -71,7 +71,8 @@ def _compare(tmp_path, config, taps, cut):
     assert manifest.hidden_taps == taps
     assert manifest.options["hidden_taps"] == taps
     hf_config = AutoConfig.from_pretrained(checkpoint)
-    hf_config.num_hidden_layers = cut or config["num_hidden_layers"]
+    if "num_hidden_layers" in config:  # else it follows from a list of layers
+        hf_config.num_hidden_layers = cut or config["num_hidden_layers"]
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, config=hf_config, attn_implementation="eager"
     )
