@@ -107,6 +107,7 @@ def open_shape(folder: Path) -> DecoderSession:
             shape=ir.Shape(stored.shape),
             name=stored.name,
         )
+    # Packing weights that nobody reads the meaning of would take minutes.
     own_linears.packed_bytes = moe.random_records  # type: ignore[assignment]
     weights = WeightFile(folder / "decode.data")
     kernel = own_linears.OwnLinears(rounds="int4", one_term=COARSE_INPUTS)

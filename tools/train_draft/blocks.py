@@ -25,7 +25,7 @@ from edgellm.tools.train_draft.block_network import BlockDraft
 from edgellm.tools.train_draft.corpus import Sample, draft_vocabulary
 from edgellm.tools.train_draft.features import Batch, TappedBase
 from edgellm.tools.train_draft.layout import draft_config, draft_shape, write_checkpoint
-from edgellm.tools.train_draft.losses import head_loss
+from edgellm.tools.train_draft.losses import cut_head, head_loss
 
 DSPARK = "dspark"
 _WEIGHTS, _RANK = "model.safetensors", 256
@@ -121,11 +121,8 @@ class Blocks:
         self._know(ids.numpy())
 
     def _know(self, vocabulary: np.ndarray) -> None:
-        head = self.tapped.base.head
-        ids = torch.from_numpy(vocabulary).to(head.device)
-        self.vocabulary, self._base_head = vocabulary, head[ids]  # [Vd, H]
-        self._in_vocabulary = torch.zeros(len(head), dtype=torch.bool, device=ids.device)
-        self._in_vocabulary[ids] = True
+        self.vocabulary = vocabulary
+        self._base_head, self._in_vocabulary = cut_head(self.tapped.base.head, vocabulary)
 
     def loss(self, batch: Batch, features: Tensor, step: int) -> Tensor:
         """See `Learner`: soft cross entropy with the base's distribution, step by step."""

@@ -15,7 +15,7 @@ from edgellm.tools.train_draft.corpus import Sample, draft_vocabulary
 from edgellm.tools.train_draft.features import Batch, TappedBase
 from edgellm.tools.train_draft.layout import draft_shape, read_draft, start_from_base, write_draft
 from edgellm.tools.train_draft.learner import unrolled
-from edgellm.tools.train_draft.losses import head_loss
+from edgellm.tools.train_draft.losses import cut_head, head_loss
 from edgellm.tools.train_draft.network import Draft
 
 
@@ -51,11 +51,8 @@ class Eagle3:
         self._know(read_draft(self.module, folder, self.tapped.taps, vocab_size))
 
     def _know(self, vocabulary: np.ndarray) -> None:
-        head = self.tapped.base.head
-        ids = torch.from_numpy(vocabulary).to(head.device)
-        self.vocabulary, self._base_head = vocabulary, head[ids]  # [Vd, H]
-        self._in_vocabulary = torch.zeros(len(head), dtype=torch.bool, device=ids.device)
-        self._in_vocabulary[ids] = True
+        self.vocabulary = vocabulary
+        self._base_head, self._in_vocabulary = cut_head(self.tapped.base.head, vocabulary)
 
     def loss(self, batch: Batch, features: Tensor, step: int) -> Tensor:
         """See `Learner`: soft cross entropy with the base's distribution."""

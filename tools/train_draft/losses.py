@@ -7,12 +7,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 PIECE = 256  # rows whose logits exist at once
+
+
+def cut_head(head: Tensor, vocabulary: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Rows of a head [V, H] for a draft's tokens, int64 [Vd], and which of all tokens they are.
+
+    Returns:
+        [Vd, H], and bool [V].
+    """
+    ids = torch.from_numpy(vocabulary).to(head.device)
+    known = torch.zeros(len(head), dtype=torch.bool, device=head.device)
+    known[ids] = True
+    return head[ids], known
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, importance: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ class CudaRunner:
         self._fill(bound.inputs, inputs, asked)
         try:
             bound.run(self._held)
-        except Exception as error:
+        except Exception as error:  # whatever stops a recording, the pass itself may run
             if not bound.is_recording:
                 raise
             self._stop_recording(error)

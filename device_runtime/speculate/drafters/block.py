@@ -8,26 +8,24 @@ it. Either way a tree of any size is made of them without another pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from edgellm.contract import LimitError
-from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter
+from edgellm.device_runtime.sessions import I64
 from edgellm.device_runtime.sessions.block import BlockSession, costs, open_block
 from edgellm.device_runtime.sessions.draft import DraftResult
 from edgellm.device_runtime.speculate.costs import Costs, shared
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import (
-    LEAST_RETRIAL_ROWS,
     RETRIAL_ROWS,
     Learned,
-    TreeDrafter,
 )
 from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
 from edgellm.device_runtime.speculate.passes import Passes, Wanted
 from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.reading_drafter import ReadingDrafter
 from edgellm.device_runtime.speculate.tree import F64, Pool
 from edgellm.integrity import FileCheck
 from edgellm.roles import BLOCK, FORESEE
@@ -87,7 +85,7 @@ def block_limits(order: Order, draft: DraftSpec) -> TreeLimits:
     return limits
 
 
-class BlockDrafter(TreeDrafter):
+class BlockDrafter(ReadingDrafter):
     """Grows the pool with the candidates of a block."""
 
     def __init__(
@@ -110,36 +108,15 @@ class BlockDrafter(TreeDrafter):
             costs: of the engine, for the books; rows are extended with a block behind them.
             num_candidates: of a row that the draft is asked for, children of a node at least.
         """
-        super().__init__(learned, limits, image_ids=rows.image_ids)
-        self._rows, self._session, self._costs = rows, session, costs
+        super().__init__(rows, learned, limits)
+        self._session, self._costs = session, costs
         self._num_candidates, self._size = num_candidates, rows_of(session.block, limits.steps)
         self._block: DraftResult | None = None  # behind the newest token
         self._shares: dict[int, F64] = {}  # prices by the answers that share a pass
-        self._own = rows.context  # its rows; others may be current
-        self._adapter: LoadedAdapter | None = None
-
-    def begin(self, token_ids: Sequence[int]) -> None:
-        """See `DraftRows.begin`; the current rows are its own from now on."""
-        super().begin(token_ids)
-        self._own = self._rows.context
-        self._own.begin(token_ids, self._adapter)
-
-    def set_adapter(self, adapter: LoadedAdapter | None) -> None:
-        """See `Drafter.set_adapter`."""
-        self._adapter = adapter
-
-    def set_images(self, images: ImageRows) -> None:
-        """The images of the answer that begins; the draft sees their features alone."""
-        self._rows.context.set_images(images)
-
-    def observe(self, next_token_ids: I64, taps: F32) -> None:
-        """Committed rows: features [M, T*H] and the token that follows each, int64 [M]."""
-        self._own.observe(next_token_ids, taps)
 
     def _read(self) -> Passes[None]:
         """Commit the rows that wait, with a block behind them."""
-        if self._controller.is_retrial:
-            self._own.skip(max(RETRIAL_ROWS // self.company.answers, LEAST_RETRIAL_ROWS))
+        self._skip_what_was_missed()
         self._own.restart(RETRIAL_ROWS)
         for part in self._own.parts(self._num_candidates):
             rows = len(part.token_ids)

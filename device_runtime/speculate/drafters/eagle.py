@@ -7,14 +7,14 @@ overwrites them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 
 from edgellm.contract import LimitError
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter
+from edgellm.device_runtime.sessions import I64
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.sessions.draft import DraftPart, DraftResult, costs, open_draft
 from edgellm.device_runtime.sessions.rounds import RoundSession, open_rounds
@@ -22,16 +22,14 @@ from edgellm.device_runtime.speculate.accept import Accepted
 from edgellm.device_runtime.speculate.costs import Costs, price, shared
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import (
-    LEAST_RETRIAL_ROWS,
-    RETRIAL_ROWS,
     Learned,
-    TreeDrafter,
     Verified,
 )
 from edgellm.device_runtime.speculate.growth import growth_of
 from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
 from edgellm.device_runtime.speculate.passes import Passes, Wanted
 from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.reading_drafter import ReadingDrafter
 from edgellm.device_runtime.speculate.tree import F64, Pool
 from edgellm.integrity import FileCheck
 from edgellm.manifest import Engine
@@ -83,7 +81,7 @@ def check_draft_rows(limits: TreeLimits, draft: Engine) -> None:
     check_candidates(limits, draft.draft)
 
 
-class EagleDrafter(TreeDrafter):
+class EagleDrafter(ReadingDrafter):
     """Grows the pool with an EAGLE network."""
 
     def __init__(
@@ -106,40 +104,19 @@ class EagleDrafter(TreeDrafter):
             max_tree_rows: rows that the draft engine takes in one round.
             rounds: that the device of base and draft runs alone.
         """
-        super().__init__(learned, limits, image_ids=rows.image_ids)
-        self._rows, self._costs, self._max_tree_rows = rows, costs, max_tree_rows
+        super().__init__(rows, learned, limits)
+        self._costs, self._max_tree_rows = costs, max_tree_rows
         self._hidden_store = np.zeros((1 + max_tree_rows, 0), np.float32)
         self._unrelated = np.eye(1 + max_tree_rows, dtype=np.bool_)
         self._shares: dict[int, tuple[F64, F64]] = {}  # prices by the answers that share passes
         self._sharing = 1  # answers that shared the latest pass
         self._root: Callable[[], DraftResult] | None = None  # what gives its children
-        self._own = rows.context  # its rows; others may be current
         self._rounds, self._sizes = rounds, learned.sizes
-        self._adapter: LoadedAdapter | None = None
-
-    def begin(self, token_ids: Sequence[int]) -> None:
-        """See `DraftRows.begin`; the current rows are its own from now on."""
-        super().begin(token_ids)
-        self._own = self._rows.context
-        self._own.begin(token_ids, self._adapter)
-
-    def set_adapter(self, adapter: LoadedAdapter | None) -> None:
-        """See `Drafter.set_adapter`."""
-        self._adapter = adapter
-
-    def set_images(self, images: ImageRows) -> None:
-        """The images of the answer that begins."""
-        self._rows.context.set_images(images)
-
-    def observe(self, next_token_ids: I64, taps: F32) -> None:
-        """Committed rows: features [M, T*H] and the token that follows each, int64 [M]."""
-        self._own.observe(next_token_ids, taps)
 
     def _read(self) -> Passes[None]:
         """Write the committed rows that wait; the last gives the root's children."""
         session = self._rows.session
-        if self._controller.is_retrial:
-            self._own.skip(max(RETRIAL_ROWS // self.company.answers, LEAST_RETRIAL_ROWS))
+        self._skip_what_was_missed()
         for part in self._parts():
             if self._rounds is not None:
                 self._root = session.ask(part)
