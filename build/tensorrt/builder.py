@@ -16,7 +16,6 @@ import onnx_ir as ir
 
 from edgellm.artifact import defer_interrupt
 from edgellm.build.plan import Report
-from edgellm.build.tensorrt.kernel_attention import NODES
 from edgellm.build.tensorrt.kernel_log import Kernel, read_kernels
 from edgellm.build.tensorrt.memory import MappedFile, memory_returned
 from edgellm.build.tensorrt.observers import EngineFile, progress_monitor
@@ -25,6 +24,9 @@ from edgellm.build.tensorrt.plugins import register
 from edgellm.build.tensorrt.profiles import Pass
 from edgellm.build.tensorrt.target import Target
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.runners.tensorrt import python_plugins
+from edgellm.device_runtime.runners.tensorrt.attention_nodes import NODES
+from edgellm.device_runtime.runners.tensorrt.library import Library
 from edgellm.device_runtime.runners.tensorrt.library_log import LibraryLog
 
 
@@ -68,7 +70,7 @@ def build(
     model = ir.load(graph)
     weights = _map_weights(model)
     if any(node.op_type in NODES for node in model.graph):
-        register_plugins(trt)
+        register_plugins(target.library)
     with defer_interrupt() as pending:
         builder = trt.Builder(log.logger)
         builder.max_threads = threads or builder.max_threads
@@ -95,9 +97,13 @@ def build(
     return Built(tuple(read_kernels(log.layers)), caches, attentions)
 
 
-def register_plugins(trt: Any) -> None:
+def register_plugins(library: Library) -> None:
     """Let TensorRT know edgellm's kernels."""
-    register(trt, importlib.import_module(f"{trt.__name__}.plugin"))
+    trt = library.trt
+    if library.runs_python_plugins:
+        python_plugins.register(trt)
+    else:
+        register(trt, importlib.import_module(f"{trt.__name__}.plugin"))
 
 
 def _external(model: ir.Model) -> dict[str, ir.ExternalTensor]:
