@@ -43,6 +43,13 @@ KERNELS = {"fp16": (7, 11), "fp8": (9, 11), "int4_awq": (8, 14), "int8_sq": (12,
            "nvfp4": (19, 22)}  # fmt: skip
 DRAFT_KERNELS = {"fp16": 20, "fp8": 21, "int4_awq": 24, "int8_sq": 24, "nvfp4": 32}
 STORED = {"fp8": "FP8", "int4_awq": "Int4", "int8_sq": "Int8", "nvfp4": "FP4E2M1"}
+PRODUCTS = {
+    "fp8": "FP8 x FP8",
+    "int4_awq": "Int4",
+    "int8_sq": "Int8 x Int8",
+    "nvfp4": "FP4E2M1 x FP4E2M1",
+    "fp16": "Half",
+}
 OUTSIDE_LAYERS = 12  # mask, positions, embedding, head
 KINDS = ("base", "eagle_base", "draft")
 GPUS = (89, 120)
@@ -82,6 +89,8 @@ def test_decoders(bundles, tmp_path, kind, precision, sm):
         assert sum(kernel.is_fused_attention for kernel in kernels) == layers
         assert not any(kernel.decodes_weight for kernel in kernels)
         assert copied_caches(kernels, index, CAPACITY, HEADS) == 0
+        products = {product for kernel in kernels for product in kernel.products}
+        assert products == {PRODUCTS[precision], "Half"}  # the head
         if precision != "fp16":
             assert _read_as_stored(kernels, STORED[precision]) == stored
         few, many = KERNELS[precision]
