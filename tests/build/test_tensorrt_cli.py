@@ -159,9 +159,9 @@ def test_engines_of_another_machine_are_told_before_they_are_read(command, half_
         (("--backend", "onnxruntime", "--layerReport"), "--layerReport is not for ONNX Runtime"),
     ],
 )
-def test_flags_that_do_not_suit(command, half_bundle, tmp_path, flags, message):
-    result = _build(command, half_bundle, tmp_path / "engine", *SMALL, *flags)
-    assert_one_line_error(result, message, "hint:")
+def test_flags_that_do_not_suit(command_here, half_bundle, tmp_path, flags, message):
+    result = _build(command_here, half_bundle, tmp_path / "engine", *SMALL, *flags)
+    assert_one_line_error(result, message, "hint: ")
     assert not (tmp_path / "engine").exists()
 
 

@@ -52,6 +52,7 @@ PRODUCTS = {
 }
 OUTSIDE_LAYERS = 12  # mask, positions, embedding, head
 KINDS = ("base", "eagle_base", "draft")
+PLAIN = {("fp16", 120), ("fp16", 89)}  # a base with trees has the passes of one without, too
 GPUS = (89, 120)
 
 
@@ -66,7 +67,7 @@ CASES = [
     for kind in KINDS
     for precision in PRECISIONS
     for sm in GPUS
-    if (precision, sm) != ("nvfp4", 89)
+    if (precision, sm) != ("nvfp4", 89) and (kind != "base" or (precision, sm) in PLAIN)
 ]
 
 
@@ -137,11 +138,12 @@ def _read_as_stored(kernels: list[Kernel], dtype: str) -> int:
     return sum(each.count for each in constants if each.dtype == dtype)
 
 
-@pytest.mark.parametrize("sm", GPUS)
 @pytest.mark.parametrize("precision", ["fp16", "int8", "fp8"])
 @pytest.mark.parametrize("family", visual.supported())
-def test_encoders(bundles, tmp_path, family, precision, sm):
+def test_encoders(bundles, tmp_path, family, precision):
+    """Each on one of the GPUs; a family meets both, and so does a precision."""
     bundle = bundles.make(family, precision)
+    sm = GPUS[(visual.supported().index(family) + (precision == "int8")) % 2]
     _check_encoder(compile_bundle(bundle, family, tmp_path / "engine", sm), bundle)
 
 
