@@ -10,15 +10,15 @@ import onnx_ir as ir
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding, lower_linears
 from edgellm.build.lowering.linear_weights import LinearWeight, layer_name
-from edgellm.build.onnxruntime_cpu.adapters import LOW_RANK, Marks
+from edgellm.build.onnxruntime_cpu.adapters import Marks
 from edgellm.build.onnxruntime_cpu.linears import ALL_INPUTS, DenseKernel
 from edgellm.build.onnxruntime_cpu.packed_weights import form_of, keeps_codes, packed_bytes
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.kernels.pack import STRIP, PackedForm, gated_order
 
 _OPERATOR = "QuantLinear"
-_GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and their number; one more
-# is what adapters add, and gamma stands there in their operator, too
+_GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and their number; behind
+# them stand those of adapters
 
 
 class OwnLinears:
@@ -211,7 +211,7 @@ def _take_norm(norm: ir.Node) -> None:
     is_last = "axis" not in norm.attributes or norm.attributes["axis"].as_int() == -1
     if not uses or not is_last or norm.outputs[0].is_graph_output():
         return
-    if any(use.node.op_type not in (_OPERATOR, LOW_RANK) or use.idx != 0 for use in uses):
+    if any(use.node.op_type != _OPERATOR or use.idx != 0 for use in uses):
         return
     epsilon = norm.attributes["epsilon"].as_float()
     for use in uses:
