@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding, lower_linears
-from edgellm.build.lowering.linear_weights import LinearWeight, layer_name
+from edgellm.build.lowering.linear_weights import LinearWeight, layer_name, linear_layers
 from edgellm.build.onnxruntime_cpu.adapters import Marks
 from edgellm.build.onnxruntime_cpu.linears import ALL_INPUTS, DenseKernel
 from edgellm.build.onnxruntime_cpu.packed_weights import form_of, keeps_codes, packed_bytes
@@ -118,6 +118,7 @@ def lower_own_linears(graph: GraphEditor, kernel: OwnLinears, marks: Marks | Non
         _lower_gate(graph, kernel, node)
     gates = graph.find(_OPERATOR)
     lower_linears(graph, kernel, key=_stored_alike)
+    _drop_lowered(graph)
     if marks is not None:
         marks.attach(graph.find(_OPERATOR, "MatMul"), gates)
     for node in graph.find(_OPERATOR):
@@ -128,6 +129,13 @@ def lower_own_linears(graph: GraphEditor, kernel: OwnLinears, marks: Marks | Non
         _take_sum(graph, node, _RESIDUAL, _is_residual)
     for node in graph.find("RMSNormalization"):
         _take_norm(node)
+
+
+def _drop_lowered(graph: GraphEditor) -> None:
+    """Remove the layers that products replaced, which would still read their norms."""
+    for node, _ in list(linear_layers(graph.graph)):
+        biases = [use.node for use in node.outputs[0].uses()]
+        graph.graph.remove([*biases, node], safe=True)
 
 
 def _stored_alike(weight: LinearWeight) -> Hashable:
