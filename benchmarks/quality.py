@@ -279,10 +279,18 @@ def _acceptance(arguments: argparse.Namespace) -> Iterator[tuple[str, float]]:
         for name in ("fp32", *(each for each in arguments.recipes if each != "fp32")):
             folder = Path(place) / "base"
             folder.mkdir()
-            yield f"edgellm {name}", greedy_answers.acceptance_length(
-                checkpoint(work, name), draft, folder, RECIPES[name][1], arguments.threads,
-                max(1, arguments.answers // 4), arguments.tokens,
-            )  # fmt: skip
+            yield (
+                f"edgellm {name}",
+                greedy_answers.acceptance_length(
+                    checkpoint(work, name),
+                    draft,
+                    folder,
+                    RECIPES[name][1],
+                    arguments.threads,
+                    max(1, arguments.answers // 4),
+                    arguments.tokens,
+                ),
+            )
             shutil.rmtree(folder)
 
 
