@@ -76,6 +76,7 @@ def test_versions_without_newer_features(pretend, version, updates):
     pretend(full=_module("tensorrt", version, *without), sm=87)
     found = library.find_library()
     assert (found.label, found.updates_in_place) == (f"TensorRT {version}", updates)
+    assert found.runs_python_plugins != updates
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,14 @@ from attention_references import host_memory
 from kernel_references import REFERENCES, TYPES
 from plugin_stub import Builder, dim, library
 
+from edgellm.build.tensorrt.builder import register_plugins
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import catalog, prebuilt
-from edgellm.device_runtime.runners.tensorrt import driver_launch, python_plugins
+from edgellm.device_runtime.runners import tensorrt
+from edgellm.device_runtime.runners.tensorrt import cuda, driver_launch, python_plugins
 from edgellm.device_runtime.runners.tensorrt.attention_nodes import GIVEN, NAMESPACE, PLUGINS
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import MAGIC
+from edgellm.device_runtime.runners.tensorrt.library import Library
 
 ROWS, LIVE, CAPACITY, HEADS, KV_HEADS, SIZE, STREAM = 5, 9, 32, 6, 2, 80, 7
 ATTRIBUTE = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": SIZE, "codes": "fp16"}
@@ -106,6 +109,32 @@ def test_three_nodes_compute_attention():
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("hgrl,hld->rhgd", weights / weights.sum(-1, keepdims=True), values)
     np.testing.assert_allclose(y.reshape(expected.shape), expected, atol=4e-3)
+
+
+@pytest.mark.parametrize(("version", "needs"), [("10.3.0", True), ("10.13.3", False)])
+def test_build_and_runtime_register_them(monkeypatch, tmp_path, version, needs):
+    def find(trt: Any) -> Any:
+        return trt.get_plugin_registry().get_creator(PLUGINS[0].name, "1", NAMESPACE)
+
+    trt = library_of(version)
+    monkeypatch.setattr(tensorrt, "_require_origin", lambda *_: trt)
+    monkeypatch.setattr(cuda, "open_device", no_device)
+    with pytest.raises(EdgeLLMError, match="no GPU"):
+        tensorrt.open_engine(tmp_path, SimpleNamespace())  # type: ignore[arg-type]
+    assert (find(trt) is not None) == needs
+    if needs:
+        register_plugins(Library(other := library_of(version), False))
+        assert find(other) is not None
+
+
+def no_device() -> None:
+    raise EdgeLLMError("no GPU")
+
+
+def library_of(version: str) -> Any:
+    trt: Any = library()
+    trt.__version__ = version
+    return trt
 
 
 class Driver:
