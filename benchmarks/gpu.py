@@ -24,6 +24,7 @@ from typing import Any
 
 from gpu_clock import COMPACTION, measured_bandwidths, timed_engines
 from gpu_proof import prove, write
+from gpu_rounds import production
 from gpu_runs import OracleCheck, Run, check_oracle, run
 
 from edgellm.build import backends
@@ -78,6 +79,8 @@ def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
     manifest = load_engine(engine, LLM_ENGINE)
     has_draft = (engine / DRAFT_FOLDER).is_dir()
     asked = {"prompt": options.prompt, "repeats": options.repeats}
+    as_used = production(engine, options.prompt, options.tokens, has_draft=has_draft)
+    gc.collect()  # its engines take the GPU's memory
     with timed_engines(runners.find(manifest.backend)) as clocks:
         llm = LLM(engine, spec=SpecOptions() if has_draft else None)
     plain = run(llm, clocks, options.tokens, speculative=False, **asked)
@@ -87,8 +90,8 @@ def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "engine": {"backend": manifest.backend_version, "machine": manifest.machine,
                    "quantization": manifest.quantization, "model": manifest.decoder.model_type},
-        "bytes_per_token": needed, "bytes_from": how, "plain": plain.as_json(),
-        "roofline": share,
+        "bytes_per_token": needed, "bytes_from": how, "production": as_used,
+        "plain": plain.as_json(), "roofline": share,
     }  # fmt: skip
     runs = {"plain": plain}
     if has_draft:

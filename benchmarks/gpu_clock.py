@@ -39,17 +39,19 @@ class CudaEvents:
     """See `Events`."""
 
     def __init__(self, device: cuda.CudaDevice) -> None:
-        self._driver = device._graphs
+        self._device, self._driver = device, device._graphs
         self._stream = self._driver.CUstream(device.stream)
 
     def record(self, event: Any) -> Any:
-        if event is None:
-            (event,) = self._check(self._driver.cuEventCreate(0))
-        self._check(self._driver.cuEventRecord(event, self._stream))
+        with self._device.current():
+            if event is None:
+                (event,) = self._check(self._driver.cuEventCreate(0))
+            self._check(self._driver.cuEventRecord(event, self._stream))
         return event
 
     def between_ms(self, first: Any, last: Any) -> float:
-        return self._check(self._driver.cuEventElapsedTime(first, last))[0]
+        with self._device.current():
+            return self._check(self._driver.cuEventElapsedTime(first, last))[0]
 
     @staticmethod
     def _check(answer: tuple[Any, ...]) -> tuple[Any, ...]:

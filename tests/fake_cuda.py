@@ -131,6 +131,7 @@ def fake_graphs(driver: FakeDriver, *, fails_at: str = "") -> Any:
 
     mode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=0)
     names = {"cuStreamBeginCapture": (), "cuStreamEndCapture": (1,), "cuGraphInstantiate": (2,),
-             "cuGraphDestroy": (), "cuGraphLaunch": ()}  # fmt: skip
+             "cuGraphDestroy": (), "cuGraphLaunch": (), "cuEventCreate": (3,),
+             "cuEventRecord": (), "cuEventElapsedTime": (2.5,)}  # fmt: skip
     functions = {name: function(name, *found) for name, found in names.items()}
     return SimpleNamespace(CUstream=lambda handle: handle, CUstreamCaptureMode=mode, **functions)

@@ -18,9 +18,19 @@ import kernel_references
 import numpy as np
 import pytest
 from eagle_engines import BASE_PLAN
+from fake_cuda import FakeDriver, fake_graphs
 from fake_gpu import FakeDevice
-from gpu_clock import COMPACTION, COPIES, PASSES, TimedDevice, peak_bandwidth, timed_engines
+from gpu_clock import (
+    COMPACTION,
+    COPIES,
+    PASSES,
+    CudaEvents,
+    TimedDevice,
+    peak_bandwidth,
+    timed_engines,
+)
 from gpu_kernels import check_kernels
+from gpu_rounds import GOALS, CountedDevice, steps_of
 from gpu_runs import Run, check_oracle, run
 from lowered_engines import Lowered
 from oracle_draft import foreseeing
@@ -31,6 +41,7 @@ from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.kernels.triton.catalog import KERNELS, Variant
 from edgellm.device_runtime.runners import onnxruntime_cpu
+from edgellm.device_runtime.runners.tensorrt import cuda
 from edgellm.device_runtime.runners.tensorrt.device import Planes
 from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
@@ -137,6 +148,35 @@ def test_a_round_on_the_fake_gpu(eagle_pairs, tmp_path, monkeypatch, draft):
     assert gpus[0].launches > TOKENS > gpus[0].captures
 
 
+@pytest.mark.parametrize("speculative", [False, True])
+def test_what_users_get_is_counted(eagle_pair, tmp_path, monkeypatch, speculative):
+    """As the fake GPU itself counts it; a round is the device's own, which no clock is between."""
+    fake, lowered = FakeDevice(), Lowered(eagle_pair, tmp_path)
+    device = CountedDevice(fake, CountingEvents())
+    lowered.replace_engines(monkeypatch, device)
+    llm = LLM(eagle_pair.engine, spec=SpecOptions(**SIZES))
+    names = {
+        "waits": "waits",
+        "bytes_up": "bytes_up",
+        "bytes_down": "bytes_down",
+        "graphs": "launches",
+        "captures": "captures",
+    }
+    device.synchronize()  # what was asked for when the engines were loaded
+    before = {name: getattr(fake, name) - device.counts[own] for own, name in names.items()}
+    steps = steps_of(llm, device, PROMPT, 40, speculative=speculative)
+    device.synchronize()  # what nobody waited for
+    after = {name: getattr(fake, name) - device.counts[own] for own, name in names.items()}
+    assert before == after
+    most = steps.largest
+    assert (most["waits"], most["captures"], most["allocations"]) == (1, 0, 0)
+    assert 0 < most["bytes_down"] <= GOALS["drafted" if speculative else "plain"][1]
+    assert most["graphs"] == 1 if not speculative else most["graphs"] > 1
+    assert steps.gpu_ms > 0
+    assert steps.tokens < len(steps.token_ids) == 40
+    assert "1 waits (goal 1)" in steps.line("drafted" if speculative else "plain")
+
+
 class CountingEvents:
     """Marks are their own numbers."""
 
@@ -149,6 +189,14 @@ class CountingEvents:
 
     def between_ms(self, first, last) -> float:
         return last - first
+
+
+def test_events_are_asked_for_in_the_gpus_context():
+    driver = FakeDriver()
+    device = cuda.CudaDevice(driver, fake_graphs(driver), driver.Device(0))
+    events = CudaEvents(device)
+    assert events.between_ms(events.record(None), events.record(3)) == 2.5
+    assert not driver.stack
 
 
 def test_what_a_stream_is_asked_for_is_told_apart():
@@ -298,7 +346,7 @@ def _prove(monkeypatch, folder, *, says: dict[str, bool], dry: bool = True):
         del codes
         asked.append(" ".join(map(str, words)))
         passed = not any(word in asked[-1] and not good for word, good in says.items())
-        return passed, '{"gather_gb_per_s": 1.0}'
+        return passed, '{"gather_gb_per_s": 1.0, "is_plain": true}'
 
     monkeypatch.setattr(gpu_proof, "command", command)
     flags = ["--all", "--output", folder, *(["--dry"] if dry else [])]
@@ -315,9 +363,9 @@ def test_all_stages_of_the_proof(tmp_path, monkeypatch, capsys):
         gpu, "measure", lambda engine, _: {"engine": engine.name, "roofline": 0.5, **runs}
     )
     stages, status, asked = _prove(monkeypatch, tmp_path / "new" / "proof", says={})
-    assert list(stages) == ["doctor", "tests", "runtime", "engine", "decoding"]
+    assert list(stages) == ["doctor", "tests", "runtime", "engine", "rounds", "decoding"]
     assert status == 0
-    assert stages["runtime"]["figures"] == {"gather_gb_per_s": 1.0}
+    assert stages["runtime"]["figures"]["gather_gb_per_s"] == 1.0
     assert stages["decoding"]["figures"]["engine"] == "engine"
     assert "plain: 50.0 tokens/s\ndrafted: 9.0" in stages["decoding"]["found"]
     assert sum("--backend onnxruntime" in each for each in asked) == 2  # dry: for the CPU
