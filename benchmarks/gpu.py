@@ -38,6 +38,7 @@ from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.manifest import (
     DRAFT_ENGINE,
     DRAFT_FOLDER,
+    LAYER_REPORT,
     LLM_BUNDLE,
     LLM_ENGINE,
     Engine,
@@ -90,7 +91,7 @@ def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "engine": {"backend": manifest.backend_version, "machine": manifest.machine,
                    "quantization": manifest.quantization, "model": manifest.decoder.model_type},
-        "bytes_per_token": needed, "bytes_from": how, "production": as_used,
+        "launches": _launches(engine), "bytes_per_token": needed, "bytes_from": how, "production": as_used,
         "plain": plain.as_json(), "roofline": share,
     }  # fmt: skip
     runs = {"plain": plain}
@@ -111,6 +112,17 @@ def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
         gc.collect()
         figures["oracle"] = foresee(engine, manifest, options, asked)
     return figures
+
+
+def _launches(engine: Path) -> dict[str, dict[str, int]]:
+    """Kernels of each pass, by graph, of an engine that was built with --layerReport."""
+    found = {}
+    for path in sorted(engine.rglob(f"*{LAYER_REPORT}")):
+        passes = json.loads(path.read_text("utf-8"))["passes"]
+        found[path.name.removesuffix(LAYER_REPORT)] = {
+            name: each["kernels"] for name, each in passes.items()
+        }
+    return found
 
 
 def foresee(

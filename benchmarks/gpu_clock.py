@@ -36,28 +36,20 @@ class Events(Protocol):
 
 
 class CudaEvents:
-    """See `Events`."""
+    """See `Events`; pycuda's, as the runtime's memory and stream are."""
 
     def __init__(self, device: cuda.CudaDevice) -> None:
-        self._device, self._driver = device, device._graphs
-        self._stream = self._driver.CUstream(device.stream)
+        self._device = device
 
     def record(self, event: Any) -> Any:
         with self._device.current():
-            if event is None:
-                (event,) = self._check(self._driver.cuEventCreate(0))
-            self._check(self._driver.cuEventRecord(event, self._stream))
+            event = self._device._driver.Event() if event is None else event
+            event.record(self._device._stream)
         return event
 
     def between_ms(self, first: Any, last: Any) -> float:
         with self._device.current():
-            return self._check(self._driver.cuEventElapsedTime(first, last))[0]
-
-    @staticmethod
-    def _check(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-        if int(answer[0]):
-            raise RuntimeError(f"an event of the GPU fails: {answer[0]!s}")
-        return answer[1:]
+            return first.time_till(last)
 
 
 class TimedDevice:

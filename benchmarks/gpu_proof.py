@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -141,7 +142,9 @@ def build_engine(folder: Path, *, dry: bool) -> tuple[bool, str]:
     """Export and build the small model of `examples/` with its draft."""
     base, draft = (ROOT / "examples" / name for name in ("synthetic-vlm", "synthetic-vlm-eagle3"))
     dtype = "fp32" if dry else "fp16"
-    backend = ("--backend", "onnxruntime", "--device", "cpu") if dry else ("--backend", "tensorrt")
+    backend = ("--backend", "tensorrt", "--layerReport")
+    if dry:
+        backend = ("--backend", "onnxruntime", "--device", "cpu")
     lengths = (64, 128) if dry else (128, 512)  # the fake GPU's graphs are of these
     sizes = ("--maxInputLen", lengths[0], "--maxKVCacheCapacity", lengths[1], *backend)
     steps = (
@@ -190,9 +193,8 @@ def prove(
         return passed, said, json.loads(said.splitlines()[-1]) if passed else {}
 
     doctor = "from edgellm.tools.doctor.cli import main; main()"
-    tests = ["--collect-only", "-q"] if options.dry else ["-rs"]
     stage("doctor", lambda: (*command(python, "-c", doctor, codes=(0, 1)), {}))
-    stage("tests", lambda: (*command(python, "-m", "pytest", "-m", "gpu", "tests/gpu", *tests), {}))
+    stage("tests", lambda: _tests(dry=options.dry))
     stage("runtime", runtime)
     with tempfile.TemporaryDirectory() as folder:
         engine = options.engine
@@ -205,6 +207,17 @@ def prove(
         if engine is not None:
             stage("decoding", lambda: _decoding(measure(engine, options)))
     return stages
+
+
+def _tests(*, dry: bool) -> tuple[bool, str, dict[str, Any]]:
+    """Those of the GPU; where all of them skip, nothing was shown."""
+    flags = ["--collect-only", "-q"] if dry else ["-rs"]
+    words = (sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", *flags)
+    passed, said = command(*words)
+    counts = {
+        what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped)", said)
+    }
+    return passed and (dry or counts.get("passed", 0) > 0), said, {} if dry else counts
 
 
 def _fake_rounds(folder: Path) -> tuple[bool, str, dict[str, Any]]:
@@ -222,6 +235,11 @@ def _decoding(figures: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
     for name, steps in figures.get("production", {}).items():
         if name != "is_plain":
             lines.append(_as_used(name, steps))
+    lines += [
+        f"kernels of a pass of {graph}: "
+        + ", ".join(f"{name} {count}" for name, count in passes.items())
+        for graph, passes in figures.get("launches", {}).items()
+    ]
     if "roofline" in figures:
         lines.append(f"{figures['roofline']:.1%} of the memory's bandwidth")
     answers = [each for _, each in runs] + [figures.get("production", {})]
