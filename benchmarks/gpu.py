@@ -91,7 +91,8 @@ def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "engine": {"backend": manifest.backend_version, "machine": manifest.machine,
                    "quantization": manifest.quantization, "model": manifest.decoder.model_type},
-        "launches": _launches(engine), "bytes_per_token": needed, "bytes_from": how, "production": as_used,
+        "launches": _launches(engine), "production": as_used,
+        "bytes_per_token": needed, "bytes_from": how,
         "plain": plain.as_json(), "roofline": share,
     }  # fmt: skip
     runs = {"plain": plain}
