@@ -28,6 +28,7 @@ from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, LLM_ENGINE, load_engine
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = ("w83 w64 w53 w32", "w10 w24 w79 w65 w88", "w56 w15 w35")
+LENGTH = 40  # of answers
 TREES = SpecOptions(top_k=5, steps=4, verify_size=20, tree="fixed")
 
 
@@ -42,7 +43,7 @@ def engine(eagle_pair, tmp_path_factory) -> Path:
 
 def _answer(llm: LLM, prompt: str, *, speculative: bool, sampling=GREEDY) -> list[int]:
     answer = llm.generate(
-        prompt, sampling=sampling, max_generate_length=60, speculative=speculative
+        prompt, sampling=sampling, max_generate_length=LENGTH, speculative=speculative
     )
     for _ in answer:
         pass
@@ -63,16 +64,31 @@ def test_manifests_name_the_device(engine):
     assert base.cost_ms == draft.cost_ms == {}
 
 
-def test_greedy_answers_are_those_of_the_cpu_with_and_without_eagle(eagle_pair, engine):
+def _for_three(pair, folder: Path) -> Path:
+    for product, bundle, plan in (
+        ("llm", pair.bundle, BASE_PLAN), ("draft", pair.draft_bundle, draft_plan()),
+    ):  # fmt: skip
+        three = dataclasses.replace(plan, max_batch_size=3)
+        build_engine(product, bundle, folder, three, cuda_on_cpu.CUDA, lambda _: None)
+    return folder
+
+
+def test_answers_are_those_of_the_cpu(eagle_pair, engine, tmp_path):
+    """Plain ones and drafted ones, alone and three side by side: a fourth waits for a place."""
     here, llm = LLM(eagle_pair.engine), _llm(engine, TREES)
-    for prompt in PROMPTS:
-        expected = _answer(here, prompt, speculative=False)
-        assert _answer(llm, prompt, speculative=False) == expected
-        assert _answer(llm, prompt, speculative=True) == expected
-    sampled = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=5)
-    assert _answer(llm, PROMPTS[0], speculative=False, sampling=sampled) == _answer(
-        here, PROMPTS[0], speculative=False, sampling=sampled
-    )
+    asks = [*((prompt, GREEDY) for prompt in PROMPTS)]
+    asks += [(f"{PROMPTS[0]} w40", SamplingParams(1.0, 1.0, 0, 5)), asks[0]]
+    expected = [_answer(here, one, speculative=False, sampling=how) for one, how in asks]
+    for (prompt, sampling), wanted in zip(asks[:4], expected, strict=False):
+        for speculative in (False, True):
+            assert _answer(llm, prompt, speculative=speculative, sampling=sampling) == wanted
+    with cuda_on_cpu.cuda_is_the_cpu():
+        three = LLM(_for_three(eagle_pair, tmp_path / "e"), spec=TREES, context_reuse=True)
+    prompts, samplings = zip(*asks, strict=True)
+    limits = {"max_generate_length": LENGTH}
+    for speculative in (True, False):
+        found = three.generate_batch(prompts, sampling=samplings, speculative=speculative, **limits)
+        assert [one.token_ids for one in found] == expected
 
 
 def test_costs_are_measured_where_there_is_cuda(eagle_pair, tmp_path):
@@ -132,7 +148,8 @@ class _Runs:
 
 def test_passes_that_recur_are_padded_and_recorded(halves, monkeypatch):
     """All that plain decoding and trees need is recorded at load; prompts never are."""
-    expected = [_answer(_llm(halves, TREES), prompt, speculative=True) for prompt in PROMPTS]
+    pieces = _llm(halves, TREES)
+    expected = [_answer(pieces, prompt, speculative=True) for prompt in PROMPTS]
     runs = _Runs(monkeypatch)
     with cuda_on_cpu.recording():
         session = cuda_on_cpu.open_base(halves)
