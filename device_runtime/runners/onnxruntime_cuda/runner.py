@@ -100,7 +100,7 @@ class CudaRunner:
         self._heads, self._capacity = spec.kv.num_kv_heads, capacity
         self._axes, self._held = spec.position_axes, Held(loader.device)
         self._kept: dict[tuple[object, ...], BoundPass] = {}
-        self._width = 0
+        self._width = self._num_recorded = 0
         self._latest: list[FetchedOutputs] = []
 
     def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
@@ -194,11 +194,11 @@ class CudaRunner:
         arrays = self._arrays(grid, sizes, self._types[index])
         arrays |= {name: np.array([most]) for name, most in chosen.items()}
         capture_id = -1 if self._captures else 0
-        if recurs and len(self._kept) < _MOST_RECORDED:
-            capture_id = len(self._kept) + 1
+        if recurs and self._num_recorded < _MOST_RECORDED:
+            capture_id = self._num_recorded = self._num_recorded + 1
         place = self._memory, grid.first, batch
         bound = BoundPass(self._graphs[index], self._loader.device, place, arrays, capture_id)
-        if taken.rows <= KEPT_ROWS and capture_id >= 0:
+        if taken.rows <= KEPT_ROWS:
             self._kept[key] = bound
         return bound
 
