@@ -168,7 +168,12 @@ def _count_together(session: DecoderSession, prompt: int, counter: Counter) -> N
         for context in contexts
     ]
     counter.show("prompts")
-    for name, parts in (("tokens", tokens), ("trees", trees), ("trees again", trees)):
+    for name, parts in (
+        ("tokens", tokens),
+        ("trees", trees),
+        ("recording", trees),
+        ("trees", trees),
+    ):
         for found in session.run_many(parts):
             _ = found.token_ids
         counter.show(f"{len(parts)} {name}")
