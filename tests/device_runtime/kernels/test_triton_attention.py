@@ -179,7 +179,6 @@ class Pass:
 CASES = {
     "first token": Case(1, 0, 14, 2),
     "one token": Case(1, 77, 14, 2, dim=80),
-    "a tree": Case(9, 60, 4, 2),
     "older tree slots": Case(5, 60, 4, 2, dim=112, columns=9),
     "many rows": Case(20, 37, 4, 1, dim=128, shares=2),
     "a full cache": Case(8, 120, 4, 2, dim=96, shares=8),
