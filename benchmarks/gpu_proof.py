@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import re
@@ -33,6 +34,7 @@ from edgellm.tools.bench.machine import facts
 
 ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_S = 1800  # of a stage
+_TESTS_NEED = ("pytest", "hypothesis", "safetensors", "torch", "transformers")
 _MATRIX = (4096, 4096)  # bytes: rows and their size, gathered for the bandwidth
 
 
@@ -211,6 +213,8 @@ def prove(
 
 def _tests(*, dry: bool) -> tuple[bool, str, dict[str, Any]]:
     """Those of the GPU; where all of them skip, nothing was shown."""
+    if missing := [name for name in _TESTS_NEED if importlib.util.find_spec(name) is None]:
+        return False, f"missing: {', '.join(missing)}; pip install '.[proof]' torch", {}
     flags = ["--collect-only", "-q"] if dry else ["-rs"]
     words = (sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", *flags)
     passed, said = command(*words)

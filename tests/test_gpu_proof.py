@@ -125,6 +125,12 @@ def test_flags_that_say_nothing(monkeypatch, capsys):
     assert "give an engine, or --all" in capsys.readouterr().err
 
 
+def test_what_the_tests_need_is_named(monkeypatch):
+    monkeypatch.setattr(gpu_proof, "_TESTS_NEED", ("pytest", "no_such_package"))
+    found = gpu_proof._tests(dry=False)
+    assert found == (False, "missing: no_such_package; pip install '.[proof]' torch", {})
+
+
 @pytest.mark.parametrize(("said", "passes"), [("3 passed, 2 skipped", True), ("9 skipped", False)])
 def test_tests_that_all_skip_show_nothing(monkeypatch, said, passes):
     monkeypatch.setattr(gpu_proof, "command", lambda *_: (True, f"== {said} in 1.00s =="))
