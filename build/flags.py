@@ -150,7 +150,11 @@ TimingCache = Annotated[
 ]
 LayerReport = Annotated[
     bool,
-    typer.Option("--layerReport", help="tensorrt: write every kernel to <graph>.layers.json."),
+    typer.Option(
+        "--layerReport",
+        "--profilingDetailed",
+        help="tensorrt: write every kernel, and what was fused, to <graph>.layers.json.",
+    ),
 ]
 NoCheck = Annotated[
     bool,

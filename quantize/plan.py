@@ -20,6 +20,7 @@ from edgellm.quantize.device import choose_device
 from edgellm.quantize.draft import Draft
 from edgellm.quantize.modelopt_adapter import Recipe
 from edgellm.quantize.residual import rotated
+from edgellm.quantize.rotation import check_values
 from edgellm.quantize.schemes import (
     HEAD_SCHEMES,
     KV_SCHEMES,
@@ -27,6 +28,7 @@ from edgellm.quantize.schemes import (
     ROTATIONS,
     TABLE_BLOCKS,
     TARGETS,
+    VALUES,
     Scheme,
     block_size,
     check_format,
@@ -140,7 +142,7 @@ def make_plan(job: Job) -> Plan:
             "mixtures of experts",
             hint="choose int4_awq without --algo, or int8_sq",
         )
-    _check_kept(job, len(subject.layers))
+    _check_layers(job, subject)
     recipe, head = _recipes(job, scheme, head_scheme, subject, device)
     _check_bits(job, recipe.block_size)
     amounts = _amounts(scheme, device)
@@ -176,9 +178,11 @@ def _language_model(job: Job) -> LanguageModel:
     return rotated(model, job.seed, job.ignore_config_keys)
 
 
-def _check_kept(job: Job, count: int) -> None:
-    """Raise `EdgeLLMError` for layers that are not there, or if nothing else is left."""
-    kept = {*job.keep_layers}
+def _check_layers(job: Job, subject: Subject) -> None:
+    """Raise `EdgeLLMError` for layers that are not there, cannot be turned, or if none is left."""
+    if job.rotate in VALUES:
+        check_values(subject.tensors.infos(), subject.layers, subject.family)
+    kept, count = {*job.keep_layers}, len(subject.layers)
     if job.keep_budget is not None and job.kv_cache_quantization is not None:
         raise EdgeLLMError(
             "--keep_layers auto: scales of the cache are found in layers that are quantized",

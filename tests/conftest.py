@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
+import io
 import json
 import os
 import resource
@@ -11,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +27,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, whoe
 import without_host
 from hypothesis import settings
 
+from edgellm.command import _explain as explain
+from edgellm.contract import EdgeLLMError
 from edgellm.export import models
 from edgellm.scripts import smollm2
 
@@ -239,6 +245,29 @@ def command() -> Command:
         return subprocess.run(
             [script, *map(str, arguments)], capture_output=True, text=True, check=False, **options
         )
+
+    return run
+
+
+@pytest.fixture
+def command_here() -> Command:
+    """As `command`, in this process: for tests of what many wrong inputs are told.
+
+    Half of the time of a short command is the start of a process. Others of the same command start
+    it as users do.
+    """
+
+    def run(name: str, *arguments: object) -> subprocess.CompletedProcess:
+        (entry,) = metadata.entry_points(group="console_scripts", name=name)
+        app = importlib.import_module(entry.module).app
+        out, errors, code = io.StringIO(), io.StringIO(), 0
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            try:
+                app([*map(str, arguments)], standalone_mode=False)
+            except (EdgeLLMError, OSError) as error:
+                message, hint, code = explain(error)
+                print(f"error: {message}\nhint: {hint}", file=errors)
+        return subprocess.CompletedProcess([], code, out.getvalue(), errors.getvalue())
 
     return run
 
