@@ -146,9 +146,15 @@ class _Compiler:
             model = load()
             bits = ROUNDED_BITS.get(self._quantize, 0)
             lower_for_cuda(
-                model, self._kernel, weights, self._dtype, capacity, form, expert_bits=bits,
+                model,
+                self._kernel,
+                weights,
+                self._dtype,
+                capacity,
+                form,
+                expert_bits=bits,
                 spare_rows=spare_rows(self._plan) if has_cache else 0,
-            )  # fmt: skip
+            )
             path = f"{name}{CAUSAL_SUFFIX if form == Form.CAUSAL else ''}.onnx"
             ir.save(model, self._folder / path)
             graphs.append(GraphSpec(path, most, precision))

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from conftest import make_checkpoint
 
+from edgellm import contract
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.onnxruntime_cuda.options import CudaOptions
 from edgellm.build.plan import Plan
 from edgellm.contract import LimitError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.runners.onnxruntime_cuda import grids
 from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import Part, open_decoder
 from edgellm.export import models
@@ -187,3 +189,41 @@ def test_answers_side_by_side(engine, spec):
     )
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert max(passes) == MOST
+
+
+def _asks(rows: dict[int, int]) -> dict[int, dict[str, np.ndarray]]:
+    """Of slots, by their rows."""
+    return {
+        slot: {
+            contract.INPUT_IDS: np.zeros((1, count), np.int64),
+            contract.WRITE_INDEX: np.array([slot]),
+            contract.LOGITS_INDEX: np.arange(count),
+        }
+        for slot, count in rows.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "passes"),
+    [
+        (dict.fromkeys(range(8), 1), [(0, 8)]),
+        ({0: 1, 2: 1}, [(0, 4)]),
+        ({5: 1}, [(5, 1)]),
+        ({0: 1, 200: 1}, [(0, 1), (200, 1)]),  # fewer rows than 256 slots have
+        ({0: 12, 1: 5, 2: 9}, [(0, 4)]),
+        ({0: 64, 1: 1, 2: 1, 3: 1}, [(0, 1), (0, 4)]),  # 64 rows for each would take longer
+        ({0: 300, 1: 1, 2: 1}, [(0, 1), (0, 4)]),
+    ],
+)
+def test_passes_are_few_and_small(rows, passes):
+    ends = list(range(256))
+    found = grids.arrange(_asks(rows), ends, 256)
+    assert [(grid.first, len(grid.parts)) for grid in found] == passes
+    asked = [
+        grid.first + place
+        for grid in found
+        for place, part in enumerate(grid.parts)
+        if part is not None
+    ]
+    assert sorted(asked) == sorted(rows)
+    assert all(grid.ends == tuple(ends[grid.first :][: len(grid.ends)]) for grid in found)

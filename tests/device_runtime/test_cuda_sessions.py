@@ -14,12 +14,11 @@ import pytest
 from conftest import assert_one_line_error
 from eagle_engines import BASE_PLAN, EAGLE3, draft_plan, export_pair
 
-from edgellm import contract
 from edgellm.build.engine import build_engine
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
-from edgellm.device_runtime.runners.onnxruntime_cuda import cache, grids, runner
+from edgellm.device_runtime.runners.onnxruntime_cuda import cache, runner
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.decoder import open_decoder
@@ -66,9 +65,8 @@ def test_manifests_name_the_device(engine):
 
 
 def _for_three(pair, folder: Path) -> Path:
-    for product, bundle, plan in (
-        ("llm", pair.bundle, BASE_PLAN), ("draft", pair.draft_bundle, draft_plan()),
-    ):  # fmt: skip
+    products = ("llm", pair.bundle, BASE_PLAN), ("draft", pair.draft_bundle, draft_plan())
+    for product, bundle, plan in products:
         three = dataclasses.replace(plan, max_batch_size=3)
         build_engine(product, bundle, folder, three, cuda_on_cpu.CUDA, lambda _: None)
     return folder
@@ -228,45 +226,6 @@ def test_medusa_heads(eagle_pairs, tmp_path):
     llm, here = _llm(tmp_path / "e", SpecOptions(tree="fixed")), LLM(pair.engine)
     expected = _answer(here, PROMPTS[0], speculative=False)
     assert _answer(llm, PROMPTS[0], speculative=True) == expected
-
-
-# ---------------------------------------------------------------------------- several sequences
-def _asks(rows: dict[int, int]) -> dict[int, dict[str, np.ndarray]]:
-    """Of slots, by their rows."""
-    return {
-        slot: {
-            contract.INPUT_IDS: np.zeros((1, count), np.int64),
-            contract.WRITE_INDEX: np.array([slot]),
-            contract.LOGITS_INDEX: np.arange(count),
-        }
-        for slot, count in rows.items()
-    }
-
-
-@pytest.mark.parametrize(
-    ("rows", "passes"),
-    [
-        (dict.fromkeys(range(8), 1), [(0, 8)]),
-        ({0: 1, 2: 1}, [(0, 4)]),
-        ({5: 1}, [(5, 1)]),
-        ({0: 1, 200: 1}, [(0, 1), (200, 1)]),  # fewer rows than 256 slots have
-        ({0: 12, 1: 5, 2: 9}, [(0, 4)]),
-        ({0: 64, 1: 1, 2: 1, 3: 1}, [(0, 1), (0, 4)]),  # 64 rows for each would take longer
-        ({0: 300, 1: 1, 2: 1}, [(0, 1), (0, 4)]),
-    ],
-)
-def test_passes_are_few_and_small(rows, passes):
-    ends = list(range(256))
-    found = grids.arrange(_asks(rows), ends, 256)
-    assert [(grid.first, len(grid.parts)) for grid in found] == passes
-    asked = [
-        grid.first + place
-        for grid in found
-        for place, part in enumerate(grid.parts)
-        if part is not None
-    ]
-    assert sorted(asked) == sorted(rows)
-    assert all(grid.ends == tuple(ends[grid.first :][: len(grid.ends)]) for grid in found)
 
 
 # ------------------------------------------------------------------------------------- caches

@@ -47,13 +47,11 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     from edgellm.device_runtime.runners.onnxruntime_cuda import provider
     from edgellm.device_runtime.runners.onnxruntime_cuda.runner import CudaRunner
 
-    threads, capacity = int(engine.options["threads"]), engine.max_kv_cache_capacity
+    threads = int(engine.options["threads"])
+    room = engine.max_kv_cache_capacity, engine.max_batch_size
     device = provider.require_cuda()
     provider.require_version(engine.options)
-    opened = open_graphs(
-        folder, engine.graphs, engine.spec, (capacity, engine.max_batch_size), threads, device,
-        engine.options,
-    )  # fmt: skip
+    opened = open_graphs(folder, engine.graphs, engine.spec, room, threads, device, engine.options)
     decoder = opened.get(DECODER)
     if isinstance(decoder, CudaRunner):
         decoder.prepare(engine.max_verify_tree_size)

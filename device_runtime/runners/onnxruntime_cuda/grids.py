@@ -6,7 +6,7 @@ over its own slot. Rows that a slot has no use for are padding behind those that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ class GridShare(Mapping[str, NDArray[Any]]):
             return self._found[name][self._place : self._place + 1, : self._rows]
         return self._found[name][:, self._wanted]
 
-    def __iter__(self):  # noqa: ANN204
+    def __iter__(self) -> Iterator[str]:
         return iter(self._found)
 
     def __len__(self) -> int:
