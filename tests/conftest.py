@@ -263,7 +263,7 @@ def command_here() -> Command:
         out, errors, code = io.StringIO(), io.StringIO(), 0
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
             try:
-                app([*map(str, arguments)], standalone_mode=False)
+                code = app([*map(str, arguments)], standalone_mode=False) or 0
             except (EdgeLLMError, OSError) as error:
                 message, hint, code = explain(error)
                 print(f"error: {message}\nhint: {hint}", file=errors)
@@ -275,9 +275,18 @@ def command_here() -> Command:
 @pytest.fixture
 def infer_requests(command, tmp_path):
     """Write a request file, run `llm_inference`, read its answers; None: it wrote none."""
+    return _inference(command, tmp_path)
 
+
+@pytest.fixture
+def infer_here(command_here, tmp_path):
+    """As `infer_requests`, in this process: for engines and requests that are refused."""
+    return _inference(command_here, tmp_path)
+
+
+def _inference(command: Command, folder: Path) -> Callable[..., tuple]:
     def run(engine, content, *flags):
-        source, output = tmp_path / "in.json", tmp_path / "out.json"
+        source, output = folder / "in.json", folder / "out.json"
         source.write_text(content if isinstance(content, str) else json.dumps(content))
         output.unlink(missing_ok=True)
         folders = ("--engineDir", engine, "--inputFile", source, "--outputFile", output)
