@@ -50,6 +50,7 @@ HIDDEN_TAPS = "hidden_taps"  # activations [1, S, T*H]; features that the base g
 DRAFT_HIDDEN = "draft_hidden"  # activations [1, S, D]; fused features, or recycled rows
 TOP_K = "top_k"  # int64 [1]; K, candidates wanted for each row
 CANDIDATES = "candidates"  # K as a symbol in shapes of outputs
+ANSWERS = "answers"  # that share a pass, as a symbol in shapes of heads
 CANDIDATE_IDS = "candidate_ids"  # int64 [1, R, K]; of the base's vocabulary, best first
 CANDIDATE_LOG_PROBS = "candidate_log_probs"  # float32 [1, R, K]; log-softmax, draft vocabulary
 # Of a draft of blocks: log-probabilities of the likeliest L candidates of a row, given each of the

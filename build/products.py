@@ -163,7 +163,7 @@ def _suits_its_base(source: Path, engine: Path, bundle: Bundle) -> None:
 
 def _draft_limits(bundle: Bundle, plan: Plan) -> dict[str, int]:
     if bundle.cache is None:
-        return {}
+        return {"max_batch_size": plan.max_batch_size}
     return {
         "max_kv_cache_capacity": plan.kv_capacity,
         "max_batch_size": plan.max_batch_size,

@@ -15,9 +15,12 @@ class StrictHeads:
 
     def __init__(self, base: StrictBase, draft: Draft, num_heads: int) -> None:
         self.base, self.draft, self.num_heads = base, draft, num_heads
-        self.passes = 0
+        self.passes, self.most_parts = 0, 1
 
-    def candidates(self, feature, top_k):
+    def run_many(self, parts):
+        return [self._candidates(*part) for part in parts]
+
+    def _candidates(self, feature, top_k):
         context = FEATURES[int(feature[0])]
         assert context == tuple(token for token, _ in self.base.rows[: self.base.valid])
         self.passes += 1

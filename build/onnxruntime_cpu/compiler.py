@@ -20,7 +20,7 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu.adapters import write_adapted_layers
 from edgellm.build.onnxruntime_cpu.commit import compile_commit
 from edgellm.build.onnxruntime_cpu.expert_check import check_experts
-from edgellm.build.onnxruntime_cpu.lower import lower
+from edgellm.build.onnxruntime_cpu.lower import lower, take_answers
 from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
 from edgellm.build.onnxruntime_cpu.optimize import optimize
 from edgellm.build.onnxruntime_cpu.options import kernels_of, notes_of
@@ -41,7 +41,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
 )
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 from edgellm.manifest import Bundle, GraphSpec, with_kv_dtype
-from edgellm.roles import COMMIT, DECODER, ENCODER, ROLES
+from edgellm.roles import COMMIT, DECODER, ENCODER, HEADS, ROLES
 from edgellm.specs import KVCacheSpec
 
 
@@ -216,6 +216,8 @@ class _Compiler:
             needs_mask=variant.needs_mask, takes_adapters=self._takes_adapters,
         )  # fmt: skip
         weights.close()
+        if self._source.role == HEADS and self._plan.max_batch_size > 1:
+            take_answers(model.graph)
         ir.save(model, path)
         return path
 

@@ -102,6 +102,17 @@ def lower(
         model.graph.opset_imports[DOMAIN] = 1
 
 
+def take_answers(graph: ir.Graph) -> None:
+    """Let the first axis be the answers that share a pass, of heads, which keep nothing."""
+    for node in graph:
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = None  # that of one answer
+    for value in (*graph.inputs, *graph.outputs):
+        if value.name != contract.TOP_K and value.shape is not None:
+            value.shape = ir.Shape([contract.ANSWERS, *value.shape.dims[1:]])
+
+
 def _lower_attention(graph: GraphEditor, cache: KVCacheSpec, *, needs_mask: bool) -> None:
     lower_attention(graph, needs_mask=needs_mask)
     if cache.dtype == "int8":

@@ -140,6 +140,16 @@ class SharedRunner(Runner, Protocol):
 
 
 @runtime_checkable
+class TakesAnswers(Protocol):
+    """A runner without a cache, whose passes may have a place on the first axis for each answer."""
+
+    @property
+    def most_answers(self) -> int:
+        """Of a pass."""
+        ...
+
+
+@runtime_checkable
 class TakesAdapters(Protocol):
     """A runner whose graphs add what LoRA adapters do; which of them, a pass says by `ADAPTER`."""
 

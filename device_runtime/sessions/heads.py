@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from edgellm import contract
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_ms
-from edgellm.device_runtime.runners import Runner
+from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_each_ms
+from edgellm.device_runtime.runners import Runner, TakesAnswers
 from edgellm.device_runtime.sessions import F32, I64
 from edgellm.manifest import Engine
 from edgellm.roles import ALL_HEADS, HEADS
 from edgellm.specs import DraftSpec
+
+
+class HeadsPart(NamedTuple):
+    """What an answer asks of the heads; see `HeadsSession.candidates`."""
+
+    feature: F32
+    top_k: int
 
 
 class HeadsSession:
@@ -23,6 +31,21 @@ class HeadsSession:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self.most_parts = runner.most_answers if isinstance(runner, TakesAnswers) else 1
+
+    def run_many(self, parts: Sequence[HeadsPart]) -> list[tuple[I64, F32]]:
+        """`candidates` for several answers in one pass, `most_parts` at most.
+
+        All get as many candidates as the one that wants most.
+        """
+        # What lies on a device stays there: only the host has several side by side.
+        one = parts[0].feature[None, None]
+        features = one if len(parts) == 1 else np.stack([each.feature[None] for each in parts])
+        most = max(part.top_k for part in parts)
+        inputs = {contract.HIDDEN_TAPS: features, contract.TOP_K: np.array([most])}
+        found = self._runner.run(inputs)
+        ids, log_probs = found[contract.CANDIDATE_IDS], found[contract.CANDIDATE_LOG_PROBS]
+        return list(zip(ids, log_probs, strict=True))
 
     def candidates(self, feature: F32, top_k: int) -> tuple[I64, F32]:
         """What may follow the newest token, one head for each further token.
@@ -39,9 +62,8 @@ class HeadsSession:
         Raises:
             LimitError: the engine gives fewer candidates.
         """
-        inputs = {contract.HIDDEN_TAPS: feature[None, None], contract.TOP_K: np.array([top_k])}
-        found = self._runner.run(inputs)
-        return found[contract.CANDIDATE_IDS][0], found[contract.CANDIDATE_LOG_PROBS][0]
+        (found,) = self.run_many([HeadsPart(feature, top_k)])
+        return found
 
 
 def open_heads(folder: Path, engine: Engine) -> HeadsSession:
@@ -59,7 +81,9 @@ def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> Hea
 def costs(
     session: HeadsSession, spec: DraftSpec, most_rows: int = 0
 ) -> dict[str, dict[str, float]]:
-    """See `sessions.Module`: one pass of all heads."""
+    """See `sessions.Module`: passes of all heads, for one answer and for as many as share one."""
     feature = np.random.default_rng(1).standard_normal(spec.taps_width, np.float32)
-    top_k = min(spec.draft_vocab_size, most_rows or CANDIDATES)
-    return {ALL_HEADS: {"1": fastest_ms(partial(session.candidates, feature, top_k))}}
+    part = HeadsPart(feature, min(spec.draft_vocab_size, most_rows or CANDIDATES))
+    counts = sorted({1, session.most_parts})
+    runs = {str(count): partial(session.run_many, [part] * count) for count in counts}
+    return {ALL_HEADS: fastest_each_ms(runs)}

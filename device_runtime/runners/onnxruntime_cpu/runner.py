@@ -52,7 +52,7 @@ def open_runner(
         num_sequences: as many have room for all of these rows; more share them.
     """
     if kv is None or kv.pages is None:
-        return OnnxRuntimeRunner(graphs, kv, capacity)
+        return OnnxRuntimeRunner(graphs, kv, capacity, num_sequences)
     return PagedRunner(graphs, Pages(kv, capacity, num_sequences))
 
 
@@ -60,9 +60,15 @@ class OnnxRuntimeRunner:
     """See `runners.Runner`: graphs that share one KV cache."""
 
     def __init__(
-        self, graphs: Sequence[LoadedGraph], kv: KVCacheSpec | None = None, capacity: int = 0
+        self,
+        graphs: Sequence[LoadedGraph],
+        kv: KVCacheSpec | None = None,
+        capacity: int = 0,
+        num_sequences: int = 1,
     ) -> None:
         """Allocate the cache; `graphs` ascend by `max_rows`."""
+        takes_answers = graphs[0].session.get_inputs()[0].shape[:1] == [contract.ANSWERS]
+        self.most_answers = num_sequences if takes_answers else 1  # see `runners.TakesAnswers`
         own = HostCache(kv, capacity) if kv is not None else None
         self.cache: Cache | None = own
         self._caches: HostCache | Pages | None = own  # what passes bind

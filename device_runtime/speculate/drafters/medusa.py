@@ -13,14 +13,15 @@ import numpy as np
 
 from edgellm.contract import LimitError
 from edgellm.device_runtime.sessions import F32, I64
-from edgellm.device_runtime.sessions.heads import HeadsSession, costs, open_heads
-from edgellm.device_runtime.speculate.costs import Costs, price
+from edgellm.device_runtime.sessions.heads import HeadsPart, HeadsSession, costs, open_heads
+from edgellm.device_runtime.speculate.costs import Costs, price, shared
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
 from edgellm.device_runtime.speculate.levels import grow_levels
 from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
+from edgellm.device_runtime.speculate.passes import Passes, Wanted
 from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.device_runtime.speculate.tree import F64, Pool
 from edgellm.integrity import FileCheck
 from edgellm.roles import ALL_HEADS, HEADS
 from edgellm.specs import DraftSpec
@@ -90,6 +91,7 @@ class MedusaDrafter(TreeDrafter):
         super().__init__(learned, limits, image_ids=image_ids)
         self._session, self._costs = session, costs
         self._has_candidates = False
+        self._shares: dict[int, F64] = {}  # prices by the answers that share a pass
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Committed rows, of which the heads read the newest: features [M, H]."""
@@ -97,11 +99,17 @@ class MedusaDrafter(TreeDrafter):
         self._feature = taps[-1].copy()
         self._has_candidates = False
 
-    def _read(self) -> None:
+    def _read(self) -> Passes[None]:
         """Ask the heads."""
-        ids, log_probs = self._session.candidates(self._feature, self._limits.top_k)
-        self._spent_ms += price(self._costs.extend, 1)
-        self._levels = list(zip(ids, log_probs.astype(np.float64), strict=True))
+        most = self._limits.top_k
+        wanted = Wanted(self._session, HeadsPart(self._feature, most))
+        ids, log_probs = yield wanted
+        answers = wanted.answers
+        if answers not in self._shares:
+            self._shares[answers] = shared(self._costs.extend, answers)
+        self._spent_ms += price(self._shares[answers], 1)
+        ids, log_probs = ids[:, :most].copy(), log_probs[:, :most].astype(np.float64)
+        self._levels = list(zip(ids, log_probs, strict=True))
         self._has_candidates = True
 
     def _is_ready(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from edgellm.contract import LimitError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.sessions.heads import open_heads
+from edgellm.device_runtime.sessions.heads import HeadsPart, HeadsSession, open_heads
+from edgellm.device_runtime.speculate import accounts
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafters.medusa import MedusaDrafter
 from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
@@ -178,6 +180,45 @@ def test_an_engine_equals_torch(eagle_pairs, tmp_path, precision):
     assert sorted(ids[1].tolist()) == list(range(REAL_VOCAB))
     error = found - np.take_along_axis(expected.numpy(), ids, 1)
     assert np.abs(error).mean() < {"none": 1e-5, "int8": 0.06, "int4": 0.3}[precision]
+
+
+def test_answers_share_passes_of_the_heads(eagle_pairs, tmp_path):
+    """Each has the candidates that it has alone, and the tokens of plain decoding."""
+    from eagle_engines import BASE_PLAN, draft_plan
+
+    from edgellm.build.engine import build_engine
+
+    pair, engine = eagle_pairs("medusa"), tmp_path / "engine"
+    for product, bundle, plan in (
+        ("llm", pair.bundle, BASE_PLAN),
+        ("draft", pair.draft_bundle, draft_plan("int8")),
+    ):
+        plan = dataclasses.replace(plan, max_batch_size=3)
+        built = build_engine(product, bundle, engine, plan, "onnxruntime", lambda _: None)
+    assert {kind: list(costs) for kind, costs in built.cost_ms.items()} == {"heads": ["1", "3"]}
+    heads = open_heads(engine / "draft", built)
+    features = np.random.default_rng(3).standard_normal((3, 96), np.float32)
+    alone = [[each.copy() for each in heads.candidates(one, 5)] for one in features]
+    together = heads.run_many([HeadsPart(one, 5) for one in features])
+    for found, expected in zip(together, alone, strict=True):
+        assert [each.tobytes() for each in found] == [each.tobytes() for each in expected]
+    words = ["w20 w21 w22 w23", "w20 w21 w40", "w50 w51"]
+    with LLM(engine, spec=SpecOptions(tree="fixed")) as llm:
+        ask = {"sampling": GREEDY, "max_generate_length": 12}
+        plain = [llm.generate(text, **ask, speculative=False) for text in words]
+        found = [llm.generate(text, **ask) for text in words]
+        sizes, run_many = [], HeadsSession.run_many
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(accounts, "_may_pay", lambda *_: True)
+            patch.setattr(
+                HeadsSession, "run_many",
+                lambda self, parts: (sizes.append(len(parts)), run_many(self, parts))[1],
+            )  # fmt: skip
+            for answers in (plain, found):
+                for _ in llm.together(answers):
+                    pass
+        assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+        assert max(sizes) == 3
 
 
 def test_the_method_is_the_manifests(eagle_pairs, command, tmp_path):
