@@ -1,13 +1,15 @@
-"""What each precision costs in quality: perplexity, KL and top-1 agreement on held-out text.
+"""What each precision costs in quality, as the table of docs/benchmarks.md.
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
-    python benchmarks/quality.py
+    python benchmarks/quality.py --off_grid --windows 2 --draft
 
-SmolLM2-135M-Instruct through `edgellm-quantize`, `edgellm-export` and `llm_build`, against
-llama.cpp's formats, these files in edgellm's engines, and onnxruntime-genai's default int4, all on
-the same windows of code, sums and prose, and all as engines run: with the kernels' own rounding of
-activations. What is made for GPUs appears a second time, its inputs rounded as these do it
-(`simulated.py`). Megabytes are those of a bundle (of the engine where the build rounds), a GGUF
+Perplexity, KL, top-1 agreement and greedy answers that become others, measured as the quantizer's
+report measures them (`quantize/score.py`); with `--draft` acceptance lengths of the draft of
+examples/, too. SmolLM2-135M-Instruct through `edgellm-quantize`, `edgellm-export` and `llm_build`,
+against llama.cpp's formats, these files in edgellm's engines, and onnxruntime-genai's default int4,
+all on the same windows of code, sums and prose, and all as engines run: with the kernels' own
+rounding of activations. What is made for GPUs appears a second time, its inputs rounded as these do
+it (`simulated.py`). Megabytes are those of a bundle (of the engine where the build rounds), a GGUF
 file or genai's model. With `--max_kl` the command fails (exit code 2) when an engine of edgellm
 differs more. Its weights were on a 4-bit grid before anybody here touched them (`--off_grid`:
 `off_grid.py`), and a model of 135 M parameters suffers more from rounding than one of 8 B: compare
@@ -20,15 +22,19 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import greedy_answers
 import numpy as np
 import off_grid
 import prompts
+import torch
 import weights
 from simulated import simulated
 from tokenizers import Tokenizer
@@ -39,6 +45,7 @@ from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.manifest import LLM_ENGINE, load_engine
+from edgellm.quantize.score import Changes, Quality, Score
 from edgellm.scripts import smollm2
 
 Logits = Callable[[np.ndarray], np.ndarray]  # int64 [S] -> float32 [S, V]
@@ -84,6 +91,24 @@ RECIPES: dict[str, tuple[list[str], str]] = {
 }
 
 
+TABLE = (
+    "int8, rounded at build",
+    "int8_sq",
+    "int8_sq, 8 rows",
+    "fp8",
+    "fp8, gptq",
+    "mixed, 8 bits",
+    "mixed, 7 bits",
+    "mixed, 6.2 bits",
+    "mixed, 5.7 bits",
+    "mixed, 5.2 bits",
+    "mixed, 4.7 bits",
+    "nvfp4",
+    "nvfp4, gptq",
+    "int4_awq, gptq, block 32",
+)  # what docs/benchmarks.md shows
+
+
 def checkpoint(work: Path, name: str) -> Path:
     """SmolLM2 in that precision; made unless it is there."""
     flags, source = RECIPES[name][0], work / "fp32"
@@ -123,14 +148,19 @@ def _source(work: Path) -> Path:
     return changed if changed.exists() else smollm2.fetch()
 
 
-def open_engine(work: Path, name: str, threads: int) -> DecoderSession:
+def engine_folder(work: Path, name: str, threads: int) -> Path:
     """An engine of ours in that precision; built unless it is there."""
     engine = work / f"quality-{_slug(name)}-engine"
     if not engine.exists():
         plan = Plan(1024, 2048, threads, "auto", RECIPES.get(name, ([], "auto"))[1])
         build_engine("llm", _bundle(work, name), engine, plan, "onnxruntime", lambda _: None)
-    manifest = load_engine(engine, LLM_ENGINE)
-    return open_decoder(engine, manifest)
+    return engine
+
+
+def open_engine(work: Path, name: str, threads: int) -> DecoderSession:
+    """What runs `engine_folder`."""
+    folder = engine_folder(work, name, threads)
+    return open_decoder(folder, load_engine(folder, LLM_ENGINE))
 
 
 def edgellm(work: Path, name: str, threads: int) -> Logits:
@@ -184,39 +214,14 @@ def genai(work: Path, threads: int) -> Logits:
     return logits
 
 
-@dataclass(slots=True)
-class Score:
-    """Sums over windows."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Of the table."""
 
-    loss: float = 0.0
-    divergence: float = 0.0
-    agreement: float = 0.0
-    predicted: int = 0
-    rows: int = 0
-
-    def add(self, found: np.ndarray, reference: np.ndarray, ids: np.ndarray) -> None:
-        """Log-probabilities [S, V] of one window."""
-        rows = np.arange(len(ids) - 1)
-        self.loss -= float(found[rows, ids[1:]].sum(dtype=np.float64))
-        self.divergence += float((np.exp(reference) * (reference - found)).sum(dtype=np.float64))
-        self.agreement += float((found.argmax(-1) == reference.argmax(-1)).sum())
-        self.predicted += len(rows)
-        self.rows += len(ids)
-
-    def report(self) -> dict[str, float]:
-        return {
-            "perplexity": float(np.exp(self.loss / self.predicted)),
-            "kl": self.divergence / self.rows,
-            "top1": self.agreement / self.rows,
-        }
-
-
-Scores = dict[str, dict[str, dict[str, float]]]  # by engine, then by kind of text
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float32) - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    megabytes: float
+    quality: Quality
+    changes: Changes
+    acceptance: float | None = None  # length, with the draft of examples/
 
 
 def main() -> None:
@@ -225,7 +230,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--windows", type=int, default=5, help="of each kind of text")
     parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
+    parser.add_argument("--answers", type=int, default=20, help="of each set of prompts")
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--draft", action="store_true", help="acceptance lengths as well")
+    parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(TABLE))
     parser.add_argument("--gguf", nargs="*", default=list(LLAMA_CPP), help="llama.cpp's formats")
     parser.add_argument("--off_grid", action="store_true", help="equal weights off the 4-bit grid")
     parser.add_argument("--no_peers", action="store_true")
@@ -239,18 +247,51 @@ def main() -> None:
         if not (arguments.work / OFF_GRID).exists():
             off_grid.write(smollm2.fetch(), arguments.work / OFF_GRID)
     windows = _windows(arguments.work, arguments.windows, arguments.window)
-    references: dict[str, list[np.ndarray]] = {}
-    scores: Scores = {}
-    megabytes: dict[str, float] = {}
+    floats = engine_folder(arguments.work, "fp32", arguments.threads)
+    asked = greedy_answers.ask(floats, arguments.answers, arguments.tokens)
+    references: list[np.ndarray] = []
+    rows: dict[str, Row] = {}
     for name, size, engine in _engines(arguments):
-        scores[name] = measure(engine, windows, references)
-        megabytes[name] = size / 1e6
+        print(name, file=sys.stderr, flush=True)
+        quality = measure(engine, windows, references)
+        rows[name] = Row(size / 1e6, quality, greedy_answers.changes(engine, asked))
         del engine
-    show(scores, megabytes)
-    if arguments.json:
-        found = {name: {"megabytes": megabytes[name], **score} for name, score in scores.items()}
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
-    _refuse_far(scores, arguments.max_kl)
+        _keep(rows, arguments.json)
+    if arguments.draft:
+        for name, length in _acceptance(arguments):
+            rows[name] = replace(rows[name], acceptance=length)
+            _keep(rows, arguments.json)
+    print("\n".join(table(rows)))
+    _refuse_far(rows, arguments.max_kl)
+
+
+def _keep(rows: dict[str, Row], path: Path | None) -> None:
+    if path is not None:
+        found = {name: asdict(row) for name, row in rows.items()}
+        path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _acceptance(arguments: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """Names of our rows and the length with each."""
+    work = arguments.work
+    with tempfile.TemporaryDirectory(dir=work) as place:
+        draft = greedy_answers.draft_bundle(work / "fp32", Path(place) / "draft")
+        for name in ("fp32", *(each for each in arguments.recipes if each != "fp32")):
+            folder = Path(place) / "base"
+            folder.mkdir()
+            yield (
+                f"edgellm {name}",
+                greedy_answers.acceptance_length(
+                    checkpoint(work, name),
+                    draft,
+                    folder,
+                    RECIPES[name][1],
+                    arguments.threads,
+                    max(1, arguments.answers // 4),
+                    arguments.tokens,
+                ),
+            )
+            shutil.rmtree(folder)
 
 
 def _engines(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Logits]]:
@@ -294,39 +335,51 @@ def _windows(work: Path, count: int, length: int) -> list[tuple[str, np.ndarray]
 
 
 def measure(
-    engine: Logits, windows: list[tuple[str, np.ndarray]], references: dict[str, list[np.ndarray]]
-) -> dict[str, dict[str, float]]:
-    """By kind of text, and "all"; the first engine becomes the reference of the others."""
-    kept = references.setdefault("fp32", [])
-    scores: dict[str, Score] = {}
+    engine: Logits, windows: list[tuple[str, np.ndarray]], references: list[np.ndarray]
+) -> Quality:
+    """Beside the first engine, whose logits become the reference of the others."""
+    names = list(dict.fromkeys(kind for kind, _ in windows))
+    score = Score(names)
     for index, (kind, ids) in enumerate(windows):
-        found = log_softmax(engine(ids))
-        if len(kept) <= index:
-            kept.append(found)
-        for name in (kind, "all"):
-            scores.setdefault(name, Score()).add(found, kept[index], ids)
-    return {name: score.report() for name, score in scores.items()}
+        found = np.asarray(engine(ids), np.float32)
+        if len(references) <= index:
+            references.append(found)
+        following = torch.from_numpy(np.append(ids[1:], -1))
+        floats, rounded = torch.from_numpy(references[index]), torch.from_numpy(found)
+        score.add(floats, rounded, following, np.full(len(ids), names.index(kind)))
+    return score.quality()
 
 
-def show(scores: Scores, megabytes: dict[str, float]) -> None:
-    floor = scores["edgellm fp32"]["all"]["perplexity"]
-    kinds = [name for name in scores["edgellm fp32"] if name != "all"]
-    heads = "".join(f"{f'KL {kind}':>10}" for kind in kinds)
-    print(f"{'engine':40} {'MB':>7} {'perplexity':>10} {'x fp32':>7} {'KL':>8}{heads} {'top-1':>7}")
-    for name, score in scores.items():
-        whole = score["all"]
-        parts = "".join(f"{score[kind]['kl']:10.4f}" for kind in kinds)
-        print(
-            f"{name:40} {megabytes[name]:7.1f} {whole['perplexity']:10.3f} "
-            f"{whole['perplexity'] / floor:7.4f} {whole['kl']:8.4f}{parts} {whole['top1']:7.1%}"
-        )
+def table(rows: dict[str, Row]) -> list[str]:
+    """Lines of markdown, the largest first."""
+    kinds = list(next(iter(rows.values())).quality.kinds)
+    has_drafts = any(row.acceptance is not None for row in rows.values())
+    heads = ["", "MB", "perplexity", "KL", *(f"KL, {kind}" for kind in kinds), "top-1"]
+    heads += ["answers changed", "tokens before"]
+    heads += ["acceptance length"] if has_drafts else []
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, row in sorted(rows.items(), key=lambda item: -item[1].megabytes):
+        quality, changed = row.quality, row.changes
+        cells = [
+            name.removeprefix("edgellm "),
+            f"{row.megabytes:.1f}",
+            f"{quality.perplexity_quantized / quality.perplexity_float:.3f}",
+            *(f"{each.kl_divergence:.4f}" for each in (quality, *quality.kinds.values())),
+            f"{quality.top1_agreement:.1%}",
+            f"{changed.changed} of {changed.answers}",
+            f"{changed.kept / changed.tokens:.0%}",
+        ]
+        if has_drafts:
+            cells.append("" if row.acceptance is None else f"{row.acceptance:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
-def _refuse_far(scores: Scores, max_kl: float) -> None:
+def _refuse_far(rows: dict[str, Row], max_kl: float) -> None:
     far = [
-        f"{name} ({score['all']['kl']:.4f})"
-        for name, score in scores.items()
-        if name.startswith("edgellm") and not score["all"]["kl"] <= max_kl
+        f"{name} ({row.quality.kl_divergence:.4f})"
+        for name, row in rows.items()
+        if name.startswith("edgellm") and not row.quality.kl_divergence <= max_kl
     ]
     if far:
         print(f"error: a KL divergence above --max_kl {max_kl}: {', '.join(far)}", file=sys.stderr)

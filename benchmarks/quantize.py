@@ -1,23 +1,31 @@
-"""Memory and time of quantizing an 8B shape, layer by layer from disk, on this machine's CPU.
+"""Memory and time of quantizing, layer by layer from disk, on this machine's CPU.
 
     pip install -e '.[dev]'
-    python benchmarks/quantize.py               # 32 layers: 40 GB of free disk, hours
+    python benchmarks/quantize.py               # an 8B shape: 40 GB of free disk, hours
     python benchmarks/quantize.py --layers 2    # peak memory does not depend on the layers
+    python benchmarks/quantize.py --shape qwen2.5-0.5b  # with the default calibration
 
-The weights are noise, the text is short: this is about memory, not about quality, which
-quality.py measures. Peak memory is the operating system's own figure of the finished process.
+`--interrupt` sends each run a Ctrl-C in its middle, runs it again, and compares the bytes of both
+results. The weights are noise: this is about time and memory, not about quality, which quality.py
+measures. Processor time and peak memory are the operating system's own figures of the finished
+process.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import re
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import weights
-from export import make_large, run
+from export import Cost, make_large, run
 
+from edgellm.export.source import open_checkpoint
 from edgellm.scripts import smollm2
 
 SCHEMES = {
@@ -27,37 +35,100 @@ SCHEMES = {
     "int4_awq": [],
     "nvfp4_awq": [],
     "int4_awq, autoround": ["--algo", "autoround"],
+    "int4_awq, gptq": ["--algo", "gptq", "--block_size", "32"],
+    "fp8, gptq": ["--algo", "gptq"],
+    "nvfp4, gptq": ["--algo", "gptq"],
+    "mixed": ["--target_bits", "5.7"],
 }
+_PROGRESS = re.compile(r"\((\d+)/(\d+)\)$")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
-    parser.add_argument("--num_samples", type=int, default=8)
-    parser.add_argument("--seq_len", type=int, default=256)
+    parser.add_argument("--shape", choices=weights.SHAPES, help="random weights instead of the 8B")
+    parser.add_argument("--layers", type=int, default=32, help="of the 8B shape")
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument("--num_samples", type=int, default=8, help="of the 8B shape")
+    parser.add_argument("--seq_len", type=int, default=256, help="of the 8B shape")
+    parser.add_argument("--interrupt", action="store_true", help="and go on; compare the bytes")
     arguments = parser.parse_args()
-    small = arguments.work / "bf16"
+    amounts: list[object] = []
+    if arguments.shape:
+        model = _shape(arguments.work, arguments.shape)
+    else:
+        model = _large(arguments.work, arguments.layers)
+        amounts = ["--num_samples", arguments.num_samples, "--seq_len", arguments.seq_len]
+        amounts += ["--held_out", 1]
+    script = Path(sys.executable).parent / "edgellm-quantize"
+    print(f"{'scheme':20} {'peak GB':>7} {'CPU minutes':>11} {'minutes':>7} {'GB':>5}", flush=True)
+    for name in arguments.schemes:
+        output = arguments.work / f"quantized-{name.replace(', ', '-')}"
+        shutil.rmtree(output, ignore_errors=True)
+        command = [
+            script, "llm", "--model_dir", model, "--output_dir", output, "--quantization",
+            name.partition(",")[0], *SCHEMES[name], *amounts, "--device", "cpu",
+        ]  # fmt: skip
+        cost = run(*command)
+        _show(name, cost, output)
+        if arguments.interrupt:
+            _show_interrupted(command, output)
+        shutil.rmtree(output)
+
+
+def _shape(work: Path, shape: str) -> Path:
+    checkpoint = work / shape
+    if not checkpoint.exists():
+        tokenizer = open_checkpoint(str(smollm2.fetch())).tokenizer_files
+        weights.synthetic_checkpoint(shape, tokenizer, checkpoint)
+    return checkpoint
+
+
+def _large(work: Path, layers: int) -> Path:
+    small = work / "bf16"
     if not small.exists():
         weights.float_checkpoint(str(smollm2.fetch()), small, dtype="BF16")
-    large = make_large(arguments.work / f"large-{arguments.layers}", arguments.layers, small)
-    output = arguments.work / "quantized"
-    print("scheme               peak GB  minutes    GB", flush=True)
-    for name in arguments.schemes:
-        shutil.rmtree(output, ignore_errors=True)
-        script = Path(sys.executable).parent / "edgellm-quantize"
-        cost = run(
-            script, "llm", "--model_dir", large, "--output_dir", output, "--quantization",
-            name.partition(",")[0], *SCHEMES[name], "--num_samples", arguments.num_samples,
-            "--seq_len", arguments.seq_len, "--held_out", 1, "--device", "cpu",
-        )  # fmt: skip
-        size = sum(path.stat().st_size for path in output.iterdir())
-        print(
-            f"{name:20s} {cost.peak_bytes / 1e9:7.2f}  {cost.wall_s / 60:7.1f} {size / 1e9:5.1f}",
-            flush=True,
-        )
+    return make_large(work / f"large-{layers}", layers, small)
+
+
+def _show(name: str, cost: Cost, output: Path) -> None:
+    size = sum(path.stat().st_size for path in output.iterdir())
+    print(
+        f"{name:20} {cost.peak_bytes / 1e9:7.2f} {cost.cpu_s / 60:11.1f} "
+        f"{cost.wall_s / 60:7.1f} {size / 1e9:5.2f}",
+        flush=True,
+    )
+
+
+def _show_interrupted(command: list[object], output: Path) -> None:
+    """Run `command` again, with a Ctrl-C in its middle, and compare with what is in `output`."""
+    whole = _digests(output)
     shutil.rmtree(output)
+    process = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    at = "nowhere"
+    for line in process.stderr:
+        found = _PROGRESS.search(line)
+        if at == "nowhere" and found and 2 * int(found[1]) >= int(found[2]):
+            at = line.strip()
+            process.send_signal(signal.SIGINT)
+    code = process.wait()
+    rest = run(*command)
+    equal = _digests(output) == whole
+    print(
+        f"  Ctrl-C behind {at}: exit code {code}; the rest took {rest.cpu_s / 60:.1f} CPU minutes, "
+        f"{len(whole)} files of weights {'are equal' if equal else 'DIFFER'}",
+        flush=True,
+    )
+    if not equal:
+        raise SystemExit(1)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    found = sorted(folder.glob("*.safetensors"))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
 
 if __name__ == "__main__":

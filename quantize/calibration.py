@@ -20,6 +20,7 @@ from edgellm.strict_json import parse
 DEFAULT = "default"
 _OWN_TEXT = Path(__file__).with_name("calibration.jsonl")
 _FORMAT = 'each line is {"messages": [{"role": "user", "content": "..."}]} or {"text": "..."}'
+_ANY_KIND = "text"  # of what names none
 _HELD_OUT_SHARE = 8  # one row in so many, at most
 
 Rows = NDArray[np.int64]
@@ -31,6 +32,8 @@ class Calibration:
 
     rows: Rows
     held_out: Rows
+    held_out_kinds: Rows  # of each token, places in `kinds`
+    kinds: tuple[str, ...]
     name: str
     sha256: str  # of both
 
@@ -71,18 +74,18 @@ def read_calibration(
         EdgeLLMError: missing, empty, not UTF-8, not in a known form, or shorter than two rows.
     """
     path = _path(dataset)
-    documents = list(dict.fromkeys(_documents(path, tokenizer)))
-    if not documents:
-        raise EdgeLLMError(f"{path} holds no text", hint=_FORMAT)
+    documents, kinds = _distinct(path, tokenizer)
     order = np.random.default_rng(seed).permutation(len(documents))
     first = _first_token(tokenizer)
     length = seq_len - len(first)
     wanted = max(num_samples + num_held_out + 2, _HELD_OUT_SHARE * num_held_out) * length
-    pieces = _pieces((documents[index] for index in order), tokenizer, length, wanted)
+    shuffled = [documents[index] for index in order]
+    pieces, piece_kinds = _pieces(shuffled, tokenizer, length, wanted)
     total = sum(map(len, pieces)) // length
     held_rows = max(1, min(num_held_out, total // _HELD_OUT_SHARE))
     split = _split(pieces, held_rows * length)
     held_out = _pack(pieces[:split], length, held_rows, first)
+    held_kinds = _pack(piece_kinds[:split], length, held_rows, [0] * len(first))
     rows = _pack(pieces[split:], length, num_samples, first)
     if not len(rows) or not len(held_out):
         raise EdgeLLMError(
@@ -96,7 +99,8 @@ def read_calibration(
             hint="the tokenizer is of another model",
         )
     digest = hashlib.sha256(rows.tobytes() + b"|" + held_out.tobytes()).hexdigest()
-    return Calibration(rows, held_out, DEFAULT if dataset == DEFAULT else path.name, digest)
+    name = DEFAULT if dataset == DEFAULT else path.name
+    return Calibration(rows, held_out, held_kinds, kinds, name, digest)
 
 
 def _path(dataset: str) -> Path:
@@ -113,7 +117,21 @@ def _path(dataset: str) -> Path:
     return path
 
 
-def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _distinct(
+    path: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
+    """Texts, each once with the place of its kind among the names behind them."""
+    found: dict[str, str] = {}
+    for text, kind in _documents(path, tokenizer):
+        found.setdefault(text, kind)
+    if not found:
+        raise EdgeLLMError(f"{path} holds no text", hint=_FORMAT)
+    kinds = tuple(sorted({*found.values()}))
+    return [(text, kinds.index(kind)) for text, kind in found.items()], kinds
+
+
+def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, str]]:
+    """Texts, each with its kind."""
     try:
         content = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -122,13 +140,14 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
         ) from None
     if path.suffix == ".txt":
         paragraphs = content.replace("\r\n", "\n").split("\n\n")
-        yield from (f"{text.strip()}\n\n" for text in paragraphs if text.strip())
+        yield from ((f"{text.strip()}\n\n", _ANY_KIND) for text in paragraphs if text.strip())
         return
     # JSON strings may hold the other line ends that str.splitlines knows.
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             try:
-                yield _shown(parse(line), tokenizer)
+                entry = parse(line)
+                yield _shown(entry, tokenizer), _kind(entry)
             except (ValueError, KeyError, TypeError, TemplateError) as error:
                 raise EdgeLLMError(
                     f"{path} line {number} is neither a conversation nor text: {error!r}",
@@ -151,6 +170,13 @@ def _shown(entry: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     return "".join(f"{message['content'].strip()}\n\n" for message in messages)
 
 
+def _kind(entry: dict[str, Any]) -> str:
+    kind = entry.get("kind", _ANY_KIND)
+    if not isinstance(kind, str) or not kind:
+        raise TypeError("kind is not a name")
+    return kind
+
+
 def _first_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token that every context of the model begins with, if it has one.
 
@@ -162,18 +188,24 @@ def _first_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _pieces(
-    documents: Iterator[str], tokenizer: PreTrainedTokenizerBase, length: int, wanted: int
-) -> list[list[int]]:
-    """Documents as ids, long ones cut to the length of a row, until there are `wanted` tokens."""
+    documents: list[tuple[str, int]], tokenizer: PreTrainedTokenizerBase, length: int, wanted: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Documents as ids, long ones cut to the length of a row, until there are `wanted` tokens.
+
+    The second list has each token's kind.
+    """
     pieces: list[list[int]] = []
+    kinds: list[list[int]] = []
     count = 0
-    for text in documents:
+    for text, kind in documents:
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        pieces += [ids[begin : begin + length] for begin in range(0, len(ids), length)]
+        parts = [ids[begin : begin + length] for begin in range(0, len(ids), length)]
+        pieces += parts
+        kinds += [[kind] * len(part) for part in parts]
         count += len(ids)
         if count >= wanted:
             break
-    return pieces
+    return pieces, kinds
 
 
 def _split(pieces: list[list[int]], wanted: int) -> int:

@@ -35,6 +35,7 @@ from edgellm.quantize.families import FAMILIES, Family
 from edgellm.quantize.formats import F32
 from edgellm.quantize.logits import float_head, greedy
 from edgellm.quantize.one_layer_model import draft_layer_model, head_model, run_layer
+from edgellm.quantize.score import Targets
 from edgellm.quantize.states import States
 from edgellm.quantize.subject import Ids, LanguageModel, Task, Tell, embedded
 from edgellm.quantize.tensors import Tensor, read_below, read_tensor
@@ -271,9 +272,10 @@ class Draft:
                     states = run_layer(model, states)
                 hidden = run_layer(norm, states) if self.facts.norms.output else states
 
-    def targets(self, task: Task) -> Ids:
+    def targets(self, task: Task) -> Targets:
         """The tokens that the base itself takes."""
-        return np.load(task.work.path / _TARGETS)
+        ids = np.load(task.work.path / _TARGETS)
+        return Targets(ids, np.zeros_like(ids), (task.calibration.name,))
 
     def needed_bytes(self, batch_tokens: int, copies: int, *, with_head: bool) -> int:
         """See `Subject`."""

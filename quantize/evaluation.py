@@ -10,9 +10,10 @@ from typing import Any
 from edgellm.export.checkpoint import TensorSource
 from edgellm.quantize.checkpointing import CALIBRATION, FLOAT, HEAD_PART, QUANTIZED, ROUNDED
 from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
-from edgellm.quantize.logits import Head, Quality, float_head, measure, quantized_head
+from edgellm.quantize.logits import Head, float_head, measure, quantized_head
 from edgellm.quantize.modelopt_adapter import quantize
 from edgellm.quantize.plan import Plan
+from edgellm.quantize.score import Quality
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import read_below, read_tensor
 from edgellm.quantize.tied_table import decode_table, store_table

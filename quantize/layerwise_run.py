@@ -36,7 +36,6 @@ from edgellm.quantize.formats import F32
 from edgellm.quantize.kv_cache import cache_scales
 from edgellm.quantize.layer_costs import divergence, find_gradients, measures_layers
 from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, refuse_broken
-from edgellm.quantize.logits import Quality
 from edgellm.quantize.mixing import mix
 from edgellm.quantize.modelopt_adapter import Exported, Recipe, quantize
 from edgellm.quantize.one_layer_model import LAYER, quiet_transformers, run_layer
@@ -44,6 +43,7 @@ from edgellm.quantize.plan import Job, Plan, make_plan
 from edgellm.quantize.report import Report, make_report
 from edgellm.quantize.rotation import rotate_values
 from edgellm.quantize.schemes import VALUES
+from edgellm.quantize.score import Quality
 from edgellm.quantize.smoothing import smooth
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor

@@ -1,10 +1,8 @@
-"""How the answers of the quantized model differ: perplexity, KL divergence, agreement."""
+"""Behind the last layer: norm and head, in floats and as they are exported."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +12,7 @@ from transformers import PreTrainedModel
 from edgellm.quantize.linear import DecodedLinear
 from edgellm.quantize.one_layer_model import run_layer
 from edgellm.quantize.rounding import round_input
+from edgellm.quantize.score import Quality, Score, Targets
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor
 
@@ -21,24 +20,6 @@ _TOKENS, _VOCABULARY = 256, 8192  # of a product of states and head
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # [T, H] -> [T, V]
 Finish = Callable[[torch.Tensor], torch.Tensor]  # [T, V] -> [T, V]
-
-
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """Over held-out text: how well the right token is predicted, and how alike.
-
-    Of a language model the right token is the next one, of a draft that which its base takes
-    (tokens that the draft does not know are missed, and are no part of its perplexity).
-    """
-
-    tokens: int
-    perplexity_float: float
-    perplexity_quantized: float
-    accuracy_float: float  # share of tokens whose likeliest candidate is right
-    accuracy_quantized: float
-    kl_divergence: float  # of the quantized from the float distribution, nats a token
-    top1_agreement: float
-    kl_float_head: float | None = None  # the same with the float head; None: the head is one
 
 
 def float_head(weight: Tensor, device: torch.device, finish: Finish) -> Head:
@@ -76,7 +57,7 @@ def greedy(states: torch.Tensor, head: Head) -> NDArray[np.int64]:
 
 
 def measure(
-    targets: NDArray[np.int64],
+    targets: Targets,
     states: tuple[States, States],
     norm: PreTrainedModel,
     heads: tuple[Head, Head],
@@ -85,28 +66,19 @@ def measure(
     """Compare the float with the quantized model.
 
     Args:
-        targets: right ids of the first T states of each row, [rows, T]; -1: there is none.
+        targets: of the first T states of each row.
         states: of the float and the quantized model behind the last layer.
         norm: a model without layers, for its final norm.
         heads: the float one and that of the quantized model.
         device: where to compute.
     """
-    losses, hits, sums = np.zeros(2), np.zeros(2), np.zeros(2)
-    count = known = 0
-    for pair, ids in _chunks(targets, states, norm, device):
-        logs = [torch.log_softmax(head(x), -1) for head, x in zip(heads, pair, strict=True)]
-        is_known = ids >= 0
-        right = [log.gather(-1, ids.clamp(min=0)[:, None])[is_known, 0] for log in logs]
-        best = [log.argmax(-1) for log in logs]
-        losses -= [float(values.double().sum()) for values in right]
-        hits += [int((found == ids).sum()) for found in best]
-        divergence = (logs[0].exp() * (logs[0] - logs[1])).sum(-1)
-        sums += [float(divergence.double().sum()), int((best[0] == best[1]).sum())]
-        known += int(is_known.sum())
-        count += len(ids)
-    perplexities = [math.exp(min(loss / max(known, 1), 700)) for loss in losses.tolist()]
-    accuracies, rest = (hits / count).tolist(), (sums / count).tolist()
-    return Quality(count, *perplexities, *accuracies, *rest)
+    score, at = Score(targets.names), 0
+    kinds = targets.kinds.reshape(-1)
+    for pair, ids in _chunks(targets.ids, states, norm, device):
+        floats, rounded = (head(x) for head, x in zip(heads, pair, strict=True))
+        score.add(floats, rounded, ids, kinds[at : at + len(ids)])
+        at += len(ids)
+    return score.quality()
 
 
 def _chunks(

@@ -14,9 +14,9 @@ from edgellm.export.rotation import KEY as ROTATION
 from edgellm.quantize.checkpointing import HEAD_PART, layer_part
 from edgellm.quantize.checks import HEAD
 from edgellm.quantize.layer_errors import LayerReport
-from edgellm.quantize.logits import Quality
 from edgellm.quantize.mixing import Mixture, mix
 from edgellm.quantize.plan import Plan
+from edgellm.quantize.score import Quality, read_quality
 
 _PACKAGES = ("edgellm", "nvidia-modelopt", "torch", "transformers", "numpy")
 _WORST = 5
@@ -165,7 +165,7 @@ def as_json(report: Report) -> dict[str, Any]:
 def read_report(facts: Mapping[str, Any]) -> Report:
     """What `as_json` gave of one run, without a mixture."""
     own = {name: facts[name] for name in Report.__dataclass_fields__ if name != "mixture"}
-    own["quality"] = Quality(**facts["quality"])
+    own["quality"] = read_quality(facts["quality"])
     own["layers"] = tuple(LayerReport(**layer) for layer in facts["layers"])
     return Report(**own)
 

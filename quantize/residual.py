@@ -89,8 +89,9 @@ def _recipes(model: LanguageModel, rotation: Rotation) -> dict[str, Recipe]:
     for layer in layers:
         own = {name for name in infos if name.startswith(layer)}
         _check_norms(infos, layer, own, family)
-        found |= {f"{layer}{norm}.weight": turning.ones(f"{layer}{norm}.weight")
-                  for norm in family.norms}  # fmt: skip
+        found |= {
+            f"{layer}{norm}.weight": turning.ones(f"{layer}{norm}.weight") for norm in family.norms
+        }
         for name in own - found.keys():
             recipe = _recipe(turning, layer, name, own)
             found |= {} if recipe is None else {name: recipe}
@@ -116,8 +117,13 @@ def _check_norms(
     infos: Mapping[str, TensorInfo], layer: str, own: set[str], family: Family
 ) -> None:
     """Raise `UnsupportedModelError` unless a layer reads the stream through plain norms alone."""
-    norms = {name for each in own if (name := each.removeprefix(layer)).count(".") == 1
-             and "norm" in name and len(infos[each].shape) == 1}  # fmt: skip
+    norms = {
+        name
+        for each in own
+        if (name := each.removeprefix(layer)).count(".") == 1
+        and "norm" in name
+        and len(infos[each].shape) == 1
+    }
     if other := sorted(norms ^ {f"{norm}.weight" for norm in family.norms}):
         has = "has" if layer + other[0] in infos else "lacks"
         raise UnsupportedModelError(

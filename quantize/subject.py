@@ -24,6 +24,7 @@ from edgellm.quantize.experts import read_canonical
 from edgellm.quantize.families import Family, family_of, finish_logits
 from edgellm.quantize.formats import F32
 from edgellm.quantize.one_layer_model import LAYER, head_model, layer_model
+from edgellm.quantize.score import Targets
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor, read_below, read_tensor
 
@@ -266,9 +267,10 @@ class LanguageModel:
         """See `Subject`."""
         return finish_logits(self.config, logits)
 
-    def targets(self, task: Task) -> Ids:
+    def targets(self, task: Task) -> Targets:
         """The tokens that follow."""
-        return task.calibration.held_out[:, 1:]
+        text = task.calibration
+        return Targets(text.held_out[:, 1:], text.held_out_kinds[:, 1:], text.kinds)
 
     def needed_bytes(self, batch_tokens: int, copies: int, *, with_head: bool) -> int:
         """See `Subject`."""

@@ -63,9 +63,12 @@ def test_paragraphs_of_a_text_file(tokenizer, tmp_path):
 
 
 def test_the_own_text_is_sound(tokenizer):
-    found = read_calibration("default", tokenizer, **OPTIONS)
+    found = read_calibration("default", tokenizer, **{**OPTIONS, "num_held_out": 40})
     assert found.name == "default"
     assert len(found.rows) == 20
+    assert found.kinds == ("code", "prose", "sums")
+    assert found.held_out_kinds.shape == found.held_out.shape
+    assert {*found.held_out_kinds.flat} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,7 @@ def test_the_own_text_is_sound(tokenizer):
         ("a.csv", b"a,b", "neither .jsonl nor .txt"),
         ("a.txt", b"w9 w10 \xff", "is not UTF-8"),
         ("a.jsonl", b'{"text": "w9 w10"}', "too short"),
+        ("a.jsonl", b'{"text": "w9 w10", "kind": 3}', "line 1 is neither"),
         ("a.jsonl", b'{"text": "w9"}\n{"txt": 1}', "line 2 is neither a conversation"),
         ("a.jsonl", b'{"text": "a", "text": "b"}', "text is there twice"),
         ("a.jsonl", b"[1]", "line 1 is neither a conversation"),

@@ -27,10 +27,10 @@ from edgellm.quantize.families import FAMILIES
 from edgellm.quantize.layer_errors import relative
 from edgellm.quantize.layerwise_run import run_job
 from edgellm.quantize.linear import DecodedLinear, decode_linear
-from edgellm.quantize.logits import Quality
 from edgellm.quantize.plan import Job, make_plan
 from edgellm.quantize.rounding import round_input
 from edgellm.quantize.schemes import SCHEMES
+from edgellm.quantize.score import Quality
 from edgellm.quantize.tensors import Tensor, read_below
 
 pytestmark = pytest.mark.usefixtures("one_thread")

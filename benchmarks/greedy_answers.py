@@ -1,0 +1,83 @@
+"""What models answer to HumanEval's and gsm8k's prompts, and how far drafts carry the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import prompts
+from methods import EAGLE3, METHODS
+
+from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
+from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.draft import DraftOptions, export_draft
+from edgellm.export.source import open_checkpoint, open_draft
+from edgellm.quantize.score import Asked, Changes, count_changes
+
+SETS = ("humaneval", "gsm8k")
+_GREEDY = SamplingParams(0.0, top_p=1.0, top_k=0)
+
+
+def ask(engine: Path, count: int, tokens: int) -> list[Asked]:
+    """The greedy answers of an engine to the first prompts of every set."""
+    with LLM(engine) as model:
+        return [
+            Asked(name, tuple(answer.prompt.token_ids), tuple(answer.token_ids))
+            for name in SETS
+            for question in prompts.load(name)[:count]
+            for answer in [_answer(model, question, tokens)]
+        ]
+
+
+def changes(logits: Callable[[np.ndarray], np.ndarray], asked: Sequence[Asked]) -> Changes:
+    """How many of the answers a model changes; `logits`: of ids [S], [S, V]."""
+    found = [logits(np.array(each.said, np.int64))[each.start :].argmax(-1) for each in asked]
+    return count_changes(asked, found)
+
+
+def draft_bundle(base: Path, output: Path) -> Path:
+    """The draft of examples/, exported in floats."""
+    source = open_checkpoint(str(base), tokenizer=False)
+    export_draft(open_draft(str(EAGLE3)), source, output, DraftOptions("fp32"))
+    return output
+
+
+def acceptance_length(
+    base: Path, draft: Path, folder: Path, rounding: str, threads: int, count: int, tokens: int
+) -> float:
+    """Tokens of a verification, fixed trees of 16 nodes, over answers to every set.
+
+    Args:
+        base: the checkpoint.
+        draft: its draft's bundle.
+        folder: for a bundle and an engine.
+        rounding: of the build.
+        threads: of the engine.
+        count: prompts of each set.
+        tokens: of an answer.
+    """
+    bundle, engine = folder / "bundle", folder / "engine"
+    options = ExportOptions("fp16" if rounding == "none" else "fp32", draft_model_dir=str(EAGLE3))
+    export_llm(open_checkpoint(str(base)), bundle, options)
+    plan = Plan(1024, 2048, threads, "auto", rounding, max_verify_tree_size=16)
+    build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
+    plan = Plan(1024, 2048, threads, "auto", "none", max_draft_tree_size=60)
+    build_engine("draft", draft, engine, plan, "onnxruntime", lambda _: None)
+    rounds = []
+    with LLM(engine, spec=METHODS["eagle3-fixed"].spec) as model:
+        for name in SETS:
+            for question in prompts.load(name)[:count]:
+                rounds += _answer(model, question, tokens).profile.rounds
+    return sum(one.emitted for one in rounds) / len(rounds)
+
+
+def _answer(model: LLM, question: str, tokens: int) -> Answer:
+    message = {"role": "user", "content": question}
+    answer = model.generate([message], sampling=_GREEDY, max_generate_length=tokens)
+    for _ in answer:
+        pass
+    return answer
