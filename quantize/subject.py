@@ -135,7 +135,7 @@ class Subject(Protocol):
         """Make the states that enter the first layer; what is there already stays."""
         ...
 
-    def targets(self, task: Task) -> Ids:
+    def targets(self, task: Task) -> Targets:
         """What the held-out states predict, [rows, T]; -1 where no id is right."""
         ...
 

@@ -2,56 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import socket
-import threading
 import time
 
 import pytest
-import uvicorn
+from inside_server import serving_inside
 
 from edgellm.tools.serve import connection
-from edgellm.tools.serve.app import create_app
-from edgellm.tools.serve.engines import Engines
 from edgellm.tools.serve.loading import Loading
 from edgellm.tools.serve.models import read_models
-from edgellm.tools.serve.server import configured, listen
 from edgellm.tools.serve.settings import Settings
 
 LONG = {"prompt": "w20 w30", "max_tokens": 4000, "temperature": 0, "stream": True}
 HEAD = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
-class Inside(uvicorn.Server):
-    """A server whose loop can be looked at."""
-
-    async def startup(self, sockets=None):
-        await super().startup(sockets)
-        self.loop = asyncio.get_running_loop()
-
-    def tasks(self) -> int:
-        return len(asyncio.all_tasks(self.loop))
-
-
 @pytest.fixture
 def inside(roomy_engine):
-    models = read_models([f"tiny={roomy_engine}"])
-    engines = Engines(models, Loading(), Settings(queue_size=4, request_timeout_s=60))
-    found = Inside(configured(create_app(engines), 5))
-    listener = listen("127.0.0.1", 0)
-    found.port = listener.getsockname()[1]
-    engines.begin()
-    thread = threading.Thread(target=found.run, kwargs={"sockets": [listener]})
-    thread.start()
-    while not found.started:
-        time.sleep(0.01)
-    yield found
-    found.should_exit = True
-    engines.end()
-    thread.join()
-    engines.close()
+    settings = Settings(queue_size=4, request_timeout_s=60)
+    with serving_inside(read_models([f"tiny={roomy_engine}"]), Loading(), settings) as server:
+        yield server
 
 
 def _connect(server):

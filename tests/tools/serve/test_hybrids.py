@@ -1,0 +1,92 @@
+"""A hybrid base for several answers at a time, behind HTTP: each is as it is alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import eagle_engines
+import pytest
+from inside_server import Inside, serving_inside
+
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.tools.serve.loading import Loading
+from edgellm.tools.serve.models import read_models
+from edgellm.tools.serve.settings import Settings
+
+GREEDY = SamplingParams(temperature=0)
+SPECS = {"plain": None, "mtp": SpecOptions("mtp", lookups=("ngram",), tree="fixed", verify_size=8)}
+PROMPTS = ["w20 w21 w20 w21 w20", "w20 w21 w20 w33", "w50 w51", "w60 w61 w62 w60 w61", "w70"]
+
+
+@pytest.fixture(scope="module")
+def hybrid(eagle_pairs, tmp_path_factory) -> Path:
+    """Qwen3.5 with its layer of multi-token prediction, for three answers at a time."""
+    engine = tmp_path_factory.mktemp("hybrid") / "engine"
+    return eagle_engines.for_several(eagle_pairs("mtp"), engine, 3)
+
+
+@pytest.fixture(scope="module")
+def alone(eagle_pairs) -> LLM:
+    return LLM(eagle_pairs("mtp").engine)
+
+
+def _open(server: Inside, **body: object) -> http.client.HTTPResponse:
+    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    content = json.dumps({"temperature": 0, "max_tokens": 12, **body})
+    client.request("POST", "/v1/completions", content, {"content-type": "application/json"})
+    return client.getresponse()
+
+
+def _ask(server: Inside, prompt: str) -> tuple[str, int, int]:
+    """Text, tokens of it and its prompt, and how many of these were not computed again."""
+    answer = json.loads(_open(server, prompt=prompt).read())
+    usage = answer["usage"]
+    known = usage["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["text"], usage["total_tokens"], known
+
+
+def _expected(alone: LLM, prompt: str) -> str:
+    answer = alone.generate(prompt, max_generate_length=12, sampling=GREEDY)
+    list(answer)
+    return answer.text
+
+
+def _all_at_once(server: Inside, prompts: list[str]) -> list[tuple[str, int, int]]:
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return [*pool.map(lambda prompt: _ask(server, prompt), prompts)]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_clients_at_once_get_the_answers_alone(hybrid, alone, tmp_path, spec):
+    """In two turns, beside clients that leave, and behind the server's next start."""
+    models = read_models([f"tiny={hybrid}"])
+    loading = Loading(SPECS[spec], contexts=tmp_path / "contexts")
+    settings = Settings(queue_size=9, request_timeout_s=60)
+    with serving_inside(models, loading, settings) as server, ExitStack() as leaving:
+        going = leaving.enter_context(_open(server, prompt="w80", max_tokens=100, stream=True))
+        assert going.readline().startswith(b"data: ")
+        going.close()
+        answers = _all_at_once(server, PROMPTS)
+        assert [text for text, *_ in answers] == [_expected(alone, each) for each in PROMPTS]
+        # As many as the caches have room for beside their next turns; none ends at a stop token
+        prompts = [PROMPTS[0], *PROMPTS[2:4]]
+        answers = _all_at_once(server, prompts)
+        prompts, answers = _turn(server, alone, prompts, answers)
+    with serving_inside(models, loading, settings) as server:
+        _turn(server, alone, prompts, answers)
+
+
+def _turn(
+    server: Inside, alone: LLM, prompts: list[str], before: list[tuple[str, int, int]]
+) -> tuple[list[str], list[tuple[str, int, int]]]:
+    """The next of every conversation: only what is new is computed."""
+    pairs = zip(prompts, before, strict=True)
+    turns = [f"{each} {text} w{30 + at}" for at, (each, (text, *_)) in enumerate(pairs)]
+    answers = _all_at_once(server, turns)
+    assert [text for text, *_ in answers] == [_expected(alone, each) for each in turns]
+    assert [known for *_, known in answers] == [total - 1 for _, total, _ in before]
+    return turns, answers
