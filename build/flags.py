@@ -26,7 +26,8 @@ MaxBatchSize = Annotated[
         "--maxBatchSize",
         min=1,
         max=256,
-        help="Requests that share a pass, and that the KV cache has room for; edgellm's kernels.",
+        help="Requests that share a pass, and that the KV cache has room for; edgellm's kernels on "
+        "CPUs, ONNX Runtime on CUDA.",
     ),
 ]
 MaxLoraRank = Annotated[

@@ -48,6 +48,7 @@ class Recipe:
     alpha_step: float  # of AWQ's search
     kv_cache: str | None = None
     target: str = "gpu"  # "cpu": scales of INT8 inputs are found at run time
+    has_signs: bool = False  # of INT4's scales under error feedback, which not all readers take
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from edgellm.quantize.modelopt_adapter import Recipe
 from edgellm.quantize.residual import rotated
 from edgellm.quantize.rotation import check_values
 from edgellm.quantize.schemes import (
+    COMPRESSED_TENSORS,
     HEAD_SCHEMES,
     KV_SCHEMES,
     RESIDUAL,
@@ -238,9 +239,11 @@ def _recipes(
     body = checks.linear_shapes(infos, subject.layers, subject.family)
     out, width = infos[subject.head_name].shape
     alpha_step = job.alpha_step or _amounts(scheme, device).alpha_step
+    # TensorRT refuses negative scales.
+    has_signs = job.target == "cpu" and job.format != COMPRESSED_TENSORS
+    own = Recipe(scheme, 0, alpha_step, job.kv_cache_quantization, job.target, has_signs)
     if head_scheme is None:
-        block = block_size(scheme, body, job.block_size)
-        return Recipe(scheme, block, alpha_step, job.kv_cache_quantization, job.target), None
+        return replace(own, block_size=block_size(scheme, body, job.block_size)), None
     # The layout has one block size for all INT4 layers.
     shared = scheme.is_int4 and head_scheme.is_int4
     if head_scheme.is_table:
@@ -248,10 +251,7 @@ def _recipes(
     head = {"lm_head": (out, width)}
     body_block = block_size(scheme, {**body, **head} if shared else body, job.block_size)
     head_block = body_block if shared else block_size(head_scheme, head, job.block_size)
-    return (
-        Recipe(scheme, body_block, alpha_step, job.kv_cache_quantization, job.target),
-        Recipe(head_scheme, head_block, alpha_step),
-    )
+    return replace(own, block_size=body_block), Recipe(head_scheme, head_block, alpha_step)
 
 
 def _check_table(subject: Subject, width: int) -> None:

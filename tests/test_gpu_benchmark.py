@@ -33,7 +33,7 @@ from edgellm.build.fit import predict
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.kernels.triton.catalog import KERNELS, Variant
+from edgellm.device_runtime.kernels.triton.catalog import keep_rows
 from edgellm.device_runtime.runners import onnxruntime_cpu
 from edgellm.device_runtime.runners.tensorrt import cuda
 from edgellm.device_runtime.runners.tensorrt.device import Planes
@@ -213,8 +213,8 @@ def test_what_a_stream_is_asked_for_is_told_apart():
     device.download(host, memory.address)
     device.upload(memory.address, host)
     device.move_rows(Planes(memory.address, 1, 8, 16), memory.address, 1, 0)
-    kept = Variant(KERNELS["keep_rows"], {"D": 64, "CODES": "fp16"}, 1)
-    device.launch(kept, (1, 1, 2), [memory.address] * 4)  # a table that is none
+    kept = [*[memory.address] * 4, 64]  # a table that is none
+    device.launch(keep_rows(64, "fp16"), (1, 1, 2), kept)
     device.upload(memory.address, host)  # that nothing follows
     assert not device.spent_ms
     device.synchronize()

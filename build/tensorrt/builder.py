@@ -17,7 +17,6 @@ import onnx_ir as ir
 from edgellm.artifact import defer_interrupt
 from edgellm.build.plan import Report
 from edgellm.build.tensorrt.engine_layers import inspect_engine
-from edgellm.build.tensorrt.kernel_attention import ATTEND, NODES
 from edgellm.build.tensorrt.kernel_log import Kernel, read_kernels
 from edgellm.build.tensorrt.memory import MappedFile, memory_returned
 from edgellm.build.tensorrt.observers import EngineFile, progress_monitor
@@ -26,6 +25,9 @@ from edgellm.build.tensorrt.plugins import register
 from edgellm.build.tensorrt.profiles import Pass
 from edgellm.build.tensorrt.target import Target
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.runners.tensorrt import python_plugins
+from edgellm.device_runtime.runners.tensorrt.attention_nodes import ATTEND, NODES
+from edgellm.device_runtime.runners.tensorrt.library import Library
 from edgellm.device_runtime.runners.tensorrt.library_log import LibraryLog
 
 
@@ -72,7 +74,7 @@ def build(
     weights = _map_weights(model)
     own = [node.op_type for node in model.graph if node.op_type in NODES]
     if own:
-        register_plugins(trt)
+        register_plugins(target.library)
     with defer_interrupt() as pending:
         builder = trt.Builder(log.logger)
         builder.max_threads = threads or builder.max_threads
@@ -110,9 +112,13 @@ def _kernels(
     return inspect_engine(target.library.trt, engine), "the engine's inspector"
 
 
-def register_plugins(trt: Any) -> None:
+def register_plugins(library: Library) -> None:
     """Let TensorRT know edgellm's kernels."""
-    register(trt, importlib.import_module(f"{trt.__name__}.plugin"))
+    trt = library.trt
+    if library.runs_python_plugins:
+        python_plugins.register(trt)
+    else:
+        register(trt, importlib.import_module(f"{trt.__name__}.plugin"))
 
 
 def _external(model: ir.Model) -> dict[str, ir.ExternalTensor]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.build.tensorrt.builder import Built
-from edgellm.build.tensorrt.kernel_attention import ATTEND, NODES
 from edgellm.build.tensorrt.kernel_log import Kernel
 from edgellm.build.tensorrt.profiles import Pass
+from edgellm.device_runtime.runners.tensorrt.attention_nodes import ATTEND, NODES
 from edgellm.manifest import LAYER_REPORT
 
 
