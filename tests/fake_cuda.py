@@ -137,7 +137,12 @@ def fake_graphs(driver: FakeDriver, *, fails_at: str = "") -> Any:
         return call
 
     mode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=0)
-    names = {"cuStreamBeginCapture": (), "cuStreamEndCapture": (1,), "cuGraphInstantiate": (2,),
-             "cuGraphDestroy": (), "cuGraphLaunch": ()}  # fmt: skip
+    names = {
+        "cuStreamBeginCapture": (),
+        "cuStreamEndCapture": (1,),
+        "cuGraphInstantiate": (2,),
+        "cuGraphDestroy": (),
+        "cuGraphLaunch": (),
+    }
     functions = {name: function(name, *found) for name, found in names.items()}
     return SimpleNamespace(CUstream=lambda handle: handle, CUstreamCaptureMode=mode, **functions)

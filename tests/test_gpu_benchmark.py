@@ -227,8 +227,20 @@ def test_the_report(eagle_pair, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "compute_capability", lambda: 89)
     monkeypatch.setattr(gpu, "measured_bandwidths", lambda: {"attributes": 20.0, "copy": 10.0})
     written = tmp_path / "figures.json"
-    flags = ["--tokens", TOKENS, "--prompt", PROMPT, "--repeats", 1, "--steps", STEPS,
-             "--nodes", NODES, "--json", written]  # fmt: skip
+    flags = [
+        "--tokens",
+        TOKENS,
+        "--prompt",
+        PROMPT,
+        "--repeats",
+        1,
+        "--steps",
+        STEPS,
+        "--nodes",
+        NODES,
+        "--json",
+        written,
+    ]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, (eagle_pair.engine, *flags))])
     gpu.main()
     figures, shown = json.loads(written.read_text()), capsys.readouterr().out

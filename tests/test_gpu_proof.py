@@ -20,8 +20,15 @@ from edgellm.contract import EdgeLLMError
 
 def test_the_kernels_of_a_round_are_checked_on_the_fake_gpu(monkeypatch):
     found = check_kernels(FakeDevice(), 5000)
-    rounds = {"grow_level", "select_tree", "lay_out", "accept_greedy", "accept_sampled",
-              "pick_shares", "join_picks"}  # fmt: skip
+    rounds = {
+        "grow_level",
+        "select_tree",
+        "lay_out",
+        "accept_greedy",
+        "accept_sampled",
+        "pick_shares",
+        "join_picks",
+    }
     assert found.keys() == {f"{name}_us" for name in rounds} | {"pick_shares_gb_per_s"}
     broken = lambda *_, **__: None  # noqa: E731
     monkeypatch.setitem(fake_gpu.REFERENCES, "lay_out", broken)

@@ -66,7 +66,9 @@ def inspect_engine(trt: Any, path: Path) -> tuple[Kernel, ...]:
             hint="close other programs that use the GPU, or leave out --layerReport",
         )
     inspector = engine.create_engine_inspector()
-    return read_layers(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+    told = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
+    del inspector, engine  # before the runtime, which they belong to
+    return read_layers(told)
 
 
 def read_layers(text: str) -> tuple[Kernel, ...]:
