@@ -19,7 +19,7 @@ from edgellm.quantize.checkpointing import WorkFolder
 from edgellm.quantize.device import choose_device
 from edgellm.quantize.draft import Draft
 from edgellm.quantize.modelopt_adapter import Recipe
-from edgellm.quantize.questions import read_questions
+from edgellm.quantize.questions import Questions, read_questions
 from edgellm.quantize.residual import rotated
 from edgellm.quantize.schemes import (
     HEAD_SCHEMES,
@@ -164,11 +164,7 @@ def make_plan(job: Job) -> Plan:
     )
     batch_tokens = job.batch_tokens or amounts.batch_tokens
     batch_rows = max(1, batch_tokens // seq_len)
-    questions = None
-    if job.answers is not None:
-        whole = reader.checkpoint
-        tokenizer = load_tokenizer(whole.tokenizer_files)
-        questions = read_questions(job.answers, tokenizer, whole, positions)
+    questions = _questions(job, reader)
     task = Task(calibration, WorkFolder(job.work_dir), batch_rows, device, questions)
     settings = _settings(job, recipe, head, subject, task, batch_tokens)
     plan = Plan(job, subject, recipe, head, task, settings)
@@ -176,6 +172,15 @@ def make_plan(job: Job) -> Plan:
     if not task.work.is_there:
         checks.check_weights(subject.checkpoint.tensors)
     return plan
+
+
+def _questions(job: Job, reader: LanguageModel) -> Questions | None:
+    """What the model is asked, if the user wants that."""
+    if job.answers is None:
+        return None
+    tokenizer = load_tokenizer(reader.checkpoint.tokenizer_files)
+    positions = reader.config.max_position_embeddings
+    return read_questions(job.answers, tokenizer, reader.checkpoint, positions)
 
 
 def _language_model(job: Job) -> LanguageModel:

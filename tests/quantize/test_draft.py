@@ -131,10 +131,10 @@ def test_a_draft_behind_a_rounded_base(make, tmp_path, name):
     if not own.output_dir.exists():
         run_job(own, _quiet)
     accuracy = json.loads((own.output_dir / "edgellm_quant.json").read_text())["quality"]
-    job = replace(
-        own, model_dir=own.base_model_dir, base_model_dir=None, draft_model_dir=own.model_dir,
-        quantization="int4_awq", output_dir=tmp_path / "base", num_samples=2,
-    )  # fmt: skip
+    models = {"model_dir": own.base_model_dir, "draft_model_dir": own.model_dir}
+    models["base_model_dir"] = None
+    changes = {"quantization": "int4_awq", "output_dir": tmp_path / "base", "num_samples": 2}
+    job = replace(own, **models, **changes)
     found = run_job(job, _quiet).quality.drafted
     assert found.by_floats == pytest.approx(accuracy["accuracy_float"])
     floats = _in_floats(job.output_dir, tmp_path / "floats")
