@@ -21,6 +21,7 @@ from edgellm.strict_json import parse
 CONTRACT_VERSION = 2
 ENGINE_VERSION = 3  # of engines, whose form changes oftener than that of bundles
 MANIFEST_NAME = "manifest.json"
+LAYER_REPORT = ".layers.json"  # behind the name of a compiled graph: what it was fused to
 DRAFT_FOLDER = "draft"  # of an engine: where its draft's engine lies
 
 DEVICES = ("cpu", "cuda")  # of libraries that have a backend for each, the usual one first

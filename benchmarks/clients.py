@@ -36,7 +36,7 @@ class Seen:
     """One answer as its client saw it, in seconds of one clock."""
 
     asked: float
-    times: list[float]  # of events with text, which have several tokens when they were drafted
+    times: list[float]  # of events with tokens, several when they were drafted
     tokens: int
 
 
@@ -73,7 +73,9 @@ def prompts() -> Iterator[str]:
 async def _ask(port: int, text: str, tokens: int) -> Seen:
     body = {
         "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": tokens,
-        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        "ignore_eos": True, "stream": True,
+        # An answer that goes on behind its end has tokens without a text.
+        "stream_options": {"include_usage": True, "include_tokens": True},
     }  # fmt: skip
     content = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -85,7 +87,7 @@ async def _ask(port: int, text: str, tokens: int) -> Seen:
         if not line.startswith(b"data: {"):
             continue
         event = json.loads(line[6:])
-        if any(choice["delta"].get("content") for choice in event["choices"]):
+        if event.get("edgellm"):
             times.append(time.monotonic())
         count = (event.get("usage") or {}).get("completion_tokens", count)
     writer.close()

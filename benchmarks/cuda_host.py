@@ -1,6 +1,6 @@
 """What ONNX Runtime's CUDA provider asks a GPU for, where there is none.
 
-    pip download --no-deps onnxruntime-gpu nvidia-cuda-runtime, and unpack both
+    pip download --no-deps onnxruntime-gpu nvidia-cuda-runtime nvidia-cuda-crt, and unpack them
     python benchmarks/cuda_host.py ENGINE --onnxruntime FOLDER --include FOLDER [--sm 89] [--trace]
 
 The provider is the released one; under it lies `cuda_stub.c`, compiled here: memory is the host's
@@ -21,8 +21,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from edgellm.device_runtime.sessions.decoder import DecoderSession
 
 COUNTS = ("launches", "products", "copies", "replays", "allocations", "waits", "refusals")
 VERSIONS = {"cudart": 13, "cublas": 13, "cublasLt": 13, "curand": 10, "cuda": 1, "cudnn": 9}
@@ -143,6 +147,36 @@ def count(engine: Path, stub: Path) -> None:
         tree = session.run(ids, prompt + 1, outputs, position_ids=places, tree_mask=mask)
         _ = tree.token_ids
         counter.show(f"tree of {rows}")
+    _count_together(session, prompt, counter)
+
+
+def _count_together(session: DecoderSession, prompt: int, counter: Counter) -> None:
+    """Tokens, then trees, of all answers that an engine takes at a time."""
+    from edgellm.device_runtime.sessions.decoder import Part
+
+    if session.most_parts == 1:
+        return
+    contexts = [session.new_context() for _ in range(session.most_parts)]
+    session.close(session.context)
+    wanted, tree = np.zeros(1, np.int64), np.arange(4)
+    for context in contexts:
+        session.use(context)
+        _ = session.run(np.arange(prompt) % 9, 0, wanted).token_ids
+    tokens = [Part(context, wanted, prompt, wanted) for context in contexts]
+    trees = [
+        Part(context, tree, prompt + 1, tree, prompt + 1 + tree, np.tri(4, dtype=np.bool_))
+        for context in contexts
+    ]
+    counter.show("prompts")
+    for name, parts in (
+        ("tokens", tokens),
+        ("trees", trees),
+        ("recording", trees),
+        ("trees", trees),
+    ):
+        for found in session.run_many(parts):
+            _ = found.token_ids
+        counter.show(f"{len(parts)} {name}")
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from gpu_clock import COMPACTION, measured_bandwidths, timed_engines
 from gpu_proof import prove, write
+from gpu_rounds import production
 from gpu_runs import OracleCheck, Run, check_oracle, run
 
 from edgellm.build import backends
@@ -37,6 +38,7 @@ from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.manifest import (
     DRAFT_ENGINE,
     DRAFT_FOLDER,
+    LAYER_REPORT,
     LLM_BUNDLE,
     LLM_ENGINE,
     Engine,
@@ -78,6 +80,8 @@ def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
     manifest = load_engine(engine, LLM_ENGINE)
     has_draft = (engine / DRAFT_FOLDER).is_dir()
     asked = {"prompt": options.prompt, "repeats": options.repeats}
+    as_used = production(engine, options.prompt, options.tokens, has_draft=has_draft)
+    gc.collect()  # its engines take the GPU's memory
     with timed_engines(runners.find(manifest.backend)) as clocks:
         llm = LLM(engine, spec=SpecOptions() if has_draft else None)
     plain = run(llm, clocks, options.tokens, speculative=False, **asked)
@@ -87,8 +91,9 @@ def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "engine": {"backend": manifest.backend_version, "machine": manifest.machine,
                    "quantization": manifest.quantization, "model": manifest.decoder.model_type},
-        "bytes_per_token": needed, "bytes_from": how, "plain": plain.as_json(),
-        "roofline": share,
+        "launches": _launches(engine), "production": as_used,
+        "bytes_per_token": needed, "bytes_from": how,
+        "plain": plain.as_json(), "roofline": share,
     }  # fmt: skip
     runs = {"plain": plain}
     if has_draft:
@@ -108,6 +113,17 @@ def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
         gc.collect()
         figures["oracle"] = foresee(engine, manifest, options, asked)
     return figures
+
+
+def _launches(engine: Path) -> dict[str, dict[str, int]]:
+    """Kernels of each pass, by graph, of an engine that was built with --layerReport."""
+    found = {}
+    for path in sorted(engine.rglob(f"*{LAYER_REPORT}")):
+        passes = json.loads(path.read_text("utf-8"))["passes"]
+        found[path.name.removesuffix(LAYER_REPORT)] = {
+            name: each["kernels"] for name, each in passes.items()
+        }
+    return found
 
 
 def foresee(

@@ -11,8 +11,9 @@ import numpy as np
 from attention_references import keep_rows
 from kernel_references import REFERENCES
 
-from edgellm.build.tensorrt.plugins import PLUGINS, Launch
-from edgellm.device_runtime.kernels.triton.catalog import FEW_ROWS, FIRST_FP8, KERNELS, Variant
+from edgellm.device_runtime.kernels.triton import catalog
+from edgellm.device_runtime.kernels.triton.catalog import FIRST_FP8, Variant
+from edgellm.device_runtime.runners.tensorrt.attention_nodes import PLUGINS, Launch
 from edgellm.device_runtime.runners.tensorrt.device import Device
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import MAGIC
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Packed, packed_bytes
@@ -64,7 +65,6 @@ class _Layer:
             "head_dim": sizes.head_dim,
             "capability": sm,
             "own_tables": 0,
-            "rows": FEW_ROWS,
             "window": 0,
             "cap_bits": 0,
             "sunk": 0,
@@ -187,13 +187,12 @@ class _Layer:
 
     def _keep(self, arrays: dict[str, np.ndarray]) -> float:
         """The last row moves behind the first, which gives the same however often it runs."""
-        variant = Variant(
-            KERNELS["keep_rows"], {"D": self._sizes.head_dim, "CODES": self._codes}, 1
-        )
+        variant = catalog.keep_rows(self._sizes.head_dim, self._codes)
         grid, names = (1, self._sizes.kv_heads, 2), ("path", "outcome", "write_index", "table")
         facts = {**variant.constants, "grid": grid, "memory": self._memory(arrays)}
-        keep_rows(*(arrays[name] for name in names), constants=facts)
-        return self._timed(variant, grid, [self._packed.addresses[name] for name in names])
+        size = self._sizes.head_dim
+        keep_rows(*(arrays[name] for name in names), size, constants=facts)
+        return self._timed(variant, grid, [*(self._packed.addresses[name] for name in names), size])
 
     def _memory(self, arrays: dict[str, np.ndarray]) -> Any:
         """What lies at an address, in the references' copies."""

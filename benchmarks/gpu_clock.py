@@ -36,26 +36,20 @@ class Events(Protocol):
 
 
 class CudaEvents:
-    """See `Events`."""
+    """See `Events`; pycuda's, as the runtime's memory and stream are."""
 
     def __init__(self, device: cuda.CudaDevice) -> None:
-        self._driver = device._graphs
-        self._stream = self._driver.CUstream(device.stream)
+        self._device = device
 
     def record(self, event: Any) -> Any:
-        if event is None:
-            (event,) = self._check(self._driver.cuEventCreate(0))
-        self._check(self._driver.cuEventRecord(event, self._stream))
+        with self._device.current():
+            event = self._device._driver.Event() if event is None else event
+            event.record(self._device._stream)
         return event
 
     def between_ms(self, first: Any, last: Any) -> float:
-        return self._check(self._driver.cuEventElapsedTime(first, last))[0]
-
-    @staticmethod
-    def _check(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-        if int(answer[0]):
-            raise RuntimeError(f"an event of the GPU fails: {answer[0]!s}")
-        return answer[1:]
+        with self._device.current():
+            return first.time_till(last)
 
 
 class TimedDevice:

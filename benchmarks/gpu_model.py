@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgellm.build.tensorrt.plugins import MOST_SHARES, PARTIAL_ROWS
+from edgellm.device_runtime.runners.tensorrt.attention_nodes import MOST_SHARES, PARTIAL_ROWS
 
 BITS = {"fp16": 16.0, "int4": 4 + 16 / 128, "nvfp4": 4 + 8 / 16}  # of a weight, with its scales
 # Of TensorRT-RTX 1.7.1 for compute capability 12.0, the engines of tests/tensorrt_bundles.py with 4

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,7 @@ from edgellm.tools.bench.machine import facts
 
 ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_S = 1800  # of a stage
+_TESTS_NEED = ("pytest", "hypothesis", "safetensors", "torch", "transformers")
 _MATRIX = (4096, 4096)  # bytes: rows and their size, gathered for the bandwidth
 
 
@@ -141,8 +144,11 @@ def build_engine(folder: Path, *, dry: bool) -> tuple[bool, str]:
     """Export and build the small model of `examples/` with its draft."""
     base, draft = (ROOT / "examples" / name for name in ("synthetic-vlm", "synthetic-vlm-eagle3"))
     dtype = "fp32" if dry else "fp16"
-    backend = ("--backend", "onnxruntime", "--device", "cpu") if dry else ("--backend", "tensorrt")
-    sizes = ("--maxInputLen", 128, "--maxKVCacheCapacity", 512, *backend)
+    backend = ("--backend", "tensorrt", "--layerReport")
+    if dry:
+        backend = ("--backend", "onnxruntime", "--device", "cpu")
+    lengths = (64, 128) if dry else (128, 512)  # the fake GPU's graphs are of these
+    sizes = ("--maxInputLen", lengths[0], "--maxKVCacheCapacity", lengths[1], *backend)
     steps = (
         ("export.cli", "llm", "--model_dir", base, "--draft_model_dir", draft, "--is_eagle_base",
          "--dtype", dtype, "--output_dir", folder / "base"),
@@ -189,9 +195,8 @@ def prove(
         return passed, said, json.loads(said.splitlines()[-1]) if passed else {}
 
     doctor = "from edgellm.tools.doctor.cli import main; main()"
-    tests = ["--collect-only", "-q"] if options.dry else ["-rs"]
     stage("doctor", lambda: (*command(python, "-c", doctor, codes=(0, 1)), {}))
-    stage("tests", lambda: (*command(python, "-m", "pytest", "-m", "gpu", "tests/gpu", *tests), {}))
+    stage("tests", lambda: _tests(dry=options.dry))
     stage("runtime", runtime)
     with tempfile.TemporaryDirectory() as folder:
         engine = options.engine
@@ -199,19 +204,63 @@ def prove(
             "engine", lambda: (*build_engine(Path(folder), dry=options.dry), {})
         ):
             engine = Path(folder, "engine")
+            if options.dry:
+                stage("rounds", lambda: _fake_rounds(Path(folder)))
         if engine is not None:
             stage("decoding", lambda: _decoding(measure(engine, options)))
     return stages
+
+
+def _tests(*, dry: bool) -> tuple[bool, str, dict[str, Any]]:
+    """Those of the GPU; where all of them skip, nothing was shown."""
+    if missing := [name for name in _TESTS_NEED if importlib.util.find_spec(name) is None]:
+        return False, f"missing: {', '.join(missing)}; pip install '.[proof]' torch", {}
+    flags = ["--collect-only", "-q"] if dry else ["-rs"]
+    words = (sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", *flags)
+    passed, said = command(*words)
+    counts = {
+        what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped)", said)
+    }
+    return passed and (dry or counts.get("passed", 0) > 0), said, {} if dry else counts
+
+
+def _fake_rounds(folder: Path) -> tuple[bool, str, dict[str, Any]]:
+    """What rounds ask of a GPU, on the fake one; `decoding` tells the same where there is a GPU."""
+    folders = (folder / name for name in ("base", "draft", "engine"))
+    passed, said = command(sys.executable, Path(__file__).with_name("gpu_rounds.py"), *folders)
+    figures = json.loads(said.splitlines()[-1]) if passed else {}
+    return passed and figures["is_plain"], "\n".join(said.splitlines()[:-1]) or said, figures
 
 
 def _decoding(figures: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
     """An answer that is drafted must be the plain one; a line for each speed."""
     runs = [(name, figures[name]) for name in ("plain", "drafted") if name in figures]
     lines = [f"{name}: {each['tokens_per_s']:.1f} tokens/s" for name, each in runs]
+    for name, steps in figures.get("production", {}).items():
+        if name != "is_plain":
+            lines.append(_as_used(name, steps))
+    lines += [
+        f"kernels of a pass of {graph}: "
+        + ", ".join(f"{name} {count}" for name, count in passes.items())
+        for graph, passes in figures.get("launches", {}).items()
+    ]
     if "roofline" in figures:
         lines.append(f"{figures['roofline']:.1%} of the memory's bandwidth")
-    is_plain = all(each.get("is_plain", True) for _, each in runs)
+    answers = [each for _, each in runs] + [figures.get("production", {})]
+    is_plain = all(each.get("is_plain", True) for each in answers)
     return is_plain, "\n".join(lines if is_plain else [*lines, "the answers differ"]), figures
+
+
+def _as_used(name: str, steps: dict[str, Any]) -> str:
+    """Of the production path: no clock is between engine and session."""
+    line = f"as users get it, {name}: {steps['tokens_per_s']:.1f} tokens/s"
+    most = steps["largest"]
+    if not most:
+        return line
+    return (
+        f"{line}; a step has at most {most['waits']} waits, {most['bytes_down']} bytes back, "
+        f"{most['bytes_up']} there, {most['graphs']} graphs, {most['kernels']} more kernels"
+    )
 
 
 def write(stages: list[Stage], folder: Path, *, dry: bool) -> None:

@@ -97,7 +97,7 @@ def measure(
     for index in range(len(turned.layers)):
         source = {name: value.floats() for name, value in turned.layer_source(index).items()}
         if rotation in VALUES:
-            source = rotate_values(source, turned.config.head_dim)
+            source = rotate_values(source, turned.config.head_dim, turned.family)
         for name, form in FORMS.items():
             layer = turned.layer_model(index, source, CPU)
             streams[name] = _advance(layer, form, turned.family, streams[name])

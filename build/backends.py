@@ -33,6 +33,10 @@ class Backend(Protocol):
         """Whether a pass may serve several sequences; asked for `max_batch_size` above 1."""
         ...
 
+    def mixes_rows(self, plan: Plan) -> bool:
+        """Whether rows have adapters of their own, and those of a block see each other."""
+        ...
+
     def estimate(self, source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         """Predict sizes without building; raises `EdgeLLMError` for what it cannot build."""
         ...

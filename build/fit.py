@@ -87,16 +87,17 @@ def predict(
     if plan.max_batch_size > 1 and not backend.takes_batches(plan):
         raise EdgeLLMError(
             f"--maxBatchSize {plan.max_batch_size}: on {backend.LABEL} a pass serves one request "
-            "unless edgellm's kernels compute it",
-            hint="give --backend onnxruntime --kernels edgellm, or leave --maxBatchSize out",
+            "unless edgellm's kernels for CPUs compute it, or ONNX Runtime on CUDA",
+            hint="give --backend onnxruntime with --kernels edgellm or --device cuda, or leave "
+            "--maxBatchSize out",
         )
-    if plan.max_lora_rank and not backend.takes_batches(plan):
+    if plan.max_lora_rank and not backend.mixes_rows(plan):
         raise EdgeLLMError(
             f"--maxLoraRank {plan.max_lora_rank}: only edgellm's kernels take adapters at run time",
             hint="give --backend onnxruntime --kernels edgellm, or merge the adapter: "
             "edgellm-export llm --lora_dir",
         )
-    if bundle.main_role == BLOCK and not backend.takes_batches(plan):
+    if bundle.main_role == BLOCK and not backend.mixes_rows(plan):
         raise EdgeLLMError(
             f"a {bundle.draft.method} draft: only edgellm's kernels let rows of a block see each "
             "other",

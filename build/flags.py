@@ -26,7 +26,8 @@ MaxBatchSize = Annotated[
         "--maxBatchSize",
         min=1,
         max=256,
-        help="Requests that share a pass, and that the KV cache has room for; edgellm's kernels.",
+        help="Requests that share a pass, and that the KV cache has room for; edgellm's kernels on "
+        "CPUs, ONNX Runtime on CUDA.",
     ),
 ]
 MaxLoraRank = Annotated[
@@ -150,7 +151,11 @@ TimingCache = Annotated[
 ]
 LayerReport = Annotated[
     bool,
-    typer.Option("--layerReport", help="tensorrt: write every kernel to <graph>.layers.json."),
+    typer.Option(
+        "--layerReport",
+        "--profilingDetailed",
+        help="tensorrt: write every kernel, and what was fused, to <graph>.layers.json.",
+    ),
 ]
 NoCheck = Annotated[
     bool,

@@ -1,11 +1,15 @@
 # Where bundles become engines and answer:
 #   docker build -f docker/device.Dockerfile -t edgellm-device .
 #   docker run --rm -v "$PWD:/models" edgellm-device llm_build --onnxDir bundle --engineDir engine
-# On a Jetson, on NVIDIA's image of its release, which brings CUDA and TensorRT:
-#   docker build -f docker/device.Dockerfile --build-arg BASE=<l4t-jetpack image> \
+# On a Jetson, on an image of NVIDIA's that brings CUDA and TensorRT of the board's release.
+# JetPack 6.1, 6.2 (TensorRT 10.3; its driver is of CUDA 12, hence CUDA_PYTHON):
+#   docker build -f docker/device.Dockerfile --build-arg BASE=<l4t-jetpack image of r36.4> \
 #     --build-arg EXTRAS=device,tensorrt,chat --build-arg CUDA_PYTHON='cuda-python<13' -t edgellm-device .
-#   docker run --rm --runtime nvidia ...
-# CUDA_PYTHON is for JetPack 6, whose driver is of CUDA 12; JetPack 7 needs no such argument.
+# JetPack 7.0, 7.1 (TensorRT 10.13.3) and 7.2 (10.16): an image for SBSA with that TensorRT
+#   docker build -f docker/device.Dockerfile --build-arg BASE=<TensorRT image for arm64> \
+#     --build-arg EXTRAS=device,tensorrt,chat -t edgellm-device .
+# Either way:
+#   docker run --rm --runtime nvidia -v "$PWD:/models" edgellm-device edgellm-doctor
 # Engines belong to the machine: build them in a container on the device, not in the image.
 ARG BASE=python:3.12-slim
 

@@ -12,6 +12,7 @@ from edgellm.specs import CacheRanges
 
 # The largest code of each type, which stands for the end of the range.
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
+_BLOCKS = ("self_attn", "mixer")  # what layers call their attention
 # nvidia-modelopt's names, then those of compressed-tensors.
 _NAMES = {"key": ("k_proj.k_scale", "k_scale"), "value": ("v_proj.v_scale", "v_scale")}
 
@@ -30,13 +31,14 @@ def read_ranges(weights: Weights, layers: Sequence[int]) -> CacheRanges | None:
     found: dict[str, list[float]] = {"key": [], "value": []}
     missing = ""
     for layer in layers:
-        attention = weights / f"model.layers.{layer}.self_attn"
+        own = weights / f"model.layers.{layer}"
         for part, names in _NAMES.items():
-            name = next((name for name in names if attention.info(name) is not None), None)
+            places = [f"{block}.{name}" for block in _BLOCKS for name in names]
+            name = next((name for name in places if own.info(name) is not None), None)
             if name is None:
-                missing = missing or attention.prefix + names[0]
+                missing = missing or f"{own.prefix}{places[0]}"
             else:
-                found[part].append(_scale(attention, name) * _LARGEST[kind])
+                found[part].append(_scale(own, name) * _LARGEST[kind])
     if not any(found.values()):
         return None
     if missing:
@@ -56,14 +58,14 @@ def _kind(quantization: Mapping[str, Any]) -> str:
     return "fp8"
 
 
-def _scale(attention: Weights, name: str) -> float:
-    info = attention.info(name)
+def _scale(layer: Weights, name: str) -> float:
+    info = layer.info(name)
     assert info is not None
-    values = attention.array(name, info.shape, info.dtype)()
+    values = layer.array(name, info.shape, info.dtype)()
     value = float(values.reshape(-1)[0]) if values.size == 1 else math.nan
     if not 0 < value < math.inf:
         raise BrokenArtifactError(
-            f"{attention.prefix}{name} is not a positive number",
+            f"{layer.prefix}{name} is not a positive number",
             hint="one scale of a layer's keys and one of its values are wanted",
         )
     return value

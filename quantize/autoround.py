@@ -6,10 +6,12 @@ gradient descent on the layer's output. Everything that depends on its interface
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,13 +61,23 @@ def autoround(
     entering = [row[None] for batch in rounded for row in batch]
     device = next(layer.parameters()).device
     python, numpy = random.getstate(), np.random.get_state()
-    with log.open("a") as stream, quiet(stream), torch.enable_grad():
+    with log.open("a") as stream, quiet(stream), torch.enable_grad(), _short_collections():
         _orchestrator(model, recipe, entering, device).quantize_block(
             layer, inputs, entering, device=str(device), auto_offload=False
         )
     random.setstate(python)
     np.random.set_state(numpy)
     return Exported(_tensors(model, layer), _described(recipe), _producer())
+
+
+@contextmanager
+def _short_collections() -> Iterator[None]:
+    """The package collects garbage at every turn; what is there already need not be looked at."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _inputs(model: PreTrainedModel, layer: nn.Module, states: Iterable[torch.Tensor]) -> list[Any]:

@@ -17,7 +17,7 @@ from edgellm.export.vlm import text_tower
 from edgellm.quantize.families import Family, check_family
 from edgellm.quantize.tensors import FLOATS, Tensor
 
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.", "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NO_WEIGHTS = ("inv_freq", "d2t", "t2d")
 _BASE_BYTES = 700 << 20  # Python with torch, transformers and ModelOpt
 _HEAD_COPIES = 5

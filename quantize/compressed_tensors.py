@@ -56,9 +56,10 @@ def pack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if f"{name}.{part}" in found
         }
         found |= {f"{name}.{part}": tensor for part, tensor in _packed(parts).items()}
-    for name, short in ((KEY_SCALE, "k_scale"), (VALUE_SCALE, "v_scale")):
-        if name in found:
-            found[f"self_attn.{short}"] = _reshaped(found.pop(name), (1,))
+    for scale in (KEY_SCALE, VALUE_SCALE):
+        for name in [name for name in found if name.endswith(f".{scale}")]:
+            short = scale.rpartition(".")[2]
+            found[name.removesuffix(scale) + short] = _reshaped(found.pop(name), (1,))
     return found
 
 

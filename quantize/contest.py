@@ -11,7 +11,7 @@ from edgellm.quantize.layerwise_run import Progress
 from edgellm.quantize.plan import Job
 from edgellm.quantize.report import Report
 from edgellm.quantize.residual import rotates
-from edgellm.quantize.rotation import has_values
+from edgellm.quantize.rotation import rotates_values
 from edgellm.quantize.schemes import RESIDUAL, VALUES
 from edgellm.quantize.subject import LanguageModel
 from edgellm.quantize.trials import Trials, trials
@@ -69,7 +69,8 @@ def ways(job: Job) -> list[str]:
 def _suits(entry: _Entry, model: LanguageModel, *, has_draft: bool) -> bool:
     if entry.algo == "autoround":
         return is_there() and model.family.experts is None
-    if entry.rotate in VALUES and not has_values(model.tensors.infos(), model.layers[0]):
+    takes = rotates_values(model.tensors.infos(), model.layers, model.family)
+    if entry.rotate in VALUES and not takes:
         return False
     # A tied head would become a matrix of its own, which is no fair comparison.
     if entry.rotate in RESIDUAL and has_draft:  # which would read another stream

@@ -47,13 +47,15 @@ class WholeNumbers:
     lowest: int
     highest: int
     block: int  # 0: one scale for all inputs
+    has_signs: bool = False  # of scales: a block's largest weight then takes the lowest code
 
     def scales(self, weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
         """See `Grid`."""
         block = self.block or weight.shape[1]
         blocks = weight.unflatten(1, (-1, block))
         largest = blocks.abs().amax(-1, keepdim=True).clamp(min=_TINY) / self.highest
-        tried = (largest * ratio for ratio in _RATIOS)
+        signs = (1, -1) if self.has_signs else (1,)
+        tried = (largest * ratio * sign for ratio in _RATIOS for sign in signs)
         return search_scales(blocks, tried, importance.view(-1, block), self)
 
     def nearest(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -61,8 +63,9 @@ class WholeNumbers:
         return torch.clamp(torch.round(weight / scale), self.lowest, self.highest)
 
     def near(self, scale: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        """See `Grid`: any positive number."""
-        return torch.maximum(scale, old * _SMALLER)
+        """See `Grid`: any number of the same sign."""
+        sign = old.sign()
+        return sign * torch.maximum(sign * scale, old.abs() * _SMALLER)
 
 
 def search_scales(

@@ -25,12 +25,12 @@ FEW = 32  # tokens, below which an expert is shown all of them
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _NAME = re.compile(r"(.*\.experts)\.(\d+)\.(?:gate|up|down)_proj\.weight")
 
-Networks = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # gate, up and down of each
+Networks = list[tuple[torch.Tensor, ...]]  # the `parts` of each
 
 
 @dataclass(slots=True)
 class Seen:
-    """What the inputs of one expert's layers were: of gate and up, and of down."""
+    """What the inputs of one expert's layers were: of gate and up, or up alone, and of down."""
 
     outer: Products
     inner: Products
@@ -45,14 +45,19 @@ class WatchedExperts(nn.Module):
     """In the place of transformers' experts; its weights are no parameters, so nobody rounds them.
 
     Attributes:
+        parts: of an expert; without a gate what `up` makes is bent itself.
         networks: weights [out, in] of each expert.
         seen: what each saw; None: nobody looks.
         shown_all: experts whose inputs are all tokens; empty: those that the router sends them.
     """
 
-    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        parts: tuple[str, ...] = _PARTS,
+    ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.parts = activation, parts
         self.networks: Networks = []
         self.seen: list[Seen] | None = None
         self.shown_all: frozenset[int] = frozenset()
@@ -65,7 +70,7 @@ class WatchedExperts(nn.Module):
             inner = self._inner(index, x[rows])
             if seen is not None and not self.shown_all:
                 self._look(seen[index], x[rows], inner)
-            added = nn.functional.linear(inner, self.networks[index][2])
+            added = nn.functional.linear(inner, self.networks[index][-1])
             y.index_add_(0, rows, added * shares[rows, places, None].to(x.dtype))
         if seen is not None:
             for index in self.shown_all:
@@ -73,9 +78,9 @@ class WatchedExperts(nn.Module):
         return y
 
     def _inner(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        gate, up, _ = self.networks[index]
-        linear = nn.functional.linear
-        return self.activation(linear(x, gate)) * linear(x, up)
+        first, *others = (nn.functional.linear(x, each) for each in self.networks[index][:-1])
+        bent = self.activation(first)
+        return bent * others[0] if others else bent
 
     @staticmethod
     def _look(seen: Seen, x: torch.Tensor, inner: torch.Tensor) -> None:
@@ -95,7 +100,8 @@ def hide_experts(layer: nn.Module, experts: Experts | None) -> None:
         assert isinstance(block, nn.Module)
         activation = theirs.act_fn
         assert callable(activation)
-        block.experts = WatchedExperts(activation)
+        parts = _PARTS if hasattr(theirs, "gate_up_proj") else _PARTS[1:]
+        block.experts = WatchedExperts(activation, parts)
 
 
 def load_experts(
@@ -107,11 +113,11 @@ def load_experts(
     if place is None:
         return left
     for parts in found.values():
-        if not parts.keys() >= {*_PARTS}:
+        if parts.keys() != {*place.parts}:
             return left  # whoever loads the others will name them
     for parts in found.values():
-        gate, up, down = (torch.from_numpy(left.pop(parts[part])).to(device) for part in _PARTS)
-        place.networks.append((gate, up, down))
+        own = (torch.from_numpy(left.pop(parts[part])).to(device) for part in place.parts)
+        place.networks.append(tuple(own))
     return left
 
 
@@ -125,8 +131,8 @@ def watch(experts: WatchedExperts, run: Callable[[], None]) -> tuple[list[Seen],
     Returns:
         What each expert saw, and the tokens of those that saw few: these were shown all.
     """
-    gate, _, down = experts.networks[0]
-    sizes, device = (gate.shape[1], down.shape[1]), gate.device
+    first, down = experts.networks[0][0], experts.networks[0][-1]
+    sizes, device = (first.shape[1], down.shape[1]), first.device
 
     def nothing() -> Seen:
         outer, inner = (Products.none(size, device) for size in sizes)
@@ -155,13 +161,12 @@ def round_experts(
     largest = [max(each.outer.largest for each in seen), max(each.inner.largest for each in seen)]
     found: dict[str, Tensor] = {}
     for index, (network, own) in enumerate(zip(experts.networks, seen, strict=True)):
-        top = max(float(network[0].abs().max()), float(network[1].abs().max()))
-        tops = (top, top, float(network[2].abs().max()))
-        for at, part in enumerate(_PARTS):
-            products = own.inner if part == "down_proj" else own.outer
-            rounded = round_weight(
-                network[at], products, recipe, tops[at], largest[part == "down_proj"]
-            )
+        top = max(float(weight.abs().max()) for weight in network[:-1])
+        for part, weight in zip(experts.parts, network, strict=True):
+            is_inner = part == "down_proj"
+            products = own.inner if is_inner else own.outer
+            most = float(weight.abs().max()) if is_inner else top
+            rounded = round_weight(weight, products, recipe, most, largest[is_inner])
             found |= {f"{prefix}.{index}.{part}.{name}": each for name, each in rounded.items()}
     return found
 

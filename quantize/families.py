@@ -7,7 +7,7 @@ norm that made it; its result is checked against what is written here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,7 +74,16 @@ class Family:
     neutral: Mapping[str, Any] = field(default_factory=dict)
     experts: Experts | None = None
     norm: str = "norm"  # the one behind the layers
+    embedding: str = "embed_tokens"
+    attends: str = "self_attn"  # the part of a layer that has keys and values
+    # Through which a layer reads the residual stream: what mixes rows, and the network, if apart.
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     floats: tuple[str, ...] = ()  # matrices that stay as they are: rates of states
+
+    def attention_of(self, names: Iterable[str]) -> str:
+        """The part of a layer with these tensors that has a cache; "": there is none."""
+        queries = f"{self.attends}.q"
+        return self.attends if any(name.startswith(queries) for name in names) else ""
 
     def canonical(self, name: str) -> str:
         """Transformers' name of a layer's tensor, from a checkpoint's or its own."""
@@ -117,6 +126,7 @@ _UNBOUNDED = {"time_step_limit": (0.0, math.inf)}
 _LFM2 = Family(
     {"operator_norm": _QKV, "ffn_norm": ("feed_forward.w1", "feed_forward.w3")},
     norm="embedding_norm",
+    norms=("operator_norm", "ffn_norm"),
 )
 # What reads the norms of delta nets says how fast states fade, too, and stays as it is.
 _DELTA = Family(
@@ -146,7 +156,7 @@ FAMILIES = {
     ),
     "falcon_h1": Family(
         {"pre_ff_layernorm": ("feed_forward.gate_proj", "feed_forward.up_proj")},
-        neutral=_UNBOUNDED, norm="final_layernorm",
+        neutral=_UNBOUNDED, norm="final_layernorm", norms=("input_layernorm", "pre_ff_layernorm"),
     ),
     "hunyuan_v1_dense": _BEFORE,
     "lfm2": _LFM2,
@@ -172,6 +182,13 @@ FAMILIES = {
             stored={"mlp.": "block_sparse_moe."},
             parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
         ),
+    ),
+    "nemotron_h": Family(
+        {"norm": tuple(f"mixer.{part}_proj" for part in "qkv")},
+        # Transformers bounds the steps of a prompt from below, but not those behind it.
+        neutral={"mamba_dt_min": 0.0, **_UNBOUNDED},
+        experts=Experts("mixer"), norm="norm_f", norms=("norm",), embedding="embeddings",
+        attends="mixer",
     ),
     "olmo2": _BEHIND,
     "olmo3": _BEHIND,
@@ -200,7 +217,16 @@ def family_of(config: Mapping[str, Any]) -> Family:
         # Routers read the second norm, too.
         readers = {"input_layernorm": family.readers["input_layernorm"]}
         return replace(family, readers=readers, experts=_GRANITE_EXPERTS)
+    if config["model_type"] == "nemotron_h" and not _has_mixtures(config):
+        return replace(family, experts=None)
     return family
+
+
+def _has_mixtures(config: Mapping[str, Any]) -> bool:
+    """Whether a layer of Nemotron-H is one, by any of the keys that say so."""
+    keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    types = next((config[key] for key in keys if config.get(key)), "E")
+    return "moe" in types or "E" in types
 
 
 def check_family(label: str, model_type: str) -> None:

@@ -75,7 +75,7 @@ def round_layer(
     described: dict[str, dict[str, Any]] = {}
     for names, seen in _look(model, states, family, _whole(recipe), weights).items():
         for kind, own in _by_form(names, forms, recipe).items():
-            form = FORMS[kind](recipe.block_size)
+            form = FORMS[kind](recipe.block_size, recipe.has_signs)
             matrices = {name: values.pop(f"{name}.weight") for name in own}
             grid = form.grid(torch.cat([*matrices.values()]))
             for name, weight in matrices.items():
@@ -89,14 +89,9 @@ def round_layer(
     return Exported(tensors, quantization, own_producer())
 
 
-def _inputs_as(recipe: Recipe) -> Form:
-    """The form of a recipe whose linear layers are all alike; of mixed ones inputs stay floats."""
-    return FORMS[recipe.scheme.form](recipe.block_size)
-
-
 def _whole(recipe: Recipe) -> Form:
     """The recipe's form; of mixed precision it says that inputs stay floats."""
-    return FORMS[recipe.scheme.form](recipe.block_size)
+    return FORMS[recipe.scheme.form](recipe.block_size, recipe.has_signs)
 
 
 def _by_form(names: Group, forms: Mapping[str, str] | None, recipe: Recipe) -> dict[str, list[str]]:

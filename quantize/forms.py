@@ -51,16 +51,17 @@ class Form(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """Blocks of inputs with a scale each."""
+    """Blocks of inputs with a scale each, which may be negative if `has_signs`."""
 
     block: int
+    has_signs: bool = False
     largest_input: float = 0.0
     input_kind: str = ""
 
     def grid(self, weight: torch.Tensor) -> Grid:
         """Whatever the weight."""
         del weight
-        return WholeNumbers(-8, 7, self.block)
+        return WholeNumbers(-8, 7, self.block, self.has_signs)
 
     def tensors(self, name: str, rounded: Rounded, grid: Grid) -> dict[str, Tensor]:
         """Pairs of codes."""
@@ -153,12 +154,13 @@ class Nvfp4:
         return {"quant_algo": "NVFP4", "group_size": NVFP4_BLOCK}
 
 
-# By the name of a scheme or of a form of mixed precision; they are given the size of INT4's blocks.
-FORMS: dict[str, Callable[[int], Form]] = {
+# By the name of a scheme or of a form of mixed precision; they are given the size of INT4's blocks,
+# and whether its scales have signs.
+FORMS: dict[str, Callable[[int, bool], Form]] = {
     "int4": Int4,
-    "int8": lambda _: Int8(),
-    "fp8": lambda _: Fp8(),
-    "nvfp4": lambda _: Nvfp4(),
+    "int8": lambda *_: Int8(),
+    "fp8": lambda *_: Fp8(),
+    "nvfp4": lambda *_: Nvfp4(),
 }
 
 

@@ -19,8 +19,7 @@ from edgellm.quantize.one_layer_model import run_layer
 from edgellm.quantize.rounding import round_fp8, round_int8
 from edgellm.quantize.tensors import Tensor
 
-ATTENTION = "self_attn."  # what its names begin with; other layers have no cache
-KEY_SCALE, VALUE_SCALE = f"{ATTENTION}k_proj.k_scale", f"{ATTENTION}v_proj.v_scale"
+KEY_SCALE, VALUE_SCALE = "k_proj.k_scale", "v_proj.v_scale"  # of the attention
 _IMPLEMENTATIONS = ("sdpa", "eager")
 _ROUND = {"fp8": round_fp8, "int8": round_int8}
 _LARGEST = {"fp8": LARGEST_E4M3, "int8": 127}
@@ -31,7 +30,7 @@ Change = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor
 def cache_scales(
     model: PreTrainedModel, batches: Iterable[torch.Tensor], kind: str
 ) -> dict[str, Tensor]:
-    """Scales of a cache of the model's only layer, by their names in the layer.
+    """Scales of a cache of the model's only layer, by their names in its attention.
 
     Args:
         model: of one layer, in floats.
@@ -58,10 +57,14 @@ def cache_scales(
 @contextlib.contextmanager
 def rounded_cache(kind: str | None, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Let attention see keys and values as a cache of `kind` holds them; None: as they are."""
-    if kind is None or KEY_SCALE not in tensors:
+    names = [
+        next((name for name in tensors if name.endswith(f".{scale}")), None)
+        for scale in (KEY_SCALE, VALUE_SCALE)
+    ]
+    if kind is None or None in names:
         yield
         return
-    scales = [float(tensors[name].floats().reshape(())) for name in (KEY_SCALE, VALUE_SCALE)]
+    scales = [float(tensors[name].floats().reshape(())) for name in names if name is not None]
     rounding = _ROUND[kind]
     with _changed_rows(lambda key, value: (rounding(key, scales[0]), rounding(value, scales[1]))):
         yield

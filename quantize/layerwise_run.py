@@ -37,7 +37,7 @@ from edgellm.quantize.feedback import round_layer
 from edgellm.quantize.folder import check_output, write_folder
 from edgellm.quantize.folding import fold_smoothing
 from edgellm.quantize.formats import F32
-from edgellm.quantize.kv_cache import ATTENTION, cache_scales
+from edgellm.quantize.kv_cache import cache_scales
 from edgellm.quantize.layer_costs import divergence, find_gradients, measures_layers
 from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, refuse_broken
 from edgellm.quantize.mixing import mix
@@ -164,7 +164,7 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     raw = subject.layer_source(index)
     source = {name: tensor.floats() for name, tensor in raw.items()}
     if plan.job.rotate in VALUES:
-        source = rotate_values(source, subject.config.head_dim)
+        source = rotate_values(source, subject.config.head_dim, subject.family)
     source = evened(plan, index, source, before.get(ROUNDED))
     exported, own = _exported(plan, index, source, before, after)
     tensors = {**_kept(exported, raw, subject.family), **own.tensors}
@@ -242,9 +242,10 @@ def _exported(
 
     log, states = plan.task.work.log, before.get(CALIBRATION) or before[ROUNDED]
     own, scheme, kv_cache = _Own({}, {}), plan.recipe.scheme, plan.recipe.kv_cache
-    attends = any(name.startswith(ATTENTION) for name in source)
-    if kv_cache is not None and attends and (kv_cache == "int8" or not scheme.config):
-        own.tensors.update(cache_scales(model, states.batches(device), kv_cache))
+    attention = plan.subject.family.attention_of(source)
+    if kv_cache is not None and attention and (kv_cache == "int8" or not scheme.config):
+        scales = cache_scales(model, states.batches(device), kv_cache)
+        own.tensors.update({f"{attention}.{name}": scale for name, scale in scales.items()})
     _round_experts(plan, model, states, own)
     family, head_dim = plan.subject.family, plan.subject.config.head_dim
     if scheme.is_smoothed:

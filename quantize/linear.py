@@ -46,8 +46,9 @@ def decode_linear(
     parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
     if "weight_scale" not in parts or parts["weight"].info.dtype in FLOATS:
         raise BrokenArtifactError(f"{name} was not quantized", hint=_AGAIN)
+    is_int4 = parts["weight"].info.dtype == "U8" and parts["weight_scale"].info.dtype in FLOATS
     for part, tensor in parts.items():
-        _check_numbers(f"{name}.{part}", tensor)
+        _check_numbers(f"{name}.{part}", tensor, has_signs=is_int4 and part == "weight_scale")
     if rounds_input and "input_scale" not in parts:
         raise BrokenArtifactError(f"{name}.input_scale is missing: not calibrated", hint=_AGAIN)
     weight, kind = _weight(parts, shape)
@@ -84,12 +85,14 @@ def _per_row(scale: F32) -> F32:
     return scale.reshape(-1, 1) if scale.size > 1 else scale.reshape(1, 1)
 
 
-def _check_numbers(name: str, tensor: Tensor) -> None:
-    """Refuse what is no number; scales must be positive besides."""
+def _check_numbers(name: str, tensor: Tensor, *, has_signs: bool) -> None:
+    """Refuse what is no number; scales must be positive besides, or with signs not zero."""
     if tensor.info.dtype in ("U8", "I8"):
         return
     values = tensor.floats()
     if not np.isfinite(values).all():
         raise BrokenArtifactError(f"{name} holds values that are not numbers", hint=_AGAIN)
+    if has_signs and (values != 0).all():
+        return
     if not name.endswith(".weight") and not (values > 0).all():
         raise BrokenArtifactError(f"{name} is not positive everywhere", hint=_AGAIN)

@@ -32,7 +32,7 @@ def mix(plan: Plan) -> Mixture:
     work = plan.task.work
     if not work.has(PART):
         grids = {
-            "int4": WholeNumbers(-8, 7, plan.recipe.block_size),
+            "int4": WholeNumbers(-8, 7, plan.recipe.block_size, plan.recipe.has_signs),
             "int8": WholeNumbers(-127, 127, 0),
         }
         units = [_fed_back(unit) for unit in estimate(plan.subject, plan.task, grids)]

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.export.checkpoint import Safetensors
+from edgellm.export.vlm import own_name
 from edgellm.quantize.formats import LARGEST_E2M1, LARGEST_E4M3, NVFP4_BLOCK
 from edgellm.quantize.rounding import round_nvfp4
 from edgellm.quantize.schemes import KV_SCHEMES, Scheme
@@ -47,6 +48,7 @@ class Recipe:
     alpha_step: float  # of AWQ's search
     kv_cache: str | None = None
     target: str = "gpu"  # "cpu": scales of INT8 inputs are found at run time
+    has_signs: bool = False  # of INT4's scales under error feedback, which not all readers take
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +125,10 @@ def _read(folder: Path) -> Exported:
     source = Safetensors([folder / "model.safetensors"])
     described = json.loads((folder / "hf_quant_config.json").read_text("utf-8"))
     found = read_below(source, "")
-    # Transformers writes Qwen3.5's language model as a part of a whole.
-    named = {name.replace(".language_model.", ".", 1): value for name, value in found.items()}
+    # Transformers writes Qwen3.5's language model as a part of a whole, Nemotron-H as a backbone.
+    named = {
+        own_name(name.replace(".language_model.", ".", 1)): value for name, value in found.items()
+    }
     return Exported(named, described["quantization"], described["producer"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ from edgellm.quantize.draft import Draft
 from edgellm.quantize.modelopt_adapter import Recipe
 from edgellm.quantize.questions import Questions, read_questions
 from edgellm.quantize.residual import rotated
+from edgellm.quantize.rotation import check_values
 from edgellm.quantize.schemes import (
+    COMPRESSED_TENSORS,
     HEAD_SCHEMES,
     KV_SCHEMES,
     RESIDUAL,
     ROTATIONS,
     TABLE_BLOCKS,
     TARGETS,
+    VALUES,
     Scheme,
     block_size,
     check_format,
@@ -144,7 +147,7 @@ def make_plan(job: Job) -> Plan:
             "mixtures of experts",
             hint="choose int4_awq without --algo, or int8_sq",
         )
-    _check_kept(job, len(subject.layers))
+    _check_layers(job, subject)
     recipe, head = _recipes(job, scheme, head_scheme, subject, device)
     _check_bits(job, recipe.block_size)
     amounts = _amounts(scheme, device)
@@ -190,9 +193,11 @@ def _language_model(job: Job) -> LanguageModel:
     return rotated(model, job.seed, job.ignore_config_keys)
 
 
-def _check_kept(job: Job, count: int) -> None:
-    """Raise `EdgeLLMError` for layers that are not there, or if nothing else is left."""
-    kept = {*job.keep_layers}
+def _check_layers(job: Job, subject: Subject) -> None:
+    """Raise `EdgeLLMError` for layers that are not there, cannot be turned, or if none is left."""
+    if job.rotate in VALUES:
+        check_values(subject.tensors.infos(), subject.layers, subject.family)
+    kept, count = {*job.keep_layers}, len(subject.layers)
     if job.keep_budget is not None and job.kv_cache_quantization is not None:
         raise EdgeLLMError(
             "--keep_layers auto: scales of the cache are found in layers that are quantized",
@@ -248,9 +253,11 @@ def _recipes(
     body = checks.linear_shapes(infos, subject.layers, subject.family)
     out, width = infos[subject.head_name].shape
     alpha_step = job.alpha_step or _amounts(scheme, device).alpha_step
+    # TensorRT refuses negative scales.
+    has_signs = job.target == "cpu" and job.format != COMPRESSED_TENSORS
+    own = Recipe(scheme, 0, alpha_step, job.kv_cache_quantization, job.target, has_signs)
     if head_scheme is None:
-        block = block_size(scheme, body, job.block_size)
-        return Recipe(scheme, block, alpha_step, job.kv_cache_quantization, job.target), None
+        return replace(own, block_size=block_size(scheme, body, job.block_size)), None
     # The layout has one block size for all INT4 layers.
     shared = scheme.is_int4 and head_scheme.is_int4
     if head_scheme.is_table:
@@ -258,10 +265,7 @@ def _recipes(
     head = {"lm_head": (out, width)}
     body_block = block_size(scheme, {**body, **head} if shared else body, job.block_size)
     head_block = body_block if shared else block_size(head_scheme, head, job.block_size)
-    return (
-        Recipe(scheme, body_block, alpha_step, job.kv_cache_quantization, job.target),
-        Recipe(head_scheme, head_block, alpha_step),
-    )
+    return replace(own, block_size=body_block), Recipe(head_scheme, head_block, alpha_step)
 
 
 def _check_table(subject: Subject, width: int) -> None:

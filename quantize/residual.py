@@ -8,7 +8,7 @@ H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,15 +22,18 @@ from edgellm.export.rotation import (
     Rotation,
     turned_dtype,
 )
-from edgellm.quantize.checks import EMBEDDING, HEAD, NORM
-from edgellm.quantize.subject import LanguageModel
+from edgellm.quantize.checks import HEAD
+from edgellm.quantize.families import Family
+from edgellm.quantize.subject import LanguageModel, untied
 from edgellm.quantize.tensors import read_tensor
 
 _HINT = "choose --rotate values, or leave --rotate out"
-_BEFORE, _BEHIND = "input_layernorm.weight", "post_attention_layernorm.weight"
-_WRITERS = ("o_proj", "down_proj", "w2", "output_linear")  # their outputs are added to the stream
+_ROWS = ("self_attn.", "mamba.", "conv.", "linear_attn.")  # what reads the first norm
+# Their outputs are added to the stream.
+_WRITERS = ("o_proj", "out_proj", "down_proj", "w2", "output_linear", "fc2_latent_proj")
 _PIECE = 4096  # rows at a time
-_INNER = ("q_b_proj", "kv_b_proj")  # read what a layer has made itself
+_INNER = ("q_b_proj", "kv_b_proj", "conv1d", "conv")  # read what a layer has made itself
+_LATENT, _EXPERTS = "fc1_latent_proj.weight", ".experts."  # experts that read what this made
 
 
 def rotated(model: LanguageModel, seed: int, ignored_keys: tuple[str, ...]) -> LanguageModel:
@@ -47,15 +50,13 @@ def rotated(model: LanguageModel, seed: int, ignored_keys: tuple[str, ...]) -> L
         UnsupportedModelError: it has norms with a bias, or of what a layer adds, which do not
             commute with the rotation, or more than a language model.
     """
-    whole, is_tied = model.whole, model.head_name == EMBEDDING
+    whole, is_tied = model.whole, model.head_name != HEAD
     rotation = Rotation(model.config.hidden_size, seed)
-    recipes = _recipes(whole.tensors, rotation, model.layers, is_tied=is_tied)
     config = {
-        **whole.config,
-        "tie_word_embeddings": False,
+        **untied(whole.config),
         KEY: {**rotation.described, "untied": is_tied},
     }
-    tensors = Computed(whole.tensors, recipes)
+    tensors = Computed(whole.tensors, _recipes(model, rotation))
     turned = replace(whole, config=config, tensors=tensors, blocks=None)
     return LanguageModel.of(turned, ignored_keys)
 
@@ -63,89 +64,118 @@ def rotated(model: LanguageModel, seed: int, ignored_keys: tuple[str, ...]) -> L
 def rotates(model: LanguageModel) -> bool:
     """Whether `rotated` takes it."""
     try:
-        _recipes(model.whole.tensors, Rotation(1, 0), model.layers, is_tied=False)
+        _recipes(model, Rotation(1, 0))
     except UnsupportedModelError:
         return False
     return True
 
 
-def _recipes(
-    source: TensorSource, rotation: Rotation, layers: tuple[str, ...], *, is_tied: bool
-) -> dict[str, Recipe]:
-    infos, final = source.infos(), f"{NORM}weight"
+def _recipes(model: LanguageModel, rotation: Rotation) -> dict[str, Recipe]:
+    source, family, infos = model.whole.tensors, model.family, model.whole.tensors.infos()
+    layers = tuple(map(model.stored_name, model.layers))
+    embedding, head, final = map(
+        model.stored_name, (model.embedding_name, HEAD, f"model.{family.norm}.weight")
+    )
     others = {name for name in infos if not name.startswith(layers)}
-    if left := sorted(others - {EMBEDDING, HEAD, final}):
+    if left := sorted(others - {embedding, head, final}):
         raise UnsupportedModelError(f"--rotate: nothing is known of {left[0]}", hint=_HINT)
+    turning = _Turning(source, rotation, family)
+    of_head = embedding if model.head_name != HEAD else head
     found = {
-        EMBEDDING: _reading(source, EMBEDDING, None, rotation),
-        HEAD: _reading(source, EMBEDDING if is_tied else HEAD, final, rotation),
-        final: _ones(infos[final]),
+        embedding: turning.reading(embedding, None),
+        head: turning.reading(of_head, final),
+        final: turning.ones(final),
     }
     for layer in layers:
         own = {name for name in infos if name.startswith(layer)}
-        _check_norms(infos, layer, own)
-        found |= {layer + norm: _ones(infos[layer + norm]) for norm in (_BEFORE, _BEHIND)}
+        _check_norms(infos, layer, own, family)
+        found |= {
+            f"{layer}{norm}.weight": turning.ones(f"{layer}{norm}.weight") for norm in family.norms
+        }
         for name in own - found.keys():
-            recipe = _recipe(source, layer, name, rotation)
+            recipe = _recipe(turning, layer, name, own)
             found |= {} if recipe is None else {name: recipe}
     return found
 
 
-def _recipe(source: TensorSource, layer: str, name: str, rotation: Rotation) -> Recipe | None:
+def _recipe(turning: _Turning, layer: str, name: str, own: set[str]) -> Recipe | None:
     """Of a layer's tensor; None: it stays as it is."""
     module, _, part = name.removeprefix(layer).rpartition(".")
-    own, is_vector = module.rpartition(".")[2], len(source.infos()[name].shape) == 1
-    if own in _WRITERS:
-        return _writing(source, name, rotation)
-    if is_vector or part != "weight" or own in _INNER:
+    if _EXPERTS in name and any(each.endswith(_LATENT) for each in own):
         return None
-    norm = _BEFORE if module.startswith("self_attn.") else _BEHIND
-    return _reading(source, name, layer + norm, rotation)
+    last, is_vector = module.rpartition(".")[2], len(turning.source.infos()[name].shape) == 1
+    if last in _WRITERS:
+        return turning.writing(name)
+    if is_vector or part != "weight" or last in _INNER:
+        return None
+    norms = turning.family.norms
+    norm = norms[0] if module.startswith(_ROWS) else norms[-1]
+    return turning.reading(name, f"{layer}{norm}.weight")
 
 
-def _check_norms(infos: Mapping[str, TensorInfo], layer: str, own: set[str]) -> None:
-    """Raise `UnsupportedModelError` unless a layer reads the stream through two plain norms."""
-    locals_ = (name.removeprefix(layer) for name in own if len(infos[name].shape) == 1)
-    norms = {name for name in locals_ if name.count(".") == 1}
-    if other := sorted(norms ^ {_BEFORE, _BEHIND}):
+def _check_norms(
+    infos: Mapping[str, TensorInfo], layer: str, own: set[str], family: Family
+) -> None:
+    """Raise `UnsupportedModelError` unless a layer reads the stream through plain norms alone."""
+    norms = {
+        name
+        for each in own
+        if (name := each.removeprefix(layer)).count(".") == 1
+        and "norm" in name
+        and len(infos[each].shape) == 1
+    }
+    if other := sorted(norms ^ {f"{norm}.weight" for norm in family.norms}):
         has = "has" if layer + other[0] in infos else "lacks"
         raise UnsupportedModelError(
-            f"--rotate: {layer.removesuffix('.')} {has} {other[0]}: only layers of two norms "
+            f"--rotate: {layer.removesuffix('.')} {has} {other[0]}: only layers of norms "
             "without biases, before attention and before the MLP, compute the same when rotated",
             hint=_HINT,
         )
 
 
-def _reading(source: TensorSource, name: str, norm: str | None, rotation: Rotation) -> Recipe:
-    """A matrix [..., H] of what is multiplied with the stream, and the norm that it takes up."""
+@dataclass(frozen=True, slots=True)
+class _Turning:
+    """Makes the recipes of a checkpoint's tensors."""
 
-    def pieces() -> Iterable[F32]:
-        folded = np.float32(1) if norm is None else read_tensor(source, norm).floats()
-        stored = read_tensor(source, name)
-        for begin in range(0, stored.info.shape[0], _PIECE):
-            yield rotation.turn(stored.rows(begin, begin + _PIECE).floats() * folded)
+    source: TensorSource
+    rotation: Rotation
+    family: Family
 
-    return _turned(source, name, pieces)
+    def reading(self, name: str, norm: str | None) -> Recipe:
+        """A matrix [..., H] that is multiplied with the stream, and the norm that it takes up."""
+        shift = np.float32(self.family.norm_shift)
 
+        def pieces() -> Iterable[F32]:
+            folded = (
+                np.float32(1) if norm is None else read_tensor(self.source, norm).floats() + shift
+            )
+            stored = read_tensor(self.source, name)
+            for begin in range(0, stored.info.shape[0], _PIECE):
+                rows = stored.rows(begin, begin + _PIECE).floats()
+                yield self.rotation.turn(rows * folded)
 
-def _writing(source: TensorSource, name: str, rotation: Rotation) -> Recipe:
-    """A matrix [..., H, K] or a bias [H] of what is added to the stream."""
+        return self._turned(name, pieces)
 
-    def pieces() -> Iterable[F32]:
-        values = read_tensor(source, name).floats()
-        if values.ndim == 1:
-            return [rotation.turn(values)]
-        return [rotation.turn(values.swapaxes(-1, -2)).swapaxes(-1, -2)]
+    def writing(self, name: str) -> Recipe:
+        """A matrix [..., H, K] or a bias [H] of what is added to the stream."""
 
-    return _turned(source, name, pieces)
+        def pieces() -> Iterable[F32]:
+            values, turn = read_tensor(self.source, name).floats(), self.rotation.turn
+            if values.ndim == 1:
+                return [turn(values)]
+            return [turn(values.swapaxes(-1, -2)).swapaxes(-1, -2)]
 
+        return self._turned(name, pieces)
 
-def _turned(source: TensorSource, name: str, pieces: Callable[[], Iterable[F32]]) -> Recipe:
-    info = source.infos()[name]
-    return Recipe(replace(info, dtype=turned_dtype(info.dtype)), pieces)
+    def ones(self, name: str) -> Recipe:
+        """A norm whose weight others have taken up."""
+        info = self.source.infos()[name]
+        left = 1 - self.family.norm_shift
+        return Recipe(
+            replace(info, dtype=turned_dtype(info.dtype)),
+            lambda: [np.full(info.shape, left, np.float32)],
+        )
 
-
-def _ones(info: TensorInfo) -> Recipe:
-    """A norm whose weight others have taken up."""
-    dtype = turned_dtype(info.dtype)
-    return Recipe(replace(info, dtype=dtype), lambda: [np.ones(info.shape, np.float32)])
+    def _turned(self, name: str, pieces: Callable[[], Iterable[F32]]) -> Recipe:
+        info = self.source.infos()[name]
+        return Recipe(replace(info, dtype=turned_dtype(info.dtype)), pieces)

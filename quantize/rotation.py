@@ -6,45 +6,90 @@ and values with outliers in few channels become alike in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from edgellm.contract import UnsupportedModelError
+from edgellm.export.checkpoint import TensorInfo
 from edgellm.export.rotation import mixed
+from edgellm.quantize.families import Family
 from edgellm.quantize.formats import F32
 
-_V, _O = "self_attn.v_proj", "self_attn.o_proj"
+_OUTPUTS = ("o_proj", "out_proj")
+_HINT = "choose --rotate residual, or leave --rotate out"
 
 
-def has_values(names: Collection[str], layer: str) -> bool:
-    """Whether `rotate_values` takes a layer whose tensors' names begin so."""
-    return all(f"{layer}{name}.weight" in names for name in (_V, _O))
+def check_values(infos: Mapping[str, TensorInfo], layers: tuple[str, ...], family: Family) -> None:
+    """Raise `UnsupportedModelError` unless `rotate_values` takes all layers, and turns some.
+
+    Args:
+        infos: of all tensors.
+        layers: where the names of each layer's tensors begin.
+        family: of the model.
+    """
+    for layer in layers:
+        own = {
+            name.removeprefix(layer): info.shape
+            for name, info in infos.items()
+            if name.startswith(layer)
+        }
+        _value_pair(own, family)
 
 
-def rotate_values(source: Mapping[str, F32], head_dim: int) -> dict[str, F32]:
-    """A layer's tensors that compute the same with rotated values.
+def rotates_values(
+    infos: Mapping[str, TensorInfo], layers: tuple[str, ...], family: Family
+) -> bool:
+    """Whether `check_values` is content."""
+    try:
+        check_values(infos, layers, family)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def _value_pair(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tuple[str, str] | None:
+    """What makes a layer's values and what reads them; None: the layer does not attend."""
+    if not (attention := family.attention_of(shapes)):
+        return None
+    value = f"{attention}.v_proj"
+    output = next(
+        (name for each in _OUTPUTS if f"{(name := f'{attention}.{each}')}.weight" in shapes), None
+    )
+    if output is None or f"{value}.weight" not in shapes:
+        raise UnsupportedModelError("--rotate: the model has no v_proj of its own", hint=_HINT)
+    queries, read = shapes[f"{attention}.q_proj.weight"][0], shapes[f"{output}.weight"][1]
+    if queries != read:
+        raise UnsupportedModelError(
+            "--rotate: between the model's values and what reads them is a gate, number by number",
+            hint=_HINT,
+        )
+    return value, output
+
+
+def rotate_values(source: Mapping[str, F32], head_dim: int, family: Family) -> dict[str, F32]:
+    """A layer's tensors that compute the same with rotated values, if it has some.
 
     Args:
         source: named from "self_attn.v_proj.weight" on.
         head_dim: of the attention.
+        family: of the layer.
 
     Raises:
-        UnsupportedModelError: the layer has no projection of values of its own.
+        UnsupportedModelError: the layer has no projection of values of its own, or gates them.
     """
-    if not has_values(source, ""):
-        raise UnsupportedModelError(
-            "--rotate: the model has no v_proj of its own",
-            hint="choose --rotate residual, or leave --rotate out",
-        )
     found = dict(source)
-    value, output = source[f"{_V}.weight"], source[f"{_O}.weight"]
+    pair = _value_pair({name: values.shape for name, values in source.items()}, family)
+    if pair is None:
+        return found
+    value_name, output_name = pair
+    value, output = source[f"{value_name}.weight"], source[f"{output_name}.weight"]
     heads = value.reshape(-1, head_dim, value.shape[1])
     turned = mixed(heads.swapaxes(-1, -2)).swapaxes(-1, -2)
-    found[f"{_V}.weight"] = np.ascontiguousarray(turned).reshape(value.shape)
+    found[f"{value_name}.weight"] = np.ascontiguousarray(turned).reshape(value.shape)
     by_head = output.reshape(len(output), -1, head_dim)
-    found[f"{_O}.weight"] = mixed(by_head).reshape(output.shape)
-    if f"{_V}.bias" in source:
-        bias = source[f"{_V}.bias"].reshape(-1, head_dim)
-        found[f"{_V}.bias"] = mixed(bias).reshape(-1)
+    found[f"{output_name}.weight"] = mixed(by_head).reshape(output.shape)
+    if f"{value_name}.bias" in source:
+        bias = source[f"{value_name}.bias"].reshape(-1, head_dim)
+        found[f"{value_name}.bias"] = mixed(bias).reshape(-1)
     return found

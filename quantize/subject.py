@@ -19,7 +19,7 @@ from edgellm.export.source import open_checkpoint
 from edgellm.export.vlm import TextTower, text_tower
 from edgellm.quantize.calibration import Calibration
 from edgellm.quantize.checkpointing import ANSWERS, FLOAT, QUANTIZED, WorkFolder
-from edgellm.quantize.checks import EMBEDDING, HEAD, check_model, needed_bytes
+from edgellm.quantize.checks import HEAD, check_model, needed_bytes
 from edgellm.quantize.experts import read_canonical
 from edgellm.quantize.families import Family, family_of, finish_logits
 from edgellm.quantize.formats import F32
@@ -195,7 +195,7 @@ class LanguageModel:
         names = self.whole.tensors.infos()
         text = {self.stored_name(name) for name in self.tensors.infos()}
         others = {_module_of(name) for name in names if name not in text}
-        own = (self.stored_name(name) for name in ("lm_head", "model.embed_tokens"))
+        own = map(self.stored_name, ("lm_head", self.embedding_name.removesuffix(".weight")))
         return (*own, *sorted(others))
 
     def stored_name(self, name: str) -> str:
@@ -223,10 +223,15 @@ class LanguageModel:
         return tuple(LAYER.format(index) for index in range(self.config.num_hidden_layers))
 
     @property
+    def embedding_name(self) -> str:
+        """The tensor that ids look up."""
+        return f"model.{self.family.embedding}.weight"
+
+    @property
     def head_name(self) -> str:
         """The embedding, where it is the head as well."""
         tied = self.config.tie_word_embeddings or HEAD not in self.tensors.infos()
-        return EMBEDDING if tied else HEAD
+        return self.embedding_name if tied else HEAD
 
     def layer_source(self, index: int) -> dict[str, Tensor]:
         """See `Subject`."""
@@ -259,7 +264,7 @@ class LanguageModel:
 
     def embedded(self, rows: Ids, batch_rows: int) -> Iterator[torch.Tensor]:
         """What enters the first layer [B, S, H] for token ids [rows, S], in batches."""
-        found = embedded(read_tensor(self.tensors, EMBEDDING), rows, batch_rows)
+        found = embedded(read_tensor(self.tensors, self.embedding_name), rows, batch_rows)
         scale = self.config.embedding_scale
         return found if scale is None else (batch * scale for batch in found)
 
@@ -293,15 +298,21 @@ class LanguageModel:
     def new_config(self, quantization: Mapping[str, Any], *, own_head: bool) -> dict[str, Any]:
         """See `Subject`; a quantized head is no longer the embedding."""
         config = {**self.whole.config, "quantization_config": quantization}
-        if not own_head:
-            return config
-        if isinstance(text := config.get("text_config"), dict):
-            config["text_config"] = {**text, "tie_word_embeddings": False}
-        return {**config, "tie_word_embeddings": False}
+        return untied(config) if own_head else config
 
     def check_result(self, folder: Path, ignored_keys: tuple[str, ...]) -> None:
         """See `Subject`."""
         understand(open_checkpoint(str(folder)), ExportOptions(ignore_config_keys=ignored_keys))
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json whose embedding is not the head."""
+    found = {**config, "tie_word_embeddings": False}
+    if "tie_embedding" in config:  # LFM2's
+        found["tie_embedding"] = False
+    if isinstance(text := config.get("text_config"), dict):
+        found["text_config"] = {**text, "tie_word_embeddings": False}
+    return found
 
 
 def _plain_positions(config: dict[str, Any]) -> dict[str, Any]:

@@ -26,13 +26,14 @@ from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
     LARGEST_SHARED_BYTES,
+    SIZE,
     TARGETS,
     Variant,
     variants,
 )
 
 _PACKAGE = "edgellm.device_runtime.kernels.triton"
-_ALIGNED = [["tt.divisibility", 16]]  # what every pointer is given as
+_ALIGNED = [["tt.divisibility", 16]]  # what every pointer is given as, and the size of heads
 _WIDE_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,")
 
 
@@ -68,7 +69,8 @@ def compile_variant(variant: Variant, sm: int) -> Ptx:
     if names != [*kernel.signature, *variant.constants]:
         raise EdgeLLMError(f"the catalog's arguments of {kernel.name} are not its own: {names}")
     kinds = {**kernel.signature, **dict.fromkeys(variant.constants, "constexpr")}
-    attributes = {(i,): _ALIGNED for i, name in enumerate(names) if kinds[name].startswith("*")}
+    aligned = [name for name, kind in kernel.signature.items() if kind[0] == "*" or name == SIZE]
+    attributes = {(names.index(name),): _ALIGNED for name in aligned}
     constants = {(names.index(key),): value for key, value in variant.constants.items()}
     source = compiler.ASTSource(
         fn=function, signature=kinds, constexprs=constants, attrs=attributes

@@ -25,10 +25,10 @@ def host_memory(address, count, dtype):
 class _Cache:
     """Codes [kv_heads, C, D] and scales [kv_heads, C] of a layer's K (0) and V (1)."""
 
-    def __init__(self, table, layer, kv_heads, constants) -> None:
+    def __init__(self, table, layer, kv_heads, size, constants) -> None:
         capacity, magic = table[:_HEADER].tolist()
         self.capacity = capacity if capacity ^ _MAGIC == magic else 0
-        self._code, shape = constants["CODES"], (kv_heads, self.capacity, constants["D"])
+        self._code, shape = constants["CODES"], (kv_heads, self.capacity, size)
         self.codes, self.scales = [], []
         if not self.capacity:
             return
@@ -79,12 +79,14 @@ def store_rows(
     heads,
     kv_heads,
     own_tables,
+    size,
     q_out,
     *,
     constants,
 ):
-    size, rows = constants["D"], constants["grid"][0]
-    cache = _Cache(table, layer, kv_heads, constants)
+    rows = constants["grid"][0]
+    assert size % 16 == 0 < size <= constants["D"]
+    cache = _Cache(table, layer, kv_heads, size, constants)
     q, q_out = (each[: rows * heads * size].reshape(rows, heads, size) for each in (q, q_out))
     k, v = (each[: rows * kv_heads * size].reshape(rows, kv_heads, size) for each in (k, v))
     cos, sin = (
@@ -118,16 +120,19 @@ def attend(
     group,
     window,
     cap_bits,
+    size,
     parts,
     stats,
     *,
     constants,
 ):
-    size = constants["D"]
+    is_general = constants["GENERAL"]
+    assert size <= constants["D"] if is_general else size == constants["D"] and not cap_bits
+    assert constants["WINDOWED"] or not window
     kv_heads, blocks, shares = constants["grid"]
     heads = kv_heads * group
     assert blocks * constants["ROWS"] >= rows * group
-    cache = _Cache(table, layer, kv_heads, constants)
+    cache = _Cache(table, layer, kv_heads, size, constants)
     live = int(min(write_index[0] + rows, cache.capacity))
     y = parts[: shares * rows * heads * size].reshape(shares, rows, heads, size)
     found = stats[: shares * rows * heads * 2].reshape(shares, rows, heads, 2)
@@ -169,8 +174,8 @@ def _seen(tree, positions, live, shape, window):
     return seen
 
 
-def combine(parts, stats, sinks, count, heads, shares, y, *, constants):
-    size = constants["D"]
+def combine(parts, stats, sinks, count, heads, shares, size, y, *, constants):
+    assert size <= constants["D"]
     x = parts[: shares * count * size].reshape(shares, count, size)
     top, total = stats[: shares * count * 2].reshape(shares, count, 2).transpose(2, 0, 1)
     highest = top.max(0)
@@ -185,11 +190,12 @@ def combine(parts, stats, sinks, count, heads, shares, y, *, constants):
     y[: count * size] = joined.reshape(-1)
 
 
-def keep_rows(path, outcome, write_index, table, *, constants):
+def keep_rows(path, outcome, write_index, table, size, *, constants):
+    assert size <= constants["D"]
     layers, kv_heads, _ = constants["grid"]
     first = int(write_index[0])
     for layer in range(layers):
-        cache = _Cache(table, layer, kv_heads, constants)
+        cache = _Cache(table, layer, kv_heads, size, constants)
         for place in range(1, int(outcome[0])):
             source, target = first + int(path[place]), first + place
             if source <= target or source >= cache.capacity or target <= 0:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
+import io
 import json
 import os
 import resource
@@ -11,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +27,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, whoe
 import without_host
 from hypothesis import settings
 
+from edgellm.command import _explain as explain
+from edgellm.contract import EdgeLLMError
 from edgellm.export import models
 from edgellm.scripts import smollm2
 
@@ -244,11 +250,43 @@ def command() -> Command:
 
 
 @pytest.fixture
+def command_here() -> Command:
+    """As `command`, in this process: for tests of what many wrong inputs are told.
+
+    Half of the time of a short command is the start of a process. Others of the same command start
+    it as users do.
+    """
+
+    def run(name: str, *arguments: object) -> subprocess.CompletedProcess:
+        (entry,) = metadata.entry_points(group="console_scripts", name=name)
+        app = importlib.import_module(entry.module).app
+        out, errors, code = io.StringIO(), io.StringIO(), 0
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            try:
+                code = app([*map(str, arguments)], standalone_mode=False) or 0
+            except (EdgeLLMError, OSError) as error:
+                message, hint, code = explain(error)
+                print(f"error: {message}\nhint: {hint}", file=errors)
+        return subprocess.CompletedProcess([], code, out.getvalue(), errors.getvalue())
+
+    return run
+
+
+@pytest.fixture
 def infer_requests(command, tmp_path):
     """Write a request file, run `llm_inference`, read its answers; None: it wrote none."""
+    return _inference(command, tmp_path)
 
+
+@pytest.fixture
+def infer_here(command_here, tmp_path):
+    """As `infer_requests`, in this process: for engines and requests that are refused."""
+    return _inference(command_here, tmp_path)
+
+
+def _inference(command: Command, folder: Path) -> Callable[..., tuple]:
     def run(engine, content, *flags):
-        source, output = tmp_path / "in.json", tmp_path / "out.json"
+        source, output = folder / "in.json", folder / "out.json"
         source.write_text(content if isinstance(content, str) else json.dumps(content))
         output.unlink(missing_ok=True)
         folders = ("--engineDir", engine, "--inputFile", source, "--outputFile", output)

@@ -94,7 +94,7 @@ def attention_alone(
     ir.save(model, folder / "one.onnx")
     session = load_graph(folder / "one.onnx", optimize=False)
     arrays |= {
-        slots.VISIBLE: seen,
+        slots.VISIBLE: seen[None, None],
         slots.SLOTS: slots.slot_indices(1, q.shape[1]),
         slots.LAST_ROW: np.array([begin + q.shape[1] - 1], np.int32),
         slots.LIVE_ROWS: np.array(seen.shape[1], np.int32),

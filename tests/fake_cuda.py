@@ -62,6 +62,13 @@ class FakeDriver:
         self.use("stream")
         return SimpleNamespace(handle=7, synchronize=lambda: self.use("synchronize"))
 
+    def Event(self) -> Any:  # noqa: N802
+        self.use("event")
+        return SimpleNamespace(
+            record=lambda stream: self.use(f"mark in {stream.handle}"),
+            time_till=lambda _: self.use("time between marks") or 2.5,
+        )
+
     def module_from_buffer(self, ptx: bytes) -> Any:
         self.use("module")
         assert ptx.endswith(b"\0")

@@ -19,9 +19,13 @@ import onnxruntime
 from kernel_references import REFERENCES
 from numpy.typing import NDArray
 
-from edgellm.build.tensorrt.kernel_attention import COMBINE, GIVEN, NAMESPACE
-from edgellm.build.tensorrt.plugins import PLUGINS
 from edgellm.device_runtime.kernels.triton.catalog import variants
+from edgellm.device_runtime.runners.tensorrt.attention_nodes import (
+    COMBINE,
+    GIVEN,
+    NAMESPACE,
+    PLUGINS,
+)
 
 _NUMBERS = SimpleNamespace(max=max, min=min, cdiv=lambda a, b: -(-a // b))
 _BY_NAME = {plugin.name: plugin for plugin in PLUGINS}

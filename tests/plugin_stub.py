@@ -26,6 +26,10 @@ _BASES = (
     "IPluginV3QuickAOTBuild",
     "IPluginV3QuickRuntime",
     "IPluginCreatorV3Quick",
+    "IPluginV3OneCore",
+    "IPluginV3OneBuild",
+    "IPluginV3OneRuntime",
+    "IPluginCreatorV3One",
     "ISymExpr",
 )
 _TYPES = (
@@ -77,7 +81,7 @@ def dim(value: int | str) -> Dim:
     return Dim(lambda _: value, is_known=True)
 
 
-class _Builder:
+class Builder:
     def constant(self, value: int) -> Dim:
         return dim(value)
 
@@ -98,12 +102,13 @@ class _Registry:
         return self.creators.get((namespace, name))
 
 
-def _library() -> ModuleType:
+def library() -> ModuleType:
+    """What bindings have, without the library behind them."""
     trt: Any = ModuleType("tensorrt")
     for name in _BASES:
-        setattr(trt, name, type(name, (), {"__init__": lambda *_: None}))
+        setattr(trt, name, _base(name))
     trt.Dim = trt.IDimensionExpr = Dim
-    trt.IExprBuilder = _Builder
+    trt.IExprBuilder = Builder
     trt.DataType = enum.Enum("DataType", [each.upper() for each in _TYPES])
     for name in _TYPES:
         setattr(trt, name, trt.DataType[name.upper()])
@@ -120,7 +125,7 @@ def _library() -> ModuleType:
     trt.PluginField = _field
     trt.PluginFieldCollection = list
     trt.Dims = type("Dims", (), {"MAX_DIMS": 8})
-    trt.DimsExprs = lambda count: [None] * count
+    trt.DimsExprs = lambda of: [None] * of if isinstance(of, int) else list(of)
     trt.PluginTensorDesc = type("PluginTensorDesc", (), {})
     trt.DynamicPluginTensorDesc = type("DynamicPluginTensorDesc", (), {})
     registry = _Registry()
@@ -128,6 +133,15 @@ def _library() -> ModuleType:
     trt.nptype = lambda _: None
     trt.Logger = type("Logger", (), {"WARNING": 1, "log": lambda *_: None})
     return trt
+
+
+def _base(name: str) -> type:
+    """A class of TensorRT's that remembers for which of its objects it was initialized."""
+
+    def initialize(self: Any) -> None:
+        self.__dict__.setdefault("initialized", set()).add(name)
+
+    return type(name, (), {"__init__": initialize})
 
 
 def _field(name: str, data: Any = None, kind: Any = None) -> SimpleNamespace:
@@ -139,7 +153,7 @@ def _field(name: str, data: Any = None, kind: Any = None) -> SimpleNamespace:
 @contextmanager
 def plugin_package(folder: Path) -> Iterator[tuple[Any, Any]]:
     """`tensorrt` and `tensorrt.plugin` of a folder of bindings."""
-    trt = _library()
+    trt = library()
     before = {name: each for name, each in sys.modules.items() if name.split(".")[0] == "tensorrt"}
     for name in before:
         del sys.modules[name]
@@ -183,7 +197,7 @@ class Node:
         self._inputs = inputs
         plugin, shapes = self._plugin, [shape for shape, _ in inputs]
         types = plugin.get_output_data_types([kind for _, kind in inputs], [*map(len, shapes)])
-        found = plugin.get_output_shapes(shapes, [], _Builder())
+        found = plugin.get_output_shapes(shapes, [], Builder())
         self._types = [kind for _, kind in inputs] + types
         return list(zip(found, types, strict=True))
 
@@ -195,7 +209,7 @@ class Node:
         plugin.set_tactic(0)
         launched, extra = SimpleNamespace(), _Extra()
         shapes = [shape for shape, _ in self._inputs]
-        plugin.get_launch_params(shapes, descriptions, count, launched, extra, _Builder())
+        plugin.get_launch_params(shapes, descriptions, count, launched, extra, Builder())
         flat = [each.desc for each in descriptions]
         kernel, ptx = plugin.get_kernel(flat[:count], flat[count:])
         value = lambda each: each.expr.of(sizes)  # noqa: E731

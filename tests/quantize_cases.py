@@ -19,7 +19,7 @@ from edgellm.quantize.plan import Job
 # Hidden 96 as well: INT4 blocks of 32.
 SIZES = dict.fromkeys(
     ("intermediate_size", "shared_intermediate_size", "moe_intermediate_size",
-     "shared_expert_intermediate_size"), 96
+     "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 96
 )  # fmt: skip
 _TYPES = {
     "F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "U8": np.uint8,

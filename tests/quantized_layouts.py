@@ -66,8 +66,11 @@ def _value(codes: np.ndarray, zero: np.ndarray, scale: np.ndarray) -> np.ndarray
 
 
 def int4(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-    """ModelOpt W4A16_AWQ, with smoothing that is not folded."""
+    """ModelOpt W4A16_AWQ, with smoothing that is not folded, and signs of scales (ours alone)."""
     codes, zero, scale = _integers(weight, 4, 16, symmetric=True)
+    signs = random.choice(np.array([-1, 1], np.float32), scale.shape)
+    scale, turned = scale * signs, np.repeat(signs, codes.shape[1] // scale.shape[1], 1) < 0
+    codes = np.where(turned, np.minimum(16 - codes.astype(int), 15), codes).astype(np.uint8)
     smoothing = random.uniform(0.5, 2, weight.shape[1]).astype(np.float32)
     signed = (codes.astype(np.int16) - 8) & 15
     tensors = {

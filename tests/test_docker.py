@@ -83,7 +83,7 @@ def test_scripts_are_shell(instructions):
 def test_comments_name_commands_that_exist():
     run = re.compile(r"^#   docker run .*? edgellm-(?:host|device) (\S+)", re.MULTILINE)
     named = [name for path in FILES for name in run.findall(path.read_text("utf-8"))]
-    assert named == ["llm_build", "edgellm-export"]
+    assert named == ["llm_build", "edgellm-doctor", "edgellm-export"]
     assert set(named) <= set(PROJECT["project"]["scripts"])
 
 

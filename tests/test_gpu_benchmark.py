@@ -9,18 +9,22 @@ import sys
 import time
 from pathlib import Path
 
-import fake_gpu
 import gpu
-import gpu_attention
-import gpu_kernels
-import gpu_proof
-import kernel_references
 import numpy as np
 import pytest
 from eagle_engines import BASE_PLAN
+from fake_cuda import FakeDriver, fake_graphs
 from fake_gpu import FakeDevice
-from gpu_clock import COMPACTION, COPIES, PASSES, TimedDevice, peak_bandwidth, timed_engines
-from gpu_kernels import check_kernels
+from gpu_clock import (
+    COMPACTION,
+    COPIES,
+    PASSES,
+    CudaEvents,
+    TimedDevice,
+    peak_bandwidth,
+    timed_engines,
+)
+from gpu_rounds import GOALS, CountedDevice, steps_of
 from gpu_runs import Run, check_oracle, run
 from lowered_engines import Lowered
 from oracle_draft import foreseeing
@@ -29,8 +33,9 @@ from edgellm.build.fit import predict
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.kernels.triton.catalog import KERNELS, Variant
+from edgellm.device_runtime.kernels.triton.catalog import keep_rows
 from edgellm.device_runtime.runners import onnxruntime_cpu
+from edgellm.device_runtime.runners.tensorrt import cuda
 from edgellm.device_runtime.runners.tensorrt.device import Planes
 from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
@@ -137,6 +142,35 @@ def test_a_round_on_the_fake_gpu(eagle_pairs, tmp_path, monkeypatch, draft):
     assert gpus[0].launches > TOKENS > gpus[0].captures
 
 
+@pytest.mark.parametrize("speculative", [False, True])
+def test_what_users_get_is_counted(eagle_pair, tmp_path, monkeypatch, speculative):
+    """As the fake GPU itself counts it; a round is the device's own, which no clock is between."""
+    fake, lowered = FakeDevice(), Lowered(eagle_pair, tmp_path)
+    device = CountedDevice(fake, CountingEvents())
+    lowered.replace_engines(monkeypatch, device)
+    llm = LLM(eagle_pair.engine, spec=SpecOptions(**SIZES))
+    names = {
+        "waits": "waits",
+        "bytes_up": "bytes_up",
+        "bytes_down": "bytes_down",
+        "graphs": "launches",
+        "captures": "captures",
+    }
+    device.synchronize()  # what was asked for when the engines were loaded
+    before = {name: getattr(fake, name) - device.counts[own] for own, name in names.items()}
+    steps = steps_of(llm, device, PROMPT, 40, speculative=speculative)
+    device.synchronize()  # what nobody waited for
+    after = {name: getattr(fake, name) - device.counts[own] for own, name in names.items()}
+    assert before == after
+    most = steps.largest
+    assert (most["waits"], most["captures"], most["allocations"]) == (1, 0, 0)
+    assert 0 < most["bytes_down"] <= GOALS["drafted" if speculative else "plain"][1]
+    assert most["graphs"] == 1 if not speculative else most["graphs"] > 1
+    assert steps.gpu_ms > 0
+    assert steps.tokens < len(steps.token_ids) == 40
+    assert "1 waits (goal 1)" in steps.line("drafted" if speculative else "plain")
+
+
 class CountingEvents:
     """Marks are their own numbers."""
 
@@ -149,6 +183,17 @@ class CountingEvents:
 
     def between_ms(self, first, last) -> float:
         return last - first
+
+
+def test_events_are_asked_for_in_the_gpus_context():
+    driver = FakeDriver()
+    device = cuda.CudaDevice(driver, fake_graphs(driver), driver.Device(0))
+    events = CudaEvents(device)
+    first, last = events.record(None), events.record(None)
+    assert events.record(first) is first
+    assert events.between_ms(first, last) == 2.5
+    assert [name for name, _ in driver.calls].count("mark in 7") == 3
+    assert not driver.stack
 
 
 def test_what_a_stream_is_asked_for_is_told_apart():
@@ -168,8 +213,8 @@ def test_what_a_stream_is_asked_for_is_told_apart():
     device.download(host, memory.address)
     device.upload(memory.address, host)
     device.move_rows(Planes(memory.address, 1, 8, 16), memory.address, 1, 0)
-    kept = Variant(KERNELS["keep_rows"], {"D": 64, "CODES": "fp16"}, 1)
-    device.launch(kept, (1, 1, 2), [memory.address] * 4)  # a table that is none
+    kept = [*[memory.address] * 4, 64]  # a table that is none
+    device.launch(keep_rows(64, "fp16"), (1, 1, 2), kept)
     device.upload(memory.address, host)  # that nothing follows
     assert not device.spent_ms
     device.synchronize()
@@ -248,103 +293,3 @@ def test_without_a_gpu_it_says_so(tmp_path):
         [sys.executable, script, tmp_path], capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stdout) == (0, "skipped: there is no NVIDIA GPU here\n")
-
-
-# ------------------------------------------------------------------------------ the whole proof
-def test_the_kernels_of_a_round_are_checked_on_the_fake_gpu(monkeypatch):
-    found = check_kernels(FakeDevice(), 5000)
-    rounds = {"grow_level", "select_tree", "lay_out", "accept_greedy", "accept_sampled",
-              "pick_shares", "join_picks"}  # fmt: skip
-    assert found.keys() == {f"{name}_us" for name in rounds} | {"pick_shares_gb_per_s"}
-    broken = lambda *_, **__: None  # noqa: E731
-    monkeypatch.setitem(fake_gpu.REFERENCES, "lay_out", broken)
-    monkeypatch.setattr(gpu_kernels, "REFERENCES", kernel_references.REFERENCES.copy())
-    gpu_kernels.REFERENCES["lay_out"] = kernel_references.lay_out
-    with pytest.raises(AssertionError, match="lay_out"):
-        check_kernels(FakeDevice(), 5000)
-
-
-def test_attention_is_checked_on_the_fake_gpu(monkeypatch):
-    sizes = gpu_attention.Sizes(4, 2, 64, 192, 100)
-    found = gpu_attention.check_attention(FakeDevice(), 87, sizes)
-    names = ("store_rows", "attend", "combine", "keep_rows")
-    cases = [f"{codes}_{rows}" for codes in ("fp16", "int8") for rows in (1, 8, 60)]
-    expected = {f"{name}_{case}_us" for name in names for case in cases}
-    assert found.keys() == expected | {f"attend_{case}_gb_per_s" for case in cases}
-    nothing = lambda *_, **__: None  # noqa: E731
-    for broken in names:
-        with monkeypatch.context() as patch:
-            patch.setattr(fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, broken: nothing})
-            with pytest.raises(AssertionError, match=r"turned|y, |codes"):
-                gpu_attention.check_attention(FakeDevice(), 87, sizes)
-
-
-def test_the_runtime_is_checked_on_the_fake_gpu():
-    assert gpu_proof.check_runtime(FakeDevice(), (64, 64))["gather_gb_per_s"] > 0
-
-
-@pytest.mark.parametrize("broken", ["gather_rows", "append_rows", "move_rows"])
-def test_a_kernel_that_does_nothing_is_found(monkeypatch, broken):
-    monkeypatch.setattr(FakeDevice, broken, lambda *_: None)
-    with pytest.raises(AssertionError, match=broken):
-        gpu_proof.check_runtime(FakeDevice(), (64, 64))
-
-
-def _prove(monkeypatch, folder, *, says: dict[str, bool], dry: bool = True):
-    """The stages where programs end as `says` tells, by a word of theirs; and the exit status."""
-    asked = []
-
-    def command(*words, codes=(0,)):
-        del codes
-        asked.append(" ".join(map(str, words)))
-        passed = not any(word in asked[-1] and not good for word, good in says.items())
-        return passed, '{"gather_gb_per_s": 1.0}'
-
-    monkeypatch.setattr(gpu_proof, "command", command)
-    flags = ["--all", "--output", folder, *(["--dry"] if dry else [])]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, flags)])
-    with pytest.raises(SystemExit) as caught:
-        gpu.main()
-    found = json.loads((folder / "gpu-proof.json").read_text())
-    return {each["name"]: each for each in found["stages"]}, caught.value.code, asked
-
-
-def test_all_stages_of_the_proof(tmp_path, monkeypatch, capsys):
-    runs = {"plain": {"tokens_per_s": 50.0}, "drafted": {"tokens_per_s": 9.0, "is_plain": True}}
-    monkeypatch.setattr(
-        gpu, "measure", lambda engine, _: {"engine": engine.name, "roofline": 0.5, **runs}
-    )
-    stages, status, asked = _prove(monkeypatch, tmp_path / "new" / "proof", says={})
-    assert list(stages) == ["doctor", "tests", "runtime", "engine", "decoding"]
-    assert status == 0
-    assert stages["runtime"]["figures"] == {"gather_gb_per_s": 1.0}
-    assert stages["decoding"]["figures"]["engine"] == "engine"
-    assert "plain: 50.0 tokens/s\ndrafted: 9.0" in stages["decoding"]["found"]
-    assert sum("--backend onnxruntime" in each for each in asked) == 2  # dry: for the CPU
-    page = (tmp_path / "new" / "proof" / "gpu-proof.md").read_text()
-    assert page.startswith("# A dry run: nothing ran on a GPU")
-    assert "| decoding | ok |" in page
-    assert "ok      decoding" in capsys.readouterr().out
-
-
-def test_the_proof_goes_on_where_a_stage_fails(tmp_path, monkeypatch):
-    def fails(*_):
-        raise EdgeLLMError("the answer has 1 tokens")
-
-    monkeypatch.setattr(gpu, "measure", fails)
-    stages, status, _ = _prove(monkeypatch, tmp_path, says={"pytest": False})
-    assert status == 1
-    assert [name for name, each in stages.items() if not each["passed"]] == ["tests", "decoding"]
-    assert stages["decoding"]["found"] == "EdgeLLMError: the answer has 1 tokens"
-
-
-def test_without_an_engine_nothing_is_decoded(tmp_path, monkeypatch):
-    stages, status, _ = _prove(monkeypatch, tmp_path, says={"build.cli": False})
-    assert (status, stages["engine"]["passed"], "decoding" in stages) == (1, False, False)
-
-
-def test_flags_that_say_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gpu.py"])
-    with pytest.raises(SystemExit):
-        gpu.main()
-    assert "give an engine, or --all" in capsys.readouterr().err

@@ -20,13 +20,16 @@ LOWEST = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -65504.0}
 LOWERED_OPSET = 21
 
 
-def bind_capacity(graph: ir.Graph, capacity: int) -> None:
-    """Give the caches their number of rows, and ropes what follows from it."""
+def bind_capacity(graph: ir.Graph, capacity: int, spare_rows: int = 0) -> None:
+    """Give the caches their number of rows, and ropes what follows from it.
+
+    `spare_rows`: behind them, for padding.
+    """
     settle_frequencies(graph, capacity)
     for value in (*graph.inputs, *graph.outputs):
         if value.name and value.name.startswith(CACHE_NAMES):
             shape = list(value.shape or ())
-            value.shape = ir.Shape([*shape[:2], capacity, shape[3]])
+            value.shape = ir.Shape([*shape[:2], capacity + spare_rows, shape[3]])
 
 
 def finish(model: ir.Model) -> None:
@@ -79,8 +82,11 @@ def lower_activations(graph: GraphEditor) -> None:
         graph.replace(node.outputs[0], swish)
 
 
-def lower_rotations(graph: GraphEditor) -> None:
-    """Rewrite RotaryEmbedding nodes: those of encoders, and of rows that are normed behind them."""
+def lower_rotations(graph: GraphEditor, numbers: ir.Value | None = None) -> None:
+    """Rewrite RotaryEmbedding nodes: those of encoders, and of rows that are normed behind them.
+
+    `numbers`: see `row_tables`.
+    """
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
     for node in graph.find("RotaryEmbedding"):
         if node.domain == CONTRIB:
@@ -91,7 +97,7 @@ def lower_rotations(graph: GraphEditor) -> None:
         if positions and positions[0] is not None:
             tables[cos] = positions[0], cos, sin
         elif cos not in tables:
-            tables[cos] = row_tables(graph, cos, sin)
+            tables[cos] = row_tables(graph, cos, sin, numbers)
         heads = node.attributes["num_heads"].as_int()
         flags = [
             node.attributes[name].as_int() if name in node.attributes else 0
@@ -115,8 +121,15 @@ def lower_encoder_attention(graph: GraphEditor) -> None:
         graph.replace(node.outputs[0], y)
 
 
-def row_tables(graph: GraphEditor, cos: ir.Value, sin: ir.Value) -> tuple[ir.Value, ...]:
-    """Of tables that belong to the rows of a pass: their first row, cos and sin [S, D/2]."""
+def row_tables(
+    graph: GraphEditor, cos: ir.Value, sin: ir.Value, numbers: ir.Value | None = None
+) -> tuple[ir.Value, ...]:
+    """Of tables that belong to the rows of a pass: their first row, cos and sin [S, D/2].
+
+    `numbers`: int64 [B, S], those of all rows, where passes are of several sequences.
+    """
+    if numbers is not None:
+        return numbers, *(graph.node("Flatten", [table], axis=2) for table in (cos, sin))
     first = graph.constant("first", np.array([0], np.int64))
     return first, *(graph.node("Squeeze", [table, first]) for table in (cos, sin))
 

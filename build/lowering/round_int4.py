@@ -148,17 +148,19 @@ def _rounded_stack(graph: GraphEditor, stack: Stack) -> list[ir.Value]:
     return [packed, graph.weight(name, lambda: np.stack(scales))]
 
 
-def nearest_int4(dense: F32, block_size: int) -> tuple[np.ndarray, F32]:
+def nearest_int4(dense: F32, block_size: int, *, has_signs: bool = True) -> tuple[np.ndarray, F32]:
     """Round to symmetric INT4 with, for each block, the clipping of least squared error.
 
     Args:
         dense: float32 [in, out].
         block_size: inputs that share a scale; divides `in`.
+        has_signs: whether scales may be negative: a block's largest value then is below zero, where
+            there is a code more.
 
     Returns:
         ONNX's INT4 bytes of [in, out], and the scales, float32 [in / block_size, out].
     """
-    codes, scales = nearest_int4_rows(np.ascontiguousarray(dense.T), block_size)
+    codes, scales = nearest_int4_rows(np.ascontiguousarray(dense.T), block_size, has_signs)
     nibbles = np.ascontiguousarray(codes.T).reshape(-1).view(np.uint8) & np.uint8(15)
     if len(nibbles) % 2:
         nibbles = np.append(nibbles, np.uint8(0))
@@ -184,15 +186,25 @@ def round_stored(stored: ir.TensorProtocol, block_size: int) -> tuple[np.ndarray
     return nibbles[0::2] | nibbles[1::2] << np.uint8(4), scales
 
 
-def nearest_int4_rows(rows: F32, block_size: int) -> tuple[NDArray[np.int8], F32]:
+def nearest_int4_rows(
+    rows: F32, block_size: int, has_signs: bool = True
+) -> tuple[NDArray[np.int8], F32]:
     """As `nearest_int4`, of [out, in]: codes int8 [out, in], scales [out, in / block_size]."""
     blocks = rows.reshape(-1, block_size)
     codes, scales = np.empty(blocks.shape, np.int8), np.empty(len(blocks), np.float32)
     for first in range(0, len(blocks), _BLOCKS_AT_ONCE):
         part = slice(first, first + _BLOCKS_AT_ONCE)
-        found, scales[part] = _nearest(np.ascontiguousarray(blocks[part].T))
+        some = np.ascontiguousarray(blocks[part].T)
+        signs = _signs(some) if has_signs else np.ones(some.shape[1], np.float32)
+        found, scales[part] = _nearest(some * signs)
+        scales[part] *= signs
         codes[part] = found.T
     return codes.reshape(rows.shape), scales.reshape(len(rows), -1)
+
+
+def _signs(blocks: F32) -> F32:
+    """Of blocks [block, n]: what turns the largest value of each below zero [n]."""
+    return np.where(blocks.max(0) > -blocks.min(0), np.float32(-1), np.float32(1))
 
 
 def _nearest(blocks: F32) -> tuple[NDArray[np.int8], F32]:

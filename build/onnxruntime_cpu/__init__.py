@@ -20,6 +20,7 @@ __all__ = [
     "Options",
     "compile",
     "estimate",
+    "mixes_rows",
     "origin",
     "takes_batches",
 ]
@@ -36,6 +37,11 @@ def origin(options: AnyOptions) -> Origin:
 
 def takes_batches(plan: Plan) -> bool:
     """See `Backend.takes_batches`."""
+    return kernels_of(plan) == EDGELLM
+
+
+def mixes_rows(plan: Plan) -> bool:
+    """See `Backend.mixes_rows`."""
     return kernels_of(plan) == EDGELLM
 
 

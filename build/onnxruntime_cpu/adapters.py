@@ -19,8 +19,8 @@ from edgellm.device_runtime.adapted_layers import AdaptedLayer, write_layers
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.kernels.pack import STRIP
 
-LOW_RANK = "LowRank"
-_BASE, _DELTA = 6, 6  # places of inputs: of LowRank, and of QuantLinear
+_LOW_RANK = "LowRank"  # behind products that are ONNX Runtime's
+_ROWS, _OWN = 6, 10  # places of QuantLinear's inputs: the first of adapters', and what these read
 _MARK = "AdaptedInput"  # stands where a layer's own input is read, until the layer is lowered
 _IN_A_LAYER = re.compile(r"layers\.\d+\.(?=model\.layers\.\d+\.)")
 
@@ -75,36 +75,31 @@ class Marks:
         *,
         is_gated: bool,
     ) -> None:
-        graph, is_own = self._graph, product.op_type != "MatMul"
-        graph.cursor = product if is_own else _behind(graph.graph, product)
+        graph = self._graph
         widths = [mark.width for mark in marks]
         begins = [0, STRIP] if is_gated else np.cumsum([0, *widths[:-1]]).tolist()
         places = [
             (mark.place, mark.width, begin) for mark, begin in zip(marks, begins, strict=True)
         ]
-        y = product.outputs[0]
-        users = tuple(y.uses())
-        found = graph.node(
-            LOW_RANK,
-            [
-                marks[0].node.inputs[0],
-                graph.constant(f"adapted.{marks[0].place}", np.array(places, np.int64)),
-                None,
-                inputs[contract.ADAPTER_WEIGHTS],
-                inputs[contract.ADAPTER_TABLE],
-                inputs[contract.ADAPTER_ROWS],
-                *([] if is_own else [y]),
-            ],
-            domain=DOMAIN,
-            N=sum(widths),
-            step=2 * STRIP if is_gated else STRIP,
-        )
-        if is_own:
-            product.resize_inputs(_DELTA + 1)
-            product.replace_input_with(_DELTA, found)
-        else:
+        own = marks[0].node.inputs[0]
+        given = [
+            inputs[contract.ADAPTER_ROWS],
+            graph.constant(f"adapted.{marks[0].place}", np.array(places, np.int64)),
+            inputs[contract.ADAPTER_WEIGHTS],
+            inputs[contract.ADAPTER_TABLE],
+        ]
+        if product.op_type == "MatMul":
+            y = product.outputs[0]
+            users = tuple(y.uses())
+            graph.cursor = _behind(graph.graph, product)
+            found = graph.node(_LOW_RANK, [own, y, *given], domain=DOMAIN)
             for user, index in users:
                 user.replace_input_with(index, found)
+        else:
+            others = [] if own is product.inputs[0] else [own]
+            product.resize_inputs(_OWN + len(others))
+            for place, value in enumerate([*given, *others], _ROWS):
+                product.replace_input_with(place, value)
         for mark in marks:
             graph.graph.remove(mark.node, safe=True)
 

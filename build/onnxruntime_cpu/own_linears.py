@@ -9,16 +9,16 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding, lower_linears
-from edgellm.build.lowering.linear_weights import LinearWeight, layer_name
-from edgellm.build.onnxruntime_cpu.adapters import LOW_RANK, Marks
+from edgellm.build.lowering.linear_weights import LinearWeight, layer_name, linear_layers
+from edgellm.build.onnxruntime_cpu.adapters import Marks
 from edgellm.build.onnxruntime_cpu.linears import ALL_INPUTS, DenseKernel
 from edgellm.build.onnxruntime_cpu.packed_weights import form_of, keeps_codes, packed_bytes
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.kernels.pack import STRIP, PackedForm, gated_order
 
 _OPERATOR = "QuantLinear"
-_GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and their number; one more
-# is what adapters add, and gamma stands there in their operator, too
+_GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and their number; behind
+# them stand those of adapters
 
 
 class OwnLinears:
@@ -118,6 +118,7 @@ def lower_own_linears(graph: GraphEditor, kernel: OwnLinears, marks: Marks | Non
         _lower_gate(graph, kernel, node)
     gates = graph.find(_OPERATOR)
     lower_linears(graph, kernel, key=_stored_alike)
+    _drop_lowered(graph)
     if marks is not None:
         marks.attach(graph.find(_OPERATOR, "MatMul"), gates)
     for node in graph.find(_OPERATOR):
@@ -128,6 +129,13 @@ def lower_own_linears(graph: GraphEditor, kernel: OwnLinears, marks: Marks | Non
         _take_sum(graph, node, _RESIDUAL, _is_residual)
     for node in graph.find("RMSNormalization"):
         _take_norm(node)
+
+
+def _drop_lowered(graph: GraphEditor) -> None:
+    """Remove the layers that products replaced, which would still read their norms."""
+    for node, _ in list(linear_layers(graph.graph)):
+        biases = [use.node for use in node.outputs[0].uses()]
+        graph.graph.remove([*biases, node], safe=True)
 
 
 def _stored_alike(weight: LinearWeight) -> Hashable:
@@ -211,7 +219,7 @@ def _take_norm(norm: ir.Node) -> None:
     is_last = "axis" not in norm.attributes or norm.attributes["axis"].as_int() == -1
     if not uses or not is_last or norm.outputs[0].is_graph_output():
         return
-    if any(use.node.op_type not in (_OPERATOR, LOW_RANK) or use.idx != 0 for use in uses):
+    if any(use.node.op_type != _OPERATOR or use.idx != 0 for use in uses):
         return
     epsilon = norm.attributes["epsilon"].as_float()
     for use in uses:

@@ -20,6 +20,7 @@ __all__ = [
     "Options",
     "compile",
     "estimate",
+    "mixes_rows",
     "origin",
     "takes_batches",
 ]
@@ -36,6 +37,12 @@ def origin(options: plans.Options) -> Origin:
 
 def takes_batches(plan: Plan) -> bool:
     """See `Backend.takes_batches`."""
+    del plan
+    return True
+
+
+def mixes_rows(plan: Plan) -> bool:
+    """See `Backend.mixes_rows`."""
     del plan
     return False
 

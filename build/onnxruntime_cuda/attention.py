@@ -18,6 +18,7 @@ from edgellm.build.lowering.attention import CachedAttention
 from edgellm.build.lowering.calls import find_calls, require_known
 from edgellm.build.lowering.contrib_ops import row_tables
 from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.onnxruntime_cuda.batches import BATCH
 from edgellm.build.onnxruntime_cuda.fused_attention import FusedLayers, why_not_fused
 from edgellm.build.onnxruntime_cuda.plain_attention import PlainLayers
 from edgellm.contract import UnsupportedModelError
@@ -34,29 +35,49 @@ class Form(Enum):
     CAUSAL = "rows that see all before them, by GroupQueryAttention without one"
 
 
-def forms_of(graph: ir.Graph, dtype: ir.DataType) -> tuple[tuple[Form, ...], str]:
-    """The graphs of a network, and why they are not fused ("" if they are)."""
+def forms_of(
+    graph: ir.Graph, dtype: ir.DataType, *, has_batches: bool = False
+) -> tuple[tuple[Form, ...], str]:
+    """The graphs of a network, and why they are not fused ("" if they are).
+
+    GroupQueryAttention takes several rows behind others of one sequence only.
+    """
     against = why_not_fused(CachedAttention.all_of(graph, takes_sinks=True), dtype)
-    return ((Form.PLAIN,) if against else (Form.MASKED, Form.CAUSAL)), against
+    if against:
+        return (Form.PLAIN,), against
+    return (Form.PLAIN if has_batches else Form.MASKED, Form.CAUSAL), ""
 
 
 def lower_cached_attention(
-    graph: GraphEditor, dtype: ir.DataType, capacity: int, form: Form = Form.PLAIN
+    graph: GraphEditor,
+    dtype: ir.DataType,
+    capacity: int,
+    form: Form = Form.PLAIN,
+    numbers: ir.Value | None = None,
 ) -> None:
-    """Rewrite all cached attention of a decoder or draft, and what its layers share."""
+    """Rewrite all cached attention of a decoder or draft, and what its layers share.
+
+    Args:
+        graph: of the network.
+        dtype: of activations.
+        capacity: rows of the cache.
+        form: of attention.
+        numbers: see `row_tables`.
+    """
+    batch = 1 if numbers is None else BATCH
     _lower_tables(graph, dtype, capacity)
     layers = CachedAttention.all_of(graph.graph, takes_sinks=True)
     windows = _windows(graph.graph)
     if any(layer.visible not in windows for layer in layers):
         raise UnsupportedModelError("a mask that is not made of the tree's is not lowered for CUDA")
     graph.cursor = graph.graph[0]
-    seen = {} if form == Form.CAUSAL else _visible_inputs(graph, windows)
-    plain = PlainLayers(graph, dtype, seen)
-    fused = FusedLayers(graph, dtype, seen, windows)
+    seen = {} if form == Form.CAUSAL else _visible_inputs(graph, windows, batch)
+    plain = PlainLayers(graph, dtype, seen, batch)
+    fused = FusedLayers(graph, dtype, seen, windows, batch)
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
     for layer in layers:
         graph.cursor = layer.call
-        turned = _tables_of_rows(graph, layer, tables)
+        turned = _tables_of_rows(graph, layer, tables, numbers)
         takes = form == Form.CAUSAL or (form == Form.MASKED and layer.sinks is None)
         outputs = (fused if takes else plain).emit(layer, turned)
         for old, new in zip(layer.outputs, outputs, strict=True):
@@ -74,7 +95,7 @@ def _windows(graph: ir.Graph) -> dict[ir.Value, int | None]:
 
 
 def _visible_inputs(
-    graph: GraphEditor, windows: Mapping[ir.Value, int | None]
+    graph: GraphEditor, windows: Mapping[ir.Value, int | None], batch: int | str
 ) -> dict[ir.Value, ir.Value]:
     """What the host says instead of each mask: one of all positions, one of a window."""
     if len({window for window in windows.values() if window is not None}) > 1:
@@ -83,21 +104,24 @@ def _visible_inputs(
     for call in find_calls(graph.graph, *_NAMES):
         name = _NAMES[call.op_type]
         if name not in inputs:
-            inputs[name] = graph.input(name, ir.DataType.BOOL, ["rows", "live"])
+            inputs[name] = graph.input(name, ir.DataType.BOOL, [batch, 1, "rows", "live"])
     return {
         call.outputs[0]: inputs[_NAMES[call.op_type]] for call in find_calls(graph.graph, *_NAMES)
     }
 
 
 def _tables_of_rows(
-    graph: GraphEditor, layer: CachedAttention, tables: dict[ir.Value, tuple[ir.Value, ...]]
+    graph: GraphEditor,
+    layer: CachedAttention,
+    tables: dict[ir.Value, tuple[ir.Value, ...]],
+    numbers: ir.Value | None,
 ) -> tuple[ir.Value, ...]:
     """Positions, cos and sin by which a layer's rows turn; () where none does."""
     if layer.cos is None or layer.sin is None:
         return ()
     if layer.cos not in tables:
         if layer.positions is None:
-            tables[layer.cos] = row_tables(graph, layer.cos, layer.sin)
+            tables[layer.cos] = row_tables(graph, layer.cos, layer.sin, numbers)
         else:
             tables[layer.cos] = layer.positions, layer.cos, layer.sin
     return tables[layer.cos]

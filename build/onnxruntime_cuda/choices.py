@@ -80,7 +80,7 @@ def _forms(graph: ir.Graph, dtype: ir.DataType, plan: Plan) -> tuple[tuple[Form,
     wanted = options_of(plan).attention
     if wanted == PLAIN:
         return (Form.PLAIN,), ""
-    forms, against = forms_of(graph, dtype)
+    forms, against = forms_of(graph, dtype, has_batches=plan.max_batch_size > 1)
     if against and wanted == FUSED:
         raise EdgeLLMError(f"--attention fused: {against}", hint="give --attention plain")
     return forms, f"attention is not fused: {against}" if against else ""

@@ -19,6 +19,7 @@ from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.round_int4 import check_quantize, load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile, parameter_name
 from edgellm.build.onnxruntime_cuda.attention import Form
+from edgellm.build.onnxruntime_cuda.batches import require_batches, spare_rows
 from edgellm.build.onnxruntime_cuda.choices import ROUNDED_BITS, Choices, choose
 from edgellm.build.onnxruntime_cuda.experts import expert_bytes
 from edgellm.build.onnxruntime_cuda.linears import CudaKernel, dense_name, takes_int_gemm
@@ -27,6 +28,7 @@ from edgellm.build.onnxruntime_cuda.plain_attention import rows_graph
 from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report, most_rows
 from edgellm.build.reference import Source, make_reference
 from edgellm.build.rounding import Rounds
+from edgellm.cache_sizes import cache_bytes
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners import Runner
@@ -52,7 +54,7 @@ def compile_bundle(
 ) -> Compiled:
     """See `edgellm.build.backends.Backend.compile`."""
     cache = _cache(bundle, plan)
-    quantize = _quantize(bundle, plan)
+    quantize, room = _quantize(bundle, plan), (plan.kv_capacity, plan.max_batch_size)
     portable = ir.load(source / next(iter(bundle.graphs.values())).path)
     kinds = weight_kinds(portable)
     check_quantize(kinds, quantize)
@@ -64,16 +66,14 @@ def compile_bundle(
     with rounded_weights(folder, quantize) as rounded:
         compiler = _Compiler(source, bundle, plan, folder, rounded, quantize, choices)
         graphs = {role: compiler.compile(role, report) for role in bundle.graphs}
-        if cache is not None and DECODER in graphs:
-            ir.save(rows_graph(cache, plan.kv_capacity), folder / ROWS_GRAPH)
+        if cache is not None and (DECODER in graphs or plan.max_batch_size > 1):
+            ir.save(rows_graph(cache, plan.kv_capacity + spare_rows(plan)), folder / ROWS_GRAPH)
         if not device:
             costs, prefill_rows = {}, min(PREFILL_ROWS, plan.max_input_len)
         else:
             report("measuring the cost of a pass")
             spec, threads = with_kv_dtype(bundle.spec, bundle.dtype), plan.threads
-            opened = open_graphs(
-                folder, graphs, spec, plan.kv_capacity, threads, device, choices.options
-            )
+            opened = open_graphs(folder, graphs, spec, room, threads, device, choices.options)
             verdicts = [compiler.check(role, opened[role], device) for role in graphs]
             costs, prefill_rows = measure(opened, spec, plan)
     return Compiled(
@@ -146,8 +146,9 @@ class _Compiler:
             model = load()
             bits = ROUNDED_BITS.get(self._quantize, 0)
             lower_for_cuda(
-                model, self._kernel, weights, self._dtype, capacity, form, expert_bits=bits
-            )
+                model, self._kernel, weights, self._dtype, capacity, form, expert_bits=bits,
+                spare_rows=spare_rows(self._plan) if has_cache else 0,
+            )  # fmt: skip
             path = f"{name}{CAUSAL_SUFFIX if form == Form.CAUSAL else ''}.onnx"
             ir.save(model, self._folder / path)
             graphs.append(GraphSpec(path, most, precision))
@@ -164,9 +165,8 @@ class _Compiler:
         def open_lowered(load: Callable[[], ir.Model]) -> Runner:
             searched = {role: self._lower(role, load, "searched")}
             spec = with_kv_dtype(bundle.spec, bundle.dtype if cache is not None else "")
-            return open_graphs(
-                self._folder, searched, spec, plan.kv_capacity, plan.threads, device, {}
-            )[role]
+            room = plan.kv_capacity, plan.max_batch_size
+            return open_graphs(self._folder, searched, spec, room, plan.threads, device, {})[role]
 
         reference = make_reference(source, plan.kv_capacity, engine, wanted=plan.checks)
         return require_alike(reference, runner, open_lowered)
@@ -198,6 +198,8 @@ def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
             "--prefill int8 is for the CPU: ONNX Runtime has no int8 products for CUDA",
             hint="leave out --prefill",
         )
+    if plan.max_batch_size > 1:
+        require_batches(bundle)
     cache = bundle.cache
     return dataclasses.replace(cache, dtype=bundle.dtype) if cache is not None else None
 
@@ -205,7 +207,7 @@ def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     """See `edgellm.build.backends.Backend.estimate`."""
     cache, dtype = _cache(bundle, plan), _dtype(bundle)
-    capacity = plan.kv_capacity
+    capacity = plan.kv_capacity + spare_rows(plan)
     main = ir.load(source / next(iter(bundle.graphs.values())).path).graph
     choices = choose(main, dtype, plan, _quantize(bundle, plan), has_cache=cache is not None)
     rope = int(dtype.itemsize * capacity * cache.head_dim) if cache is not None else 0
@@ -232,7 +234,7 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     engine = sum({**tables, **linears}.values()) + experts
     return Estimate(
         engine_bytes=engine + rope,
-        kv_bytes=cache.bytes_per_token * capacity if cache is not None else 0,
+        kv_bytes=cache_bytes(cache, capacity, plan.max_batch_size) if cache is not None else 0,
         peak_build_bytes=RUNTIME_BYTES + 12 * largest,
         decode_bytes=sum(linears.values()) + taken,
         scratch_bytes=apart * (len(choices.forms) - 1),  # each further session's own

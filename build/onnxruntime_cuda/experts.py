@@ -126,7 +126,7 @@ def _logits(graph: GraphEditor, layer: ExpertLayer, shares: ir.Value) -> ir.Valu
     dense = graph.node("ReduceSum", [each, _axes(graph, 2)], keepdims=0)
     least = graph.constant("least_share", np.array(_LEAST, np.float32))
     logits = graph.node("Log", [graph.node("Max", [dense, least])])
-    return graph.node("Squeeze", [logits, _axes(graph, 0)])
+    return graph.node("Flatten", [logits], axis=2)
 
 
 def _axes(graph: GraphEditor, axis: int) -> ir.Value:

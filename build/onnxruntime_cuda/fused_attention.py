@@ -42,15 +42,16 @@ class FusedLayers:
         dtype: ir.DataType,
         seen: Mapping[ir.Value, ir.Value],
         windows: Mapping[ir.Value, int | None],
+        batch: int | str = 1,
     ) -> None:
         """Without `seen` rows see all before them, in windows where layers have one."""
-        self._graph, self._dtype = graph, dtype
+        self._graph, self._dtype, self._batch = graph, dtype, batch
         self._seen, self._windows = seen, windows
         self._lengths: tuple[ir.Value, ir.Value] | None = None
         self._biases: dict[ir.Value, ir.Value] = {}
 
     def emit(self, layer: CachedAttention, tables: tuple[ir.Value, ...]) -> Sequence[ir.Value]:
-        """Rows [1, S, num_heads * D] and the caches.
+        """Rows [B, S, num_heads * D] and the caches.
 
         Args:
             layer: at which the graph's cursor stands.
@@ -89,12 +90,12 @@ class FusedLayers:
 
     def _of_lengths(self) -> tuple[ir.Value, ir.Value]:
         if self._lengths is None:
-            last = self._graph.input(LAST_ROW, ir.DataType.INT32, [1])
+            last = self._graph.input(LAST_ROW, ir.DataType.INT32, [self._batch])
             self._lengths = last, self._graph.input(LIVE_ROWS, ir.DataType.INT32, [])
         return self._lengths
 
     def _bias(self, visible: ir.Value) -> ir.Value | None:
-        """[1, 1, S, T]; the lowest number, for a row that saw nothing would be none of -inf."""
+        """[B, 1, S, T]; the lowest number, for a row that saw nothing would be none of -inf."""
         if not self._seen:
             return None
         graph, dtype = self._graph, self._dtype.numpy()
@@ -103,7 +104,5 @@ class FusedLayers:
                 graph.constant(name, np.array(number, dtype))
                 for name, number in (("lowest", LOWEST[self._dtype]), ("open", 0))
             )
-            axes = graph.constant("batch_and_head", np.array([0, 1], np.int64))
-            mask = graph.node("Where", [self._seen[visible], open_, shut])
-            self._biases[visible] = graph.node("Unsqueeze", [mask, axes])
+            self._biases[visible] = graph.node("Where", [self._seen[visible], open_, shut])
         return self._biases[visible]

@@ -24,6 +24,7 @@ from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.lowering.tables import widen_tables
 from edgellm.build.lowering.weights import WeightFile, constant_array, keep_apart, parameter_name
 from edgellm.build.onnxruntime_cuda.attention import Form, lower_cached_attention
+from edgellm.build.onnxruntime_cuda.batches import lower_batches
 from edgellm.build.onnxruntime_cuda.experts import lower_experts
 from edgellm.build.onnxruntime_cuda.kernels import check_kernels
 from edgellm.contract import FUNCTIONS
@@ -37,6 +38,7 @@ def lower_for_cuda(
     capacity: int = 0,
     form: Form = Form.PLAIN,
     expert_bits: int = 0,
+    spare_rows: int = 0,
 ) -> None:
     """Rewrite `model` in place.
 
@@ -48,6 +50,7 @@ def lower_for_cuda(
         capacity: rows of the KV cache; 0 for graphs without one.
         form: of attention.
         expert_bits: of what float experts become; 0: they stay floats.
+        spare_rows: of the cache, behind the capacity, where passes serve several sequences.
 
     Raises:
         UnsupportedModelError: an operator is left that has no CUDA kernel.
@@ -55,18 +58,19 @@ def lower_for_cuda(
     graph = GraphEditor(model.graph, weights)
     lower_inputs(graph)
     if capacity:
-        bind_capacity(model.graph, capacity)
+        bind_capacity(model.graph, capacity, spare_rows)
         add_top_logits(graph)
+    numbers = lower_batches(graph) if spare_rows else None
     _lower_repeated_rows(graph)
     _lower_constants(graph, dtype)
     widen_tables(graph, dtype)
     lower_linears(graph, kernel)
     lower_experts(graph, dtype, expert_bits)
     if capacity:
-        lower_cached_attention(graph, dtype, capacity, form)
+        lower_cached_attention(graph, dtype, capacity + spare_rows, form, numbers)
     else:
         lower_encoder_attention(graph)
-    lower_rotations(graph)
+    lower_rotations(graph, numbers)
     lower_norms(graph)
     lower_activations(graph)
     finish(model)

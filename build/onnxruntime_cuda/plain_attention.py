@@ -25,17 +25,21 @@ class PlainLayers:
     """Emits layers that share masks and slots."""
 
     def __init__(
-        self, graph: GraphEditor, dtype: ir.DataType, seen: Mapping[ir.Value, ir.Value]
+        self,
+        graph: GraphEditor,
+        dtype: ir.DataType,
+        seen: Mapping[ir.Value, ir.Value],
+        batch: int | str = 1,
     ) -> None:
-        """`seen`: inputs bool [S, T] in the place of the portable masks."""
-        self._graph, self._dtype, self._seen = graph, dtype, seen
+        """`seen`: inputs bool [B, 1, S, T] in the place of the portable masks."""
+        self._graph, self._dtype, self._seen, self._batch = graph, dtype, seen, batch
         self._kv_num_heads = 0
         self._slots: ir.Value | None = None
         self._live: ir.Value | None = None
         self._masks: dict[tuple[ir.Value, int], ir.Value] = {}  # by query heads of a key head
 
     def emit(self, layer: CachedAttention, tables: tuple[ir.Value, ...]) -> tuple[ir.Value, ...]:
-        """Rows [1, S, num_heads * D] and the caches.
+        """Rows [B, S, num_heads * D] and the caches.
 
         Args:
             layer: at which the graph's cursor stands.
@@ -47,8 +51,8 @@ class PlainLayers:
         graph, heads = self._graph, layer.kv_num_heads
         if self._slots is None:
             self._kv_num_heads = heads
-            self._slots = graph.input(SLOTS, ir.DataType.INT64, [1, heads, "rows", 3])
-            self._live = graph.node("Shape", [self._seen[layer.visible]], start=1, end=2)
+            self._slots = graph.input(SLOTS, ir.DataType.INT64, [self._batch, heads, "rows", 3])
+            self._live = graph.node("Shape", [self._seen[layer.visible]], start=3, end=4)
         if heads != self._kv_num_heads:
             raise UnsupportedModelError("layers with other key heads are not lowered for CUDA")
         q, k = layer.q, layer.k
@@ -67,15 +71,12 @@ class PlainLayers:
         return _attend(graph, q, caches, mask, self._live, layer, self._dtype), *caches
 
     def _mask(self, visible: ir.Value, group: int) -> ir.Value:
-        """Bool [S * group, T]: a row for each query head of a key head."""
+        """Bool [B, 1, group * S, T]: all rows for each query head of a key head."""
         graph, mask = self._graph, self._seen[visible]
         if group == 1:
             return mask
         if (visible, group) not in self._masks:
-            axis = graph.constant("group_axis", np.array([1], np.int64))
-            times = graph.constant(f"group_{group}", np.array([1, group, 1], np.int64))
-            repeated = graph.node("Expand", [graph.node("Unsqueeze", [mask, axis]), times])
-            self._masks[visible, group] = graph.node("Flatten", [repeated], axis=2)
+            self._masks[visible, group] = graph.node("Concat", [mask] * group, axis=2)
         return self._masks[visible, group]
 
 
@@ -106,7 +107,7 @@ def _attend(
     layer: CachedAttention,
     dtype: ir.DataType,
 ) -> ir.Value:
-    """Q [1, S, heads * D] over the first T slots of keys and values [1, K, C, D]."""
+    """Q [B, S, heads * D] over the first T slots of keys and values [B, K, C, D]."""
 
     def shape(name: str, *dims: int) -> ir.Value:
         return graph.constant(name, np.array(dims, np.int64))
@@ -116,13 +117,13 @@ def _attend(
     zero, axis = shape("first_slot", 0), shape("slot_axis", 2)
     keys, values = (graph.node("Slice", [cache, zero, live, axis]) for cache in caches)
     apart = graph.node("Reshape", [q, shape(f"heads_apart_{group}", 0, 0, keys_heads, group, size)])
-    by_key = graph.node("Transpose", [apart], perm=[0, 2, 1, 3, 4])  # [1, K, S, G, D]
+    by_key = graph.node("Transpose", [apart], perm=[0, 2, 3, 1, 4])  # [B, K, G, S, D]
     rows = graph.node("Reshape", [by_key, shape("rows_of_keys", 0, keys_heads, -1, size)])
     scale = size**-0.5 if layer.scale is None else layer.scale
     cap = layer.softcap or 1.0
     scores = graph.node(
         "FusedMatMul", [rows, keys], domain=CONTRIB, transB=1, alpha=scale / cap
-    )  # [1, K, S * G, T]
+    )  # [B, K, G * S, T]
     if layer.softcap:
         bound = graph.constant(f"softcap_{cap}", np.array(cap, dtype.numpy()))
         scores = graph.node("Mul", [graph.node("Tanh", [scores]), bound])
@@ -130,9 +131,9 @@ def _attend(
     lowest = graph.constant("lowest", np.array(LOWEST[dtype], dtype.numpy()))
     masked = graph.node("Where", [mask, scores, lowest])
     weights = _shares(graph, masked, live, layer, dtype)
-    y = graph.node("MatMul", [weights, values])  # [1, K, S * G, D]
-    back = graph.node("Reshape", [y, shape(f"rows_apart_{group}", 0, keys_heads, -1, group, size)])
-    merged = graph.node("Transpose", [back], perm=[0, 2, 1, 3, 4])  # [1, S, K, G, D]
+    y = graph.node("MatMul", [weights, values])  # [B, K, G * S, D]
+    back = graph.node("Reshape", [y, shape(f"rows_apart_{group}", 0, keys_heads, group, -1, size)])
+    merged = graph.node("Transpose", [back], perm=[0, 3, 1, 2, 4])  # [B, S, K, G, D]
     return graph.node("Reshape", [merged, shape("heads_merged", 0, 0, -1)])
 
 
@@ -143,7 +144,7 @@ def _shares(
     layer: CachedAttention,
     dtype: ir.DataType,
 ) -> ir.Value:
-    """Softmax over the slots, [1, K, S * G, T]; a sink is a further slot that gives nothing."""
+    """Softmax over the slots, [B, K, G * S, T]; a sink is a further slot that gives nothing."""
     if layer.sinks is None:
         return graph.node("Softmax", [scores], axis=-1)
 
@@ -151,11 +152,11 @@ def _shares(
         return graph.constant(name, np.array(values, np.int64))
 
     keys_heads, group = layer.kv_num_heads, layer.num_heads // layer.kv_num_heads
-    sinks = stored_sinks(graph, layer, dtype, (1, keys_heads, 1, group))
+    sinks = stored_sinks(graph, layer, dtype, (1, keys_heads, group, 1))
     zero, one, axis = numbers("first_slot", 0), numbers("second_slot", 1), numbers("last_axis", 3)
     first = graph.node("Slice", [scores, zero, one, axis])
     apart = graph.node(
-        "Reshape", [first, numbers(f"heads_of_keys_{group}", 0, keys_heads, -1, group)]
+        "Reshape", [first, numbers(f"heads_of_keys_{group}", 0, keys_heads, group, -1)]
     )
     each = graph.node("Add", [graph.node("Sub", [apart, apart]), sinks])
     column = graph.node("Reshape", [each, numbers("sink_of_rows", 0, keys_heads, -1, 1)])

@@ -18,6 +18,7 @@ __all__ = [
     "Options",
     "compile",
     "estimate",
+    "mixes_rows",
     "origin",
     "takes_batches",
 ]
@@ -44,6 +45,12 @@ def origin(options: plans.Options) -> Origin:
 
 def takes_batches(plan: Plan) -> bool:
     """See `Backend.takes_batches`."""
+    del plan
+    return False
+
+
+def mixes_rows(plan: Plan) -> bool:
+    """See `Backend.mixes_rows`."""
     del plan
     return False
 

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from edgellm.artifact import defer_interrupt
 from edgellm.build.plan import Report
-from edgellm.build.tensorrt.kernel_attention import NODES
+from edgellm.build.tensorrt.engine_layers import inspect_engine
 from edgellm.build.tensorrt.kernel_log import Kernel, read_kernels
 from edgellm.build.tensorrt.memory import MappedFile, memory_returned
 from edgellm.build.tensorrt.observers import EngineFile, progress_monitor
@@ -25,6 +25,9 @@ from edgellm.build.tensorrt.plugins import register
 from edgellm.build.tensorrt.profiles import Pass
 from edgellm.build.tensorrt.target import Target
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.runners.tensorrt import python_plugins
+from edgellm.device_runtime.runners.tensorrt.attention_nodes import ATTEND, NODES
+from edgellm.device_runtime.runners.tensorrt.library import Library
 from edgellm.device_runtime.runners.tensorrt.library_log import LibraryLog
 
 
@@ -32,9 +35,11 @@ from edgellm.device_runtime.runners.tensorrt.library_log import LibraryLog
 class Built:
     """What the compiler said of an engine."""
 
-    kernels: tuple[Kernel, ...]  # empty where the library does not print them
+    kernels: tuple[Kernel, ...]  # empty where the library does not print them and was not asked
     caches: dict[str, str]  # outputs that are inputs updated in place, by the output's name
-    attentions: int
+    attentions: int  # of the library's operators
+    own_attentions: int  # of edgellm's kernels
+    told_by: str  # of kernels
 
 
 def build(
@@ -67,8 +72,9 @@ def build(
     log = LibraryLog(trt)
     model = ir.load(graph)
     weights = _map_weights(model)
-    if any(node.op_type in NODES for node in model.graph):
-        register_plugins(trt)
+    own = [node.op_type for node in model.graph if node.op_type in NODES]
+    if own:
+        register_plugins(target.library)
     with defer_interrupt() as pending:
         builder = trt.Builder(log.logger)
         builder.max_threads = threads or builder.max_threads
@@ -92,12 +98,27 @@ def build(
         caches = _caches_in_place(trt, network)
         _save_timing_cache(config, options)
     log.refuse_ignored_inputs()  # they are named when the network is compiled
-    return Built(tuple(read_kernels(log.layers)), caches, attentions)
+    kernels, told_by = _kernels(log, target, options, engine, report)
+    return Built(kernels, caches, attentions, own.count(ATTEND), told_by)
 
 
-def register_plugins(trt: Any) -> None:
+def _kernels(
+    log: LibraryLog, target: Target, options: TensorRtOptions, engine: Path, report: Report
+) -> tuple[tuple[Kernel, ...], str]:
+    """Those of the engine, and who tells; TensorRT does when it has loaded the engine again."""
+    if target.library.is_ahead_of_time or not options.layer_report:
+        return tuple(read_kernels(log.layers)), "the compiler's log"
+    report("asking the engine for its layers")
+    return inspect_engine(target.library.trt, engine), "the engine's inspector"
+
+
+def register_plugins(library: Library) -> None:
     """Let TensorRT know edgellm's kernels."""
-    register(trt, importlib.import_module(f"{trt.__name__}.plugin"))
+    trt = library.trt
+    if library.runs_python_plugins:
+        python_plugins.register(trt)
+    else:
+        register(trt, importlib.import_module(f"{trt.__name__}.plugin"))
 
 
 def _external(model: ir.Model) -> dict[str, ir.ExternalTensor]:

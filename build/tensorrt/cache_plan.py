@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.kernel_attention import Kernels, why_not
-from edgellm.build.tensorrt.operators import BROKEN_PLUGINS, FIRST_PLUGINS, takes_plugins
+from edgellm.build.tensorrt.operators import takes_plugins
 from edgellm.build.tensorrt.options import AUTO, EDGELLM, TENSORRT, options_of
 from edgellm.build.tensorrt.target import Target
 from edgellm.contract import EdgeLLMError
@@ -78,15 +78,12 @@ def plan_cache(
 
 
 def library_fault(library: Library) -> str:
-    """Why a library takes no plugins that carry their kernels; "" if it does."""
+    """Why a library takes no plugins that launch edgellm's kernels; "" if it does."""
     if library.is_ahead_of_time:
         return f"{library.label} takes no plugins"
     if takes_plugins(library.version):
         return ""
-    if library.version in BROKEN_PLUGINS:
-        return f"plugins do not work in {library.label}; they do in 10.13 and 10.16"
-    first = ".".join(map(str, FIRST_PLUGINS))
-    return f"{library.label} takes no plugins that bring a kernel; {first} is the first"
+    return f"plugins do not work in {library.label}; they do in 10.13 and 10.16"
 
 
 def _codes(bundle: Bundle, plan: Plan, target: Target) -> str:

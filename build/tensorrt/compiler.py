@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import onnx_ir as ir
@@ -18,7 +16,7 @@ from edgellm.build.tensorrt.adapt import adapt
 from edgellm.build.tensorrt.builder import Built, build
 from edgellm.build.tensorrt.cache_plan import CachePlan, plan_cache
 from edgellm.build.tensorrt.fallback import check_types, fall_back, lacking_kinds, weights_beside
-from edgellm.build.tensorrt.kernel_log import Kernel
+from edgellm.build.tensorrt.layer_report import notes_of, write_report
 from edgellm.build.tensorrt.lower import lower
 from edgellm.build.tensorrt.memory import memory_returned
 from edgellm.build.tensorrt.memory_estimate import Sizes, estimate_graphs
@@ -61,7 +59,7 @@ def compile_bundle(
             GraphSpec(f"{compiler.name}.engine", each.max_rows, compiler.precision)
             for each in passes
         )
-        notes = notes if len(graphs) > 1 else _notes(built, passes)
+        notes = notes if len(graphs) > 1 else notes_of(built, passes)
         if compiler.fallen:
             notes += (
                 f"{role}: {' and '.join(sorted(compiler.fallen))} weights are "
@@ -202,7 +200,7 @@ class _Compiler:
         lowered.unlink()
         weights.path.unlink()
         if self._options.layer_report:
-            self._write_layers(passes, built.kernels)
+            write_report(self._folder, self.name, passes, built)
         return built
 
     def _fall_back(self, model: ir.Model, rounded: WeightFile) -> None:
@@ -210,39 +208,6 @@ class _Compiler:
         if precision:
             kinds = fall_back(model, rounded, lacking_kinds(self.target), precision)
             self.fallen |= kinds
-
-    def _write_layers(self, passes: Sequence[Pass], kernels: Sequence[Kernel]) -> None:
-        summary = {
-            each.name: {
-                "kernels": sum(kernel.pass_index == index for kernel in kernels),
-                "fused_attentions": _count(kernels, index, "is_fused_attention"),
-                "decoded_weights": _count(kernels, index, "decodes_weight"),
-            }
-            for index, each in enumerate(passes)
-        }
-        content = {"passes": summary, "kernels": [asdict(kernel) for kernel in kernels]}
-        path = self._folder / f"{self.name}.layers.json"
-        path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-
-
-def _notes(built: Built, passes: Sequence[Pass]) -> tuple[str, ...]:
-    """What makes passes slower than the precision promises; nothing where kernels are unknown."""
-    notes = []
-    for index, each in enumerate(passes if built.kernels else ()):
-        fused = _count(built.kernels, index, "is_fused_attention")
-        decoded = _count(built.kernels, index, "decodes_weight")
-        if fused < built.attentions:
-            notes.append(f"{each.name}: {fused} of {built.attentions} attentions are one kernel")
-        if decoded and each.name != "prefill":
-            notes.append(
-                f"{each.name}: {decoded} weights are decoded to memory in every pass; int4, "
-                "nvfp4 with rounded inputs, and 8 bits with a scale for each channel are not"
-            )
-    return tuple(notes)
-
-
-def _count(kernels: Sequence[Kernel], pass_index: int, what: str) -> int:
-    return sum(getattr(kernel, what) for kernel in kernels if kernel.pass_index == pass_index)
 
 
 def _require_caches_in_place(built: Built, cache: KVCacheSpec) -> None:

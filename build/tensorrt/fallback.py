@@ -113,7 +113,7 @@ def _replacement(
     if precision == FP16 or weight.in_features % BLOCK_SIZE:
         halves = graph.weight(f"{name}.{FP16}", lambda: dense.T.astype(np.float16))
         return graph.node(contract.LINEAR, [x, halves], domain=contract.FUNCTIONS)
-    codes, scales = nearest_int4(dense, BLOCK_SIZE)
+    codes, scales = nearest_int4(dense, BLOCK_SIZE, has_signs=False)
     shape = weight.in_features, sum(weight.widths)
     return graph.node(
         contract.QUANTIZED_LINEAR,

@@ -23,19 +23,24 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
-    FEW_ROWS,
-    HEAD_SIZES,
-    KERNELS,
+    SIZE_STEP,
+    TILES,
     Variant,
     attend,
+    combine,
+    keep_rows,
+    store_rows,
+    tile,
+)
+from edgellm.device_runtime.runners.tensorrt.attention_nodes import (
+    ATTEND,
+    COMBINE,
+    GIVEN,
+    NAMESPACE,
+    STORE_ROWS,
 )
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import table_entries
 
-NAMESPACE = "edgellm"  # of the plugins
-STORE_ROWS, ATTEND, COMBINE = "store_rows", "attend", "combine"
-# The one attribute of a node, JSON. `tensorrt.plugin` cannot read numbers with NumPy 2.4 or newer.
-GIVEN = "given"
-NODES = STORE_ROWS, ATTEND, COMBINE
 _F16, _F32 = ir.DataType.FLOAT16, ir.DataType.FLOAT
 
 
@@ -46,19 +51,15 @@ class Kernels:
     sm: int  # compute capability of the GPU, 110 for 11.0
     codes: str  # of the cache: fp16, int8 or fp8
 
-    def attend(self, size: int, *, windowed: bool, capped: bool) -> Variant:
-        """`attend` for heads of a size."""
-        return attend(self.sm, size, FEW_ROWS, self.codes, windowed=windowed, capped=capped)
-
     def variants(self, layer: CachedAttention) -> tuple[Variant, ...]:
         """Those of a layer, and of the rows that are moved behind a tree."""
         size, codes = layer.head_dim, self.codes
-        coded = {"D": size, "CODES": codes}
+        windowed, capped = bool(_window(layer)), bool(layer.softcap)
         return (
-            Variant(KERNELS["store_rows"], coded, 1),
-            self.attend(size, windowed=bool(_window(layer)), capped=bool(layer.softcap)),
-            Variant(KERNELS["combine"], {"D": size, "SUNK": layer.sinks is not None}, 1),
-            Variant(KERNELS["keep_rows"], coded, 1),
+            store_rows(size, codes),
+            attend(size, codes, windowed=windowed, capped=capped),
+            combine(size, sunk=layer.sinks is not None),
+            keep_rows(size, codes),
         )
 
 
@@ -74,9 +75,11 @@ def why_not(graph: ir.Graph, dtype: ir.DataType, kernels: Kernels, driver_ptx: i
     if dtype != _F16:
         return "the kernels compute in float16, the bundle in float32"
     for layer in CachedAttention.all_of(graph, takes_sinks=True):
-        if layer.head_dim not in HEAD_SIZES:
-            sizes = " or ".join(map(str, HEAD_SIZES))
-            return f"there are kernels for heads of {sizes} numbers, not of {layer.head_dim}"
+        if not tile(layer.head_dim):
+            return (
+                f"there are kernels for heads of a multiple of {SIZE_STEP} up to {TILES[-1]} "
+                f"numbers, not of {layer.head_dim}"
+            )
         seen = layer.visible.producer()
         if not is_call(seen, contract.VISIBLE_SLOTS, contract.VISIBLE_IN_WINDOW):
             return "the graph has a mask that is not made of the tree's"
@@ -84,7 +87,7 @@ def why_not(graph: ir.Graph, dtype: ir.DataType, kernels: Kernels, driver_ptx: i
             for variant in kernels.variants(layer):
                 prebuilt.find(variant, kernels.sm, driver_ptx)
         except EdgeLLMError as error:
-            return str(error)
+            return f"{error} ({error.hint})"
     return ""
 
 
@@ -150,11 +153,12 @@ def _emit(
         [q, tree, places, write_index, table],
         [(_F32, [None, heads, size]), (_F32, ["rows", None, heads, 2])],
         **given,
-        rows=FEW_ROWS,
         window=_window(layer),
         cap_bits=_bits(layer.softcap),
     )
-    sinks = stats if layer.sinks is None else layer.sinks  # stats: nothing reads them as such
+    sinks = stats  # nothing reads them as such
+    if layer.sinks is not None:
+        sinks = graph.node("Cast", [layer.sinks], to=int(_F32))
     sunk = {"sunk": int(layer.sinks is not None)}
     of_queries = {key: given[key] for key in ("heads", "head_dim", "capability")}
     return _node(graph, COMBINE, [parts, stats, sinks], rows, **of_queries, **sunk)[0]

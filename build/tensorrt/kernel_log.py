@@ -1,7 +1,8 @@
 """What the compiler made of a graph: the kernels of each pass, read from its log.
 
 With detailed verbosity TensorRT-RTX prints a line for each kernel; no GPU and no engine object is
-needed to learn which attentions were fused and which weights are decoded.
+needed to learn which attentions were fused and which weights are decoded. TensorRT tells the same
+of a loaded engine, see `engine_layers.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ _KERNEL = re.compile(
     r"(?:, Constants: \[(?P<constants>|.*?\})\])?, Outputs: \[(?P<outputs>|.*?\})\], \w+:"
 )
 _TENSOR = re.compile(r"\{ Name: (.*?), [^{]*?Dimensions: \[(.*?)\], [^{]*?Datatype: (\w+)")
-_NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-_PROFILE = re.compile(r"\[profile (\d+)\]")
-_PART = re.compile(r"_myl(\d+)_")
+NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
+PROFILE = re.compile(r"\[profile (\d+)\]")
+PART = re.compile(r"_myl(\d+)_")
 _FUSED_ATTENTION = re.compile(r"_(gemm|gemv)_mha_|fmha|flash", re.IGNORECASE)
 _FLOATS = ("Half", "Float", "BFloat16")
 _LOW_BIT = ("Int4", "Int8", "FP8", "FP4E2M1")
-_NOT_KERNELS = ("shape_call", "ShapeHostToDevice")
+NOT_KERNELS = ("shape_call", "ShapeHostToDevice", "Constant", "NoOp", "signal", "wait")
+_PRODUCT = re.compile(r"MatMul|Gemm|Conv(?!ert)", re.IGNORECASE)
+_ONLY_MOVES = re.compile(r"__myl_(?!.*(Sum|Fc|Mma|Gemm|Dot))")  # by what the library calls fusions
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +53,39 @@ class Kernel:
     constants: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     nodes: tuple[str, ...]  # of the lowered graph
+    tactic: str = ""  # the library's name of what computes it, where it tells
 
     @property
     def is_fused_attention(self) -> bool:
         """Whether scores, softmax and sum are one kernel."""
-        return bool(_FUSED_ATTENTION.search(self.name))
+        return bool(_FUSED_ATTENTION.search(f"{self.name} {self.tactic}"))
+
+    @property
+    def is_reformat(self) -> bool:
+        """Whether it does nothing but copy a tensor into another layout or type."""
+        return self.kind == "Reformat" or self.name.startswith("Reformatting CopyNode")
+
+    @property
+    def is_plugin(self) -> bool:
+        """Whether it is a kernel that the graph brought along."""
+        return self.kind.startswith("Plugin")
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Each weight that it multiplies by: its type, after that of rounded inputs.
+
+        A weight is what has two sizes or more; scales of its blocks are fewer numbers than it has.
+        """
+        is_product = any(_PRODUCT.search(node) for node in (self.name, *self.nodes))
+        if not is_product or self.decodes_weight or _ONLY_MOVES.match(self.name):
+            return ()
+        matrices = [each for each in self.constants if sum(dim != 1 for dim in each.dims) > 1]
+        if not matrices:
+            return ()
+        dtype = max(matrices, key=lambda each: each.count).dtype
+        inputs = {each.dtype for each in self.inputs if each.dtype in _LOW_BIT and each.count != 1}
+        shown = f"{min(inputs)} x {dtype}" if dtype in _LOW_BIT and inputs else dtype
+        return tuple(shown for each in matrices if each.dtype == dtype)
 
     @property
     def decodes_weight(self) -> bool:
@@ -68,7 +99,7 @@ class Kernel:
 def read_kernels(text: str) -> list[Kernel]:
     """The kernels in a printed list of layers; what only computes shapes is left away."""
     lines = [line for line in text.splitlines() if _KERNEL.match(line)]
-    passes = _passes(lines)
+    passes = passes_of_parts(lines)
     return list(_kernels(lines, passes))
 
 
@@ -82,25 +113,25 @@ def copied_caches(kernels: Sequence[Kernel], pass_index: int, capacity: int, hea
     )
 
 
-def _passes(lines: list[str]) -> dict[str, int]:
+def passes_of_parts(lines: Sequence[str]) -> dict[str, int]:
     """The pass of each compiled part; only some of its lines name it."""
     found: dict[str, int] = {}
     for line in lines:
-        if part := _PART.search(line):
-            named = _PROFILE.search(line)
+        if part := PART.search(line):
+            named = PROFILE.search(line)
             found[part[1]] = max(found.get(part[1], 0), int(named[1]) if named else 0)
     return found
 
 
 def _kernels(lines: list[str], passes: dict[str, int]) -> Iterator[Kernel]:
     for line in lines:
-        match, part = _KERNEL.match(line), _PART.search(line)
+        match, part = _KERNEL.match(line), PART.search(line)
         assert match is not None
-        if match["kind"] not in _NOT_KERNELS and part is not None:
+        if match["kind"] not in NOT_KERNELS and part is not None:
             inputs, constants, outputs = (
                 _tensors(match[role]) for role in ("inputs", "constants", "outputs")
             )
-            nodes = tuple(_NODE.findall(line))
+            nodes = tuple(NODE.findall(line))
             yield Kernel(
                 passes[part[1]], match["name"], match["kind"], inputs, constants, outputs, nodes
             )

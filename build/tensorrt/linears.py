@@ -17,7 +17,7 @@ from edgellm.build.lowering.calls import is_call
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart
 from edgellm.build.lowering.weights import stored_bytes
-from edgellm.contract import ROUND_INPUT, ROUND_INPUT_FP4
+from edgellm.contract import ROUND_INPUT, ROUND_INPUT_FP4, UnsupportedModelError
 
 _MIDDLE = {"int4": 8, "int8": 128}
 _SMALLEST_BLOCK = 32  # of INT4
@@ -122,6 +122,11 @@ class StoredKernel:
         scales = _side_by_side(
             [np.broadcast_to(part.scales(), (rows, part.shape[1])) for part in weight.parts]
         ).astype(self.dtype.numpy())
+        if (scales < 0).any():
+            raise UnsupportedModelError(
+                "TensorRT takes no negative scales, and this INT4 was made for CPUs",
+                hint="quantize it with --target gpu, or build with --backend onnxruntime",
+            )
         return scales if block else scales.reshape(-1)
 
     def _fp4(self, graph: GraphEditor, weight: LinearWeight, name: str) -> ir.Value:

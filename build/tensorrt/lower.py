@@ -19,8 +19,9 @@ from edgellm.build.lowering.ropes import settle_frequencies
 from edgellm.build.lowering.tables import widen_tables
 from edgellm.build.lowering.weights import WeightFile, keep_apart, parameter_name
 from edgellm.build.tensorrt.adapt import uncap_attention
-from edgellm.build.tensorrt.kernel_attention import NODES, Kernels, lower_attention
+from edgellm.build.tensorrt.kernel_attention import Kernels, lower_attention
 from edgellm.build.tensorrt.linears import StoredKernel, merge_key, split_rows
+from edgellm.device_runtime.runners.tensorrt.attention_nodes import NODES
 
 CAPACITY = "kv_capacity"
 FP4_QUANTIZE = "TRT_FP4DynamicQuantize"  # TensorRT has an importer for it

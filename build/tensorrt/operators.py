@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from edgellm.device_runtime.runners.tensorrt.library import OLDEST
+from edgellm.device_runtime.runners.tensorrt.library import BROKEN_PLUGINS, OLDEST
 
 Version = tuple[int, int]  # major, minor
 
@@ -105,13 +105,11 @@ _SINCE_11_0 = {
     "Clip": Rule(NUMBERS),  # compiled by TensorRT-RTX 1.7
 }
 
-# Plugins that carry their kernels: by the headers and `tensorrt.plugin` of the bindings wheels.
-FIRST_PLUGINS, BROKEN_PLUGINS = (10, 9), ((10, 14),)
 _HALF = frozenset({ir.DataType.FLOAT16})
 _KERNELS = {
     "edgellm::store_rows": Rule(_HALF, (0, 1, 2, 3, 4), frozenset({3})),
     "edgellm::attend": Rule(_HALF, ranks=frozenset({3})),
-    "edgellm::combine": Rule(frozenset({ir.DataType.FLOAT}), (0, 1), frozenset({3})),
+    "edgellm::combine": Rule(frozenset({ir.DataType.FLOAT}), (0, 1, 2), frozenset({3})),
 }
 
 _ADDED: tuple[tuple[Version, Mapping[str, Rule]], ...] = (
@@ -144,8 +142,8 @@ def rules(version: Version) -> dict[str, Rule]:
 
 
 def takes_plugins(version: Version) -> bool:
-    """Whether a TensorRT takes plugins that carry their kernels."""
-    return version >= FIRST_PLUGINS and version not in BROKEN_PLUGINS
+    """Whether a TensorRT takes plugins that launch edgellm's kernels."""
+    return version not in BROKEN_PLUGINS
 
 
 def highest_opset(version: Version) -> int:

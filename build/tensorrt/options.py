@@ -26,7 +26,7 @@ class TensorRtOptions(Options):
     kernels: str = field(default=AUTO, metadata={FLAG: "--kernels"})
     # "int4" or "fp16": what weights become that GPU or library have no arithmetic for; "": refused
     fallback_precision: str = field(default="", metadata={FLAG: "--fallbackPrecision"})
-    # Write every kernel to a file of the engine
+    # Write every kernel to a file of the engine; TensorRT loads the engine to tell them
     layer_report: bool = field(default=False, metadata={FLAG: "--layerReport"})
 
 

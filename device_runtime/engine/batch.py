@@ -74,6 +74,7 @@ class Entry:
             saved_rows=self.saved_rows,
             unread_rows=max(len(sequence.prompt.token_ids) - sequence.num_rows, 0),
             tree_rows=1 if sequence.drafter is None else tree_rows,
+            usual_rows=_rows_lately(sequence),
         )
 
 

@@ -49,6 +49,7 @@ class Standing:
     saved_rows: int = 0  # that it gave back, and needs again before it goes on
     unread_rows: int = 0  # of its prompt; 0: it decodes
     tree_rows: int = 1  # that a decoding step would like at most
+    usual_rows: int = 1  # that it lately took
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -129,18 +130,17 @@ class _Line:
     def grant(self) -> None:
         """Give rows to those that are due: the first in line first, tokens before prompts."""
         due = [one for one in sorted(self._running, key=lambda one: one.rank) if one.is_due]
-        decoding = [one for one in due if not one.unread_rows]
         for one in due:  # a row each, before anybody has more
             if one in self._running and self._make_room(one):
                 self.rows[one.number] = 1
+        due = [one for one in due if one.number in self.rows]
+        decoding = [one for one in due if not one.unread_rows]
         for one in decoding:
-            if one.number in self.rows:
-                self.rows[one.number] += self._take(one, one.tree_rows - 1)
-        self._grant_pieces([one for one in due if one.unread_rows])
+            self.rows[one.number] += self._take(one, one.tree_rows - 1)
+        self._grant_pieces([one for one in due if one.unread_rows], decoding)
 
-    def _grant_pieces(self, reading: list[Standing]) -> None:
-        readers = [one for one in reading if one.number in self.rows]
-        beside = sum(self.rows.values()) - len(readers)
+    def _grant_pieces(self, readers: list[Standing], decoding: list[Standing]) -> None:
+        beside = sum(min(one.usual_rows, self.rows[one.number]) for one in decoding)
         budget = self._bounds.prefill_rows
         if beside:
             table, most_ms = self._bounds.pass_ms, self._bounds.most_stall_ms

@@ -152,7 +152,9 @@ def _int4(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quant
     scale = weights.array("weight_scale", (out, blocks), info.dtype)
     return QuantizedLinear(
         stored(f"{name}weight", ir.DataType.INT4, (width, out), lambda: codes().T),
-        scale_tensor(f"{name}weight_scale", (blocks, out), dtype, lambda: scale().T),
+        scale_tensor(
+            f"{name}weight_scale", (blocks, out), dtype, lambda: scale().T, has_signs=True
+        ),
         block_size=width // blocks,
     )
 

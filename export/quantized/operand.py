@@ -67,22 +67,29 @@ def stored(name: str, dtype: ir.DataType, shape: tuple[int, ...], load: Load) ->
     return StoredTensor(name, dtype, shape, stream)
 
 
-def scale_tensor(name: str, shape: tuple[int, ...], dtype: ir.DataType, load: Load) -> StoredTensor:
+def scale_tensor(
+    name: str, shape: tuple[int, ...], dtype: ir.DataType, load: Load, *, has_signs: bool = False
+) -> StoredTensor:
     """Scales in the activation type; refused where they leave it.
 
     Raises (when the tensor is written):
-        BrokenArtifactError: a scale is not a positive number, or none in `dtype`.
+        BrokenArtifactError: a scale is not a positive number (with signs: zero), or none in
+            `dtype`.
     """
+
+    def are_sound(scales: np.ndarray) -> bool:
+        sizes = np.abs(scales) if has_signs else scales
+        return bool(np.isfinite(scales).all() and (sizes > 0).all())
 
     def checked() -> np.ndarray:
         scales = load().astype(np.float32)
-        if not (np.isfinite(scales).all() and (scales > 0).all()):
+        if not are_sound(scales):
             raise BrokenArtifactError(
                 f"{name} has a value that is not a positive number",
                 hint="the checkpoint was quantized from weights that were zero or not numbers",
             )
         cast = scales.astype(dtype.numpy())
-        if not (np.isfinite(cast).all() and (cast > 0).all()):
+        if not are_sound(cast):
             raise BrokenArtifactError(
                 f"{name} leaves the range of {dtype.name.lower()}", hint="export with --dtype fp32"
             )

@@ -57,7 +57,7 @@ def test_kebab_case_and_batch_size(command, tiny_bundle, tmp_path):
     result = command("llm_build", *arguments, *lengths)
     assert result.returncode == 0, result.stderr
     assert load_engine(tmp_path / "engine", LLM_ENGINE).max_batch_size == 4
-    for flags in (("--kernels", "onnxruntime"), ("--backend", "onnxruntime", "--device", "cuda")):
+    for flags in (("--kernels", "onnxruntime"), ("--backend", "tensorrt")):
         refused = command("llm_build", *arguments, *lengths, *flags, "--dry-run")
         assert_one_line_error(refused, "a pass serves one request", "--kernels edgellm")
 
@@ -89,8 +89,8 @@ def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path):
         ((*SMALL, "--prefill", "int8"), "is for quantized bundles"),
     ],
 )
-def test_plans_that_do_not_suit(command, tiny_bundle, tmp_path, lengths, message):
-    result = _build(command, tiny_bundle, tmp_path / "engine", *lengths)
+def test_plans_that_do_not_suit(command_here, tiny_bundle, tmp_path, lengths, message):
+    result = _build(command_here, tiny_bundle, tmp_path / "engine", *lengths)
     assert_one_line_error(result, message)
     assert not (tmp_path / "engine").exists()
 
@@ -101,36 +101,36 @@ def test_zero_lengths_are_usage_errors(command, tiny_bundle, tmp_path):
     assert "maxInputLen" in result.stderr
 
 
-def test_damaged_bundles(command, bundle, tmp_path):
+def test_damaged_bundles(command_here, bundle, tmp_path):
     engine = tmp_path / "engine"
     weights = bundle / "model.weights"
     data = weights.read_bytes()
     weights.write_bytes(data[:-10])
-    assert_one_line_error(_build(command, bundle, engine), "model.weights has")
+    assert_one_line_error(_build(command_here, bundle, engine), "model.weights has")
     weights.write_bytes(data[:1000] + b"\x00\x01" + data[1002:])
-    assert_one_line_error(_build(command, bundle, engine), "sha256 differs")
+    assert_one_line_error(_build(command_here, bundle, engine), "sha256 differs")
     weights.unlink()
-    assert_one_line_error(_build(command, bundle, engine), "model.weights is missing")
+    assert_one_line_error(_build(command_here, bundle, engine), "model.weights is missing")
     weights.write_bytes(data)
     graph = bundle / "model.onnx"
     graph.write_bytes(b"\xff" * graph.stat().st_size)
-    assert_one_line_error(_build(command, bundle, engine), "model.onnx", "sha256 differs")
+    assert_one_line_error(_build(command_here, bundle, engine), "model.onnx", "sha256 differs")
     assert not engine.exists()
 
 
-def test_newer_contracts_and_other_artifacts(command, bundle, tiny_engine, tmp_path):
+def test_newer_contracts_and_other_artifacts(command_here, bundle, tiny_engine, tmp_path):
     engine = tmp_path / "engine"
     path = bundle / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "contract_version": 3}))
     assert_one_line_error(
-        _build(command, bundle, engine), "has contract version 3", "update edgellm here"
+        _build(command_here, bundle, engine), "has contract version 3", "update edgellm here"
     )
-    assert_one_line_error(_build(command, tiny_engine, engine), "is a llm_engine")
-    assert_one_line_error(_build(command, tmp_path / "none", engine), "no such folder")
+    assert_one_line_error(_build(command_here, tiny_engine, engine), "is a llm_engine")
+    assert_one_line_error(_build(command_here, tmp_path / "none", engine), "no such folder")
 
 
-def test_a_bundle_is_no_engine_folder(command, bundle):
-    result = _build(command, bundle, bundle)
+def test_a_bundle_is_no_engine_folder(command_here, bundle):
+    result = _build(command_here, bundle, bundle)
     assert_one_line_error(result, "is not of an earlier llm_engine")
     verify_files(bundle, load_bundle(bundle, LLM_BUNDLE).files)
 

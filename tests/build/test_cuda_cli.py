@@ -25,9 +25,10 @@ def _build(command, bundle, engine, *flags, **options):
 
 
 def test_build(command, tiny_bundle, tmp_path):
-    result = _build(command, tiny_bundle, tmp_path / "engine", *CUDA)
+    result = _build(command, tiny_bundle, tmp_path / "engine", *CUDA, "--maxBatchSize", 3)
     assert result.returncode == 0, result.stderr
     manifest = load_engine(tmp_path / "engine", LLM_ENGINE)
+    assert manifest.max_batch_size == 3
     verify_files(tmp_path / "engine", manifest.files)
     assert (manifest.machine, manifest.backend) == ("cuda", "onnxruntime_cuda")
     assert {"llm.onnx", "llm.data", "rows.onnx"} <= set(manifest.files)

@@ -142,18 +142,18 @@ def test_dry_run_of_a_draft(command, eagle_pair, tmp_path):
     assert megabytes == pytest.approx(actual, rel=0.25, abs=0.2)
 
 
-def test_damaged_draft_bundles(command, eagle_pair, tmp_path):
+def test_damaged_draft_bundles(command_here, eagle_pair, tmp_path):
     bundle = Path(shutil.copytree(eagle_pair.draft_bundle, tmp_path / "bundle"))
     weights = next(bundle.glob("*.weights"))
     data = weights.read_bytes()
     weights.write_bytes(data[:-10])
-    result = _build(command, bundle, tmp_path / "engine", "--eagleDraft")
+    result = _build(command_here, bundle, tmp_path / "engine", "--eagleDraft")
     assert_one_line_error(result, f"{weights.name} has")
     weights.unlink()
-    result = _build(command, bundle, tmp_path / "engine", "--eagleDraft")
+    result = _build(command_here, bundle, tmp_path / "engine", "--eagleDraft")
     assert_one_line_error(result, f"{weights.name} is missing")
     (bundle / "manifest.json").write_text("{")
-    result = _build(command, bundle, tmp_path / "engine", "--eagleDraft")
+    result = _build(command_here, bundle, tmp_path / "engine", "--eagleDraft")
     assert_one_line_error(result, "is damaged")
     assert not (tmp_path / "engine").exists()
 

@@ -92,6 +92,8 @@ def test_an_engine_computes_the_portable_graph(built):
     types = {node.op_type for node in nodes}
     assert {"QuantLinear", "CachedAttention"} <= types
     assert not types & {"MatMul", "MatMulNBits", "GroupQueryAttention", "QuickGelu", "Add"}
+    normal = {node.output[0] for node in nodes if node.op_type == "SimplifiedLayerNormalization"}
+    assert not normal & {node.input[0] for node in nodes if node.op_type == "QuantLinear"}
 
 
 def test_pieces_of_a_prompt_have_the_bits_of_the_whole(built):

@@ -156,17 +156,20 @@ def _int8_rows(array: np.ndarray) -> np.ndarray:
     return np.rint(array / scale) * scale
 
 
-def _rounded(weight: np.ndarray) -> np.ndarray:
-    packed, scales = nearest_int4(np.ascontiguousarray(weight.T), 32)
+def _rounded(weight: np.ndarray, *, has_signs: bool = True) -> np.ndarray:
+    packed, scales = nearest_int4(np.ascontiguousarray(weight.T), 32, has_signs=has_signs)
+    assert (scales < 0).any() == has_signs
     codes = np.stack([packed & 15, packed >> 4], 1).astype(np.int32).reshape(weight.T.shape)
     return ((codes ^ 8) - 8).T * np.repeat(scales, 32, 0).T
 
 
-def test_clipping_costs_less_than_none():
+def test_clipping_and_signs_cost_less_than_none():
     weight = np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32)
     blocks = weight.reshape(64, -1, 32)
     scale = np.abs(blocks).max(-1, keepdims=True) / 7
     plain = np.clip(np.rint(blocks / scale), -8, 7) * scale
-    errors = np.sum((_rounded(weight).reshape(blocks.shape) - blocks) ** 2, -1)
-    assert np.all(errors <= np.sum((plain - blocks) ** 2, -1) + 1e-6)
-    assert errors.sum() < 0.95 * np.sum((plain - blocks) ** 2)
+    for has_signs, share in ((False, 0.85), (True, 0.75)):
+        found = _rounded(weight, has_signs=has_signs).reshape(blocks.shape)
+        errors = np.sum((found - blocks) ** 2, -1)
+        assert np.all(errors <= np.sum((plain - blocks) ** 2, -1) + 1e-6)
+        assert errors.sum() < share * np.sum((plain - blocks) ** 2)

@@ -23,6 +23,7 @@ from edgellm.manifest import (
     load_bundle,
     load_engine,
 )
+from edgellm.tools.inspection.find import inspect
 
 pytest.importorskip(
     "tensorrt_rtx", reason="engines are compiled with tensorrt_rtx: pip install '.[tensorrt-rtx]'"
@@ -61,6 +62,12 @@ def test_build_and_report(command, half_bundle, tmp_path):
     assert (manifest.options["--workspace"], manifest.options["--optLevel"]) == (64, 2)
     report = json.loads((tmp_path / "engine" / "llm.layers.json").read_text())
     assert report["passes"]["decode"]["fused_attentions"] == manifest.decoder.kv.num_layers
+    (fused,) = inspect(tmp_path / "engine").fusions
+    assert (fused.graph, fused.told_by) == ("llm", "the compiler's log")
+    assert [(each.name, each.products) for each in fused.passes] == [
+        ("decode", {"Half": 17}),
+        ("prefill", {"Half": 17}),
+    ]
     assert "TensorRT-RTX 1.7.1" in result.stdout
     assert "a pass takes" not in result.stdout  # nothing ran
     leftovers = {path.name for path in (tmp_path / "engine").iterdir()} - set(manifest.files)
@@ -152,9 +159,9 @@ def test_engines_of_another_machine_are_told_before_they_are_read(command, half_
         (("--backend", "onnxruntime", "--layerReport"), "--layerReport is not for ONNX Runtime"),
     ],
 )
-def test_flags_that_do_not_suit(command, half_bundle, tmp_path, flags, message):
-    result = _build(command, half_bundle, tmp_path / "engine", *SMALL, *flags)
-    assert_one_line_error(result, message, "hint:")
+def test_flags_that_do_not_suit(command_here, half_bundle, tmp_path, flags, message):
+    result = _build(command_here, half_bundle, tmp_path / "engine", *SMALL, *flags)
+    assert_one_line_error(result, message, "hint: ")
     assert not (tmp_path / "engine").exists()
 
 
@@ -178,11 +185,17 @@ def test_a_full_disk(command, half_bundle, tmp_path):
 
 def test_medusa_heads(command, eagle_pairs, tmp_path):
     heads = eagle_pairs("medusa").draft_bundle
-    result = _build(command, heads, tmp_path / "engine", *ADA, "--eagleDraft")
+    result = _build(
+        command, heads, tmp_path / "engine", *ADA, "--eagleDraft", "--profilingDetailed"
+    )
     assert result.returncode == 0, result.stderr
     manifest = load_engine(tmp_path / "engine" / "draft", DRAFT_ENGINE)
     verify_files(tmp_path / "engine" / "draft", manifest.files)
     assert (manifest.backend, manifest.machine) == ("tensorrt", "sm89")
-    assert (manifest.draft.num_heads, list(manifest.files)) == (3, ["heads.engine"])
+    assert (manifest.draft.num_heads, [*manifest.files]) == (
+        3,
+        ["heads.engine", "heads.layers.json"],
+    )
     shown = command("edgellm-inspect", tmp_path / "engine" / "draft")
     assert (shown.returncode, "medusa" in shown.stdout) == (0, True), shown.stderr
+    assert "What was compiled: heads" in shown.stdout

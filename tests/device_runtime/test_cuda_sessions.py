@@ -14,11 +14,12 @@ import pytest
 from conftest import assert_one_line_error
 from eagle_engines import BASE_PLAN, EAGLE3, draft_plan, export_pair
 
+from edgellm import contract
 from edgellm.build.engine import build_engine
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
-from edgellm.device_runtime.runners.onnxruntime_cuda import cache
+from edgellm.device_runtime.runners.onnxruntime_cuda import cache, grids, runner
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.decoder import open_decoder
@@ -28,6 +29,7 @@ from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, LLM_ENGINE, load_engine
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = ("w83 w64 w53 w32", "w10 w24 w79 w65 w88", "w56 w15 w35")
+LENGTH = 40  # of answers
 TREES = SpecOptions(top_k=5, steps=4, verify_size=20, tree="fixed")
 
 
@@ -42,7 +44,7 @@ def engine(eagle_pair, tmp_path_factory) -> Path:
 
 def _answer(llm: LLM, prompt: str, *, speculative: bool, sampling=GREEDY) -> list[int]:
     answer = llm.generate(
-        prompt, sampling=sampling, max_generate_length=60, speculative=speculative
+        prompt, sampling=sampling, max_generate_length=LENGTH, speculative=speculative
     )
     for _ in answer:
         pass
@@ -63,16 +65,31 @@ def test_manifests_name_the_device(engine):
     assert base.cost_ms == draft.cost_ms == {}
 
 
-def test_greedy_answers_are_those_of_the_cpu_with_and_without_eagle(eagle_pair, engine):
+def _for_three(pair, folder: Path) -> Path:
+    for product, bundle, plan in (
+        ("llm", pair.bundle, BASE_PLAN), ("draft", pair.draft_bundle, draft_plan()),
+    ):  # fmt: skip
+        three = dataclasses.replace(plan, max_batch_size=3)
+        build_engine(product, bundle, folder, three, cuda_on_cpu.CUDA, lambda _: None)
+    return folder
+
+
+def test_answers_are_those_of_the_cpu(eagle_pair, engine, tmp_path):
+    """Plain ones and drafted ones, alone and three side by side: a fourth waits for a place."""
     here, llm = LLM(eagle_pair.engine), _llm(engine, TREES)
-    for prompt in PROMPTS:
-        expected = _answer(here, prompt, speculative=False)
-        assert _answer(llm, prompt, speculative=False) == expected
-        assert _answer(llm, prompt, speculative=True) == expected
-    sampled = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=5)
-    assert _answer(llm, PROMPTS[0], speculative=False, sampling=sampled) == _answer(
-        here, PROMPTS[0], speculative=False, sampling=sampled
-    )
+    asks = [*((prompt, GREEDY) for prompt in PROMPTS)]
+    asks += [(f"{PROMPTS[0]} w40", SamplingParams(1.0, 1.0, 0, 5)), asks[0]]
+    expected = [_answer(here, one, speculative=False, sampling=how) for one, how in asks]
+    for (prompt, sampling), wanted in zip(asks[:4], expected, strict=False):
+        for speculative in (False, True):
+            assert _answer(llm, prompt, speculative=speculative, sampling=sampling) == wanted
+    with cuda_on_cpu.cuda_is_the_cpu():
+        three = LLM(_for_three(eagle_pair, tmp_path / "e"), spec=TREES, context_reuse=True)
+    prompts, samplings = zip(*asks, strict=True)
+    limits = {"max_generate_length": LENGTH}
+    for speculative in (True, False):
+        found = three.generate_batch(prompts, sampling=samplings, speculative=speculative, **limits)
+        assert [one.token_ids for one in found] == expected
 
 
 def test_costs_are_measured_where_there_is_cuda(eagle_pair, tmp_path):
@@ -132,7 +149,8 @@ class _Runs:
 
 def test_passes_that_recur_are_padded_and_recorded(halves, monkeypatch):
     """All that plain decoding and trees need is recorded at load; prompts never are."""
-    expected = [_answer(_llm(halves, TREES), prompt, speculative=True) for prompt in PROMPTS]
+    pieces = _llm(halves, TREES)
+    expected = [_answer(pieces, prompt, speculative=True) for prompt in PROMPTS]
     runs = _Runs(monkeypatch)
     with cuda_on_cpu.recording():
         session = cuda_on_cpu.open_base(halves)
@@ -147,6 +165,16 @@ def test_passes_that_recur_are_padded_and_recorded(halves, monkeypatch):
         for prompt, wanted in zip(PROMPTS, expected, strict=True):
             assert _answer(llm, prompt, speculative=True) == wanted
         assert _answer(llm, PROMPTS[0], speculative=False) == expected[0]
+
+
+def test_recordings_are_bounded(halves, monkeypatch):
+    """Each takes memory of the device: what comes later is asked for kernel by kernel."""
+    runs = _Runs(monkeypatch)
+    monkeypatch.setattr(runner, "_MOST_RECORDED", 2)
+    with cuda_on_cpu.recording():
+        session = cuda_on_cpu.open_base(halves)
+    assert {*runs.ids} == {"-1", "1", "2"}
+    assert len(session.run(np.arange(4), 0, np.arange(4)).logits) == 4
 
 
 def test_a_token_uploads_what_is_new(halves, monkeypatch):
@@ -200,6 +228,45 @@ def test_medusa_heads(eagle_pairs, tmp_path):
     llm, here = _llm(tmp_path / "e", SpecOptions(tree="fixed")), LLM(pair.engine)
     expected = _answer(here, PROMPTS[0], speculative=False)
     assert _answer(llm, PROMPTS[0], speculative=True) == expected
+
+
+# ---------------------------------------------------------------------------- several sequences
+def _asks(rows: dict[int, int]) -> dict[int, dict[str, np.ndarray]]:
+    """Of slots, by their rows."""
+    return {
+        slot: {
+            contract.INPUT_IDS: np.zeros((1, count), np.int64),
+            contract.WRITE_INDEX: np.array([slot]),
+            contract.LOGITS_INDEX: np.arange(count),
+        }
+        for slot, count in rows.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "passes"),
+    [
+        (dict.fromkeys(range(8), 1), [(0, 8)]),
+        ({0: 1, 2: 1}, [(0, 4)]),
+        ({5: 1}, [(5, 1)]),
+        ({0: 1, 200: 1}, [(0, 1), (200, 1)]),  # fewer rows than 256 slots have
+        ({0: 12, 1: 5, 2: 9}, [(0, 4)]),
+        ({0: 64, 1: 1, 2: 1, 3: 1}, [(0, 1), (0, 4)]),  # 64 rows for each would take longer
+        ({0: 300, 1: 1, 2: 1}, [(0, 1), (0, 4)]),
+    ],
+)
+def test_passes_are_few_and_small(rows, passes):
+    ends = list(range(256))
+    found = grids.arrange(_asks(rows), ends, 256)
+    assert [(grid.first, len(grid.parts)) for grid in found] == passes
+    asked = [
+        grid.first + place
+        for grid in found
+        for place, part in enumerate(grid.parts)
+        if part is not None
+    ]
+    assert sorted(asked) == sorted(rows)
+    assert all(grid.ends == tuple(ends[grid.first :][: len(grid.ends)]) for grid in found)
 
 
 # ------------------------------------------------------------------------------------- caches

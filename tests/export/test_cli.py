@@ -50,7 +50,7 @@ def test_kebab_case_flags(command, tiny_checkpoint, tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-def test_sharded_checkpoints(command, checkpoint, tmp_path):
+def test_sharded_checkpoints(command_here, checkpoint, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     tensors = load_file(checkpoint / "model.safetensors")
@@ -63,11 +63,11 @@ def test_sharded_checkpoints(command, checkpoint, tmp_path):
         save_file(part, checkpoint / shard)
     index = {"weight_map": weight_map}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    result = _export(command, checkpoint, tmp_path / "out")
+    result = _export(command_here, checkpoint, tmp_path / "out")
     assert result.returncode == 0, result.stderr
     (checkpoint / "b.safetensors").unlink()
     assert_one_line_error(
-        _export(command, checkpoint, tmp_path / "out"), "b.safetensors is missing"
+        _export(command_here, checkpoint, tmp_path / "out"), "b.safetensors is missing"
     )
 
 
@@ -86,17 +86,19 @@ def test_a_model_of_the_hub_cache(command, checkpoint, tmp_path, monkeypatch):
     )
 
 
-def test_missing_folder(command, tmp_path):
+def test_missing_folder(command_here, tmp_path):
     assert_one_line_error(
-        _export(command, tmp_path / "none", tmp_path / "out"), "no such folder", "check the path"
+        _export(command_here, tmp_path / "none", tmp_path / "out"),
+        "no such folder",
+        "check the path",
     )
 
 
-def test_not_a_checkpoint(command, tmp_path):
-    assert_one_line_error(_export(command, tmp_path, tmp_path / "out"), "has no config.json")
+def test_not_a_checkpoint(command_here, tmp_path):
+    assert_one_line_error(_export(command_here, tmp_path, tmp_path / "out"), "has no config.json")
     (tmp_path / "file.txt").write_text("x")
     assert_one_line_error(
-        _export(command, tmp_path / "file.txt", tmp_path / "out"), "neither a folder nor"
+        _export(command_here, tmp_path / "file.txt", tmp_path / "out"), "neither a folder nor"
     )
     assert not (tmp_path / "out").exists()
 
@@ -110,56 +112,65 @@ def test_not_a_checkpoint(command, tmp_path):
         (lambda data: data[:8] + b"x" + data[9:], "is not a safetensors file"),
     ],
 )
-def test_damaged_weights(command, checkpoint, tmp_path, damage, message):
+def test_damaged_weights(command_here, checkpoint, tmp_path, damage, message):
     path = checkpoint / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))
-    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), message)
+    assert_one_line_error(_export(command_here, checkpoint, tmp_path / "out"), message)
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_superfluous_and_misshapen_tensors(command, checkpoint, tmp_path):
+def test_missing_superfluous_and_misshapen_tensors(command_here, checkpoint, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     path = checkpoint / "model.safetensors"
     tensors = load_file(path)
     save_file({**tensors, "model.layers.0.extra.weight": tensors["model.norm.weight"]}, path)
     assert_one_line_error(
-        _export(command, checkpoint, tmp_path / "out"), "model.layers.0.extra.weight"
+        _export(command_here, checkpoint, tmp_path / "out"), "model.layers.0.extra.weight"
     )
     save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, path)
-    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "no tensor model.norm")
+    assert_one_line_error(
+        _export(command_here, checkpoint, tmp_path / "out"), "no tensor model.norm"
+    )
     save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"][:-1].copy()}, path)
     assert_one_line_error(
-        _export(command, checkpoint, tmp_path / "out"), "has shape [95], config.json implies [96]"
+        _export(command_here, checkpoint, tmp_path / "out"),
+        "has shape [95], config.json implies [96]",
     )
 
 
-def test_config_faults(command, checkpoint, tmp_path):
+def test_config_faults(command_here, checkpoint, tmp_path):
     _edit_config(checkpoint, model_type="lama")
     assert_one_line_error(
-        _export(command, checkpoint, tmp_path / "out"), "'lama'", "supported: arcee"
+        _export(command_here, checkpoint, tmp_path / "out"), "'lama'", "supported: arcee"
     )
     _edit_config(checkpoint, model_type="llama", residual_multiplier=0.22)
     assert_one_line_error(
-        _export(command, checkpoint, tmp_path / "out"),
+        _export(command_here, checkpoint, tmp_path / "out"),
         "does not understand: residual_multiplier",
         "--ignore_config_keys residual_multiplier",
     )
     result = _export(
-        command, checkpoint, tmp_path / "out", "--ignore_config_keys", "residual_multiplier"
+        command_here, checkpoint, tmp_path / "out", "--ignore_config_keys", "residual_multiplier"
     )
     assert result.returncode == 0, result.stderr
     (checkpoint / "config.json").write_text("{broken")
-    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "is not valid JSON")
+    assert_one_line_error(_export(command_here, checkpoint, tmp_path / "out"), "is not valid JSON")
 
 
-def test_tokenizer_faults(command, checkpoint, tmp_path):
+def test_tokenizer_faults(command_here, checkpoint, tmp_path):
     _edit_config(checkpoint, eos_token_id=4711)
-    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "4711 is not a token")
+    assert_one_line_error(
+        _export(command_here, checkpoint, tmp_path / "out"), "4711 is not a token"
+    )
     (checkpoint / "tokenizer.json").write_text("{}")
-    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "tokenizer", "damaged")
+    assert_one_line_error(
+        _export(command_here, checkpoint, tmp_path / "out"), "tokenizer", "damaged"
+    )
     (checkpoint / "tokenizer.json").unlink()
-    assert_one_line_error(_export(command, checkpoint, tmp_path / "out"), "has no tokenizer.json")
+    assert_one_line_error(
+        _export(command_here, checkpoint, tmp_path / "out"), "has no tokenizer.json"
+    )
 
 
 def test_flag_faults(command, tiny_checkpoint, tmp_path):
@@ -172,22 +183,24 @@ def test_flag_faults(command, tiny_checkpoint, tmp_path):
     assert "--num_layers" in result.stderr
 
 
-def test_foreign_files_stay(command, tiny_checkpoint, tmp_path):
+def test_foreign_files_stay(command_here, tiny_checkpoint, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
-    assert _export(command, tiny_checkpoint, out).returncode == 0
-    assert _export(command, tiny_checkpoint, out).returncode == 0
+    assert _export(command_here, tiny_checkpoint, out).returncode == 0
+    assert _export(command_here, tiny_checkpoint, out).returncode == 0
     assert (out / "thesis.txt").read_text() == "years of work"
     (out / "manifest.json").write_text('{"mine": true}')
-    assert_one_line_error(_export(command, tiny_checkpoint, out), "is not of an earlier llm_bundle")
+    assert_one_line_error(
+        _export(command_here, tiny_checkpoint, out), "is not of an earlier llm_bundle"
+    )
     (tmp_path / "file").write_text("x")
-    assert_one_line_error(_export(command, tiny_checkpoint, tmp_path / "file"), "is a file")
+    assert_one_line_error(_export(command_here, tiny_checkpoint, tmp_path / "file"), "is a file")
 
 
-def test_the_checkpoint_itself_is_no_output_folder(command, checkpoint):
+def test_the_checkpoint_itself_is_no_output_folder(command_here, checkpoint):
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    assert_one_line_error(_export(command, checkpoint, checkpoint), "is not of an earlier")
+    assert_one_line_error(_export(command_here, checkpoint, checkpoint), "is not of an earlier")
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
 
 

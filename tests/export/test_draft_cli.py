@@ -37,13 +37,17 @@ def draft(tmp_path) -> Path:
 
 
 @pytest.fixture
-def export(command, draft_base, tmp_path):
-    """Run the command on a draft; the base and more flags may be given."""
+def export(command, command_here, draft_base, tmp_path):
+    """Run the command on a draft; the base and more flags may be given.
 
-    def run(draft, *more, base=draft_base, **options):
+    With an environment, or where it is said, it is a process of its own.
+    """
+
+    def run(draft, *more, base=draft_base, alone=False, **options):
         arguments = ("--draft_model_dir", draft, "--base_model_dir", base)
         out = ("--output_dir", tmp_path / "out")
-        return command("edgellm-export", "draft", *arguments, *out, *more, **options)
+        call = command if alone or options else command_here
+        return call("edgellm-export", "draft", *arguments, *out, *more, **options)
 
     return run
 
@@ -65,7 +69,7 @@ def _edit_tensors(folder: Path, **changes: object) -> Path:
 
 
 def test_export(export, draft, tmp_path):
-    result = export(draft, "--dtype", "fp32")
+    result = export(draft, "--dtype", "fp32", alone=True)
     assert result.returncode == 0, result.stderr
     assert "eagle3 draft (SafeAILab)" in result.stdout
     assert "40 of 96 tokens" in result.stdout
@@ -83,7 +87,8 @@ def test_export(export, draft, tmp_path):
 
 
 def test_wrong_folders(export, draft, draft_base, tmp_path):
-    assert_one_line_error(export(tmp_path / "none"), "no such folder", "check the path")
+    refused = export(tmp_path / "none", alone=True)
+    assert_one_line_error(refused, "no such folder", "check the path")
     assert_one_line_error(export(draft_base), "is not a draft", "looks like a whole language model")
     assert_one_line_error(export(draft, base=draft), "is a draft, not a base", "--base_model_dir")
     (tmp_path / "empty").mkdir()

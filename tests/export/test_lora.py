@@ -131,9 +131,9 @@ def test_tensors_that_are_refused(tiny_checkpoint, adapter, change, words):
         _merge(tiny_checkpoint, adapter)
 
 
-def test_files_that_are_not_there(command, tiny_checkpoint, adapter, tmp_path):
+def test_files_that_are_not_there(command_here, tiny_checkpoint, adapter, tmp_path):
     def faults(folder, words):
-        result = command(
+        result = command_here(
             "edgellm-export",
             "llm",
             "--model_dir",

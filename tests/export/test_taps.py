@@ -130,9 +130,9 @@ def test_taps_of_a_cut_base(command, deep_checkpoint, tmp_path):
     assert load_bundle(out, LLM_BUNDLE).hidden_taps == (2, 3, 4)
 
 
-def test_flag_faults(command, tiny_checkpoint, tmp_path):
+def test_flag_faults(command_here, tiny_checkpoint, tmp_path):
     out = tmp_path / "out"
-    result = _export(command, tiny_checkpoint, out, "--is_eagle_base")
+    result = _export(command_here, tiny_checkpoint, out, "--is_eagle_base")
     assert_one_line_error(result, "too small for the default taps", "--hidden_taps")
     faults = {
         "2,x": "give whole numbers",
@@ -142,9 +142,9 @@ def test_flag_faults(command, tiny_checkpoint, tmp_path):
         "0,4": "outside of 0 to 3",
     }
     for text, message in faults.items():
-        result = _export(command, tiny_checkpoint, out, "--hidden_taps", text)
+        result = _export(command_here, tiny_checkpoint, out, "--hidden_taps", text)
         assert_one_line_error(result, message)
-    result = _export(command, tiny_checkpoint, out, "--draft_model_dir", tiny_checkpoint)
+    result = _export(command_here, tiny_checkpoint, out, "--draft_model_dir", tiny_checkpoint)
     assert_one_line_error(result, "is not a draft")
     assert not out.exists()
 

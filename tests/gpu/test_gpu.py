@@ -24,7 +24,7 @@ from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners.tensorrt.device import Planes
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.device_runtime.sessions.decoder import Part, open_decoder
 from edgellm.device_runtime.sessions.encoder import open_encoder
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export import visual
@@ -170,6 +170,33 @@ def test_onnxruntime_computes_every_precision(precision, tmp_path):
     found = _open(tmp_path / "engine").run(*arguments).logits
     expected = cuda_on_cpu.open_base(tmp_path / "engine").run(*arguments).logits
     assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
+
+
+@needs_cuda
+def test_onnxruntime_serves_several_in_a_pass(tmp_path):
+    """Prompts of three lengths, then tokens and trees of all, asked for, recorded and replayed."""
+    plan = Plan(INPUT, 72, 0, "same", "none", max_verify_tree_size=4, max_batch_size=3)
+    cuda_on_cpu.build_base(Bundles(tmp_path).make("base", "fp16"), tmp_path / "engine", plan)
+    sessions, wanted = (_open(tmp_path / "engine"), cuda_on_cpu.open_base(tmp_path / "engine")), []
+    for session in sessions:
+        given = []
+        contexts = [session.new_context() for _ in range(3)]
+        parts = [
+            Part(one, np.arange(10, end), 0, np.arange(2))
+            for one, end in zip(contexts, (20, 31, 44), strict=True)
+        ]
+        given += [result.logits.copy() for result in session.run_many(parts)]
+        for rows in (1, 1, 4, 4, 4):
+            ids, mask = np.arange(50, 50 + rows), np.tri(rows, dtype=np.bool_)
+            asks = [
+                Part(one, ids, one.num_rows, np.arange(rows), one.num_rows + np.arange(rows), mask)
+                if rows > 1
+                else Part(one, ids, one.num_rows, np.arange(1))
+                for one in contexts
+            ]
+            given += [result.logits.copy() for result in session.run_many(asks)]
+        wanted.append(np.concatenate(given))
+    assert np.linalg.norm(wanted[0] - wanted[1]) < 0.03 * np.linalg.norm(wanted[1])
 
 
 @needs_cuda

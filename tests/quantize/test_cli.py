@@ -84,9 +84,9 @@ def test_the_command(command, place, tmp_path):
     assert "Inserted" not in result.stdout + result.stderr  # ModelOpt's prints
 
 
-def test_ctrl_c_and_on(command, place, tmp_path, monkeypatch):
+def test_ctrl_c_and_on(command_here, place, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    model = make_model(tmp_path / "deep", "llama", num_hidden_layers=16)
+    model = make_model(tmp_path / "deep", "llama", num_hidden_layers=8)
     first = [
         "edgellm-quantize", "llm", "--model_dir", model, "--output_dir", tmp_path / "out",
         "--calib_dataset", place / "text.jsonl", "--num_samples", 12, "--seq_len", 32,
@@ -96,8 +96,8 @@ def test_ctrl_c_and_on(command, place, tmp_path, monkeypatch):
     assert (result[0], result[1][-1:]) == INTERRUPTED
     assert not (tmp_path / "out").exists()
     done = len(list((tmp_path / "out.quantizing").glob("layer.*.json")))
-    assert 2 <= done < 16
-    assert command(*first).returncode == 0
+    assert 2 <= done < 8
+    assert command_here(*first).returncode == 0
     run_job(make_job(model, place / "text.jsonl", tmp_path / "whole", "nvfp4"), _quiet)
     assert _files(tmp_path / "out") == _files(tmp_path / "whole")
     assert [path.name for path in tmp_path.glob("*.quantizing")] == []

@@ -22,6 +22,7 @@ from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import run_portable
+from edgellm.export.vlm import own_name
 from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.quantize import questions
 from edgellm.quantize.families import FAMILIES
@@ -32,7 +33,7 @@ from edgellm.quantize.plan import Job, make_plan
 from edgellm.quantize.rounding import round_input
 from edgellm.quantize.schemes import SCHEMES
 from edgellm.quantize.score import Quality
-from edgellm.quantize.tensors import read_below
+from edgellm.quantize.tensors import Tensor, read_below
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,7 +41,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WORST = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11}
 # Relative to the logits; inputs that are rounded may fall to the other side of a tie.
 FAR = {"int4_awq": 2e-5, "fp8": 0.06, "int8_sq": 0.06}
-OTHERS_SHOW = ("olmoe", "qwen3_5_moe_text", "qwen3_moe")  # what these do
+# What these do.
+OTHERS_SHOW = ("lfm2", "mistral", "olmoe", "qwen3_5_moe_text", "qwen3_moe", "seed_oss")
 # INT4 folds and smooths, so that every family shows it; the others where layers are put otherwise.
 CASES = [(kind, "int4_awq") for kind in FAMILIES if kind not in OTHERS_SHOW] + [
     (kind, scheme)
@@ -59,8 +61,8 @@ def text(tmp_path_factory) -> Path:
 
 
 def test_every_architecture_is_a_family():
-    """But gpt-oss, whose experts have four bits when they are published, and one without gates."""
-    assert {*FAMILIES} == {*models.supported()} - {"gpt_oss", "nemotron_h"}
+    """But gpt-oss, whose experts have four bits when they are published."""
+    assert {*FAMILIES} == {*models.supported()} - {"gpt_oss"}
 
 
 @pytest.mark.parametrize(("kind", "scheme"), CASES)
@@ -176,9 +178,9 @@ def _perplexity(model: Any, rows: np.ndarray) -> float:
 
 def _quantize(model: Any, checkpoint: Checkpoint, rounds_input: bool) -> None:
     """Put a quantized checkpoint's values into a model, and let its layers round their inputs."""
-    tensors = read_below(checkpoint.tensors, "")
+    tensors = _tensors(checkpoint)
     for name, module in model.model.named_modules():
-        if hasattr(module, "gate_up_proj") and name.endswith("experts"):
+        if hasattr(module, "down_proj") and name.endswith(".experts"):
             _quantize_experts(module, name, checkpoint, rounds_input)
         elif isinstance(module, torch.nn.Linear) and f"model.{name}.weight_scale" in tensors:
             shape = module.out_features, module.in_features
@@ -194,15 +196,21 @@ def _quantize(model: Any, checkpoint: Checkpoint, rounds_input: bool) -> None:
 
 def _quantize_experts(module: Any, name: str, checkpoint: Checkpoint, has_inputs: bool) -> None:
     """Their inputs stay floats."""
-    tensors, family = read_below(checkpoint.tensors, ""), FAMILIES[checkpoint.config["model_type"]]
+    tensors, family = _tensors(checkpoint), FAMILIES[checkpoint.config["model_type"]]
     layer, local = (part for part in name.split(".", 2)[1:])
-    for index, (both, down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
-        gate, up = both.chunk(2)
-        for part, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+    for index, down in enumerate(module.down_proj):
+        is_gated = hasattr(module, "gate_up_proj")
+        first = module.gate_up_proj[index].chunk(2) if is_gated else [module.up_proj[index]]
+        names = ("gate_proj", "up_proj", "down_proj")[-len(first) - 1 :]
+        for part, weight in zip(names, (*first, down), strict=True):
             stored = family.stored_name(f"{local}.{index}.{part}.weight").removesuffix(".weight")
             place = f"model.layers.{layer}.{stored}"
             linear = decode_linear(tensors, place, tuple(weight.shape), has_inputs)
             weight.copy_(torch.from_numpy(linear.weight))
+
+
+def _tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    return {own_name(name): each for name, each in read_below(checkpoint.tensors, "").items()}
 
 
 def _rounded(linear: DecodedLinear, x: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from edgellm.quantize.refinement import refine
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 GRID = WholeNumbers(-8, 7, 32)
+SIGNED = replace(GRID, has_signs=True)
 
 
 @pytest.fixture
@@ -67,7 +68,9 @@ def test_feedback_loses_less_than_the_nearest(inputs, weight):
         assert each.scales.min() > 0
 
 
-@pytest.mark.parametrize("grid", [GRID, WholeNumbers(-127, 127, 0), Nvfp4Grid(1e-3), Fp8Grid(0.01)])
+@pytest.mark.parametrize(
+    "grid", [GRID, SIGNED, WholeNumbers(-127, 127, 0), Nvfp4Grid(1e-3), Fp8Grid(0.01)]
+)
 def test_each_sweep_lessens_the_error(inputs, weight, grid):
     """Of the outputs, without a scale or a code that could not be stored."""
     feedback = Feedback.of(inputs.T @ inputs / len(inputs))
@@ -79,10 +82,23 @@ def test_each_sweep_lessens_the_error(inputs, weight, grid):
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.8 * errors[0]
     last = found[-1]
-    assert last.scales.min() > 0
+    assert last.scales.abs().min() > 0
+    assert (last.scales.sign() == found[0].scales.sign()).all()
+    assert (last.scales < 0).any() == (grid is SIGNED)
     assert (grid.near(last.scales, last.scales) == last.scales).all()
     again = grid.nearest(last.values(), spread(last.scales, weight.shape[1]))
     torch.testing.assert_close(again, last.codes)
+
+
+def test_signs_of_scales_use_the_sixteenth_code(weight):
+    """A block's largest weight takes the code that the other side lacks."""
+    plain, signed = (round_nearest(weight, torch.ones(96), grid) for grid in (GRID, SIGNED))
+    errors = [float((each.values() - weight).norm()) for each in (plain, signed)]
+    assert errors[1] < 0.97 * errors[0]
+    blocks = weight.unflatten(1, (-1, 32))
+    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))[..., 0]
+    used = signed.codes.unflatten(1, (-1, 32)).amin(-1) == -8
+    assert (signed.scales.sign()[used] == -largest.sign()[used]).float().mean() > 0.9
 
 
 def test_scales_weigh_what_matters(weight):

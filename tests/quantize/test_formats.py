@@ -97,6 +97,18 @@ def test_faults_of_a_layer_are_named():
             decode_linear(_tensors({**good, **change}), "x", (2, 4), True)
 
 
+def test_scales_of_int4_may_be_negative():
+    good = {
+        "x.weight": np.full((1, 4), 0x18, np.uint8),
+        "x.weight_scale": np.array([[-2], [3]], np.float32),
+    }
+    found = decode_linear(_tensors(good), "x", (2, 4), False)
+    np.testing.assert_array_equal(found.weight, [[16] * 4, [3] * 4])
+    good["x.weight_scale"][0] = 0
+    with pytest.raises(BrokenArtifactError, match="not positive"):
+        decode_linear(_tensors(good), "x", (2, 4), False)
+
+
 def _tensors(arrays):
     return {name: _tensor(array) for name, array in arrays.items() if array is not None}
 

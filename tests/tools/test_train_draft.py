@@ -24,6 +24,7 @@ from edgellm.exclusive import hold
 from edgellm.export import models
 from edgellm.tools.train_draft import training_run as run_module
 from edgellm.tools.train_draft.base import Prompt
+from edgellm.tools.train_draft.cli import app
 from edgellm.tools.train_draft.corpus import Generation
 from edgellm.tools.train_draft.eagle3 import Eagle3
 from edgellm.tools.train_draft.features import FeatureCache
@@ -90,6 +91,11 @@ def _command(job: Job, **changes: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+def _run_here(job: Job) -> None:
+    """The same command line in this process; errors come as they are raised."""
+    app(_arguments(job), standalone_mode=False)
+
+
 def _network(folder: Path, vocabulary: int = HEAD) -> tuple[Draft, np.ndarray]:
     """The network of a written folder, in float32."""
     config = json.loads((folder / "config.json").read_text())
@@ -115,16 +121,17 @@ def test_the_command_trains_a_draft_that_loads(job):
     }
     _network(job.output_dir)
     written = _files(job.output_dir)
-    again = _command(job)  # the run is over: nothing is trained, the same draft is written
-    assert again.returncode == 0, again.stderr
+    _run_here(job)  # the run is over: nothing is trained, the same draft is written
     assert _files(job.output_dir) == written
-    with hold(job.work_dir / "lock", "", ""):
-        assert_one_line_error(_command(job), f"another edgellm-train-draft works in {job.work_dir}")
+    another = f"another edgellm-train-draft works in {job.work_dir}"
+    with hold(job.work_dir / "lock", "", ""), pytest.raises(EdgeLLMError, match=another):
+        _run_here(job)
     other = _command(job, epochs=3)
     assert_one_line_error(other, "holds a run with other settings", "another --work_dir")
     assert other.returncode == 2
     job.data[0].write_text(job.data[0].read_text().replace("w20", "w21"))
-    assert_one_line_error(_command(job), "the conversations are others")
+    with pytest.raises(EdgeLLMError, match="the conversations are others"):
+        _run_here(job)
     assert _files(job.output_dir) == written
 
 

@@ -35,7 +35,7 @@ RELEASES = (
     JetPack((36, 2), "JetPack 6.0", "Orin", "8.6", "12.2", "3.10", _CPU, _UPGRADE),
     JetPack(
         (36, 4), "JetPack 6.1 or 6.2", "Orin", "10.3", "12.6", "3.10",
-        "fp16, int8, int4; caches are copied in every pass", "",
+        "fp16, int8, int4; edgellm's attention by plugins in Python", "",
     ),
     JetPack(
         (38, 2), "JetPack 7.0 or 7.1", "Thor", "10.13", "13.0", "3.12",

@@ -37,6 +37,7 @@ def report_json(report: Report, context: int) -> dict[str, Any]:
             "kv_cache": report.kv_bytes,
         },
         "measured": [dataclasses.asdict(costs) for costs in report.costs],
+        "compiled": [dataclasses.asdict(each) for each in report.fusions],
         "predictions": {
             "formula": FORMULA,
             "context": context,

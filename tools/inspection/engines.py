@@ -16,6 +16,7 @@ from edgellm.manifest import (
 from edgellm.roles import measured_name
 from edgellm.specs import KVCacheSpec
 from edgellm.tools.inspection.bundles import Check
+from edgellm.tools.inspection.fusions import fusions_of
 from edgellm.tools.inspection.graphs import read_graph
 from edgellm.tools.inspection.origins import of_engine
 from edgellm.tools.inspection.report import Costs, Graph, Report
@@ -66,6 +67,7 @@ def inspect_engine(folder: Path, check: Check) -> Report:
         num_sequences=manifest.max_batch_size,
         is_decoder=True,
         costs=_costs(manifest),
+        fusions=fusions_of(folder, manifest),
         draft=draft,
     )
 
@@ -93,6 +95,7 @@ def inspect_draft_engine(folder: Path, check: Check) -> Report:
         capacity=manifest.max_kv_cache_capacity,
         num_sequences=manifest.max_batch_size,
         costs=_costs(manifest),
+        fusions=fusions_of(folder, manifest),
     )
 
 
@@ -134,6 +137,7 @@ def inspect_visual_engine(folder: Path, check: Check) -> Report:
         origins=of_engine(manifest.provenance),
         loads_as=_AS_STORED,
         files=manifest.files,
+        fusions=fusions_of(folder, manifest),
     )
 
 

@@ -41,6 +41,27 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
+class Fusion:
+    """What a compiler made of one kind of pass."""
+
+    name: str  # "decode"
+    kernels: int
+    attention: str
+    products: dict[str, int]  # by type of the weights, after that of rounded inputs
+    reformats: int  # copies of a tensor into another layout
+    decoded_weights: int  # written to memory as floats in every pass
+
+
+@dataclass(frozen=True, slots=True)
+class Fusions:
+    """Those of a compiled graph."""
+
+    graph: str
+    told_by: str
+    passes: tuple[Fusion, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Origin:
     """One link of the chain from an engine back to the weights it began with."""
 
@@ -72,6 +93,7 @@ class Report:
     num_sequences: int = 1  # for which it has room
     is_decoder: bool = False
     costs: tuple[Costs, ...] = ()
+    fusions: tuple[Fusions, ...] = ()
     draft: Report | None = None
 
     @property

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from edgellm.build.machine import available_memory_bytes
-from edgellm.tools.inspection.report import Costs, Graph, Origin, Port, Report
+from edgellm.tools.inspection.report import Costs, Fusions, Graph, Origin, Port, Report
 from edgellm.tools.inspection.roofline import FORMULA, predict
 from edgellm.tools.inspection.tensors import PARTS, by_dtype, bytes_by_layer, bytes_by_part
 from edgellm.tools.tables import Table
@@ -15,6 +15,7 @@ from edgellm.tools.tables import Table
 PARTS_TITLE, LAYERS_TITLE = "Weights by part", "Layers"
 PREDICTED_TITLE = "PREDICTED, on boards that this was not run on"
 DRAFT_TITLE = "Draft: "
+_FUSED_TITLE = "What was compiled"
 
 
 def tables(report: Report, context: int) -> list[Table]:
@@ -26,6 +27,7 @@ def tables(report: Report, context: int) -> list[Table]:
     """
     found = [_facts(report), *_weights(report), *_layers(report)]
     found += [_interface(graph) for graph in report.graphs if graph.inputs]
+    found += [_fused(each) for each in report.fusions]
     found += [*_memory(report, context), *_costs(report), *_predictions(report, context)]
     found += _origins(report.origins)
     if report.draft is not None:
@@ -224,6 +226,23 @@ def _predictions(report: Report, context: int) -> Iterator[Table]:
         ),
         f"{FORMULA}, {context} tokens of context; plain decoding{elsewhere}. Bandwidths: {sources}",
     )
+
+
+def _fused(found: Fusions) -> Table:
+    rows = tuple(
+        (
+            each.name,
+            str(each.kernels),
+            each.attention,
+            ", ".join(f"{count} {kind}" for kind, count in each.products.items()) or "-",
+            str(each.decoded_weights),
+            str(each.reformats),
+        )
+        for each in found.passes
+    )
+    columns = ("pass", "kernels", "attention", "products", "weights decoded", "reformats")
+    note = f"told by {found.told_by}; products by the type of their weights, and of rounded inputs"
+    return Table(f"{_FUSED_TITLE}: {found.graph}", columns, rows, note)
 
 
 def _origins(origins: Sequence[Origin]) -> list[Table]:

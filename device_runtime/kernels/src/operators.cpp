@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "operators.h"
+#include "low_rank.h"
 
 namespace edgellm {
 
@@ -20,11 +20,13 @@ Weight packed_input(const ort::Info* info, const char* name) {
   return packed_weight(packed.data, size_t(packed.count()), name);
 }
 
-// y = epilogue(W prologue(x)). Inputs: x [..., K], packed uint8, gamma [K], skip like x, bias [N],
-// residual like y, delta [..., N] or [0]: what is added before all else. Outputs: y [..., N] or [..., N / 2], x + skip.
+// y = epilogue(W prologue(x)). Inputs: x [..., K], packed uint8, gamma [K], skip like x, bias [N], residual like y;
+// of layers that adapters change slots, places, weights and table of `Adapted`, and what adapters read, like x,
+// if not x itself. Outputs: y [..., N] or [..., N / 2], x + skip.
 struct QuantLinear {
   static constexpr const char* kName = "QuantLinear";
-  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kUInt8, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kUInt8, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
+                                          ort::kInt64, ort::kInt64, ort::kFloat, ort::kInt64, ort::kFloat};
   static constexpr ort::Type kOutputs[] = {ort::kFloat, ort::kFloat};
   static constexpr unsigned kNeeded = 0b11, kNeededOutputs = 1;
 
@@ -42,21 +44,20 @@ struct QuantLinear {
   void run(ort::Context* context) const {
     const int64_t K = weight.in_features, N = weight.out_features;
     const Tensor x = ort::input(context, 0), gamma = ort::input(context, 2), skip = ort::input(context, 3),
-                 bias = ort::input(context, 4), residual = ort::input(context, 5), delta = ort::input(context, 6);
+                 bias = ort::input(context, 4), residual = ort::input(context, 5), slots = ort::input(context, 6);
     require(!x.dims.empty() && x.last() == K, "QuantLinear: x is not as wide as the weight");
     require(!gamma || gamma.count() == K, "QuantLinear: gamma is not as wide as x");
     require(!skip || skip.dims == x.dims, "QuantLinear: skip is not shaped like x");
     require(!bias || bias.count() == N, "QuantLinear: the bias is not as wide as the weight");
     const int64_t rows = x.count(0, 1);
     require(!residual || (!weight.is_gated && residual.count() == rows * N), "QuantLinear: the residual is not shaped like y");
-    const bool is_more = delta && delta.count();
-    require(!is_more || delta.count() == rows * N, "QuantLinear: what is added is not as wide as the weight");
     std::vector<int64_t> dims = x.dims;
     const Tensor sum = ort::output(context, 1, dims);
     require(!sum || skip, "QuantLinear: a sum needs a skip");
     dims.back() = weight.outputs();
     const Tensor y = ort::output(context, 0, dims);
     if (!rows) return;
+    const float* delta = slots && is_adapted(slots) ? added(context, x, gamma, slots) : nullptr;
     const Rows prepared = place_rows(weight, rows, ort::scratch(rows_bytes(weight, rows)));
     const Prologue before{&weight, x.as<float>(), skip.as<float>(), gamma.as<float>(), epsilon, sum.as<float>(), prepared};
     if (rows < kRowsApart)
@@ -64,11 +65,23 @@ struct QuantLinear {
     else
       ort::parallel(context, rows, [&](int64_t row) { kernels().prepare(before, row, row + 1); });
     Product product{&weight, prepared, rows, bias.as<float>(), residual.as<float>(), y.as<float>()};
-    if (is_more) product.delta = delta.as<float>();
+    product.delta = delta;
     const int64_t groups = weight.groups(), parts = parts_of(groups, groups * weight.group_bytes() * rows, kPartBytes);
     ort::parallel(context, parts, [&](int64_t part) {
       kernels().product(product, groups * part / parts, groups * (part + 1) / parts);
     });
+  }
+
+ private:
+  // What adapters add, like W x; nullptr: nothing.
+  const float* added(ort::Context* context, const Tensor& x, const Tensor& gamma, const Tensor& slots) const {
+    const Tensor own = ort::input(context, 10);
+    const int64_t N = weight.out_features, step = weight.is_gated ? 2 * kStrip : kStrip;
+    require(!own || own.dims == x.dims, "QuantLinear: what adapters read is not shaped like x");
+    float* delta = static_cast<float*>(ort::scratch<2>(x.count(0, 1) * N * sizeof(float)));
+    const Adapted adapted{context, own ? own : x, own ? nullptr : gamma.as<float>(), epsilon, slots,
+                          ort::input(context, 7), ort::input(context, 8), ort::input(context, 9), N, step};
+    return add_low_rank(adapted, nullptr, delta) ? delta : nullptr;
   }
 };
 

@@ -24,54 +24,61 @@ MOST_SHARES: tl.constexpr = tl.constexpr(16)
 
 @triton.jit
 def store_rows(
-    q, k, v, cos, sin, positions, write_index, table, LAYER, H, HKV, OWN_TABLES, q_out,
-    D: tl.constexpr, CODES: tl.constexpr,
+    q, k, v, cos, sin, positions, write_index, table, LAYER, H, HKV, OWN_TABLES, SIZE,
+    q_out, D: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """Rotate q [S, H, D] into q_out, and append k (rotated) and v [S, HKV, D] to the cache.
+    """Rotate q [S, H, SIZE] into q_out, and append k (rotated) and v [S, HKV, SIZE] to the cache.
 
-    Grid [S, H + HKV]. cos and sin are fp16 [positions, D/2], or [S, D/2] of the rows themselves
-    (OWN_TABLES is not 0; M-RoPE). Rows outside the cache are dropped.
+    Grid [S, H + HKV]. cos and sin are fp16 [positions, SIZE/2], or [S, SIZE/2] of the rows
+    themselves (OWN_TABLES is not 0; M-RoPE). Rows outside the cache are dropped.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     slot = first_slot(write_index) + row
     if (slot >= 0) & (slot < bound_capacity(table)):
         half = tl.arange(0, D // 2)
+        inside = half < SIZE // 2
         place = tl.where(OWN_TABLES != 0, row, tl.load(positions + row).to(tl.int32))
-        c = tl.load(cos + place * (D // 2) + half).to(tl.float32)
-        s = tl.load(sin + place * (D // 2) + half).to(tl.float32)
+        at = place * (SIZE // 2) + half
+        c = tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
         if head < H:
-            a, b = _halves(q + (row * H + head) * D, D)
-            y = q_out + (row * H + head) * D + half
-            tl.store(y, (a * c - b * s).to(tl.float16))
-            tl.store(y + D // 2, (b * c + a * s).to(tl.float16))
+            a, b = _halves(q + (row * H + head) * SIZE, SIZE, D)
+            y = q_out + (row * H + head) * SIZE + half
+            tl.store(y, (a * c - b * s).to(tl.float16), mask=inside)
+            tl.store(y + SIZE // 2, (b * c + a * s).to(tl.float16), mask=inside)
         else:
-            a, b = _halves(k + (row * HKV + head - H) * D, D)
-            codes, scales = find_rows(table, LAYER, 0, head - H, D, CODES)
-            store_row(codes, scales, slot, a * c - b * s, b * c + a * s, D, CODES)
-            a, b = _halves(v + (row * HKV + head - H) * D, D)
-            codes, scales = find_rows(table, LAYER, 1, head - H, D, CODES)
-            store_row(codes, scales, slot, a, b, D, CODES)
+            a, b = _halves(k + (row * HKV + head - H) * SIZE, SIZE, D)
+            codes, scales = find_rows(table, LAYER, 0, head - H, SIZE, CODES)
+            store_row(codes, scales, slot, a * c - b * s, b * c + a * s, SIZE, D, CODES)
+            a, b = _halves(v + (row * HKV + head - H) * SIZE, SIZE, D)
+            codes, scales = find_rows(table, LAYER, 1, head - H, SIZE, CODES)
+            store_row(codes, scales, slot, a, b, SIZE, D, CODES)
 
 
 @triton.jit
-def _halves(x, D: tl.constexpr):
-    """A row's halves as float32 [D/2] each."""
+def _halves(x, size, D: tl.constexpr):
+    """A row's halves as float32 [D/2] each, 0 behind size / 2."""
     half = tl.arange(0, D // 2)
-    return tl.load(x + half).to(tl.float32), tl.load(x + D // 2 + half).to(tl.float32)
+    inside = half < size // 2
+    low = tl.load(x + half, mask=inside, other=0.0)
+    high = tl.load(x + size // 2 + half, mask=inside, other=0.0)
+    return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit
 def attend(
-    q, tree, positions, write_index, table, LAYER, S, M, G, WINDOW, CAP_BITS, parts, stats,
+    q, tree, positions, write_index, table, LAYER, S, M, G, WINDOW, CAP_BITS, SIZE, parts, stats,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, GENERAL: tl.constexpr,
 ):  # fmt: skip
-    """One share of the live slots for ROWS of the S*G query rows of a KV head; q [S, HKV*G, D].
+    """One share of the live slots for ROWS of the S*G query rows of a KV head; q [S, HKV*G, SIZE].
 
-    Grid [HKV, cdiv(S*G, ROWS), shares]. A window is of WINDOW positions, a row's own included;
-    CAP_BITS are the bits of the float32 cap of scores. Writes sums, fp32 parts [shares, S, H, D],
-    and the largest score (base 2) and the sum of weights, fp32 stats [shares, S, H, 2].
+    Grid [HKV, cdiv(S*G, ROWS), shares]. A window has WINDOW positions, a row's own included (0: it
+    is none), CAP_BITS are those of the float32 cap of scores (0: none). Only GENERAL kernels cap,
+    and take a SIZE below D. Writes sums, fp32 parts [shares, S, H, SIZE], and the largest score
+    (base 2) and the sum of weights, fp32 stats [shares, S, H, 2].
     """
+    size = SIZE if GENERAL else D
     live = tl.minimum(first_slot(write_index) + S, bound_capacity(table))
     cache, share, shares = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     heads = tl.num_programs(0) * G
@@ -79,30 +86,30 @@ def attend(
     step = rows // G
     inside = step < S
     query = step * heads + cache * G + rows % G  # among [S, H]
-    x = tl.load(q + query[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
-    x = (x * (LOG2_E / D**0.5)).to(tl.float16)
-    oldest = tl.zeros([ROWS], tl.int32)  # position that a row sees first
-    begin = 0
+    own_numbers = _numbers(inside, d, size, GENERAL)
+    x = tl.load(q + query[:, None] * size + d[None, :], mask=own_numbers, other=0.0)
+    x = (x * (LOG2_E * tl.rsqrt(SIZE.to(tl.float32)))).to(tl.float16)
+    oldest, begin = tl.zeros([ROWS], tl.int32), 0  # positions that a row, and all, see first
     if WINDOWED:
         own = tl.load(positions + step, mask=inside, other=FAR).to(tl.int32)
-        oldest = own - WINDOW + 1
+        oldest = own - tl.where(WINDOW != 0, WINDOW, FAR) + 1
         begin = tl.maximum(tl.min(oldest, 0), 0) // BLOCK * BLOCK
     length = tl.cdiv(tl.cdiv(tl.maximum(live - begin, 0), BLOCK), shares) * BLOCK
     begin += share * length
     top, total = tl.full([ROWS], NOTHING, tl.float32), tl.zeros([ROWS], tl.float32)
     y = tl.zeros([ROWS, D], tl.float32)
-    keys, key_scales = find_rows(table, LAYER, 0, cache, D, CODES)
-    values, value_scales = find_rows(table, LAYER, 1, cache, D, CODES)
+    keys, key_scales = find_rows(table, LAYER, 0, cache, size, CODES)
+    values, value_scales = find_rows(table, LAYER, 1, cache, size, CODES)
     for first in tl.range(begin, tl.minimum(live, begin + length), BLOCK):
         slots = first + tl.arange(0, BLOCK)
         alive = slots < live
-        at = slots[:, None] * D + d[None, :]
-        k = decode(tl.load(keys + at, mask=alive[:, None], other=0), CODES)
+        at = slots[:, None] * size + d[None, :]
+        there = _numbers(alive, d, size, GENERAL)
+        k = decode(tl.load(keys + at, mask=there, other=0), CODES)
         scores = tl.dot(x, tl.trans(k))
         if CODES != "fp16":
-            scale = tl.load(key_scales + slots, mask=alive, other=0.0)
-            scores *= scale.to(tl.float32)[None, :]
-        if CAPPED:
+            scores *= _scales(key_scales, slots, alive)
+        if GENERAL and CAP_BITS != 0:
             scores = _cap(scores, CAP_BITS)
         visible = _visible(tree, positions, step, inside, slots, live, S, M, oldest, WINDOWED)
         scores = tl.where(visible, scores, NOTHING)
@@ -111,15 +118,29 @@ def attend(
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
         if CODES != "fp16":
-            scale = tl.load(value_scales + slots, mask=alive, other=0.0)
-            weights *= scale.to(tl.float32)[None, :]
-        v = decode(tl.load(values + at, mask=alive[:, None], other=0), CODES)
+            weights *= _scales(value_scales, slots, alive)
+        v = decode(tl.load(values + at, mask=there, other=0), CODES)
         y = tl.dot(weights.to(tl.float16), v, y * shrink[:, None])
         top = new_top
     at = share * S * heads + query
-    tl.store(parts + at[:, None] * D + d[None, :], y, mask=inside[:, None])
+    tl.store(parts + at[:, None] * size + d[None, :], y, mask=own_numbers)
     tl.store(stats + at * 2, top, mask=inside)
     tl.store(stats + at * 2 + 1, total, mask=inside)
+
+
+@triton.jit
+def _numbers(rows, d, size, GENERAL: tl.constexpr):
+    """Which numbers of the rows there are, [rows, D]; [rows, 1] where heads fill the tile."""
+    inside = rows[:, None]
+    if GENERAL:
+        inside &= (d < size)[None, :]
+    return inside
+
+
+@triton.jit
+def _scales(scales, slots, alive):
+    """Those of a block's rows, [1, BLOCK]."""
+    return tl.load(scales + slots, mask=alive, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -153,8 +174,8 @@ def _cap(scores, CAP_BITS):
 
 
 @triton.jit
-def combine(parts, stats, sinks, N, H, SHARES, y, D: tl.constexpr, SUNK: tl.constexpr):
-    """Join the shares of one query; grid [N], N = S*H; y fp16 [N, D].
+def combine(parts, stats, sinks, N, H, SHARES, SIZE, y, D: tl.constexpr, SUNK: tl.constexpr):
+    """Join the shares of one query; grid [N], N = S*H; y fp16 [N, SIZE].
 
     sinks fp32 [H]: a score for each head that takes weight and gives nothing (SUNK).
     """
@@ -172,6 +193,7 @@ def combine(parts, stats, sinks, N, H, SHARES, y, D: tl.constexpr, SUNK: tl.cons
     divisor = tl.sum(total * weight, 0)
     if SUNK:
         divisor += tl.exp2(sink - highest)
-    x = tl.load(parts + at[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
+    there = inside[:, None] & (d < SIZE)[None, :]
+    x = tl.load(parts + at[:, None] * SIZE + d[None, :], mask=there, other=0.0)
     joined = tl.sum(x * weight[:, None], 0) / tl.maximum(divisor, 1e-30)
-    tl.store(y + query * D + d, joined.to(tl.float16))
+    tl.store(y + query * SIZE + d, joined.to(tl.float16), mask=d < SIZE)

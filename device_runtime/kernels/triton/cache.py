@@ -4,6 +4,9 @@ A cache is known by address. The table, int64, says where: [0] rows C, [1] C ^ M
 layer the addresses of K and V [kv_heads, C, D] and of their scales, fp16 [kv_heads, C]. Codes are
 fp16 (which has no scales), int8, or fp8 (E4M3) with a scale for each row. Kernels do nothing under
 a wrong magic, because TensorRT times plugins on random inputs.
+
+Heads have SIZE numbers, a multiple of 16; kernels compute in tiles of D, a power of two, of which
+those behind SIZE are not there.
 """
 
 import triton
@@ -30,12 +33,12 @@ def first_slot(write_index):
 
 
 @triton.jit
-def find_rows(table, layer, part, head, D: tl.constexpr, CODES: tl.constexpr):
+def find_rows(table, layer, part, head, size, CODES: tl.constexpr):
     """Pointers to the codes and scales of K (part 0) or V (1) of a layer and head."""
     at = table + HEADER + layer * PARTS + part
     first = head * tl.load(table)
     ELEMENT: tl.constexpr = tl.float16 if CODES == "fp16" else tl.int8
-    codes = tl.load(at).to(tl.pointer_type(ELEMENT)) + first * D
+    codes = tl.load(at).to(tl.pointer_type(ELEMENT)) + first * size
     scales = tl.load(at + 2).to(tl.pointer_type(tl.float16)) + first
     # Said of the pointer that came from a number: without it loads have 2 bytes instead of 16.
     return tl.multiple_of(codes, 16), scales
@@ -67,14 +70,16 @@ def decode(codes, CODES: tl.constexpr):
 
 
 @triton.jit
-def store_row(codes, scales, slot, low, high, D: tl.constexpr, CODES: tl.constexpr):
-    """Write the halves of one row, float32 [D/2] each, to its slot."""
+def store_row(codes, scales, slot, low, high, size, D: tl.constexpr, CODES: tl.constexpr):
+    """Write the halves of one row, float32 [D/2] each and 0 behind size / 2, to its slot."""
     half = tl.arange(0, D // 2)
+    inside = half < size // 2
     if CODES != "fp16":
         LARGEST: tl.constexpr = 127.0 if CODES == "int8" else 448.0
         largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0)
         scale = tl.maximum(largest / LARGEST, SMALLEST_SCALE).to(tl.float16)
         tl.store(scales + slot, scale)
         low, high = low / scale.to(tl.float32), high / scale.to(tl.float32)
-    tl.store(codes + slot * D + half, encode(low, CODES))
-    tl.store(codes + slot * D + D // 2 + half, encode(high, CODES))
+    at = codes + slot * size + half
+    tl.store(at, encode(low, CODES), mask=inside)
+    tl.store(at + size // 2, encode(high, CODES), mask=inside)

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 TARGETS = {87: 85, 89: 85, 90: 85, 110: 90, 120: 87}
 FIRST_FP8 = 89  # compute capability that converts E4M3 numbers
 LARGEST_SHARED_BYTES = 48 << 10  # what a launch may ask for without more ado
-HEAD_SIZES = (64, 128)
-FEW_ROWS, MANY_ROWS = 16, 32  # query rows of a program; at 64 sm_110 would take other units
+SIZE = "SIZE"  # the argument that says how many numbers a head has
+SIZE_STEP = 16  # what it is a multiple of, so that rows of any codes are read 16 bytes at a time
+TILES = (64, 128, 256)  # numbers of a head that a program computes with
+OWN_SIZES = (64, 128)  # heads with an `attend` of their own
+ROWS = 16  # query rows of a program; at 64 sm_110 would take other units
 PICKS, SHARE, SHARES = 64, 4096, 64  # of a row of logits; numbers of a share; shares at most
 # Sizes that there are kernels for: nodes of a tree, candidates of a level, nodes of a pool.
 NODES, LEVELS, POOLS = (64, 128), (128, 512, 1024), (512, 2048, 4096)
@@ -46,23 +49,23 @@ KERNELS = {
         Kernel(
             "attention", "store_rows",
             "q:*fp16 k:*fp16 v:*fp16 cos:*fp16 sin:*fp16 positions:*i64 write_index:*i64 "
-            "table:*i64 LAYER H HKV OWN_TABLES q_out:*fp16",
+            "table:*i64 LAYER H HKV OWN_TABLES SIZE q_out:*fp16",
             ("S", "H + HKV", "1"),
         ),
         Kernel(
             "attention", "attend",
             "q:*fp16 tree:*i8 positions:*i64 write_index:*i64 table:*i64 LAYER S M G WINDOW "
-            "CAP_BITS parts:*fp32 stats:*fp32",
+            "CAP_BITS SIZE parts:*fp32 stats:*fp32",
             ("HKV", "cdiv(S * G, ROWS)", "SHARES"),
         ),
         Kernel(
             "attention", "combine",
-            "parts:*fp32 stats:*fp32 sinks:*fp32 N H SHARES y:*fp16",
+            "parts:*fp32 stats:*fp32 sinks:*fp32 N H SHARES SIZE y:*fp16",
             ("N", "1", "1"),
         ),
         Kernel(
             "compaction", "keep_rows",
-            "path:*i32 outcome:*i32 write_index:*i64 table:*i64",
+            "path:*i32 outcome:*i32 write_index:*i64 table:*i64 SIZE",
             ("LAYERS", "HKV", "2"),
         ),
         Kernel(
@@ -129,15 +132,17 @@ JOIN_PICKS = Variant(KERNELS["join_picks"], {"PICKS": PICKS, "MOST": SHARES}, 8)
 def variants(sm: int) -> Iterator[Variant]:
     """What is compiled for GPUs of a compute capability."""
     codes = ("fp16", "int8", "fp8") if sm >= FIRST_FP8 else ("fp16", "int8")
-    for size in HEAD_SIZES:
+    for size in TILES:
         for code in codes:
-            yield Variant(KERNELS["store_rows"], {"D": size, "CODES": code}, 1)
-            yield Variant(KERNELS["keep_rows"], {"D": size, "CODES": code}, 1)
-            yield attend(sm, size, FEW_ROWS, code)
-            yield attend(sm, size, MANY_ROWS, code)
-        yield Variant(KERNELS["combine"], {"D": size, "SUNK": False}, 1)
+            yield store_rows(size, code)
+            yield keep_rows(size, code)
+            yield attend(size, code, windowed=True, capped=True)
+        yield combine(size, sunk=False)
+        yield combine(size, sunk=True)
     for code in codes:
-        yield attend(sm, 128, FEW_ROWS, code, windowed=True)
+        for size in OWN_SIZES:
+            yield attend(size, code)
+        yield attend(128, code, windowed=True)
     yield PICK_SHARES
     yield JOIN_PICKS
     for nodes in NODES:
@@ -179,14 +184,37 @@ def lay_out(nodes: int) -> Variant:
     return Variant(KERNELS["lay_out"], {"NODES": nodes}, 4 if nodes <= NODES[0] else 8)
 
 
-def attend(
-    sm: int, size: int, rows: int, codes: str, *, windowed: bool = False, capped: bool = False
-) -> Variant:
-    """`attend` for a GPU, a head size, rows of a program, and codes of the cache."""
+def tile(size: int) -> int:
+    """The smallest of `TILES` that heads of `size` numbers fit into; 0 where there is none."""
+    fits = [each for each in TILES if each >= size > 0 and not size % SIZE_STEP]
+    return min(fits, default=0)
+
+
+def store_rows(size: int, codes: str) -> Variant:
+    """`store_rows` for a head size and codes of the cache."""
+    return Variant(KERNELS["store_rows"], {"D": tile(size), "CODES": codes}, 1)
+
+
+def keep_rows(size: int, codes: str) -> Variant:
+    """`keep_rows` for a head size and codes of the cache."""
+    return Variant(KERNELS["keep_rows"], {"D": tile(size), "CODES": codes}, 1)
+
+
+def combine(size: int, *, sunk: bool) -> Variant:
+    """`combine` for a head size, with sinks or without."""
+    return Variant(KERNELS["combine"], {"D": tile(size), "SUNK": sunk}, 1)
+
+
+def attend(size: int, codes: str, *, windowed: bool = False, capped: bool = False) -> Variant:
+    """`attend` for a head size and codes of the cache: the leanest that can do it.
+
+    Heads of 64 and 128 without cap, and those of 128 in windows, have kernels of their own; a
+    general one for each tile does the rest.
+    """
+    general = capped or size not in OWN_SIZES or (windowed and size != 128)
+    block = 64 if tile(size) <= 128 else 32
     constants = {
-        "D": size, "ROWS": rows, "BLOCK": 64, "CODES": codes,
-        "WINDOWED": windowed, "CAPPED": capped,
+        "D": tile(size), "ROWS": ROWS, "BLOCK": block, "CODES": codes,
+        "WINDOWED": windowed or general, "GENERAL": general,
     }  # fmt: skip
-    # The assembler spills small heads' sums with 8 warps on sm_90, with 4 on sm_87 and sm_89.
-    is_wide = rows > FEW_ROWS and not (sm == 90 and size == 64)
-    return Variant(KERNELS["attend"], constants, 8 if is_wide else 4)
+    return Variant(KERNELS["attend"], constants, 4)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +12,16 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs
+from edgellm.device_runtime.runners.onnxruntime_cpu.bound_pass import (
+    BoundPass,
+    Ports,
+    Scratch,
+    ports_of,
+)
 from edgellm.device_runtime.runners.onnxruntime_cpu.cache import HostCache
 from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PagedCache, Pages
-from edgellm.device_runtime.runners.onnxruntime_cpu.parts import NOT_ROWS, joined, share
-from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT_ROWS, Held, dtype_of
+from edgellm.device_runtime.runners.onnxruntime_cpu.parts import joined, share
+from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT_ROWS, Held
 from edgellm.specs import KVCacheSpec
 
 
@@ -29,6 +34,7 @@ class LoadedGraph:
 
 
 _KEPT_PASSES = 256  # of different sizes; what they bind stays
+_KNOWN_SIZES = 4096  # of passes that were run once
 
 
 def open_runner(
@@ -60,9 +66,11 @@ class OnnxRuntimeRunner:
         own = HostCache(kv, capacity) if kv is not None else None
         self.cache: Cache | None = own
         self._caches: HostCache | Pages | None = own  # what passes bind
-        self._graphs, self._held, self._scratch = graphs, Held(), _Scratch()
+        self._graphs, self._held, self._scratch = graphs, Held(), Scratch()
         self._images: dict[str, NDArray[Any]] = {}
-        self._bound: dict[tuple[object, ...], _BoundPass] = {}
+        self._bound: dict[tuple[object, ...], BoundPass] = {}
+        self._known: set[tuple[object, ...]] = set()
+        self._opened: dict[ort.InferenceSession, Ports] = {}
         self._latest: FetchedOutputs | None = None
 
     def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
@@ -84,17 +92,36 @@ class OnnxRuntimeRunner:
         key = (top_k, *[array.shape for array in inputs.values()])
         bound = self._bound.get(key)
         if bound is None:
-            bound = _BoundPass(self._graph(inputs), self._caches, self._scratch, inputs)
-            if bound.largest <= KEPT_ROWS:
-                self._keep(key, bound)
+            bound = self._bind(key, inputs)
         bound.run(inputs, self._held)
         self._latest = FetchedOutputs(bound.outputs, bound.fetch)
         return self._latest
 
-    def _keep(self, key: tuple[object, ...], bound: _BoundPass) -> None:
-        if len(self._bound) == _KEPT_PASSES:
-            del self._bound[next(iter(self._bound))]
-        self._bound[key] = bound
+    def _bind(self, key: tuple[object, ...], inputs: Mapping[str, NDArray[Any]]) -> BoundPass:
+        """A pass of sizes that come again, or one that binds no more than varies with them."""
+        session = self._graph(inputs)
+        if session not in self._opened:
+            self._opened[session] = ports_of(session, self._new_binding(session))
+        ports = self._opened[session]
+        if key in self._known:
+            binding = self._new_binding(session)
+            bound = BoundPass(session, ports, binding, self._scratch, inputs)
+            if len(self._bound) == _KEPT_PASSES:
+                del self._bound[next(iter(self._bound))]
+            self._bound[key] = bound
+            return bound
+        bound = BoundPass(session, ports, ports.binding, self._scratch, inputs)
+        if bound.largest <= KEPT_ROWS:
+            if len(self._known) == _KNOWN_SIZES:
+                self._known.clear()
+            self._known.add(key)
+        return bound
+
+    def _new_binding(self, session: ort.InferenceSession) -> ort.IOBinding:
+        binding = session.io_binding()
+        if self._caches is not None:
+            self._caches.bind(binding)
+        return binding
 
     def _graph(self, inputs: Mapping[str, NDArray[Any]]) -> ort.InferenceSession:
         """The first that takes so many rows."""
@@ -210,112 +237,3 @@ def _check_positions(inputs: Mapping[str, NDArray[Any]]) -> None:
         return
     if not np.array_equal(positions[0], np.arange(positions.shape[1])):
         raise ValueError("the first rows of a cache must have the positions 0, 1, 2, ...")
-
-
-def _is_bound(name: str) -> bool:
-    """Whether a pass takes an array where it lies: what recurrent layers keep is large."""
-    return name.startswith(contract.STATES)
-
-
-class _Scratch:
-    """Output memory that all passes of a runner share: results live until the next one."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[str, np.ndarray] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-        size = math.prod(shape)
-        block = self._blocks.get(name)
-        if block is None or block.size < size:
-            block = self._blocks[name] = np.empty(size, dtype)
-        return block[:size].reshape(shape)
-
-
-class _BoundPass:
-    """Buffers and IO binding of one graph for fixed sizes; nothing is allocated per pass."""
-
-    def __init__(
-        self,
-        session: ort.InferenceSession,
-        caches: HostCache | Pages | None,
-        scratch: _Scratch,
-        inputs: Mapping[str, NDArray[Any]],
-    ) -> None:
-        self._session, self._binding, self._version = session, session.io_binding(), 0
-        self._values: list[ort.OrtValue] = []
-        sizes = self._bind_inputs(inputs)
-        # Of the sizes that vary with the rows.
-        self.largest = max((s for n, s in sizes.items() if n not in NOT_ROWS), default=0)
-        if caches is not None:
-            caches.bind(self._binding)
-        self.outputs: dict[str, NDArray[Any] | None] = {}  # None: ONNX Runtime allocates it
-        self._order = [output.name for output in session.get_outputs()]
-        taken = [value.name for value in session.get_inputs()]
-        self._bound_inputs = {name for name in (*taken, *self._order) if _is_bound(name)}
-        for output in session.get_outputs():
-            if not output.name.startswith((contract.PRESENT, contract.NEXT_STATE)):
-                self._bind_output(output, sizes, scratch)
-
-    def _bind_inputs(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, int]:
-        """Make room for what the graph takes; its symbols' sizes."""
-        sizes = {}
-        if contract.TOP_K in inputs:
-            sizes[contract.CANDIDATES] = count = int(inputs[contract.TOP_K][0])
-            sizes[contract.LINKED] = min(count, contract.MOST_LINKED)
-        given = dict(inputs)
-        if contract.INPUT_IDS in inputs and contract.TREE_MASK not in inputs:
-            given[contract.TREE_MASK] = np.tri(inputs[contract.INPUT_IDS].shape[1], dtype=np.bool_)
-        self._inputs: dict[str, NDArray[Any]] = {}
-        for value in self._session.get_inputs():
-            if value.name in given and not _is_bound(value.name):
-                array = np.array(given[value.name], dtype_of(value.type), order="C")
-                sizes |= {
-                    symbol: size
-                    for symbol, size in zip(value.shape, array.shape, strict=True)
-                    if isinstance(symbol, str)
-                }
-                self._inputs[value.name] = array
-                self._binding.bind_ortvalue_input(value.name, self._value(array))
-        return sizes
-
-    def _bind_output(self, output: ort.NodeArg, sizes: dict[str, int], scratch: _Scratch) -> None:
-        dims = [sizes.get(dim, dim) for dim in output.shape]
-        shape = tuple(dim for dim in dims if isinstance(dim, int))
-        if not dims or len(shape) < len(dims):
-            self.outputs[output.name] = None
-            self._binding.bind_output(output.name, "cpu")
-            return
-        array = scratch.take(output.name, shape, dtype_of(output.type))
-        self.outputs[output.name] = array
-        self._binding.bind_ortvalue_output(output.name, self._value(array))
-
-    def _value(self, array: np.ndarray) -> ort.OrtValue:
-        self._values.append(ort.OrtValue.ortvalue_from_numpy(array))
-        return self._values[-1]
-
-    def run(self, inputs: Mapping[str, NDArray[Any]], held: Held) -> None:
-        """Compute the outputs."""
-        for name, array in inputs.items():
-            if name in self._inputs:
-                self._inputs[name][...] = array
-        lent = [*self._lend(inputs)] if self._bound_inputs else ()
-        self._version = held.bind(self._binding, self._version)
-        self._session.run_with_iobinding(self._binding)
-        del lent
-
-    def _lend(self, inputs: Mapping[str, NDArray[Any]]) -> Iterator[ort.OrtValue]:
-        """Bind what is taken where it lies; must live until the end of the pass."""
-        for name in self._bound_inputs & inputs.keys():
-            value = ort.OrtValue.ortvalue_from_numpy(inputs[name])
-            if name.startswith(contract.NEXT_STATE):
-                self._binding.bind_ortvalue_output(name, value)
-            else:
-                self._binding.bind_ortvalue_input(name, value)
-            yield value
-
-    def fetch(self, name: str) -> NDArray[Any]:
-        """An output."""
-        array = self.outputs[name]
-        if array is None:
-            array = self._binding.get_outputs()[self._order.index(name)].numpy()
-        return array.astype(np.float32) if array.dtype == np.float16 else array

@@ -51,8 +51,9 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     device = provider.require_cuda()
     provider.require_version(engine.options)
     opened = open_graphs(
-        folder, engine.graphs, engine.spec, capacity, threads, device, engine.options
-    )
+        folder, engine.graphs, engine.spec, (capacity, engine.max_batch_size), threads, device,
+        engine.options,
+    )  # fmt: skip
     decoder = opened.get(DECODER)
     if isinstance(decoder, CudaRunner):
         decoder.prepare(engine.max_verify_tree_size)
@@ -63,7 +64,7 @@ def open_graphs(
     folder: Path,
     graphs: Mapping[str, tuple[GraphSpec, ...]],
     spec: Spec,
-    capacity: int,
+    room: tuple[int, int],
     threads: int,
     device: str,
     options: Mapping[str, Any],
@@ -74,24 +75,30 @@ def open_graphs(
         folder: of the graphs.
         graphs: of each role.
         spec: of the engine.
-        capacity: rows of the KV cache.
+        room: of the KV cache: rows of a sequence, and how many sequences share passes.
         threads: 0 takes all cores.
         device: see `onnxruntime_graphs`.
         options: of the engine.
     """
+    from edgellm.device_runtime.runners.onnxruntime_cuda.batch_runner import BatchRunner
     from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
     from edgellm.device_runtime.runners.onnxruntime_cuda.runner import CudaRunner, PlainRunner
     from edgellm.device_runtime.runners.onnxruntime_cuda.slots import ROWS_GRAPH
 
     opened: dict[str, Runner] = {}
+    capacity, num_sequences = room
     for role, specs in graphs.items():
         paths = [folder / each.path for each in specs]
         loader = Loader(paths, threads, device, has_int_gemm=INT_GEMM in options)
-        if role == DECODER and isinstance(spec, DecoderSpec):
-            mover, window = loader.load(folder / ROWS_GRAPH), spec.sliding_window
-            opened[role] = CudaRunner(loader, mover, spec, capacity, window)
-        elif role == DRAFT and isinstance(spec, DraftSpec):
-            opened[role] = CudaRunner(loader, None, spec.decoder, capacity)
-        else:
+        decoder = spec.decoder if isinstance(spec, DraftSpec) else spec
+        if role not in (DECODER, DRAFT) or not isinstance(decoder, DecoderSpec):
             opened[role] = PlainRunner(loader.of_role(role))
+            continue
+        # A draft that drafts for one at a time is never compacted
+        has_mover = role == DECODER or num_sequences > 1
+        mover = loader.load(folder / ROWS_GRAPH) if has_mover else None
+        if mover is not None and num_sequences > 1:
+            opened[role] = BatchRunner(loader, mover, decoder, capacity, num_sequences)
+        else:
+            opened[role] = CudaRunner(loader, mover, decoder, capacity)
     return opened

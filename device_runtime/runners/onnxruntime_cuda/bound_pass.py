@@ -26,7 +26,7 @@ class BoundPass:
         self,
         session: ort.InferenceSession,
         device: str,
-        cache: DeviceCache,
+        place: tuple[DeviceCache, int, int],
         inputs: Mapping[str, NDArray[Any]],
         capture_id: int = 0,
     ) -> None:
@@ -35,7 +35,7 @@ class BoundPass:
         Args:
             session: of the graph.
             device: where everything lies.
-            cache: of keys and values.
+            place: a cache of keys and values, the first of its slots that are seen, and how many.
             inputs: which `run` uploads as they are then.
             capture_id: of its recording among those of the session; -1: it is not recorded, 0: the
                 session records nothing.
@@ -53,7 +53,8 @@ class BoundPass:
         self.outputs = [value.name for value in self._given]
         for name in self.outputs:
             self._binding.bind_output(name, device if name in _ON_DEVICE else CPU)
-        cache.bind(self._binding)
+        cache, first, count = place
+        cache.bind(self._binding, first, count)
 
     @property
     def is_recording(self) -> bool:

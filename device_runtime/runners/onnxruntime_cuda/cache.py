@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -18,6 +20,8 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.slots import (
 )
 from edgellm.device_runtime.runners.onnxruntime_graphs import CPU
 from edgellm.specs import KVCacheSpec
+
+_FIRST = np.zeros(1, np.int64)
 
 
 class Buffers:
@@ -56,7 +60,10 @@ def allocate(shape: Sequence[int], dtype: np.dtype, device: str) -> ort.OrtValue
 
 
 class DeviceCache:
-    """Keys and values of all layers on a device, each [1, num_kv_heads, C, head_dim]."""
+    """Keys and values of all layers on a device, each [N, num_kv_heads, C, head_dim].
+
+    Each of N sequences has a slot of its own; passes see some slots, one behind the other.
+    """
 
     def __init__(
         self,
@@ -64,47 +71,116 @@ class DeviceCache:
         capacity: int,
         device: str,
         mover: ort.InferenceSession | None = None,
+        num_sequences: int = 1,
     ) -> None:
-        """Allocate; `mover` is the graph `ROWS_GRAPH` of caches that are compacted.
+        """Allocate; `mover` is the graph `ROWS_GRAPH` of caches that are compacted or copied.
 
         Raises:
             LimitError: the device is too small.
         """
-        self._mover = mover
-        self._heads, self._device = spec.num_kv_heads, device
-        shape = (1, spec.num_kv_heads, capacity, spec.head_dim)
+        self._mover, self._num_sequences = mover, num_sequences
+        self._heads, self._device, self._dtype = spec.num_kv_heads, device, np.dtype(spec.dtype)
+        self._slot_shape = spec.num_kv_heads, capacity, spec.head_dim
         names = [(layer, part) for layer in range(spec.num_layers) for part in ("key", "value")]
-        zeros = np.zeros(shape, spec.dtype)
-        self._values = {name: allocate(shape, zeros.dtype, device) for name in names}
+        zeros = np.zeros((num_sequences, *self._slot_shape), spec.dtype)
+        self._values = {name: allocate(zeros.shape, zeros.dtype, device) for name in names}
         for value in self._values.values():
             value.update_inplace(zeros)  # masked rows must be numbers, too
 
-    def bind(self, binding: ort.IOBinding) -> None:
-        """As inputs, and in the same place as outputs."""
-        for (layer, part), value in self._values.items():
-            binding.bind_ortvalue_input(contract.past_name(layer, part), value)
-            binding.bind_ortvalue_output(contract.present_name(layer, part), value)
+    def bind(self, binding: ort.IOBinding, first: int = 0, count: int = 1) -> None:
+        """Some slots as inputs, and in the same place as outputs."""
+        self._bind_inputs(binding, first, count)
+        self._bind_outputs(binding, first, count)
 
-    def compact(self, length: int, rows: NDArray[np.int64]) -> None:
+    def _bind_inputs(self, binding: ort.IOBinding, first: int, count: int = 1) -> None:
+        for (layer, part), value in self._values.items():
+            binding.bind_input(contract.past_name(layer, part), *self._slots(value, first, count))
+
+    def _bind_outputs(self, binding: ort.IOBinding, first: int, count: int = 1) -> None:
+        for (layer, part), value in self._values.items():
+            place = self._slots(value, first, count)
+            binding.bind_output(contract.present_name(layer, part), *place)
+
+    def _slots(self, value: ort.OrtValue, first: int, count: int) -> tuple[Any, ...]:
+        """Where they lie, as a binding takes it."""
+        size = math.prod(self._slot_shape) * self._dtype.itemsize
+        shape = [count, *self._slot_shape]
+        return self._device, 0, self._dtype.type, shape, value.data_ptr() + first * size
+
+    def compact(self, slot: int, length: int, rows: NDArray[np.int64]) -> None:
         """See `runners.Cache`."""
         if rows[-1] + 1 == len(rows):
             return  # they stand where they belong
+        binding = self._movement(length + rows, length + np.arange(len(rows)))
+        self.bind(binding, slot)
+        self._move(binding)
+
+    def copy(self, source: int, target: int) -> None:
+        """All rows of a slot into another."""
+        binding = self._movement()
+        self._bind_inputs(binding, source)
+        self._bind_outputs(binding, target)
+        self._move(binding)
+
+    def read_rows(self, slot: int, length: int) -> np.ndarray:
+        """A whole slot passes to the host; it is asked for once a prompt at most."""
+        if self._num_sequences == 1:  # nothing is copied on the device
+            return np.stack([value.numpy()[:, :, :length] for value in self._values.values()])
+        binding = self._movement()
+        self._bind_inputs(binding, slot)
+        for layer, part in self._values:
+            binding.bind_output(contract.present_name(layer, part), CPU)
+        self._move(binding)
+        return np.stack([value.numpy()[:, :, :length] for value in binding.get_outputs()])
+
+    def write_rows(self, slot: int, rows: np.ndarray) -> None:
+        """See `runners.Cache`."""
+        if self._num_sequences == 1:
+            for value, found in zip(self._values.values(), rows, strict=True):
+                array = value.numpy()
+                array[:, :, : found.shape[-2]] = found
+                value.update_inplace(array)
+            return
+        binding = self._movement()
+        given = np.zeros((len(rows), 1, *self._slot_shape), self._dtype)
+        given[..., : rows.shape[-2], :] = rows
+        for (layer, part), array in zip(self._values, given, strict=True):
+            binding.bind_cpu_input(contract.past_name(layer, part), array)
+        self._bind_outputs(binding, slot)
+        self._move(binding)
+
+    def _movement(
+        self, kept: NDArray[np.int64] = _FIRST, places: NDArray[np.int64] = _FIRST
+    ) -> ort.IOBinding:
+        """Rows of a slot that go to other places; by itself the first, which stays."""
         assert self._mover is not None
         binding = self._mover.io_binding()
-        slots = slot_indices(self._heads, len(rows))
-        slots[..., 2] = length + np.arange(len(rows))
-        buffers = Buffers(self._device, {KEPT: length + rows, SLOTS: slots}, binding)
-        self.bind(binding)
-        buffers.upload()
+        slots = slot_indices(self._heads, len(places))
+        slots[..., 2] = places
+        self._moved = Buffers(self._device, {KEPT: kept, SLOTS: slots}, binding)
+        self._moved.upload()
+        return binding
+
+    def _move(self, binding: ort.IOBinding) -> None:
+        assert self._mover is not None
         self._mover.run_with_iobinding(binding)
+        binding.synchronize_outputs()
+
+
+class SlotCache:
+    """See `runners.Cache`: the rows of one sequence."""
+
+    def __init__(self, memory: DeviceCache, slot: int) -> None:
+        self._memory, self.slot = memory, slot
+
+    def compact(self, length: int, rows: NDArray[np.int64]) -> None:
+        """See `runners.Cache`."""
+        self._memory.compact(self.slot, length, rows)
 
     def read_rows(self, length: int) -> np.ndarray:
-        """The whole cache passes to the host; it is asked for once a prompt at most."""
-        return np.stack([value.numpy()[:, :, :length] for value in self._values.values()])
+        """See `runners.Cache`."""
+        return self._memory.read_rows(self.slot, length)
 
     def write_rows(self, rows: np.ndarray) -> None:
         """See `runners.Cache`."""
-        for value, found in zip(self._values.values(), rows, strict=True):
-            array = value.numpy()
-            array[:, :, : found.shape[-2]] = found
-            value.update_inplace(array)
+        self._memory.write_rows(self.slot, rows)

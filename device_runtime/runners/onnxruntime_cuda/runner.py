@@ -17,15 +17,17 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.device_runtime.runners import FetchedOutputs
+from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs
 from edgellm.device_runtime.runners.onnxruntime_cuda.bound_pass import BoundPass
-from edgellm.device_runtime.runners.onnxruntime_cuda.cache import DeviceCache
+from edgellm.device_runtime.runners.onnxruntime_cuda.cache import DeviceCache, SlotCache
+from edgellm.device_runtime.runners.onnxruntime_cuda.grids import Grid, flat_index, lone
 from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
-from edgellm.device_runtime.runners.onnxruntime_cuda.sizes import Sizes, bucket_sizes, sizes_of
+from edgellm.device_runtime.runners.onnxruntime_cuda.sizes import Sizes, bucket_sizes
 from edgellm.device_runtime.runners.onnxruntime_cuda.slots import (
     HOST_INPUTS,
     LAST_ROW,
     LIVE_ROWS,
+    ROW_NUMBERS,
     SLOTS,
     VISIBLE,
     VISIBLE_IN_WINDOW,
@@ -44,6 +46,8 @@ _log = logging.getLogger(__name__)
 _PLACES = (contract.WRITE_INDEX, contract.TREE_MASK)  # which become masks and slots
 _SHOWN = 200  # characters of an error
 _NOT_ROWS = (contract.LOGITS_INDEX, contract.TOP_K)
+_NO_ROWS = np.zeros(0, np.int64)
+_MOST_RECORDED = 256  # passes; each takes some of the device's memory
 
 
 class PlainRunner:
@@ -71,7 +75,7 @@ class CudaRunner:
         mover: ort.InferenceSession | None,
         spec: DecoderSpec,
         capacity: int,
-        window: int | None = None,
+        num_sequences: int = 1,
     ) -> None:
         """Load, and allocate the cache.
 
@@ -79,24 +83,25 @@ class CudaRunner:
             loader: of the graphs.
             mover: compacts the cache; None where nobody does.
             spec: of the network.
-            capacity: rows of the cache.
-            window: of positions that a row sees in layers that have one.
+            capacity: rows of a sequence in the cache.
+            num_sequences: that the cache has room for.
 
         Raises:
             BrokenArtifactError: ONNX Runtime refuses a graph.
             LimitError: the device is too small.
         """
-        self._loader, self._window = loader, window
+        self._loader, self._window = loader, spec.sliding_window
         # What is held of images changes its place and size
         self._captures = loader.can_capture and spec.images is None
         self._graphs = loader.sessions(captures=self._captures)
         self._types = [input_types(graph) for graph in self._graphs]
-        self.cache = DeviceCache(spec.kv, capacity, loader.device, mover)
+        self._memory = DeviceCache(spec.kv, capacity, loader.device, mover, num_sequences)
+        self.cache: Cache = SlotCache(self._memory, 0)
         self._heads, self._capacity = spec.kv.num_kv_heads, capacity
         self._axes, self._held = spec.position_axes, Held(loader.device)
         self._kept: dict[tuple[object, ...], BoundPass] = {}
-        self._width = 0
-        self._latest: FetchedOutputs | None = None
+        self._width = self._num_recorded = 0
+        self._latest: list[FetchedOutputs] = []
 
     def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         """See `runners.Runner`."""
@@ -112,40 +117,53 @@ class CudaRunner:
     def prepare(self, tree_rows: int) -> None:
         """Record single tokens, and trees of up to `tree_rows` rows, at all lengths of contexts."""
         for rows in (1, *(size for size in bucket_sizes(tree_rows) if size > 1)):
-            for end in Sizes(1, 1).widths(self._capacity):
-                if self._captures:
-                    self._rehearse(rows, max(end - rows - 1, 0))
+            self._rehearse(rows)
 
-    def _rehearse(self, rows: int, begin: int) -> None:
-        positions = np.arange(begin, begin + rows)
-        inputs = {
-            contract.INPUT_IDS: np.zeros((1, rows), np.int64),
-            contract.POSITION_IDS: np.broadcast_to(positions, (self._axes, rows)),
-            contract.WRITE_INDEX: np.array([begin]),
-            contract.LOGITS_INDEX: np.arange(rows),
-        }
-        if rows > 1:
-            inputs[contract.TREE_MASK] = np.tri(rows, dtype=np.bool_)
-        for _ in range(2):  # the first run finds the sizes of outputs
-            self.run(inputs)
+    def _rehearse(self, rows: int, batch: int = 1) -> None:
+        if not self._captures:
+            return
+        for end in Sizes(1, 1).widths(self._capacity):
+            begin = max(end - rows - 1, 0)
+            positions = np.arange(begin, begin + rows)
+            inputs = {
+                contract.INPUT_IDS: np.zeros((1, rows), np.int64),
+                contract.POSITION_IDS: np.broadcast_to(positions, (self._axes, rows)),
+                contract.WRITE_INDEX: np.array([begin]),
+                contract.LOGITS_INDEX: np.arange(rows),
+            }
+            if rows > 1:
+                inputs[contract.TREE_MASK] = np.tri(rows, dtype=np.bool_)
+            for _ in range(2):  # the first run finds the sizes of outputs
+                self._run(Grid(0, (inputs,) * batch, (begin,) * batch))
+                self._expire()
 
-    def run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
         """See `runners.Runner`."""
-        if self._latest is not None:
-            self._latest.expire()
-        asked = sizes_of(inputs)
-        taken = asked.padded(inputs, self._capacity) if self._captures else asked
-        bound = self._bind(inputs, taken)
-        self._fill(bound.inputs, inputs, asked)
+        self._expire()
+        return self._run(lone(inputs))
+
+    def _expire(self) -> None:
+        while self._latest:
+            self._latest.pop().expire()
+
+    def _run(self, grid: Grid) -> FetchedOutputs:
+        """One pass; what others gave stays."""
+        asked, batch = Sizes(grid.rows, grid.outputs), len(grid.parts)
+        taken, drafts = asked, contract.DRAFT_HIDDEN in grid.some
+        if self._captures:
+            taken = asked.padded(batch, grid.end, self._capacity, drafts=drafts)
+        bound = self._bind(grid, taken)
+        self._fill(bound.inputs, grid)
         try:
             bound.run(self._held)
         except Exception as error:  # whatever stops a recording, the pass itself may run
             if not bound.is_recording:
                 raise
             self._stop_recording(error)
-            return self.run(inputs)
-        self._latest = FetchedOutputs(bound.outputs, lambda name: bound.fetch(name, asked))
-        return self._latest
+            return self._run(grid)
+        found = FetchedOutputs(bound.outputs, lambda name: bound.fetch(name, asked))
+        self._latest.append(found)
+        return found
 
     def _stop_recording(self, error: Exception) -> None:
         """A session that failed to record is not to be used again."""
@@ -157,80 +175,94 @@ class CudaRunner:
         self._kept.clear()
         self._graphs = self._loader.sessions(captures=False)
 
-    def _bind(self, inputs: Mapping[str, NDArray[Any]], taken: Sizes) -> BoundPass:
+    def _bind(self, grid: Grid, taken: Sizes) -> BoundPass:
         """A pass of these sizes; without recording they are kept until the context grows."""
-        index, begin = self._graph_of(inputs), int(inputs[contract.WRITE_INDEX][0])
-        width = taken.width(begin + taken.rows, self._capacity)
+        index, batch = self._graph_of(grid), len(grid.parts)
+        width = taken.width(grid.end + taken.rows, self._capacity)
         if width != self._width and not self._captures:
             self._width = width
             self._kept.clear()
-        chosen = tuple(int(inputs[name][0]) for name in HOST_INPUTS if name in inputs)
+        chosen = _chosen(grid)
         recurs = taken.recurs and self._captures
         # A prompt's first pass is one for the kernel where there are no rows before it
-        live = taken.rows if index and not begin and not recurs else width
-        key = (index, taken.rows, taken.outputs, live, *chosen)
+        is_first = index and batch == 1 and not grid.end and not recurs
+        live = taken.rows if is_first else width
+        key = (index, grid.first, batch, taken.rows, taken.outputs, live, *chosen.values())
         if (bound := self._kept.get(key)) is not None:
             return bound
-        arrays = self._arrays(inputs, taken, width, live, self._types[index])
+        sizes = {"rows": taken.rows, "outputs": taken.outputs, "width": width, "live": live}
+        arrays = self._arrays(grid, sizes, self._types[index])
+        arrays |= {name: np.array([most]) for name, most in chosen.items()}
         capture_id = -1 if self._captures else 0
-        if recurs:
-            capture_id = len(self._kept) + 1
-        bound = BoundPass(self._graphs[index], self._loader.device, self.cache, arrays, capture_id)
+        if recurs and self._num_recorded < _MOST_RECORDED:
+            capture_id = self._num_recorded = self._num_recorded + 1
+        place = self._memory, grid.first, batch
+        bound = BoundPass(self._graphs[index], self._loader.device, place, arrays, capture_id)
         if taken.rows <= KEPT_ROWS:
             self._kept[key] = bound
         return bound
 
-    def _graph_of(self, inputs: Mapping[str, NDArray[Any]]) -> int:
-        """The graph without masks counts slots as positions."""
-        if len(self._graphs) == 1 or contract.TREE_MASK in inputs:
+    def _graph_of(self, grid: Grid) -> int:
+        """The graph without masks counts slots as positions; of a batch it takes single rows."""
+        if len(self._graphs) == 1 or (len(grid.parts) > 1 and grid.rows > 1):
             return 0
-        positions = inputs[contract.POSITION_IDS]
-        slots = np.arange(positions.shape[1]) + inputs[contract.WRITE_INDEX][0]
-        return int(self._axes > 1 or np.array_equal(positions[0], slots))
+        for part in grid.parts:
+            if part is None or (self._axes > 1 and contract.TREE_MASK not in part):
+                continue
+            positions = part[contract.POSITION_IDS]
+            slots = np.arange(positions.shape[1]) + part[contract.WRITE_INDEX][0]
+            if contract.TREE_MASK in part or not np.array_equal(positions[0], slots):
+                return 0
+        return 1
 
     def _arrays(
-        self,
-        inputs: Mapping[str, NDArray[Any]],
-        taken: Sizes,
-        width: int,
-        live: int,
-        types: Mapping[str, type],
+        self, grid: Grid, sizes: Mapping[str, int], types: Mapping[str, type]
     ) -> dict[str, NDArray[Any]]:
-        """All inputs of a pass, of the sizes that are taken."""
+        """All inputs of a pass but those of the host, of the sizes that are taken."""
+        batch, rows, width = len(grid.parts), sizes["rows"], sizes["width"]
         shapes = {
-            name: (array.shape[0], taken.rows, *array.shape[2:])
-            for name, array in inputs.items()
+            name: (len(array) if batch == 1 else batch, rows, *array.shape[2:])
+            for name, array in grid.some.items()
             if name not in (*_PLACES, *_NOT_ROWS)
         }
-        shapes |= {contract.LOGITS_INDEX: (taken.outputs,), contract.TOP_K: (1,)}
-        masks = dict.fromkeys((VISIBLE, VISIBLE_IN_WINDOW), (taken.rows, width))
-        arrays = {
+        shapes |= {contract.LOGITS_INDEX: (sizes["outputs"],), LAST_ROW: (batch,)}
+        masks = dict.fromkeys((VISIBLE, VISIBLE_IN_WINDOW), (batch, 1, rows, width))
+        arrays: dict[str, NDArray[Any]] = {
             name: np.zeros(shape, types[name])
-            for name, shape in {**shapes, **masks, LAST_ROW: (1,)}.items()
+            for name, shape in {**shapes, **masks}.items()
             if name in types
         }
-        arrays |= {LIVE_ROWS: np.array(live, np.int32)} if LIVE_ROWS in types else {}
-        return arrays | ({SLOTS: slot_indices(self._heads, taken.rows)} if SLOTS in types else {})
+        arrays |= {LIVE_ROWS: np.array(sizes["live"], np.int32)} if LIVE_ROWS in types else {}
+        if SLOTS in types:
+            arrays[SLOTS] = slot_indices(self._heads, rows, batch)
+        if ROW_NUMBERS in types:
+            arrays[ROW_NUMBERS] = np.arange(batch * rows).reshape(batch, rows)
+        return arrays
 
-    def _fill(
-        self, bound: Mapping[str, NDArray[Any]], inputs: Mapping[str, NDArray[Any]], asked: Sizes
-    ) -> None:
+    def _fill(self, bound: Mapping[str, NDArray[Any]], grid: Grid) -> None:
         """Say what the rows are, where they stand and what they see."""
-        for name, array in inputs.items():
-            if name not in bound:
-                continue
-            if name in _NOT_ROWS:
-                bound[name][: len(array)] = array
-            else:
-                bound[name][:, : asked.rows] = array
-                bound[name][:, asked.rows :] = array[:, -1:]
-        begin = int(inputs[contract.WRITE_INDEX][0])
         rows = bound[contract.INPUT_IDS].shape[1]
-        if SLOTS in bound:
-            bound[SLOTS][..., 2] = np.arange(rows) + begin
-        if LAST_ROW in bound:
-            bound[LAST_ROW][0] = begin + rows - 1
-        mask, positions = inputs.get(contract.TREE_MASK), inputs[contract.POSITION_IDS][0]
-        for name, window in ((VISIBLE, None), (VISIBLE_IN_WINDOW, self._window)):
-            if name in bound:
-                fill_visible(bound[name], begin, positions, mask, window)
+        index = flat_index(grid, rows)
+        bound[contract.LOGITS_INDEX][: len(index)] = index
+        for place, (part, begin) in enumerate(zip(grid.parts, grid.ends, strict=True)):
+            at = slice(None) if len(grid.parts) == 1 else slice(place, place + 1)
+            for name, array in (part or {}).items():
+                if name in bound and name not in _NOT_ROWS:
+                    bound[name][at, : array.shape[1]] = array
+                    bound[name][at, array.shape[1] :] = array[:, -1:]
+            if SLOTS in bound:
+                bound[SLOTS][place, ..., 2] = np.arange(rows) + begin
+            if LAST_ROW in bound:
+                bound[LAST_ROW][place] = begin + rows - 1
+            positions = _NO_ROWS if part is None else part[contract.POSITION_IDS][0]
+            mask = None if part is None else part.get(contract.TREE_MASK)
+            for name, window in ((VISIBLE, None), (VISIBLE_IN_WINDOW, self._window)):
+                if name in bound:
+                    fill_visible(bound[name][place, 0], begin, positions, mask, window)
+
+
+def _chosen(grid: Grid) -> dict[str, int]:
+    """What kernels read in the host's memory, and a recording therefore fixes."""
+    parts = [part for part in grid.parts if part is not None]
+    names = [name for name in HOST_INPUTS if name in parts[0]]
+    return {name: max(int(part[name][0]) for part in parts) for name in names}

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-from numpy.typing import NDArray
-
-from edgellm import contract
 
 STEP = 64  # slots of which a pass looks at the next multiple, where nothing is recorded
 _LEAST_WIDTH = 256  # recorded passes look at this many slots, or twice, four times ... as many
@@ -20,13 +15,9 @@ def bucket_sizes(most: int) -> list[int]:
     return [size for size in (1, 2, 4, 8, 16, 32, 64, _LARGEST_BUCKET) if size < 2 * most]
 
 
-def _bucket_of(size: int) -> int:
+def bucket_of(size: int) -> int:
+    """Rows that a pass of so many is padded to; beyond the largest it is not."""
     return next((bucket for bucket in bucket_sizes(size) if bucket >= size), size)
-
-
-def sizes_of(inputs: Mapping[str, NDArray[Any]]) -> Sizes:
-    """Those that a pass asks for."""
-    return Sizes(inputs[contract.INPUT_IDS].shape[1], len(inputs[contract.LOGITS_INDEX]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +28,23 @@ class Sizes:
     outputs: int  # rows that get logits or candidates
     recurs: bool = False  # as one of few sizes
 
-    def padded(self, inputs: Mapping[str, NDArray[Any]], capacity: int) -> Sizes:
+    def padded(self, batch: int, end: int, capacity: int, *, drafts: bool) -> Sizes:
         """Those of a recorded pass, or these where none would recur or fit.
 
         Prompts do not recur: they have more rows than outputs, but for a draft's.
+
+        Args:
+            batch: sequences, or slots for them.
+            end: rows before, of the longest.
+            capacity: rows of a slot.
+            drafts: the network is a draft.
         """
-        is_likely = self.rows == self.outputs or contract.DRAFT_HIDDEN in inputs
-        rows = _bucket_of(self.rows)
-        end = int(inputs[contract.WRITE_INDEX][0]) + rows
-        if not is_likely or rows > _LARGEST_BUCKET or end > capacity:
+        is_likely = self.rows == self.outputs or batch > 1 or drafts
+        rows = bucket_of(self.rows)
+        if not is_likely or rows > _LARGEST_BUCKET or end + rows > capacity:
             return self
-        return Sizes(rows, _bucket_of(self.outputs), recurs=True)
+        outputs = batch if batch > 1 and rows == 1 else bucket_of(self.outputs)
+        return Sizes(rows, min(outputs, batch * rows), recurs=True)
 
     def width(self, end: int, capacity: int) -> int:
         """Slots that a pass looks at whose rows end before slot `end`."""

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 
-VISIBLE = "visible"  # bool [S, T]; row i may see slot j of the cache
+VISIBLE = "visible"  # bool [B, 1, S, T]; row i may see slot j of the cache
 VISIBLE_IN_WINDOW = "visible_in_window"  # the same for layers with a window
-SLOTS = "slots"  # int64 [1, num_kv_heads, S, 3]; batch, head and slot of each new row
-LAST_ROW = "last_row"  # int32 [1]; the slot of the last new row
+SLOTS = "slots"  # int64 [B, num_kv_heads, S, 3]; batch, head and slot of each new row
+LAST_ROW = "last_row"  # int32 [B]; the slot of the last new row
+ROW_NUMBERS = "row_numbers"  # int64 [B, S]; of rows of all sequences, one behind the other
 LIVE_ROWS = "live_rows"  # int32 []; T, or no less than the rows that are there behind the pass
 HOST_INPUTS = (contract.TOP_K, LIVE_ROWS)  # that kernels read in the host's memory
 ROWS_GRAPH = "rows.onnx"  # moves rows of a cache
@@ -21,9 +22,10 @@ CAUSAL_SUFFIX = ".causal"  # of the graph for passes without a mask, where there
 KEPT = "kept"  # int64 [K]; its input beside SLOTS: whose rows go there
 
 
-def slot_indices(num_kv_heads: int, rows: int) -> NDArray[np.int64]:
-    """Where rows go, int64 [1, num_kv_heads, rows, 3]; the slots are still to be filled in."""
-    indices = np.zeros((1, num_kv_heads, rows, 3), np.int64)
+def slot_indices(num_kv_heads: int, rows: int, batch: int = 1) -> NDArray[np.int64]:
+    """Where rows go, int64 [batch, num_kv_heads, rows, 3]; the slots are still to be filled in."""
+    indices = np.zeros((batch, num_kv_heads, rows, 3), np.int64)
+    indices[..., 0] = np.arange(batch)[:, None, None]
     indices[..., 1] = np.arange(num_kv_heads)[:, None]
     return indices
 

@@ -50,9 +50,12 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
         EdgeLLMError: pycuda or cuda-python is missing.
     """
     from edgellm.device_runtime.runners.tensorrt.cuda import open_device
+    from edgellm.device_runtime.runners.tensorrt.python_plugins import register
     from edgellm.device_runtime.runners.tensorrt.runtime import load_engine
 
     trt = _require_origin(folder, engine)
+    if library.Library(trt, trt.__name__ != "tensorrt").runs_python_plugins:
+        register(trt)
     device = open_device()
     require_memory(device.free_bytes(), engine)
     opened = {}

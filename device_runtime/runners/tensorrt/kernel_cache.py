@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.contract import BrokenArtifactError
-from edgellm.device_runtime.kernels.triton.catalog import KERNELS, Variant
+from edgellm.device_runtime.kernels.triton.catalog import keep_rows
 from edgellm.device_runtime.runners.tensorrt.cache import DeviceCache
 from edgellm.device_runtime.runners.tensorrt.compaction import displaced
 from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device, Planes
@@ -65,7 +65,7 @@ class KernelCache:
         self._spec, self._device, self.capacity = spec, device, capacity
         codes = _CODES[spec.dtype]
         self._dtype = np.dtype(np.float16 if codes == "fp16" else np.int8)
-        self._keep = Variant(KERNELS["keep_rows"], {"D": spec.head_dim, "CODES": codes}, 1)
+        self._keep = keep_rows(spec.head_dim, codes)
         count = 2 * spec.num_layers * spec.num_kv_heads
         sizes = {"codes": spec.head_dim * self._dtype.itemsize, "scales": 2 * (codes != "fp16")}
         layout = {name: ((count, capacity, size), np.uint8) for name, size in sizes.items() if size}
@@ -108,8 +108,8 @@ class KernelCache:
         self._rows.upload(packed)
         at = packed.addresses
         grid = self._spec.num_layers, self._spec.num_kv_heads, 2
-        arguments = at["path"], at["outcome"], at["first"], self.addresses[contract.CACHE_TABLE]
-        self._device.launch(self._keep, grid, arguments)
+        given = at["path"], at["outcome"], at["first"], self.addresses[contract.CACHE_TABLE]
+        self._device.launch(self._keep, grid, (*given, self._spec.head_dim))
         self._is_moving = True
 
     def settled(self) -> None:

@@ -17,6 +17,9 @@ from edgellm.device_runtime.gpu import compute_capability
 
 OLDEST = (10, 3)  # of TensorRT, that of JetPack 6.1; the table of operators begins with it
 RTX_TAKES = (11, 4)  # the TensorRT whose trunk TensorRT-RTX 1.7 shares
+# Plugins whose kernels lie in the plan: by headers and `tensorrt.plugin` of the bindings wheels.
+# Before them a plugin's class is needed where an engine runs; one in Python launches its kernel.
+FIRST_QUICK_PLUGINS, BROKEN_PLUGINS = (10, 9), ((10, 14),)
 _IN_PLACE = (10, 15)  # caches that are updated where they lie, rotary embeddings
 FEATURES = ("IAttention", "IKVCacheUpdateLayer", "IRotaryEmbeddingLayer")  # from then on
 _NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}
@@ -42,6 +45,11 @@ class Library:
     def version(self) -> tuple[int, int]:
         """Major and minor of the TensorRT whose operators it takes."""
         return RTX_TAKES if self.is_ahead_of_time else _version(self.trt)
+
+    @property
+    def runs_python_plugins(self) -> bool:
+        """Whether edgellm's kernels are launched by plugins in Python, which it must be told of."""
+        return not self.is_ahead_of_time and self.version < FIRST_QUICK_PLUGINS
 
     @property
     def updates_in_place(self) -> bool:

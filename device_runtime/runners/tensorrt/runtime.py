@@ -144,4 +144,5 @@ class LoadedContext:
     def is_capturable(self) -> bool:
         """See `device.Context`; only TensorRT-RTX can say no."""
         ask = getattr(self._context, "is_stream_capturable", None)
-        return True if ask is None else bool(ask(self._stream))
+        with self._device.current():
+            return True if ask is None else bool(ask(self._stream))

@@ -7,28 +7,33 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from block_reference import LAYOUTS, make_blocks
 from conftest import make_checkpoint
 from model_configs import attending
 from tensorrt_bundles import CAPACITY, PRECISIONS, TREE, Bundles
 
 from edgellm import contract
+from edgellm.build.fit import predict
 from edgellm.build.lowering.calls import inline
 from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.plan import Plan
 from edgellm.build.tensorrt import operators
 from edgellm.build.tensorrt.adapt import adapt, rewrite
 from edgellm.build.tensorrt.gate import check_graph
+from edgellm.build.tensorrt.kernel_attention import Kernels
 from edgellm.build.tensorrt.lower import lower
 from edgellm.build.tensorrt.operators import CHECKED
 from edgellm.contract import EdgeLLMError
 from edgellm.export import models, visual
 from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
-from edgellm.manifest import VISUAL_BUNDLE, load_bundle
+from edgellm.export.draft import DraftOptions, export_draft
+from edgellm.export.source import open_checkpoint, open_draft
+from edgellm.manifest import DRAFT_BUNDLE, VISUAL_BUNDLE, load_bundle
 from edgellm.multimodal.grids import grid_inputs
 
-DECODERS = ("base", "eagle_base", "draft")
 CASES = [
-    *((kind, precision) for kind in DECODERS for precision in PRECISIONS),
+    *((kind, precision) for kind in ("eagle_base", "draft") for precision in PRECISIONS),
+    ("base", "fp16"),
     ("heads", "fp16"),
     *((kind, precision) for kind in visual.supported() for precision in ("fp16", "int8", "fp8")),
 ]
@@ -48,13 +53,19 @@ def bundles(tmp_path_factory) -> Bundles:
 
 
 def lowered(
-    bundle, name: str, folder, *, is_draft: bool, dtype: ir.DataType = ir.DataType.FLOAT16
+    bundle,
+    name: str,
+    folder,
+    *,
+    is_draft: bool,
+    dtype: ir.DataType = ir.DataType.FLOAT16,
+    kernels: Kernels | None = None,
 ) -> ir.Model:
     """As `llm_build` and `visual_build` hand it to the parser."""
     model, weights = ir.load(bundle / f"{name}.onnx"), WeightFile(folder / f"{name}.data")
     if any(value.name == contract.LOGITS_INDEX for value in model.graph.inputs) or is_draft:
         candidates = TREE if is_draft and name == "model" else 0
-        lower(model, weights, dtype, CAPACITY, candidates)
+        lower(model, weights, dtype, CAPACITY, candidates, kernels)
     else:
         lower(model, weights, dtype)
     weights.close()
@@ -68,7 +79,7 @@ def test_every_version_takes_the_adapted_graph(bundles, tmp_path, kind, precisio
     for path in bundle.glob("*.onnx"):
         model = lowered(bundle, path.stem, tmp_path, is_draft=is_draft and path.stem != "fuse")
         for version in CHECKED:
-            if kind == "base" and precision != "nvfp4":
+            if "base" in kind and precision != "nvfp4":
                 faults = check_graph(model, version)
                 assert {fault.split()[0] for fault in faults} == LACKING[version]
             adapted = model.clone()
@@ -80,6 +91,33 @@ def test_every_version_takes_the_adapted_graph(bundles, tmp_path, kind, precisio
             assert adapted.opset_imports[""] <= operators.highest_opset(version)
             if version >= (11, 0):
                 assert [n.op_type for n in adapted.graph] == [n.op_type for n in model.graph]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", ["eagle_base", "draft"])
+def test_every_version_takes_edgellm_s_attention(bundles, tmp_path, kind, precision):
+    bundle, kernels = bundles.make(kind, precision), Kernels(110, "fp8")
+    model = lowered(bundle, "model", tmp_path, is_draft=kind == "draft", kernels=kernels)
+    for version in CHECKED[precision == "nvfp4" :]:  # of which 10.3 knows nothing
+        adapt(model.clone(), version)
+
+
+@pytest.mark.parametrize("name", ["eagle1", "peagle", "mtp"])
+def test_every_version_takes_other_drafts(eagle_pairs, tmp_path, name):
+    bundle = eagle_pairs(name).draft_bundle
+    model = lowered(bundle, "model", tmp_path, is_draft=True, dtype=ir.DataType.FLOAT)
+    for version in CHECKED:
+        adapt(model.clone(), version)
+
+
+def test_drafts_of_blocks_are_refused(eagle_pairs, tmp_path):
+    """Hybrids are in `test_recurrent.py`, experts in `test_experts.py`."""
+    base = open_checkpoint(str(eagle_pairs("peagle").base_checkpoint))
+    draft = open_draft(str(make_blocks(tmp_path / "draft", LAYOUTS["dflash"])))
+    export_draft(draft, base, tmp_path / "bundle", DraftOptions("fp16"))
+    plan, bundle = Plan(ROWS, CAPACITY, max_draft_tree_size=4), tmp_path / "bundle"
+    with pytest.raises(EdgeLLMError, match="dflash draft: only edgellm's kernels let rows of a"):
+        predict(bundle, load_bundle(bundle, DRAFT_BUNDLE), plan, "tensorrt", tmp_path)
 
 
 FAULTS = {

@@ -235,6 +235,12 @@ def test_trees_take_what_is_left_and_preempt_nobody():
     assert plan(drafted, 10, WIDE).rows == {1: 9, 2: 1}
     assert plan(drafted, 10, WIDE).released == ()
     assert plan(drafted, 1, WIDE).released == (2,)
+    # Pieces of prompts stand beside trees as they lately were, not as they may become.
+    reading, beside = Standing(3, unread_rows=60), [_running(at) for at in (1, 2, 4, 5)]
+    wide = dataclasses.replace(WIDE, most_running=5)
+    given = plan([*beside, reading], 10**6, wide).rows[3]
+    drafted = [_running(at, tree_rows=16, usual_rows=rows) for at, rows in ((1, 3), (2, 1))]
+    assert plan([*drafted, reading], 10**6, wide).rows == {1: 16, 2: 16, 3: given}
 
 
 @pytest.mark.parametrize("rows", [1, 7])

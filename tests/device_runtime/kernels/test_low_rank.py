@@ -12,6 +12,7 @@ from edgellm.device_runtime.kernels.library import DOMAIN, instruction_sets
 
 BEST = instruction_sets()[0]
 K, WIDTHS = 70, (40, 24)  # what two layers read and give
+ADAPTED = ("rows", "places", "weights", "table")
 
 
 @pytest.fixture
@@ -43,11 +44,25 @@ def _adapters(rng):
     return pairs, np.concatenate(values), table
 
 
-def _session(names=("x", "places", "", "weights", "table", "rows", "base"), threads=2, **more):
-    node = helper.make_node("LowRank", names, ("y",), domain=DOMAIN, N=sum(WIDTHS), **more)
-    kinds = {"places": I64, "table": I64, "rows": I64}
-    given = [(name, kinds.get(name, F32), None) for name in names if name]
-    return open_session(node, given, [("y", F32, None)], threads=threads)
+def _session(threads=2):
+    names = ("x", "base", *ADAPTED)
+    node = helper.make_node("LowRank", names, ("y",), domain=DOMAIN)
+    return open_session(node, _inputs(names), [("y", F32, None)], threads=threads)
+
+
+def _inputs(names):
+    kinds = {"rows": I64, "places": I64, "table": I64}
+    return [(name, kinds.get(name, F32), None) for name in names if name]
+
+
+def _linear(rng, own=(), threads=2, **how):
+    """A packed product of both layers side by side, and its session."""
+    case = quantized_case(rng, "int8", K, sum(WIDTHS), 32, **how)
+    names = ("x", "w", "gamma", "", "", "", *ADAPTED, *own)
+    node = helper.make_node("QuantLinear", names, ("y",), domain=DOMAIN, epsilon=1e-6)
+    given = [one for one in _inputs(names) if one[0] != "w"]
+    weight = [("w", case.packed)]
+    return case, open_session(node, given, [("y", F32, None)], weight, threads=threads)
 
 
 def _given(rng, rows, **more):
@@ -84,44 +99,48 @@ def test_rows_have_adapters_of_their_own(threads, rng):
             assert alone[0, 0].tobytes() == expected.tobytes()
 
 
-def test_without_a_base_nothing_is_added_where_no_adapter_does(rng):
-    pairs, given = _given(rng, [0, 2])
-    session = _session(("x", "places", "", "weights", "table", "rows"))
-    y = session.run(None, given)[0]
-    assert (np.signbit(y[0, 0]) & (y[0, 0] == 0)).all()  # -0 + x is x, also where x is -0
-    assert (np.signbit(y[0, 1, 40:]) & (y[0, 1, 40:] == 0)).all()
-    a, b = pairs[2, 0]
-    np.testing.assert_allclose(y[0, 1, :40], (a @ given["x"][0, 1]) @ b, atol=1e-4)
-    assert session.run(None, {**given, "rows": np.zeros(2, np.int64)})[0].shape == (0,)
-
-
-def test_normalized_rows_are_those_of_the_product(rng):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_packed_product_adds_what_adapters_do_first(threads, rng):
+    case, session = _linear(rng, threads=threads)
     gamma = rng.uniform(0.5, 1.5, K).astype(np.float32)
-    _, given = _given(rng, [1, 2] * 20, gamma=gamma)
-    names = ("x", "places", "gamma", "weights", "table", "rows")
-    y = _session(names, epsilon=1e-6).run(None, given)[0]
-    x = given["x"]
+    pairs, given = _given(rng, [0, 2, 1] * 20, gamma=gamma)
+    y, x = session.run(None, given)[0][0], given["x"][0]
+    plain = product(BEST, case, x, gamma=gamma, epsilon=1e-6)
     normal = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * gamma
-    plain = _session((*names[:2], "", *names[3:]))
-    expected = plain.run(None, {**{n: v for n, v in given.items() if n != "gamma"}, "x": normal})[0]
-    np.testing.assert_allclose(y, expected, atol=2e-4)
+    none = session.run(None, {**given, "rows": np.zeros(60, np.int64)})[0][0]
+    assert none.tobytes() == plain.tobytes()
+    assert y[::3].tobytes() == plain[::3].tobytes()  # rows beside those that have some
+    assert y[1::3, 40:].tobytes() == plain[1::3, 40:].tobytes()  # a layer that is left alone
+    for row, slot in enumerate(given["rows"]):
+        for layer, part in enumerate((slice(0, 40), slice(40, 64))):
+            if (slot, layer) in pairs:
+                a, b = pairs[slot, layer]
+                more = plain[row, part] + (a @ normal[row]) @ b
+                np.testing.assert_allclose(y[row, part], more, atol=3e-4)
+    one = {**given, "x": given["x"][:, 2:3], "rows": given["rows"][2:3]}
+    assert session.run(None, one)[0][0, 0].tobytes() == y[2].tobytes()  # alone
 
 
-def test_a_product_takes_what_adapters_add(rng):
-    case = quantized_case(rng, "int8", 64, 32, 32)
-    names = ("x", "w", "", "", "", "", "delta")
-    node = helper.make_node("QuantLinear", names, ("y",), domain=DOMAIN)
-    given = [("x", F32, None), ("delta", F32, None)]
-    session = open_session(node, given, [("y", F32, None)], [("w", case.packed)])
-    x, delta = (rng.standard_normal((3, n)).astype(np.float32) for n in (64, 32))
-    plain = product(BEST, case, x)
-    assert (
-        session.run(None, {"x": x, "delta": np.zeros(0, np.float32)})[0].tobytes()
-        == plain.tobytes()
-    )
-    assert session.run(None, {"x": x, "delta": delta})[0].tobytes() == (plain + delta).tobytes()
-    with pytest.raises(Exception, match="what is added is not as wide"):
-        session.run(None, {"x": x, "delta": delta[:2]})
+def test_adapters_read_rows_of_their_own(rng):
+    """Where a product's are smoothed; and gates come behind what is added."""
+    case, session = _linear(rng, own=("own",), gated=True, terms=2)
+    gamma = np.ones(K, np.float32)
+    _, given = _given(rng, [1, 0], gamma=gamma)
+    given["places"] = np.array([(2, 32, 0)])
+    a, b = rng.standard_normal((3, K)), rng.standard_normal((3, 32))
+    begin = given["table"][1, 2, 1]
+    values = np.concatenate([a.ravel(), b.ravel()]).astype(np.float32)
+    given["weights"] = np.concatenate([given["weights"][:begin], values])
+    given["table"][1, 2] = 3, begin, begin + a.size
+    own = rng.standard_normal((1, 2, K)).astype(np.float32)
+    y = session.run(None, {**given, "own": own})[0][0]
+    x = given["x"][0].astype(np.float64)
+    x /= np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+    gate, up = (x @ case.weight.reshape(2, 2, 16, K)[:, i].reshape(32, K).T for i in (0, 1))
+    gate[0] += (a @ own[0, 0]) @ b
+    np.testing.assert_allclose(y, gate / (1 + np.exp(-gate)) * up, atol=0.05)
+    with pytest.raises(Exception, match="what adapters read is not shaped like x"):
+        session.run(None, {**given, "own": own[:, :1]})
 
 
 @pytest.mark.parametrize(
@@ -132,7 +151,8 @@ def test_a_product_takes_what_adapters_add(rng):
         ({"weights": np.zeros(100, np.float32)}, "cut off"),
         ({"places": np.array([(4, 40, 0)])}, "lacks a layer"),
         ({"table": np.zeros((3, 3), np.int64)}, "the table is not"),
-        ({"base": np.zeros((1, 1, 63), np.float32)}, "the base is not as wide"),
+        ({"base": np.zeros((1, 2, 64), np.float32)}, "the base has other rows"),
+        ({"places": np.zeros((1, 2), np.int64)}, "the places are not"),
     ],
 )
 def test_what_does_not_fit_stops_the_pass(change, words, rng):

@@ -13,7 +13,7 @@ from attention_references import host_memory
 from interpreted import launch
 from kernel_references import REFERENCES
 
-from edgellm.device_runtime.kernels.triton import attention, cache, compaction
+from edgellm.device_runtime.kernels.triton import attention, cache, catalog, compaction
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import MAGIC
 
 LAYERS, LAYER = 2, 1
@@ -37,10 +37,15 @@ class Case:
     window: int = 0
     cap: float = 0.0
     sinks: bool = False
-    block_rows: int = 16
     shares: int = 4
     own_tables: bool = False
     seed: int = 0
+
+    @property
+    def attend(self) -> catalog.Variant:
+        """The kernel that an engine gets."""
+        windowed, capped = bool(self.window), bool(self.cap)
+        return catalog.attend(self.dim, self.codes, windowed=windowed, capped=capped)
 
 
 class Cache:
@@ -111,22 +116,22 @@ class Pass:
         shape = case.shares, rows, case.heads
         parts = np.full((*shape, case.dim), np.nan, np.float32)
         stats = np.full((*shape, 2), np.nan, np.float32)
+        tile = catalog.tile(case.dim)
         launch(
             attention.store_rows, (rows, case.heads + case.kv_heads), self.q, self.k, self.v,
             self.cos, self.sin, self.positions, self.index, self.cache.table, LAYER, case.heads,
-            case.kv_heads, int(case.own_tables), rotated, D=case.dim, CODES=case.codes,
+            case.kv_heads, int(case.own_tables), case.dim, rotated, D=tile, CODES=case.codes,
         )  # fmt: skip
         launch(
-            attention.attend, (case.kv_heads, -(-queries // case.block_rows), case.shares), rotated,
+            attention.attend, (case.kv_heads, -(-queries // catalog.ROWS), case.shares), rotated,
             self.tree, self.positions, self.index, self.cache.table, LAYER, rows,
             self.tree.shape[1], case.heads // case.kv_heads, case.window,
-            int(np.float32(case.cap).view(np.int32)), parts, stats,
-            D=case.dim, ROWS=case.block_rows, BLOCK=32, CODES=case.codes,
-            WINDOWED=bool(case.window), CAPPED=bool(case.cap),
+            int(np.float32(case.cap).view(np.int32)), case.dim, parts, stats,
+            **{**case.attend.constants, "BLOCK": 32},
         )  # fmt: skip
         launch(
             attention.combine, (rows * case.heads,), parts, stats, self.sinks, rows * case.heads,
-            case.heads, case.shares, y, D=case.dim, SUNK=case.sinks,
+            case.heads, case.shares, case.dim, y, D=tile, SUNK=case.sinks,
         )  # fmt: skip
         return y
 
@@ -173,22 +178,25 @@ class Pass:
 
 CASES = {
     "first token": Case(1, 0, 14, 2),
-    "one token": Case(1, 77, 14, 2),
-    "a tree": Case(9, 60, 4, 2),
-    "older tree slots": Case(5, 60, 4, 2, columns=9),
-    "many rows": Case(20, 37, 4, 1, dim=128, block_rows=32, shares=2),
-    "a full cache": Case(8, 120, 4, 2, shares=8),
+    "one token": Case(1, 77, 14, 2, dim=80),
+    "older tree slots": Case(5, 60, 4, 2, dim=112, columns=9),
+    "many rows": Case(20, 37, 4, 1, dim=128, shares=2),
+    "a full cache": Case(8, 120, 4, 2, dim=96, shares=8),
     "a window": Case(7, 90, 4, 2, window=20),
-    "a window within the tree": Case(9, 70, 4, 2, window=3),
+    "a window within the tree": Case(9, 70, 4, 2, dim=128, window=3),
     "capped": Case(5, 50, 4, 2, cap=1.5),
-    "sinks": Case(5, 50, 4, 2, sinks=True),
-    "all": Case(6, 60, 4, 1, window=30, cap=3.0, sinks=True),
+    "sinks": Case(5, 50, 4, 2, dim=16, sinks=True),
+    "all": Case(6, 60, 4, 1, dim=256, window=30, cap=3.0, sinks=True),
     "rows' own angles": Case(6, 60, 4, 1, own_tables=True),
 }
-
-
 CODED = ("one token", "older tree slots", "all")
 RUNS = [(name, "fp16") for name in CASES] + [(n, c) for n in CODED for c in ("int8", "fp8")]
+
+
+def test_the_cases_have_every_kernel():
+    used = {CASES[name].attend.name for name, codes in RUNS if codes == "fp16"}
+    compiled = {each.name for each in catalog.variants(110)}
+    assert used == {each for each in compiled if "attend" in each and "fp16" in each}
 
 
 def by_reference(kernel, grid, *arguments, **constants) -> None:
@@ -259,10 +267,10 @@ def test_accepted_rows_move_together(codes):
     path = np.array([0, 2, 3, 7, 11, -1, -1], np.int32)
     launch(
         compaction.keep_rows, (LAYERS, 2, 2), path, np.array([5, 9, 0], np.int32), np.array([30]),
-        one.table, D=64, CODES=codes,
+        one.table, 64, D=64, CODES=codes,
     )  # fmt: skip
     other = Cache(Case(0, 0, 4, 2, codes=codes), np.random.default_rng(0))
-    given = path, np.array([5, 9, 0], np.int32), np.array([30]), other.table
+    given = path, np.array([5, 9, 0], np.int32), np.array([30]), other.table, 64
     by_reference(compaction.keep_rows, (LAYERS, 2, 2), *given, D=64, CODES=codes)
     np.testing.assert_array_equal(other.codes, one.codes)
     np.testing.assert_array_equal(other.scales, one.scales)

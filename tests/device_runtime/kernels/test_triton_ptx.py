@@ -14,17 +14,16 @@ import pytest
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
-    KERNELS,
     LARGEST_SHARED_BYTES,
     TARGETS,
-    Variant,
     attend,
+    keep_rows,
     variants,
 )
 from edgellm.scripts.ptx import Assembled, Ptx, faults
 
 MANIFEST = json.loads((prebuilt.FOLDER / prebuilt.MANIFEST).read_text("utf-8"))
-SMALLEST = Variant(KERNELS["keep_rows"], {"D": 64, "CODES": "fp16"}, 1)
+SMALLEST = keep_rows(64, "fp16")
 
 
 def test_the_ptx_is_of_these_sources():
@@ -67,9 +66,9 @@ def test_a_driver_that_is_too_old():
 
 
 def test_a_kernel_that_was_not_compiled():
-    capped = attend(87, 64, 16, "fp16", capped=True)
-    with pytest.raises(EdgeLLMError, match=r"no kernel attend-.*-cappedtrue .* 8\.7") as caught:
-        prebuilt.find(capped, 87)
+    of_fp8 = attend(64, "fp8")
+    with pytest.raises(EdgeLLMError, match=r"no kernel attend-.*-codesfp8-.* 8\.7") as caught:
+        prebuilt.find(of_fp8, 87)
     assert "edgellm.scripts.ptx" in caught.value.hint
 
 
@@ -109,7 +108,7 @@ WIDE = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;\n"
 )
 def test_the_gates_can_fail(said, text, shared, spilled):
     ptx = Ptx("attend", text, 85, "sm_87", shared)
-    variant = attend(87, 128, 16, "fp16")
+    variant = attend(128, "fp16")
     assert faults(variant, ptx, Assembled(64, spilled)) == [said]
     assert faults(variant, Ptx("attend", WIDE * 32, 85, "sm_87", 0), Assembled(64, 0)) == []
 

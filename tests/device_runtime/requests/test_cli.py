@@ -25,6 +25,12 @@ def infer(infer_requests, tiny_engine):
     return run
 
 
+@pytest.fixture
+def refuse(infer_here, tiny_engine):
+    """The same in this process."""
+    return lambda content, *more, engine=tiny_engine: infer_here(engine, content, *more)
+
+
 def test_answers_have_the_peers_fields(infer, tmp_path):
     requests = [{"messages": [{"role": "system", "content": "w30"}, USER]}, {"messages": [USER]}]
     result, answers = infer({"temperature": 0, "max_generate_length": 5, "requests": requests})
@@ -126,8 +132,8 @@ def test_stream_and_profile(infer, tmp_path):
         ('{"requests": [1], "top_k": "x"}', "$.top_k: expected `int`"),
     ],
 )
-def test_faulty_files_write_nothing(infer, content, message):
-    result, answers = infer(content)
+def test_faulty_files_write_nothing(refuse, content, message):
+    result, answers = refuse(content)
     assert_one_line_error(result, message)
     assert answers is None
 
@@ -192,11 +198,11 @@ def test_output_files_are_checked_before_the_work(command, tiny_engine, tmp_path
         ({"contract_version": 0}, "has contract version 0"),
     ],
 )
-def test_engines_of_elsewhere(infer, tiny_engine, tmp_path, change, message):
+def test_engines_of_elsewhere(refuse, tiny_engine, tmp_path, change, message):
     engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
     path = engine / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    result, _ = infer({"requests": [{"messages": [USER]}]}, engine=engine)
+    result, _ = refuse({"requests": [{"messages": [USER]}]}, engine=engine)
     assert_one_line_error(result, message, "llm_build")
 
 

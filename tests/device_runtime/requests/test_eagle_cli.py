@@ -36,6 +36,12 @@ def infer(infer_requests, eagle_pair):
 
 
 @pytest.fixture
+def refuse(infer_here, eagle_pair):
+    """The same in this process."""
+    return lambda content, *more, engine=eagle_pair.engine: infer_here(engine, content, *more)
+
+
+@pytest.fixture
 def engine(eagle_pair, tmp_path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(eagle_pair.engine, tmp_path / "engine"))
@@ -204,8 +210,8 @@ def test_prove_compares_lengths(eagle_pair, monkeypatch, more):
     ],
     ids=str,
 )
-def test_flags_that_do_not_suit(infer, flags, messages):
-    result, answers = infer(GOOD, *flags)
+def test_flags_that_do_not_suit(refuse, flags, messages):
+    result, answers = refuse(GOOD, *flags)
     assert_one_line_error(result, *messages)
     assert answers is None
 
@@ -252,12 +258,12 @@ def test_the_cache_may_be_too_small_for_the_tree(infer, engine):
         ({"hidden_taps": [1, 4, 5]}, "hidden taps (1, 4, 5), this one has (2, 4, 5)"),
     ],
 )
-def test_the_draft_of_another_base(infer, engine, change, message):
+def test_the_draft_of_another_base(refuse, engine, change, message):
     path = engine / "draft" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["spec"] |= change
     path.write_text(json.dumps(manifest))
-    assert_one_line_error(infer(GOOD, "--eagle", engine=engine)[0], message)
+    assert_one_line_error(refuse(GOOD, "--eagle", engine=engine)[0], message)
 
 
 def test_damaged_drafts(infer, eagle_pair, engine):

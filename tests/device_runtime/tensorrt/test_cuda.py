@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -155,6 +158,7 @@ def test_tensorrt_is_called_in_the_context():
         set_input_shape=called("shape"),
         set_tensor_address=lambda *_: True,
         execute_async_v3=called("execute"),
+        is_stream_capturable=called("capturable"),
     )
     engine = SimpleNamespace(num_io_tensors=0, create_execution_context=called("context", context))
     trt = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=0))
@@ -164,9 +168,32 @@ def test_tensorrt_is_called_in_the_context():
         made = loaded.new_context(0, device.allocate(1))
         made.set_shape("x", (1, 2))
         made.enqueue()
+        assert made.is_capturable()
 
     thread = threading.Thread(target=work, name="engine")
     thread.start()
     thread.join()
-    assert ("execute", "engine") in driver.calls
+    assert {("execute", "engine"), ("capturable", "engine")} <= set(driver.calls)
     assert not driver.stack
+
+
+def test_a_process_ends_cleanly_with_memory_that_lives():
+    """The driver is not asked any more, and no context is left for pycuda to end the process."""
+    script = (
+        "import numpy, sys; from fake_cuda import FakeDriver, fake_graphs\n"
+        "from edgellm.device_runtime.runners.tensorrt import cuda\n"
+        "driver = FakeDriver()\n"
+        "device = cuda.CudaDevice(driver, fake_graphs(driver), driver.Device(0))\n"
+        "sys.held = device.allocate(64), device.pinned(64), device.capture(device.synchronize)\n"
+        "driver.use = lambda name: print('asked for', name)\n"
+        "assert not driver.stack\n"
+    )
+    path = os.pathsep.join(sys.path)
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")

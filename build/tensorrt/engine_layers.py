@@ -1,0 +1,125 @@
+"""What TensorRT made of a graph, asked of the engine itself, where a GPU can load it.
+
+Its inspector tells each layer as JSON: in newer versions with `Datatype` and `Format` of each
+tensor and with `Constants`, in older ones with `Format/Datatype`, a sentence, and with `Weights`.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgellm.build.tensorrt.kernel_log import (
+    NODE,
+    NOT_KERNELS,
+    PART,
+    PROFILE,
+    Kernel,
+    Tensor,
+    passes_of_parts,
+)
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.runners.tensorrt.library_log import LibraryLog
+
+_TYPES = {  # words of sentences, in the order in which they are looked for
+    "FP4": "FP4E2M1",
+    "FP8": "FP8",
+    "BF16": "BFloat16",
+    "BFloat16": "BFloat16",
+    "FP16": "Half",
+    "Half": "Half",
+    "FP32": "Float",
+    "Float": "Float",
+    "Int4": "Int4",
+    "Int8": "Int8",
+    "Int32": "Int32",
+    "Int64": "Int64",
+    "Bool": "Bool",
+}
+
+
+def inspect_engine(trt: Any, path: Path) -> tuple[Kernel, ...]:
+    """Load a plan onto this machine's GPU, and read what its inspector says.
+
+    Args:
+        trt: the module that compiled it, with detailed verbosity.
+        path: the plan.
+
+    Raises:
+        EdgeLLMError: it cannot be loaded, or the inspector tells no more than names.
+    """
+    log = LibraryLog(trt)
+    with (
+        path.open("rb") as stream,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as plan,
+    ):
+        runtime = trt.Runtime(log.logger)
+        engine = runtime.deserialize_cuda_engine(plan)
+    if engine is None:
+        words = " ".join(log.errors[0].split()) if log.errors else "it does not say why"
+        raise EdgeLLMError(
+            f"TensorRT {trt.__version__} cannot load the engine to tell its layers: {words}",
+            hint="close other programs that use the GPU, or leave out --layerReport",
+        )
+    inspector = engine.create_engine_inspector()
+    return read_layers(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+
+
+def read_layers(text: str) -> tuple[Kernel, ...]:
+    """The kernels in an inspector's JSON; what only computes shapes is left away.
+
+    Raises:
+        EdgeLLMError: it is something else, or has no more than names.
+    """
+    try:
+        layers = json.loads(text)["Layers"]
+        lines = [json.dumps(layer) for layer in layers]
+        passes = passes_of_parts(lines)
+        found = [_kernel(*each, passes) for each in zip(layers, lines, strict=True)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EdgeLLMError(
+            f"TensorRT's inspector does not tell the layers of the engine: {error!r}"[:300],
+            hint="leave out --layerReport, and report it with edgellm-doctor's output",
+        ) from None
+    return tuple(each for each in found if each.kind not in NOT_KERNELS)
+
+
+def _kernel(layer: Mapping[str, Any], line: str, passes: Mapping[str, int]) -> Kernel:
+    part, profile = PART.search(line), PROFILE.search(line)
+    index = passes[part[1]] if part else int(profile[1]) if profile else 0
+    constants = _tensors(layer.get("Constants", ()))
+    if not constants and "Weights" in layer:
+        constants = _weights(layer["Weights"], layer["Outputs"])
+    return Kernel(
+        index,
+        layer["Name"],
+        layer["LayerType"],
+        _tensors(layer["Inputs"]),
+        constants,
+        _tensors(layer["Outputs"]),
+        tuple(NODE.findall(layer.get("Metadata") or "")),
+        layer.get("TacticName") or "",
+    )
+
+
+def _tensors(listed: Sequence[Mapping[str, Any]]) -> tuple[Tensor, ...]:
+    return tuple(Tensor(each["Name"], tuple(each["Dimensions"]), _dtype(each)) for each in listed)
+
+
+def _dtype(tensor: Mapping[str, Any]) -> str:
+    """In the words of the newer versions."""
+    said = tensor.get("Datatype") or tensor["Format/Datatype"]
+    return next((_TYPES[word] for word in _TYPES if re.search(word, said, re.IGNORECASE)), said)
+
+
+def _weights(
+    weights: Mapping[str, Any], outputs: Sequence[Mapping[str, Any]]
+) -> tuple[Tensor, ...]:
+    """Of a layer that tells their type and number: columns are the output's."""
+    columns = max(int(outputs[0]["Dimensions"][-1]), 1)
+    count = int(weights["Count"])
+    return (Tensor("weights", (count // columns, columns), _dtype({"Datatype": weights["Type"]})),)

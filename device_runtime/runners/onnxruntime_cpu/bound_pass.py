@@ -1,0 +1,157 @@
+"""Passes of fixed sizes over one ONNX Runtime graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.device_runtime.runners.onnxruntime_cpu.parts import NOT_ROWS
+from edgellm.device_runtime.runners.onnxruntime_graphs import Held, dtype_of
+
+
+def _is_bound(name: str) -> bool:
+    """Whether a pass takes an array where it lies: what recurrent layers keep is large."""
+    return name.startswith(contract.STATES)
+
+
+class Scratch:
+    """Output memory that all passes of a runner share: results live until the next one."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, np.ndarray] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        """An output's, of the pass that comes."""
+        size = math.prod(shape)
+        block = self._blocks.get(name)
+        if block is None or block.size < size:
+            block = self._blocks[name] = np.empty(size, dtype)
+        return block[:size].reshape(shape)
+
+
+class _Port(NamedTuple):
+    """An input or output."""
+
+    name: str
+    dtype: type
+    shape: Sequence[Any]  # sizes, and symbols by name
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What ONNX Runtime says of a session, which takes it long, and a binding for rare sizes."""
+
+    inputs: tuple[_Port, ...]
+    outputs: tuple[_Port, ...]  # but the caches and what is lent
+    order: tuple[str, ...]  # of all outputs
+    lent: frozenset[str]  # inputs and outputs that are bound where they lie
+    binding: ort.IOBinding
+
+
+def ports_of(session: ort.InferenceSession, binding: ort.IOBinding) -> Ports:
+    """Of a session, and a binding that has its caches."""
+    inputs, outputs = (
+        [_Port(value.name, dtype_of(value.type), value.shape) for value in values]
+        for values in (session.get_inputs(), session.get_outputs())
+    )
+    beside = contract.PRESENT, contract.NEXT_STATE
+    return Ports(
+        tuple(port for port in inputs if not _is_bound(port.name)),
+        tuple(port for port in outputs if not port.name.startswith(beside)),
+        tuple(port.name for port in outputs),
+        frozenset(port.name for port in (*inputs, *outputs) if _is_bound(port.name)),
+        binding,
+    )
+
+
+class BoundPass:
+    """Buffers and IO binding of one graph for fixed sizes; nothing is allocated per pass."""
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        ports: Ports,
+        binding: ort.IOBinding,
+        scratch: Scratch,
+        inputs: Mapping[str, NDArray[Any]],
+    ) -> None:
+        self._session, self._binding, self._version = session, binding, 0
+        self._values: list[ort.OrtValue] = []
+        self._ports = ports
+        sizes = self._bind_inputs(inputs)
+        # Of the sizes that vary with the rows.
+        self.largest = max((s for n, s in sizes.items() if n not in NOT_ROWS), default=0)
+        self.outputs: dict[str, NDArray[Any] | None] = {}  # None: ONNX Runtime allocates it
+        for port in ports.outputs:
+            self._bind_output(port, sizes, scratch)
+
+    def _bind_inputs(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, int]:
+        """Make room for what the graph takes; its symbols' sizes."""
+        sizes = {}
+        if contract.TOP_K in inputs:
+            sizes[contract.CANDIDATES] = count = int(inputs[contract.TOP_K][0])
+            sizes[contract.LINKED] = min(count, contract.MOST_LINKED)
+        given = dict(inputs)
+        if contract.INPUT_IDS in inputs and contract.TREE_MASK not in inputs:
+            given[contract.TREE_MASK] = np.tri(inputs[contract.INPUT_IDS].shape[1], dtype=np.bool_)
+        self._inputs: dict[str, NDArray[Any]] = {}
+        for name, dtype, dims in self._ports.inputs:
+            if name in given:
+                array = np.array(given[name], dtype, order="C")
+                sizes |= {
+                    symbol: size
+                    for symbol, size in zip(dims, array.shape, strict=True)
+                    if isinstance(symbol, str)
+                }
+                self._inputs[name] = array
+                self._binding.bind_ortvalue_input(name, self._value(array))
+        return sizes
+
+    def _bind_output(self, output: _Port, sizes: dict[str, int], scratch: Scratch) -> None:
+        dims = [sizes.get(dim, dim) for dim in output.shape]
+        shape = tuple(dim for dim in dims if isinstance(dim, int))
+        if not dims or len(shape) < len(dims):
+            self.outputs[output.name] = None
+            self._binding.bind_output(output.name, "cpu")
+            return
+        array = scratch.take(output.name, shape, output.dtype)
+        self.outputs[output.name] = array
+        self._binding.bind_ortvalue_output(output.name, self._value(array))
+
+    def _value(self, array: np.ndarray) -> ort.OrtValue:
+        self._values.append(ort.OrtValue.ortvalue_from_numpy(array))
+        return self._values[-1]
+
+    def run(self, inputs: Mapping[str, NDArray[Any]], held: Held) -> None:
+        """Compute the outputs."""
+        for name, array in inputs.items():
+            if name in self._inputs:
+                self._inputs[name][...] = array
+        lent = [*self._lend(inputs)] if self._ports.lent else ()
+        self._version = held.bind(self._binding, self._version)
+        self._session.run_with_iobinding(self._binding)
+        del lent
+
+    def _lend(self, inputs: Mapping[str, NDArray[Any]]) -> Iterator[ort.OrtValue]:
+        """Bind what is taken where it lies; must live until the end of the pass."""
+        for name in self._ports.lent & inputs.keys():
+            value = ort.OrtValue.ortvalue_from_numpy(inputs[name])
+            if name.startswith(contract.NEXT_STATE):
+                self._binding.bind_ortvalue_output(name, value)
+            else:
+                self._binding.bind_ortvalue_input(name, value)
+            yield value
+
+    def fetch(self, name: str) -> NDArray[Any]:
+        """An output."""
+        array = self.outputs[name]
+        if array is None:
+            array = self._binding.get_outputs()[self._ports.order.index(name)].numpy()
+        return array.astype(np.float32) if array.dtype == np.float16 else array

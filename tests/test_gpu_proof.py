@@ -1,0 +1,138 @@
+"""The stages of `benchmarks/gpu.py --all`, on fakes; what a stage measures is tested elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import fake_gpu
+import gpu
+import gpu_attention
+import gpu_kernels
+import gpu_proof
+import kernel_references
+import pytest
+from fake_gpu import FakeDevice
+from gpu_kernels import check_kernels
+
+from edgellm.contract import EdgeLLMError
+
+
+def test_the_kernels_of_a_round_are_checked_on_the_fake_gpu(monkeypatch):
+    found = check_kernels(FakeDevice(), 5000)
+    rounds = {"grow_level", "select_tree", "lay_out", "accept_greedy", "accept_sampled",
+              "pick_shares", "join_picks"}  # fmt: skip
+    assert found.keys() == {f"{name}_us" for name in rounds} | {"pick_shares_gb_per_s"}
+    broken = lambda *_, **__: None  # noqa: E731
+    monkeypatch.setitem(fake_gpu.REFERENCES, "lay_out", broken)
+    monkeypatch.setattr(gpu_kernels, "REFERENCES", kernel_references.REFERENCES.copy())
+    gpu_kernels.REFERENCES["lay_out"] = kernel_references.lay_out
+    with pytest.raises(AssertionError, match="lay_out"):
+        check_kernels(FakeDevice(), 5000)
+
+
+def test_attention_is_checked_on_the_fake_gpu(monkeypatch):
+    sizes = gpu_attention.Sizes(4, 2, 64, 192, 100)
+    found = gpu_attention.check_attention(FakeDevice(), 87, sizes)
+    names = ("store_rows", "attend", "combine", "keep_rows")
+    cases = [f"{codes}_{rows}" for codes in ("fp16", "int8") for rows in (1, 8, 60)]
+    expected = {f"{name}_{case}_us" for name in names for case in cases}
+    assert found.keys() == expected | {f"attend_{case}_gb_per_s" for case in cases}
+    nothing = lambda *_, **__: None  # noqa: E731
+    for broken in names:
+        with monkeypatch.context() as patch:
+            patch.setattr(fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, broken: nothing})
+            with pytest.raises(AssertionError, match=r"turned|y, |codes"):
+                gpu_attention.check_attention(FakeDevice(), 87, sizes)
+
+
+def test_the_runtime_is_checked_on_the_fake_gpu():
+    assert gpu_proof.check_runtime(FakeDevice(), (64, 64))["gather_gb_per_s"] > 0
+
+
+@pytest.mark.parametrize("broken", ["gather_rows", "append_rows", "move_rows"])
+def test_a_kernel_that_does_nothing_is_found(monkeypatch, broken):
+    monkeypatch.setattr(FakeDevice, broken, lambda *_: None)
+    with pytest.raises(AssertionError, match=broken):
+        gpu_proof.check_runtime(FakeDevice(), (64, 64))
+
+
+def _prove(monkeypatch, folder, *, says: dict[str, bool], dry: bool = True):
+    """The stages where programs end as `says` tells, by a word of theirs; and the exit status."""
+    asked = []
+
+    def command(*words, codes=(0,)):
+        del codes
+        asked.append(" ".join(map(str, words)))
+        passed = not any(word in asked[-1] and not good for word, good in says.items())
+        return passed, '{"gather_gb_per_s": 1.0, "is_plain": true}'
+
+    monkeypatch.setattr(gpu_proof, "command", command)
+    flags = ["--all", "--output", folder, *(["--dry"] if dry else [])]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, flags)])
+    with pytest.raises(SystemExit) as caught:
+        gpu.main()
+    found = json.loads((folder / "gpu-proof.json").read_text())
+    return {each["name"]: each for each in found["stages"]}, caught.value.code, asked
+
+
+def test_all_stages_of_the_proof(tmp_path, monkeypatch, capsys):
+    runs = {"plain": {"tokens_per_s": 50.0}, "drafted": {"tokens_per_s": 9.0, "is_plain": True}}
+    monkeypatch.setattr(
+        gpu,
+        "measure",
+        lambda engine, _: {"engine": engine.name, "roofline": 0.5, **runs, **counted},
+    )
+    most = {"waits": 1, "bytes_down": 12, "bytes_up": 9, "graphs": 1, "kernels": 0}
+    as_used = {"plain": {"tokens_per_s": 60.0, "largest": most}, "is_plain": True}
+    counted = {"production": as_used, "launches": {"llm": {"decode": 37}}}
+    stages, status, asked = _prove(monkeypatch, tmp_path / "new" / "proof", says={})
+    assert list(stages) == ["doctor", "tests", "runtime", "engine", "rounds", "decoding"]
+    assert status == 0
+    assert stages["runtime"]["figures"]["gather_gb_per_s"] == 1.0
+    assert stages["decoding"]["figures"]["engine"] == "engine"
+    found = stages["decoding"]["found"]
+    assert "plain: 50.0 tokens/s\ndrafted: 9.0" in found
+    assert "as users get it, plain: 60.0 tokens/s; a step has at most 1 waits, 12 bytes" in found
+    assert "kernels of a pass of llm: decode 37" in found
+    assert sum("--backend onnxruntime" in each for each in asked) == 2  # dry: for the CPU
+    page = (tmp_path / "new" / "proof" / "gpu-proof.md").read_text()
+    assert page.startswith("# A dry run: nothing ran on a GPU")
+    assert "| decoding | ok |" in page
+    assert "ok      decoding" in capsys.readouterr().out
+
+
+def test_the_proof_goes_on_where_a_stage_fails(tmp_path, monkeypatch):
+    def fails(*_):
+        raise EdgeLLMError("the answer has 1 tokens")
+
+    monkeypatch.setattr(gpu, "measure", fails)
+    stages, status, _ = _prove(monkeypatch, tmp_path, says={"pytest": False})
+    assert status == 1
+    assert [name for name, each in stages.items() if not each["passed"]] == ["tests", "decoding"]
+    assert stages["decoding"]["found"] == "EdgeLLMError: the answer has 1 tokens"
+
+
+def test_without_an_engine_nothing_is_decoded(tmp_path, monkeypatch):
+    stages, status, _ = _prove(monkeypatch, tmp_path, says={"build.cli": False})
+    assert (status, stages["engine"]["passed"], "decoding" in stages) == (1, False, False)
+
+
+def test_flags_that_say_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "give an engine, or --all" in capsys.readouterr().err
+
+
+def test_what_the_tests_need_is_named(monkeypatch):
+    monkeypatch.setattr(gpu_proof, "_TESTS_NEED", ("pytest", "no_such_package"))
+    found = gpu_proof._tests(dry=False)
+    assert found == (False, "missing: no_such_package; pip install '.[proof]' torch", {})
+
+
+@pytest.mark.parametrize(("said", "passes"), [("3 passed, 2 skipped", True), ("9 skipped", False)])
+def test_tests_that_all_skip_show_nothing(monkeypatch, said, passes):
+    monkeypatch.setattr(gpu_proof, "command", lambda *_: (True, f"== {said} in 1.00s =="))
+    passed, _, counts = gpu_proof._tests(dry=False)
+    assert (passed, "skipped" in counts) == (passes, True)
