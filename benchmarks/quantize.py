@@ -67,9 +67,19 @@ def main() -> None:
         output = arguments.work / f"quantized-{name.replace(', ', '-')}"
         shutil.rmtree(output, ignore_errors=True)
         command = [
-            script, "llm", "--model_dir", model, "--output_dir", output, "--quantization",
-            name.partition(",")[0], *SCHEMES[name], *amounts, "--device", "cpu",
-        ]  # fmt: skip
+            script,
+            "llm",
+            "--model_dir",
+            model,
+            "--output_dir",
+            output,
+            "--quantization",
+            name.partition(",")[0],
+            *SCHEMES[name],
+            *amounts,
+            "--device",
+            "cpu",
+        ]
         cost = run(*command)
         _show(name, cost, output)
         if arguments.interrupt:
