@@ -19,6 +19,7 @@ from edgellm.export.source import open_checkpoint, open_draft
 from edgellm.quantize.score import Asked, Changes, count_changes
 
 SETS = ("humaneval", "gsm8k")
+_DRAFTED = 64  # tokens of an answer that a draft helps with
 _GREEDY = SamplingParams(0.0, top_p=1.0, top_k=0)
 
 
@@ -47,7 +48,7 @@ def draft_bundle(base: Path, output: Path) -> Path:
 
 
 def acceptance_length(
-    base: Path, draft: Path, folder: Path, rounding: str, threads: int, count: int, tokens: int
+    base: Path, draft: Path, folder: Path, rounding: str, threads: int, count: int
 ) -> float:
     """Tokens of a verification, fixed trees of 16 nodes, over answers to every set.
 
@@ -58,7 +59,6 @@ def acceptance_length(
         rounding: of the build.
         threads: of the engine.
         count: prompts of each set.
-        tokens: of an answer.
     """
     bundle, engine = folder / "bundle", folder / "engine"
     options = ExportOptions("fp16" if rounding == "none" else "fp32", draft_model_dir=str(EAGLE3))
@@ -71,7 +71,7 @@ def acceptance_length(
     with LLM(engine, spec=METHODS["eagle3-fixed"].spec) as model:
         for name in SETS:
             for question in prompts.load(name)[:count]:
-                rounds += _answer(model, question, tokens).profile.rounds
+                rounds += _answer(model, question, _DRAFTED).profile.rounds
     return sum(one.emitted for one in rounds) / len(rounds)
 
 

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import greedy_answers
@@ -36,6 +35,7 @@ import off_grid
 import prompts
 import torch
 import weights
+from quality_table import Row, keep_rows, read_rows, table
 from simulated import simulated
 from tokenizers import Tokenizer
 
@@ -45,10 +45,12 @@ from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.manifest import LLM_ENGINE, load_engine
-from edgellm.quantize.score import Changes, Quality, Score
+from edgellm.quantize.score import Quality, Score
 from edgellm.scripts import smollm2
 
 Logits = Callable[[np.ndarray], np.ndarray]  # int64 [S] -> float32 [S, V]
+Opens = Callable[[], tuple[int, Logits]]  # bytes of the model, and what computes it
+_SETTINGS = ("off_grid", "windows", "window", "answers", "tokens")
 PIECE = 64  # rows of a pass when prompts are read
 LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0")
 OF_GPUS = ("fp8", "nvfp4", "nvfp4_awq")  # whose inputs GPUs round as well
@@ -177,7 +179,7 @@ def edgellm(work: Path, name: str, threads: int) -> Logits:
     return logits
 
 
-def llama_cpp(work: Path, kind: str, threads: int) -> Logits:
+def llama_cpp(work: Path, kind: str, threads: int) -> tuple[int, Logits]:
     """llama.cpp over its own re-quantization of the same weights."""
     import llama_cpp as api
 
@@ -191,14 +193,13 @@ def llama_cpp(work: Path, kind: str, threads: int) -> Logits:
         model.eval(ids.tolist())
         return np.array(model.scores[: len(ids)])
 
-    return logits
+    return path.stat().st_size, logits
 
 
-def genai(work: Path, threads: int) -> Logits:
+def genai(work: Path) -> tuple[int, Logits]:
     """onnxruntime-genai's builder with its defaults for int4 on the CPU."""
     import onnxruntime_genai as og
 
-    del threads
     folder = weights.genai(work / "fp32", work / "genai", sys.executable)
     model = og.Model(str(folder))
 
@@ -211,17 +212,7 @@ def genai(work: Path, threads: int) -> Logits:
             rows.append(np.array(generator.get_logits()).reshape(-1))
         return np.stack(rows)
 
-    return logits
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Of the table."""
-
-    megabytes: float
-    quality: Quality
-    changes: Changes
-    acceptance: float | None = None  # length, with the draft of examples/
+    return _bytes(folder, "*.data"), logits
 
 
 def main() -> None:
@@ -238,7 +229,7 @@ def main() -> None:
     parser.add_argument("--off_grid", action="store_true", help="equal weights off the 4-bit grid")
     parser.add_argument("--no_peers", action="store_true")
     parser.add_argument("--max_kl", type=float, default=float("inf"))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="keeps rows; those there are not measured again")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     if arguments.off_grid:
@@ -246,76 +237,74 @@ def main() -> None:
         arguments.work.mkdir(exist_ok=True)
         if not (arguments.work / OFF_GRID).exists():
             off_grid.write(smollm2.fetch(), arguments.work / OFF_GRID)
+    settings = {name: getattr(arguments, name) for name in _SETTINGS}
+    rows = read_rows(arguments.json, settings)
     windows = _windows(arguments.work, arguments.windows, arguments.window)
     floats = engine_folder(arguments.work, "fp32", arguments.threads)
     asked = greedy_answers.ask(floats, arguments.answers, arguments.tokens)
     references: list[np.ndarray] = []
-    rows: dict[str, Row] = {}
-    for name, size, engine in _engines(arguments):
+    for name, opened in _engines(arguments):
+        if name in rows and references:
+            continue
         print(name, file=sys.stderr, flush=True)
+        size, engine = opened()
         quality = measure(engine, windows, references)
         rows[name] = Row(size / 1e6, quality, greedy_answers.changes(engine, asked))
         del engine
-        _keep(rows, arguments.json)
+        keep_rows(arguments.json, settings, rows)
     if arguments.draft:
-        for name, length in _acceptance(arguments):
+        for name, length in _acceptance(arguments, rows):
             rows[name] = replace(rows[name], acceptance=length)
-            _keep(rows, arguments.json)
+            keep_rows(arguments.json, settings, rows)
     print("\n".join(table(rows)))
     _refuse_far(rows, arguments.max_kl)
 
 
-def _keep(rows: dict[str, Row], path: Path | None) -> None:
-    if path is not None:
-        found = {name: asdict(row) for name, row in rows.items()}
-        path.write_text(json.dumps(found, indent=2) + "\n")
-
-
-def _acceptance(arguments: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """Names of our rows and the length with each."""
+def _acceptance(arguments: argparse.Namespace, rows: dict[str, Row]) -> Iterator[tuple[str, float]]:
+    """Names of our rows that lack a length, and the length with each."""
     work = arguments.work
     with tempfile.TemporaryDirectory(dir=work) as place:
         draft = greedy_answers.draft_bundle(work / "fp32", Path(place) / "draft")
-        for name in ("fp32", *(each for each in arguments.recipes if each != "fp32")):
+        for name in ("fp32", *arguments.recipes):
+            if rows[label := f"edgellm {name}"].acceptance is not None:
+                continue
             folder = Path(place) / "base"
             folder.mkdir()
-            yield (
-                f"edgellm {name}",
-                greedy_answers.acceptance_length(
-                    checkpoint(work, name),
-                    draft,
-                    folder,
-                    RECIPES[name][1],
-                    arguments.threads,
-                    max(1, arguments.answers // 4),
-                    arguments.tokens,
-                ),
+            count = max(1, arguments.answers // 4)
+            length = greedy_answers.acceptance_length(
+                checkpoint(work, name), draft, folder, RECIPES[name][1], arguments.threads, count
             )
             shutil.rmtree(folder)
+            yield label, length
 
 
-def _engines(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Logits]]:
-    """Names, bytes and engines, one at a time; the first is the reference."""
+def _engines(arguments: argparse.Namespace) -> Iterator[tuple[str, Opens]]:
+    """Names and what opens them; the first is the reference."""
     work, threads = arguments.work, arguments.threads
-    recipes = ["fp32", *(name for name in arguments.recipes if name != "fp32")]
-    for name in (*recipes, *arguments.gguf):
-        logits = edgellm(work, name, threads)
-        label = f"edgellm, {name}.gguf" if name in LLAMA_CPP else f"edgellm {name}"
-        is_rounded = RECIPES.get(name, ([], "none"))[1] != "none"
-        engine = work / f"quality-{_slug(name)}-engine"
-        size = _bytes(engine, "*.data") if is_rounded else _bytes(_bundle(work, name), "*.weights")
-        yield label, size, logits
-        flags = RECIPES.get(name, ([], ""))[0]
-        if any(precision in flags for precision in OF_GPUS):
-            yield f"GPUs, {name}", size, simulated(work / "fp32", checkpoint(work, name), flags)
-    if arguments.no_peers:
-        return
-    for kind in arguments.gguf:
-        yield f"llama.cpp {kind}", _gguf(work, kind).stat().st_size, llama_cpp(work, kind, threads)
+    for name in ("fp32", *(name for name in arguments.recipes if name != "fp32")):
+        yield f"edgellm {name}", lambda name=name: _opened(work, name, threads)
+        if any(precision in RECIPES[name][0] for precision in OF_GPUS):
+            yield f"GPUs, {name}", lambda name=name: _simulated(work, name)
+    for kind in () if arguments.no_peers else arguments.gguf:
+        yield f"llama.cpp {kind}", lambda kind=kind: llama_cpp(work, kind, threads)
     if importlib.util.find_spec("onnxruntime_genai") is None:
         print("onnxruntime-genai is not installed: left out", file=sys.stderr)
-        return
-    yield "onnxruntime-genai int4", _bytes(work / "genai", "*.data"), genai(work, threads)
+    elif not arguments.no_peers:
+        yield "onnxruntime-genai int4", lambda: genai(work)
+    for kind in arguments.gguf:
+        yield f"edgellm, {kind}.gguf", lambda kind=kind: _opened(work, kind, threads)
+
+
+def _opened(work: Path, name: str, threads: int) -> tuple[int, Logits]:
+    logits = edgellm(work, name, threads)
+    if RECIPES.get(name, ([], "none"))[1] != "none":
+        return _bytes(work / f"quality-{_slug(name)}-engine", "*.data"), logits
+    return _bytes(_bundle(work, name), "*.weights"), logits
+
+
+def _simulated(work: Path, name: str) -> tuple[int, Logits]:
+    logits = simulated(work / "fp32", checkpoint(work, name), RECIPES[name][0])
+    return _bytes(_bundle(work, name), "*.weights"), logits
 
 
 def _bytes(folder: Path, pattern: str) -> int:
@@ -348,31 +337,6 @@ def measure(
         floats, rounded = torch.from_numpy(references[index]), torch.from_numpy(found)
         score.add(floats, rounded, following, np.full(len(ids), names.index(kind)))
     return score.quality()
-
-
-def table(rows: dict[str, Row]) -> list[str]:
-    """Lines of markdown, the largest first."""
-    kinds = list(next(iter(rows.values())).quality.kinds)
-    has_drafts = any(row.acceptance is not None for row in rows.values())
-    heads = ["", "MB", "perplexity", "KL", *(f"KL, {kind}" for kind in kinds), "top-1"]
-    heads += ["answers changed", "tokens before"]
-    heads += ["acceptance length"] if has_drafts else []
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name, row in sorted(rows.items(), key=lambda item: -item[1].megabytes):
-        quality, changed = row.quality, row.changes
-        cells = [
-            name.removeprefix("edgellm "),
-            f"{row.megabytes:.1f}",
-            f"{quality.perplexity_quantized / quality.perplexity_float:.3f}",
-            *(f"{each.kl_divergence:.4f}" for each in (quality, *quality.kinds.values())),
-            f"{quality.top1_agreement:.1%}",
-            f"{changed.changed} of {changed.answers}",
-            f"{changed.kept / changed.tokens:.0%}",
-        ]
-        if has_drafts:
-            cells.append("" if row.acceptance is None else f"{row.acceptance:.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
 def _refuse_far(rows: dict[str, Row], max_kl: float) -> None:

@@ -4,6 +4,7 @@
     python benchmarks/quantize.py               # an 8B shape: 40 GB of free disk, hours
     python benchmarks/quantize.py --layers 2    # peak memory does not depend on the layers
     python benchmarks/quantize.py --shape qwen2.5-0.5b  # with the default calibration
+    python benchmarks/quantize.py --shape qwen2.5-0.5b --layers 3  # each layer costs the same
 
 `--interrupt` sends each run a Ctrl-C in its middle, runs it again, and compares the bytes of both
 results. The weights are noise: this is about time and memory, not about quality, which quality.py
@@ -47,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
     parser.add_argument("--shape", choices=weights.SHAPES, help="random weights instead of the 8B")
-    parser.add_argument("--layers", type=int, default=32, help="of the 8B shape")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
     parser.add_argument("--num_samples", type=int, default=8, help="of the 8B shape")
     parser.add_argument("--seq_len", type=int, default=256, help="of the 8B shape")
@@ -55,9 +56,9 @@ def main() -> None:
     arguments = parser.parse_args()
     amounts: list[object] = []
     if arguments.shape:
-        model = _shape(arguments.work, arguments.shape)
+        model = _shape(arguments.work, arguments.shape, arguments.layers)
     else:
-        model = _large(arguments.work, arguments.layers)
+        model = _large(arguments.work, arguments.layers or 32)
         amounts = ["--num_samples", arguments.num_samples, "--seq_len", arguments.seq_len]
         amounts += ["--held_out", 1]
     script = Path(sys.executable).parent / "edgellm-quantize"
@@ -66,9 +67,19 @@ def main() -> None:
         output = arguments.work / f"quantized-{name.replace(', ', '-')}"
         shutil.rmtree(output, ignore_errors=True)
         command = [
-            script, "llm", "--model_dir", model, "--output_dir", output, "--quantization",
-            name.partition(",")[0], *SCHEMES[name], *amounts, "--device", "cpu",
-        ]  # fmt: skip
+            script,
+            "llm",
+            "--model_dir",
+            model,
+            "--output_dir",
+            output,
+            "--quantization",
+            name.partition(",")[0],
+            *SCHEMES[name],
+            *amounts,
+            "--device",
+            "cpu",
+        ]
         cost = run(*command)
         _show(name, cost, output)
         if arguments.interrupt:
@@ -76,11 +87,11 @@ def main() -> None:
         shutil.rmtree(output)
 
 
-def _shape(work: Path, shape: str) -> Path:
-    checkpoint = work / shape
+def _shape(work: Path, shape: str, layers: int | None) -> Path:
+    checkpoint = work / (shape if layers is None else f"{shape}-{layers}-layers")
     if not checkpoint.exists():
         tokenizer = open_checkpoint(str(smollm2.fetch())).tokenizer_files
-        weights.synthetic_checkpoint(shape, tokenizer, checkpoint)
+        weights.synthetic_checkpoint(shape, tokenizer, checkpoint, layers)
     return checkpoint
 
 

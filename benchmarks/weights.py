@@ -44,9 +44,11 @@ SHAPES = {
 }  # fmt: skip
 
 
-def synthetic_checkpoint(shape: str, tokenizer: dict[str, bytes], output: Path) -> None:
-    """A Hugging Face folder of random float32 weights in one of `SHAPES`."""
-    config = SHAPES[shape]
+def synthetic_checkpoint(
+    shape: str, tokenizer: dict[str, bytes], output: Path, layers: int | None = None
+) -> None:
+    """A Hugging Face folder of random float32 weights in one of `SHAPES`, or of fewer layers."""
+    config = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv_width = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     shapes = {_EMBEDDING: (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}

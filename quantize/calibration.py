@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
@@ -24,6 +24,7 @@ _ANY_KIND = "text"  # of what names none
 _HELD_OUT_SHARE = 8  # one row in so many, at most
 
 Rows = NDArray[np.int64]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def read_calibration(
     Raises:
         EdgeLLMError: missing, empty, not UTF-8, not in a known form, or shorter than two rows.
     """
-    path = _path(dataset)
+    path = _OWN_TEXT if dataset == DEFAULT else text_file(dataset)
     documents, kinds = _distinct(path, tokenizer)
     order = np.random.default_rng(seed).permutation(len(documents))
     first = _first_token(tokenizer)
@@ -103,13 +104,12 @@ def read_calibration(
     return Calibration(rows, held_out, held_kinds, kinds, name, digest)
 
 
-def _path(dataset: str) -> Path:
-    if dataset == DEFAULT:
-        return _OWN_TEXT
-    path = Path(dataset).expanduser()
+def text_file(name: str) -> Path:
+    """A .jsonl or .txt file of the user's; raises `EdgeLLMError` for what is none."""
+    path = Path(name).expanduser()
     if not path.is_file():
         raise EdgeLLMError(
-            f"no such calibration file: {dataset}",
+            f"no such text file: {name}",
             hint=f"give a .jsonl or .txt file, or the name of a set: {DEFAULT}",
         )
     if path.suffix not in (".jsonl", ".txt"):
@@ -122,7 +122,7 @@ def _distinct(
 ) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
     """Texts, each once with the place of its kind among the names behind them."""
     found: dict[str, str] = {}
-    for text, kind in _documents(path, tokenizer):
+    for text, kind in read_lines(path, lambda each: (_shown(each, tokenizer), kind_of(each))):
         found.setdefault(text, kind)
     if not found:
         raise EdgeLLMError(f"{path} holds no text", hint=_FORMAT)
@@ -130,8 +130,13 @@ def _distinct(
     return [(text, kinds.index(kind)) for text, kind in found.items()], kinds
 
 
-def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, str]]:
-    """Texts, each with its kind."""
+def read_lines(path: Path, read: Callable[[dict[str, Any]], _T]) -> Iterator[_T]:
+    """What `read` makes of each line's object; paragraphs of a .txt file are {"text": ...}.
+
+    Raises:
+        EdgeLLMError: not UTF-8, or a line that is no JSON object or that `read` does not take
+            (ValueError, KeyError, TypeError, TemplateError).
+    """
     try:
         content = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -140,14 +145,13 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple
         ) from None
     if path.suffix == ".txt":
         paragraphs = content.replace("\r\n", "\n").split("\n\n")
-        yield from ((f"{text.strip()}\n\n", _ANY_KIND) for text in paragraphs if text.strip())
+        yield from (read({"text": text}) for text in paragraphs if text.strip())
         return
     # JSON strings may hold the other line ends that str.splitlines knows.
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             try:
-                entry = parse(line)
-                yield _shown(entry, tokenizer), _kind(entry)
+                yield read(_object(parse(line)))
             except (ValueError, KeyError, TypeError, TemplateError) as error:
                 raise EdgeLLMError(
                     f"{path} line {number} is neither a conversation nor text: {error!r}",
@@ -155,22 +159,31 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple
                 ) from None
 
 
-def _shown(entry: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+def _object(entry: Any) -> dict[str, Any]:
+    """A conversation or text."""
     if not isinstance(entry, dict):
         raise TypeError("not a JSON object")
     if "messages" not in entry:
         if not isinstance(entry["text"], str):
             raise TypeError("text is not a string")
-        return entry["text"].strip() + "\n\n"
+        return entry
     messages = entry["messages"]
     if not all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages):
         raise TypeError("a message has no role or no content")
+    return entry
+
+
+def _shown(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    if "messages" not in entry:
+        return entry["text"].strip() + "\n\n"
+    messages = entry["messages"]
     if getattr(tokenizer, "chat_template", None):
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
     return "".join(f"{message['content'].strip()}\n\n" for message in messages)
 
 
-def _kind(entry: dict[str, Any]) -> str:
+def kind_of(entry: dict[str, Any]) -> str:
+    """Of a line; raises `TypeError` for what is no name."""
     kind = entry.get("kind", _ANY_KIND)
     if not isinstance(kind, str) or not kind:
         raise TypeError("kind is not a name")

@@ -103,6 +103,22 @@ Target = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
+Answers = Annotated[
+    str | None,
+    typer.Option(
+        "--answers", help="Prompts whose greedy answers are compared: default, or FILE.jsonl."
+    ),
+]
+FollowingDraft = Annotated[
+    str | None,
+    typer.Option(
+        "--draft_model_dir", help="A float EAGLE draft: how often is its first candidate taken?"
+    ),
+]
+ReportPage = Annotated[
+    Path | None,
+    typer.Option("--report", help="FILE.html: the report there, too, also when --max_kl refuses."),
+]
 IgnoredKeys = Annotated[
     str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
 ]
@@ -144,6 +160,9 @@ def llm(
     device: Device = "auto",
     seed: Seed = 0,
     max_kl: MaxKl = None,
+    answers: Answers = None,
+    draft_model_dir: FollowingDraft = None,
+    report: ReportPage = None,
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize a language model; run the same command again after an interrupt to go on."""
@@ -156,9 +175,8 @@ def llm(
         **kept_layers(keep_layers, keep_budget),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
-        target_bits=target_bits, target_kl=target_kl,
-        device=device,
-        seed=seed, max_kl=max_kl,
+        target_bits=target_bits, target_kl=target_kl, device=device, seed=seed, max_kl=max_kl,
+        answers=answers, draft_model_dir=draft_model_dir, report=report,
     )  # fmt: skip
 
 
@@ -186,6 +204,7 @@ def draft(
     device: Device = "auto",
     seed: Seed = 0,
     max_kl: MaxKl = None,
+    report: ReportPage = None,
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize an EAGLE draft, calibrated with its base's features; fc stays as it is."""
@@ -195,8 +214,7 @@ def draft(
         base_model_dir=base_model_dir, algo=algo, max_loss=max_loss,
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
-        device=device,
-        seed=seed, max_kl=max_kl,
+        device=device, seed=seed, max_kl=max_kl, report=report,
     )  # fmt: skip
 
 

@@ -62,16 +62,19 @@ def run_contest(job: Job, minutes: float | None, progress: Progress) -> Report:
 def ways(job: Job) -> list[str]:
     """The ways that the model can go, the likeliest to win first."""
     model = LanguageModel.open(job.model_dir, job.ignore_config_keys)
-    return [entry.name for entry in _ENTRIES if _suits(entry, model)]
+    has_draft = job.draft_model_dir is not None
+    return [entry.name for entry in _ENTRIES if _suits(entry, model, has_draft=has_draft)]
 
 
-def _suits(entry: _Entry, model: LanguageModel) -> bool:
+def _suits(entry: _Entry, model: LanguageModel, *, has_draft: bool) -> bool:
     if entry.algo == "autoround":
         return is_there() and model.family.experts is None
     takes = rotates_values(model.tensors.infos(), model.layers, model.family)
     if entry.rotate in VALUES and not takes:
         return False
     # A tied head would become a matrix of its own, which is no fair comparison.
+    if entry.rotate in RESIDUAL and has_draft:  # which would read another stream
+        return False
     return entry.rotate not in RESIDUAL or (model.head_name == HEAD and rotates(model))
 
 

@@ -9,7 +9,7 @@ in its second. S tokens of a row, H hidden size of the base, D of the draft.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,7 @@ from edgellm.quantize.checks import HEAD, check_floats, needed_bytes
 from edgellm.quantize.draft_inputs import DraftInputs
 from edgellm.quantize.families import FAMILIES, Family
 from edgellm.quantize.formats import F32
-from edgellm.quantize.logits import float_head, greedy
+from edgellm.quantize.logits import Head, float_head, greedy
 from edgellm.quantize.one_layer_model import draft_layer_model, head_model, run_layer
 from edgellm.quantize.score import Targets
 from edgellm.quantize.states import States
@@ -175,9 +175,11 @@ class Draft:
         rows = {name: task.rows(name) for name in streams if name != QUANTIZED}
         base = self._run_base(task, rows, tell)
         for name, ids in rows.items():
-            streams[name].write(self._first_steps(ids, base[name], task))
+            streams[name].write(self.first_steps(ids, base[name], task))
         streams[QUANTIZED].write(streams[FLOAT].batches(torch.device("cpu")))
-        _store_targets(task.work, self._targets(base[FLOAT][-1], task))
+        weight = read_tensor(self.base.tensors, self.base.head_name)
+        head = float_head(weight, task.device, self.base.finish)
+        _store_targets(task.work, self.targets_of(base[FLOAT][-1], head, task))
         tell("the draft's first step", self.num_preparations)
 
     def _run_base(self, task: Task, rows: Mapping[str, Ids], tell: Tell) -> dict[str, list[States]]:
@@ -220,14 +222,17 @@ class Draft:
         source = {name: value.floats() for name, value in self.base.layer_source(index).items()}
         return self.base.layer_model(index, source, device)
 
-    def _targets(self, last: States, task: Task) -> Ids:
-        """What the base predicts for both steps, as ids of the draft's vocabulary or -1.
+    def targets_of(self, last: States, head: Head, task: Task) -> Ids:
+        """What a base predicts for both steps, as ids of the draft's vocabulary or -1.
+
+        Args:
+            last: of the base, behind its last layer.
+            head: of the base.
+            task: of the run.
 
         Row j of the first step reads token j + 1 and predicts j + 2, as row j + 1 of the base does.
         """
         norm = self.base.norm_model(None, task.device)
-        weight = read_tensor(self.base.tensors, self.base.head_name)
-        head = float_head(weight, task.device, self.base.finish)
         chosen = []
         for batch in last.batches(task.device):
             ids = self._draft_ids[greedy(run_layer(norm, batch), head)]
@@ -244,16 +249,28 @@ class Draft:
         found[targets] = np.arange(len(targets))
         return found
 
-    def _first_steps(self, rows: Ids, base: list[States], task: Task) -> Iterator[torch.Tensor]:
-        """For each batch, states [B, S - 2, D + W] of the first step and of the second."""
-        inputs = DraftInputs(self.facts, self.tensors, task.device)
-        norm = self.norm_model(None, task.device)
-        models = [
+    def layer_models(self, device: torch.device) -> list[PreTrainedModel]:
+        """All layers in floats."""
+        return [
             self.layer_model(
-                index, {n: v.floats() for n, v in self.layer_source(index).items()}, task.device
+                index, {n: v.floats() for n, v in self.layer_source(index).items()}, device
             )
             for index in range(len(self.layers))
         ]
+
+    def first_steps(
+        self, rows: Ids, base: Sequence[States] | Mapping[int, States], task: Task
+    ) -> Iterator[torch.Tensor]:
+        """For each batch, states [B, S - 2, D + W] of the first step and of the second.
+
+        Args:
+            rows: the text.
+            base: the base's states that enter its layers, at least the tapped ones.
+            task: of the run.
+        """
+        inputs = DraftInputs(self.facts, self.tensors, task.device)
+        norm = self.norm_model(None, task.device)
+        models = self.layer_models(task.device)
         taps = [base[tap].batches(task.device) for tap in self.facts.hidden_taps]
         base_norm = self.base.norm_model(None, task.device) if not self.facts.fuses else None
         table = read_tensor(self.tensors, _EMBEDDING)

@@ -8,7 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from edgellm.export.checkpoint import TensorSource
-from edgellm.quantize.checkpointing import CALIBRATION, FLOAT, HEAD_PART, QUANTIZED, ROUNDED
+from edgellm.quantize.answering import changes
+from edgellm.quantize.checkpointing import (
+    ANSWERS,
+    CALIBRATION,
+    FLOAT,
+    HEAD_PART,
+    QUANTIZED,
+    ROUNDED,
+)
+from edgellm.quantize.draft import Draft
+from edgellm.quantize.drafted import drafted
 from edgellm.quantize.linear import PARTS, DecodedLinear, decode_linear
 from edgellm.quantize.logits import Head, float_head, measure, quantized_head
 from edgellm.quantize.modelopt_adapter import quantize
@@ -21,12 +31,13 @@ from edgellm.quantize.tied_table import decode_table, store_table
 _HEAD_TOKENS = 1024  # with which a head is calibrated whose smoothing is searched
 
 
-def evaluate(plan: Plan, streams: Mapping[str, States]) -> Quality:
+def evaluate(plan: Plan, streams: Mapping[str, States], draft: Draft | None = None) -> Quality:
     """Quantize the head if wanted, and compare the two models' answers.
 
     Args:
         plan: of the run.
         streams: hidden states behind the last layer, by the names of `checkpointing`.
+        draft: a float one that is to follow the quantized model.
     """
     subject, task = plan.subject, plan.task
     if plan.head is not None and not task.work.has(HEAD_PART):
@@ -52,6 +63,11 @@ def evaluate(plan: Plan, streams: Mapping[str, States]) -> Quality:
         )
 
     quality = measured(heads[1])
+    if task.questions is not None:
+        found = changes(plan, task.questions, streams[ANSWERS], heads[1])
+        quality = replace(quality, answers=found)
+    if draft is not None:
+        quality = replace(quality, drafted=drafted(plan, draft, streams, (heads[0], heads[1])))
     if plan.head is None:
         return quality
     return replace(quality, kl_float_head=measured(heads[0]).kl_divergence)

@@ -15,8 +15,10 @@ from edgellm.contract import EdgeLLMError
 from edgellm.disk import explain_full_disk
 from edgellm.exclusive import hold
 from edgellm.quantize import compressed_tensors
+from edgellm.quantize.answering import find_answers
 from edgellm.quantize.autoround import autoround
 from edgellm.quantize.checkpointing import (
+    ANSWERS,
     CALIBRATION,
     FLOAT,
     LOCK,
@@ -25,6 +27,8 @@ from edgellm.quantize.checkpointing import (
     as_facts,
     layer_part,
 )
+from edgellm.quantize.draft import Draft
+from edgellm.quantize.drafted import keep_taps, open_draft_of
 from edgellm.quantize.equalizing import evened
 from edgellm.quantize.evaluation import evaluate
 from edgellm.quantize.experts import find_experts, round_experts, watch
@@ -39,6 +43,7 @@ from edgellm.quantize.layer_errors import LayerReport, QuantizedLayer, compare, 
 from edgellm.quantize.mixing import mix
 from edgellm.quantize.modelopt_adapter import Exported, Recipe, quantize
 from edgellm.quantize.one_layer_model import LAYER, quiet_transformers, run_layer
+from edgellm.quantize.page import check_page, write_page
 from edgellm.quantize.plan import Job, Plan, make_plan
 from edgellm.quantize.report import Report, make_report
 from edgellm.quantize.rotation import rotate_values
@@ -65,7 +70,9 @@ def run_job(job: Job, progress: Progress) -> Report:
     quiet_transformers()
     start = time.perf_counter()
     check_output(job.output_dir)
+    check_page(job)
     plan = make_plan(job)
+    draft = open_draft_of(plan)
     work = plan.task.work
     work.claim(plan.settings)
     busy = f"another edgellm-quantize works in {work.path}"
@@ -73,9 +80,10 @@ def run_job(job: Job, progress: Progress) -> Report:
         hold(work.path / LOCK, busy, "wait for it, or give another --output_dir"),
         explain_full_disk(work.path, hint=_FULL_HINT),
     ):
-        quality = _quantize(plan, progress)
-        refuse_far(job, quality)
+        quality = _quantize(plan, draft, progress)
         report = make_report(plan, quality, time.perf_counter() - start)
+        write_page(job, report)
+        refuse_far(job, quality)
         write_folder(plan, report)
         work.remove()
     return report
@@ -93,17 +101,21 @@ def refuse_far(job: Job, quality: Quality) -> None:
         )
 
 
-def _quantize(plan: Plan, progress: Progress) -> Quality:
+def _quantize(plan: Plan, draft: Draft | None, progress: Progress) -> Quality:
     """All layers that are not finished yet, and the comparison of the two models."""
     work, subject = plan.task.work, plan.subject
-    weighs = weighs_tokens(plan)
-    prepared, layers = subject.num_preparations + weighs, len(subject.layers)
+    weighs, questions = weighs_tokens(plan), plan.task.questions
+    prepared = subject.num_preparations + weighs + (questions is not None)
+    layers = len(subject.layers)
     parts = prepared + layers + 1
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.job.seed)
         if weighs:
             weigh_tokens(plan)
             progress("weights of tokens", 1, parts)
+        if questions is not None:
+            find_answers(plan, questions)
+            progress("answers of the float model", weighs + 1, parts)
         if measures_layers(plan):
             find_gradients(plan)
         for index in range(layers):
@@ -115,9 +127,12 @@ def _quantize(plan: Plan, progress: Progress) -> Quality:
                     )
                     if plan.head is not None and plan.head.scheme.is_table:
                         enter_rounded(plan, streams)
+                keep_taps(plan, draft, index, _streams(plan, index))
                 _quantize_layer(plan, index)
             progress(f"layer {index}", prepared + index + 1, parts)
-        quality = evaluate(plan, _streams(plan, layers))
+        last = _streams(plan, layers)
+        keep_taps(plan, draft, layers, last)
+        quality = evaluate(plan, last, draft)
     progress("evaluation", parts, parts)
     return quality
 
@@ -125,16 +140,15 @@ def _quantize(plan: Plan, progress: Progress) -> Quality:
 def _streams(plan: Plan, layer: int) -> dict[str, States]:
     """The streams of hidden states that enter `layer`."""
     task = plan.task
+    batch_tokens = task.batch_rows * plan.subject.states_shape(task.rows(FLOAT), layer)[1]
     names = [FLOAT, QUANTIZED]
     names += [] if plan.recipe.scheme.form else [CALIBRATION]
     names += [ROUNDED] if plan.recipe.scheme.follows_rounded else []
+    names += [ANSWERS] if task.questions is not None else []
+    shapes = {name: plan.subject.states_shape(task.rows(name), layer) for name in names}
     return {
-        name: States(
-            task.work.states(name, layer),
-            plan.subject.states_shape(task.rows(name), layer),
-            task.batch_rows,
-        )
-        for name in names
+        name: States(task.work.states(name, layer), shape, max(1, batch_tokens // shape[1]))
+        for name, shape in shapes.items()
     }
 
 

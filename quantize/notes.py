@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from edgellm.quantize.report import Report
+from edgellm.quantize.score import Quality
 
 _NAMED = 4  # experts in one line
 
 
 def notes(report: Report) -> list[str]:
     """The sentences."""
-    found = [] if report.quality.kl_float_head is None else [_head(report)]
+    found = [*_measured(report.quality)]
+    found += [] if report.quality.kl_float_head is None else [_head(report)]
     if report.tried:
         found.append(_tried(report))
     if report.few:
@@ -27,6 +31,31 @@ def notes(report: Report) -> list[str]:
             f"{report.untied_bytes / 1e6:.1f} MB more"
         )
     return found
+
+
+def _measured(quality: Quality) -> Iterator[str]:
+    """What the figures of the whole text leave out."""
+    if quality.kinds:
+        parts = ", ".join(
+            f"{name} {each.kl_divergence:.4f} ({each.perplexity_float:.2f} -> "
+            f"{each.perplexity_quantized:.2f}, {each.tokens} tokens)"
+            for name, each in quality.kinds.items()
+        )
+        yield f"KL (and perplexity) of {parts}"
+    if (asked := quality.answers) is not None:
+        parts = ", ".join(
+            f"{name} {each.changed} of {each.answers}" for name, each in asked.kinds.items()
+        )
+        yield (
+            f"greedy answers changed: {asked.changed} of {asked.answers}"
+            f"{f' ({parts})' if parts else ''}; the first other token comes after "
+            f"{asked.kept:.1f} of {asked.tokens:.1f} on average"
+        )
+    if (rates := quality.drafted) is not None:
+        yield (
+            f"first candidates of the float draft that the base takes: {rates.by_floats:.1%} in "
+            f"floats, {rates.by_quantized:.1%} quantized"
+        )
 
 
 def _head(report: Report) -> str:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
+from edgellm.contract import EdgeLLMError
 from edgellm.quantize.allocation import Point
 from edgellm.quantize.layer_errors import LayerReport
 from edgellm.quantize.notes import notes
+from edgellm.quantize.plan import Job
 from edgellm.quantize.report import Report
+from edgellm.quantize.states import write_text
 
 _PAGE = Path(__file__).with_name("report.html")
+_HEADING = b"<h1>Quantization: "  # of every page
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 240, 52, 24
 
 
@@ -28,6 +32,27 @@ def render(report: Report) -> str:
     }.items():
         text = text.replace(place, content)
     return text
+
+
+def check_page(job: Job) -> None:
+    """Raise `EdgeLLMError` unless the page that the user asked for can be written."""
+    path = job.report
+    if path is None:
+        return
+    if path.suffix != ".html" or path.is_dir():
+        raise EdgeLLMError(f"--report {path} is no name of a page", hint="give FILE.html")
+    if not path.parent.is_dir():
+        raise EdgeLLMError(f"--report {path}: no such folder: {path.parent}", hint="make it first")
+    if path.exists() and _HEADING not in path.read_bytes():
+        raise EdgeLLMError(
+            f"--report {path} exists and is no page of edgellm-quantize", hint="give another name"
+        )
+
+
+def write_page(job: Job, report: Report) -> None:
+    """The page that the user asked for, if any, whole or not at all."""
+    if job.report is not None:
+        write_text(job.report, render(report))
 
 
 def _title(report: Report) -> str:

@@ -19,6 +19,7 @@ from edgellm.quantize.checkpointing import WorkFolder
 from edgellm.quantize.device import choose_device
 from edgellm.quantize.draft import Draft
 from edgellm.quantize.modelopt_adapter import Recipe
+from edgellm.quantize.questions import Questions, read_questions
 from edgellm.quantize.residual import rotated
 from edgellm.quantize.rotation import check_values
 from edgellm.quantize.schemes import (
@@ -71,6 +72,9 @@ class Job:
     max_kl: float | None = (
         None  # nats a token over the held-out text, above which nothing is written
     )
+    answers: str | None = None  # prompts whose answers are compared: "default", or a file
+    draft_model_dir: str | None = None  # of a float draft that is to follow the result
+    report: Path | None = None  # a further page, also of what is refused
     ignore_config_keys: tuple[str, ...] = ()
 
     @property
@@ -163,13 +167,23 @@ def make_plan(job: Job) -> Plan:
     )
     batch_tokens = job.batch_tokens or amounts.batch_tokens
     batch_rows = max(1, batch_tokens // seq_len)
-    task = Task(calibration, WorkFolder(job.work_dir), batch_rows, device)
+    questions = _questions(job, reader)
+    task = Task(calibration, WorkFolder(job.work_dir), batch_rows, device, questions)
     settings = _settings(job, recipe, head, subject, task, batch_tokens)
     plan = Plan(job, subject, recipe, head, task, settings)
     _check_resources(plan, batch_tokens)
     if not task.work.is_there:
         checks.check_weights(subject.checkpoint.tensors)
     return plan
+
+
+def _questions(job: Job, reader: LanguageModel) -> Questions | None:
+    """What the model is asked, if the user wants that."""
+    if job.answers is None:
+        return None
+    tokenizer = load_tokenizer(reader.checkpoint.tokenizer_files)
+    positions = reader.config.max_position_embeddings
+    return read_questions(job.answers, tokenizer, reader.checkpoint, positions)
 
 
 def _language_model(job: Job) -> LanguageModel:
@@ -287,7 +301,7 @@ def _settings(
 ) -> dict[str, Any]:
     """What a run that goes on must have in common with the one that began."""
     facts = asdict(job)
-    for name in ("output_dir", "device", "max_kl"):
+    for name in ("output_dir", "device", "max_kl", "report"):
         del facts[name]
     infos = subject.tensors.infos()
     names = sorted((name, info.dtype, info.shape) for name, info in infos.items())
@@ -302,6 +316,7 @@ def _settings(
         "held_out": len(calibration.held_out),
         "seq_len": calibration.rows.shape[1],
         "calibration_sha256": calibration.sha256,
+        "answers_sha256": None if task.questions is None else task.questions.sha256,
         "model_sha256": hashlib.sha256(described.encode()).hexdigest(),
     }
     return json.loads(json.dumps(facts, default=str))

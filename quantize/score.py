@@ -27,6 +27,14 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafted:
+    """How often a base takes the first candidate of a float draft that reads its features."""
+
+    by_floats: float
+    by_quantized: float
+
+
+@dataclass(frozen=True, slots=True)
 class Quality:
     """Over held-out text: how well the right token is predicted, and how alike.
 
@@ -43,12 +51,26 @@ class Quality:
     top1_agreement: float
     kl_float_head: float | None = None  # the same with the float head; None: the head is one
     kinds: dict[str, Quality] = field(default_factory=dict)  # of text, where there are several
+    answers: Changes | None = None  # where there were questions
+    drafted: Drafted | None = None  # where there was a draft
 
 
 def read_quality(facts: Mapping[str, Any]) -> Quality:
     """What `dataclasses.asdict` gave of one."""
-    kinds = {name: read_quality(each) for name, each in facts["kinds"].items()}
-    return Quality(**{**facts, "kinds": kinds})
+    own: dict[str, Any] = {
+        "kinds": {name: read_quality(each) for name, each in facts["kinds"].items()}
+    }
+    if facts["answers"] is not None:
+        own["answers"] = read_changes(facts["answers"])
+    if facts["drafted"] is not None:
+        own["drafted"] = Drafted(**facts["drafted"])
+    return Quality(**{**facts, **own})
+
+
+def read_changes(facts: Mapping[str, Any]) -> Changes:
+    """What `dataclasses.asdict` gave of some."""
+    kinds = {name: read_changes(each) for name, each in facts["kinds"].items()}
+    return Changes(**{**facts, "kinds": kinds})
 
 
 class Score:

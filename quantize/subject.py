@@ -18,12 +18,13 @@ from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.source import open_checkpoint
 from edgellm.export.vlm import TextTower, text_tower
 from edgellm.quantize.calibration import Calibration
-from edgellm.quantize.checkpointing import FLOAT, QUANTIZED, WorkFolder
+from edgellm.quantize.checkpointing import ANSWERS, FLOAT, QUANTIZED, WorkFolder
 from edgellm.quantize.checks import HEAD, check_model, needed_bytes
 from edgellm.quantize.experts import read_canonical
 from edgellm.quantize.families import Family, family_of, finish_logits
 from edgellm.quantize.formats import F32
 from edgellm.quantize.one_layer_model import LAYER, head_model, layer_model
+from edgellm.quantize.questions import Questions, read_asked, rows_of
 from edgellm.quantize.score import Targets
 from edgellm.quantize.states import States
 from edgellm.quantize.tensors import Tensor, read_below, read_tensor
@@ -40,9 +41,13 @@ class Task:
     work: WorkFolder
     batch_rows: int
     device: torch.device
+    questions: Questions | None = None
 
     def rows(self, stream: str) -> Ids:
         """The text of a stream of states, token ids [rows, S]."""
+        if stream == ANSWERS:
+            assert self.questions is not None
+            return rows_of(read_asked(self.questions, self.work.path))
         is_held_out = stream in (FLOAT, QUANTIZED)
         return self.calibration.held_out if is_held_out else self.calibration.rows
 

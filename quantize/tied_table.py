@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from edgellm.export.checkpoint import TensorInfo
-from edgellm.quantize.checkpointing import HEAD_PART, QUANTIZED, ROUNDED
+from edgellm.quantize.checkpointing import ANSWERS, HEAD_PART, QUANTIZED, ROUNDED
 from edgellm.quantize.checks import EMBEDDING
 from edgellm.quantize.formats import F32
 from edgellm.quantize.linear import DecodedLinear
@@ -49,7 +49,7 @@ def decode_table(plan: Plan) -> DecodedLinear:
 
 def enter_rounded(plan: Plan, streams: dict[str, States]) -> None:
     """Let rounded rows enter the streams of the quantized model."""
-    for name in (QUANTIZED, ROUNDED):
+    for name in (QUANTIZED, ROUNDED, ANSWERS):
         if name in streams:
             rows = plan.task.rows(name)
             floats = plan.subject.reader.embedded(rows, plan.task.batch_rows)

@@ -14,7 +14,7 @@ from edgellm.exclusive import hold
 from edgellm.quantize.checkpointing import LOCK, WorkFolder
 from edgellm.quantize.folder import PAGE, SIDE_FILE, check_output, publish
 from edgellm.quantize.layerwise_run import Progress, refuse_far, run_job
-from edgellm.quantize.page import render
+from edgellm.quantize.page import check_page, render, write_page
 from edgellm.quantize.plan import Job
 from edgellm.quantize.report import Report, Tried, read_report
 
@@ -37,7 +37,7 @@ class Trials:
         Raises:
             EdgeLLMError: as `run_job`; whatever `progress` raises ends the run as well.
         """
-        own = replace(self.job, output_dir=self.folder(name), max_kl=None, **changes)
+        own = replace(self.job, output_dir=self.folder(name), max_kl=None, report=None, **changes)
         side = own.output_dir / SIDE_FILE
         if side.exists():
             found = read_report(json.loads(side.read_text("utf-8")))
@@ -59,6 +59,7 @@ class Trials:
             for each, found in self.reports.items()
         }
         report = replace(self.reports[name], tried=tried, **more)
+        write_page(self.job, report)
         refuse_far(self.job, report.quality)
         folder = self.folder(name)
         side = json.loads((folder / SIDE_FILE).read_text("utf-8"))
@@ -79,9 +80,11 @@ def trials(job: Job) -> Iterator[Trials]:
         EdgeLLMError: the output folder holds something else, or somebody else's runs are under way.
     """
     check_output(job.output_dir)
+    check_page(job)
     work = WorkFolder(job.work_dir)
     facts = asdict(job)
-    del facts["max_kl"]
+    for name in ("max_kl", "report"):
+        del facts[name]
     work.claim(json.loads(json.dumps({"contest": facts}, default=str)))
     busy = f"another edgellm-quantize works in {work.path}"
     with hold(work.path / LOCK, busy, "wait for it, or give another --output_dir"):

@@ -74,7 +74,7 @@ def test_the_own_text_is_sound(tokenizer):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("no.jsonl", None, "no such calibration file"),
+        ("no.jsonl", None, "no such text file"),
         ("a.jsonl", b"", "holds no text"),
         ("a.txt", b"\n \n\n", "holds no text"),
         ("a.csv", b"a,b", "neither .jsonl nor .txt"),

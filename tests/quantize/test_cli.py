@@ -186,11 +186,13 @@ def test_a_run_with_other_settings_is_refused(job, place):
 
 
 def test_a_result_that_differs_too_much_is_not_written(job):
-    strict = dataclasses.replace(job, max_kl=1e-9)
+    page = job.output_dir.with_name("page.html")
+    strict = dataclasses.replace(job, max_kl=1e-9, report=page)
     with pytest.raises(EdgeLLMError, match=r"is above --max_kl 1e-09") as caught:
         run_job(strict, _quiet)
     assert "larger --max_kl writes it" in caught.value.hint
     assert not job.output_dir.exists()
+    assert "KL divergence" in page.read_text()
     larger = dataclasses.replace(job, max_kl=10.0)
     report = run_job(larger, _quiet)
     assert 1e-9 < report.quality.kl_divergence < 10
@@ -214,6 +216,19 @@ def test_flags_that_will_not_do(command, place, tmp_path, flags, words):
     assert_one_line_error(result, *words)
     assert result.returncode == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pages_that_will_not_do(job, tmp_path):
+    (tmp_path / "own.html").write_text("<h1>Mine</h1>")
+    for name, words in {
+        "page.txt": "no name of a page",
+        ".": "no name of a page",
+        "none/page.html": "no such folder",
+        "own.html": "is no page of edgellm-quantize",
+    }.items():
+        with pytest.raises(EdgeLLMError, match=words):
+            run_job(dataclasses.replace(job, report=tmp_path / name), _quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["own.html"]
 
 
 def test_a_device_that_is_not_there(place, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from eagle_engines import EAGLE1, EAGLE3
 from eagle_reference import Layout, Reference, make_draft
 from medusa_heads import make_heads
 from quantize_cases import decode, load, write_text
+from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
@@ -120,6 +122,43 @@ def test_the_draft_is_tapped_and_measured_as_it_runs(make, name):
     assert 0 < quality.kl_divergence < 0.1
     assert quality.perplexity_quantized != quality.perplexity_float
     assert report.subject == "draft"
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle1"])
+def test_a_draft_behind_a_rounded_base(make, tmp_path, name):
+    """Its first candidates are counted as a draft's own run counts them, for both bases."""
+    own = make(name)
+    if not own.output_dir.exists():
+        run_job(own, _quiet)
+    accuracy = json.loads((own.output_dir / "edgellm_quant.json").read_text())["quality"]
+    models = {"model_dir": own.base_model_dir, "draft_model_dir": own.model_dir}
+    models["base_model_dir"] = None
+    changes = {"quantization": "int4_awq", "output_dir": tmp_path / "base", "num_samples": 2}
+    job = replace(own, **models, **changes)
+    found = run_job(job, _quiet).quality.drafted
+    assert found.by_floats == pytest.approx(accuracy["accuracy_float"])
+    floats = _in_floats(job.output_dir, tmp_path / "floats")
+    again = replace(job, model_dir=str(floats), output_dir=tmp_path / "again", quantization="fp8")
+    assert found.by_quantized == pytest.approx(run_job(again, _quiet).quality.drafted.by_floats)
+    with pytest.raises(EdgeLLMError, match="turns the stream"):
+        run_job(replace(job, rotate="residual", output_dir=tmp_path / "turned"), _quiet)
+    assert not (tmp_path / "turned.quantizing").exists()
+
+
+def _in_floats(source: Path, output: Path) -> Path:
+    """A quantized base in floats."""
+    shutil.copytree(source, output, ignore=shutil.ignore_patterns("*quant*"))
+    tensors = load(source)
+    for name in [name.removesuffix("_scale") for name in tensors if name.endswith("weight_scale")]:
+        layer = name.removesuffix(".weight")
+        smooth = tensors.get(f"{layer}.pre_quant_scale", np.ones(1)).astype(np.float32)
+        tensors[name] = decode(tensors, layer) * smooth
+    kept = {name: value for name, value in tensors.items() if not name.endswith("scale")}
+    save_file(kept, output / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (output / "config.json").write_text(json.dumps(config))
+    return output
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

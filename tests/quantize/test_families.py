@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import run_portable
 from edgellm.export.vlm import own_name
 from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
+from edgellm.quantize import questions
 from edgellm.quantize.families import FAMILIES
 from edgellm.quantize.layer_errors import relative
 from edgellm.quantize.layerwise_run import run_job
@@ -48,6 +50,8 @@ CASES = [(kind, "int4_awq") for kind in FAMILIES if kind not in OTHERS_SHOW] + [
     if scheme != "int4_awq"
 ]
 CASES += [("qwen3_moe", "nvfp4"), ("mixtral", "int8_sq"), ("qwen2_moe", "fp8")]
+ANSWERS = ("lfm2", "phi3")  # layers that need the text whole, and layers that cache it
+PROMPTS, TOKENS, END = ((9, 10, 50, 11), (31, 12, 80), (40, 41, 42, 43, 9)), 6, 2
 ENGINES = ("cohere2", "gemma3_text", "phi3", "granitemoe")
 
 
@@ -65,13 +69,21 @@ def test_every_architecture_is_a_family():
 def test_a_bundle_computes_what_was_measured(tmp_path, text, monkeypatch, kind, scheme):
     """The report, transformers with the result's values, and the bundle's graph."""
     model = make_model(tmp_path / "model", kind)
-    job = make_job(model, text, tmp_path / "quantized", scheme, num_samples=4)
+    asks = {"answers": str(_questions(tmp_path, monkeypatch))} if kind in ANSWERS else {}
+    job = make_job(model, text, tmp_path / "quantized", scheme, num_samples=4, **asks)
     quality, rows, whole = *_run(job), _transformers(model)
     assert quality.perplexity_float == pytest.approx(_perplexity(whole, rows), rel=1e-5)
+    answers = [_answer(whole, list(question)) for question in PROMPTS] if asks else []
 
     checkpoint = open_checkpoint(str(job.output_dir))
     _quantize(whole, checkpoint, SCHEMES[scheme].rounds_input)
     assert quality.perplexity_quantized == pytest.approx(_perplexity(whole, rows), rel=1e-2)
+    if asks:
+        others = [_answer(whole, list(question)) for question in PROMPTS]
+        changed = sum(one != other for one, other in zip(answers, others, strict=True))
+        found = quality.answers
+        assert (found.changed, found.answers) == (changed, len(PROMPTS))
+        assert found.tokens == np.mean([len(answer) for answer in answers])
     if scheme == "nvfp4":  # which ONNX Runtime does not run on CPUs
         return
     bundle = tmp_path / "bundle"
@@ -133,6 +145,22 @@ def _run(job: Job) -> tuple[Quality, np.ndarray]:
     errors = [error for layer in report.layers for error in layer.weight_errors.values()]
     assert max(errors) < WORST[job.quantization]
     return report.quality, make_plan(job).task.calibration.held_out
+
+
+def _questions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of `PROMPTS`, to be answered in few words."""
+    monkeypatch.setattr(questions, "_TOKENS", TOKENS)
+    lines = [{"text": " ".join(f"w{token}" for token in prompt)} for prompt in PROMPTS]
+    path = folder / "questions.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def _answer(model: Any, ids: list[int]) -> list[int]:
+    found: list[int] = []
+    while len(found) < TOKENS and (not found or found[-1] != END):
+        found.append(int(model(torch.tensor([[*ids, *found]])).logits[0, -1].argmax()))
+    return found
 
 
 def _transformers(folder: Path) -> Any:
