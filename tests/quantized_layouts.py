@@ -6,6 +6,7 @@ with the float32 weight that they stand for. Nothing here uses edgellm's own pac
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -65,11 +66,13 @@ def _value(codes: np.ndarray, zero: np.ndarray, scale: np.ndarray) -> np.ndarray
     return shifted * np.repeat(scale, group, 1)
 
 
-def int4(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+def int4(
+    weight: np.ndarray, random: np.random.Generator, signs: tuple[int, ...] = (-1, 1)
+) -> tuple[Tensors, np.ndarray]:
     """ModelOpt W4A16_AWQ, with smoothing that is not folded, and signs of scales (ours alone)."""
     codes, zero, scale = _integers(weight, 4, 16, symmetric=True)
-    signs = random.choice(np.array([-1, 1], np.float32), scale.shape)
-    scale, turned = scale * signs, np.repeat(signs, codes.shape[1] // scale.shape[1], 1) < 0
+    sign = random.choice(np.array(signs, np.float32), scale.shape)
+    scale, turned = scale * sign, np.repeat(sign, codes.shape[1] // scale.shape[1], 1) < 0
     codes = np.where(turned, np.minimum(16 - codes.astype(int), 15), codes).astype(np.uint8)
     smoothing = random.uniform(0.5, 2, weight.shape[1]).astype(np.float32)
     signed = (codes.astype(np.int16) - 8) & 15
@@ -256,6 +259,9 @@ class Layout:
     kind: str = ""  # the CPU engine's name of it
 
 
+MODELOPT_INT4 = Layout(
+    functools.partial(int4, signs=(1,)), modelopt={"quant_algo": "W4A16_AWQ"}, kind="int4"
+)
 LAYOUTS = {
     "int4": Layout(int4, modelopt={"quant_algo": "W4A16_AWQ"}, kind="int4"),
     "fp8": Layout(fp8, modelopt={"quant_algo": "FP8"}, rounds="fp8", kind="fp8"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from conftest import make_checkpoint
 from eagle_reference import Layout, make_draft
 from medusa_heads import make_heads
-from quantized_layouts import LAYOUTS, write_checkpoint
+from quantized_layouts import LAYOUTS, MODELOPT_INT4, write_checkpoint
 from visual_checkpoints import make_visual_checkpoint
 
 from edgellm.build.engine import build_engine
@@ -26,7 +26,6 @@ from edgellm.export.visual_bundle import VisualOptions, export_visual
 
 LAYERS, HEADS, TREE, INPUT, CAPACITY = 4, 6, 12, 48, 72  # no other size is 72
 PRECISIONS = ("fp16", "fp8", "int4_awq", "nvfp4", "int8_sq")
-_LAYOUT = {"int4_awq": "int4"}  # others are called alike
 _TAPS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}
 DRAFT = Layout(
     {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40, "eagle_config": _TAPS},
@@ -81,7 +80,7 @@ class Bundles:
         if folder.exists():
             return folder
         if precision != "fp16":
-            layout = LAYOUTS[_LAYOUT.get(precision, precision)]
+            layout = MODELOPT_INT4 if precision == "int4_awq" else LAYOUTS[precision]
             write_checkpoint(self._checkpoint(kind, "fp16"), folder, layout)
         elif kind == "base":
             sizes = {**models.find("llama").TINY, "num_hidden_layers": LAYERS}
