@@ -124,8 +124,9 @@ class StoredKernel:
         ).astype(self.dtype.numpy())
         if (scales < 0).any():
             raise UnsupportedModelError(
-                "TensorRT takes no negative scales, and this INT4 was made for CPUs",
-                hint="quantize it with --target gpu, or build with --backend onnxruntime",
+                "TensorRT takes no negative scales, which this INT4 has",
+                hint="quantize it with --target gpu, export a GGUF file with --dtype fp16, or "
+                "build it with --backend onnxruntime",
             )
         return scales if block else scales.reshape(-1)
 

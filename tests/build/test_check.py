@@ -141,6 +141,8 @@ CASES = [
     for fault in FAULTS
     for precision in PLANS
     if fault != "scale" or "int4" in precision  # codes that the bundle or the build stored
+    # Without edgellm's attention siblings move this model less than INT4 does.
+    if (fault, precision) != ("mask", "int4")
 ]
 
 

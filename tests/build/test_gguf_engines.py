@@ -18,6 +18,7 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.lower import lower
+from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.cli import app
@@ -99,17 +100,12 @@ def test_an_engine_for_cuda(bundles, expected, tmp_path):
     assert distance(found, expected) < 0.02  # weights with minima are rounded to int8
 
 
-def test_a_graph_for_tensorrt(bundles, expected, tmp_path):
-    """Four bits in blocks of 32 stay codes; the rest is floats."""
+def test_tensorrt_refuses_its_scales(bundles, tmp_path):
+    """Those of Q4_0 have signs."""
     model = ir.load(bundles["kept"] / "model.onnx")
-    weights = WeightFile(tmp_path / "weights")
-    lower(model, weights, ir.DataType.FLOAT, 64)
-    weights.close()
-    codes = [each for each in model.graph if each.op_type == "DequantizeLinear"]
-    assert len(codes) == 2 * len(["q_proj+k_proj", "gate_proj+up_proj"])
-    ir.save(model, tmp_path / "lowered.onnx")
-    found = logits(open_portable(bundles["kept"], 64, tmp_path / "lowered.onnx"))
-    assert distance(found, expected) < 1e-5
+    with pytest.raises(EdgeLLMError, match="no negative scales") as caught:
+        lower(model, WeightFile(tmp_path / "weights"), ir.DataType.FLOAT, 64)
+    assert "export a GGUF file with --dtype fp16" in caught.value.hint
 
 
 def test_what_the_command_says(gguf_file, tmp_path):

@@ -57,16 +57,20 @@ class Ports:
 
 def ports_of(session: ort.InferenceSession, binding: ort.IOBinding) -> Ports:
     """Of a session, and a binding that has its caches."""
-    inputs, outputs = (
-        [_Port(value.name, dtype_of(value.type), value.shape) for value in values]
-        for values in (session.get_inputs(), session.get_outputs())
-    )
-    beside = contract.PRESENT, contract.NEXT_STATE
+
+    def of(values: Sequence[ort.NodeArg], taken: tuple[str, ...]) -> tuple[_Port, ...]:
+        return tuple(
+            _Port(value.name, dtype_of(value.type), value.shape)
+            for value in values
+            if not value.name.startswith(taken)
+        )
+
+    inputs, outputs = session.get_inputs(), session.get_outputs()
     return Ports(
-        tuple(port for port in inputs if not _is_bound(port.name)),
-        tuple(port for port in outputs if not port.name.startswith(beside)),
-        tuple(port.name for port in outputs),
-        frozenset(port.name for port in (*inputs, *outputs) if _is_bound(port.name)),
+        of(inputs, (contract.PAST, *contract.STATES)),
+        of(outputs, (contract.PRESENT, contract.NEXT_STATE)),
+        tuple(value.name for value in outputs),
+        frozenset(value.name for value in (*inputs, *outputs) if _is_bound(value.name)),
         binding,
     )
 
