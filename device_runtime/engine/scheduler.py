@@ -4,7 +4,7 @@ Answers are admitted in line, by priority and arrival, while there are places an
 room for their prompts; what they may generate beyond is given row by row. When the pool is full
 the last in line gives its rows back, and has them again when it is admitted again. The first
 in line therefore always goes on, and whoever waits becomes the first. A prompt is read in pieces
-that let a pass take half as long again as without them, so that the answers beside it do not stall.
+that let a pass take a quarter longer than without them, so that the answers beside it do not stall.
 They are larger where more read than decode, and of a long prompt, but never is a bound exceeded.
 """
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 AGING_S = 30.0  # of waiting outweigh one level of priority: nobody starves
 LEAST_PIECE = 8  # rows of a prompt that a pass takes, whatever the bound
-LONGER = 0.5  # that a pass may be with a piece, beside one without
+LONGER = 0.25  # that a pass may be with a piece, beside one without
 MOST_PIECES = 16  # of prompts
 
 

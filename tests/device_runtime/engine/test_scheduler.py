@@ -186,13 +186,12 @@ def test_a_prompt_is_read_in_pieces_beside_others_and_whole_alone():
     assert found.rows == {1: 1, 2: 1, 3: 25}  # a sixteenth of it
     longer = dataclasses.replace(reading, unread_rows=4000)
     assert plan([_running(1), _running(2), longer], 10**6, WIDE).rows == {1: 1, 2: 1, 3: 38}
-    many = [_running(at) for at in range(1, 25)]
-    short = dataclasses.replace(reading, number=30, unread_rows=60)
-    wide = dataclasses.replace(WIDE, most_running=40)
-    wide = dataclasses.replace(wide, most_stall_ms=34.0)
-    assert plan([*many, short], 10**6, wide).rows[30] == 10  # 24 beside take 24 ms
+    many = [_running(at) for at in range(1, 41)]
+    short = dataclasses.replace(reading, number=50, unread_rows=60)
+    wide = dataclasses.replace(WIDE, most_running=48, most_stall_ms=49.0)
+    assert plan([*many, short], 10**6, wide).rows[50] == 9  # 40 beside take 40 ms
     wide = dataclasses.replace(wide, most_stall_ms=100.0)
-    assert plan([*many, short], 10**6, wide).rows[30] == 12  # half as long again as without it
+    assert plan([*many, short], 10**6, wide).rows[50] == 10  # a quarter longer than without it
     readers = [dataclasses.replace(short, number=30 + at) for at in range(4)]
     assert plan([*many[:2], *readers], 10**6, wide).rows == {1: 1, 2: 1, 30: 15}
     slow = dataclasses.replace(WIDE, most_stall_ms=1.0)
