@@ -209,8 +209,11 @@ class CacheSlot:
             cache.close(context)
 
     def end(self, sequence: Sequence) -> None:
-        """The answer is complete, all rows of which a sequence has that has just stepped."""
-        self.session.end_text(len(sequence.keys))
+        """The answer is complete, all rows of which a sequence has that has just stepped.
+
+        Its newest token may be a stop token, which the next prompt need not have.
+        """
+        self.session.end_text(len(sequence.keys) - 1)
 
     def end_prompt(self, sequence: Sequence) -> None:
         """All rows of its prompt are there, and the answer's first token is known.

@@ -333,7 +333,7 @@ class DecoderSession:
         return self._reach(self.context, held)
 
     def end_text(self, length: int) -> None:
-        """A text ends; rows of a tree may have been accepted behind its `length` tokens.
+        """A text ends that the next goes on behind, `length` rows; a tree's may stand behind them.
 
         Recurrent layers cannot go back behind the next pass.
         """

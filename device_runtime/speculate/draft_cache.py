@@ -1,7 +1,8 @@
 """The committed rows of a draft: those in its KV cache, and those that wait to be written there.
 
 Row i pairs the base's feature of token i with the embedding of token i + 1. They outlast an
-answer: a prompt that begins alike goes on behind them.
+answer: a prompt that begins alike goes on behind them. While a row waits, its feature is there for
+any other token: a prompt without the stop token of the answer before needs no row of the base anew.
 
 A draft that is tried again behind a pause reads the newest rows only: those before are skipped,
 and the cache begins behind them, since rotary embeddings see distances alone.
@@ -70,6 +71,11 @@ class _Pairs:
         """The first `count` rows."""
         return _Pairs(self.keys[:count], self.token_ids[:count], self.taps[:count])
 
+    def leading_to(self, key: RowKey, token_ids: I64) -> _Pairs:
+        """The same, but for the token of the last row, [1]."""
+        ids = np.append(self.token_ids[:-1], token_ids)
+        return _Pairs([*self.keys[:-1], key], ids, self.taps)
+
     def tail(self, count: int) -> _Pairs:
         """The last `count` rows, one at least."""
         return _Pairs(self.keys[-count:], self.token_ids[-count:], self.taps[-count:])
@@ -110,9 +116,13 @@ class DraftRows:
         self.context.images = images
 
     def held(self, keys: Sequence[RowKey]) -> int:
-        """See `RowCache.held`; rows that wait count."""
+        """See `RowCache.held`; rows that wait count, the last of them with any token behind."""
         waiting = itertools.chain.from_iterable(pairs.keys for pairs in self._waiting)
-        return max(count_common([*self._keys, *waiting], keys) - 1, 0)
+        known = [*self._keys, *waiting]
+        common = count_common(known, keys)
+        if len(self._keys) <= common < min(len(known), len(keys)):
+            return common
+        return max(common - 1, 0)
 
     def begin(self, token_ids: Sequence[int], adapter: LoadedAdapter | None = None) -> None:
         """Forget the answer before, but for the rows of these tokens, as many as they pair up to.
@@ -129,15 +139,19 @@ class DraftRows:
                 room -= len(pairs)
         self._waiting = kept
         keys = marked(row_keys(token_ids, self._image_keys), adapter)
+        if kept and room <= 0 and kept[-1].keys[-1] != keys[-1]:
+            kept[-1] = kept[-1].leading_to(keys[-1], self._readable(np.array([token_ids[-1]])))
         self._keys = keys[: 1 + min(rows, known)]
         self._skipped = min(self._skipped, len(self._keys) - 1)
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Further rows: features [M, T*H] and the token that follows each, int64 [M]."""
         keys = row_keys(next_token_ids.tolist(), self._image_keys)
-        if (image_ids := self._cache.image_ids) is not None:
-            next_token_ids = image_ids.for_draft(next_token_ids)
-        self._waiting.append(_Pairs(keys, next_token_ids, taps.copy()))
+        self._waiting.append(_Pairs(keys, self._readable(next_token_ids), taps.copy()))
+
+    def _readable(self, token_ids: I64) -> I64:
+        image_ids = self._cache.image_ids
+        return token_ids if image_ids is None else image_ids.for_draft(token_ids)
 
     def skip(self, most: int) -> None:
         """If more than `most` rows wait, the cache begins with the newest `most`.

@@ -117,8 +117,15 @@ class Chat:
         """Rows that must not be computed for a prompt."""
         common = count_common(self.in_base, prompt)
         if speculates:
-            common = min(common, max(count_common(self.in_draft, prompt) - 1, 0))
+            common = min(common, self._expected_of_draft(prompt))
         return min(common, len(prompt) - 1)
+
+    def _expected_of_draft(self, prompt) -> int:
+        common = count_common(self.in_draft, prompt)
+        is_waiting = len(self.rows.context._keys) <= common < len(self.in_draft)
+        if is_waiting and common < len(prompt):
+            return common  # with another token behind the last row
+        return max(common - 1, 0)
 
 
 def alone(prompt, params=GREEDY, count=12) -> list[int]:
@@ -148,6 +155,19 @@ def test_the_same_prompt_computes_its_last_row(speculates):
     assert chat.ask(PROMPT, speculates=speculates) == alone(PROMPT)
     assert chat.reused == len(PROMPT) - 1
     assert chat.base.passes[0] == (len(PROMPT) - 1, 1)
+
+
+def test_a_row_that_waits_takes_another_token():
+    """As where the next prompt is without the stop token of an answer."""
+    chat = Chat()
+    tokens = chat.ask(PROMPT, speculates=True)
+    rows, fork = chat.rows.context, chat.rows.fork(chat.rows.context)
+    turn = [*PROMPT, *tokens[:-1], 21, 22]
+    assert chat.ask(turn, speculates=True) == alone(turn)
+    assert chat.reused == len(PROMPT) + len(tokens) - 1
+    assert chat.base.passes[0] == (chat.reused, 2)
+    assert rows.held(turn[:-1]) == len(turn) - 2
+    assert fork.held([*PROMPT, *tokens]) == len(PROMPT) + len(tokens) - 1, "it keeps its own"
 
 
 def test_the_draft_needs_the_token_behind_a_row():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,13 +13,14 @@ import eagle_engines
 import pytest
 from inside_server import Inside, serving_inside
 
-from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime import LLM, Answer, SamplingParams, SpecOptions
 from edgellm.tools.serve.loading import Loading
 from edgellm.tools.serve.models import read_models
 from edgellm.tools.serve.settings import Settings
 
 GREEDY = SamplingParams(temperature=0)
-SPECS = {"plain": None, "mtp": SpecOptions("mtp", lookups=("ngram",), tree="fixed", verify_size=8)}
+LOOKUPS = ("suffix", "ngram")
+SPECS = {"plain": None, "mtp": SpecOptions("mtp", lookups=LOOKUPS, tree="fixed", verify_size=8)}
 PROMPTS = ["w20 w21 w20 w21 w20", "w20 w21 w20 w33", "w50 w51", "w60 w61 w62 w60 w61", "w70"]
 
 
@@ -90,3 +92,43 @@ def _turn(
     assert [text for text, *_ in answers] == [_expected(alone, each) for each in turns]
     assert [known for *_, known in answers] == [total - 1 for _, total, _ in before]
     return turns, answers
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_turn_behind_a_stop_token_computes_what_is_new(
+    eagle_pairs, hybrid, alone, spec, together
+):
+    """Whether or not the next prompt has that token, and wherever in a tree it was."""
+    engine = hybrid if together else eagle_pairs("mtp").engine
+    starts = ([20, 21, 20, 21, 20], [20, 21, 33])[: 1 + together]  # as many as there is room for
+    with LLM(engine, spec=SPECS[spec], context_reuse=True) as model:
+        for length, has_stop in itertools.product((2, 5, 8, 9), (False, True)):
+            prompts = [[30 + length, 40 + has_stop, *each] for each in starts]
+            whole = _tokens(model, prompts)  # which the lookups draft from
+            ends = [found[at] for found, at in zip(whole, (length, 11), strict=False)]
+            first = _tokens(model, prompts, ends)
+            assert [found[-1] for found in first] == ends
+            texts = [[*prompt, *found] for prompt, found in zip(prompts, first, strict=True)]
+            turns = [[*(text if has_stop else text[:-1]), 77, 78] for text in texts]
+            second = _answers(model, turns)
+            assert [one.token_ids for one in second] == _tokens(alone, turns)
+            known = [one.timings()["reused_tokens"] for one in second]
+            assert known == [len(text) - 1 for text in texts], (length, has_stop)
+
+
+def _tokens(llm: LLM, prompts: list[list[int]], ends: list[int] | None = None) -> list[list[int]]:
+    return [one.token_ids for one in _answers(llm, prompts, ends)]
+
+
+def _answers(llm: LLM, prompts: list[list[int]], ends: list[int] | None = None) -> list[Answer]:
+    """Side by side, up to twelve tokens or its end token each."""
+    answers = []
+    for at, prompt in enumerate(prompts):
+        stops = () if ends is None else (ends[at],)
+        sampling = SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=stops)
+        options = {"add_special_tokens": False, "max_generate_length": 12, "stop": ()}
+        answers.append(llm.generate_text(prompt, sampling=sampling, **options))
+    for _ in llm.together(answers):
+        pass
+    return answers
