@@ -122,10 +122,8 @@ class Chat:
 
     def _expected_of_draft(self, prompt) -> int:
         common = count_common(self.in_draft, prompt)
-        is_waiting = len(self.rows.context._keys) <= common < len(self.in_draft)
-        if is_waiting and common < len(prompt):
-            return common  # with another token behind the last row
-        return max(common - 1, 0)
+        is_waiting = len(self.rows.context._keys) <= common < min(len(self.in_draft), len(prompt))
+        return common if is_waiting else max(common - 1, 0)
 
 
 def alone(prompt, params=GREEDY, count=12) -> list[int]:
@@ -146,32 +144,17 @@ def test_a_second_turn_computes_what_is_new(speculates):
     assert chat.ask(turn, speculates=speculates) == alone(turn)
     assert chat.reused == len(PROMPT) + len(tokens) - 1
     assert chat.base.passes[0] == (chat.reused, 3)  # the answer's last token and the question
+    assert chat.ask(turn, speculates=speculates) == alone(turn)
+    assert chat.base.passes[0] == (chat.reused, 1) == (len(turn) - 1, 1), "asked again"
 
 
-@pytest.mark.parametrize("speculates", [False, True], ids=["plain", "eagle"])
-def test_the_same_prompt_computes_its_last_row(speculates):
-    chat = Chat()
-    chat.ask(PROMPT, speculates=speculates)
-    assert chat.ask(PROMPT, speculates=speculates) == alone(PROMPT)
-    assert chat.reused == len(PROMPT) - 1
-    assert chat.base.passes[0] == (len(PROMPT) - 1, 1)
-
-
-def test_a_row_that_waits_takes_another_token():
+def test_the_draft_needs_the_token_behind_a_row_unless_the_row_waits():
     """As where the next prompt is without the stop token of an answer."""
     chat = Chat()
     tokens = chat.ask(PROMPT, speculates=True)
-    rows, fork = chat.rows.context, chat.rows.fork(chat.rows.context)
-    turn = [*PROMPT, *tokens[:-1], 21, 22]
+    fork, turn = chat.rows.fork(chat.rows.context), [*PROMPT, *tokens[:-1], 21, 22]
     assert chat.ask(turn, speculates=True) == alone(turn)
-    assert chat.reused == len(PROMPT) + len(tokens) - 1
-    assert chat.base.passes[0] == (chat.reused, 2)
-    assert rows.held(turn[:-1]) == len(turn) - 2
-    assert fork.held([*PROMPT, *tokens]) == len(PROMPT) + len(tokens) - 1, "it keeps its own"
-
-
-def test_the_draft_needs_the_token_behind_a_row():
-    chat = Chat()
+    assert chat.reused == fork.held(chat.text) == len(turn) - 2
     chat.ask(PROMPT, speculates=True)
     other = [*PROMPT[:6], 20, 21]
     assert chat.ask(other, speculates=True) == alone(other)
