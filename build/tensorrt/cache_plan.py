@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from edgellm.build.plan import Plan
-from edgellm.build.tensorrt.kernel_attention import Kernels, why_not
+from edgellm.build.tensorrt.kernel_attention import Kernels, missing, why_not
 from edgellm.build.tensorrt.operators import takes_plugins
 from edgellm.build.tensorrt.options import AUTO, EDGELLM, TENSORRT, options_of
 from edgellm.build.tensorrt.target import Target
 from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.gpu import driver_cuda, newest_ptx
-from edgellm.device_runtime.kernels.triton.catalog import FIRST_FP8
+from edgellm.device_runtime.gpu import compute_capability, driver_cuda, newest_ptx
+from edgellm.device_runtime.kernels.triton.catalog import FIRST_FP8, PICK_SHARES
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 from edgellm.device_runtime.runners.tensorrt.library import Library
 from edgellm.manifest import Bundle
@@ -86,6 +86,14 @@ def library_fault(library: Library) -> str:
     return f"plugins do not work in {library.label}; they do in 10.13 and 10.16"
 
 
+def machine_fault(library: Library) -> str:
+    """Why no network gets edgellm's kernels here: library, GPU or driver; "" if some do."""
+    sm = compute_capability()
+    if (fault := library_fault(library)) or sm is None:
+        return fault
+    return missing([PICK_SHARES], sm, _here_ptx())
+
+
 def _codes(bundle: Bundle, plan: Plan, target: Target) -> str:
     """Of the cache: "auto" is what the checkpoint was calibrated for, where the GPU has it.
 
@@ -110,5 +118,9 @@ def _codes(bundle: Bundle, plan: Plan, target: Target) -> str:
 
 def _driver_ptx(plan: Plan) -> int | None:
     """The newest PTX of this machine's driver, if an engine is compiled for its GPU."""
+    return None if options_of(plan).target_sm else _here_ptx()
+
+
+def _here_ptx() -> int | None:
     cuda = driver_cuda()
-    return newest_ptx(cuda) if cuda is not None and not options_of(plan).target_sm else None
+    return None if cuda is None else newest_ptx(cuda)

@@ -76,6 +76,9 @@ def _faults(node: ir.Node, known: dict[str, Rule]) -> Iterator[str]:
     if first is not None and first.shape is not None and first.shape.rank() not in rule.ranks:
         yield f"input 0 has {first.shape.rank()} dimensions"
     yield from _constants(node, rule)
+    is_blocked = rule.blocked and node.attributes.get_int("block_size", 0)
+    if is_blocked and first is not None and first.dtype not in rule.blocked:
+        yield f"{first.dtype and first.dtype.name} has scales of blocks"
     for key, allowed in rule.attributes.items():
         attribute = node.attributes.get(key)
         if attribute is not None and attribute.value not in allowed:

@@ -9,7 +9,7 @@ nothing is copied. The nodes are quickly deployable plugins, see `plugins.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,11 +83,18 @@ def why_not(graph: ir.Graph, dtype: ir.DataType, kernels: Kernels, driver_ptx: i
         seen = layer.visible.producer()
         if not is_call(seen, contract.VISIBLE_SLOTS, contract.VISIBLE_IN_WINDOW):
             return "the graph has a mask that is not made of the tree's"
-        try:
-            for variant in kernels.variants(layer):
-                prebuilt.find(variant, kernels.sm, driver_ptx)
-        except EdgeLLMError as error:
-            return f"{error} ({error.hint})"
+        if fault := missing(kernels.variants(layer), kernels.sm, driver_ptx):
+            return fault
+    return ""
+
+
+def missing(variants: Iterable[Variant], sm: int, driver_ptx: int | None) -> str:
+    """Why a GPU or its driver takes no PTX of some kernels, and the remedy; "" if it does."""
+    try:
+        for variant in variants:
+            prebuilt.find(variant, sm, driver_ptx)
+    except EdgeLLMError as error:
+        return f"{error} ({error.hint})"
     return ""
 
 

@@ -5,8 +5,9 @@ Sources. TensorRT 10.3: `docs/operators.md` and `onnxOpImporters.cpp` of onnx/on
 later, by release notes and headers: FP4 and its quantization 10.8; `Attention` 10.14;
 `RMSNormalization`, `RotaryEmbedding` and `TensorScatter` 10.15; `Swish` 11.0. Where a document and
 the importer's source say different things, the table has what the stricter one says. TensorRT 10.13
-is not documented apart: it has what 10.3 has, and FP4. `docs/tensorrt.md` says which JetPack has
-which.
+is not documented apart: it has what 10.3 has, and FP4. Scales of blocks: users report that 10.7
+refuses them for all but INT4, and nothing says that a later 10.x does not. `docs/tensorrt.md` says
+which JetPack has which.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ANY = NUMBERS | BOOL
 EIGHT_BITS = frozenset({ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN})
 FOUR_BITS = frozenset({ir.DataType.INT4})
 FP4 = frozenset({ir.DataType.FLOAT4E2M1})
+_CODES = EIGHT_BITS | FOUR_BITS | FP4
 _ALL_RANKS = frozenset(range(9))
 
 
@@ -41,6 +43,7 @@ class Rule:
     initializers: tuple[int, ...] = ()  # inputs that must be constants, if they are there
     attributes: Mapping[str, frozenset[object]] = field(default_factory=dict, hash=False)
     most_candidates: int = 0  # of TopK; 0: no limit
+    blocked: frozenset[ir.DataType] = frozenset()  # types of codes whose scales may be of blocks
 
 
 _ELEMENTWISE = Rule(NUMBERS, (0, 1))
@@ -72,7 +75,7 @@ _SINCE_10_3: dict[str, Rule] = {
     "ArgMax": Rule(NUMBERS),
     "Clip": Rule(FLOATS),  # so says the document; the importer of 10.1 takes integers as well
     "Conv": Rule(FLOATS, ranks=frozenset({3, 4, 5})),
-    "DequantizeLinear": Rule(EIGHT_BITS | FOUR_BITS, initializers=(2,)),
+    "DequantizeLinear": Rule(EIGHT_BITS | FOUR_BITS, initializers=(2,), blocked=FOUR_BITS),
     "Gather": Rule(ANY),
     "Gelu": _UNARY,
     "LayerNormalization": _UNARY,
@@ -88,7 +91,7 @@ _SINCE_10_3: dict[str, Rule] = {
 }  # fmt: skip
 
 _SINCE_10_8 = {
-    "DequantizeLinear": Rule(EIGHT_BITS | FOUR_BITS | FP4, initializers=(2,)),
+    "DequantizeLinear": Rule(_CODES, initializers=(2,), blocked=FOUR_BITS | FP4),
     "trt::TRT_FP4DynamicQuantize": Rule(FLOATS, ranks=frozenset({2, 3}), initializers=(1,)),
 }
 # An importer reshapes 3-D attention, and the document speaks of 4-D: 3-D is left to 11.x, where
@@ -102,7 +105,8 @@ _SINCE_10_15 = {
 _SINCE_11_0 = {
     "Swish": _UNARY,
     "Attention": Rule(FLOATS, (0, 1, 2), frozenset({3, 4})),
-    "Clip": Rule(NUMBERS),  # compiled by TensorRT-RTX 1.7
+    "Clip": Rule(NUMBERS),  # compiled by TensorRT-RTX 1.7, as are blocks of 8 bits
+    "DequantizeLinear": Rule(_CODES, initializers=(2,), blocked=_CODES),
 }
 
 _HALF = frozenset({ir.DataType.FLOAT16})

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from edgellm.build import fit
+from edgellm.build.tensorrt import cache_plan
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
 from edgellm.device_runtime.runners.tensorrt import library
 from edgellm.tools.doctor import checks, jetpack
@@ -141,6 +142,22 @@ def test_a_tensorrt_that_lacks_operators(monkeypatch):
     found = checks._backend("tensorrt").found
     assert found.startswith("TensorRT 10.13.3.9; attention by edgellm's kernels; other operators ")
     assert found.endswith("Swish, TensorScatter")
+
+
+@pytest.mark.parametrize(
+    ("sm", "cuda_version", "said"),
+    [
+        (75, (13, 0), "no kernels were compiled for compute capability 7.5"),
+        (110, (12, 6), "the kernels for compute capability 11.0 are PTX 9.0"),
+    ],
+)
+def test_a_gpu_without_edgellm_s_kernels(monkeypatch, sm, cuda_version, said):
+    trt = types.SimpleNamespace(__name__="tensorrt", __version__="11.4.1")
+    monkeypatch.setattr(library, "find_library", lambda: library.Library(trt, False))
+    monkeypatch.setattr(cache_plan, "compute_capability", lambda: sm)
+    monkeypatch.setattr(cache_plan, "driver_cuda", lambda: cuda_version)
+    found = checks._backend("tensorrt").found
+    assert found.startswith(f"TensorRT 11.4.1; attention by TensorRT's operators, since {said}")
 
 
 def test_packages_and_backends(machine, monkeypatch):

@@ -219,12 +219,12 @@ def _rewritten(name: str) -> str:
     """Whose kernels compute attention, and what graphs for an older TensorRT do without."""
     if name != "tensorrt":
         return ""
-    from edgellm.build.tensorrt.cache_plan import library_fault
+    from edgellm.build.tensorrt.cache_plan import machine_fault
     from edgellm.build.tensorrt.operators import lacking
     from edgellm.device_runtime.runners.tensorrt.library import find_library
 
     library = find_library()
-    fault, operators = library_fault(library), lacking(library.version)
+    fault, operators = machine_fault(library), lacking(library.version)
     whose = f"TensorRT's operators, since {fault}" if fault else "edgellm's kernels"
     stand_in = f"; other operators stand for {', '.join(operators)}" if operators else ""
     return f"; attention by {whose}{stand_in}"

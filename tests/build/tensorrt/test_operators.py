@@ -120,6 +120,19 @@ def test_drafts_of_blocks_are_refused(eagle_pairs, tmp_path):
         predict(bundle, load_bundle(bundle, DRAFT_BUNDLE), plan, "tensorrt", tmp_path)
 
 
+@pytest.mark.parametrize("form", ["gptq-order", "ct-w8a8", "ct-int8"])
+def test_other_forms_of_weights(bundles, tmp_path, form):
+    """Zero points and columns in any order, scales of columns; blocks of 8 bits for 11.x alone."""
+    model = lowered(bundles.make("base", form), "model", tmp_path, is_draft=False)
+    for version in CHECKED:
+        if form == "ct-int8" and version < (11, 0):
+            with pytest.raises(EdgeLLMError, match="INT8 has scales of blocks") as caught:
+                adapt(model.clone(), version)
+            assert "8 bits in blocks need 11" in caught.value.hint
+        else:
+            adapt(model.clone(), version)
+
+
 FAULTS = {
     "Sin(i)": "Sin n: input 0 is INT64",
     "Attention(x, x, x)": "Attention n: input 0 has 2 dimensions",
