@@ -30,7 +30,10 @@ def test_the_kernels_of_a_round_are_checked_on_the_fake_gpu(monkeypatch):
         "join_picks",
     }
     assert found.keys() == {f"{name}_us" for name in rounds} | {"pick_shares_gb_per_s"}
-    broken = lambda *_, **__: None  # noqa: E731
+
+    def broken(*_, **__) -> None:
+        """Leave everything as it was."""
+
     monkeypatch.setitem(fake_gpu.REFERENCES, "lay_out", broken)
     monkeypatch.setattr(gpu_kernels, "REFERENCES", kernel_references.REFERENCES.copy())
     gpu_kernels.REFERENCES["lay_out"] = kernel_references.lay_out
@@ -45,7 +48,10 @@ def test_attention_is_checked_on_the_fake_gpu(monkeypatch):
     cases = [f"{codes}_{rows}" for codes in ("fp16", "int8") for rows in (1, 8, 60)]
     expected = {f"{name}_{case}_us" for name in names for case in cases}
     assert found.keys() == expected | {f"attend_{case}_gb_per_s" for case in cases}
-    nothing = lambda *_, **__: None  # noqa: E731
+
+    def nothing(*_, **__) -> None:
+        """Leave everything as it was."""
+
     for broken in names:
         with monkeypatch.context() as patch:
             patch.setattr(fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, broken: nothing})

@@ -103,6 +103,7 @@ class _Node:
         return self
 
     def clone(self) -> Any:
+        # The classes made of this one know their kind.
         return type(self)(self._text)  # type: ignore[call-arg]
 
     def attach_to_context(self, _context: Any) -> Any:
