@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from edgellm.contract import BrokenArtifactError, UnsupportedModelError
-from edgellm.export.checkpoint import CHUNK_BYTES, Checkpoint, TensorInfo, TensorSource
-from edgellm.export.gguf_families import SINKS, Facts, Family, read_config
-from edgellm.export.gguf_file import GGUFFile, read_gguf
+from edgellm.contract import BrokenArtifactError
+from edgellm.export.checkpoint import CHUNK_BYTES, Checkpoint, TensorInfo
+from edgellm.export.gguf_facts import Facts, Family
+from edgellm.export.gguf_families import FAMILIES, read_config
+from edgellm.export.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from edgellm.export.gguf_tokenizer import convert_tokenizer
 from edgellm.export.quantized.gguf import FORMS, MXFP4
 from edgellm.export.weights import as_bytes
@@ -25,40 +27,57 @@ from edgellm.export.weights import as_bytes
 _ROPES = ("rope_freqs", "rope_factors_")
 # Stored types that a bundle has, too, as safetensors spell them.
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_DAMAGED = (ValueError, IndexError, KeyError, TypeError, AttributeError, ZeroDivisionError)
+_LAYER, _FILE_NAME = re.compile(r"blk\.(\d+)\.(.+)"), re.compile(r"^blk\.\d+\.|\.(weight|bias)$")
+_RATES, _KEPT_NORM = "ssm_a", "ssm_norm"  # -exp(A_log); to whose weights nothing was added
+# Of a layer of multi-token prediction.
+_FORESEES = {
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "pre_fc_norm_embedding",
+    "nextn.hnorm": "pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "norm",
+}
 
 
 class GGUFTensors:
     """Tensors of a GGUF file under Hugging Face names, floats as they stream."""
 
     def __init__(
-        self,
-        file: GGUFFile,
-        permuted_heads: Mapping[str, int],
-        family: Family,
-        *,
-        keeps_blocks: bool,
+        self, file: GGUFFile, family: Family, config: Mapping[str, Any], *, keeps_blocks: bool
     ) -> None:
         """Args as follows.
 
         Args:
             file: holds them.
-            permuted_heads: heads of the tensors whose rows llama.cpp interleaved, by kind.
-            family: names them.
+            family: names them, and says what converters changed.
+            config: of the model, as config.json.
             keeps_blocks: blocks that a bundle can hold (`quantized.gguf`) stay as they are, their
-                types spelled as llama.cpp does; all others are decoded.
+                types spelled as llama.cpp does; all others are decoded. One whose columns are in
+                another order has that beside it, as `input_order`.
         """
+        layers = config["num_hidden_layers"]
         self._tensors = {
-            _hf_name(t.name, family): t for t in file.tensors if not t.name.startswith(_ROPES)
+            _hf_name(t.name, family, layers): t
+            for t in file.tensors
+            if not t.name.startswith(_ROPES)
         }
-        self._permuted_heads = permuted_heads
+        self._orders, self._shift = family.orders(config), family.norm_shift
         kept = (*FORMS, MXFP4) if keeps_blocks else ()
         self._infos = {
             name: TensorInfo(
-                tensor.kind if tensor.kind in kept else _PLAIN.get(tensor.kind, "F32"),
+                self._dtype(tensor, kept),
                 _own_shape(name, tensor.shape),
             )
             for name, tensor in self._tensors.items()
         }
+        self._input_orders = {
+            f"{name.removesuffix('weight')}input_order": self._orders.columns[_stem(tensor)]
+            for name, tensor in self._tensors.items()
+            if self._infos[name].dtype in kept and _stem(tensor) in self._orders.columns
+        }
+        for name in self._input_orders:
+            weight = self._infos[f"{name.removesuffix('input_order')}weight"]
+            self._infos[name] = TensorInfo("I64", weight.shape[-1:])
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """All tensors by Hugging Face name."""
@@ -66,46 +85,56 @@ class GGUFTensors:
 
     def stream(self, name: str) -> Iterator[memoryview]:
         """Data, row-major, some whole rows at a time."""
-        tensor, info = self._tensors[name], self._infos[name]
-        rows = len(tensor.data)
-        heads = self._permuted_heads.get(tensor.name.split(".")[-2], 0)
-        head_rows = rows // heads if heads else 1
+        if name in self._input_orders:
+            yield as_bytes(np.argsort(self._input_orders[name]()))
+            return
+        tensor, dtype = self._tensors[name], self._infos[name].dtype
+        rows, find = len(tensor.data), self._orders.rows.get(_stem(tensor))
+        order = None if find is None else find()
         row_bytes = max(4 * math.prod(tensor.shape) // max(rows, 1), 1)  # of float32
-        step = max(CHUNK_BYTES // (row_bytes * head_rows), 1) * head_rows
+        step = max(CHUNK_BYTES // row_bytes, 1)
         for begin in range(0, rows, step):
-            piece = tensor.data[begin : begin + step]
-            if info.dtype != tensor.kind:
-                piece = _decoded(piece, tensor.kind)
-            if heads:
-                piece = _half_split(piece, head_rows)
-            yield as_bytes(piece)
+            taken = slice(begin, begin + step)
+            piece = tensor.data[taken if order is None else order[taken]]
+            yield as_bytes(self._values(tensor, dtype, piece) if dtype in _PLAIN else piece)
+
+    def _dtype(self, tensor: GGUFTensor, kept: tuple[str, ...]) -> str:
+        if self._is_changed(tensor):
+            return "F32"
+        return tensor.kind if tensor.kind in kept else _PLAIN.get(tensor.kind, "F32")
+
+    def _is_changed(self, tensor: GGUFTensor) -> bool:
+        """Whether a converter computed other values."""
+        stem = _stem(tensor)
+        return stem == _RATES or bool(self._shift and stem.endswith("norm") and stem != _KEPT_NORM)
+
+    def _values(self, tensor: GGUFTensor, dtype: str, rows: NDArray[np.uint8]) -> NDArray[Any]:
+        """Rows of floats as they were before the converter."""
+        values: NDArray[Any] = rows
+        if dtype != tensor.kind:
+            values = _decoded(rows, tensor.kind)
+        if (find := self._orders.columns.get(_stem(tensor))) is not None:
+            values = values.view(np.uint32 if dtype == "F32" else np.uint16)[:, find()]
+        if not self._is_changed(tensor):
+            return values
+        floats = values.view(np.float32)
+        with np.errstate(invalid="ignore", divide="ignore"):  # refused when they are written
+            return np.log(-floats) if _stem(tensor) == _RATES else floats - np.float32(self._shift)
+
+
+def _stem(tensor: GGUFTensor) -> str:
+    """llama.cpp's name without its layer: `blk.3.attn_q.weight` -> `attn_q`."""
+    return _FILE_NAME.sub("", tensor.name)
 
 
 def _own_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Weights of convolutions [W, 1, K], which files have without the middle."""
-    is_flat = name.endswith(".conv.conv.weight") and len(shape) == 2
-    return (shape[0], 1, shape[1]) if is_flat else shape
-
-
-class UnshiftedNorms:
-    """Tensors, the weights of whose norms are what they were before a shift was added."""
-
-    def __init__(self, source: TensorSource, shift: float) -> None:
-        self._source, self._shift = source, shift
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """All tensors by name."""
-        return self._source.infos()
-
-    def stream(self, name: str) -> Iterator[memoryview]:
-        """Data in pieces."""
-        if not name.endswith("norm.weight"):
-            yield from self._source.stream(name)
-            return
-        if (kind := self.infos()[name].dtype) != "F32":
-            raise UnsupportedModelError(f"{name} has type {kind}, not F32, in the GGUF file")
-        for piece in self._source.stream(name):
-            yield as_bytes(np.frombuffer(piece, np.float32) - np.float32(self._shift))
+    """Hugging Face's, which differs for what is one number wide."""
+    if name.endswith(("conv.conv.weight", "conv1d.weight")) and len(shape) == 2:
+        return (shape[0], 1, shape[1])
+    if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
+        return (1, *shape)
+    is_vector = name.endswith((".A_log", ".D", "norm.weight"))
+    return (math.prod(shape),) if is_vector else shape
 
 
 def _decoded(rows: np.ndarray, kind: str) -> np.ndarray:
@@ -130,19 +159,16 @@ def open_gguf(path: Path) -> Checkpoint:
         ) from None
     metadata = file.metadata
     try:
-        facts = Facts(metadata, _rope_tensors(file), {t.name for t in file.tensors})
+        facts = Facts(metadata, _rope_tensors(file), {t.name for t in file.tensors}, FAMILIES)
         config = read_config(facts)
         tokenizer_files = convert_tokenizer(metadata.get)
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        tensors, blocks = (
+            GGUFTensors(file, facts.family, config, keeps_blocks=keeps) for keeps in (False, True)
+        )
+    except _DAMAGED as error:
         raise BrokenArtifactError(
             f"{path} holds damaged metadata ({error})", hint="download or copy it again"
         ) from None
-    heads, family = (config["num_attention_heads"], config["num_key_value_heads"]), facts.family
-    permuted = {"attn_q": heads[0], "attn_k": heads[1]} if family.is_interleaved else {}
-    tensors, blocks = (
-        _unshifted(GGUFTensors(file, permuted, family, keeps_blocks=keeps), family)
-        for keeps in (False, True)
-    )
     return Checkpoint(
         label=str(path),
         config=config,
@@ -151,10 +177,6 @@ def open_gguf(path: Path) -> Checkpoint:
         tokenizer_files=tokenizer_files,
         blocks=blocks,
     )
-
-
-def _unshifted(tensors: TensorSource, family: Family) -> TensorSource:
-    return UnshiftedNorms(tensors, family.norm_shift) if family.norm_shift else tensors
 
 
 def _rope_tensors(file: GGUFFile) -> dict[str, list[float]]:
@@ -171,17 +193,17 @@ def _end_ids(metadata: Mapping[str, Any]) -> list[int]:
     return sorted({metadata[key] for key in keys if key in metadata})
 
 
-def _hf_name(name: str, family: Family) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?([\w.]+)\.(weight|bias)", name)
-    known = None if match is None else family.name_of(match[2])
-    if match is None or known is None:
-        return name  # reported as a leftover
-    layer = f"model.layers.{match[1]}." if match[1] is not None else ""
-    return f"{layer}{known}" if known.endswith(SINKS) else f"{layer}{known}.{match[3]}"
+def _hf_name(name: str, family: Family, layers: int) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`.
 
-
-def _half_split(rows: np.ndarray, head_rows: int) -> np.ndarray:
-    """Undo llama.cpp's order (pairs of one frequency side by side) within each head."""
-    paired = rows.reshape(-1, head_rows // 2, 2, math.prod(rows.shape[1:]))
-    return paired.swapaxes(1, 2).reshape(rows.shape)
+    Layers behind the last are those of multi-token prediction.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return family.name_of(name)
+    layer, own = int(match[1]), match[2]
+    if layer < layers:
+        return f"model.layers.{layer}.{family.name_of(own)}"
+    if (module := _FORESEES.get(own.removesuffix(".weight"))) is not None:
+        return f"mtp.{module}.weight"
+    return f"mtp.layers.{layer - layers}.{family.name_of(own)}"

@@ -7,125 +7,18 @@ name of an architecture; keys of it that nobody reads become keys of the config,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
 
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.attention_kinds import FULL, SLIDING
+from edgellm.export.gguf_facts import Config, Facts, Family, experts, of_type
+from edgellm.export.gguf_hybrids import HYBRIDS, granite_factors, skip_states
+from edgellm.export.gguf_orders import interleaved
 from edgellm.export.models.gemma2 import ACTIVATION
-from edgellm.export.models.lfm2 import CONV
 
-_REQUIRED: Any = object()
 _LOCAL = "local rope"  # of layers that see a window, on its way into rope_parameters
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.gate_proj",
-    "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
-}
-SINKS = "self_attn.sinks"  # no module's
-# Keys that say what tensors say as well, what a loader may assume, or how a file was made.
-_UNREAD = ("vocab_size", "rope.scaling.finetuned", "expert_used_count", "attention.causal",
-           "rope.scaling.yarn_log_multiplier")  # fmt: skip
 # Models of Gemma that scale scores by hidden_size / heads: told by their layers, as in llama.cpp.
 _WIDE_GEMMAS = {"gemma2": 46, "gemma3": 62}
-
-Config = dict[str, Any]
-
-
-class Facts:
-    """The metadata of a file's architecture; remembers which keys were read."""
-
-    def __init__(
-        self, metadata: Mapping[str, Any], vectors: Mapping[str, list[float]], names: set[str]
-    ) -> None:
-        """Facts of a file.
-
-        Args:
-            metadata: all of it.
-            vectors: tensors of the rope.
-            names: of all tensors.
-
-        Raises:
-            BrokenArtifactError: it does not name its architecture.
-            UnsupportedModelError: an architecture that has no family.
-        """
-        if (architecture := metadata.get("general.architecture")) is None:
-            raise BrokenArtifactError("the GGUF file has no general.architecture")
-        if architecture not in FAMILIES:
-            raise UnsupportedModelError(
-                f"GGUF architecture {architecture!r} is not supported",
-                hint=f"supported: {', '.join(FAMILIES)}; docs/reference/models.md says more",
-            )
-        self.architecture: str = architecture
-        self.metadata, self.vectors, self.names = metadata, vectors, names
-        self._used: set[str] = set()
-
-    @property
-    def family(self) -> Family:
-        """That of the architecture."""
-        return FAMILIES[self.architecture]
-
-    def get(self, key: str, default: Any = _REQUIRED) -> Any:
-        """The value of `<architecture>.<key>`.
-
-        Raises:
-            BrokenArtifactError: it is not there and has no default.
-        """
-        name = f"{self.architecture}.{key}"
-        self._used.add(name)
-        value = self.metadata.get(name)
-        if value is None and default is _REQUIRED:
-            raise BrokenArtifactError(f"the GGUF file has no {name}")
-        return default if value is None else value
-
-    def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A number that was stored as float32, as it was before that."""
-        value = self.get(key, default)
-        return value if value is None else float(f"{value:.7g}")
-
-    def left(self) -> Config:
-        """Keys of the architecture that nobody read."""
-        used = self._used | {f"{self.architecture}.{key}" for key in _UNREAD}
-        return {
-            key: value
-            for key, value in self.metadata.items()
-            if key.startswith(f"{self.architecture}.") and key not in used
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """An architecture of llama.cpp."""
-
-    read: Callable[[Facts], Config]  # what is its own in config.json
-    names: Mapping[str, str] = field(default_factory=dict)  # of tensors, where others than `_NAMES`
-    is_interleaved: bool = False  # rows of queries and keys
-    norm_shift: float = 0.0  # what was added to the weights of norms
-    turns_in_part: bool = False
-    has_experts: bool = False
-
-    def name_of(self, stem: str) -> str | None:
-        """Hugging Face's name of a tensor, None where there is none."""
-        return self.names.get(stem) or _NAMES.get(stem)
 
 
 def read_config(facts: Facts) -> Config:
@@ -137,18 +30,19 @@ def read_config(facts: Facts) -> Config:
     """
     heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
     head_dim = facts.get("attention.key_length", hidden // heads)
-    only = {"attention.value_length": head_dim}
-    only |= {} if facts.family.has_experts else {"expert_count": 0}
-    for key, expected in only.items():
-        if (found := facts.get(key, expected)) != expected:
-            raise UnsupportedModelError(f"GGUF {facts.architecture}.{key} = {found} is unsupported")
+    facts.expect("attention.value_length", head_dim)
+    width = {}
+    if facts.family.has_experts:
+        width = {"default": None}  # where all layers have experts
+    else:
+        facts.expect("expert_count", 0)
     tokens = facts.metadata.get("tokenizer.ggml.tokens")
     if tokens is None:
         raise BrokenArtifactError("the GGUF file has no tokenizer.ggml.tokens")
     config = {
         "vocab_size": len(tokens),
         "hidden_size": hidden,
-        "intermediate_size": facts.get("feed_forward_length"),
+        "intermediate_size": facts.get("feed_forward_length", **width),
         "num_hidden_layers": facts.get("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": facts.get("attention.head_count_kv", heads),
@@ -161,7 +55,9 @@ def read_config(facts: Facts) -> Config:
         "eos_token_id": facts.metadata.get("tokenizer.ggml.eos_token_id"),
     }
     own = facts.family.read(facts)
-    rope = {**config["rope_parameters"], **own.pop("rope_parameters", {})}
+    if (turns := own.pop("rope_parameters", {})) is None:
+        return {**config, **own, "rope_parameters": None, **facts.left()}
+    rope = {**config["rope_parameters"], **turns}
     if local := own.pop(_LOCAL, None):
         rope = {FULL: rope, SLIDING: local}
     return {**config, "rope_parameters": rope, **own, **facts.left()}
@@ -255,18 +151,16 @@ def _gemma3(facts: Facts) -> Config:
 
 
 def _granite(facts: Facts) -> Config:
+    """Granite 3, or Granite 4 without Mamba, whose network is that of all rows."""
     if facts.get("rope.scaling.finetuned", True) is False:
         raise UnsupportedModelError("GGUF granite.rope.scaling.finetuned = false: without rope")
-    heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
-    head_dim = facts.get("attention.key_length", hidden // heads)
+    skip_states(facts)
+    shared = facts.get("expert_shared_feed_forward_length", 0)
     return {
         "model_type": "granite",
-        "attention_bias": "blk.0.attn_q.bias" in facts.names,
+        "intermediate_size": shared or facts.get("feed_forward_length"),
         "mlp_bias": "blk.0.ffn_up.bias" in facts.names,
-        "attention_multiplier": facts.number("attention.scale", 0.0) or head_dim**-0.5,
-        "embedding_multiplier": facts.number("embedding_scale", 0.0) or 1.0,
-        "residual_multiplier": facts.number("residual_scale", 0.0) or 1.0,
-        "logits_scaling": facts.number("logit_scale"),
+        **granite_factors(facts),
     }
 
 
@@ -314,15 +208,8 @@ def _phi3(facts: Facts) -> Config:
     }
 
 
-def _experts(facts: Facts, count: str, size: str) -> Config:
-    """Keys of config.json for the number of experts, how many a token takes, and their width."""
-    width = facts.get("expert_feed_forward_length", 0) or facts.get("feed_forward_length")
-    taken = facts.get("expert_used_count")
-    return {count: facts.get("expert_count"), "num_experts_per_tok": taken, size: width}
-
-
 def _qwen3moe(facts: Facts) -> Config:
-    own = _experts(facts, "num_experts", "moe_intermediate_size")
+    own = experts(facts, "num_experts", "moe_intermediate_size")
     return {"model_type": "qwen3_moe", "norm_topk_prob": True, **own}  # llama.cpp's
 
 
@@ -334,54 +221,27 @@ def _gpt_oss(facts: Facts) -> Config:
         "sliding_window": window,
         "layer_types": types,
         "rope_parameters": {"truncate": False},  # as the model was trained; llama.cpp does
-        **_experts(facts, "num_local_experts", "intermediate_size"),
+        **experts(facts, "num_local_experts", "intermediate_size"),
     }
-
-
-def _lfm2(facts: Facts) -> Config:
-    """Layers without keys convolve; what this family calls its norms' epsilon is another key."""
-    heads = facts.get("attention.head_count_kv")
-    counts = heads if isinstance(heads, list) else [heads] * facts.get("block_count")
-    return {
-        "model_type": "lfm2",
-        "num_key_value_heads": max(counts),
-        "layer_types": [FULL if count else CONV for count in counts],
-        "conv_L_cache": facts.get("shortconv.l_cache"),
-        "norm_eps": float(f"{facts.get('attention.layer_norm_rms_epsilon'):.6g}"),
-        "rms_norm_eps": None,
-        "block_auto_adjust_ff_dim": False,
-    }
-
-
-def _of_type(model_type: str) -> Callable[[Facts], Config]:
-    return lambda _: {"model_type": model_type}
 
 
 _SANDWICH = {"ffn_norm": "pre_feedforward_layernorm"}
-_LFM2 = {
-    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
-    **{f"attn_{part}_norm": f"self_attn.{part}_layernorm" for part in "qk"},
-    "token_embd_norm": "model.embedding_norm",
-    "attn_norm": "operator_norm",
-    "ffn_norm": "ffn_norm",
-    "attn_output": "self_attn.out_proj",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-}
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(_llama, is_interleaved=True),
-    "qwen2": Family(_of_type("qwen2")),
-    "qwen3": Family(_of_type("qwen3")),
+    "llama": Family(_llama, orders=interleaved),
+    "qwen2": Family(of_type("qwen2")),
+    "qwen3": Family(of_type("qwen3")),
     "qwen3moe": Family(_qwen3moe, has_experts=True),
     "gemma2": Family(_gemma2, _SANDWICH, norm_shift=1.0),
     "gemma3": Family(_gemma3, _SANDWICH, norm_shift=1.0),
     "gpt-oss": Family(
-        _gpt_oss, {"ffn_gate_inp": "mlp.router", "attn_sinks": SINKS}, has_experts=True
+        _gpt_oss,
+        {"ffn_gate_inp": "mlp.router"},
+        {"attn_sinks.weight": "self_attn.sinks"},
+        has_experts=True,
     ),
-    "granite": Family(_granite, is_interleaved=True),
-    "lfm2": Family(_lfm2, _LFM2),
+    "granite": Family(_granite, orders=interleaved),
     "olmo2": Family(_olmo2),
     "phi3": Family(_phi3, {"ffn_up": "mlp.gate_up_proj"}, turns_in_part=True),
-    "smollm3": Family(_smollm3, is_interleaved=True),
+    "smollm3": Family(_smollm3, orders=interleaved),
+    **HYBRIDS,
 }

@@ -24,6 +24,10 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+# Marks belong to words.
+_MARKED = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
+_NOT_MARKED = _REST.replace(r"\p{L}", r"\p{L}\p{M}")
+_QWEN35 = rf"{_CONTRACTIONS}|{_MARKED}|\p{{N}}|{_NOT_MARKED}"
 # Words that change from capitals to small letters once.
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+"
@@ -31,18 +35,20 @@ _CAPITALS = rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
 _SLASHES = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
 _GPT4O = rf"{_CASED}{_CONTRACTIONS}?|{_CAPITALS}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SLASHES}"
 _TEKKEN = rf"{_CASED}|{_CAPITALS}|\p{{N}}|{_SLASHES}"
+_LLAMAS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")
 _PATTERNS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(_LLAMAS, _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), _QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    "qwen35": _QWEN35,
     "tekken": _TEKKEN,
 }
-_WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken")
+_WHOLE_FIRST = (*_LLAMAS, "tekken")
 _PLAIN = ("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion",
           "granite-docling")  # fmt: skip
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-_NFC = ("qwen2", "deepseek-r1-qwen")
+_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen")
 
 Get = Callable[..., Any]
 

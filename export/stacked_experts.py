@@ -23,16 +23,31 @@ from edgellm.export.weights import StoredTensor, Weights, as_bytes
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
-def experts_of(weights: Weights, experts: int, sizes: tuple[int, int]) -> Stack:
-    """Those below `weights`, all of a layer in a tensor or each apart; `sizes`: H and I."""
+def experts_of(
+    weights: Weights,
+    experts: int,
+    sizes: tuple[int, int],
+    names: tuple[str, str, str] = _PARTS,
+    *,
+    is_gated: bool = True,
+) -> Stack:
+    """Those below `weights`, all of a layer in a tensor or each apart.
+
+    Args:
+        weights: of the experts.
+        experts: how many there are.
+        sizes: H and I.
+        names: of gate, up and down where each is apart.
+        is_gated: whether there are gates; the ups are them where there are none.
+    """
     if is_stacked(weights):
-        return StackedExperts(weights, experts, sizes)
-    return SeparateExperts(weights, experts, sizes)
+        return StackedExperts(weights, experts, sizes, is_gated=is_gated)
+    return SeparateExperts(weights, experts, sizes, names)
 
 
 def is_stacked(weights: Weights) -> bool:
-    """Whether a tensor has all gates."""
-    return (weights / _PARTS[0]).info("weight") is not None
+    """Whether a tensor has all ups."""
+    return (weights / _PARTS[1]).info("weight") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +68,26 @@ class StackedExperts:
     """A tensor for each part of all experts of a layer."""
 
     def __init__(
-        self, weights: Weights, experts: int, sizes: tuple[int, int], *, has_biases: bool = False
+        self,
+        weights: Weights,
+        experts: int,
+        sizes: tuple[int, int],
+        *,
+        has_biases: bool = False,
+        is_gated: bool = True,
     ) -> None:
-        """`sizes`: H and I."""
+        """`sizes`: H and I; `is_gated`: see `experts_of`."""
         hidden, inner = sizes
         self.prefix = weights.prefix
         self._weights, self._has_biases = weights, has_biases
+        self._names = _PARTS if is_gated else (_PARTS[1], *_PARTS[1:])
         self._shapes = (
             (experts, inner, hidden), (experts, inner, hidden), (experts, hidden, inner)
         )  # fmt: skip
 
     def read(self, dtype: ir.DataType) -> Stored:
         """See `Stack`."""
-        layers = [self._weights / name for name in _PARTS]
+        layers = [self._weights / name for name in self._names]
         gate, up, down = (
             self._part(layer, shape, dtype)
             for layer, shape in zip(layers, self._shapes, strict=True)

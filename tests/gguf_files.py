@@ -85,7 +85,7 @@ def write_gguf(
     (words or write_words)(writer, config.vocab_size)
     encode = _in_one_format(quantization) if isinstance(quantization, str) else quantization
     for name, array in tensors(arch, model).items():
-        if encode is not None and _is_matrix(name, array):
+        if encode is not None and is_matrix(name, array):
             rows, kind = encode(name, array)
             writer.add_tensor(name, rows, raw_dtype=kind)
         else:
@@ -160,9 +160,9 @@ def _apart(model: Any) -> Iterator[tuple[str, Any]]:
             yield f"{place}.experts.{part}_proj.{ending}", half
 
 
-def _is_matrix(name: str, array: np.ndarray) -> bool:
+def is_matrix(name: str, array: np.ndarray) -> bool:
     """Whether converters may round it: no bias, no router, no convolution."""
-    others = ("ffn_gate_inp", "shortconv.conv")
+    others = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d", "ssm_norm")
     return array.ndim > 1 and name.endswith(".weight") and not any(each in name for each in others)
 
 

@@ -60,6 +60,8 @@ def stored_factors(op: Op, factors: BlockFactors) -> ir.Value:
 
 
 def _product(op: Op, x: ir.Value, layer: QuantizedLinear | BlockWeight) -> ir.Value:
+    if layer.input_order is not None:
+        x = op.Gather(x, op.constant(layer.input_order, ir.DataType.INT64), axis=-1)
     if isinstance(layer, QuantizedLinear):
         return _quantized(op, x, layer)
     function = block_functions.block_linear(has_minima=layer.minima is not None)
@@ -67,8 +69,6 @@ def _product(op: Op, x: ir.Value, layer: QuantizedLinear | BlockWeight) -> ir.Va
 
 
 def _quantized(op: Op, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
-    if layer.input_order is not None:
-        x = op.Gather(x, op.constant(layer.input_order, ir.DataType.INT64), axis=-1)
     if layer.input is not None:
         x = _rounded(op, x, layer.input)
     codes, scales = op.parameter(layer.codes), op.parameter(layer.scales)

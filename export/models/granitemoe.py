@@ -9,7 +9,8 @@ from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.experts import NO_ROUTING, Mixture, Router, Routing
 from edgellm.export.models import granite
 from edgellm.export.rope import PLAIN_ROPE
-from edgellm.export.stacks import JoinedExperts, SeparateExperts, Stack
+from edgellm.export.stacked_experts import experts_of, is_stacked
+from edgellm.export.stacks import JoinedExperts, Stack
 from edgellm.export.weights import Weights
 
 TINY = {
@@ -43,10 +44,10 @@ class DecoderLayer(granite.DecoderLayer):
 
 
 def stack_of(mlp: Weights, hidden: int, routing: Routing) -> Stack:
-    """Experts of one tensor; where they are quantized, each has its own."""
-    count, sizes = routing.experts, (hidden, routing.size)
-    if (mlp / "experts.0.gate_proj").info("weight") is not None:
-        return SeparateExperts(mlp / "experts", count, sizes)
+    """Experts of one tensor; where they are quantized, each has its own, or each part of all."""
+    count, sizes, apart = routing.experts, (hidden, routing.size), mlp / "experts"
+    if is_stacked(apart) or (apart / "0.gate_proj").info("weight") is not None:
+        return experts_of(apart, count, sizes)
     joined = (mlp / "input_linear", "weight"), (mlp / "output_linear", "weight")
     return JoinedExperts(*joined, count, sizes)
 

@@ -11,7 +11,7 @@ from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.graph import ROWS
 from edgellm.export.layers.experts import Mixture, Router, Routing
 from edgellm.export.layers.mamba import NO_MAMBA, Mamba2, MambaSizes
-from edgellm.export.layers.mlp import MLP, FusedGatedMLP
+from edgellm.export.layers.mlp import MLP, FusedGatedMLP, GatedMLP
 from edgellm.export.models import granite, granitemoe, llama
 from edgellm.export.rope import read_rope
 from edgellm.export.weights import Weights
@@ -107,14 +107,13 @@ class DecoderLayer(granite.DecoderLayer):
             self.mlp = Mixture(router, stack, routing, shared=self.mlp)
 
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
-        """Gate and up are one layer."""
-        return FusedGatedMLP(
-            weights,
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.activation,
-            names=("input_linear", "output_linear"),
-        )
+        """Gate and up are one layer, but in GGUF files."""
+        sizes, activation = (config.hidden_size, config.intermediate_size), config.activation
+        if (weights / "gate_proj").info("weight") is not None:
+            names = "gate_proj", "up_proj", "output_linear"
+            return GatedMLP(weights, *sizes, bias=False, activation=activation, names=names)
+        joined = "input_linear", "output_linear"
+        return FusedGatedMLP(weights, *sizes, activation=activation, names=joined)
 
 
 class Mamba(Mamba2):

@@ -9,7 +9,7 @@ from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.layers.experts import NO_ROUTING, Mixture, Routing, SigmoidRouter
 from edgellm.export.layers.mlp import MLP
 from edgellm.export.models import lfm2
-from edgellm.export.stacks import SeparateExperts
+from edgellm.export.stacked_experts import experts_of
 from edgellm.export.weights import Weights
 
 TINY = {
@@ -70,7 +70,7 @@ class DecoderLayer(lfm2.DecoderLayer):
         bias = (weights, "expert_bias") if config.has_bias else None
         router = SigmoidRouter(weights / "gate", hidden, routing, bias)
         sizes, names = (hidden, routing.size), ("w1", "w3", "w2")
-        stack = SeparateExperts(weights / "experts", routing.experts, sizes, names)
+        stack = experts_of(weights / "experts", routing.experts, sizes, names)
         return Mixture(router, stack, routing)
 
 

@@ -26,7 +26,7 @@ from edgellm.export.layers.mlp import MLP, FeedForward
 from edgellm.export.layers.norm import RMSNorm
 from edgellm.export.models import llama
 from edgellm.export.op import Op
-from edgellm.export.stacks import SeparateExperts
+from edgellm.export.stacked_experts import experts_of
 from edgellm.export.weights import Weights
 
 MAMBA, EXPERTS, NETWORK = "linear_attention", "moe", "mlp"
@@ -240,7 +240,7 @@ def _mixture(config: Config, weights: Weights) -> Mixture:
         )
     return Mixture(
         router,
-        SeparateExperts(weights / "experts", routing.experts, sizes, names),
+        experts_of(weights / "experts", routing.experts, sizes, names, is_gated=False),
         routing,
         gating=SQUARED_RELU,
         shared=_network(config, weights / "shared_experts", config.shared_size),

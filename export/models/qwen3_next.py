@@ -42,8 +42,13 @@ class GatedDeltaNet(qwen3_5_text.GatedDeltaNet):
     def project(self, config: DecoderConfig, weights: Weights) -> None:
         """Make the layers that read the rows."""
         sizes, hidden = self.sizes, config.hidden_size
-        width = sizes.convolved + sizes.values
-        self.in_proj_qkvz = Linear(weights / "in_proj_qkvz", hidden, width, bias=False)
+        widths = {"qkvz": sizes.convolved + sizes.values}
+        if weights.info("in_proj_qkv.weight") is not None:  # GGUF files have two
+            widths = {"qkv": sizes.convolved, "z": sizes.values}
+        self.rows = [
+            Linear(weights / f"in_proj_{name}", hidden, width, bias=False)
+            for name, width in widths.items()
+        ]
         rates = 2 * sizes.value_heads
         self.in_proj_ba = Linear(weights / "in_proj_ba", hidden, rates, bias=False)
 
@@ -51,10 +56,13 @@ class GatedDeltaNet(qwen3_5_text.GatedDeltaNet):
         """Queries, keys and values side by side; gates z, a and b."""
         sizes = self.sizes
         shared = sizes.value_heads // sizes.key_heads
+        rows = [layer(op, x) for layer in self.rows]
+        b, a = self._parts(op, self.in_proj_ba(op, x), (shared, shared))
+        if len(rows) > 1:
+            return rows[0], rows[1], a, b
         of_values = shared * sizes.value_dim
         widths = sizes.key_dim, sizes.key_dim, of_values, of_values
-        *qkv, z = self._parts(op, self.in_proj_qkvz(op, x), widths)
-        b, a = self._parts(op, self.in_proj_ba(op, x), (shared, shared))
+        *qkv, z = self._parts(op, rows[0], widths)
         return op.Concat(*qkv, axis=-1), z, a, b
 
     def _parts(self, op: Op, x: ir.Value, widths: tuple[int, ...]) -> list[ir.Value]:

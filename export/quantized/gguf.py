@@ -97,7 +97,15 @@ def read(weights: Weights, shape: tuple[int, ...], dtype: ir.DataType) -> BlockW
         form.shared,
         factors("_scale", form.scale, 0),
         None if form.minimum < 0 else factors("_minimum", form.minimum, 1),
+        _input_order(weights, shape[-1]),
     )
+
+
+def _input_order(weights: Weights, width: int) -> np.ndarray | None:
+    """Where a converter put the columns elsewhere, see `export.gguf_orders`."""
+    if weights.info("input_order") is None:
+        return None
+    return weights.array("input_order", (width,), "I64")()
 
 
 def _code_type(form: Form, *, is_table: bool) -> ir.DataType:

@@ -56,6 +56,7 @@ class BlockWeight:
     block_size: int
     scales: BlockFactors
     minima: BlockFactors | None = None
+    input_order: np.ndarray | None = None  # as that of `QuantizedLinear`
 
 
 def stored(name: str, dtype: ir.DataType, shape: tuple[int, ...], load: Load) -> StoredTensor:
